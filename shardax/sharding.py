@@ -1,0 +1,196 @@
+"""How a value lies on the devices: `Sharding`, the mesh axes of each dim, and `Layout`, which adds padding and pending reductions."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+Axes = tuple[str, ...]
+AxisSizes = Mapping[str, int]  # mesh axis -> number of devices along it, in mesh order
+
+
+def shard_count(axes: Axes, sizes: AxisSizes) -> int:
+    """The number of pieces into which `axes` split a dim.
+
+    >>> shard_count(("x", "y"), {"x": 4, "y": 2})
+    8
+    """
+    return math.prod(sizes[a] for a in axes)
+
+
+def round_up(size: int, count: int) -> int:
+    """The least multiple of `count` that is not below `size`.
+
+    >>> round_up(257, 8)
+    264
+    """
+    return -(-size // count) * count
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The mesh axes that split each dim, major to minor. No axis is used twice.
+
+    Covers GSPMD's replicated (no axes), tiled (all axes) and partially tiled shardings (GSPMD, section 3.1).
+
+    >>> Sharding((("data",), (), ("x", "y")))
+    P('data', None, ('x', 'y'))
+    """
+
+    dims: tuple[Axes, ...]
+
+    def __post_init__(self):
+        axes = self.axes
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"a mesh axis is used twice in {self}: each axis splits at most one dim; drop one of its uses")
+
+    @property
+    def axes(self) -> Axes:
+        return tuple(a for dim in self.dims for a in dim)
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in self.dims))
+
+    def __repr__(self):
+        words = [repr(None if not d else d[0] if len(d) == 1 else d) for d in self.dims]
+        return f"P({', '.join(words)})"
+
+    __str__ = __repr__
+
+
+def replicated(rank: int) -> Sharding:
+    """The sharding that splits nothing.
+
+    >>> replicated(2)
+    P(None, None)
+    """
+    return Sharding(((),) * rank)
+
+
+def entry_axes(entry) -> Axes:
+    """The axes that one entry of a PartitionSpec names; `UNCONSTRAINED` names none.
+
+    >>> entry_axes("x"), entry_axes(("x", "y")), entry_axes(None)
+    (('x',), ('x', 'y'), ())
+    """
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def from_spec(spec: Iterable, rank: int) -> Sharding:
+    """The Sharding that a PartitionSpec gives to a value of this rank; missing entries split nothing.
+
+    >>> from_spec(PartitionSpec("x"), 2)
+    P('x', None)
+    """
+    dims = tuple(map(entry_axes, spec))
+    if len(dims) > rank:
+        raise ValueError(f"{spec} has {len(dims)} entries, the value has rank {rank}: drop the entries past it")
+    return Sharding(dims + ((),) * (rank - len(dims)))
+
+
+def at_rest(sharding: Sharding, shape: tuple[int, ...], sizes: AxisSizes) -> Sharding:
+    """The nearest sharding under which every shard has the same size, as a `jax.Array` between calls must have.
+
+    Each dim keeps the longest run of major axes that divides it. An axis that it cannot keep moves to the largest other dim
+    that it divides, else it is dropped.
+
+    >>> at_rest(Sharding((("x",), ())), (257, 64), {"x": 4})
+    P(None, 'x')
+    """
+    dims = [list(_dividing_prefix(axes, n, sizes)) for axes, n in zip(sharding.dims, shape, strict=True)]
+    homeless = [a for kept, axes in zip(dims, sharding.dims, strict=True) for a in axes[len(kept) :]]
+    for axis in homeless:
+        for d in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            if shape[d] and shape[d] % shard_count((*dims[d], axis), sizes) == 0:
+                dims[d].append(axis)
+                break
+    return Sharding(tuple(map(tuple, dims)))
+
+
+def _dividing_prefix(axes: Axes, size: int, sizes: AxisSizes) -> Axes:
+    for end in range(len(axes), 0, -1):
+        if size and size % shard_count(axes[:end], sizes) == 0:
+            return axes[:end]
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A Sharding, the padded size of each dim, and the reductions that are still owed.
+
+    A dim that no axis splits is never padded. A split dim of true size n is stored as `count` equal blocks that together
+    hold `padded >= n` positions; positions n and beyond hold garbage. `pending` maps mesh axes to the reduction
+    ("sum", "max", "min") that is still owed over them: the value is the reduction of the devices' values along that axis.
+    """
+
+    sharding: Sharding
+    padded: tuple[int, ...]
+    pending: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def dims(self) -> tuple[Axes, ...]:
+        return self.sharding.dims
+
+    @property
+    def pending_axes(self) -> Axes:
+        return tuple(axis for axis, _ in self.pending)
+
+    def local_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
+        return tuple(p // shard_count(axes, sizes) for p, axes in zip(self.padded, self.dims, strict=True))
+
+    def settled(self) -> "Layout":
+        return Layout(self.sharding, self.padded)
+
+    def __repr__(self):
+        pending = "".join(f" pending {kind} over {axis}" for axis, kind in self.pending)
+        return f"{self.sharding}@{list(self.padded)}{pending}"
+
+
+def whole(shape: tuple[int, ...]) -> Layout:
+    """The layout in which every device holds everything.
+
+    >>> whole((3, 4))
+    P(None, None)@[3, 4]
+    """
+    return Layout(replicated(len(shape)), tuple(shape))
+
+
+@dataclass(frozen=True)
+class Padding:
+    """To what size each dim is padded: for the finest split that the program gives to dims of its size.
+
+    Ceil-division does not nest (blocks of ceil(257/8) straddle blocks of ceil(257/4)), so a dim that is split over (x,) in one
+    place and over (x, y) in another is padded for (x, y) in both: coarser shards are whole multiples of finer ones, and
+    moving between them is an exact slice or all_gather.
+    `splits` holds (dim size, axes) for every split that the program uses.
+    """
+
+    sizes: AxisSizes
+    splits: frozenset[tuple[int, Axes]] = frozenset()
+
+    def __post_init__(self):
+        finest: dict[tuple[int, Axes], int] = {}
+        for size, axes in self.splits:
+            count = shard_count(axes, self.sizes)
+            for end in range(1, len(axes) + 1):
+                key = (size, axes[:end])
+                finest[key] = math.lcm(finest.get(key, 1), count)
+        object.__setattr__(self, "_finest", finest)
+
+    def padded(self, size: int, axes: Axes) -> int:
+        """The padded size of a dim of `size` that `axes` split."""
+        if not axes:
+            return size
+        return round_up(size, self._finest.get((size, axes)) or shard_count(axes, self.sizes))  # type: ignore[attr-defined]
+
+    def layout(self, sharding: Sharding, shape: tuple[int, ...], pending: tuple[tuple[str, str], ...] = ()) -> Layout:
+        """The layout of a value of this shape under `sharding`."""
+        return Layout(sharding, tuple(map(self.padded, shape, sharding.dims)), pending)
