@@ -1,4 +1,4 @@
-"""How a value lies on the devices: `Sharding`, the mesh axes of each dim, and `Layout`, which adds padding and pending reductions."""
+"""How a value lies on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and pending reductions."""
 
 import math
 from collections.abc import Iterable, Mapping

@@ -1,0 +1,175 @@
+"""The flat view of a jaxpr on which completion and partition work: values and nodes, calls inlined, loops with bodies.
+
+A jaxpr may be called from several places and then shares its variables between them. Here each call site has values of its
+own, so that each may be sharded in its own way. What is inlined: `jit`, custom derivative calls, `remat2` (behind its
+optimization barrier), and every other call that only carries a jaxpr. `scan`, `while` and `cond` keep their bodies, as graphs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardax import _jax
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One array of the global program. `literal` is its value where the jaxpr holds one."""
+
+    aval: Any
+    literal: Any = None
+    is_literal: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    def __repr__(self):
+        return f"{self.aval.str_short()}#{id(self) % 9973}"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One equation: a primitive, its parameters, and for `scan`, `while` and `cond` the graphs of its bodies.
+
+    `eqn` is the jaxpr's equation (source info, context); `scope` its name stack, those of the inlined calls around it included;
+    `callers` are those calls, innermost first.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: list[Value]
+    outputs: list[Value]
+    eqn: Any
+    scope: Any
+    callers: tuple[Any, ...] = ()
+    bodies: tuple["Graph", ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @property
+    def line(self) -> str:
+        """ "file.py:12" of the user's code: the equation's own, else that of the innermost call that has one."""
+        return next(filter(None, (_jax.user_line(e.source_info) for e in (self.eqn, *self.callers))), "")
+
+    @property
+    def in_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(v.shape for v in self.inputs)
+
+    @property
+    def out_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(v.shape for v in self.outputs)
+
+
+@dataclass(eq=False, slots=True)
+class Graph:
+    """A program: inputs, nodes in program order, outputs."""
+
+    inputs: list[Value]
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+
+    def walk(self):
+        """Every node, those of bodies included, in program order."""
+        for node in self.nodes:
+            for body in node.bodies:
+                yield from body.walk()
+            yield node
+
+
+def from_jaxpr(jaxpr, callers: tuple[Any, ...] = ()) -> Graph:
+    """The graph of a ClosedJaxpr; its constants become literals. `callers` are the equations that it is a body of."""
+    jaxpr = _jax.closed(jaxpr)
+    graph = Graph([Value(v.aval) for v in jaxpr.jaxpr.invars])
+    graph.outputs = _Inliner(graph.nodes, _jax.EMPTY_NAME_STACK, callers).run(jaxpr, graph.inputs)
+    return graph
+
+
+@dataclass(eq=False, slots=True)
+class _Inliner:
+    """Appends equations to `nodes`, all under the name stack `scope`."""
+
+    nodes: list[Node]
+    scope: Any
+    callers: tuple[Any, ...] = ()
+
+    def run(self, closed, inputs: Sequence[Value]) -> list[Value]:
+        """Appends the nodes of `closed` and returns the values of its results."""
+        env: dict[Any, Value] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            env[var] = Value(var.aval, const, True)
+
+        def read(atom) -> Value:
+            return Value(atom.aval, atom.val, True) if _jax.is_literal(atom) else env[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            outputs = _CALLS.get(eqn.primitive.name, _plain)(self, eqn, list(map(read, eqn.invars)))
+            for var, value in zip(eqn.outvars, outputs, strict=True):
+                env[var] = value
+        return list(map(read, closed.jaxpr.outvars))
+
+    def call(self, eqn, jaxpr, inputs: Sequence[Value]) -> list[Value]:
+        return _Inliner(self.nodes, self.scope_of(eqn), (eqn, *self.callers)).run(_jax.closed(jaxpr), inputs)
+
+    def scope_of(self, eqn):
+        return self.scope + eqn.source_info.name_stack
+
+    def append(
+        self, eqn, primitive, params, inputs: list[Value], outputs: list[Value], bodies: tuple[Graph, ...] = ()
+    ) -> list[Value]:
+        self.nodes.append(Node(primitive, params, inputs, outputs, eqn, self.scope_of(eqn), self.callers, bodies))
+        return outputs
+
+
+def _plain(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    bodies = _BODIES.get(eqn.primitive.name, lambda params: ())(eqn.params)
+    graphs = tuple(from_jaxpr(body, (eqn, *inliner.callers)) for body in bodies)
+    return inliner.append(eqn, eqn.primitive, eqn.params, inputs, [Value(v.aval) for v in eqn.outvars], graphs)
+
+
+def _call(get_jaxpr: Callable[[Any], Any]):
+    return lambda inliner, eqn, inputs: inliner.call(eqn, get_jaxpr(eqn), inputs)
+
+
+def _remat(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """remat2: inlined behind an optimization barrier when it recomputes, or XLA shares the work with the forward pass."""
+    if eqn.params["differentiated"] and eqn.params["prevent_cse"] is not False:
+        inputs = inliner.append(eqn, _jax.optimization_barrier_p, {}, inputs, [Value(v.aval) for v in inputs])
+    return inliner.call(eqn, eqn.params["jaxpr"], inputs)
+
+
+def _linear_solve(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """custom_linear_solve: only its `solve` runs; the other programs are for differentiation."""
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    return inliner.call(eqn, eqn.params["jaxprs"].solve, inputs[first : first + lengths.solve] + inputs[sum(lengths) :])
+
+
+def _param(name: str):
+    return _call(lambda eqn: eqn.params[name])
+
+
+_CALLS = {
+    "call_hi_primitive": _call(_jax.expand_hi_primitive),
+    "checkpoint": _remat,
+    "closed_call": _param("call_jaxpr"),
+    "composite": _call(lambda eqn: eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]),
+    "core_call": _param("call_jaxpr"),
+    "custom_jvp_call": _param("call_jaxpr"),
+    "custom_linear_solve": _linear_solve,
+    "custom_vjp_call": _param("call_jaxpr"),
+    "custom_vjp_call_jaxpr": _param("fun_jaxpr"),
+    "eval_jaxpr": _param("call_jaxpr"),
+    "jit": _param("jaxpr"),
+    "linear_call": _call(lambda eqn: eqn.params["callee"]),
+    "pjit": _param("jaxpr"),
+    "remat2": _remat,
+}
+
+_BODIES: dict[str, Callable[[dict[str, Any]], Sequence[Any]]] = {
+    "cond": lambda params: params["branches"],
+    "scan": lambda params: (params["jaxpr"],),
+    "while": lambda params: (params["cond_jaxpr"], params["body_jaxpr"]),
+}

@@ -1,0 +1,561 @@
+"""Resharding: the cheapest sequence of collectives that brings a value from one layout to another, as a shortest path.
+
+The nodes are layouts, the edges are the steps that `steps_from` yields, each with the bytes that one device sends (V bytes in
+the whole group of n devices, ring algorithms):
+
+    all_gather, reduce_scatter   V (n-1)/n          all_to_all   (V/n) (n-1)/n        slice, crop, owe   0
+    all_reduce                  2V (n-1)/n          ppermute     the shard            halo               the rows that move
+
+Cheapest is: fewest bytes, then fewest collectives, then fewest steps, then the first found; costs are exact, so that plans are
+deterministic. `plan` needs no devices; `apply` runs a plan on the local shard, inside `jax.shard_map`.
+
+After GSPMD, section 3.5 (resharding always succeeds) and 3.2 (halo exchange); a list of special cases is what this is not.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
+
+COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter"})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective or local operation. `axes` leave dim `dim` and arrive, minor-most, at dim `to`, where they do either."""
+
+    kind: str
+    axes: Axes
+    source: Layout
+    layout: Layout
+    nbytes: float
+    dim: int | None = None
+    to: int | None = None
+
+    def __str__(self):
+        places = [f"{word} dim {d}" for word, d in (("from", self.dim), ("to", self.to)) if d is not None]
+        return " ".join([self.kind, ",".join(self.axes), *places, f"({float(self.nbytes):g} bytes)"])
+
+
+@dataclass(frozen=True)
+class Path:
+    """Steps between two layouts, and the bytes that one device sends in all of them."""
+
+    steps: tuple[Step, ...]
+    nbytes: float
+
+    def __str__(self):
+        return "; ".join(map(str, self.steps)) or "nothing"
+
+
+def plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> Path:
+    """The cheapest path from layout `src` to layout `dst` for a value of global `shape` with `itemsize` bytes per element.
+
+    >>> x, y = ("x",), ("y",)
+    >>> src, dst = Layout(Sharding((x, ())), (8, 8)), Layout(Sharding(((), x)), (8, 8))
+    >>> print(plan(src, dst, (8, 8), 4, {"x": 4, "y": 2}))
+    all_to_all x from dim 0 to dim 1 (48 bytes)
+    >>> pending = Layout(Sharding(((), ())), (8, 8), (("x", "sum"), ("y", "sum")))
+    >>> print(plan(pending, dst, (8, 8), 4, {"x": 4, "y": 2}))
+    reduce_scatter x to dim 1 (192 bytes); all_reduce y (64 bytes)
+    """
+    return _plan(_canonical(src), _canonical(dst), tuple(shape), itemsize, tuple(sizes.items()))
+
+
+def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) -> jax.Array:
+    """Runs `path` on the local shard `x`, inside `jax.shard_map`; positions past the true `shape` hold garbage afterwards."""
+    for step in path.steps:
+        x = _pad_whole_dim(x, step)
+        x = RUN[step.kind](x, step, shape, sizes)
+        x = _fit(x, step.layout.local_shape(sizes))
+    return x
+
+
+# The search
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What the search may use: mesh axes, dims, padded sizes of each dim, and the major axes of each dim that stay where they are."""
+
+    dst: Layout
+    shape: tuple[int, ...]
+    itemsize: int
+    sizes: AxisSizes
+    axes: Axes
+    dims: tuple[int, ...]
+    paddings: tuple[tuple[int, ...], ...]
+    fixed: tuple[int, ...]
+
+    def count(self, axes: Axes) -> int:
+        return shard_count(axes, self.sizes)
+
+    def nbytes(self, layout: Layout) -> int:
+        return math.prod(layout.local_shape(self.sizes)) * self.itemsize
+
+    def free_axes(self, layout: Layout) -> Axes:
+        used = {*layout.sharding.axes, *layout.pending_axes}
+        return tuple(a for a in self.axes if a not in used)
+
+    def movable(self, layout: Layout, dim: int) -> Iterator[Axes]:
+        """The minor axes of `dim` that may leave it together."""
+        axes = layout.dims[dim]
+        return (axes[keep:] for keep in range(self.fixed[dim], len(axes)))
+
+    def room(self, layout: Layout, dim: int, axes: Axes) -> Iterator[int]:
+        """The padded sizes with which `dim` can take `axes` as its minor-most: its own, or any where it is still whole."""
+        count = self.count(layout.dims[dim] + axes)
+        paddings = (layout.padded[dim],) if layout.dims[dim] else self.paddings[dim]
+        return (p for p in paddings if p % count == 0)
+
+
+@lru_cache(maxsize=1 << 16)
+def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: tuple[tuple[str, int], ...]) -> Path:
+    if src == dst:
+        return Path((), 0.0)
+    if 0 in shape:
+        return Path((Step("empty", (), src, dst, 0.0),), 0.0)
+    steps = _shortest(src, _problem(src, dst, shape, itemsize, dict(sizes)))
+    return Path(tuple(replace(s, nbytes=float(s.nbytes)) for s in steps), float(sum(s.nbytes for s in steps)))
+
+
+def _problem(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> _Problem:
+    used = {*src.sharding.axes, *dst.sharding.axes, *src.pending_axes, *dst.pending_axes}
+    axes = tuple(a for a in sizes if a in used)
+    paddings = tuple(_paddings(n, d, src, dst, axes, sizes) for d, n in enumerate(shape))
+    return _Problem(dst, shape, itemsize, sizes, axes, _dims(src, dst, shape, paddings), paddings, _fixed(src, dst))
+
+
+def _paddings(size: int, dim: int, src: Layout, dst: Layout, axes: Axes, sizes: AxisSizes) -> tuple[int, ...]:
+    given = [layout.padded[dim] for layout in (dst, src) if layout.dims[dim]]
+    subsets = itertools.chain.from_iterable(itertools.combinations(axes, k) for k in range(1, len(axes) + 1))
+    return tuple(dict.fromkeys([*given, *sorted(round_up(size, shard_count(s, sizes)) for s in subsets)]))
+
+
+def _dims(src: Layout, dst: Layout, shape: tuple[int, ...], paddings: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """The dims that may be split on the way: those that `src` or `dst` splits, and, where padding wastes bytes, the best other one.
+
+    A reduction wanted on a dim of 3 over 8 devices is cheapest scattered on an even dim first, which an all_to_all then undoes.
+    """
+    used = [d for d in range(len(shape)) if src.dims[d] or dst.dims[d]]
+    others = [d for d in range(len(shape)) if d not in used]
+    if others and any(paddings[d] != (shape[d],) for d in used):
+        used.append(min(others, key=lambda d: (max(paddings[d]) / shape[d], -shape[d])))
+    return tuple(sorted(used))
+
+
+def _fixed(src: Layout, dst: Layout) -> tuple[int, ...]:
+    """How many major axes of each dim never move, `src` and `dst` having them in common."""
+    return tuple(
+        _common_prefix(a, b) if p == q else 0
+        for a, b, p, q in zip(src.dims, dst.dims, src.padded, dst.padded, strict=True)
+    )
+
+
+def _common_prefix(a: Axes, b: Axes) -> int:
+    return next((i for i, (p, q) in enumerate(zip(a, b, strict=False)) if p != q), min(len(a), len(b)))
+
+
+def _shortest(src: Layout, problem: _Problem) -> list[Step]:
+    """A* over layouts; the cost of a path is (bytes, collectives, steps)."""
+    tie = itertools.count()
+    best = {src: (0, 0, 0)}
+    via: dict[Layout, Step] = {}
+    queue = [(0, 0, 0, next(tie), src)]
+    done = set()
+    while queue:
+        *_, layout = heapq.heappop(queue)
+        if layout == problem.dst:
+            return _backtrack(via, src, layout)
+        if layout in done:
+            continue
+        done.add(layout)
+        nbytes, collectives, steps = best[layout]
+        for step in steps_from(layout, problem):
+            cost = (nbytes + step.nbytes, collectives + (step.kind in COLLECTIVES), steps + 1)
+            if step.layout not in best or cost < best[step.layout]:
+                best[step.layout], via[step.layout] = cost, step
+                estimate = cost[0] + _missing(step.layout, problem)
+                heapq.heappush(queue, (estimate, *cost[1:], next(tie), step.layout))
+    raise AssertionError(f"no path from {src} to {problem.dst}")
+
+
+def _backtrack(via: dict[Layout, Step], src: Layout, layout: Layout) -> list[Step]:
+    steps = []
+    while layout != src:
+        steps.append(via[layout])
+        layout = via[layout].source
+    return steps[::-1]
+
+
+def _missing(layout: Layout, problem: _Problem) -> int:
+    """A lower bound on the bytes still to be sent: what device 0 wants at the end and cannot hold yet."""
+    wanted = [min(b, n) for b, n in zip(problem.dst.local_shape(problem.sizes), problem.shape, strict=True)]
+    held = map(min, layout.local_shape(problem.sizes), wanted)
+    return (math.prod(wanted) - math.prod(held)) * problem.itemsize
+
+
+# The steps
+
+
+def steps_from(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    """All steps that one can take from `layout`."""
+    for steps in STEPS:
+        yield from steps(layout, problem)
+
+
+def _all_gathers(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    for dim in problem.dims:
+        for axes in problem.movable(layout, dim):
+            after = _without(layout, dim, axes, problem)
+            nbytes = problem.nbytes(layout) * (problem.count(axes) - 1)
+            yield _step("all_gather", axes, layout, after, nbytes, problem, dim=dim)
+
+
+def _slices(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    for dim in problem.dims:
+        for axes in _to_slice(layout, dim, problem):
+            for padded in problem.room(layout, dim, axes):
+                yield _step("slice", axes, layout, _with(layout, dim, axes, padded), 0, problem, to=dim)
+
+
+def _to_slice(layout: Layout, dim: int, problem: _Problem) -> list[Axes]:
+    """Each free axis, and all axes at once that `dim` lacks to be as it is wanted."""
+    free = problem.free_axes(layout)
+    have, wanted = layout.dims[dim], problem.dst.dims[dim]
+    lacking = wanted[len(have) :]
+    at_once = len(lacking) > 1 and wanted[: len(have)] == have and set(lacking) <= set(free)
+    return [*([lacking] if at_once else []), *((a,) for a in free)]
+
+
+def _all_to_alls(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    for dim, to in itertools.permutations(problem.dims, 2):
+        for axes in problem.movable(layout, dim):
+            for padded in problem.room(layout, to, axes):
+                after = _without(_with(layout, to, axes, padded), dim, axes, problem)
+                sent = _padded_nbytes(layout, to, padded, problem) // problem.count(axes) * (problem.count(axes) - 1)
+                yield _step("all_to_all", axes, layout, after, sent, problem, dim=dim, to=to)
+
+
+def _reduce_scatters(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    axes, kind = _settleable(layout)
+    if kind != "sum":
+        return
+    for k, to in itertools.product(range(1, len(axes) + 1), problem.dims):
+        for some in itertools.permutations(axes, k):
+            for padded in problem.room(layout, to, some):
+                after = _with(_settle(layout, some), to, some, padded)
+                sent = _padded_nbytes(layout, to, padded, problem) // problem.count(some) * (problem.count(some) - 1)
+                yield _step("reduce_scatter", some, layout, after, sent, problem, to=to)
+
+
+def _all_reduces(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    axes, _ = _settleable(layout)
+    for k in range(1, len(axes) + 1):
+        for some in itertools.combinations(axes, k):
+            nbytes = _exact(2 * problem.nbytes(layout) * (problem.count(some) - 1), problem.count(some))
+            yield _step("all_reduce", some, layout, _settle(layout, some), nbytes, problem)
+
+
+def _ppermutes(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per receiver does."""
+    for dims, pending in _rearrangements(layout, problem):
+        after = Layout(Sharding(dims), layout.padded, pending)
+        if after != layout:
+            axes = _moved(layout, after, problem.sizes)
+            yield _step("ppermute", axes, layout, after, problem.nbytes(layout), problem)
+
+
+def _rearrangements(layout: Layout, problem: _Problem) -> Iterator[tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]]:
+    """The ways to fill the places of `layout` with other axes, so that each dim keeps its number of blocks."""
+    kinds = {kind for _, kind in layout.pending}
+    swap_pending = len(kinds) == 1 and bool(problem.dst.pending)
+    places = [axes[fixed:] for axes, fixed in zip(layout.dims, problem.fixed, strict=True)]
+    places += [layout.pending_axes] if swap_pending else []
+    pool = {*problem.free_axes(layout)}.union(*places)
+    for filled in _fill(tuple(places), tuple(a for a in problem.axes if a in pool), problem):
+        dims, pending = filled[: len(layout.dims)], layout.pending
+        if swap_pending:
+            pending = tuple((a, *kinds) for a in sorted(filled[-1]))
+        yield tuple(axes[:f] + new for axes, f, new in zip(layout.dims, problem.fixed, dims, strict=True)), pending
+
+
+def _fill(places: tuple[Axes, ...], pool: Axes, problem: _Problem) -> Iterator[tuple[Axes, ...]]:
+    if not places:
+        yield ()
+        return
+    first, *rest = places
+    for axes in _orders(pool, problem.count(first), problem) if first else [()]:
+        left = tuple(a for a in pool if a not in axes)
+        yield from ((axes, *others) for others in _fill(tuple(rest), left, problem))
+
+
+def _orders(pool: Axes, count: int, problem: _Problem) -> list[Axes]:
+    """The ordered choices of axes of `pool` that make `count` blocks."""
+    choices = itertools.chain.from_iterable(itertools.permutations(pool, k) for k in range(1, len(pool) + 1))
+    return [axes for axes in choices if problem.count(axes) == count]
+
+
+def _halos(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    """Changes of the padded size of a split dim: only the rows that change device are sent."""
+    for dim in problem.dims:
+        count = problem.count(layout.dims[dim])
+        for padded in problem.paddings[dim] if layout.dims[dim] else ():
+            if padded % count == 0 and padded != layout.padded[dim]:
+                hops = _hops(layout.padded[dim] // count, padded // count, count, problem.shape[dim])
+                row = problem.nbytes(layout) * count // layout.padded[dim]
+                after = _with(layout, dim, (), padded)
+                yield _step("halo", layout.dims[dim], layout, after, row * sum(h.rows for h in hops), problem, dim=dim)
+
+
+def _owes(layout: Layout, problem: _Problem) -> Iterator[Step]:
+    """The last step to a layout with pending reductions, if any: all that is not owed yet. (Owing earlier gains nothing.)"""
+    lacking = tuple(p for p in problem.dst.pending if p not in layout.pending)
+    owing = _canonical(Layout(layout.sharding, layout.padded, layout.pending + lacking))
+    if lacking and owing == problem.dst:
+        yield _step("owe", tuple(a for a, _ in lacking), layout, owing, 0, problem)
+
+
+STEPS = (_all_gathers, _slices, _all_to_alls, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
+
+
+def _step(kind: str, axes: Axes, source: Layout, layout: Layout, nbytes, problem: _Problem, **where) -> Step:
+    """A step; among one device it is only a change of the padded size."""
+    axes = tuple(a for a in axes if problem.sizes[a] > 1)
+    return Step(kind, axes, source, layout, nbytes, **where) if axes else Step("crop", axes, source, layout, 0, **where)
+
+
+def _with(layout: Layout, dim: int, axes: Axes, padded: int) -> Layout:
+    return _replace(layout, dim, layout.dims[dim] + axes, padded)
+
+
+def _without(layout: Layout, dim: int, axes: Axes, problem: _Problem) -> Layout:
+    left = layout.dims[dim][: -len(axes)]
+    return _replace(layout, dim, left, layout.padded[dim] if left else problem.shape[dim])
+
+
+def _replace(layout: Layout, dim: int, axes: Axes, padded: int) -> Layout:
+    dims, sizes = layout.dims, layout.padded
+    sharding = object.__new__(Sharding)  # skips the check, which the search keeps by construction
+    object.__setattr__(sharding, "dims", (*dims[:dim], axes, *dims[dim + 1 :]))
+    return Layout(sharding, (*sizes[:dim], padded, *sizes[dim + 1 :]), layout.pending)
+
+
+def _padded_nbytes(layout: Layout, dim: int, padded: int, problem: _Problem) -> int:
+    nbytes = problem.nbytes(layout)
+    return nbytes if layout.dims[dim] else nbytes // problem.shape[dim] * padded
+
+
+def _exact(numerator: int, denominator: int):
+    return Fraction(numerator, denominator) if numerator % denominator else numerator // denominator
+
+
+# Pending reductions are settled in their order; among neighbours of one kind the order means nothing.
+
+
+def _canonical(layout: Layout) -> Layout:
+    runs = itertools.groupby(layout.pending, key=lambda p: p[1])
+    pending = tuple(p for _, run in runs for p in sorted(run))
+    return layout if pending == layout.pending else Layout(layout.sharding, layout.padded, pending)
+
+
+def _settleable(layout: Layout) -> tuple[Axes, str | None]:
+    """The axes whose reductions may be settled now, all of one kind, and that kind."""
+    for kind, run in itertools.groupby(layout.pending, key=lambda p: p[1]):
+        return tuple(a for a, _ in run), kind
+    return (), None
+
+
+def _settle(layout: Layout, axes: Axes) -> Layout:
+    return _canonical(Layout(layout.sharding, layout.padded, tuple(p for p in layout.pending if p[0] not in axes)))
+
+
+# Who sends what: ppermute and halo
+
+
+def _places(layout: Layout, sizes: AxisSizes) -> dict[str, tuple[int, int]]:
+    """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks there."""
+    return {
+        a: (dim, shard_count(axes[i + 1 :], sizes))
+        for dim, axes in enumerate((*layout.dims, layout.pending_axes))
+        for i, a in enumerate(axes)
+    }
+
+
+def _moved(source: Layout, layout: Layout, sizes: AxisSizes) -> Axes:
+    before, after = _places(source, sizes), _places(layout, sizes)
+    return tuple(a for a in sizes if before.get(a) != after.get(a))
+
+
+def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Which block a device holds, as far as the moved axes tell: its number in each dim."""
+    numbers: dict[int, int] = {}
+    for axis, i in coordinates.items():
+        if axis in places:
+            dim, stride = places[axis]
+            numbers[dim] = numbers.get(dim, 0) + i * stride
+    return tuple(sorted(numbers.items()))
+
+
+def _pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[tuple[int, int]]:
+    """(sender, receiver) for each device along `axes`; a device that holds what it needs sends to itself."""
+    before, after = _places(source, sizes), _places(layout, sizes)
+    devices = [dict(zip(axes, c, strict=True)) for c in itertools.product(*(range(sizes[a]) for a in axes))]
+    held, needed = [_block(d, before) for d in devices], [_block(d, after) for d in devices]
+    content = range(len(devices))
+    stay = {i for i in content if held[i] == needed[i]}
+    senders = sorted((i for i in content if i not in stay), key=lambda i: (held[i], i))
+    receivers = sorted((i for i in content if i not in stay), key=lambda i: (needed[i], i))
+    return sorted([*zip(senders, receivers, strict=True), *((i, i) for i in stay)])
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """One ppermute of a change of block size: each device gets up to `rows` rows from the one `distance` further on.
+
+    `starts[s]` is the first row of its block that device s sends.
+    """
+
+    distance: int
+    rows: int
+    pairs: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def _hops(old: int, new: int, count: int, size: int) -> tuple[_Hop, ...]:
+    """The hops that turn `count` blocks of `old` rows into blocks of `new` rows, `size` rows being true.
+
+    >>> [(h.distance, h.rows) for h in _hops(65, 66, 4, 257)]
+    [(1, 3)]
+    """
+    hops = (_hop(d, old, new, count, size) for d in range(1 - count, count) if d)
+    return tuple(h for h in hops if h.rows)
+
+
+def _hop(distance: int, old: int, new: int, count: int, size: int) -> _Hop:
+    pairs, starts, rows = [], [0] * count, 0
+    for receiver in range(max(0, -distance), min(count, count - distance)):
+        sender = receiver + distance
+        first, end = max(receiver * new, sender * old), min((receiver + 1) * new, (sender + 1) * old, size)
+        if first < end:
+            pairs.append((sender, receiver))
+            starts[sender], rows = first - sender * old, max(rows, end - first)
+    return _Hop(distance, rows, tuple(pairs), tuple(max(0, min(s, old - rows)) for s in starts))
+
+
+# Running a step on the local shard
+
+
+def _run_all_gather(x, step, shape, sizes):
+    return lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+
+
+def _run_all_reduce(x, step, shape, sizes):
+    kind = dict(step.source.pending)[step.axes[0]]
+    return REDUCE[kind](x, step.axes)
+
+
+def _run_all_to_all(x, step, shape, sizes):
+    return lax.all_to_all(x, step.axes, split_axis=step.to, concat_axis=step.dim, tiled=True)
+
+
+def _run_reduce_scatter(x, step, shape, sizes):
+    return lax.psum_scatter(x, step.axes, scatter_dimension=step.to, tiled=True)
+
+
+def _run_ppermute(x, step, shape, sizes):
+    return lax.ppermute(x, step.axes, _pairs(step.source, step.layout, step.axes, sizes))
+
+
+def _run_slice(x, step, shape, sizes):
+    block = step.layout.local_shape(sizes)[step.to]
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes) * block, block, axis=step.to)
+
+
+def _run_owe(x, step, shape, sizes):
+    kinds = dict(step.layout.pending)
+    for axis in step.axes:
+        x = jnp.where(lax.axis_index(axis) == 0, x, jnp.full_like(x, _identity(kinds[axis], x.dtype)))
+    return x
+
+
+def _run_halo(x, step, shape, sizes):
+    """Own rows and received rows side by side; then each row of the new block is looked up where it is.
+
+    block of device i, old:  |....i....|         row r of the value is in old block r // old
+                      new:   |.....i.....|       so it comes by the hop of distance r // old - i
+    """
+    dim, axes = step.dim, step.axes
+    count = shard_count(axes, sizes)
+    old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
+    device = lax.axis_index(axes)
+    rows = device * new + jnp.arange(new)
+    pieces, where = [x], rows - device * old
+    for hop in _hops(old, new, count, shape[dim]):
+        starts = jnp.array(hop.starts)
+        sent = lax.dynamic_slice_in_dim(x, starts[device], hop.rows, axis=dim)
+        sender = jnp.clip(device + hop.distance, 0, count - 1)
+        there = sum(p.shape[dim] for p in pieces) + rows - sender * old - starts[sender]
+        where = jnp.where(rows // old == device + hop.distance, there, where)
+        pieces.append(lax.ppermute(sent, axes, hop.pairs))
+    return jnp.take(lax.concatenate(pieces, dim), where, axis=dim, mode="clip")
+
+
+def _run_crop(x, step, shape, sizes):
+    return x
+
+
+def _run_empty(x, step, shape, sizes):
+    return jnp.zeros(step.layout.local_shape(sizes), x.dtype)
+
+
+RUN: dict[str, Callable] = {
+    "all_gather": _run_all_gather,
+    "all_reduce": _run_all_reduce,
+    "all_to_all": _run_all_to_all,
+    "crop": _run_crop,
+    "empty": _run_empty,
+    "halo": _run_halo,
+    "owe": _run_owe,
+    "ppermute": _run_ppermute,
+    "reduce_scatter": _run_reduce_scatter,
+    "slice": _run_slice,
+}
+REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+
+
+def _identity(kind: str, dtype):
+    if kind == "sum":
+        return 0
+    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
+    if kind == "max":
+        return info.min if info else -jnp.inf
+    return info.max if info else jnp.inf
+
+
+def _pad_whole_dim(x, step):
+    """The dim at which axes arrive, padded first where it was whole."""
+    to = step.to
+    if to is None or step.source.dims[to]:
+        return x
+    return _fit(x, (*x.shape[:to], step.layout.padded[to], *x.shape[to + 1 :]))
+
+
+def _fit(x, shape):
+    """`x` cropped or padded at the end of each dim to `shape`."""
+    if x.shape == tuple(shape):
+        return x
+    x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
+    if x.shape == tuple(shape):
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)])

@@ -1,0 +1,24 @@
+"""dot_general: batch dims and free dims are kept, contracting dims leave a pending sum."""
+
+from shardax.graph import Node
+from shardax.spmd_rules.registry import LINEAR, Local, register_rule
+
+
+def dot_general(node: Node) -> str:
+    """ "b m k+, b k+ n -> b m n", with as many of each as the dimension numbers say."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = node.params["dimension_numbers"]
+    lhs = [f"m{d}" for d in range(len(node.inputs[0].shape))]
+    rhs = [f"n{d}" for d in range(len(node.inputs[1].shape))]
+    for i, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True)):
+        lhs[a] = rhs[b] = f"b{i}"
+    for i, (a, b) in enumerate(zip(lhs_contract, rhs_contract, strict=True)):
+        lhs[a] = rhs[b] = f"k{i}+"
+    result = [f"b{i}" for i in range(len(lhs_batch))] + [f for side in (lhs, rhs) for f in side if f[0] in "mn"]
+    return f"{' '.join(lhs)}, {' '.join(rhs)} -> {' '.join(result)}"
+
+
+def _dot_general_local(local: Local, lhs, rhs):
+    return local.bind(lhs, rhs, out_sharding=None)
+
+
+register_rule("dot_general", dot_general, _dot_general_local, passes=(LINEAR(0), LINEAR(1)))

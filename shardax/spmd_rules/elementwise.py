@@ -1,0 +1,51 @@
+"""Elementwise primitives: each result element depends on the operands' elements at the same place."""
+
+from shardax.graph import Node
+from shardax.spmd_rules.registry import LINEAR, MOVES, Passes, register_rule
+
+
+def same_shape(node: Node) -> str:
+    """Every dim is kept; scalar operands are the same on every device."""
+    shape = node.outputs[0].shape
+    sides = [", ".join("..." if s == shape and shape else "" for s in shapes) for shapes in (node.in_shapes, node.out_shapes)]
+    return " -> ".join(sides)
+
+
+_NONLINEAR = """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh digamma
+    eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log
+    log1p logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial population_count pow
+    random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
+""".split()
+
+_LINEAR_IN_EACH = {"mul": (0, 1), "div": (0,)}
+_LINEAR_JOINTLY = ("add", "add_any", "sub")
+_LINEAR = "conj imag neg real".split()
+_MOVES = "copy copy_p device_put name".split()
+
+
+def _select_passes(node: Node) -> tuple[Passes, ...]:
+    """A choice between pending values is pending, whatever the reduction is: the predicate is the same everywhere."""
+    return (MOVES(*range(1, len(node.inputs))),)
+
+
+def _convert_passes(node: Node) -> tuple[Passes, ...]:
+    """Sums may wait while a float widens; when it narrows they would be rounded before they are added."""
+    old, new = node.inputs[0].aval.dtype, node.outputs[0].aval.dtype
+    floats = all(d.kind in "fcV" for d in (old, new))
+    return (LINEAR(0),) if floats and new.itemsize >= old.itemsize else ()
+
+
+for _name in _NONLINEAR:
+    register_rule(_name, same_shape)
+for _name in _LINEAR:
+    register_rule(_name, same_shape, passes=(LINEAR(0),))
+for _name in _LINEAR_JOINTLY:
+    register_rule(_name, same_shape, passes=(LINEAR(0, 1),))
+for _name, _operands in _LINEAR_IN_EACH.items():
+    register_rule(_name, same_shape, passes=tuple(LINEAR(i) for i in _operands))
+for _name in _MOVES:
+    register_rule(_name, same_shape, passes=(MOVES(0),))
+register_rule("convert_element_type", same_shape, passes=_convert_passes)
+register_rule("select_n", same_shape, passes=_select_passes)

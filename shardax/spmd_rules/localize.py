@@ -1,0 +1,89 @@
+"""From splits of factors to layouts of tensors, and from there to running a node on shards."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardax.sharding import AxisSizes, Layout, Sharding, shard_count
+from shardax.spmd_rules.registry import Entry, Local, Split
+from shardax.spmd_rules.rule import DimFactors, Factors, TensorFactors
+
+Splits = Mapping[str, Split]  # only the factors that are split
+Pending = tuple[tuple[str, str], ...]
+
+
+def tensor_layout(dims: TensorFactors, factors: Factors, splits: Splits, pending: Pending = ()) -> Layout:
+    """The layout that a tensor with these dims takes when its factors are split so.
+
+    A compound dim (h w) whose h is split holds whole w's, so h's padding is padding at its end.
+
+    >>> from shardax.spmd_rules.rule import bind, parse
+    >>> factors = bind(parse("(h w) -> h w"), ((24,),), ((6, 4),))
+    >>> tensor_layout(factors.operands[0], factors, {"h": Split(("x",), 8)})
+    P('x')@[32]
+    """
+    axes = tuple(tuple(a for f in dim if f in splits for a in splits[f].axes) for dim in dims)
+    padded = tuple(math.prod(splits[f].padded if f in splits else factors.sizes[f] for f in dim) for dim in dims)
+    return Layout(Sharding(axes), padded, pending)
+
+
+def fits(factors: Factors, splits: Splits, sizes: AxisSizes) -> bool:
+    """Whether these splits can be laid out: in a compound dim, a factor may be split only if those before it have size
+    one or leave exactly one position to each shard, and then evenly."""
+    return all(_dim_fits(dim, factors, splits, sizes) for tensor in factors.tensors for dim in tensor if len(dim) > 1)
+
+
+def _dim_fits(dim: DimFactors, factors: Factors, splits: Splits, sizes: AxisSizes) -> bool:
+    majors: list[str] = []
+    for factor in dim:
+        if factor in splits and majors:
+            one_each = all(f in splits and shard_count(splits[f].axes, sizes) == factors.sizes[f] for f in majors)
+            if not one_each or splits[factor].padded != factors.sizes[factor]:
+                return False
+        if factors.sizes[factor] != 1:
+            majors.append(factor)
+    return True
+
+
+def reduced_pending(factors: Factors, splits: Splits) -> Pending:
+    """What the results owe when reduced factors are split: (axis, kind), in order of axes.
+
+    >>> from shardax.spmd_rules.rule import bind, parse
+    >>> reduced_pending(bind(parse("m k+ -> m"), ((2, 4),), ((2,),)), {"k": Split(("x",), 4)})
+    (('x', 'sum'),)
+    """
+    return tuple(sorted((axis, factors.kind(f)) for f in factors.reduced if f in splits for axis in splits[f].axes))
+
+
+def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any]) -> list[Any]:
+    """Runs a node on its shards: masks the padding of what is reduced, then calls its lowering, or binds it as it is."""
+    if factors.reduced:
+        shards = [_mask_reduced(local, factors, i, shard) for i, shard in enumerate(shards)]
+    return list(entry.local(local, *shards)) if entry.local else local.bind(*shards)
+
+
+def _mask_reduced(local: Local, factors: Factors, i: int, shard):
+    for d, dim in enumerate(factors.operands[i]):
+        kind = next((factors.kind(f) for f in dim if f in factors.reduced), None)
+        if kind:
+            shard = local.mask(i, shard, identity(kind, shard.dtype), [d])
+    return shard
+
+
+def identity(kind: str, dtype) -> Any:
+    """What leaves a reduction of this kind unchanged: 0, the least, or the greatest value of the dtype.
+
+    >>> float(identity("max", "float32"))
+    -inf
+    """
+    dtype = np.dtype(dtype)
+    if kind == "sum":
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(kind == "min")
+    if np.issubdtype(dtype, np.integer):
+        info = np.iinfo(dtype)
+        return np.asarray(info.min if kind == "max" else info.max, dtype)
+    return np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype)

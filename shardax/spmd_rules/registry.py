@@ -1,0 +1,177 @@
+"""Where rules are registered, and what a local lowering may know. Built-in rules use the same `register_rule` as users do.
+
+A registration has up to three parts:
+  rule    what may be split: text (see `rule.py`), or a function of the node that returns text, for what depends on parameters
+  local   how the primitive is written on shards, where binding it on them as it is would not do
+  passes  through which operands a pending reduction may stay pending, see `LINEAR` and `MOVES`
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jax import lax
+
+from shardax.graph import Node
+from shardax.sharding import Axes, AxisSizes, Layout, shard_count
+from shardax.spmd_rules.rule import Factors, bind, parse
+
+RuleText = str | Callable[[Node], str]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The result is pending over an axis if exactly the operands of `operands` are, with a kind of `kinds`.
+
+    The operands count jointly: all of them are pending, or none. Other operands are the same on every device along that axis.
+    """
+
+    kinds: tuple[str, ...]
+    operands: tuple[int, ...]
+
+
+def LINEAR(*operands: int) -> Passes:
+    """f(Σa, Σb) = Σ f(a, b), the other operands held fixed: add is LINEAR(0, 1), mul is LINEAR(0) and also LINEAR(1)."""
+    return Passes(("sum",), operands)
+
+
+def MOVES(*operands: int) -> Passes:
+    """The result only holds elements of these operands, whatever they are: any reduction may wait."""
+    return Passes(("sum", "max", "min"), operands)
+
+
+PassesOf = Sequence[Passes] | Callable[[Node], Sequence[Passes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one factor is split: the axes, major to minor, and the padded size. No axes: whole, and padded to its own size."""
+
+    axes: Axes
+    padded: int
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a local lowering may know: the node, and how its operands and results lie on the devices.
+
+    `splits` gives the Split of every factor that is split. Shards come with the layouts of `operands`, and the lowering
+    returns shards with the layouts of `results`; pending reductions over the axes of reduced factors are recorded there
+    already, so the lowering sends nothing for them.
+    """
+
+    node: Node
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    splits: Mapping[str, Split]
+    sizes: AxisSizes
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.node.params
+
+    def in_shape(self, i: int = 0) -> tuple[int, ...]:
+        """The shape of operand i's shard."""
+        return self.operands[i].local_shape(self.sizes)
+
+    def out_shape(self, i: int = 0) -> tuple[int, ...]:
+        """The shape of result i's shard."""
+        return self.results[i].local_shape(self.sizes)
+
+    def count(self, axes: Axes) -> int:
+        return shard_count(axes, self.sizes)
+
+    def index(self, axes: Axes):
+        """This device's position along `axes`, major to minor: an int32 scalar, 0 where there are none."""
+        return axis_position(axes, self.sizes)
+
+    def start(self, layout: Layout, dim: int):
+        """The global position of the first element of this device's shard along `dim`."""
+        block = layout.local_shape(self.sizes)[dim]
+        return self.index(layout.dims[dim]) * block if layout.dims[dim] else 0
+
+    def bind(self, *shards, **params):
+        """Binds the node's primitive on shards, with some parameters replaced. Returns a list of results."""
+        out = self.node.primitive.bind(*shards, **{**self.node.params, **params})
+        return list(out) if self.node.primitive.multiple_results else [out]
+
+    def mask(self, i: int, shard, fill, dims: Iterable[int] | None = None):
+        """Operand i's shard with `fill` in the padding of `dims` (all of them by default)."""
+        return mask_padding(shard, self.operands[i], self.node.inputs[i].shape, fill, self.sizes, dims)
+
+
+class LocalLowering(Protocol):
+    """Writes a primitive on shards. Called inside shard_map; returns one shard for each result."""
+
+    def __call__(self, local: Local, *shards) -> Sequence[Any]: ...
+
+
+def axis_position(axes: Axes, sizes: AxisSizes):
+    """This device's linear position along `axes`, major to minor (int32 scalar)."""
+    position: Any = 0
+    for axis in axes:
+        position = position * sizes[axis] + lax.axis_index(axis)
+    return position
+
+
+def mask_padding(shard, layout: Layout, shape: tuple[int, ...], fill, sizes: AxisSizes, dims: Iterable[int] | None = None):
+    """`shard` with `fill` at the positions past the true `shape` along `dims`: they held garbage."""
+    local = layout.local_shape(sizes)
+    for d in range(len(shape)) if dims is None else dims:
+        if layout.padded[d] != shape[d]:
+            first = axis_position(layout.dims[d], sizes) * local[d]
+            inside = lax.broadcasted_iota("int32", local, d) < shape[d] - first
+            shard = lax.select(inside, shard, lax.full_like(shard, fill))
+    return shard
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registration."""
+
+    name: str
+    rule: RuleText
+    local: LocalLowering | None = None
+    passes: PassesOf = ()
+
+    def factors(self, node: Node) -> Factors:
+        text = self.rule if isinstance(self.rule, str) else self.rule(node)
+        return bind(parse(text), node.in_shapes, node.out_shapes)
+
+    def passes_of(self, node: Node) -> Sequence[Passes]:
+        return self.passes(node) if callable(self.passes) else self.passes
+
+
+RULES: dict[str, Entry] = {}
+
+
+def register_rule(primitive, rule: RuleText, local: LocalLowering | None = None, *, passes: PassesOf = ()) -> None:
+    """Registers how a primitive is partitioned.
+
+    Args:
+      primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
+      rule: text as in `shardax/spmd_rules/rule.py`, or a function of the node (`.params`, `.inputs[i].shape`) that gives it.
+      local: how it is written on shards (a `LocalLowering`); by default the primitive is bound on them as it is.
+      passes: through which operands pending reductions may stay pending: `LINEAR(...)`, `MOVES(...)`, or a function of the node.
+
+    Raises:
+      ValueError: the text does not parse; quotes the rule and the offending word.
+
+    >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
+    """
+    name = primitive if isinstance(primitive, str) else primitive.name
+    if isinstance(rule, str):
+        parse(rule)
+    RULES[name] = Entry(name, rule, local, passes)
+
+
+def whole_rule(node: Node) -> str:
+    """The rule of a primitive that has none: nothing may be split.
+
+    Written with one factor for each dim, all of them whole.
+    """
+    names = (f"w{i}!" for i in range(10**6))
+    sides = [
+        ", ".join(" ".join(next(names) for _ in shape) for shape in shapes) for shapes in (node.in_shapes, node.out_shapes)
+    ]
+    return " -> ".join(sides)

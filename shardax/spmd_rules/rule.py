@@ -1,0 +1,172 @@
+"""Rules as values: which dims of a primitive's operands and results may be split alike, read like einsum.
+
+    "b m k+, b k+ n -> b m n"
+
+A letter is a *factor*; the same letter on several tensors means that they may be split alike. A mark gives its kind:
+
+    k        kept: each shard computes its part, nothing is sent
+    k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
+    k!       whole: never split
+    (h w)    a compound dim: factors major to minor, as a reshape makes them
+    ...      one kept factor for each remaining dim, the same on every tensor that has it
+
+A dim of size one may be written 1; it is never split.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+
+Shape = tuple[int, ...]
+DimFactors = tuple[str, ...]  # the factors of one dim, major to minor; usually one
+TensorFactors = tuple[DimFactors, ...]
+
+KEEP, WHOLE = "keep", "whole"
+REDUCTIONS = ("sum", "max", "min")
+_MARKS = {"": KEEP, "+": "sum", ":max": "max", ":min": "min", "!": WHOLE}
+_TOKEN = re.compile(r"\(|\)|\.\.\.|,|->|[A-Za-z_][A-Za-z_0-9]*(?:\+|!|:max|:min)?|1|\S+")
+_FACTOR = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(\+|!|:max|:min|)")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A parsed rule. `kinds` holds the factors that are not plainly kept; it prints itself back as text."""
+
+    operands: tuple[tuple[object, ...], ...]
+    results: tuple[tuple[object, ...], ...]
+    kinds: tuple[tuple[str, str], ...]
+    text: str = field(compare=False)
+
+    def __str__(self):
+        return self.text
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A rule bound to shapes: the factors of every dim, and the size and kind of every factor."""
+
+    operands: tuple[TensorFactors, ...]
+    results: tuple[TensorFactors, ...]
+    sizes: Mapping[str, int]
+    kinds: Mapping[str, str]
+
+    def __post_init__(self):
+        object.__setattr__(self, "reduced", tuple(f for f, k in self.kinds.items() if k in REDUCTIONS))
+        object.__setattr__(self, "tensors", self.operands + self.results)
+
+    def kind(self, factor: str) -> str:
+        return self.kinds.get(factor, KEEP)
+
+
+@cache
+def parse(text: str) -> Rule:
+    """Parses a rule; errors quote the rule and the offending word.
+
+    >>> parse("m k+, k+ n -> m n").kinds
+    (('k', 'sum'),)
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise _complain(text, "->", "a rule has operands, an arrow '->' and results")
+    kinds: dict[str, str] = {}
+    operands, results = (_parse_side(side, text, kinds) for side in (left, right))
+    for tensor in results:
+        for factor in _factors_of(tensor):
+            if kinds.get(factor) in REDUCTIONS:
+                raise _complain(text, factor, "a reduced factor cannot appear in a result")
+    return Rule(operands, results, tuple((f, k) for f, k in kinds.items() if k != KEEP), text)
+
+
+def _complain(text: str, word: str, why: str) -> ValueError:
+    return ValueError(f"rule {text!r}: at {word!r}: {why}")
+
+
+def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[object, ...], ...]:
+    tensors: list[list[object]] = [[]]
+    group: list[str] | None = None
+    for token in _TOKEN.findall(side):
+        if token == "(" and group is None:
+            group = []
+        elif token == ")" and group is not None:
+            tensors[-1].append(tuple(group))
+            group = None
+        elif token == "," and group is None:
+            tensors.append([])
+        elif token == "..." and group is None:
+            tensors[-1].append("...")
+        elif token == "1" and group is None:
+            tensors[-1].append(())
+        else:
+            factor = _parse_factor(token, text, kinds)
+            if group is None:
+                tensors[-1].append((factor,))
+            else:
+                group.append(factor)
+    if group is not None:
+        raise _complain(text, "(", "this parenthesis is not closed")
+    if tensors == [[]] and not side.strip():
+        return ((),)
+    return tuple(map(tuple, tensors))
+
+
+def _parse_factor(token: str, text: str, kinds: dict[str, str]) -> str:
+    match = _FACTOR.fullmatch(token)
+    if match is None:
+        raise _complain(text, token, "expected a factor (a name and a mark: + ! :max :min or none), '...', '1' or a group")
+    name, mark = match.groups()
+    if kinds.setdefault(name, _MARKS[mark]) != _MARKS[mark]:
+        raise _complain(text, token, f"the factor {name!r} was marked as {kinds[name]} before")
+    return name
+
+
+def _factors_of(tensor) -> Iterator[str]:
+    for dim in tensor:
+        if dim != "...":
+            yield from dim
+
+
+@cache
+def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]) -> Factors:
+    """Binds a rule to shapes: expands `...`, finds the size of every factor, checks that they agree.
+
+    >>> bind(parse("... k+ -> ..."), ((2, 3, 5),), ((2, 3),)).sizes["k"]
+    5
+    """
+    if not in_shapes and rule.operands == ((),):
+        rule = replace(rule, operands=())  # no text before the arrow: one scalar, or nothing at all
+    for what, tensors, shapes in (("operands", rule.operands, in_shapes), ("results", rule.results, out_shapes)):
+        if len(tensors) != len(shapes):
+            raise _complain(rule.text, "->", f"it has {len(tensors)} {what}, the equation has {len(shapes)}")
+    operands = tuple(_expand(t, s, rule.text) for t, s in zip(rule.operands, in_shapes, strict=True))
+    results = tuple(_expand(t, s, rule.text) for t, s in zip(rule.results, out_shapes, strict=True))
+    sizes = _sizes(operands + results, in_shapes + out_shapes, rule.text)
+    return Factors(operands, results, MappingProxyType(sizes), MappingProxyType(dict(rule.kinds)))
+
+
+def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
+    if "..." in tensor:
+        at = tensor.index("...")
+        count = len(shape) - (len(tensor) - 1)
+        tensor = tensor[:at] + tuple((f"_{i}",) for i in range(max(count, 0))) + tensor[at + 1 :]
+    if len(tensor) != len(shape):
+        raise _complain(text, " ".join(map(str, tensor)), f"it names {len(tensor)} dims, the shape is {shape}")
+    return tensor
+
+
+def _sizes(tensors, shapes, text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    dims = [(dim, n) for tensor, shape in zip(tensors, shapes, strict=True) for dim, n in zip(tensor, shape, strict=True)]
+    for dim, n in dims:
+        if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
+            raise _complain(text, dim[0], f"this factor has size {sizes[dim[0]]} in one place and {n} in another")
+    for dim, n in dims:
+        unknown = [f for f in dim if f not in sizes]
+        known = math.prod(sizes[f] for f in dim if f in sizes)
+        if len(unknown) == 1 and known and n % known == 0:
+            sizes[unknown[0]] = n // known
+        elif unknown or known != n:
+            raise _complain(text, f"({' '.join(dim)})" if dim else "1", f"its factors do not multiply to the dim's size {n}")
+    return sizes
