@@ -1,0 +1,45 @@
+"""The devices that the main job runs on: accelerators where there are any, else virtual CPU devices."""
+
+import math
+import os
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from models.options import stop
+
+VIRTUAL = 8
+FLAG = "--xla_force_host_platform_device_count"
+
+
+def make_mesh(shape: Mapping[str, int] | None) -> Mesh:
+    _virtual_devices(math.prod((shape or {}).values()))
+    devices = jax.devices()
+    shape = shape or default_shape(len(devices))
+    wanted = math.prod(shape.values())
+    if wanted > len(devices):
+        stop(f"--mesh {mesh_text(shape)} needs {wanted} devices, and there are {len(devices)}")
+    auto = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices[:wanted])
+
+
+def default_shape(count: int) -> dict[str, int]:
+    """All devices, two of them to a model where they come in pairs.
+
+    >>> default_shape(8), default_shape(1)
+    ({'data': 4, 'model': 2}, {'data': 1, 'model': 1})
+    """
+    model = 2 if count % 2 == 0 else 1
+    return {"data": count // model, "model": model}
+
+
+def mesh_text(shape: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in shape.items())
+
+
+def _virtual_devices(wanted: int) -> None:
+    """Asks for virtual CPU devices, which JAX makes when it first needs a device; accelerators are used before them."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={max(VIRTUAL, wanted)}"

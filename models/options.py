@@ -1,0 +1,102 @@
+"""The main job's command line. What is wrong with it is said in one line."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from models import gpt2
+
+AXES = ("data", "fsdp", "model")
+PARTITIONERS = ("shardax", "xla", "both")
+
+
+@dataclass(frozen=True)
+class Options:
+    mesh: Mapping[str, int] | None  # None: all devices, model=2 if their number is even
+    size: str
+    steps: int
+    batch: int
+    seq: int
+    rate: float
+    dropout: float
+    seed: int
+    compare: bool
+    partitioner: str
+    out: Path
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    options = Options(**vars(_parser().parse_args(argv)))
+    if options.compare and options.partitioner == "both":
+        stop("--compare trains by one partitioner: name it, --partitioner shardax or xla")
+    return options
+
+
+def stop(message: str) -> NoReturn:
+    raise SystemExit(f"train: {message}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        stop(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train",
+        description="Trains a GPT-2 on the Python standard library's source files.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--mesh", type=mesh_shape, metavar="data=4,model=2", help="axes, of data, fsdp and model (default: all devices)")
+    add("--size", choices=list(gpt2.SIZES), default="default", help="of the model")
+    add("--steps", type=_positive, default=150)
+    add("--batch", type=_positive, default=16, help="sequences a step")
+    add("--seq", type=_positive, default=128, help="tokens a sequence")
+    add("--rate", type=float, default=3e-3, help="peak of the learning rate")
+    add("--dropout", type=_fraction, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--compare", action="store_true", help="train by plain jax.jit on one device too, and compare the losses")
+    add(
+        "--partitioner",
+        choices=PARTITIONERS,
+        default="shardax",
+        help="xla: jax.jit with the same shardings; both: their speeds",
+    )
+    add("--out", type=Path, default=Path("out/loss.png"), help="the plot of the loss")
+    return parser
+
+
+def mesh_shape(text: str) -> dict[str, int]:
+    """The axes and sizes of a mesh.
+
+    >>> mesh_shape("data=4,model=2")
+    {'data': 4, 'model': 2}
+    """
+    shape: dict[str, int] = {}
+    for word in text.split(","):
+        axis, _, size = word.partition("=")
+        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(f"'{word}' is not of the form axis=size, with an axis of {', '.join(AXES)}")
+        if axis in shape:
+            raise argparse.ArgumentTypeError(f"axis {axis} is named twice in '{text}'")
+        shape[axis] = int(size)
+    return shape
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from 0 to below 1")
+    return value

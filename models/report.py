@@ -1,0 +1,63 @@
+"""What the main job shows: progress, a plot of the losses, and a sample of text."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+Update = Callable[[int, float, float], None]  # steps done, loss, tokens/s
+
+
+@contextmanager
+def progress(name: str, steps: int) -> Iterator[Update]:
+    """A bar on a terminal, about ten lines elsewhere."""
+    console = Console()
+    if not console.is_terminal:
+        yield lambda done, loss, speed: _line(name, steps, done, loss, speed)
+        return
+    with Progress(*_columns(), console=console) as bar:
+        task = bar.add_task(name, total=steps, loss=float("nan"), speed=0.0)
+        yield lambda done, loss, speed: bar.update(task, completed=done, loss=loss, speed=speed)
+
+
+def _line(name: str, steps: int, done: int, loss: float, speed: float) -> None:
+    if done in (1, steps) or done % max(1, steps // 10) == 0:
+        print(f"{name}: step {done}/{steps}  loss {loss:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else ""), flush=True)
+
+
+def _columns():
+    yield TextColumn("{task.description}: step {task.completed}/{task.total}")
+    yield BarColumn()
+    yield TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s ")
+    yield TimeRemainingColumn(compact=True)
+    yield TextColumn("left")
+
+
+def plot_losses(curves: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Writes the curves as a PNG: under another name first, so that no reader meets half a file."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats a token", title="GPT-2 on the Python standard library")
+    for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):
+        axes.plot(range(1, len(losses) + 1), losses, style, label=name)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(path.name + ".part")
+    figure.savefig(beside, format="png", dpi=120)
+    os.replace(beside, path)
+
+
+def largest_difference(some: Sequence[float], others: Sequence[float]) -> float:
+    """The largest relative difference of two curves.
+
+    >>> largest_difference([1.0, 2.0], [1.0, 2.5])
+    0.2
+    """
+    return max(abs(a - b) / max(abs(a), abs(b)) for a, b in zip(some, others, strict=True))
+
+
+def indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())

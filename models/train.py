@@ -1,0 +1,135 @@
+"""The main job: trains a GPT-2 on the Python standard library's source, over all devices. `python -m models.train --help`."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from models import report, text
+from models.devices import make_mesh, mesh_text
+from models.job import Job, make_job
+from models.options import Options, parse
+from models.steps import State
+from models.trainers import Trainer, by_shardax, by_xla, on_one_device
+
+PROMPT = "def "
+SAMPLED = 200  # tokens
+HELD_OUT = 8  # batches
+ROUNDS = 3
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    mesh = make_mesh(options.mesh)
+    job = make_job(options)
+    corpus = text.standard_library()
+    print(heading(options, mesh, job, corpus))
+    if options.partitioner == "both":
+        compare_speeds(options, mesh, job, corpus)
+    else:
+        train(options, mesh, job, corpus)
+
+
+def heading(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> str:
+    size = sum(leaf.size for leaf in jax.tree.leaves(job.state.params))
+    return (
+        f"GPT-2 '{options.size}', {size / 1e6:.2f} M parameters, vocabulary {job.vocab}, "
+        f"on {mesh.size} {mesh.devices.flat[0].device_kind} devices, mesh {mesh_text(mesh.shape)}; "
+        f"{len(corpus.train) / 1e6:.1f} M training tokens"
+    )
+
+
+def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
+    trainer = make_trainer(options.partitioner, job, mesh)
+    state, losses = run(trainer, options, corpus)
+    curves = {trainer.name: losses}
+    if options.compare:
+        curves["one device"] = run(on_one_device(job), options, corpus)[1]
+        print(f"largest relative difference of the losses: {report.largest_difference(*curves.values()):.2e}")
+    print(f"held-out loss: {held_out_loss(trainer, state, options, corpus):.4f} nats a token")
+    print("sample:", report.indented(sample(trainer, state, options)), sep="\n")
+    if trainer.plan is not None:
+        print("plan of the train step:", trainer.plan, sep="\n")
+    report.plot_losses(curves, options.out)
+    print(f"losses plotted in {options.out}")
+
+
+def make_trainer(partitioner: str, job: Job, mesh: Mesh) -> Trainer:
+    trainer = by_shardax(job, mesh) if partitioner == "shardax" else by_xla(job, mesh)
+    for line in trainer.dropped:
+        print(f"xla does not split {line}")
+    return trainer
+
+
+def run(trainer: Trainer, options: Options, corpus: text.Text) -> tuple[State, list[float]]:
+    """Trains from the first state to the last; the speed shown leaves out the first step, which compiles."""
+    state = trainer.init(jax.random.key(options.seed))
+    batches = train_batches(options, corpus)
+    losses, start = [], 0.0
+    with report.progress(trainer.name, options.steps) as update:
+        for step in range(options.steps):
+            state, loss = trainer.step(state, next(batches))
+            losses.append(float(loss))
+            start = start or time.perf_counter()
+            update(step + 1, losses[-1], tokens_per_second(step, options, time.perf_counter() - start))
+    return state, losses
+
+
+def train_batches(options: Options, corpus: text.Text) -> Iterator[np.ndarray]:
+    return (text.batch(corpus.train, step, options.seed, options.batch, options.seq) for step in count())
+
+
+def tokens_per_second(steps: int, options: Options, seconds: float) -> float:
+    return steps * options.batch * options.seq / seconds
+
+
+def held_out_loss(trainer: Trainer, state: State, options: Options, corpus: text.Text) -> float:
+    batches = text.even_batches(corpus.held_out, HELD_OUT, options.batch, options.seq)
+    return statistics.fmean(float(trainer.loss(state.params, batch_BS)) for batch_BS in batches)
+
+
+def sample(trainer: Trainer, state: State, options: Options) -> str:
+    """Text after the prompt, as the beginning of a file: what stands before it are ends of files."""
+    tokens = [text.END] * options.seq + list(PROMPT.encode())
+    keys = jax.random.split(jax.random.key(options.seed), SAMPLED)
+    for key in keys:
+        window_S = np.array(tokens[-options.seq :], np.int32)
+        tokens.append(int(trainer.next_token(state.params, window_S, key)))
+    return text.to_text(tokens[options.seq :])
+
+
+def compare_speeds(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
+    """Both partitioners in turn, three times; between them they take the steps that were asked for."""
+    trainers = [make_trainer(name, job, mesh) for name in ("shardax", "xla")]
+    races = [race(trainer, options, corpus) for trainer in trainers]
+    speeds = zip(*([next(r) for r in races] for _ in range(ROUNDS)), strict=True)
+    medians = [report_speed(trainer, each) for trainer, each in zip(trainers, speeds, strict=True)]
+    print(f"shardax / xla: {medians[0] / medians[1]:.3f}")
+
+
+def race(trainer: Trainer, options: Options, corpus: text.Text) -> Iterator[float]:
+    """The tokens/s of each of its rounds; the first step, which compiles, is not timed."""
+    batches = train_batches(options, corpus)
+    state, _ = trainer.step(trainer.init(jax.random.key(options.seed)), next(batches))
+    steps = max(1, options.steps // (2 * ROUNDS))
+    while True:
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        for batch_BS in islice(batches, steps):
+            state, loss = trainer.step(state, batch_BS)
+            float(loss)  # as in training, where each is shown
+        yield tokens_per_second(steps, options, time.perf_counter() - start)
+
+
+def report_speed(trainer: Trainer, speeds: Sequence[float]) -> float:
+    median = statistics.median(speeds)
+    print(f"{trainer.name}: {median:,.0f} tokens/s, the median of {', '.join(f'{speed:,.0f}' for speed in speeds)}")
+    return median
+
+
+if __name__ == "__main__":
+    main()
