@@ -477,6 +477,15 @@ def _run_ppermute(x, step, shape, sizes):
     return lax.ppermute(x, step.axes, _pairs(step.source, step.layout, step.axes, sizes))
 
 
+def _ppermute(x, axes, pairs, sizes):
+    """`lax.ppermute` with `pairs` numbered along `axes` as they stand; JAX wants them in mesh order."""
+    in_mesh_order = tuple(a for a in sizes if a in axes)
+    coordinates = list(itertools.product(*(range(sizes[a]) for a in axes)))
+    renumber = {c: i for i, c in enumerate(itertools.product(*(range(sizes[a]) for a in in_mesh_order)))}
+    numbers = [renumber[tuple(c[axes.index(a)] for a in in_mesh_order)] for c in coordinates]
+    return lax.ppermute(x, in_mesh_order, [(numbers[s], numbers[r]) for s, r in pairs])
+
+
 def _run_slice(x, step, shape, sizes):
     block = step.layout.local_shape(sizes)[step.to]
     return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes) * block, block, axis=step.to)
@@ -507,7 +516,7 @@ def _run_halo(x, step, shape, sizes):
         sender = jnp.clip(device + hop.distance, 0, count - 1)
         there = sum(p.shape[dim] for p in pieces) + rows - sender * old - starts[sender]
         where = jnp.where(rows // old == device + hop.distance, there, where)
-        pieces.append(lax.ppermute(sent, axes, hop.pairs))
+        pieces.append(_ppermute(sent, axes, hop.pairs, sizes))
     return jnp.take(lax.concatenate(pieces, dim), where, axis=dim, mode="clip")
 
 
