@@ -25,17 +25,17 @@ train: $(ENV)
 	$(RUN) -m models.train $(ARGS)
 
 test: $(ENV)
-	$(RUN) $(PYTEST) shardax tests
+	$(RUN) $(PYTEST) shardax models tests
 
 test-slow: $(ENV)
-	$(RUN) $(PYTEST) -m slow shardax tests
+	$(RUN) $(PYTEST) -m slow shardax models tests
 
 test-latest: $(LATEST_ENV)
 ifeq ($(LATEST),)
 	@echo "test-latest SKIPPED: the newest JAX needs Python >= 3.12, and none is on PATH or in pyenv's versions"
 else
 	$(LATEST) -c "import jax, sys; print('test-latest: JAX', jax.__version__, 'on Python', sys.version.split()[0])"
-	$(LATEST) $(PYTEST) shardax tests
+	$(LATEST) $(PYTEST) shardax models tests
 endif
 
 test-tpu: $(TPU_ENV)

@@ -1,0 +1,207 @@
+"""The main job: end to end on a tiny model, its comparisons, its text, its rules of sharding, its errors."""
+
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from models import gpt2, gpt2_sharding, report, text
+from models.devices import make_mesh
+from models.options import parse
+from models.train import main
+from models.trainers import dividing
+
+# flax and optax mix weakly typed floats with integer counts
+pytestmark = pytest.mark.mixed_dtypes
+
+TINY = ["--size", "tiny", "--batch", "8", "--seq", "32"]
+
+
+def run(capsys, tmp_path: Path, *argv: str) -> str:
+    main([*TINY, "--out", str(tmp_path / "loss.png"), *argv])
+    return capsys.readouterr().out
+
+
+def losses(out: str, name: str) -> list[float]:
+    return [float(loss) for loss in re.findall(rf"^{name}: step \d+/\d+  loss ([\d.]+)", out, re.MULTILINE)]
+
+
+def test_main_job(capsys, tmp_path):
+    out = run(capsys, tmp_path, "--mesh", "data=4,model=2", "--steps", "30")
+    curve = losses(out, "shardax")
+    assert curve[-1] < curve[0] - 0.5
+    assert "mesh data=4,model=2" in out
+    assert re.search(r"^held-out loss: \d\.\d+ nats a token$", out, re.MULTILINE)
+    assert "    def " in out
+    assert "plan of the train step:" in out
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2", "data=5"])
+def test_compare(capsys, tmp_path, mesh):
+    out = run(capsys, tmp_path, "--mesh", mesh, "--steps", "10", "--compare")
+    (difference,) = re.findall(r"largest relative difference of the losses: (\S+)", out)
+    assert float(difference) < 1e-4
+    assert len(losses(out, "shardax")) == len(losses(out, "one device")) == 10
+
+
+def test_xla_says_what_it_drops(capsys, tmp_path):
+    out = run(capsys, tmp_path, "--mesh", "data=2,model=4", "--steps", "2", "--partitioner", "xla")
+    assert "xla does not split params/embed/embedding float32[257, 32]: P('model', None) becomes P(None, None)" in out
+    assert "plan" not in out
+
+
+def test_speeds(capsys, tmp_path):
+    out = run(capsys, tmp_path, "--steps", "1", "--partitioner", "both")
+    assert len(re.findall(r"tokens/s, the median of [\d,]+, [\d,]+, [\d,]+", out)) == 2
+    assert re.search(r"^shardax / xla: \d+\.\d+$", out, re.MULTILINE)
+
+
+def test_dropout_is_the_same_on_every_mesh(capsys, tmp_path):
+    out = run(capsys, tmp_path, "--steps", "3", "--dropout", "0.5", "--compare")
+    np.testing.assert_allclose(losses(out, "shardax"), losses(out, "one device"), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (
+            ["--mesh", "date=4"],
+            "train: argument --mesh: 'date=4' is not of the form axis=size, with an axis of data, fsdp, model",
+        ),
+        (
+            ["--mesh", "data=0"],
+            "train: argument --mesh: 'data=0' is not of the form axis=size, with an axis of data, fsdp, model",
+        ),
+        (["--mesh", "data=2,data=4"], "train: argument --mesh: axis data is named twice in 'data=2,data=4'"),
+        (["--mesh", "data=8,model=2"], "train: --mesh data=8,model=2 needs 16 devices, and there are 8"),
+        (["--steps", "0"], "train: argument --steps: '0' is not a positive integer"),
+        (["--batch", "many"], "train: argument --batch: 'many' is not a positive integer"),
+        (["--dropout", "1"], "train: argument --dropout: '1' is not a number from 0 to below 1"),
+        (
+            ["--compare", "--partitioner", "both"],
+            "train: --compare trains by one partitioner: name it, --partitioner shardax or xla",
+        ),
+        (["--epochs", "3"], "train: unrecognized arguments: --epochs 3"),
+    ],
+)
+def test_bad_options(argv, message):
+    with pytest.raises(SystemExit) as error:
+        main(argv)
+    assert error.value.code == message
+
+
+def test_size_must_be_known():
+    with pytest.raises(SystemExit, match="train: argument --size: invalid choice: 'huge'"):
+        parse(["--size", "huge"])
+
+
+def test_heads_must_divide_model():
+    with pytest.raises(ValueError, match="model=32 must be a multiple of heads=5"):
+        gpt2.Config(model=32, heads=5)
+
+
+def library(root: Path) -> list[Path]:
+    for name in ("a", "b", "test/c", "site-packages/d", *(f"p/m{i}" for i in range(60))):
+        path = root / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    return text.files(root)
+
+
+def test_files_are_sorted_and_tests_skipped(tmp_path):
+    names = [path.relative_to(tmp_path).as_posix() for path in library(tmp_path)]
+    assert names == sorted(names)
+    assert names[:2] == ["a.py", "b.py"] and len(names) == 62
+
+
+def test_split_is_disjoint_complete_and_by_name_alone(tmp_path):
+    paths = library(tmp_path)
+    train, held_out = text.split(paths, tmp_path)
+    assert sorted(train + held_out) == sorted(paths) and 0 < len(held_out) < len(train)
+    assert text.split(paths[::2], tmp_path)[1] == [path for path in held_out if path in paths[::2]]
+
+
+def test_standard_library_is_split_the_same_each_time():
+    one, two = text.standard_library(), text.standard_library()
+    np.testing.assert_array_equal(one.train, two.train)
+    np.testing.assert_array_equal(one.held_out, two.held_out)
+    assert len(one.train) > 10 * len(one.held_out) > 1_000_000
+    assert one.train.max() == text.END == text.VOCAB - 1
+
+
+def test_tokens_end_each_file(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"x\xff")
+    assert text.tokens([tmp_path / "a.py"] * 2).tolist() == [120, 255, 256] * 2
+    assert text.to_text([120, 256]) == "x\n<end of file>\n"
+
+
+def test_batches_follow_step_and_seed():
+    stream = np.arange(1000, dtype=np.uint16)
+    first = text.batch(stream, 0, 0, 4, 16)
+    assert first.shape == (4, 17) and first.dtype == np.int32
+    np.testing.assert_array_equal(first, text.batch(stream, 0, 0, 4, 16))
+    assert (first != text.batch(stream, 1, 0, 4, 16)).any() and (first != text.batch(stream, 0, 1, 4, 16)).any()
+    np.testing.assert_array_equal(np.diff(first), 1)
+
+
+def test_held_out_batches_span_the_stream():
+    batches = text.even_batches(np.arange(1000, dtype=np.uint16), 3, 2, 16)
+    assert batches[0][0, 0] == 0 and batches[-1][-1, -1] == 999 and len(batches) == 3
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("axes", [("data", "model"), ("data", "fsdp", "model"), ("data",)])
+def test_specs_fit_the_parameters(axes, scan):
+    config = gpt2.Config(scan=scan)
+    params = jax.eval_shape(lambda: gpt2.init_params(config, jax.random.key(0)))
+    specs = gpt2_sharding.param_specs(params, axes)
+    jax.tree.map(lambda spec, leaf: len(spec) <= leaf.ndim or pytest.fail(f"{spec} for {leaf}"), specs, params)
+    used = {axis for spec in jax.tree.leaves(specs) for axis in spec if axis}
+    assert used == set(axes) - {"data"}
+
+
+def test_stacked_layers_stay_whole():
+    params = jax.eval_shape(lambda: gpt2.init_params(gpt2.Config(scan=True), jax.random.key(0)))
+    specs = gpt2_sharding.param_specs(params, ("data", "model"))
+    assert specs["layers"]["mlp"]["down"]["kernel"] == P(None, "model", None)
+
+
+@pytest.mark.parametrize("changes", [{"scan": True}, {"remat": True}, {"scan": True, "remat": True}])
+def test_scan_and_remat_train_alike(changes):
+    config = gpt2.Config(layers=2, heads=2, model=16, seq=8)
+    params = gpt2.init_params(config, jax.random.key(0))
+    if "scan" in changes:
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), params["layer_0"], params["layer_1"])
+        other = {"layers": stacked} | {name: params[name] for name in ("embed", "position", "norm")}
+    else:
+        other = params
+    tokens = np.arange(18, dtype=np.int32).reshape(2, 9)
+    changed = gpt2.Config(layers=2, heads=2, model=16, seq=8, **changes)
+    np.testing.assert_allclose(gpt2.loss(changed, other, tokens), gpt2.loss(config, params, tokens), rtol=1e-6)
+
+
+def test_default_size_is_about_two_million():
+    params = jax.eval_shape(lambda: gpt2.init_params(gpt2.SIZES["default"], jax.random.key(0)))
+    assert 1.7e6 < sum(leaf.size for leaf in jax.tree.leaves(params)) < 2.3e6
+
+
+def test_gpt2_xl_has_one_and_a_half_billion():
+    params = jax.eval_shape(lambda: gpt2.init_params(gpt2.SIZES["gpt2-xl"], jax.random.key(0)))
+    assert 1.55e9 < sum(leaf.size for leaf in jax.tree.leaves(params)) < 1.57e9
+
+
+def test_dividing_drops_what_does_not():
+    mesh = make_mesh({"data": 2, "model": 4})
+    assert dividing(P("model", "data"), (257, 4), mesh) == P(None, "data")
+
+
+def test_plot_is_replaced_whole(tmp_path):
+    path = tmp_path / "new" / "loss.png"
+    report.plot_losses({"a": [2.0, 1.0], "b": [2.0, 1.5]}, path)
+    report.plot_losses({"a": [1.0]}, path)
+    assert [p.name for p in path.parent.iterdir()] == ["loss.png"]
