@@ -5,6 +5,7 @@ Shape suffixes: B batch, H height, W width, C channels, K classes.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def init_params(config: Config, key: Array):
 def loss(config: Config, params, batch: tuple[Array, Array]) -> Array:
     """The mean cross entropy over a batch (images_BHWC, labels_B)."""
     images_BHWC, labels_B = batch
-    logits_BK = ConvNet(config).apply({"params": params}, images_BHWC)
+    logits_BK = cast(Array, ConvNet(config).apply({"params": params}, images_BHWC))
     return optax.softmax_cross_entropy_with_integer_labels(logits_BK, labels_B).mean()
 
 

@@ -4,7 +4,7 @@ Shape suffixes: B batch, S sequence (T: the sequence attended to), M model, N he
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -61,9 +61,8 @@ class GPT2(nn.Module):
 def layers(config: Config, x_BSM: Array) -> Array:
     block = nn.remat(Block, prevent_cse=not config.scan) if config.remat else Block
     if config.scan:
-        axes = {"params": 0}
-        rngs = {"params": True, "dropout": True}
-        block = nn.scan(block, variable_axes=axes, split_rngs=rngs, length=config.layers)
+        rngs: dict[Any, bool] = {"params": True, "dropout": True}
+        block = nn.scan(block, variable_axes={"params": 0}, split_rngs=rngs, length=config.layers)
         return block(config, name="layers")(x_BSM, None)[0]
     for i in range(config.layers):
         x_BSM, _ = block(config, name=f"layer_{i}")(x_BSM, None)
@@ -135,8 +134,12 @@ def init_params(config: Config, key: Array):
     return GPT2(config).init(key, tokens_BS)["params"]
 
 
+def logits(config: Config, params, tokens_BS: Array, dropout_key: Array | None = None) -> Array:
+    rngs = {} if dropout_key is None else {"dropout": dropout_key}
+    return cast(Array, GPT2(config).apply({"params": params}, tokens_BS, rngs=rngs))
+
+
 def loss(config: Config, params, text_BS: Array, dropout_key: Array | None = None) -> Array:
     """The mean cross entropy, in nats, of each token given those before it. `text_BS` holds one token more than is read."""
-    rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits_BSV = GPT2(config).apply({"params": params}, text_BS[:, :-1], rngs=rngs)
+    logits_BSV = logits(config, params, text_BS[:, :-1], dropout_key)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BSV, text_BS[:, 1:]).mean()

@@ -19,8 +19,8 @@ TEMPERATURE = 0.7
 class Job:
     init: Init
     step: Step
-    loss: Callable[[Any, Array], Array]  # of parameters and a batch
-    next_token: Callable[[Any, Array, Array], Array]  # of parameters, the text so far, and a random key
+    loss: Callable[[Any, Any], Array]  # of parameters and a batch
+    next_token: Callable[[Any, Any, Array], Array]  # of parameters, the text so far, and a random key
     batch: jax.ShapeDtypeStruct
     vocab: int
 
@@ -49,5 +49,5 @@ def make_job(options: Options) -> Job:
 
 
 def next_token(config: gpt2.Config, params, text_S: Array, key: Array) -> Array:
-    logits_V = gpt2.GPT2(config).apply({"params": params}, text_S[None])[0, -1]
+    logits_V = gpt2.logits(config, params, text_S[None])[0, -1]
     return jax.random.categorical(key, logits_V / TEMPERATURE)

@@ -5,6 +5,7 @@ Shape suffixes: B batch, I input features, H hidden, O outputs.
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -50,7 +51,8 @@ def init_params(config: Config, key: Array):
 def loss(config: Config, params, batch: tuple[Array, Array]) -> Array:
     """The mean squared error over a batch (x_BI, y_BO)."""
     x_BI, y_BO = batch
-    return jnp.square(MLP(config).apply({"params": params}, x_BI) - y_BO).mean()
+    predicted_BO = cast(Array, MLP(config).apply({"params": params}, x_BI))
+    return jnp.square(predicted_BO - y_BO).mean()
 
 
 def train(config: Config, tx: optax.GradientTransformation) -> tuple[Init, Step]:

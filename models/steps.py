@@ -12,7 +12,7 @@ from jax import Array
 class State(NamedTuple):
     params: Any
     opt_state: Any
-    step: Array
+    step: Any
 
 
 Init = Callable[[Array], State]

@@ -24,8 +24,8 @@ class Trainer:
     name: str
     init: Init
     step: Step
-    loss: Callable[[Any, Array], Array]
-    next_token: Callable[[Any, Array, Array], Array]
+    loss: Callable[[Any, Any], Array]
+    next_token: Callable[[Any, Any, Array], Array]
     plan: Any = None  # of the step
     dropped: tuple[str, ...] = ()  # what XLA does not split, and why
 

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from models import gpt2, gpt2_sharding, report, text
+import shardax as sx
+from models import convnet, gpt2, gpt2_sharding, mlp, report, text
 from models.devices import make_mesh
 from models.options import parse
+from models.steps import State
 from models.train import main
 from models.trainers import dividing
 
@@ -183,6 +186,35 @@ def test_scan_and_remat_train_alike(changes):
     tokens = np.arange(18, dtype=np.int32).reshape(2, 9)
     changed = gpt2.Config(layers=2, heads=2, model=16, seq=8, **changes)
     np.testing.assert_allclose(gpt2.loss(changed, other, tokens), gpt2.loss(config, params, tokens), rtol=1e-6)
+
+
+def small_models():
+    rng = np.random.default_rng(0)
+    x_BI, y_BO = rng.normal(size=(12, 16)).astype(np.float32), rng.normal(size=(12, 8)).astype(np.float32)
+    images_BHWC, labels_B = rng.normal(size=(12, 16, 16, 3)).astype(np.float32), rng.integers(0, 10, 12).astype(np.int32)
+    return [
+        pytest.param(mlp, mlp.Config(), (x_BI, y_BO), id="mlp"),
+        pytest.param(convnet, convnet.Config(), (images_BHWC, labels_B), id="convnet"),
+        pytest.param(convnet, convnet.Config(pool=True), (images_BHWC, labels_B), id="convnet-pool"),
+    ]
+
+
+@pytest.mark.parametrize("model, config, batch", small_models())
+def test_small_models_train_as_on_one_device(model, config, batch):
+    init, step = model.train(config, optax.adamw(1e-2))
+    mesh = make_mesh({"data": 2, "model": 4})
+    specs = model.param_specs(jax.eval_shape(init, jax.random.key(0)).params, mesh.axis_names)
+    sharded = sx.shard_jit(step, mesh=mesh, in_shardings=(State(specs, None, None), model.BATCH))
+    np.testing.assert_allclose(three_losses(init, sharded, batch), three_losses(init, jax.jit(step), batch), rtol=1e-4)
+
+
+def three_losses(init, step, batch) -> list[float]:
+    state, losses = jax.jit(init)(jax.random.key(0)), []
+    for _ in range(3):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    assert losses[2] < losses[0]
+    return losses
 
 
 def test_default_size_is_about_two_million():
