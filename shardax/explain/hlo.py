@@ -1,0 +1,207 @@
+"""The collectives of a program after JAX has lowered it (StableHLO) and after XLA has compiled it (HLO text).
+
+Both come as the `Collective`s of the ledger, without axes, lines and reasons, which these forms no longer have. `counts` makes
+them comparable with a plan's.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from shardax.explain.ledger import Collective, bytes_sent, other_branches
+
+
+def lowered(module) -> tuple[Collective, ...]:
+    """The collectives of a StableHLO module, `jax.jit(f).lower(...).compiler_ir()`, functions counted at each of their calls.
+
+    A loop of the form `i < constant` is a scan, which counts from 0 by 1; any other loop is open.
+    """
+    return tuple(_Stablehlo(module).function("main"))
+
+
+def compiled(text: str) -> tuple[Collective, ...]:
+    """The collectives of `compiled.as_text()`. Loops and branches are not followed: each instruction counts once, start and done
+    of an asynchronous one too.
+    """
+    return tuple(_instructions(text))
+
+
+def counts(found: Iterable[Collective]) -> Counter:
+    """How often (kind, devices, bytes of the operand, "" or "open loop" or "other branch") runs in a call.
+
+    Operands of one collective count one by one: XLA combines, and JAX lowers a psum of several to several.
+    """
+    total = Counter()
+    for c in found:
+        mark = "open loop" if c.open_loop else "other branch" if c.other_branch else ""
+        sizes = list(map(_nbytes, c.operands))
+        for nbytes in [sum(sizes)] if c.kind == "all_to_all" else sizes:  # XLA may write its pieces as operands
+            total[c.kind, c.devices, nbytes, mark] += c.trips
+    return total
+
+
+class _Stablehlo:
+    """A walk over a module's operations, for which the objects that JAX hands out suffice."""
+
+    def __init__(self, module):
+        named = [op for op in module.body.operations if "sym_name" in op.attributes]
+        self.symbols = {op.attributes["sym_name"].value: op for op in named}
+
+    def function(self, name: str) -> Iterator[Collective]:
+        return self.regions(self.symbols[name])
+
+    def regions(self, op) -> Iterator[Collective]:
+        for region in op.regions:
+            yield from self.region(region)
+
+    def region(self, region) -> Iterator[Collective]:
+        for block in region.blocks:
+            for op in block.operations:
+                yield from self.operation(op.operation)
+
+    def operation(self, op) -> Iterator[Collective]:
+        match op.name.removeprefix("stablehlo."):
+            case "func.call":
+                return self.function(op.attributes["callee"].value)
+            case "composite":
+                return self.function(op.attributes["decomposition"].value)
+            case "case" | "if":
+                return other_branches(map(self.region, op.regions))
+            case "while":
+                return self.loop(op)
+            case name if name in _KINDS:
+                return self.collective(_KINDS[name], op)
+        return self.regions(op)
+
+    def loop(self, op) -> Iterator[Collective]:
+        trips = _trip_count(op.regions[0].blocks[0])
+        for c in self.regions(op):
+            yield replace(c, open_loop=True) if trips is None else replace(c, trips=c.trips * trips)
+
+    def collective(self, kind: str, op) -> Iterator[Collective]:
+        devices = _senders(op) if kind == "ppermute" else self.group_size(op.attributes["replica_groups"])
+        types = [operand.type for operand in op.operands]
+        return _collective(kind, devices, [(str(t.element_type), tuple(t.shape)) for t in types])
+
+    def group_size(self, groups) -> int:
+        if hasattr(groups, "type") and hasattr(groups.type, "shape"):  # dense, one row per group
+            return groups.type.shape[1]
+        mesh = str(self.symbols[_one(r"mesh = @(\w+)", str(groups))].attributes["mesh"])
+        sizes = {name: int(size) for name, size in re.findall(r'"(\w+)"=(\d+)', mesh)}
+        assert "sub_axis" not in str(groups), groups
+        return math.prod(sizes[name] for name in re.findall(r'axis_ref<name = "(\w+)"', str(groups)))
+
+
+def _trip_count(condition) -> int | None:
+    """The constant that the loop counter of a scan is compared with; None for another condition."""
+    ops = [op.operation for op in condition.operations]
+    if [op.name.removeprefix("stablehlo.") for op in ops] != ["constant", "compare", "return"]:
+        return None
+    constant, compare, _ = ops
+    counter, bound = compare.operands
+    is_less = "LT" in str(compare.attributes["comparison_direction"])
+    is_count = is_less and bound == constant.results[0] and str(counter.type) in ("tensor<i32>", "tensor<i64>")
+    return constant.attributes["value"][0] if is_count else None
+
+
+def _senders(op) -> int:
+    pairs = op.attributes["source_target_pairs"]
+    return sum(pairs[i] != pairs[i + 1] for i in range(0, len(pairs), 2))
+
+
+def _instructions(text: str) -> Iterator[Collective]:
+    """Operands carry no types in the text, so those of the computation at hand are kept."""
+    types: dict[str, str] = {}
+    partitions = int(_one(r"num_partitions=(\d+)", text, "1"))
+    for line in text.splitlines():
+        if line.endswith("{"):
+            types = {}
+        if match := _INSTRUCTION.match(line):
+            name, types[name], opcode, rest = match["name"], match["type"], match["opcode"], match["rest"]
+            if kind := _KINDS.get(opcode.removesuffix("-start").replace("-", "_")):
+                operands = re.findall(r"%[\w.-]+", rest.split("), ")[0])
+                arrays = [array for operand in operands for array in _arrays(types[operand])]
+                yield from _collective(kind, _participants(kind, rest, partitions), arrays)
+
+
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?(?P<name>%[\w.-]+) = (?P<type>.*?) (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$")
+
+
+def _arrays(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The arrays in a type, as (dtype, shape).
+
+    >>> _arrays("(f32[8,16]{1,0:T(8,128)}, u32[])")
+    [('f32', (8, 16)), ('u32', ())]
+    """
+    found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_text)
+    return [(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in found]
+
+
+def _participants(kind: str, attributes: str, partitions: int) -> int:
+    """Devices in a group; of a ppermute, those that send. The three ways in which XLA writes groups:
+
+    >>> [_participants("all_reduce", f"replica_groups={g}, x", 8) for g in ("{{0,2},{1,3}}", "[4,2]<=[8]", "mesh['x'=4,'y'=2] {'y'}")]
+    [2, 2, 2]
+    """
+    if kind == "ppermute":
+        pairs = re.findall(r"\{(\d+),(\d+)\}", _one(r"source_target_pairs=\{(.*?\})\}", attributes))
+        return sum(a != b for a, b in pairs)
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
+        return len(listed[1].split(","))
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(iota[1])
+    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+    return partitions
+
+
+def _collective(kind: str, devices: int, arrays: list[tuple[str, tuple[int, ...]]]) -> Iterator[Collective]:
+    operands = tuple(jax.ShapeDtypeStruct(shape, _DTYPES.get(dtype.lower(), dtype)) for dtype, shape in arrays)
+    nbytes = sum(bytes_sent(kind, _nbytes(x), devices) for x in operands)
+    if nbytes:
+        yield Collective(kind, (), devices, nbytes, operands)
+
+
+def _nbytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _one(pattern: str, text: str, default: Any = None) -> Any:
+    match = re.search(pattern, text)
+    assert match or default is not None, (pattern, text)
+    return match[1] if match else default
+
+
+_KINDS = {
+    "all_gather": "all_gather",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "collective_broadcast": "broadcast",
+    "collective_permute": "ppermute",
+    "ragged_all_to_all": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+}
+
+_DTYPES = {  # MLIR's names and XLA's, in lower case, where they are not numpy's
+    "bf16": "bfloat16",
+    "c128": "complex128",
+    "c64": "complex64",
+    "complex<f32>": "complex64",
+    "complex<f64>": "complex128",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "f8e4m3b11fnuz": "float8_e4m3b11fnuz",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+    "i1": "bool",
+    "pred": "bool",
+    **{f"{short}{bits}": f"int{bits}" for bits in (8, 16, 32, 64) for short in ("i", "s")},
+    **{f"{short}{bits}": f"uint{bits}" for bits in (8, 16, 32, 64) for short in ("u", "ui")},
+}

@@ -1,0 +1,185 @@
+"""What a local program sends: its collectives, read off the jaxpr, with bytes, trips, source lines and reasons."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from shardax import _jax
+from shardax.sharding import Axes, AxisSizes, shard_count
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a local program.
+
+    `nbytes`: bytes that one device sends each time that it runs (ring algorithms; of a ppermute, a device that sends).
+    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied. `open_loop`: it stands in a `while`, and
+    `trips` are those per iteration. `other_branch`: it stands in a branch of a `cond` that sends less than the dearest one,
+    and does not count in `total`. `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
+    """
+
+    kind: str
+    axes: Axes
+    devices: int
+    nbytes: int
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    trips: int = 1
+    open_loop: bool = False
+    other_branch: bool = False
+    line: str = ""
+    reason: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes that one device sends per call."""
+        return 0 if self.other_branch else self.nbytes * self.trips
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the (first) operand on each device."""
+        return self.operands[0].shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.operands[0].dtype
+
+    def __str__(self):
+        operands = ", ".join(map(array_text, self.operands))
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.kind} over {','.join(self.axes)} of {operands}{reason}"
+
+
+def array_text(array) -> str:
+    """An array's type as jaxprs print it.
+
+    >>> array_text(jax.ShapeDtypeStruct((4, 128), "float32")), array_text(jax.ShapeDtypeStruct((), "bool"))
+    ('f32[4,128]', 'bool[]')
+    """
+    name = re.sub(r"^(float|uint|int|complex)(?=\d)", lambda m: m[1][0] if m[1] != "float" else "f", str(array.dtype))
+    return f"{name.replace('bfloat', 'bf')}[{','.join(map(str, array.shape))}]"
+
+
+def collectives(jaxpr, axis_sizes: AxisSizes) -> tuple[Collective, ...]:
+    """The collectives of a local program in program order, those in bodies included; what sends nothing is left out."""
+    return tuple(_walk(jaxpr, axis_sizes, ""))
+
+
+def comm_bytes(found: Iterable[Collective]) -> int:
+    """Bytes that one device sends per call; an open loop counted once, of a cond the dearest branch."""
+    return sum(c.total for c in found)
+
+
+def bytes_sent(kind: str, nbytes: int, devices: int) -> int:
+    """Bytes that one device sends in one collective whose operands have `nbytes` on each device (ring algorithms, rounded up).
+
+    >>> [bytes_sent(kind, 1024, 4) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")]
+    [3072, 768, 1536, 768, 1024]
+    """
+    return _SENT[kind](nbytes, devices)
+
+
+def other_branches(branches: Iterable[Iterable]) -> Iterator:
+    """All entries of a cond's branches, those outside of the dearest (the first of the dearest) marked as `other_branch`."""
+    found = [list(branch) for branch in branches]
+    dearest = max(range(len(found)), key=lambda i: (comm_bytes(found[i]), -i))
+    for i, branch in enumerate(found):
+        yield from branch if i == dearest else (replace(c, other_branch=True) for c in branch)
+
+
+def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
+    """`line` is that of the innermost equation around this body that has one."""
+    for eqn in jaxpr.eqns:
+        here = _jax.user_line(eqn.source_info) or line
+        name = eqn.primitive.name.removesuffix("_start")
+        if name in _KINDS:
+            yield from _read(_KINDS[name], eqn, sizes, here)
+        else:
+            bodies = [_walk(body, sizes, here) for body in jaxprs_in_params(eqn.params)]
+            yield from _BODIES.get(name, _all_once)(eqn.params, bodies)
+
+
+def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
+    axes = _axes(eqn.params)
+    operands = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape"))
+    devices = _devices(kind, axes, eqn.params, sizes)
+    nbytes = sum(bytes_sent(kind, _nbytes(x), devices) for x in operands)
+    if nbytes:
+        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=_reason(kind, eqn.source_info.name_stack))
+
+
+def _axes(params) -> Axes:
+    names = params["axes"] if "axes" in params else params["axis_name"]
+    return tuple(names) if isinstance(names, (tuple, list)) else (names,)
+
+
+def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
+    if kind == "ppermute":
+        return sum(a != b for a, b in params["perm"]) * math.prod(sizes.values()) // shard_count(axes, sizes)
+    groups = params.get("axis_index_groups")
+    return len(groups[0]) if groups else shard_count(axes, sizes)
+
+
+def _nbytes(array: jax.ShapeDtypeStruct) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _reason(kind: str, name_stack) -> str:
+    """What stands in brackets in the innermost scope of the form `kind[reason]`."""
+    scopes = (re.fullmatch(rf"{kind}\[(.*)\]", scope) for scope in reversed(str(name_stack).split("/")))
+    return next((scope[1] for scope in scopes if scope), "")
+
+
+def _all_once(params, bodies) -> Iterator[Collective]:
+    for body in bodies:
+        yield from body
+
+
+def _cond(params, branches) -> Iterator[Collective]:
+    return other_branches(branches)
+
+
+def _scan(params, bodies) -> Iterator[Collective]:
+    return (replace(c, trips=c.trips * params["length"]) for c in _all_once(params, bodies) if params["length"])
+
+
+def _while(params, bodies) -> Iterator[Collective]:
+    return (replace(c, open_loop=True) for c in _all_once(params, bodies))
+
+
+_BODIES = {"cond": _cond, "scan": _scan, "while": _while}
+
+_KINDS = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "all_to_all": "all_to_all",
+    "pbroadcast": "broadcast",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "ppermute": "ppermute",
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "ragged_all_to_all": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_psum": "all_reduce",
+    "unreduced_reduce_scatter": "reduce_scatter",
+}
+
+
+def _part(nbytes: int, numerator: int, denominator: int) -> int:
+    return -(-nbytes * numerator // denominator)
+
+
+_SENT: dict[str, Callable[[int, int], int]] = {  # kind -> (bytes of the operand, devices) -> bytes sent
+    "all_gather": lambda shard, n: shard * (n - 1),
+    "all_reduce": lambda v, n: _part(v, 2 * (n - 1), n),
+    "all_to_all": lambda v, n: _part(v, n - 1, n),
+    "broadcast": lambda v, n: v * (n > 1),
+    "ppermute": lambda shard, senders: shard * (senders > 0),
+    "reduce_scatter": lambda v, n: _part(v, n - 1, n),
+}
