@@ -85,7 +85,7 @@ def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) ->
 
 @dataclass(frozen=True)
 class _Problem:
-    """What the search may use: mesh axes, dims, padded sizes of each dim, and the major axes of each dim that stay where they are."""
+    """What the search may use: mesh axes, dims, padded sizes of each dim; and how many major axes of each dim stay in place."""
 
     dst: Layout
     shape: tuple[int, ...]
@@ -142,15 +142,15 @@ def _paddings(size: int, dim: int, src: Layout, dst: Layout, axes: Axes, sizes: 
 
 
 def _dims(src: Layout, dst: Layout, shape: tuple[int, ...], paddings: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """The dims that may be split on the way: those that `src` or `dst` splits, and, where padding wastes bytes, the best other one.
+    """The dims that may be split on the way: those that `src` or `dst` splits, and one more that all axes split evenly, or all.
 
-    A reduction wanted on a dim of 3 over 8 devices is cheapest scattered on an even dim first, which an all_to_all then undoes.
+    A sum pending over x, wanted on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half being scattered then;
+    an all_to_all brings y to dim 0.
     """
     used = [d for d in range(len(shape)) if src.dims[d] or dst.dims[d]]
     others = [d for d in range(len(shape)) if d not in used]
-    if others and any(paddings[d] != (shape[d],) for d in used):
-        used.append(min(others, key=lambda d: (max(paddings[d]) / shape[d], -shape[d])))
-    return tuple(sorted(used))
+    even = [d for d in others if paddings[d] == (shape[d],)]
+    return tuple(sorted([*used, *(even[:1] or others)]))
 
 
 def _fixed(src: Layout, dst: Layout) -> tuple[int, ...]:
@@ -168,9 +168,9 @@ def _common_prefix(a: Axes, b: Axes) -> int:
 def _shortest(src: Layout, problem: _Problem) -> list[Step]:
     """A* over layouts; the cost of a path is (bytes, collectives, steps)."""
     tie = itertools.count()
-    best = {src: (0, 0, 0)}
+    best: dict[Layout, tuple[float, int, int]] = {src: (0, 0, 0)}
     via: dict[Layout, Step] = {}
-    queue = [(0, 0, 0, next(tie), src)]
+    queue: list[tuple[float, int, int, int, Layout]] = [(0, 0, 0, next(tie), src)]
     done = set()
     while queue:
         *_, layout = heapq.heappop(queue)
@@ -278,14 +278,15 @@ def _ppermutes(layout: Layout, problem: _Problem) -> Iterator[Step]:
 def _rearrangements(layout: Layout, problem: _Problem) -> Iterator[tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]]:
     """The ways to fill the places of `layout` with other axes, so that each dim keeps its number of blocks."""
     kinds = {kind for _, kind in layout.pending}
-    swap_pending = len(kinds) == 1 and bool(problem.dst.pending)
+    kind = kinds.pop() if len(kinds) == 1 else None
+    swap_pending = kind is not None and bool(problem.dst.pending)
     places = [axes[fixed:] for axes, fixed in zip(layout.dims, problem.fixed, strict=True)]
     places += [layout.pending_axes] if swap_pending else []
     pool = {*problem.free_axes(layout)}.union(*places)
     for filled in _fill(tuple(places), tuple(a for a in problem.axes if a in pool), problem):
         dims, pending = filled[: len(layout.dims)], layout.pending
-        if swap_pending:
-            pending = tuple((a, *kinds) for a in sorted(filled[-1]))
+        if kind is not None and swap_pending:
+            pending = tuple((a, kind) for a in sorted(filled[-1]))
         yield tuple(axes[:f] + new for axes, f, new in zip(layout.dims, problem.fixed, dims, strict=True)), pending
 
 
@@ -329,9 +330,11 @@ STEPS = (_all_gathers, _slices, _all_to_alls, _reduce_scatters, _all_reduces, _p
 
 
 def _step(kind: str, axes: Axes, source: Layout, layout: Layout, nbytes, problem: _Problem, **where) -> Step:
-    """A step; among one device it is only a change of the padded size."""
+    """A step; among one device, or where no row moves, it is only a change of the padded size."""
     axes = tuple(a for a in axes if problem.sizes[a] > 1)
-    return Step(kind, axes, source, layout, nbytes, **where) if axes else Step("crop", axes, source, layout, 0, **where)
+    if not axes or (kind == "halo" and not nbytes):
+        return Step("crop", axes, source, layout, 0, **where)
+    return Step(kind, axes, source, layout, nbytes, **where)
 
 
 def _with(layout: Layout, dim: int, axes: Axes, padded: int) -> Layout:

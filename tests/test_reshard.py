@@ -2,17 +2,18 @@
 
 import doctest
 import itertools
+import math
 import random
-from functools import partial
+from fractions import Fraction
+from functools import cache, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardax import reshard
-from shardax.sharding import Layout, Padding, Sharding, round_up, shard_count
+from shardax.sharding import Layout, Sharding, round_up, shard_count
 
 MESHES = {
     "x8": {"x": 8},
@@ -146,3 +147,169 @@ def test_executes(mesh, dtype):
             assert_holds(np.asarray(out), value, dst, sizes)
         except AssertionError as error:
             raise AssertionError(f"{src} -> {dst}: {path}") from error
+
+
+# Against an exhaustive search: all layouts over the axes that the two use, all pairs of them that one collective connects
+
+
+def all_layouts(shape, sizes, pending_axes, finest):
+    """Every way to split `shape`, with the padded size of every split that `finest` allows, and every subset of pending sums."""
+    places = [*range(len(shape)), None]
+    for order in itertools.permutations(sizes):
+        for choice in itertools.product(*([*places, "pending"] if a in pending_axes else places for a in order)):
+            dims = tuple(tuple(a for a, c in zip(order, choice, strict=True) if c == d) for d in range(len(shape)))
+            pending = tuple(sorted((a, "sum") for a, c in zip(order, choice, strict=True) if c == "pending"))
+            options = [paddings(n, shard_count(axes, sizes), finest) for n, axes in zip(shape, dims, strict=True)]
+            for padded in itertools.product(*options):
+                yield Layout(Sharding(dims), padded, pending)
+
+
+def paddings(size, count, finest):
+    sizes = {round_up(size, k) for k in range(1, finest + 1) if finest % k == 0}
+    return [size] if count == 1 else sorted(p for p in sizes if p % count == 0)
+
+
+class Graph:
+    """The single steps between all layouts, found by looking at pairs of layouts, priced by what each device holds."""
+
+    def __init__(self, shape, sizes, pending_axes, finest):
+        self.shape, self.sizes = shape, sizes
+        self.layouts = list(dict.fromkeys(all_layouts(shape, sizes, pending_axes, finest)))
+        self.held = {layout: self.blocks(layout) for layout in self.layouts}
+        self.edges = {a: [(b, c) for b in self.layouts if a != b and (c := self.cost(a, b)) is not None] for a in self.layouts}
+
+    def blocks(self, layout):
+        """For each device, the first row of its block in each dim, and its place along the pending axes."""
+        local = layout.local_shape(self.sizes)
+        held = []
+        for device in coordinates(self.sizes):
+            starts = []
+            for axes, b in zip(layout.dims, local, strict=True):
+                number = 0
+                for a in axes:
+                    number = number * self.sizes[a] + device[a]
+                starts.append(number * b)
+            held.append((*starts, "pending", *(device[a] for a in layout.pending_axes)))
+        return held
+
+    def cost(self, a, b):
+        """(elements sent by one device, collectives) of the cheapest single step from a to b, None if there is none."""
+        differing = [d for d in range(len(self.shape)) if (a.dims[d], a.padded[d]) != (b.dims[d], b.padded[d])]
+        lost, won = [sorted(set(p) - set(q)) for p, q in ((a.pending, b.pending), (b.pending, a.pending))]
+        costs = [self.bijection(a, b)]
+        if not lost and not won and len(differing) == 1:
+            costs += [self.gather(a, b, *differing), self.slice(a, b, *differing), self.halo(a, b, *differing)]
+        if not lost and not won and len(differing) == 2:
+            costs += [self.exchange(a, b, i, j) for i, j in itertools.permutations(differing)]
+        if lost and not won and not differing:
+            k = shard_count([axis for axis, _ in lost], self.sizes)
+            costs.append((Fraction(2 * self.volume(a) * (k - 1), k), 1))
+        if lost and not won and len(differing) == 1:
+            costs.append(self.scatter(a, b, *differing, [axis for axis, _ in lost]))
+        if won and not lost and not differing:
+            costs.append((0, 0))
+        return min((c for c in costs if c is not None), default=None)
+
+    def volume(self, layout):
+        return math.prod(layout.local_shape(self.sizes))
+
+    def bijection(self, a, b):
+        if a.local_shape(self.sizes) == b.local_shape(self.sizes) and sorted(self.held[a]) == sorted(self.held[b]):
+            return (0, 0) if self.held[a] == self.held[b] else (self.volume(a), 1)
+
+    def gather(self, a, b, dim):
+        keep = len(b.dims[dim])
+        if keep < len(a.dims[dim]) and a.dims[dim][:keep] == b.dims[dim] and (not keep or a.padded[dim] == b.padded[dim]):
+            k = shard_count(a.dims[dim][keep:], self.sizes)
+            gathered = self.volume(a) * k
+            return Fraction(gathered * (k - 1), k), 1
+
+    def slice(self, a, b, dim):
+        """What each device needs, it has: free. (Padded sizes stay, though a dim shorter than its shard count could do without.)"""
+        have = len(a.dims[dim])
+        if a.dims[dim] == b.dims[dim] or b.dims[dim][:have] != a.dims[dim] or (have and a.padded[dim] != b.padded[dim]):
+            return None
+        old, new, size = a.local_shape(self.sizes)[dim], b.local_shape(self.sizes)[dim], self.shape[dim]
+        for p, q in zip(self.held[a], self.held[b], strict=True):
+            if q[dim] < size and not p[dim] <= q[dim] <= min(q[dim] + new, size) <= p[dim] + old:
+                return None
+        return 0, 0
+
+    def halo(self, a, b, dim):
+        if a.dims[dim] != b.dims[dim]:
+            return None
+        old, new = a.local_shape(self.sizes)[dim], b.local_shape(self.sizes)[dim]
+        sent = {}
+        for row in range(self.shape[dim]):
+            sender, distance = row // old, row // new - row // old
+            if distance:
+                by = sent.setdefault(distance, {})
+                by[sender] = by.get(sender, 0) + 1
+        rows = sum(max(by.values()) for by in sent.values())
+        return (rows * self.volume(a) // old, 1 if rows else 0)
+
+    def arrives(self, a, b, dim):
+        """The axes that b adds as minor-most to `dim`, and a's elements with `dim` padded for them; None where they do not fit."""
+        have = len(a.dims[dim])
+        axes = b.dims[dim][have:]
+        if b.dims[dim][:have] == a.dims[dim] and axes and (not have or a.padded[dim] == b.padded[dim]):
+            return axes, self.volume(a) // a.local_shape(self.sizes)[dim] * (b.padded[dim] // shard_count(a.dims[dim], self.sizes))
+
+    def exchange(self, a, b, dim, to):
+        axes, volume = self.arrives(a, b, to) or ((), 0)
+        stays = a.padded[dim] == b.padded[dim] or not b.dims[dim]
+        if axes and a.dims[dim] == b.dims[dim] + axes and stays:
+            k = shard_count(axes, self.sizes)
+            return Fraction(volume * (k - 1), k), 1
+
+    def scatter(self, a, b, to, lost):
+        axes, volume = self.arrives(a, b, to) or ((), 0)
+        if sorted(axes) == sorted(lost):
+            k = shard_count(axes, self.sizes)
+            return Fraction(volume * (k - 1), k), 1
+
+    def distances(self, src):
+        """Bellman-Ford: relax until nothing changes."""
+        best, changed = {src: (0, 0)}, [src]
+        while changed:
+            again = {}
+            for a in changed:
+                for b, (sent, collectives) in self.edges[a]:
+                    cost = (best[a][0] + sent, best[a][1] + collectives)
+                    if b not in best or cost < best[b]:
+                        best[b], again[b] = cost, None
+            changed = list(again)
+        return best
+
+
+@cache
+def graph(shape, sizes, pending_axes, finest):
+    return Graph(shape, dict(sizes), pending_axes, finest)
+
+
+EXHAUSTIVE = [
+    ((8, 8), {"x": 4, "y": 2}, "xy"),
+    ((5, 8), {"x": 2, "y": 2}, "xy"),
+    ((5, 3), {"x": 2, "y": 3}, "x"),
+    ((7, 8), {"x": 4, "y": 2}, "y"),
+    ((3, 8), {"x": 8}, "x"),
+    ((4, 6, 5), {"x": 2, "y": 2}, "x"),
+    ((9,), {"x": 2, "y": 2, "z": 2}, "x"),
+    ((8, 8), {"x": 2, "y": 2, "z": 2}, "x"),
+    ((24, 12), {"x": 2, "y": 3, "z": 2}, ""),
+    ((3, 1), {"x": 4, "y": 1}, "x"),
+]
+
+
+@pytest.mark.parametrize("shape, sizes, pending_axes", EXHAUSTIVE)
+def test_nothing_is_cheaper(shape, sizes, pending_axes):
+    rng, finest = random.Random(0), math.prod(sizes.values())
+    everything = list(dict.fromkeys(all_layouts(shape, sizes, pending_axes, finest)))
+    for src in rng.sample(everything, min(6, len(everything))):
+        for dst in rng.sample(everything, min(12, len(everything))):
+            used = {*src.sharding.axes, *dst.sharding.axes, *src.pending_axes, *dst.pending_axes}
+            only = tuple((a, n) for a, n in sizes.items() if a in used)
+            best = graph(shape, only, pending_axes, finest).distances(src)[dst]
+            path = reshard.plan(src, dst, shape, 1, sizes)
+            found = (path.nbytes, sum(s.kind in reshard.COLLECTIVES for s in path.steps))
+            assert found == (float(best[0]), best[1]), f"{src} -> {dst}: {path}; possible: {best}"
