@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from shardax.explain.ledger import Collective, bytes_sent, other_branches
+from shardax.explain.ledger import Collective, array_bytes, bytes_sent, other_branches
 
 
 def lowered(module) -> tuple[Collective, ...]:
@@ -25,8 +25,9 @@ def lowered(module) -> tuple[Collective, ...]:
 
 
 def compiled(text: str) -> tuple[Collective, ...]:
-    """The collectives of `compiled.as_text()`. Loops and branches are not followed: each instruction counts once, start and done
-    of an asynchronous one too.
+    """The collectives of `compiled.as_text()`.
+
+    Loops and branches are not followed: each instruction counts once, and so do start and done of an asynchronous one.
     """
     return tuple(_instructions(text))
 
@@ -39,7 +40,7 @@ def counts(found: Iterable[Collective]) -> Counter:
     total = Counter()
     for c in found:
         mark = "open loop" if c.open_loop else "other branch" if c.other_branch else ""
-        sizes = list(map(_nbytes, c.operands))
+        sizes = list(map(array_bytes, c.operands))
         for nbytes in [sum(sizes)] if c.kind == "all_to_all" else sizes:  # XLA may write its pieces as operands
             total[c.kind, c.devices, nbytes, mark] += c.trips
     return total
@@ -143,9 +144,10 @@ def _arrays(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _participants(kind: str, attributes: str, partitions: int) -> int:
-    """Devices in a group; of a ppermute, those that send. The three ways in which XLA writes groups:
+    """Devices in a group; of a ppermute, those that send. XLA writes groups in three ways:
 
-    >>> [_participants("all_reduce", f"replica_groups={g}, x", 8) for g in ("{{0,2},{1,3}}", "[4,2]<=[8]", "mesh['x'=4,'y'=2] {'y'}")]
+    >>> groups = ("{{0,2},{1,3}}", "[4,2]<=[8]", "mesh['x'=4,'y'=2] {'y'}")
+    >>> [_participants("all_reduce", f"replica_groups={g}, x", 8) for g in groups]
     [2, 2, 2]
     """
     if kind == "ppermute":
@@ -163,13 +165,9 @@ def _participants(kind: str, attributes: str, partitions: int) -> int:
 
 def _collective(kind: str, devices: int, arrays: list[tuple[str, tuple[int, ...]]]) -> Iterator[Collective]:
     operands = tuple(jax.ShapeDtypeStruct(shape, _DTYPES.get(dtype.lower(), dtype)) for dtype, shape in arrays)
-    nbytes = sum(bytes_sent(kind, _nbytes(x), devices) for x in operands)
+    nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         yield Collective(kind, (), devices, nbytes, operands)
-
-
-def _nbytes(array: jax.ShapeDtypeStruct) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def _one(pattern: str, text: str, default: Any = None) -> Any:

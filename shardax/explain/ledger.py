@@ -17,10 +17,11 @@ from shardax.sharding import Axes, AxisSizes, shard_count
 class Collective:
     """One collective of a local program.
 
+    `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
     `nbytes`: bytes that one device sends each time that it runs (ring algorithms; of a ppermute, a device that sends).
-    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied. `open_loop`: it stands in a `while`, and
-    `trips` are those per iteration. `other_branch`: it stands in a branch of a `cond` that sends less than the dearest one,
-    and does not count in `total`. `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
+    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
+    `open_loop`: it stands in a `while`, and `trips` are those of one iteration.
+    `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
     """
 
     kind: str
@@ -62,6 +63,10 @@ def array_text(array) -> str:
     """
     name = re.sub(r"^(float|uint|int|complex)(?=\d)", lambda m: m[1][0] if m[1] != "float" else "f", str(array.dtype))
     return f"{name.replace('bfloat', 'bf')}[{','.join(map(str, array.shape))}]"
+
+
+def array_bytes(array) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def collectives(jaxpr, axis_sizes: AxisSizes) -> tuple[Collective, ...]:
@@ -107,7 +112,7 @@ def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     axes = _axes(eqn.params)
     operands = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape"))
     devices = _devices(kind, axes, eqn.params, sizes)
-    nbytes = sum(bytes_sent(kind, _nbytes(x), devices) for x in operands)
+    nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=_reason(kind, eqn.source_info.name_stack))
 
@@ -122,10 +127,6 @@ def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
         return sum(a != b for a, b in params["perm"]) * math.prod(sizes.values()) // shard_count(axes, sizes)
     groups = params.get("axis_index_groups")
     return len(groups[0]) if groups else shard_count(axes, sizes)
-
-
-def _nbytes(array: jax.ShapeDtypeStruct) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def _reason(kind: str, name_stack) -> str:
