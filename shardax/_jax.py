@@ -52,3 +52,11 @@ def user_line(source_info) -> str:
     """ "file.py:12" of the user's frame that made an equation, or "" where it is not known."""
     frame = source_info_util.user_frame(source_info.traceback)
     return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+def with_user_frame(eqn, callers) -> Any:
+    """The source info of an equation, or of the innermost of its callers where its own has no user frame (jax.nn's jits)."""
+    for e in (eqn, *callers) if callers else ():
+        if source_info_util.user_frame(e.source_info.traceback) is not None:
+            return e.source_info
+    return eqn.source_info

@@ -1,20 +1,107 @@
 """build: the middle of the way, from a global jaxpr with annotations in it to the program that every device runs."""
 
-from dataclasses import dataclass
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from shardax.sharding import Sharding
+import jax
+
+from shardax import _jax, annotations, graph
+from shardax.completion.complete import Completion, complete
+from shardax.graph import Graph
+from shardax.partition.choose import Decisions, choose
+from shardax.partition.emit import emit
+from shardax.sharding import AxisSizes, Layout, Sharding, at_rest
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
     """What `build` makes.
 
-    `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over `mesh`. `in_shardings` and
-    `out_shardings` say how each argument and result lies between calls; every shard has the same size there.
+    `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over `mesh`. `in_shardings`
+    and `out_shardings` say how each argument and result lies between calls; every shard has the same size there.
+    `phases` holds the seconds that each phase took.
     """
 
     jaxpr: Any
-    mesh: Any
+    mesh: jax.sharding.AbstractMesh
     in_shardings: tuple[Sharding, ...]
     out_shardings: tuple[Sharding, ...]
+    graph: Graph
+    completion: Completion
+    decisions: Decisions
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+_built: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
+
+
+def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh, options=None) -> Program:
+    """Makes the program that every device runs. Memoized on the jaxpr, for as long as it lives.
+
+    Args:
+      jaxpr: the global ClosedJaxpr, annotations in it.
+      in_shardings: for each input the sharding in which a committed argument rests, or None.
+      mesh: the abstract mesh, its axes Auto.
+      options: `shardax.Options`.
+    """
+    programs = _built.setdefault(jaxpr, {})
+    key = (in_shardings, mesh, options)
+    if key not in programs:
+        programs[key] = _build(jaxpr, in_shardings, mesh)
+    return programs[key]
+
+
+def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh) -> Program:
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    phases: dict[str, float] = {}
+    with _timed(phases, "graph"):
+        program = graph.from_jaxpr(_jax.dce(jaxpr))
+    with _timed(phases, "completion"):
+        completion = complete(program, in_shardings, sizes)
+    with _timed(phases, "choice"):
+        resting = _resting(program, completion, in_shardings, sizes)
+        layouts = [
+            [Layout(s, v.shape) for s, v in zip(shardings, values, strict=True)]
+            for shardings, values in zip(resting, (program.inputs, program.outputs), strict=True)
+        ]
+        decisions = choose(program, completion, *layouts)
+    with _timed(phases, "emission"):
+        local = _emit(program, decisions, resting, mesh, sizes)
+    return Program(local, mesh, *resting, program, completion, decisions, phases)
+
+
+def _resting(program: Graph, completion: Completion, given, sizes: AxisSizes) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]]:
+    """How arguments and results rest: as given, as the argument that they succeed, else nearest to what was completed."""
+    annotated = {node.inputs[0]: node.outputs[0] for node in reversed(program.nodes) if annotations.of_node(node)}
+    ins = tuple(
+        sharding or at_rest(completion.sharding(annotated.get(v, v)), v.shape, sizes)
+        for v, sharding in zip(program.inputs, given, strict=True)
+    )
+    likes = {node.outputs[0]: given.like for node in program.nodes if (given := annotations.of_node(node)) and given.like is not None}
+    outs = tuple(ins[likes[v]] if v in likes else at_rest(completion.sharding(v), v.shape, sizes) for v in program.outputs)
+    return ins, outs
+
+
+def _emit(program: Graph, decisions: Decisions, resting, mesh, sizes: AxisSizes):
+    """The shard_map'd program, as a ClosedJaxpr over the global arguments."""
+    ins, outs = (tuple(s.spec for s in side) for side in resting)
+    run: Callable = jax.shard_map(
+        lambda *shards: tuple(emit(decisions, shards, sizes)), mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False
+    )
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in program.inputs))
+
+
+@contextmanager
+def _timed(phases: dict[str, float], name: str):
+    start = time.perf_counter()
+    yield
+    phases[name] = time.perf_counter() - start
+
+
+def warn_replicated(name: str, line: str, nbytes: float) -> None:
+    warnings.warn(f"{name} at {line} has no sharding rule: it runs replicated, which sends {nbytes:.0f} bytes per device", stacklevel=2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shardax.sharding import AxisSizes, Layout, Sharding, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, shard_count
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import DimFactors, Factors, TensorFactors
 
@@ -27,6 +27,35 @@ def tensor_layout(dims: TensorFactors, factors: Factors, splits: Splits, pending
     axes = tuple(tuple(a for f in dim if f in splits for a in splits[f].axes) for dim in dims)
     padded = tuple(math.prod(splits[f].padded if f in splits else factors.sizes[f] for f in dim) for dim in dims)
     return Layout(Sharding(axes), padded, pending)
+
+
+def project(dim: DimFactors, axes: Axes, padded: int, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
+    """The splits of factors that a dim, split over `axes` and padded so, has or comes nearest to.
+
+    >>> from shardax.spmd_rules.rule import bind, parse
+    >>> factors = bind(parse("(h w) -> h w"), ((24,),), ((2, 12),))
+    >>> project(("h", "w"), ("x", "y"), 24, factors, {"x": 2, "y": 3})
+    {'h': Split(axes=('x',), padded=2), 'w': Split(axes=('y',), padded=12)}
+    """
+    if len(dim) == 1:
+        return {dim[0]: Split(axes, padded)} if axes else {}
+    splits: dict[str, Split] = {}
+    for i, factor in enumerate(dim):
+        size, rest = factors.sizes[factor], math.prod(factors.sizes[f] for f in dim[i + 1 :])
+        if not axes or not size or not rest:
+            break
+        if size == 1 and rest > 1:
+            continue
+        if padded % rest == 0 and (padded // rest) % shard_count(axes, sizes) == 0:
+            splits[factor] = Split(axes, padded // rest)
+            break
+        kept = next(axes[:n] for n in range(len(axes), -1, -1) if size % shard_count(axes[:n], sizes) == 0)
+        if kept:
+            splits[factor] = Split(kept, size)
+        if shard_count(kept, sizes) != size:
+            break
+        axes, padded = axes[len(kept) :], rest if padded == size * rest else padded
+    return splits
 
 
 def fits(factors: Factors, splits: Splits, sizes: AxisSizes) -> bool:

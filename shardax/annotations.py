@@ -1,0 +1,28 @@
+"""Reading the annotations of a global program: our own `annotate` and JAX's `with_sharding_constraint` alike."""
+
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from shardax.graph import Node
+from shardax.sharding import Axes, entry_axes
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """Per dim the axes, or None where it is open; the words that messages use; the input that a result succeeds."""
+
+    dims: tuple[Axes | None, ...]
+    source: str
+    like: int | None = None
+
+
+def of_node(node: Node) -> Annotation | None:
+    """What a node says about its result, None if it is not an annotation."""
+    if node.name == "annotate":
+        return Annotation(node.params["dims"], node.params["source"], node.params.get("like"))
+    if node.name == "sharding_constraint":
+        spec = node.params["sharding"].spec
+        dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
+        return Annotation(dims + ((),) * (len(node.outputs[0].shape) - len(dims)), f"with_sharding_constraint at {node.line}")
+    return None

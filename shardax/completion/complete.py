@@ -1,0 +1,199 @@
+"""Sharding completion: every value gets a sharding, from the few that the user gave (GSPMD, section 3.5).
+
+Shardings travel along factors, both ways, to a fixed point. A sharding is only ever refined: an axis that a dim has, it keeps.
+The worklist is ordered by level, then by place in the program, so the result depends on nothing else.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardax import annotations
+from shardax.completion.edges import Edge, edges_of, successor_edges
+from shardax.graph import Graph, Node, Value
+from shardax.sharding import Axes, AxisSizes, Sharding, replicated, round_up, shard_count
+from shardax.spmd_rules.localize import project
+from shardax.spmd_rules.rule import WHOLE, Factors
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where the axes of a dim came from: an annotation's words, or a node and the value whose sharding it passed on."""
+
+    source: str
+    node: Node | None = None
+    value: Value | None = None
+
+
+@dataclass(eq=False)
+class Completion:
+    """The sharding of every value, which dims are fixed, where each came from, and the factors of every node with a rule."""
+
+    sizes: AxisSizes
+    dims: dict[Value, list[Axes]] = field(default_factory=dict)
+    fixed: dict[Value, tuple[bool, ...]] = field(default_factory=dict)
+    origins: dict[tuple[Value, int], Origin] = field(default_factory=dict)
+    factors: dict[Node, Factors] = field(default_factory=dict)
+
+    def sharding(self, value: Value) -> Sharding:
+        dims = self.dims.get(value)
+        return Sharding(tuple(dims)) if dims else replicated(len(value.shape))
+
+    def why(self, value: Value, dim: int) -> tuple[Origin, ...]:
+        """The chain of facts that led to the axes of a dim, from the last to the annotation."""
+        chain = []
+        while (origin := self.origins.get((value, dim))) is not None and origin not in chain:
+            chain.append(origin)
+            if origin.value is None:
+                break
+            value, dim = origin.value, self._dim_with(origin.value, self.dims[value][dim])
+        return tuple(chain)
+
+    def _dim_with(self, value: Value, axes: Axes) -> int:
+        return next((d for d, have in enumerate(self.dims.get(value, ())) if set(have) & set(axes)), 0)
+
+
+def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes) -> Completion:
+    """Completes the shardings of a graph.
+
+    Args:
+      graph: the program, annotations in it.
+      arguments: for each input the sharding that it is committed to, or None.
+      sizes: the mesh's axis sizes.
+    """
+    done = Completion(sizes)
+    edges = [*edges_of(graph, done.factors), *successor_edges(graph)]
+    worklist = _Worklist(edges)
+    for value, dims, source in _given(graph, arguments):
+        _fix(done, value, dims, source)
+        worklist.touch(value)
+    while (edge := worklist.pop()) is not None:
+        for value in _visit(done, *edge):
+            worklist.touch(value)
+    return done
+
+
+def _given(graph: Graph, arguments: Sequence[Sharding | None]) -> Iterable[tuple[Value, Sequence[Axes | None], str]]:
+    """(value, dims, source) of every annotation. Annotated arguments first ask what their annotation says."""
+    annotated = {node.inputs[0] for node in graph.nodes if annotations.of_node(node)}
+    for i, (value, sharding) in enumerate(zip(graph.inputs, arguments, strict=True)):
+        if sharding is not None and value not in annotated:
+            yield value, sharding.dims, f"argument {i} is committed to it"
+    for node in graph.walk():
+        if given := annotations.of_node(node):
+            yield node.outputs[0], given.dims, given.source
+
+
+def _fix(done: Completion, value: Value, dims: Sequence[Axes | None], source: str) -> None:
+    done.dims[value] = [d or () for d in dims]
+    done.fixed[value] = tuple(d is not None for d in dims)
+    for d, axes in enumerate(dims):
+        if axes:
+            done.origins[value, d] = Origin(source)
+
+
+class _Worklist:
+    """Edges to visit in one direction or both, lowest level first, then in program order."""
+
+    def __init__(self, edges: list[Edge]):
+        self.edges = edges
+        self.heap: list[tuple[int, int, bool]] = []
+        self.waiting: set[tuple[int, bool]] = set()
+        self.operand_of: dict[Value, list[int]] = {}
+        self.result_of: dict[Value, list[int]] = {}
+        for i, edge in enumerate(edges):
+            for value in edge.operands:
+                self.operand_of.setdefault(value, []).append(i)
+            for value in edge.results:
+                self.result_of.setdefault(value, []).append(i)
+
+    def touch(self, value: Value) -> None:
+        """Visits the edges that this value is part of: forward and backward, its siblings on the same side learn too."""
+        for i in (*self.operand_of.get(value, ()), *self.result_of.get(value, ())):
+            for forward in (True, False):
+                self._push(i, forward)
+
+    def _push(self, i: int, forward: bool) -> None:
+        if (i, forward) not in self.waiting:
+            self.waiting.add((i, forward))
+            level = self.edges[i].forward if forward else self.edges[i].backward
+            heapq.heappush(self.heap, (level, i, not forward))
+
+    def pop(self) -> tuple[Edge, bool] | None:
+        if not self.heap:
+            return None
+        _, i, backward = heapq.heappop(self.heap)
+        self.waiting.discard((i, not backward))
+        return self.edges[i], not backward
+
+
+def _visit(done: Completion, edge: Edge, forward: bool) -> list[Value]:
+    """Lets an edge pass shardings on; returns the values that learned something."""
+    factors = edge.factors
+    agreed = _agree(done, edge)
+    if not agreed:
+        return []
+    values, tensors = (edge.results, factors.results) if forward else (edge.operands, factors.operands)
+    return [v for v, dims in zip(values, tensors, strict=True) if _refine(done, v, dims, agreed, edge)]
+
+
+def _agree(done: Completion, edge: Edge) -> dict[str, tuple[Axes, Value]]:
+    """For each factor the axes that its values agree on, heaviest value first: what moving it would cost decides conflicts."""
+    claims: dict[str, tuple[Axes, Value]] = {}
+    factors = edge.factors
+    known = [(v, dims) for v, dims in zip(edge.values, factors.tensors, strict=True) if any(done.dims.get(v, ()))]
+    for value, tensor in sorted(known, key=lambda known: -_nbytes(known[0])):
+        for dim, axes, size in zip(tensor, done.dims[value], value.shape, strict=True):
+            padded = round_up(size, shard_count(axes, done.sizes))
+            for factor, split in project(dim, axes, padded, factors, done.sizes).items() if axes else ():
+                have = claims.get(factor)
+                if factors.kind(factor) != WHOLE and (have is None or split.axes[: len(have[0])] == have[0]):
+                    claims[factor] = (split.axes, value)
+    return claims
+
+
+def _nbytes(value: Value) -> int:
+    return math.prod(value.shape) * getattr(value.aval.dtype, "itemsize", 4)
+
+
+def _refine(done: Completion, value: Value, tensor, agreed: dict[str, tuple[Axes, Value]], edge: Edge) -> bool:
+    """Extends the sharding of a value by what its factors agreed on; True if it learned something."""
+    if value.is_literal:
+        return False
+    have = done.dims.get(value) or [()] * len(value.shape)
+    fixed = done.fixed.get(value)
+    used = {a for axes in have for a in axes}
+    changed = False
+    rank = {factor: i for i, factor in enumerate(agreed)}
+    asked = [d for d, dim in enumerate(tensor) if any(f in agreed for f in dim) and not (fixed and fixed[d])]
+    for d in sorted(asked, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
+        dim = tensor[d]
+        axes = _dim_axes(dim, agreed, edge.factors, done.sizes)
+        new = axes[len(have[d]) :]
+        if axes[: len(have[d])] != have[d] or not new or used & set(new):
+            continue
+        if value.shape[d] < shard_count(axes, done.sizes):
+            continue
+        have = [*have[:d], axes, *have[d + 1 :]]
+        used |= set(new)
+        done.origins[value, d] = Origin("", edge.node, next(agreed[f][1] for f in dim if f in agreed))
+        changed = True
+    if changed:
+        done.dims[value] = have
+    return changed
+
+
+def _dim_axes(dim, agreed: dict[str, tuple[Axes, Value]], factors: Factors, sizes: AxisSizes) -> Axes:
+    """The axes of a dim from those of its factors: a minor factor's only below major ones that are split to single positions."""
+    axes: Axes = ()
+    majors = 1
+    for factor in dim:
+        mine = agreed[factor][0] if factor in agreed else ()
+        if mine and majors != shard_count(axes, sizes):
+            break
+        if mine and majors > 1 and factors.sizes[factor] % shard_count(mine, sizes):
+            break
+        axes += tuple(a for a in mine if a not in axes)
+        majors *= factors.sizes[factor]
+    return axes

@@ -1,0 +1,153 @@
+"""emit: carries the decisions out on shards. Mechanical: everything that is chosen was chosen before.
+
+Called inside `shard_map`; every value is kept in all the layouts in which something read it, so what was gathered is shared.
+"""
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+
+from shardax import _jax, annotations, reshard
+from shardax.graph import Node, Value
+from shardax.partition.choose import Decision, Decisions, Move
+from shardax.sharding import AxisSizes, Layout
+from shardax.spmd_rules.localize import run_local
+
+Shards = dict[Layout, Any]
+
+
+def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes, out_names: Sequence[str] | None = None) -> list[Any]:
+    """Runs a decided graph on the shards of its inputs; returns those of its outputs."""
+    return _Emitter(sizes).graph(decisions, shards, out_names)
+
+
+class _Emitter:
+    def __init__(self, sizes: AxisSizes):
+        self.sizes = sizes
+        self.env: dict[Value, Shards] = {}
+        self.makers: dict[Value, str] = {}
+
+    def graph(self, decisions: Decisions, shards: Sequence[Any], out_names: Sequence[str] | None = None) -> list[Any]:
+        for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
+            self.env[value] = {layout: shard}
+        for decision in decisions.steps:
+            with _user_context(decision.node):
+                self.node(decision)
+        names = out_names or ["result"] * len(decisions.outputs)
+        moves = zip(decisions.graph.outputs, decisions.outputs, names, strict=True)
+        return [self.read(value, move, name) for value, move, name in moves]
+
+    def node(self, decision: Decision) -> None:
+        node = decision.node
+        purpose = _purpose(node)
+        shards = [self.read(v, move, purpose) for v, move in zip(node.inputs, decision.moves, strict=True)]
+        if node.bodies:
+            results = _STRUCTURED[node.name](self, decision, shards)
+        else:
+            results = run_local(decision.entry, decision.local, decision.factors, shards)
+        for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.local.results, results, strict=True)):
+            self.env[value] = {layout: shard}
+            self.makers[value] = node.name
+            if i in decision.settled:
+                self.read(value, Move(layout, decision.settled[i]), purpose)
+
+    def read(self, value: Value, move: Move, purpose: str):
+        """The shard of a value in the layout of `move`, resharded if it is not there yet."""
+        if value.is_literal:
+            return self.moved(value, _literal(value), move, purpose)
+        shards = self.env[value]
+        if move.target not in shards:
+            shards[move.target] = self.moved(value, shards[move.source], move, purpose)
+        return shards[move.target]
+
+    def moved(self, value: Value, shard, move: Move, purpose: str):
+        if move.source == move.target:
+            return shard
+        path = reshard.plan(move.source, move.target, value.shape, _itemsize(value), self.sizes)
+        for step in path.steps:
+            with jax.named_scope(f"{step.kind}[{self.reason(value, step, move, purpose)}]"):
+                shard = reshard.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
+        return shard
+
+    def reason(self, value: Value, step: reshard.Step, move: Move, purpose: str) -> str:
+        """Why a value is resharded, in words for the plan."""
+        settles = [kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes]
+        if settles:
+            return f"{settles[0]} of {self.makers.get(value, 'argument')}"
+        return f"{purpose} in {move.target.sharding}"
+
+
+def _itemsize(value: Value) -> int:
+    return getattr(value.aval.dtype, "itemsize", 4)
+
+
+def _literal(value: Value):
+    if isinstance(value.literal, jax.Array | np.ndarray):
+        return value.literal
+    return np.asarray(value.literal, value.aval.dtype)
+
+
+def _purpose(node: Node) -> str:
+    given = annotations.of_node(node)
+    return (given.source if given else node.name).replace("/", "\\")
+
+
+@contextmanager
+def _user_context(node: Node):
+    """The equation's own source line, names and context, so that profiles and HLO show the user's code."""
+    here = jax.sharding.get_abstract_mesh()
+    source = _jax.with_user_frame(node.eqn, node.callers)
+    stack = source_info_util.current_name_stack() + node.scope
+    with (
+        source_info_util.user_context(source.traceback, name_stack=stack),
+        node.eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(here),
+    ):
+        yield
+
+
+def _scan(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
+    params = decision.node.params
+    consts, carries = _jax.scan_counts(params)
+    (body,) = decision.bodies
+
+    def trip(carry, xs):
+        out = emitter.graph(body, [*shards[:consts], *carry, *xs])
+        return out[:carries], out[carries:]
+
+    init, xs = shards[consts : consts + carries], shards[consts + carries :]
+    init = [_of_dtype(x, v) for x, v in zip(init, body.graph.inputs[consts:], strict=False)]
+    carry, ys = lax.scan(trip, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
+    return [*carry, *ys]
+
+
+def _while(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
+    params = decision.node.params
+    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+    cond, body = decision.bodies
+    start = cond_consts + body_consts
+    init = [_of_dtype(x, v) for x, v in zip(shards[start:], body.graph.inputs[body_consts:], strict=True)]
+    return lax.while_loop(
+        lambda carry: emitter.graph(cond, [*shards[:cond_consts], *carry])[0],
+        lambda carry: emitter.graph(body, [*shards[cond_consts:start], *carry]),
+        init,
+    )
+
+
+def _cond(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
+    index, *operands = shards
+    branches = [lambda *operands, body=body: emitter.graph(body, operands) for body in decision.bodies]
+    return lax.switch(index, branches, *operands)
+
+
+def _of_dtype(shard, value: Value):
+    """Loops want their carries' types exactly: a weakly typed start would change on the way."""
+    return shard if not isinstance(shard, np.ndarray) else lax.convert_element_type(shard, value.aval.dtype)
+
+
+_STRUCTURED = {"cond": _cond, "scan": _scan, "while": _while}

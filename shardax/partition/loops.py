@@ -1,0 +1,110 @@
+"""choose for scan, while and cond: the layouts in which their bodies take and leave values, then the bodies themselves."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from shardax import _jax
+from shardax.graph import Graph, Node, Value
+from shardax.partition.choose import Decision, Decisions
+from shardax.sharding import Layout, Sharding, whole
+from shardax.spmd_rules.registry import Local
+
+if TYPE_CHECKING:
+    from shardax.partition.choose import Chooser
+
+
+def choose_structured(chooser: "Chooser", node: Node) -> Decision:
+    """Decides a node with bodies."""
+    return _CHOICES[node.name](chooser, node)
+
+
+def _scan(chooser: "Chooser", node: Node) -> Decision:
+    consts, carries = _jax.scan_counts(node.params)
+    (body,) = node.bodies
+    const_layouts = [_at_hand(chooser, v) for v in node.inputs[:consts]]
+    xs = [_unstacked(chooser, outer, inner) for outer, inner in _pairs(node.inputs, body.inputs, consts + carries)]
+    ys = [chooser.wanted(inner) for inner in body.outputs[carries:]]
+    carry, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:carries], xs, ys)
+    operands = [*const_layouts, *carry, *(_stacked(x, outer) for x, outer in zip(xs, node.inputs[consts + carries :], strict=True))]
+    results = [*carry, *(_stacked(y, outer) for y, outer in zip(ys, node.outputs[carries:], strict=True))]
+    return _decision(chooser, node, operands, results, (decisions,))
+
+
+def _while(chooser: "Chooser", node: Node) -> Decision:
+    cond, body = node.bodies
+    cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
+    layouts = [_at_hand(chooser, v) for v in node.inputs[: cond_consts + body_consts]]
+    carry = [chooser.wanted(v) for v in body.inputs[body_consts:]]
+    decisions = (
+        chooser.graph(cond, layouts[:cond_consts] + carry, [whole(())]),
+        chooser.graph(body, layouts[cond_consts:] + carry, carry),
+    )
+    return _decision(chooser, node, layouts + carry, carry, decisions)
+
+
+def _cond(chooser: "Chooser", node: Node) -> Decision:
+    operands = [_at_hand(chooser, v) for v in node.inputs[1:]]
+    results = [chooser.wanted(v) for v in node.outputs]
+    decisions = tuple(chooser.graph(body, operands, results) for body in node.bodies)
+    return _decision(chooser, node, [whole(()), *operands], results, decisions)
+
+
+def _fixpoint(chooser: "Chooser", body: Graph, consts, carried: Sequence[Value], xs, ys) -> tuple[list[Layout], Decisions]:
+    """Layouts of the carries that a body gives back as it takes them. A sum that the body only adds to stays pending.
+
+    First each carry is taken as completion wants it. Those that come back owing a sum are then taken owing it, and the body is
+    decided anew, until every carry comes back as it went in; the sum is then settled once, after the loop.
+    """
+    wanted = [chooser.wanted(v) for v in carried]
+    carry = list(wanted)
+    for _ in range(3):
+        free = chooser.graph(body, [*consts, *carry, *xs], [None] * len(carry) + ys)
+        left = [move.target for move in free.outputs[: len(carry)]]
+        again = [_owing(want, out, have) for want, out, have in zip(wanted, left, carry, strict=True)]
+        if again == carry:
+            break
+        carry = again
+    else:
+        carry = wanted
+    return carry, chooser.graph(body, [*consts, *carry, *xs], [*carry, *ys])
+
+
+def _owing(wanted: Layout, out: Layout, have: Layout) -> Layout:
+    """The carry's next layout: as wanted, owing what the body left, as far as that may still be owed."""
+    sums = tuple(p for p in out.pending if p[1] == "sum" and p[0] not in wanted.sharding.axes)
+    if have.pending and sums != have.pending:
+        return wanted
+    return Layout(wanted.sharding, wanted.padded, sums)
+
+
+def _at_hand(chooser: "Chooser", value: Value) -> Layout:
+    """A layout in which nothing is owed: one that the value is in already, else the wanted one."""
+    settled = [layout for layout in chooser.layouts(value) if not layout.pending]
+    wanted = chooser.wanted(value)
+    return wanted if wanted in settled or not settled else settled[0]
+
+
+def _unstacked(chooser: "Chooser", outer: Value, inner: Value) -> Layout:
+    """How one trip's part of a stacked value lies: as the stack does already, else as completion wants it."""
+    wanted = chooser.wanted(inner)
+    for layout in chooser.layouts(outer):
+        if not layout.pending and not layout.dims[0] and layout.dims[1:] == wanted.dims:
+            return Layout(wanted.sharding, layout.padded[1:])
+    return wanted
+
+
+def _stacked(layout: Layout, outer: Value) -> Layout:
+    return Layout(Sharding(((), *layout.dims)), (outer.shape[0], *layout.padded))
+
+
+def _pairs(outer: Sequence[Value], inner: Sequence[Value], start: int):
+    return zip(outer[start:], inner[start:], strict=True)
+
+
+def _decision(chooser: "Chooser", node: Node, operands, results, bodies: tuple[Decisions, ...]) -> Decision:
+    moves = tuple(chooser.move(v, t) for v, t in zip(node.inputs, operands, strict=True))
+    local = Local(node, tuple(operands), tuple(results), {}, chooser.sizes)
+    return Decision(node, moves, local, settled=chooser.store_results(node, results), bodies=bodies)
+
+
+_CHOICES = {"cond": _cond, "scan": _scan, "while": _while}
