@@ -20,19 +20,23 @@ def progress(name: str, steps: int) -> Iterator[Update]:
         yield lambda done, loss, speed: _line(name, steps, done, loss, speed)
         return
     with Progress(*_columns(), console=console) as bar:
-        task = bar.add_task(name, total=steps, loss=float("nan"), speed=0.0)
-        yield lambda done, loss, speed: bar.update(task, completed=done, loss=loss, speed=speed)
+        task = bar.add_task(name, total=steps, numbers="compiling")
+        yield lambda done, loss, speed: bar.update(task, completed=done, numbers=_numbers(loss, speed))
 
 
 def _line(name: str, steps: int, done: int, loss: float, speed: float) -> None:
     if done in (1, steps) or done % max(1, steps // 10) == 0:
-        print(f"{name}: step {done}/{steps}  loss {loss:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else ""), flush=True)
+        print(f"{name}: step {done}/{steps}  {_numbers(loss, speed)}", flush=True)
+
+
+def _numbers(loss: float, speed: float) -> str:
+    return f"loss {loss:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
 
 
 def _columns():
     yield TextColumn("{task.description}: step {task.completed}/{task.total}")
     yield BarColumn()
-    yield TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s ")
+    yield TextColumn("{task.fields[numbers]}")
     yield TimeRemainingColumn(compact=True)
     yield TextColumn("left")
 
