@@ -1,7 +1,7 @@
 """dot_general: batch dims and free dims are kept, contracting dims leave a pending sum."""
 
 from shardax.graph import Node
-from shardax.spmd_rules.registry import LINEAR, Local, register_rule
+from shardax.spmd_rules.registry import LINEAR, register_rule
 
 
 def dot_general(node: Node) -> str:
@@ -17,8 +17,4 @@ def dot_general(node: Node) -> str:
     return f"{' '.join(lhs)}, {' '.join(rhs)} -> {' '.join(result)}"
 
 
-def _dot_general_local(local: Local, lhs, rhs):
-    return local.bind(lhs, rhs, out_sharding=None)
-
-
-register_rule("dot_general", dot_general, _dot_general_local, passes=(LINEAR(0), LINEAR(1)))
+register_rule("dot_general", dot_general, passes=(LINEAR(0), LINEAR(1)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from shardax.graph import Node
-from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
+from shardax.spmd_rules.registry import LINEAR, Passes, register_rule
 
 
 def _reduction(mark: str) -> Callable[[Node], str]:
@@ -17,16 +17,12 @@ def _reduction(mark: str) -> Callable[[Node], str]:
     return rule
 
 
-def _reduce_local(local: Local, shard):
-    return local.bind(shard, **({"out_sharding": None} if "out_sharding" in local.params else {}))
-
-
 register_rule("argmax", _reduction("!"))
 register_rule("argmin", _reduction("!"))
 register_rule("reduce_and", _reduction("!"))
-register_rule("reduce_max", _reduction(":max"), _reduce_local, passes=(Passes(("max",), (0,)),))
-register_rule("reduce_min", _reduction(":min"), _reduce_local, passes=(Passes(("min",), (0,)),))
+register_rule("reduce_max", _reduction(":max"), passes=(Passes(("max",), (0,)),))
+register_rule("reduce_min", _reduction(":min"), passes=(Passes(("min",), (0,)),))
 register_rule("reduce_or", _reduction("!"))
 register_rule("reduce_prod", _reduction("!"))
-register_rule("reduce_sum", _reduction("+"), _reduce_local, passes=(LINEAR(0),))
+register_rule("reduce_sum", _reduction("+"), passes=(LINEAR(0),))
 register_rule("reduce_xor", _reduction("!"))

@@ -91,8 +91,12 @@ class Local:
         return self.index(layout.dims[dim]) * block if layout.dims[dim] else 0
 
     def bind(self, *shards, **params):
-        """Binds the node's primitive on shards, with some parameters replaced. Returns a list of results."""
-        out = self.node.primitive.bind(*shards, **{**self.node.params, **params})
+        """Binds the node's primitive on shards, with some parameters replaced. Returns a list of results.
+
+        Parameters that hold global shardings (on meshes with Explicit axes) mean nothing on shards: they are dropped.
+        """
+        given = {name: None if name in ("sharding", "out_sharding") else p for name, p in self.node.params.items()}
+        out = self.node.primitive.bind(*shards, **{**given, **params})
         return list(out) if self.node.primitive.multiple_results else [out]
 
     def mask(self, i: int, shard, fill, dims: Iterable[int] | None = None):
@@ -150,9 +154,9 @@ def register_rule(primitive, rule: RuleText, local: LocalLowering | None = None,
 
     Args:
       primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
-      rule: text as in `shardax/spmd_rules/rule.py`, or a function of the node (`.params`, `.inputs[i].shape`) that gives it.
+      rule: text (see `rule.py`), or a function of the node (`.params`, `.inputs[i].shape`) that gives it.
       local: how it is written on shards (a `LocalLowering`); by default the primitive is bound on them as it is.
-      passes: through which operands pending reductions may stay pending: `LINEAR(...)`, `MOVES(...)`, or a function of the node.
+      passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a function of the node.
 
     Raises:
       ValueError: the text does not parse; quotes the rule and the offending word.
