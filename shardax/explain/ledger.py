@@ -131,8 +131,8 @@ def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
 
 def _reason(kind: str, name_stack) -> str:
     """What stands in brackets in the innermost scope of the form `kind[reason]`."""
-    scopes = (re.fullmatch(rf"{kind}\[(.*)\]", scope) for scope in reversed(str(name_stack).split("/")))
-    return next((scope[1] for scope in scopes if scope), "")
+    scope = re.search(rf".*(?:^|[/(]){kind}\[(.*)\]", str(name_stack))
+    return scope[1] if scope else ""
 
 
 def _all_once(params, bodies) -> Iterator[Collective]:

@@ -1,0 +1,115 @@
+"""Plan: what shardax made of a function, for people to read and for tests to assert on."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from shardax.cost.chips import Chip
+from shardax.cost.roofline import Estimate, estimate
+from shardax.explain.ledger import Collective, collectives, comm_bytes
+from shardax.explain.text import plan_text
+from shardax.sharding import Sharding, from_spec
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """An argument or result that rests in another sharding than was wanted, which does not divide it.
+
+    `path` begins with "argument" or "result", as in "argument 0/params/embed". `reason` is that of the collectives that move it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    wanted: Sharding
+    rests: Sharding
+    reason: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What runs on each device, what it sends and why. `print` it.
+
+    Args:
+      mesh: the mesh, abstract or not.
+      global_jaxpr: the program that was given, a ClosedJaxpr; its inputs are the leaves of `in_shardings`, then of `kw_shardings`.
+      local_jaxpr: the program that each device runs, a ClosedJaxpr of one `shard_map` equation.
+      in_shardings: the tuple of the arguments, with a NamedSharding for each array: how it lies between calls.
+      out_shardings: likewise the result.
+      kw_shardings: likewise the keyword arguments.
+      at_rest: what rests in another sharding than was wanted.
+      values: the sharding of each value, and where it comes from.
+      phases: seconds that each phase of planning took.
+      collectives: read off `local_jaxpr` unless given.
+    """
+
+    mesh: Any
+    global_jaxpr: Any
+    local_jaxpr: Any
+    in_shardings: tuple[Any, ...]
+    out_shardings: Any
+    kw_shardings: Mapping[str, Any] = field(default_factory=dict)
+    at_rest: tuple[AtRest, ...] = ()
+    values: Any = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
+
+    def __post_init__(self):
+        if self.collectives is None:
+            object.__setattr__(self, "collectives", collectives(self.local_jaxpr, self.mesh.shape))
+
+    @property
+    def comm_bytes(self) -> int:
+        """Bytes that one device sends per call: loops by trip count, `while` per iteration, `cond` its dearest branch."""
+        return comm_bytes(self.collectives)
+
+    def cost_at_rest(self, moved: AtRest) -> int:
+        """Bytes that one device sends per call because `moved` rests where it does."""
+        return comm_bytes(c for c in self.collectives if c.reason == moved.reason)
+
+    def arguments(self) -> Iterator["Placed"]:
+        return placed((self.in_shardings, dict(self.kw_shardings)), self.global_jaxpr.in_avals, first=1)
+
+    def results(self) -> Iterator["Placed"]:
+        return placed(self.out_shardings, self.global_jaxpr.out_avals)
+
+    def estimate(self, chip: Chip) -> Estimate:
+        """Seconds of a call on this chip, by roofline: see `shardax.cost.roofline`."""
+        return estimate(self.local_jaxpr, self.comm_bytes, chip)
+
+    def __str__(self):
+        return plan_text(self)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An argument or result with its path in the pytree."""
+
+    path: str
+    aval: Any
+    sharding: Sharding
+
+
+def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:
+    """The leaves of a pytree of NamedSharding, with the avals of the same leaves; paths leave out their `first` keys."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(shardings)
+    for (path, sharding), aval in zip(leaves, avals, strict=True):
+        yield Placed(path_text(path[first:]), aval, from_spec(sharding.spec, len(aval.shape)))
+
+
+def path_text(path) -> str:
+    """
+    >>> path_text(jax.tree_util.tree_flatten_with_path([{"w": 0}])[0][0][0])
+    '0/w'
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def moved(side: str, places: Iterable[Placed], wanted: Sequence[Sharding | None], reasons: Sequence[str]) -> tuple[AtRest, ...]:
+    """Those places, of `side` "argument" or "result", that do not rest as wanted; None wants nothing."""
+    return tuple(
+        AtRest(f"{side} {place.path}".rstrip(), tuple(place.aval.shape), want, place.sharding, reason)
+        for place, want, reason in zip(places, wanted, reasons, strict=True)
+        if want is not None and want != place.sharding
+    )

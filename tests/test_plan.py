@@ -1,0 +1,168 @@
+"""The plan of a program written by hand: what it counts, and its text."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardax.cost import chips
+from shardax.cost.roofline import estimate, products
+from shardax.explain.plan import AtRest, Plan, moved, placed
+from shardax.sharding import Sharding
+
+MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+LAYERS = 3
+GATHERED = "argument 0/embed at rest in P(None, 'model')"
+
+
+def layer(x_BM, weights):
+    h_BH = jax.nn.relu(x_BM @ weights["up"])
+    with jax.named_scope("all_reduce[sum of dot_general]"):
+        return x_BM + lax.psum(h_BH @ weights["down"], "model")
+
+
+def shards(state, batch_B):
+    with jax.named_scope(f"all_gather[{GATHERED}]"):
+        embed_VM = lax.all_gather(state["embed"], "model", axis=1, tiled=True)
+    x_BM = embed_VM[batch_B]
+    for i in range(LAYERS):
+        x_BM = layer(x_BM, state[f"layer_{i}"])
+    x_BM, _ = lax.scan(lambda c, _: (layer(c, state["layer_0"]), None), x_BM, None, length=4)
+    x_BM = lax.while_loop(lambda c: c[0, 0] < 0, lambda c: lax.pmax(c, "data"), x_BM)
+    x_BM = lax.cond(x_BM[0, 0] > 1, lambda c: c, lambda c: lax.ppermute(c, "data", [(0, 1), (1, 0)]), x_BM)
+    x_BM = lax.cond(x_BM[0, 0] > 2, lambda c: lax.pmin(c, "data"), lambda c: lax.pmin(c, "model"), x_BM)
+    return state, lax.psum(x_BM.sum(), ("data", "model"))
+
+
+LAYER = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32), "down": jax.ShapeDtypeStruct((256, 64), jnp.float32)}
+STATE = {"embed": jax.ShapeDtypeStruct((257, 64), jnp.float32)} | {f"layer_{i}": LAYER for i in range(LAYERS)}
+BATCH = jax.ShapeDtypeStruct((16,), jnp.int32)
+LAYER_SPECS = {"up": P(None, "model"), "down": P("model")}
+SPECS = {"embed": P(None, "model")} | {f"layer_{i}": LAYER_SPECS for i in range(LAYERS)}
+
+
+def on_mesh(specs):
+    return jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs)
+
+
+def make_plan(body=shards, in_specs=(SPECS, P("data")), out_specs=(SPECS, P()), args=(STATE, BATCH), **fields) -> Plan:
+    f = jax.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    jaxpr = jax.make_jaxpr(f)(*args)
+    return Plan(MESH, jaxpr, jaxpr, on_mesh(in_specs), on_mesh(out_specs), **fields)
+
+
+def plan_with_embedding_moved() -> Plan:
+    plan = make_plan()
+    wanted = [Sharding((("model",), ())), *(None for _ in range(2 * LAYERS + 1))]
+    reasons = [GATHERED] * len(wanted)
+    return make_plan(at_rest=moved("argument", plan.arguments(), wanted, reasons))
+
+
+GOLDEN = """\
+8 devices, mesh data=4, model=2. Each sends 43.1 KiB per call, in 12 collectives.
+
+Arguments at rest: 224.1 KiB on each device
+  P(None, 'model')
+    0/embed                                                       f32[257,64]                        32.1 KiB
+    0/layer_{0..2}/up                                             3 x f32[64,256]                    96.0 KiB
+  P('model')
+    0/layer_{0..2}/down                                           3 x f32[256,64]                    96.0 KiB
+  P('data')
+    1                                                             i32[16]                                16 B
+
+Results at rest: 224.1 KiB on each device
+  7 lie as the arguments of the same paths
+  replicated
+    1                                                             f32[]                                   4 B
+
+At rest other than wanted, where the wanted sharding does not divide
+  argument 0/embed [257,64]: wanted P('model', None), rests in P(None, 'model'), which costs 32.1 KiB
+
+Collectives, by the line that they serve                                      each           total       share
+  tests/test_plan.py:28: argument 0/embed at rest in P(None, 'model')
+    all_gather over model of f32[257,32]                                  32.1 KiB        32.1 KiB      74.5 %
+  tests/test_plan.py:23: sum of dot_general
+    3 x all_reduce over model of f32[4,64]                                 1.0 KiB         3.0 KiB       7.0 %
+    all_reduce over model of f32[4,64]                                     1.0 KiB         4.0 KiB       9.3 %
+        4 trips
+  tests/test_plan.py:33
+    all_reduce over data of f32[4,64]                                      1.5 KiB         1.5 KiB       3.5 %
+        in a while loop: counted for one iteration
+  tests/test_plan.py:35
+    all_reduce over model of f32[4,64]                                     1.0 KiB             0 B       0.0 %
+        in a branch of a cond that sends less than another: not counted
+    all_reduce over data of f32[4,64]                                      1.5 KiB         1.5 KiB       3.5 %
+  tests/test_plan.py:34
+    ppermute over data of f32[4,64]                                        1.0 KiB         1.0 KiB       2.3 %
+  tests/test_plan.py:36
+    all_reduce over data,model of f32[]                                        7 B             7 B       0.0 %
+
+Totals                                                                       times           total       share
+    all_gather over model                                                        1        32.1 KiB      74.5 %
+    all_reduce over model                                                        7         7.0 KiB      16.2 %
+    all_reduce over data                                                         2         3.0 KiB       7.0 %
+    ppermute over data                                                           1         1.0 KiB       2.3 %
+    all_reduce over data,model                                                   1             7 B       0.0 %"""
+
+
+def test_text():
+    text = str(plan_with_embedding_moved())
+    assert text == GOLDEN
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_at_rest():
+    (embed,) = plan_with_embedding_moved().at_rest
+    assert embed == AtRest("argument 0/embed", (257, 64), Sharding((("model",), ())), Sharding(((), ("model",))), GATHERED)
+
+
+def test_comm_bytes():
+    plan = make_plan()
+    assert plan.comm_bytes == 257 * 32 * 4 + (LAYERS + 4) * 1024 + 1536 + 1024 + 1536 + 7
+
+
+def test_a_program_that_sends_nothing():
+    plan = make_plan(lambda x: 2 * x, P("data"), P("data"), (BATCH,))
+    assert str(plan) == (
+        "8 devices, mesh data=4, model=2. Each sends 0 B per call, in 0 collectives.\n\n"
+        "Arguments at rest: 16 B on each device\n  P('data')\n"
+        f"    {'-':<60}  {'i32[16]':<30}         16 B\n\n"
+        "Results at rest: 16 B on each device\n  1 lie as the arguments of the same paths"
+    )
+
+
+def test_keyword_arguments_follow_the_others():
+    jaxpr = make_plan(lambda x, y: x + y, P("data"), P("data"), (BATCH, BATCH)).global_jaxpr
+    data = NamedSharding(MESH, P("data"))
+    plan = Plan(MESH, jaxpr, jaxpr, (data,), data, {"scale": data})
+    assert [place.path for place in plan.arguments()] == ["0", "scale"]
+
+
+def test_paths_and_avals_must_be_as_many():
+    with pytest.raises(ValueError, match="shorter"):
+        list(placed((NamedSharding(MESH, P()),), []))
+
+
+def test_products():
+    def f(a, b, image, kernel):
+        c = lax.scan(lambda c, _: (c @ b, None), a, None, length=3)[0]
+        d = lax.cond(c[0, 0] > 0, lambda c: c @ b, lambda c: c, c)
+        return d, lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
+
+    shapes = [(8, 16), (16, 16), (2, 3, 10, 10), (5, 3, 3, 3)]
+    jaxpr = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
+    scanned, branch, conv = products(jaxpr)
+    assert (scanned.flops, scanned.trips, scanned.nbytes) == (2 * 8 * 16 * 16, 3, 4 * (128 + 256 + 128))
+    assert (branch.flops, branch.trips) == (2 * 8 * 16 * 16, 1)
+    assert conv.flops == 2 * (2 * 5 * 10 * 10) * (3 * 3 * 3)
+
+
+def test_estimate():
+    jaxpr = jax.make_jaxpr(jnp.matmul)(*[jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2)
+    result = estimate(jaxpr, 10**9, chips.V5E)
+    assert result.compute == pytest.approx(2 * 8192**3 / 197e12)
+    assert result.links == pytest.approx(0.01)
+    assert str(result) == "0.0156 s: 0.00558 s compute (1.1e+12 FLOPs), 0.01 s links"
+    assert make_plan().estimate(chips.V5E).links == pytest.approx(make_plan().comm_bytes / 100e9)
