@@ -1,5 +1,5 @@
 """What each primitive permits, one file per family. Importing this package registers the built-in rules."""
 
-from shardax.spmd_rules import annotation, contraction, elementwise, reductions
+from shardax.spmd_rules import annotation, contraction, elementwise, indexing, linalg, random, reductions, scans, sorting, windows
 
-__all__ = ["annotation", "contraction", "elementwise", "reductions"]
+__all__ = ["annotation", "contraction", "elementwise", "indexing", "linalg", "random", "reductions", "scans", "sorting", "windows"]
