@@ -43,11 +43,15 @@ LAYER_SPECS = {"up": P(None, "model"), "down": P("model")}
 SPECS = {"embed": P(None, "model")} | {f"layer_{i}": LAYER_SPECS for i in range(LAYERS)}
 
 
+IN_SPECS = (SPECS, P("data"))
+OUT_SPECS = (SPECS, P())
+
+
 def on_mesh(specs):
     return jax.tree.map(lambda spec: NamedSharding(MESH, spec), specs)
 
 
-def make_plan(body=shards, in_specs=(SPECS, P("data")), out_specs=(SPECS, P()), args=(STATE, BATCH), **fields) -> Plan:
+def make_plan(body=shards, in_specs=IN_SPECS, out_specs=OUT_SPECS, args=(STATE, BATCH), **fields) -> Plan:
     f = jax.shard_map(body, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     jaxpr = jax.make_jaxpr(f)(*args)
     return Plan(MESH, jaxpr, jaxpr, on_mesh(in_specs), on_mesh(out_specs), **fields)

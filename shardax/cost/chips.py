@@ -1,12 +1,15 @@
-"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3 and v4, one of a chip's two cores)."""
+"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3 and v4, one of two cores)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Chip:
-    """`flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s. `link_rate`: bytes/s that a device sends in a ring along
-    one axis of the mesh; on a torus, both ways. `torus`: dims of the torus, 0 where there is none.
+    """One device.
+
+    `flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s.
+    `link_rate`: bytes/s that a device sends in a ring along one axis of the mesh; on a torus, both ways.
+    `torus`: dims of the torus, 0 where there is none.
     """
 
     name: str

@@ -17,7 +17,8 @@ from shardax.sharding import Sharding, from_spec
 class AtRest:
     """An argument or result that rests in another sharding than was wanted, which does not divide it.
 
-    `path` begins with "argument" or "result", as in "argument 0/params/embed". `reason` is that of the collectives that move it.
+    `path` begins with "argument" or "result", as in "argument 0/params/embed".
+    `reason` is that of the collectives that move it.
     """
 
     path: str
@@ -33,7 +34,7 @@ class Plan:
 
     Args:
       mesh: the mesh, abstract or not.
-      global_jaxpr: the program that was given, a ClosedJaxpr; its inputs are the leaves of `in_shardings`, then of `kw_shardings`.
+      global_jaxpr: the program that was given, a ClosedJaxpr; its inputs are the leaves of `in_shardings` and `kw_shardings`.
       local_jaxpr: the program that each device runs, a ClosedJaxpr of one `shard_map` equation.
       in_shardings: the tuple of the arguments, with a NamedSharding for each array: how it lies between calls.
       out_shardings: likewise the result.
