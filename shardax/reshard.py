@@ -95,12 +95,16 @@ class _Problem:
     dims: tuple[int, ...]
     paddings: tuple[tuple[int, ...], ...]
     fixed: tuple[int, ...]
+    counts: dict[Axes, int]
 
     def count(self, axes: Axes) -> int:
-        return shard_count(axes, self.sizes)
+        return self.counts[axes]
+
+    def local_shape(self, layout: Layout) -> list[int]:
+        return [p // self.counts[axes] for p, axes in zip(layout.padded, layout.sharding.dims, strict=True)]
 
     def nbytes(self, layout: Layout) -> int:
-        return math.prod(layout.local_shape(self.sizes)) * self.itemsize
+        return math.prod(self.local_shape(layout)) * self.itemsize
 
     def free_axes(self, layout: Layout) -> Axes:
         used = {*layout.sharding.axes, *layout.pending_axes}
@@ -132,7 +136,8 @@ def _problem(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, si
     used = {*src.sharding.axes, *dst.sharding.axes, *src.pending_axes, *dst.pending_axes}
     axes = tuple(a for a in sizes if a in used)
     paddings = tuple(_paddings(n, d, src, dst, axes, sizes) for d, n in enumerate(shape))
-    return _Problem(dst, shape, itemsize, sizes, axes, _dims(src, dst, shape, paddings), paddings, _fixed(src, dst))
+    counts = {order: shard_count(order, sizes) for k in range(len(axes) + 1) for order in itertools.permutations(axes, k)}
+    return _Problem(dst, shape, itemsize, sizes, axes, _dims(src, dst, shape, paddings), paddings, _fixed(src, dst), counts)
 
 
 def _paddings(size: int, dim: int, src: Layout, dst: Layout, axes: Axes, sizes: AxisSizes) -> tuple[int, ...]:
@@ -142,22 +147,22 @@ def _paddings(size: int, dim: int, src: Layout, dst: Layout, axes: Axes, sizes: 
 
 
 def _dims(src: Layout, dst: Layout, shape: tuple[int, ...], paddings: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """The dims that may be split on the way: those that `src` or `dst` splits, and one more that all axes split evenly, or all.
+    """The dims that may be split on the way: those that `src` or `dst` splits, and one more that all axes divide, else two.
 
     A sum pending over x, wanted on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half being scattered then;
-    an all_to_all brings y to dim 0.
+    an all_to_all brings y to dim 0. (More dims would win a little only where several are uneven, and cost the search much.)
     """
     used = [d for d in range(len(shape)) if src.dims[d] or dst.dims[d]]
     others = [d for d in range(len(shape)) if d not in used]
-    even = [d for d in others if paddings[d] == (shape[d],)]
-    return tuple(sorted([*used, *(even[:1] or others)]))
+    others.sort(key=lambda d: (max(paddings[d], default=0) / shape[d], -shape[d]))
+    enough = 1 if others and paddings[others[0]] == (shape[others[0]],) else 2
+    return tuple(sorted(used + others[:enough]))
 
 
 def _fixed(src: Layout, dst: Layout) -> tuple[int, ...]:
     """How many major axes of each dim never move, `src` and `dst` having them in common."""
     return tuple(
-        _common_prefix(a, b) if p == q else 0
-        for a, b, p, q in zip(src.dims, dst.dims, src.padded, dst.padded, strict=True)
+        _common_prefix(a, b) if p == q else 0 for a, b, p, q in zip(src.dims, dst.dims, src.padded, dst.padded, strict=True)
     )
 
 
@@ -171,7 +176,7 @@ def _shortest(src: Layout, problem: _Problem) -> list[Step]:
     best: dict[Layout, tuple[float, int, int]] = {src: (0, 0, 0)}
     via: dict[Layout, Step] = {}
     queue: list[tuple[float, int, int, int, Layout]] = [(0, 0, 0, next(tie), src)]
-    done = set()
+    done, missing = set(), _bound(problem)
     while queue:
         *_, layout = heapq.heappop(queue)
         if layout == problem.dst:
@@ -184,7 +189,7 @@ def _shortest(src: Layout, problem: _Problem) -> list[Step]:
             cost = (nbytes + step.nbytes, collectives + (step.kind in COLLECTIVES), steps + 1)
             if step.layout not in best or cost < best[step.layout]:
                 best[step.layout], via[step.layout] = cost, step
-                estimate = cost[0] + _missing(step.layout, problem)
+                estimate = cost[0] + missing(step.layout)
                 heapq.heappush(queue, (estimate, *cost[1:], next(tie), step.layout))
     raise AssertionError(f"no path from {src} to {problem.dst}")
 
@@ -197,11 +202,40 @@ def _backtrack(via: dict[Layout, Step], src: Layout, layout: Layout) -> list[Ste
     return steps[::-1]
 
 
-def _missing(layout: Layout, problem: _Problem) -> int:
-    """A lower bound on the bytes still to be sent: what device 0 wants at the end and cannot hold yet."""
-    wanted = [min(b, n) for b, n in zip(problem.dst.local_shape(problem.sizes), problem.shape, strict=True)]
-    held = map(min, layout.local_shape(problem.sizes), wanted)
-    return (math.prod(wanted) - math.prod(held)) * problem.itemsize
+def _bound(problem: _Problem) -> Callable[[Layout], int]:
+    """A lower bound on the bytes still to be sent: what some device wants at the end and does not hold yet.
+
+    Looked at are the first device and its neighbour along each axis. What is summed or compared yet, nobody holds.
+    """
+    devices = [
+        {a: int(a == one) for a in problem.axes} for one in (None, *problem.axes) if one is None or problem.sizes[one] > 1
+    ]
+    wanted = [_block_of(d, problem.dst, problem) for d in devices]
+    volumes = [math.prod(end - first for first, end in block) for block in wanted]
+    unsettled = {a for a in problem.axes if problem.sizes[a] > 1 and a not in problem.dst.pending_axes}
+
+    def missing(layout: Layout) -> int:
+        if layout.pending and not unsettled.isdisjoint(layout.pending_axes):
+            return max(volumes) * problem.itemsize
+        held = (_overlap(_block_of(d, layout, problem), want) for d, want in zip(devices, wanted, strict=True))
+        return max(v - h for v, h in zip(volumes, held, strict=True)) * problem.itemsize
+
+    return missing
+
+
+def _block_of(device: dict[str, int], layout: Layout, problem: _Problem) -> list[tuple[int, int]]:
+    """The true rows of each dim that a device holds, as (first, end)."""
+    block = []
+    for n, axes, b in zip(problem.shape, layout.sharding.dims, problem.local_shape(layout), strict=True):
+        number = 0
+        for a in axes:
+            number = number * problem.sizes[a] + device[a]
+        block.append((min(n, number * b), min(n, number * b + b)))
+    return block
+
+
+def _overlap(block: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
+    return math.prod(max(0, min(e, f) - max(a, b)) for (a, e), (b, f) in zip(block, other, strict=True))
 
 
 # The steps

@@ -153,7 +153,7 @@ def test_executes(mesh, dtype):
 
 
 def all_layouts(shape, sizes, pending_axes, finest):
-    """Every way to split `shape`, with the padded size of every split that `finest` allows, and every subset of pending sums."""
+    """Every way to split `shape`, padded for every split up to `finest` blocks, with every subset of pending sums."""
     places = [*range(len(shape)), None]
     for order in itertools.permutations(sizes):
         for choice in itertools.product(*([*places, "pending"] if a in pending_axes else places for a in order)):
@@ -225,7 +225,7 @@ class Graph:
             return Fraction(gathered * (k - 1), k), 1
 
     def slice(self, a, b, dim):
-        """What each device needs, it has: free. (Padded sizes stay, though a dim shorter than its shard count could do without.)"""
+        """What each device needs, it has: free. (The padded size of a split dim stays; changing it is a halo's business.)"""
         have = len(a.dims[dim])
         if a.dims[dim] == b.dims[dim] or b.dims[dim][:have] != a.dims[dim] or (have and a.padded[dim] != b.padded[dim]):
             return None
@@ -249,11 +249,13 @@ class Graph:
         return (rows * self.volume(a) // old, 1 if rows else 0)
 
     def arrives(self, a, b, dim):
-        """The axes that b adds as minor-most to `dim`, and a's elements with `dim` padded for them; None where they do not fit."""
+        """The axes that b adds as minor-most to `dim`, and a's elements with `dim` padded for them; None if they do not fit."""
         have = len(a.dims[dim])
         axes = b.dims[dim][have:]
         if b.dims[dim][:have] == a.dims[dim] and axes and (not have or a.padded[dim] == b.padded[dim]):
-            return axes, self.volume(a) // a.local_shape(self.sizes)[dim] * (b.padded[dim] // shard_count(a.dims[dim], self.sizes))
+            return axes, self.volume(a) // a.local_shape(self.sizes)[dim] * (
+                b.padded[dim] // shard_count(a.dims[dim], self.sizes)
+            )
 
     def exchange(self, a, b, dim, to):
         axes, volume = self.arrives(a, b, to) or ((), 0)
@@ -293,7 +295,9 @@ EXHAUSTIVE = [
     ((5, 3), {"x": 2, "y": 3}, "x"),
     ((7, 8), {"x": 4, "y": 2}, "y"),
     ((3, 8), {"x": 8}, "x"),
-    ((4, 6, 5), {"x": 2, "y": 2}, "x"),
+    ((5, 4, 3), {"x": 2, "y": 3}, "x"),
+    ((8, 3, 1), {"x": 4, "y": 2}, "x"),
+    ((5, 7), {"x": 2, "y": 2, "z": 2}, "x"),
     ((9,), {"x": 2, "y": 2, "z": 2}, "x"),
     ((8, 8), {"x": 2, "y": 2, "z": 2}, "x"),
     ((24, 12), {"x": 2, "y": 3, "z": 2}, ""),
@@ -313,3 +317,52 @@ def test_nothing_is_cheaper(shape, sizes, pending_axes):
             path = reshard.plan(src, dst, shape, 1, sizes)
             found = (path.nbytes, sum(s.kind in reshard.COLLECTIVES for s in path.steps))
             assert found == (float(best[0]), best[1]), f"{src} -> {dst}: {path}; possible: {best}"
+
+
+# The known cases
+
+
+def layout(sharding, shape, sizes, pending=()):
+    """`sharding` as words, one per dim: "xy" is split over x and y, "_" over nothing."""
+    dims = tuple(tuple(word.strip("_")) for word in sharding)
+    padded = tuple(round_up(n, shard_count(axes, sizes)) for n, axes in zip(shape, dims, strict=True))
+    return Layout(Sharding(dims), padded, tuple(pending))
+
+
+X_SUM, Y_SUM = ("x", "sum"), ("y", "sum")
+X4Y2 = {"x": 4, "y": 2}
+X2Y2 = {"x": 2, "y": 2}
+KNOWN = [
+    # shardings, pending before and after, mesh, steps
+    (["x", "_"], [], ["x", "_"], [], X4Y2, "nothing"),
+    (["x", "_"], [], ["_", "_"], [], X4Y2, "all_gather x"),
+    (["xy", "_"], [], ["_", "_"], [], X4Y2, "all_gather x,y"),
+    (["xy", "_"], [], ["x", "_"], [], X4Y2, "all_gather y"),
+    (["_", "_"], [], ["xy", "_"], [], X4Y2, "slice x,y"),
+    (["x", "_"], [], ["xy", "_"], [], X4Y2, "slice y"),
+    (["x", "_"], [], ["_", "x"], [], X4Y2, "all_to_all x"),
+    (["xy", "_"], [], ["_", "xy"], [], X4Y2, "all_to_all x,y"),
+    (["xy", "_"], [], ["x", "y"], [], X4Y2, "all_to_all y"),
+    (["x", "_"], [], ["y", "_"], [], X2Y2, "ppermute x,y"),
+    (["x", "y"], [], ["y", "x"], [], X2Y2, "ppermute x,y"),
+    (["xy", "_"], [], ["yx", "_"], [], X4Y2, "ppermute x,y"),
+    (["y", "_", "x"], [], ["_", "xy", "_"], [], X4Y2, "all_to_all x; all_to_all y"),
+    (["_", "_"], [X_SUM], ["_", "_"], [], X4Y2, "all_reduce x"),
+    (["_", "_"], [X_SUM, Y_SUM], ["_", "_"], [], X4Y2, "all_reduce x,y"),
+    (["_", "_"], [Y_SUM, X_SUM], ["_", "_"], [X_SUM, Y_SUM], X4Y2, "nothing"),
+    (["_", "_"], [X_SUM], ["x", "_"], [], X4Y2, "reduce_scatter x"),
+    (["_", "_"], [X_SUM, Y_SUM], ["yx", "_"], [], X4Y2, "reduce_scatter y,x"),
+    (["y", "_"], [X_SUM], ["yx", "_"], [], X4Y2, "reduce_scatter x"),
+    (["y", "_"], [X_SUM], ["_", "_"], [], X4Y2, "reduce_scatter x; all_gather y,x"),
+    (["_", "_"], [("x", "max")], ["x", "_"], [], X4Y2, "all_reduce x; slice x"),
+    (["_", "_"], [], ["_", "_"], [X_SUM], X4Y2, "owe x"),
+    (["_", "_"], [X_SUM], ["_", "_"], [X_SUM, Y_SUM], X4Y2, "owe y"),
+    (["x", "_"], [], ["_", "_"], [], {"x": 1}, "crop"),
+]
+
+
+@pytest.mark.parametrize("before, owed, after, owing, sizes, steps", KNOWN)
+def test_known(before, owed, after, owing, sizes, steps):
+    shape = (16, 32, 64)[: len(before)]
+    path = reshard.plan(layout(before, shape, sizes, owed), layout(after, shape, sizes, owing), shape, 4, sizes)
+    assert ("; ".join(f"{s.kind} {','.join(s.axes)}".strip() for s in path.steps) or "nothing") == steps
