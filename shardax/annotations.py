@@ -22,7 +22,12 @@ def of_node(node: Node) -> Annotation | None:
     if node.name == "annotate":
         return Annotation(node.params["dims"], node.params["source"], node.params.get("like"))
     if node.name == "sharding_constraint":
-        spec = node.params["sharding"].spec
-        dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
-        return Annotation(dims + ((),) * (len(node.outputs[0].shape) - len(dims)), f"with_sharding_constraint at {node.line}")
+        return _of_spec(node.params["sharding"].spec, "with_sharding_constraint", node)
+    if node.name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
+        return _of_spec(node.params["dst_sharding"].spec, "reshard", node)
     return None
+
+
+def _of_spec(spec: PartitionSpec, name: str, node: Node) -> Annotation:
+    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
+    return Annotation(dims + ((),) * (len(node.outputs[0].shape) - len(dims)), f"{name} at {node.line}")

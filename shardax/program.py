@@ -1,7 +1,6 @@
 """build: the middle of the way, from a global jaxpr with annotations in it to the program that every device runs."""
 
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from shardax.completion.complete import Completion, complete
 from shardax.graph import Graph
 from shardax.partition.choose import Decisions, choose
 from shardax.partition.emit import emit
+from shardax.partition.replicated import report_replicated
 from shardax.sharding import AxisSizes, Layout, Sharding, at_rest
 
 
@@ -52,11 +52,11 @@ def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.A
     programs = _built.setdefault(jaxpr, {})
     key = (in_shardings, mesh, options)
     if key not in programs:
-        programs[key] = _build(jaxpr, in_shardings, mesh)
+        programs[key] = _build(jaxpr, in_shardings, mesh, options)
     return programs[key]
 
 
-def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh) -> Program:
+def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh, options) -> Program:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     phases: dict[str, float] = {}
     with _timed(phases, "graph"):
@@ -70,6 +70,7 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
             for shardings, values in zip(resting, (program.inputs, program.outputs), strict=True)
         ]
         decisions = choose(program, completion, *layouts)
+    report_replicated(decisions, sizes, strict=getattr(options, "strict", False))
     with _timed(phases, "emission"):
         local = _emit(program, decisions, resting, mesh, sizes)
     return Program(local, mesh, *resting, program, completion, decisions, phases)
@@ -101,7 +102,3 @@ def _timed(phases: dict[str, float], name: str):
     start = time.perf_counter()
     yield
     phases[name] = time.perf_counter() - start
-
-
-def warn_replicated(name: str, line: str, nbytes: float) -> None:
-    warnings.warn(f"{name} at {line} has no sharding rule: it runs replicated, which sends {nbytes:.0f} bytes per device", stacklevel=2)

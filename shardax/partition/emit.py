@@ -21,26 +21,31 @@ from shardax.spmd_rules.localize import run_local
 Shards = dict[Layout, Any]
 
 
-def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes, out_names: Sequence[str] | None = None) -> list[Any]:
+def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> list[Any]:
     """Runs a decided graph on the shards of its inputs; returns those of its outputs."""
-    return _Emitter(sizes).graph(decisions, shards, out_names)
+    return _Emitter(sizes).graph(decisions, shards)
 
 
 class _Emitter:
     def __init__(self, sizes: AxisSizes):
         self.sizes = sizes
         self.env: dict[Value, Shards] = {}
-        self.makers: dict[Value, str] = {}
+        self.makers: dict[Value, Node] = {}
 
-    def graph(self, decisions: Decisions, shards: Sequence[Any], out_names: Sequence[str] | None = None) -> list[Any]:
+    def graph(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for decision in decisions.steps:
             with _user_context(decision.node):
                 self.node(decision)
-        names = out_names or ["result"] * len(decisions.outputs)
-        moves = zip(decisions.graph.outputs, decisions.outputs, names, strict=True)
-        return [self.read(value, move, name) for value, move, name in moves]
+        return [self.output(value, move) for value, move in zip(decisions.graph.outputs, decisions.outputs, strict=True)]
+
+    def output(self, value: Value, move: Move):
+        """An output's shard; what it takes to leave in the asked layout is accounted to the line that made it."""
+        if value not in self.makers:
+            return self.read(value, move, "result")
+        with _user_context(self.makers[value]):
+            return self.read(value, move, "result")
 
     def node(self, decision: Decision) -> None:
         node = decision.node
@@ -52,7 +57,7 @@ class _Emitter:
             results = run_local(decision.entry, decision.local, decision.factors, shards)
         for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.local.results, results, strict=True)):
             self.env[value] = {layout: shard}
-            self.makers[value] = node.name
+            self.makers[value] = node
             if i in decision.settled:
                 self.read(value, Move(layout, decision.settled[i]), purpose)
 
@@ -78,7 +83,7 @@ class _Emitter:
         """Why a value is resharded, in words for the plan."""
         settles = [kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes]
         if settles:
-            return f"{settles[0]} of {self.makers.get(value, 'argument')}"
+            return f"{settles[0]} of {self.makers[value].name if value in self.makers else 'carry'}"
         return f"{purpose} in {move.target.sharding}"
 
 

@@ -53,28 +53,30 @@ def _fixpoint(chooser: "Chooser", body: Graph, consts, carried: Sequence[Value],
     """Layouts of the carries that a body gives back as it takes them. A sum that the body only adds to stays pending.
 
     First each carry is taken as completion wants it. Those that come back owing a sum are then taken owing it, and the body is
-    decided anew, until every carry comes back as it went in; the sum is then settled once, after the loop.
+    decided anew. What comes back otherwise, or had to be settled inside, is taken as wanted after all.
     """
     wanted = [chooser.wanted(v) for v in carried]
-    carry = list(wanted)
-    for _ in range(3):
-        free = chooser.graph(body, [*consts, *carry, *xs], [None] * len(carry) + ys)
-        left = [move.target for move in free.outputs[: len(carry)]]
-        again = [_owing(want, out, have) for want, out, have in zip(wanted, left, carry, strict=True)]
-        if again == carry:
+    free = chooser.graph(body, [*consts, *wanted, *xs], [None] * len(wanted) + ys)
+    carry = [_owing(want, move.target) for want, move in zip(wanted, free.outputs[: len(wanted)], strict=True)]
+    while carry != wanted:
+        decisions = chooser.graph(body, [*consts, *carry, *xs], [None] * len(carry) + ys)
+        waited = [_waited(chooser, value, lay, move) for value, lay, move in zip(carried, carry, decisions.outputs, strict=False)]
+        if all(waited):
             break
-        carry = again
-    else:
-        carry = wanted
+        carry = [have if ok else want for want, have, ok in zip(wanted, carry, waited, strict=True)]
     return carry, chooser.graph(body, [*consts, *carry, *xs], [*carry, *ys])
 
 
-def _owing(wanted: Layout, out: Layout, have: Layout) -> Layout:
-    """The carry's next layout: as wanted, owing what the body left, as far as that may still be owed."""
-    sums = tuple(p for p in out.pending if p[1] == "sum" and p[0] not in wanted.sharding.axes)
-    if have.pending and sums != have.pending:
-        return wanted
-    return Layout(wanted.sharding, wanted.padded, sums)
+def _owing(wanted: Layout, out: Layout) -> Layout:
+    """The wanted layout, owing the sums that the body left, unless they are over axes that it is split over."""
+    sums = tuple(p for p in out.pending if p[1] == "sum")
+    clash = any(axis in wanted.sharding.axes for axis, _ in sums)
+    return wanted if clash else Layout(wanted.sharding, wanted.padded, sums)
+
+
+def _waited(chooser: "Chooser", value: Value, layout: Layout, move) -> bool:
+    """Whether a pending carry came back owing the same, and nothing in the body needed it settled."""
+    return not layout.pending or (move.target.pending == layout.pending and all(x.pending for x in chooser.layouts(value)))
 
 
 def _at_hand(chooser: "Chooser", value: Value) -> Layout:

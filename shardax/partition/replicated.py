@@ -1,0 +1,54 @@
+"""What has no rule runs replicated: said once for each user's line, with its price; refused in strict mode."""
+
+import warnings
+from collections.abc import Iterator
+
+from shardax import reshard
+from shardax.partition.choose import Decision, Decisions
+from shardax.sharding import AxisSizes
+from shardax.spmd_rules.registry import RULES
+
+
+def report_replicated(decisions: Decisions, sizes: AxisSizes, strict: bool) -> None:
+    """Warns of every primitive that has no rule.
+
+    Raises:
+      ValueError: there is one, and `strict`.
+    """
+    if all(n == 1 for n in sizes.values()):
+        return
+    said = set()
+    for decision in _without_rule(decisions):
+        where = (decision.node.name, decision.node.line)
+        if where not in said:
+            said.add(where)
+            _report(decision, _bytes_sent(decision, sizes), strict)
+
+
+def _without_rule(decisions: Decisions) -> Iterator[Decision]:
+    for decision in decisions.steps:
+        for body in decision.bodies:
+            yield from _without_rule(body)
+        if not decision.bodies and decision.node.name not in RULES:
+            yield decision
+
+
+def _bytes_sent(decision: Decision, sizes: AxisSizes) -> float:
+    """The bytes that one device sends so that every device holds the operands whole."""
+    paths = (
+        reshard.plan(move.source, move.target, value.shape, getattr(value.aval.dtype, "itemsize", 4), sizes)
+        for value, move in zip(decision.node.inputs, decision.moves, strict=True)
+    )
+    return sum(path.nbytes for path in paths)
+
+
+def _report(decision: Decision, nbytes: float, strict: bool) -> None:
+    node = decision.node
+    text = (
+        f"{node.name} at {node.line or 'an unknown line'} has no sharding rule: it runs replicated, "
+        f"each device sends {nbytes:,.0f} bytes to gather its operands. "
+        f"Register one: shardax.register_rule({node.name!r}, ...)"
+    )
+    if strict:
+        raise ValueError(f"Options(strict=True): {text}")
+    warnings.warn(text, stacklevel=2)
