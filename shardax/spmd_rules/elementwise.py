@@ -5,9 +5,15 @@ from shardax.spmd_rules.registry import LINEAR, MOVES, Passes, register_rule
 
 
 def same_shape(node: Node) -> str:
-    """Every dim is kept; scalar operands are the same on every device."""
+    """Every dim is kept. Operands may be scalars, or have size one where the result does not: the same for all positions."""
     shape = node.outputs[0].shape
-    sides = [", ".join("..." if s == shape and shape else "" for s in shapes) for shapes in (node.in_shapes, node.out_shapes)]
+
+    def dims(operand: tuple[int, ...]) -> str:
+        if operand == shape:
+            return "..." if shape else ""
+        return " ".join("1" if n == 1 != size else f"_{d}" for d, (n, size) in enumerate(zip(operand, shape, strict=False)))
+
+    sides = [", ".join(map(dims, shapes)) for shapes in (node.in_shapes, node.out_shapes)]
     return " -> ".join(sides)
 
 
