@@ -34,7 +34,8 @@ class Plan:
 
     Args:
       mesh: the mesh, abstract or not.
-      global_jaxpr: the program that was given, a ClosedJaxpr; its inputs are the leaves of `in_shardings` and `kw_shardings`.
+      global_jaxpr: the program that was given, a ClosedJaxpr; its inputs are the leaves of `in_shardings` and `kw_shardings`,
+        then what the function closes over.
       local_jaxpr: the program that each device runs, a ClosedJaxpr of one `shard_map` equation.
       in_shardings: the tuple of the arguments, with a NamedSharding for each array: how it lies between calls.
       out_shardings: likewise the result.
@@ -70,7 +71,8 @@ class Plan:
         return comm_bytes(c for c in self.collectives if c.reason == moved.reason)
 
     def arguments(self) -> Iterator["Placed"]:
-        return placed((self.in_shardings, dict(self.kw_shardings)), self.global_jaxpr.in_avals, first=1)
+        shardings = (self.in_shardings, dict(self.kw_shardings))
+        return placed(shardings, self.global_jaxpr.in_avals[: len(jax.tree.leaves(shardings))], first=1)
 
     def results(self) -> Iterator["Placed"]:
         return placed(self.out_shardings, self.global_jaxpr.out_avals)
