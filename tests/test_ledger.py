@@ -260,6 +260,16 @@ HloModule jit_f, num_partitions=8
   ROOT %g = f32[8,128]{1,0:T(8,128)} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
 }
 
+%overlapped.1 (p.1: bf16[256]) -> bf16[512] {
+  %p.1 = bf16[256]{0:T(256)} parameter(0)
+  ROOT %g.1 = bf16[512]{0} all-gather(%p.1), replica_groups={{0,1},{2,3}}, frontend_attributes={chain_id="0"}
+}
+
+%overlapped.2 (p.2: bf16[256]) -> bf16[512] {
+  %p.2 = bf16[256]{0:T(256)} parameter(0)
+  ROOT %g.2 = bf16[512]{0} all-gather(%p.2), replica_groups={{0,1},{2,3}}, frontend_attributes={chain_id="0"}
+}
+
 ENTRY %main (a: f32[2,128], b: bf16[64]) -> f32[8,128] {
   %a = f32[2,128]{1,0:T(2,128)S(1)} parameter(0)
   %b = bf16[64]{0:T(256)(128)(2,1)} parameter(1)
@@ -276,6 +286,7 @@ ENTRY %main (a: f32[2,128], b: bf16[64]) -> f32[8,128] {
 def test_asynchronous_instructions_count_once():
     assert hlo.counts(hlo.compiled(ASYNC)) == {
         ("all_gather", 4, KIB, ""): 1,
+        ("all_gather", 2, 512, ""): 1,
         ("all_reduce", 8, KIB, ""): 1,
         ("all_reduce", 8, 128, ""): 1,
         ("ppermute", 1, KIB, ""): 1,

@@ -27,7 +27,8 @@ def lowered(module) -> tuple[Collective, ...]:
 def compiled(text: str) -> tuple[Collective, ...]:
     """The collectives of `compiled.as_text()`.
 
-    Loops and branches are not followed: each instruction counts once, and so do start and done of an asynchronous one.
+    Loops and branches are not followed: each instruction counts once. So does an asynchronous one, whether it is written as
+    start and done or, as on TPU, once in each of the fusions that it overlaps with, under one `chain_id`.
     """
     return tuple(_instructions(text))
 
@@ -118,16 +119,27 @@ def _senders(op) -> int:
 def _instructions(text: str) -> Iterator[Collective]:
     """Operands carry no types in the text, so those of the computation at hand are kept."""
     types: dict[str, str] = {}
+    chains: set[str] = set()
     partitions = int(_one(r"num_partitions=(\d+)", text, "1"))
     for line in text.splitlines():
         if line.endswith("{"):
             types = {}
         if match := _INSTRUCTION.match(line):
-            name, types[name], opcode, rest = match["name"], match["type"], match["opcode"], match["rest"]
-            if kind := _KINDS.get(opcode.removesuffix("-start").replace("-", "_")):
-                operands = re.findall(r"%[\w.-]+", rest.split("), ")[0])
+            types[match["name"]] = match["type"]
+            kind = _KINDS.get(match["opcode"].removesuffix("-start").replace("-", "_"))
+            if kind and _is_new(match["rest"], chains):
+                operands = re.findall(r"%[\w.-]+", match["rest"].split("), ")[0])
                 arrays = [array for operand in operands for array in _arrays(types[operand])]
-                yield from _collective(kind, _participants(kind, rest, partitions), arrays)
+                yield from _collective(kind, _participants(kind, match["rest"], partitions), arrays)
+
+
+def _is_new(attributes: str, chains: set[str]) -> bool:
+    """False for the instructions of a chain but its first; `chains` collects those seen."""
+    chain = _one(r'chain_id="(\d+)"', attributes, "")
+    if chain in chains:
+        return False
+    chains.update(filter(None, [chain]))
+    return True
 
 
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?(?P<name>%[\w.-]+) = (?P<type>.*?) (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$")
