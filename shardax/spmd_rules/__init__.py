@@ -1,5 +1,17 @@
 """What each primitive permits, one file per family. Importing this package registers the built-in rules."""
 
-from shardax.spmd_rules import annotation, contraction, elementwise, indexing, linalg, random, reductions, scans, sorting, windows
+from shardax.spmd_rules import (
+    annotation,
+    contraction,
+    elementwise,
+    indexing,
+    linalg,
+    random,
+    reductions,
+    scans,
+    shape,
+    sorting,
+    windows,
+)
 
-__all__ = ["annotation", "contraction", "elementwise", "indexing", "linalg", "random", "reductions", "scans", "sorting", "windows"]
+__all__ = ["annotation", "contraction", "elementwise", "indexing", "linalg", "random", "reductions", "scans", "shape", "sorting", "windows"]
