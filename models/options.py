@@ -1,7 +1,7 @@
 """The main job's command line. What is wrong with it is said in one line."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -31,6 +31,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     options = Options(**vars(_parser().parse_args(argv)))
     if options.compare and options.partitioner == "both":
         stop("--compare trains by one partitioner: name it, --partitioner shardax or xla")
+    if options.out.is_dir():
+        stop(f"--out {options.out} is a folder: name a file, {options.out / 'loss.png'}")
     return options
 
 
@@ -52,12 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--mesh", type=mesh_shape, metavar="data=4,model=2", help="axes, of data, fsdp and model (default: all devices)")
     add("--size", choices=list(gpt2.SIZES), default="default", help="of the model")
-    add("--steps", type=_positive, default=150)
-    add("--batch", type=_positive, default=16, help="sequences a step")
-    add("--seq", type=_positive, default=128, help="tokens a sequence")
+    add("--steps", type=_at_least(1), default=200)
+    add("--batch", type=_at_least(1), default=16, help="sequences a step")
+    add("--seq", type=_at_least(1), default=128, help="tokens a sequence")
     add("--rate", type=float, default=3e-3, help="peak of the learning rate")
     add("--dropout", type=_fraction, default=0.0)
-    add("--seed", type=int, default=0)
+    add("--seed", type=_at_least(0), default=0)
     add("--compare", action="store_true", help="train by plain jax.jit on one device too, and compare the losses")
     add(
         "--partitioner",
@@ -86,10 +88,13 @@ def mesh_shape(text: str) -> dict[str, int]:
     return shape
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a positive integer")
-    return int(text)
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse_integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"'{text}' is not an integer of at least {least}")
+        return int(text)
+
+    return parse_integer
 
 
 def _fraction(text: str) -> float:

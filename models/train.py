@@ -16,8 +16,8 @@ from models.options import Options, parse
 from models.steps import State
 from models.trainers import Trainer, by_shardax, by_xla, on_one_device
 
-PROMPT = "def "
 SAMPLED = 200  # tokens
+SHOWN = 60  # tokens before them
 HELD_OUT = 8  # batches
 ROUNDS = 3
 
@@ -51,7 +51,7 @@ def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
         curves["one device"] = run(on_one_device(job), options, corpus)[1]
         print(f"largest relative difference of the losses: {report.largest_difference(*curves.values()):.2e}")
     print(f"held-out loss: {held_out_loss(trainer, state, options, corpus):.4f} nats a token")
-    print("sample:", report.indented(sample(trainer, state, options)), sep="\n")
+    print("sample:", report.indented(sample(trainer, state, options, corpus)), sep="\n")
     if trainer.plan is not None:
         print("plan of the train step:", trainer.plan, sep="\n")
     report.plot_losses(curves, options.out)
@@ -92,14 +92,14 @@ def held_out_loss(trainer: Trainer, state: State, options: Options, corpus: text
     return statistics.fmean(float(trainer.loss(state.params, batch_BS)) for batch_BS in batches)
 
 
-def sample(trainer: Trainer, state: State, options: Options) -> str:
-    """Text after the prompt, as the beginning of a file: what stands before it are ends of files."""
-    tokens = [text.END] * options.seq + list(PROMPT.encode())
-    keys = jax.random.split(jax.random.key(options.seed), SAMPLED)
-    for key in keys:
+def sample(trainer: Trainer, state: State, options: Options, corpus: text.Text) -> str:
+    """How the model goes on after the first held-out tokens; `>>>` stands where it takes over."""
+    tokens = list(corpus.held_out[: options.seq])
+    for key in jax.random.split(jax.random.key(options.seed), SAMPLED):
         window_S = np.array(tokens[-options.seq :], np.int32)
         tokens.append(int(trainer.next_token(state.params, window_S, key)))
-    return text.to_text(tokens[options.seq :])
+    given, sampled = tokens[: options.seq][-SHOWN:], tokens[options.seq :]
+    return f"{text.to_text(given)}>>>{text.to_text(sampled)}"
 
 
 def compare_speeds(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:

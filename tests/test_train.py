@@ -38,7 +38,7 @@ def test_main_job(capsys, tmp_path):
     assert curve[-1] < curve[0] - 0.5
     assert "mesh data=4,model=2" in out
     assert re.search(r"^held-out loss: \d\.\d+ nats a token$", out, re.MULTILINE)
-    assert "    def " in out
+    assert re.search(r"^sample:\n    .*>>>", out, re.MULTILINE | re.DOTALL)
     assert "plan of the train step:" in out
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
@@ -82,8 +82,10 @@ def test_dropout_is_the_same_on_every_mesh(capsys, tmp_path):
         ),
         (["--mesh", "data=2,data=4"], "train: argument --mesh: axis data is named twice in 'data=2,data=4'"),
         (["--mesh", "data=8,model=2"], "train: --mesh data=8,model=2 needs 16 devices, and there are 8"),
-        (["--steps", "0"], "train: argument --steps: '0' is not a positive integer"),
-        (["--batch", "many"], "train: argument --batch: 'many' is not a positive integer"),
+        (["--steps", "0"], "train: argument --steps: '0' is not an integer of at least 1"),
+        (["--batch", "many"], "train: argument --batch: 'many' is not an integer of at least 1"),
+        (["--seed", "-1"], "train: argument --seed: '-1' is not an integer of at least 0"),
+        (["--out", "tests"], "train: --out tests is a folder: name a file, tests/loss.png"),
         (["--dropout", "1"], "train: argument --dropout: '1' is not a number from 0 to below 1"),
         (
             ["--compare", "--partitioner", "both"],
