@@ -3,11 +3,17 @@
 Each entry says why the public API does not do. Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12).
 """
 
+import inspect
+import os
+from functools import partial
 from typing import Any
 
 import jax
-from jax._src import core, source_info_util  # source lines of equations: jax.extend has no reader for them
+from jax._src import api_util, core, source_info_util, traceback_util, tree_util, util
+from jax._src import mesh as mesh_lib
+from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
+from jaxlib.mlir.dialects import sdy
 
 Primitive = jax.extend.core.Primitive if hasattr(jax, "extend") else core.Primitive
 Literal = core.Literal
@@ -60,3 +66,122 @@ def with_user_frame(eqn, callers) -> Any:
         if source_info_util.user_frame(e.source_info.traceback) is not None:
             return e.source_info
     return eqn.source_info
+
+
+def is_eager() -> bool:
+    """Whether primitives bound here run at once. No public reader."""
+    return core.trace_ctx.is_top_level()
+
+
+def context_mesh() -> Any:
+    """The mesh in context, concrete where there is one: of use_abstract_mesh, jax.set_mesh, a legacy `with mesh:`, or None.
+
+    Under jit the public reader gives the abstract one alone.
+    """
+    abstract, concrete = jax.sharding.get_abstract_mesh(), mesh_lib.get_concrete_mesh()
+    if not abstract.empty:
+        return concrete if concrete.shape == abstract.shape else abstract
+    legacy = mesh_lib.thread_resources.env.physical_mesh
+    return None if legacy.empty else legacy
+
+
+use_abstract_mesh = jax.sharding.use_abstract_mesh
+
+
+def prefix_error(prefix, full, name: str, is_leaf) -> str:
+    """Where and why `prefix` is no prefix of the tree `full`."""
+    errors = tree_util.prefix_errors(prefix, full, is_leaf=is_leaf)
+    return "".join(str(error(name)) for error in errors[:1])
+
+
+def hoist_consts(jaxpr) -> tuple[Any, list[Any]]:
+    """A jaxpr that takes its constants as last arguments, and the constants."""
+    if not jaxpr.consts:
+        return jaxpr, []
+    opened = closed(pe.convert_constvars_jaxpr(jaxpr.jaxpr))
+    return pe.move_binders_to_back(opened, [True] * len(jaxpr.consts)), list(jaxpr.consts)
+
+
+def infer_names(fun, argnums, argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of arguments, each inferred from the other as jax.jit does."""
+    try:
+        signature = inspect.signature(fun)
+    except (ValueError, TypeError):
+        signature = inspect.signature(lambda *args, **kwargs: None)
+    return api_util.infer_argnums_and_argnames(signature, argnums, argnames)
+
+
+weakly_cached = util.weakref_lru_cache  # a cache that lives as long as its first argument; functools has none
+jvp_jaxpr = ad.jvp_jaxpr  # public from 0.12; memoized
+batch_jaxpr = batching.batch_jaxpr2  # says which results are batched, which jax.vmap does not
+partial_eval_jaxpr = pe.partial_eval_jaxpr_nounits_fwd  # the split of a jaxpr into what is known and what is not
+
+
+def checkpoint_rule(name: str) -> Any:
+    """How policies of jax.checkpoint see inside a primitive whose parameter `name` is a jaxpr."""
+    return partial(pe.closed_call_partial_eval_custom_rule, name, lambda *args: args[-2:])
+
+
+def register_dce(primitive, rule) -> None:
+    """`rule(used_outputs, eqn)` gives (used inputs, equation or None); 0.12 also passes which inputs are live."""
+    pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
+def has_effects(eqn) -> bool:
+    return pe.has_effects(eqn)
+
+
+def prune(jaxpr, used_outputs) -> tuple[Any, list[bool]]:
+    """The jaxpr of some of a jaxpr's results, and which inputs they need."""
+    pruned, used = pe.dce_jaxpr(jaxpr.jaxpr, used_outputs)
+    return _with_consts(pruned, jaxpr), used
+
+
+def _with_consts(open_jaxpr, jaxpr):
+    if hasattr(core, "ClosedJaxpr"):
+        return core.ClosedJaxpr(open_jaxpr, jaxpr.consts)
+    return open_jaxpr
+
+
+def with_eqns(jaxpr, eqns) -> Any:
+    """The same jaxpr with other equations."""
+    return _with_consts(jaxpr.jaxpr.replace(eqns=eqns), jaxpr)
+
+
+def committed_dims(operand, mesh) -> tuple[tuple[str, ...], ...] | None:
+    """Where a lowered value is an argument of the program, committed to a sharding of `mesh`: the axes of each dim.
+
+    jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it.
+    """
+    if not isinstance(operand, mlir.ir.BlockArgument):
+        return None
+    function = operand.owner.owner
+    if function.operation.name != "func.func" or "arg_attrs" not in function.operation.attributes:
+        return None
+    attributes = function.operation.attributes["arg_attrs"][operand.arg_number]
+    return _sdy_dims(attributes["sdy.sharding"], mesh) if "sdy.sharding" in attributes else None
+
+
+def _sdy_dims(attribute, mesh) -> tuple[tuple[str, ...], ...] | None:
+    """The axes of each dim, None where they are not whole axes of `mesh`."""
+    sharding = sdy.TensorShardingAttr(attribute)
+    if str(sharding.mesh_or_ref) != _sdy_mesh(mesh):
+        return None
+    dims = [[sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in sharding.dimension_shardings]
+    if any(axis.sub_axis_info is not None for dim in dims for axis in dim):
+        return None
+    return tuple(tuple(axis.name for axis in dim) for dim in dims)
+
+
+def _sdy_mesh(mesh) -> str:
+    """How the mesh of an argument prints while jax.jit lowers it, before meshes become symbols of the module."""
+    return "#sdy.mesh<[" + ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items()) + "]>"
+
+
+def hide_frames(error: BaseException) -> None:
+    """Drops JAX's and our own frames from an error's traceback, unless the user wants to see them."""
+    if traceback_util._filtering_mode() != "off" and error.__traceback__ is not None:
+        error.with_traceback(traceback_util.filter_traceback(error.__traceback__))
+
+
+traceback_util.register_exclusion(os.path.dirname(__file__))  # our frames are hidden as JAX's are

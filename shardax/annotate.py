@@ -1,7 +1,181 @@
 """Annotations: what the user says about the sharding of a value, as an equation of the global program."""
 
+from typing import Any
+
+import jax
 from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax import _jax
+from shardax.sharding import Axes, entry_axes
+
+Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where completion decides
+
+
+def annotate(x, spec):
+    """`x`, its arrays split as `spec` says: inside `shard_jit` an annotation, outside of it the arrays are placed so.
+
+    Args:
+      x: a pytree of arrays.
+      spec: a PartitionSpec, a NamedSharding or None, or a tree of them that is a prefix of `x`.
+
+    Raises ValueError where a spec does not fit its array or the mesh, and, outside `shard_jit`, where there is no mesh.
+
+    >>> annotate(jax.numpy.zeros((8, 4)), NamedSharding(jax.make_mesh((1,), ("x",)), PartitionSpec("x"))).sharding.spec
+    PartitionSpec('x',)
+    """
+    place = _put if _jax.is_eager() and not _has_tracers(x) else _record
+    paths, leaves, tree = flatten(x)
+    specs = broadcast_specs(spec, x, "spec")
+    return tree.unflatten(
+        [place(leaf, s, f"annotate's {p or 'value'}") for leaf, s, p in zip(leaves, specs, paths, strict=True)]
+    )
+
+
+def replicate(x):
+    """`x`, every device holding all of it. See `annotate`."""
+    return annotate(x, PartitionSpec())
+
 
 annotate_p = Primitive("annotate")
 """annotate x: the value x, with `dims`, per dim the axes that split it, or None where it is open (UNCONSTRAINED), and
-`source`, the words in which messages name the annotation, such as "in_shardings[0]['params']"."""
+`source`, the words in which messages name the annotation, such as "in_shardings[0]['params']". Where `like` is not None, the
+value is a result that succeeds the donated argument of that index among the program's inputs, and rests as that does."""
+
+
+def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> Dims | None:
+    """The dims that a spec gives to an array, None where it says nothing. `what` names both in messages.
+
+    >>> dims_of(PartitionSpec("x", PartitionSpec.UNCONSTRAINED), (8, 4, 2), AbstractMesh((4,), ("x",)), "a")
+    (('x',), None, ())
+    """
+    if spec is None or spec is PartitionSpec.UNCONSTRAINED:
+        return None
+    if isinstance(spec, NamedSharding):
+        _check_same_devices(spec, mesh, what)
+        spec = spec.spec
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(f"{what}: {spec!r} is no sharding; give a PartitionSpec, a NamedSharding or None")
+    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
+    _check_dims(dims, spec, shape, mesh, what)
+    return dims + ((),) * (len(shape) - len(dims))
+
+
+def flatten(tree):
+    """The paths, as a person would type them, the leaves, and the structure of a pytree."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in pairs], [leaf for _, leaf in pairs], structure
+
+
+def broadcast_specs(specs, tree, name: str) -> list[Any]:
+    """For each leaf of `tree` the spec that the prefix tree `specs`, which messages call `name`, gives to it."""
+    try:
+        return jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(_jax.prefix_error(specs, tree, name, is_spec) or str(error)) from None
+
+
+def is_spec(x) -> bool:
+    return x is None or isinstance(x, PartitionSpec | NamedSharding)
+
+
+def describe(mesh: Mesh | AbstractMesh) -> str:
+    """ "x=4, y=2", for messages."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> None:
+    what = f"{what} of shape {shape} is given {spec}"
+    axes = [axis for dim in dims for axis in dim or ()]
+    if len(dims) > len(shape):
+        raise ValueError(f"{what}, with {len(dims)} entries for {len(shape)} dims: drop the entries past the array's rank")
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"{what}, but the mesh ({describe(mesh)}) has no axis {axis!r}: name one of its axes, or give a mesh with it"
+            )
+        if axes.count(axis) > 1:
+            raise ValueError(f"{what}, which uses axis {axis!r} twice: an axis splits at most one dim, drop one of its uses")
+
+
+def _check_same_devices(sharding: NamedSharding, mesh: Mesh | AbstractMesh, what: str) -> None:
+    if sharding.mesh.shape == mesh.shape and _devices(sharding.mesh) in (None, _devices(mesh)) or _devices(mesh) is None:
+        return
+    raise ValueError(
+        f"{what} is given a NamedSharding on the mesh ({describe(sharding.mesh)}) of devices {_ids(sharding.mesh)}, but the "
+        f"program's mesh is ({describe(mesh)}) of devices {_ids(mesh)}: give its PartitionSpec {sharding.spec} alone, or build "
+        "it on the program's mesh"
+    )
+
+
+def _devices(mesh: Mesh | AbstractMesh) -> tuple[Any, ...] | None:
+    return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+
+
+def _ids(mesh: Mesh | AbstractMesh) -> str:
+    devices = _devices(mesh)
+    if devices is None:
+        return "unknown (an AbstractMesh)"
+    shown = ", ".join(str(d.id) for d in devices[:8])
+    return f"[{shown}{', ...' if len(devices) > 8 else ''}]"
+
+
+def _has_tracers(x) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
+
+
+def _record(x, spec, what: str):
+    mesh = _jax.context_mesh() or (spec.mesh if isinstance(spec, NamedSharding) else None)
+    if mesh is None:
+        raise ValueError(_no_mesh(what))
+    dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
+    return x if dims is None else bind(x, dims, "annotate")
+
+
+def _put(x, spec, what: str):
+    if spec is None:
+        return x
+    mesh = spec.mesh if isinstance(spec, NamedSharding) else _jax.context_mesh()
+    if mesh is None or isinstance(mesh, AbstractMesh):
+        raise ValueError(_no_mesh(what))
+    dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
+    return jax.device_put(x, spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, _closed(dims)))
+
+
+def _no_mesh(what: str) -> str:
+    return f"{what}: there is no mesh to place it on; enter one with jax.set_mesh, or give a NamedSharding"
+
+
+def _closed(dims: Dims | None) -> PartitionSpec:
+    return PartitionSpec(*(dim or None for dim in dims or ()))
+
+
+def bind(x, dims: Dims, source: str, like: int | None = None):
+    """The equation itself."""
+    return annotate_p.bind(x, dims=dims, source=source, like=like)
+
+
+def _transpose(ct, x, *, dims, source, like):
+    return [ct if type(ct) is ad.Zero else bind(ct, dims, source)]
+
+
+def _jvp(primals, tangents, *, dims, source, like):
+    (x,), (t,) = primals, tangents
+    return bind(x, dims, source, like), t if type(t) is ad.Zero else bind(t, dims, source)
+
+
+def _batch(axis_data, args, batch_dims, *, dims, source, like):
+    """The new dim is split over vmap's spmd_axis_name, and open without one."""
+    (x,), (d,) = args, batch_dims
+    name = axis_data.spmd_name
+    new = None if name is None else entry_axes(name)
+    return bind(x, (*dims[:d], new, *dims[d:]), source, like), d
+
+
+annotate_p.def_impl(lambda x, **params: x)
+annotate_p.def_abstract_eval(lambda x, **params: x)
+ad.primitive_jvps[annotate_p] = _jvp
+ad.primitive_transposes[annotate_p] = _transpose
+batching.fancy_primitive_batchers[annotate_p] = _batch
+mlir.register_lowering(annotate_p, lambda ctx, x, **params: [x])

@@ -1,0 +1,6 @@
+"""A program for one device and a few sharding annotations in, one readable per-device program with explicit collectives out."""
+
+from shardax.annotate import annotate as annotate
+from shardax.annotate import replicate as replicate
+from shardax.api import shard_jit as shard_jit
+from shardax.options import Options as Options

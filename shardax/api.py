@@ -1,0 +1,374 @@
+"""shard_jit: jax.jit whose programs shardax partitions."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+
+from shardax import _jax, transform
+from shardax.annotate import describe, flatten
+from shardax.explain.plan import Plan
+from shardax.options import Options
+from shardax.sharding import Sharding, from_spec
+from shardax.trace import Request, abstract_mesh, auto_mesh, is_explicit, trace
+
+Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
+
+
+def shard_jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    transforms: Sequence[Transform] = (),
+    options: Options = Options(),  # noqa: B008  (frozen)
+) -> Any:
+    """`jax.jit(fun)`, partitioned over a mesh. Without `fun`, the decorator.
+
+    Args:
+      fun: a function of pytrees of arrays, written for one device.
+      mesh: where it runs; without one that of `in_shardings`, of the context (`jax.set_mesh`, `with mesh:`), or of the
+        arguments. An AbstractMesh can be planned and lowered for, not run on.
+      in_shardings: a prefix of the tuple of positional arguments that are not static. A leaf is a PartitionSpec, a
+        NamedSharding, or None: whatever a committed argument has, else what completion decides.
+      out_shardings: a prefix of the results. None leaves them to completion, or to the donated argument that a result
+        succeeds.
+      static_argnums, static_argnames, donate_argnums, donate_argnames: as for `jax.jit`.
+      transforms: functions of the global jaxpr, applied in their order before it is partitioned.
+      options: see `Options`.
+
+    Bad input raises ValueError, when the function is first called on arguments of these types.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> double = shard_jit(lambda x: 2 * x, mesh=jax.make_mesh((1,), ("x",)), in_shardings=P("x"))
+    >>> double(jax.numpy.ones(4))
+    Array([2., 2., 2., 2.], dtype=float32)
+    """
+    if fun is None:
+        return functools.partial(
+            shard_jit,
+            mesh=mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            transforms=transforms,
+            options=options,
+        )
+    static = _jax.infer_names(fun, static_argnums, static_argnames)
+    donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
+    wanted = mesh or _mesh_of(in_shardings) or _mesh_of(out_shardings)
+    return ShardJit(_Function(fun, wanted, in_shardings, out_shardings, static, donated, tuple(transforms), options))
+
+
+class ShardJit:
+    """What `shard_jit` returns: called as the function is.
+
+    `plan`, `lower`, `trace` and `eval_shape` take the arguments of a call, which may be `jax.ShapeDtypeStruct`s.
+    `__wrapped__` is the function itself.
+    """
+
+    def __init__(self, function: "_Function"):
+        functools.update_wrapper(self, function.fun)
+        self._function = function
+        self._jits: dict[Any, Any] = {}  # by the mesh that was found on the arguments; under None, where none had to be
+        self._call = _refuse(self._on(None)) if isinstance(function.mesh, AbstractMesh) else self._on(None)
+
+    def __call__(self, *args, **kwargs):
+        while True:
+            try:
+                return self._call(*args, **kwargs)
+            except Exception as error:
+                try:
+                    self._recover(error, args, kwargs)
+                except Exception as better:
+                    _jax.hide_frames(better)
+                    raise
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self):
+        return f"shard_jit({self.__name__})"
+
+    def trace(self, *args, **kwargs) -> jax.stages.Traced:
+        """The program before it is partitioned, as `jax.jit(fun).trace`."""
+        return self._stage("trace", args, kwargs)
+
+    def lower(self, *args, **kwargs) -> jax.stages.Lowered:
+        """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it."""
+        return self._stage("lower", args, kwargs)
+
+    def eval_shape(self, *args, **kwargs):
+        """The shapes and dtypes of the results."""
+        return self._stage("eval_shape", args, kwargs)
+
+    def plan(self, *args, **kwargs):
+        """What the partitioned program does, why, and what it costs; needs no devices. See `shardax.explain.plan.Plan`."""
+        traced = self.trace(*args, **kwargs)
+        leaves = [x for _, x in self._function.named_leaves(args, kwargs)]
+        return _plan(traced, self._function.known_mesh() or _mesh_of((args, kwargs)), leaves)
+
+    def clear_cache(self) -> None:
+        """Forgets the compiled programs."""
+        for jitted in self._jits.values():
+            jitted.clear_cache()
+
+    def _stage(self, name: str, args, kwargs):
+        try:
+            return getattr(self._jit_for(args, kwargs), name)(*args, **kwargs)
+        except Exception as error:
+            try:
+                self._function.explain(error, args, kwargs)
+            except Exception as better:
+                _jax.hide_frames(better)
+                raise
+
+    def _on(self, mesh: Mesh | AbstractMesh | None):
+        if mesh not in self._jits:
+            self._jits[mesh] = self._function.jitted(mesh)
+        return self._jits[mesh]
+
+    def _jit_for(self, args, kwargs):
+        if self._function.known_mesh():
+            return self._on(None)
+        return self._on(_mesh_of((args, kwargs)))
+
+    def _recover(self, error: Exception, args, kwargs):
+        """Where the arguments lie on a mesh that was not known, the call is worth repeating; otherwise raises what is wrong."""
+        jitted = self._jit_for(args, kwargs)
+        if jitted is self._call or isinstance(self._function.mesh, AbstractMesh):
+            self._function.explain(error, args, kwargs)
+        self._call = jitted
+
+
+def _refuse(jitted):
+    @functools.wraps(jitted)
+    def call(*args, **kwargs):
+        if _jax.is_eager() and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise ValueError(
+                "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a jax.sharding.Mesh"
+            )
+        return jitted(*args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True, eq=False)
+class _Function:
+    """What the user said: the arguments of `shard_jit`, names and numbers of arguments inferred from one another."""
+
+    fun: Callable[..., Any]
+    mesh: Mesh | AbstractMesh | None
+    in_shardings: Any
+    out_shardings: Any
+    static: tuple[tuple[int, ...], tuple[str, ...]]
+    donated: tuple[tuple[int, ...], tuple[str, ...]]
+    transforms: tuple[Transform, ...]
+    options: Options
+
+    def jitted(self, found: Mesh | AbstractMesh | None):
+        """The jax.jit of it. `found` is the mesh of the arguments, where nothing else gives one."""
+
+        @functools.wraps(self.fun)
+        def run(*args, **kwargs):
+            if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+                return self.fun(*args, **kwargs)
+            return self._run(self._mesh(found), args, kwargs)
+
+        (static_argnums, static_argnames), (donate_argnums, donate_argnames) = self.static, self.donated
+        return jax.jit(
+            run,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+        )
+
+    def known_mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh that was given, else that of the context."""
+        return self.mesh or _jax.context_mesh()
+
+    def _mesh(self, found: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+        mesh = self.known_mesh() or found
+        if mesh is None:
+            name = getattr(self.fun, "__name__", "the function")
+            raise ValueError(
+                f"shard_jit({name}) has no mesh to run on: give it mesh=, call it under jax.set_mesh(mesh), "
+                "or pass it arguments that lie on a mesh (NamedSharding)"
+            )
+        return mesh
+
+    def _run(self, mesh: Mesh | AbstractMesh, args, kwargs):
+        """Under jax.jit: traces the function and binds its global jaxpr. Explicit types end here, and begin at the results."""
+        nested = jax.sharding.get_abstract_mesh() == abstract_mesh(auto_mesh(mesh))
+        with _jax.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
+            request = self._request(mesh, args, kwargs)
+            traced = trace(request)
+            jaxpr = functools.reduce(lambda jaxpr, change: change(jaxpr), self.transforms, traced.jaxpr)
+            inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
+            outs = transform.bind([_untyped(x) for x in inputs], jaxpr, mesh, self.options)
+        if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
+            built = transform.build(jaxpr, tuple(map(_type, inputs)), mesh, self.options)
+            outs = [reshard(x, NamedSharding(mesh, s.spec)) for x, s in zip(outs, built.out_shardings, strict=True)]
+        return traced.out_tree.unflatten(outs)
+
+    def _request(self, mesh: Mesh | AbstractMesh, args, kwargs) -> Request:
+        static_nums, static_names = self._static_nums(len(args)), self.static[1]
+        dynamic = [i for i in range(len(args)) if i not in static_nums]
+        static_kwargs = {k: v for k, v in kwargs.items() if k in static_names}
+
+        def fun(*dynamic_args, **dynamic_kwargs):
+            full = list(args)
+            for i, x in zip(dynamic, dynamic_args, strict=True):
+                full[i] = x
+            return self.fun(*full, **dynamic_kwargs, **static_kwargs)
+
+        return Request(
+            fun=fun,
+            args=tuple(args[i] for i in dynamic),
+            kwargs={k: v for k, v in kwargs.items() if k not in static_names},
+            names=tuple(_argument_name(self.fun, i) for i in dynamic),
+            donated=self._donated_leaves(args, kwargs),
+            mesh=mesh,
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+        )
+
+    def _static_nums(self, count: int) -> set[int]:
+        return {i % count for i in self.static[0] if -count <= i < count}
+
+    def _donated_leaves(self, args, kwargs) -> frozenset[int]:
+        """Which leaves of the dynamic (args, kwargs) are donated."""
+        count = len(args)
+        nums = {i % count for i in self.donated[0] if -count <= i < count}
+        static = self._static_nums(count)
+        marked_args = tuple(_marks(x, i in nums) for i, x in enumerate(args) if i not in static)
+        marked_kwargs = {k: _marks(x, k in self.donated[1]) for k, x in kwargs.items() if k not in self.static[1]}
+        return frozenset(i for i, donated in enumerate(jax.tree.leaves((marked_args, marked_kwargs))) if donated)
+
+    def explain(self, error: Exception, args, kwargs) -> NoReturn:
+        """Raises a ValueError that says more than what jax.jit raised about bad arguments, otherwise the error itself."""
+        words = self._unhashable(args, kwargs)
+        if words is None and "incompatible devices" in str(error):
+            words = self._other_devices(args, kwargs)
+        if words is None and "donate" in str(error):
+            words = self._donated_twice(args, kwargs)
+        if words is None:
+            raise error
+        raise ValueError(words) from None
+
+    def _unhashable(self, args, kwargs) -> str | None:
+        static = [(_argument_name(self.fun, i), args[i]) for i in sorted(self._static_nums(len(args)))]
+        static += [(k, v) for k, v in kwargs.items() if k in self.static[1]]
+        for name, value in static:
+            if not _hashable(value):
+                return (
+                    f"static argument {name} is {value!r}, of type {type(value).__name__}, which cannot be hashed: "
+                    "give a hashable one (a tuple, a frozen dataclass), or do not make it static"
+                )
+
+    def _other_devices(self, args, kwargs) -> str | None:
+        mesh = self.known_mesh() or _mesh_of((args, kwargs))
+        for name, x in self.named_leaves(args, kwargs):
+            if isinstance(mesh, Mesh) and getattr(x, "committed", False) and x.sharding.device_set != set(mesh.devices.flat):
+                ids = sorted(d.id for d in x.sharding.device_set)
+                return (
+                    f"argument {name} of shape {x.shape} is committed to {x.sharding} on devices {ids}, but the mesh "
+                    f"({describe(mesh)}) has the devices {sorted(d.id for d in mesh.devices.flat)}: move it there with "
+                    "jax.device_put, or pass it as a numpy array"
+                )
+
+    def _donated_twice(self, args, kwargs) -> str | None:
+        donated = self._donated_leaves(args, kwargs)
+        named = self.named_leaves(args, kwargs)
+        for i in sorted(donated):
+            for j, (other, x) in enumerate(named):
+                if j != i and x is named[i][1]:
+                    return (
+                        f"argument {named[i][0]} of shape {x.shape} is donated, and the same array is passed as "
+                        f"argument {other} too: pass a copy (jax.numpy.copy), or do not donate it"
+                    )
+
+    def named_leaves(self, args, kwargs) -> list[tuple[str, Any]]:
+        static = self._static_nums(len(args))
+        named = []
+        for name, tree in [(_argument_name(self.fun, i), x) for i, x in enumerate(args) if i not in static] + [
+            (k, kwargs[k]) for k in sorted(kwargs) if k not in self.static[1]
+        ]:
+            paths, leaves, _ = flatten(tree)
+            named += [(name + path, x) for path, x in zip(paths, leaves, strict=True)]
+        return named
+
+
+def _marks(tree, donated: bool):
+    return jax.tree.map(lambda _: donated, tree)
+
+
+def _hashable(x) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _argument_name(fun: Callable[..., Any], index: int) -> str:
+    """ "state", or "args[2]" where the signature does not name it."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (ValueError, TypeError):
+        return f"args[{index}]"
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return positional[index] if index < len(positional) else f"args[{index}]"
+
+
+def _mesh_of(tree) -> Mesh | AbstractMesh | None:
+    """The mesh of the first NamedSharding in a tree of shardings or of arrays."""
+    shardings = (x if isinstance(x, NamedSharding) else getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
+
+
+def _untyped(x):
+    """`x` without its Explicit axes; nothing moves."""
+    return reshard(x, PartitionSpec()) if _type(x) else x
+
+
+def _type(x) -> Sharding | None:
+    """The sharding in the type of a value on an Explicit mesh."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return from_spec(sharding.spec, len(sharding.spec))
+
+
+def _plan(traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any]) -> Plan:
+    params = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p).params
+    jaxpr = params["jaxpr"]
+    committed = [_committed(x, mesh) for x in leaves]
+    at_rest = (*committed, *[None] * (len(jaxpr.in_avals) - len(committed)))
+    built = transform.build(jaxpr, at_rest, mesh, params["options"])
+    structure = jax.tree.structure(traced.args_info)
+    args, kwargs = structure.unflatten([NamedSharding(mesh, s.spec) for s in built.in_shardings[: len(leaves)]])
+    outs = jax.tree.structure(traced.out_info).unflatten([NamedSharding(mesh, s.spec) for s in built.out_shardings])
+    return Plan(mesh, jaxpr, built.jaxpr, args, outs, kwargs, phases=built.phases)
+
+
+def _committed(x, mesh: Mesh | AbstractMesh) -> Sharding | None:
+    """The sharding in which an argument is committed to the mesh, None where it is not."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape or not getattr(x, "committed", True):
+        return None
+    return from_spec(sharding.spec, len(x.shape))

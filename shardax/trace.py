@@ -1,0 +1,193 @@
+"""Function and arguments -> the global jaxpr, the shardings that the user gave recorded in it as annotation equations."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardax import _jax
+from shardax.annotate import Dims, bind, broadcast_specs, dims_of, flatten
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be traced: a function of pytrees, its arguments, and what the user said about their shardings.
+
+    `args` and `kwargs` are the dynamic arguments, `names` what messages call those in `args`, `donated` the donated flat
+    arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: tuple[str, ...]
+    donated: frozenset[int]
+    mesh: Mesh | AbstractMesh
+    in_shardings: Any = None
+    out_shardings: Any = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """`jaxpr` takes the flat arguments, then `consts`, what the function closed over; `out_tree` is its results' structure."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    out_tree: Any
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A flat argument or result: how messages name it, its path, and what the user said of its sharding."""
+
+    name: str
+    path: str
+    source: str
+    aval: Any
+    dims: Dims | None
+    donated: bool = False
+
+
+def trace(request: Request) -> Traced:
+    """The global jaxpr of a function.
+
+    Raises ValueError where a sharding tree does not fit; what the function itself raises comes through as it is.
+    """
+    slots, leaves, tree = _arguments(request)
+    out_trees: list[Any] = []
+
+    def flat(*leaves):
+        args, kwargs = tree.unflatten(map(_annotated, leaves, slots))
+        out = request.fun(*args, **kwargs)
+        results, outs, out_tree = _results(request, slots, out)
+        out_trees.append(out_tree)
+        likes = _successors(slots, results)
+        return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)]
+
+    jaxpr = _make_jaxpr(flat, leaves, request.mesh)
+    return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1])
+
+
+def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The same mesh, its axes Auto.
+
+    >>> auto_mesh(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
+    AbstractMesh('x': 4, axis_types=(Auto,))
+    """
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if tuple(mesh.axis_types) == types:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+    return AxisType.Explicit in mesh.axis_types
+
+
+def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
+    paths, leaves, tree = flatten((request.args, request.kwargs))
+    specs = _argument_specs(request)
+    slots = []
+    for index, (path, x, spec) in enumerate(zip(paths, leaves, specs, strict=True)):
+        name, rest = _argument_name(path, request.names)
+        aval = jax.typeof(x)
+        dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
+        source = f"in_shardings{path[len('[0]') :]}"
+        slots.append(Slot(name, rest, source, aval, dims, index in request.donated))
+    return slots, leaves, tree
+
+
+def _argument_specs(request: Request) -> list[Any]:
+    """in_shardings covers the positional arguments; keyword arguments are left to completion."""
+    specs = request.in_shardings
+    if isinstance(specs, list):
+        specs = tuple(specs)
+    keyword = [None] * len(jax.tree.leaves(request.kwargs))
+    return broadcast_specs(specs, request.args, "in_shardings") + keyword
+
+
+def _argument_name(path: str, names: Sequence[str]) -> tuple[str, str]:
+    """ "[0][1]['w']" of the tree (args, kwargs) -> "state['w']" and the path inside the argument."""
+    side, key, rest = _split_path(path)
+    return (names[int(key)] if side == "0" else key.strip("'")) + rest, rest
+
+
+def _split_path(path: str) -> tuple[str, str, str]:
+    side, _, tail = path[1:].partition("]")
+    key, _, rest = tail[1:].partition("]")
+    return side, key, rest
+
+
+def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], list[Any], Any]:
+    paths, leaves, tree = flatten(out)
+    specs = broadcast_specs(request.out_shardings, out, "out_shardings")
+    results = []
+    for path, x, spec in zip(paths, leaves, specs, strict=True):
+        dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
+        results.append(Slot(f"result{path}", path, f"out_shardings{path}", jax.typeof(x), dims))
+    return results, leaves, tree
+
+
+def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:
+    """For each result the donated argument that it succeeds: of its path and type, else the first free one of its type."""
+    free = {i: slot for i, slot in enumerate(slots) if slot.donated}
+    likes: list[int | None] = [None] * len(results)
+    for same_path in (True, False):
+        for r, result in enumerate(results):
+            found = [i for i, slot in free.items() if _succeeds(result, slot, same_path)]
+            if likes[r] is None and result.dims is None and found:
+                likes[r] = found[0]
+                del free[found[0]]
+    return likes
+
+
+def _succeeds(result: Slot, argument: Slot, same_path: bool) -> bool:
+    same = (result.aval.shape, result.aval.dtype) == (argument.aval.shape, argument.aval.dtype)
+    return same and (not same_path or result.path.endswith(argument.path))
+
+
+def _annotated(x, slot: Slot, like: int | None = None):
+    if slot.dims is None and like is None:
+        return x
+    return bind(
+        x,
+        slot.dims or (None,) * len(slot.aval.shape),
+        slot.source if slot.dims else f"{slot.name}, which succeeds an argument",
+        like,
+    )
+
+
+def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], mesh: Mesh | AbstractMesh):
+    """Traces on plain shapes. No one mesh context accepts all programs for an Explicit mesh.
+
+    Auto allows a bare PartitionSpec in with_sharding_constraint, but not an Explicit array that the function closes over; the
+    empty context allows that.
+    """
+    shapes = list(map(_shape, leaves))
+    auto = abstract_mesh(auto_mesh(mesh))
+    try:
+        with _jax.use_abstract_mesh(auto):
+            return jax.make_jaxpr(flat)(*shapes)
+    except Exception:
+        if not is_explicit(mesh):
+            raise
+        try:
+            with _jax.use_abstract_mesh(AbstractMesh((), ())):
+                return jax.make_jaxpr(flat)(*shapes)
+        except Exception:
+            nullcontext()
+        raise
+
+
+def _shape(x) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

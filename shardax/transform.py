@@ -1,0 +1,211 @@
+"""The primitive: it carries the global jaxpr, and transforms by transforming that. Only its lowering partitions.
+
+What is differentiated or batched is a global program again, its shardings recorded inside it as `annotate` equations: no rule
+here keeps books of shardings. Every derived jaxpr is memoized on the one that it comes from, so that nothing compiles twice.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax import _jax, program
+from shardax.annotate import annotate_p
+from shardax.options import Options
+from shardax.sharding import Sharding
+from shardax.trace import abstract_mesh, auto_mesh
+
+shard_jit_p = Primitive("shard_jit")
+shard_jit_p.multiple_results = True
+"""shard_jit *args: the results of the closed global jaxpr `jaxpr`, computed by the devices of `mesh`, a mesh of Auto axes.
+
+`witness` is a jaxpr over the same mesh: `jax.jit` finds the devices of a program by looking for such in its parameters.
+"""
+
+
+def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
+    """The results of a global jaxpr on `args`, as one equation."""
+    auto = auto_mesh(mesh)
+    return shard_jit_p.bind(*args, jaxpr=jaxpr, mesh=auto, options=options, witness=_witness(auto))
+
+
+def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: Mesh | AbstractMesh, options: Options) -> program.Program:
+    """The program of an equation of the primitive; see `shardax.program.build`, which memoizes it."""
+    return program.build(jaxpr, in_shardings, abstract_mesh(auto_mesh(mesh)), options)
+
+
+@functools.lru_cache
+def _witness(mesh: Mesh | AbstractMesh):
+    if isinstance(mesh, AbstractMesh):
+        return None
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, whole))(jax.ShapeDtypeStruct((), "float32"))
+
+
+def _rebind(args, params, jaxpr) -> list[Any]:
+    return shard_jit_p.bind(*args, **{**params, "jaxpr": jaxpr})
+
+
+@functools.partial(jax.jit, static_argnames=("jaxpr", "mesh", "options", "witness"))
+def _impl(*args, **params):
+    return shard_jit_p.bind(*args, **params)
+
+
+def _abstract_eval(*avals, jaxpr, **params):
+    return list(jaxpr.out_avals), jaxpr.effects
+
+
+def _lower(ctx, *operands, jaxpr, mesh, options, witness):
+    at_rest = tuple(_at_rest(x, mesh) for x in operands)
+    built = build(jaxpr, at_rest, mesh, options)
+    run = functools.partial(_run, built, mesh)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _at_rest(operand, mesh: Mesh | AbstractMesh) -> Sharding | None:
+    dims = _jax.committed_dims(operand, mesh)
+    return None if dims is None else Sharding(dims)
+
+
+def _run(built: program.Program, mesh: Mesh | AbstractMesh, *args):
+    with _jax.use_abstract_mesh(abstract_mesh(mesh)):
+        results = jaxpr_as_fun(built.jaxpr)(*args)
+    if isinstance(mesh, AbstractMesh):
+        return results
+    rests = [NamedSharding(mesh, sharding.spec) for sharding in built.out_shardings]
+    return [lax.with_sharding_constraint(x, rest) for x, rest in zip(results, rests, strict=True)]
+
+
+def _jvp(primals, tangents, *, jaxpr, **params):
+    nonzero = [type(t) is not ad.Zero for t in tangents]
+    derived, nonzero_out = _jax.jvp_jaxpr(jaxpr, nonzero, instantiate=False)
+    outs = _rebind([*primals, *_where(nonzero, tangents)], params, derived)
+    count = len(jaxpr.out_avals)
+    moving = iter(outs[count:])
+    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
+    return outs[:count], [next(moving) if moves else zero for moves, zero in zip(nonzero_out, zeros, strict=True)]
+
+
+def _transpose(cts, *args, jaxpr, **params):
+    """The cotangents of the linear arguments: of a jaxpr that is linear in those that are undefined here."""
+    linear = tuple(ad.is_undefined_primal(x) for x in args)
+    nonzero = tuple(type(ct) is not ad.Zero for ct in cts)
+    known = [x for x, is_linear in zip(args, linear, strict=True) if not is_linear]
+    results = iter(_rebind([*known, *_where(nonzero, cts)], params, _transposed(jaxpr, linear, nonzero)))
+    return [next(results) if is_linear else None for is_linear in linear]
+
+
+@_jax.weakly_cached
+def _transposed(jaxpr, linear: tuple[bool, ...], nonzero: tuple[bool, ...]):
+    avals = [(a.shape, a.dtype) for a in jaxpr.in_avals]
+    shapes = [jax.ShapeDtypeStruct(*a) for a in avals]
+    out_shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals]
+    known_count = len(linear) - sum(linear)
+
+    def backward(*known_and_cts):
+        known, cts = known_and_cts[:known_count], iter(known_and_cts[known_count:])
+        full = [next(cts) if nz else jax.numpy.zeros(s.shape, s.dtype) for nz, s in zip(nonzero, out_shapes, strict=True)]
+        forward = lambda *moving: jaxpr_as_fun(jaxpr)(*_merge(linear, moving, known))  # noqa: E731
+        return jax.linear_transpose(forward, *_where(linear, shapes))(full)
+
+    fixed = [not is_linear for is_linear in linear]
+    return jax.make_jaxpr(backward)(*_where(fixed, shapes), *_where(nonzero, out_shapes))
+
+
+def _batch(axis_data, args, dims, *, jaxpr, **params):
+    batched, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, tuple(dims))
+    return _rebind(args, params, batched), out_dims
+
+
+def _partial_eval(trace, *tracers, jaxpr, **params):
+    """Two programs: what is known runs now, and gives what the other needs of it. An input that it needs is passed as it is."""
+    unknown = tuple(not t.is_known() for t in tracers)
+    split = _split(jaxpr, unknown)
+    known = [t.pval.get_known() for t in tracers if t.is_known()]
+    outs = _rebind(known, params, split.known)
+    count = len(outs) - split.residuals
+    fresh = iter(outs[count:])
+    residuals = [next(fresh) if source is None else known[source] for source in split.forwarded]
+    later = []
+    if any(split.unknown_outs):
+        inputs = [*map(trace.new_instantiated_const, residuals), *_where(unknown, tracers)]
+        later = trace.default_process_primitive(shard_jit_p, inputs, {**params, "jaxpr": split.later})
+    return _merge(split.unknown_outs, later, outs[:count])
+
+
+class _Split:
+    """A jaxpr as two. `later` takes residuals first: the last results of `known`, or inputs of it that are `forwarded`."""
+
+    def __init__(self, jaxpr, unknown: tuple[bool, ...]):
+        known, self.later, self.unknown_outs, avals, forwarded = _jax.partial_eval_jaxpr(jaxpr, unknown, instantiate=False)
+        self.residuals = len(avals)
+        self.forwarded = [None if f is None else f - len(jaxpr.consts) for f in forwarded]
+        self.known = _reindexed(known, _positions([not u for u in unknown]))
+
+
+_split = _jax.weakly_cached(_Split)
+
+
+def _dce(used_outputs, eqn):
+    if not any(used_outputs) and not _jax.has_effects(eqn):
+        return [False] * len(eqn.invars), None
+    jaxpr, used = _pruned(eqn.params["jaxpr"], tuple(used_outputs))
+    if jaxpr is None:
+        return used, eqn
+    return used, eqn.replace(
+        invars=_where(used, eqn.invars),
+        outvars=_where(used_outputs, eqn.outvars),
+        params={**eqn.params, "jaxpr": jaxpr},
+        effects=jaxpr.effects,
+    )
+
+
+@_jax.weakly_cached
+def _pruned(jaxpr, used_outputs: tuple[bool, ...]):
+    """The jaxpr without what those results do not need, None where they need all of it; and which inputs they need."""
+    pruned, used = _jax.prune(jaxpr, used_outputs)
+    if all(used) and all(used_outputs) and len(pruned.eqns) == len(jaxpr.eqns):
+        return None, used
+    return _reindexed(pruned, _positions(used)), used
+
+
+def _reindexed(jaxpr, positions: dict[int, int]):
+    """`annotate` names the donated argument that a result succeeds by its index, which moves when inputs are dropped."""
+    eqns = [_reindexed_eqn(eqn, positions) for eqn in jaxpr.eqns]
+    return _jax.with_eqns(jaxpr, eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
+
+
+def _reindexed_eqn(eqn, positions: dict[int, int]):
+    like = eqn.params["like"] if eqn.primitive is annotate_p else None
+    if like is None or positions.get(like) == like:
+        return eqn
+    return eqn.replace(params={**eqn.params, "like": positions.get(like)})
+
+
+def _positions(kept) -> dict[int, int]:
+    return {old: new for new, old in enumerate(i for i, keep in enumerate(kept) if keep)}
+
+
+def _where(mask, xs) -> list[Any]:
+    return [x for keep, x in zip(mask, xs, strict=True) if keep]
+
+
+def _merge(mask, where_true, where_false) -> list[Any]:
+    trues, falses = iter(where_true), iter(where_false)
+    return [next(trues) if m else next(falses) for m in mask]
+
+
+shard_jit_p.def_impl(_impl)
+shard_jit_p.def_effectful_abstract_eval(_abstract_eval)
+mlir.register_lowering(shard_jit_p, _lower, cacheable=False)
+ad.primitive_jvps[shard_jit_p] = _jvp
+ad.primitive_transposes[shard_jit_p] = _transpose
+batching.fancy_primitive_batchers[shard_jit_p] = _batch
+pe.custom_partial_eval_rules[shard_jit_p] = _partial_eval
+pe.partial_eval_jaxpr_custom_rules[shard_jit_p] = _jax.checkpoint_rule("jaxpr")
+_jax.register_dce(shard_jit_p, _dce)
