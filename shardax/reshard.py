@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter"})
 
@@ -128,8 +129,20 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes
         return Path((), 0.0)
     if 0 in shape:
         return Path((Step("empty", (), src, dst, 0.0),), 0.0)
-    steps = _shortest(src, _problem(src, dst, shape, itemsize, dict(sizes)))
-    return Path(tuple(replace(s, nbytes=float(s.nbytes)) for s in steps), float(sum(s.nbytes for s in steps)))
+    first, last = (_without_trivial_axes(layout, shape, dict(sizes)) for layout in (src, dst))
+    if first == last:
+        return Path((Step("crop", (), src, dst, 0.0),), 0.0)
+    steps = _shortest(first, _problem(first, last, shape, itemsize, dict(sizes)))
+    nbytes = float(sum(s.nbytes for s in steps))
+    steps = [Step("crop", (), src, first, 0), *steps, Step("crop", (), last, dst, 0)]
+    return Path(tuple(replace(s, nbytes=float(s.nbytes)) for s in steps if s.source != s.layout), nbytes)
+
+
+def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSizes) -> Layout:
+    """`layout` without the axes of one device: they cost nothing, and the search need not see them."""
+    dims = tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims)
+    padded = tuple(p if axes else n for axes, p, n in zip(dims, layout.padded, shape, strict=True))
+    return Layout(Sharding(dims), padded, tuple(p for p in layout.pending if sizes[p[0]] > 1))
 
 
 def _problem(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> _Problem:
@@ -212,7 +225,7 @@ def _bound(problem: _Problem) -> Callable[[Layout], int]:
     ]
     wanted = [_block_of(d, problem.dst, problem) for d in devices]
     volumes = [math.prod(end - first for first, end in block) for block in wanted]
-    unsettled = {a for a in problem.axes if problem.sizes[a] > 1 and a not in problem.dst.pending_axes}
+    unsettled = {a for a in problem.axes if a not in problem.dst.pending_axes}
 
     def missing(layout: Layout) -> int:
         if layout.pending and not unsettled.isdisjoint(layout.pending_axes):
@@ -252,14 +265,14 @@ def _all_gathers(layout: Layout, problem: _Problem) -> Iterator[Step]:
         for axes in problem.movable(layout, dim):
             after = _without(layout, dim, axes, problem)
             nbytes = problem.nbytes(layout) * (problem.count(axes) - 1)
-            yield _step("all_gather", axes, layout, after, nbytes, problem, dim=dim)
+            yield Step("all_gather", axes, layout, after, nbytes, dim=dim)
 
 
 def _slices(layout: Layout, problem: _Problem) -> Iterator[Step]:
     for dim in problem.dims:
         for axes in _to_slice(layout, dim, problem):
             for padded in problem.room(layout, dim, axes):
-                yield _step("slice", axes, layout, _with(layout, dim, axes, padded), 0, problem, to=dim)
+                yield Step("slice", axes, layout, _with(layout, dim, axes, padded), 0, to=dim)
 
 
 def _to_slice(layout: Layout, dim: int, problem: _Problem) -> list[Axes]:
@@ -277,7 +290,7 @@ def _all_to_alls(layout: Layout, problem: _Problem) -> Iterator[Step]:
             for padded in problem.room(layout, to, axes):
                 after = _without(_with(layout, to, axes, padded), dim, axes, problem)
                 sent = _padded_nbytes(layout, to, padded, problem) // problem.count(axes) * (problem.count(axes) - 1)
-                yield _step("all_to_all", axes, layout, after, sent, problem, dim=dim, to=to)
+                yield Step("all_to_all", axes, layout, after, sent, dim=dim, to=to)
 
 
 def _reduce_scatters(layout: Layout, problem: _Problem) -> Iterator[Step]:
@@ -289,7 +302,7 @@ def _reduce_scatters(layout: Layout, problem: _Problem) -> Iterator[Step]:
             for padded in problem.room(layout, to, some):
                 after = _with(_settle(layout, some), to, some, padded)
                 sent = _padded_nbytes(layout, to, padded, problem) // problem.count(some) * (problem.count(some) - 1)
-                yield _step("reduce_scatter", some, layout, after, sent, problem, to=to)
+                yield Step("reduce_scatter", some, layout, after, sent, to=to)
 
 
 def _all_reduces(layout: Layout, problem: _Problem) -> Iterator[Step]:
@@ -297,7 +310,7 @@ def _all_reduces(layout: Layout, problem: _Problem) -> Iterator[Step]:
     for k in range(1, len(axes) + 1):
         for some in itertools.combinations(axes, k):
             nbytes = _exact(2 * problem.nbytes(layout) * (problem.count(some) - 1), problem.count(some))
-            yield _step("all_reduce", some, layout, _settle(layout, some), nbytes, problem)
+            yield Step("all_reduce", some, layout, _settle(layout, some), nbytes)
 
 
 def _ppermutes(layout: Layout, problem: _Problem) -> Iterator[Step]:
@@ -306,7 +319,7 @@ def _ppermutes(layout: Layout, problem: _Problem) -> Iterator[Step]:
         after = Layout(Sharding(dims), layout.padded, pending)
         if after != layout:
             axes = _moved(layout, after, problem.sizes)
-            yield _step("ppermute", axes, layout, after, problem.nbytes(layout), problem)
+            yield Step("ppermute", axes, layout, after, problem.nbytes(layout))
 
 
 def _rearrangements(layout: Layout, problem: _Problem) -> Iterator[tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]]:
@@ -349,7 +362,8 @@ def _halos(layout: Layout, problem: _Problem) -> Iterator[Step]:
                 hops = _hops(layout.padded[dim] // count, padded // count, count, problem.shape[dim])
                 row = problem.nbytes(layout) * count // layout.padded[dim]
                 after = _with(layout, dim, (), padded)
-                yield _step("halo", layout.dims[dim], layout, after, row * sum(h.rows for h in hops), problem, dim=dim)
+                kind, axes = ("halo", layout.dims[dim]) if hops else ("crop", ())
+                yield Step(kind, axes, layout, after, row * sum(h.rows for h in hops), dim=dim)
 
 
 def _owes(layout: Layout, problem: _Problem) -> Iterator[Step]:
@@ -357,18 +371,10 @@ def _owes(layout: Layout, problem: _Problem) -> Iterator[Step]:
     lacking = tuple(p for p in problem.dst.pending if p not in layout.pending)
     owing = _canonical(Layout(layout.sharding, layout.padded, layout.pending + lacking))
     if lacking and owing == problem.dst:
-        yield _step("owe", tuple(a for a, _ in lacking), layout, owing, 0, problem)
+        yield Step("owe", tuple(a for a, _ in lacking), layout, owing, 0)
 
 
 STEPS = (_all_gathers, _slices, _all_to_alls, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
-
-
-def _step(kind: str, axes: Axes, source: Layout, layout: Layout, nbytes, problem: _Problem, **where) -> Step:
-    """A step; among one device, or where no row moves, it is only a change of the padded size."""
-    axes = tuple(a for a in axes if problem.sizes[a] > 1)
-    if not axes or (kind == "halo" and not nbytes):
-        return Step("crop", axes, source, layout, 0, **where)
-    return Step(kind, axes, source, layout, nbytes, **where)
 
 
 def _with(layout: Layout, dim: int, axes: Axes, padded: int) -> Layout:
@@ -392,7 +398,7 @@ def _padded_nbytes(layout: Layout, dim: int, padded: int, problem: _Problem) -> 
     return nbytes if layout.dims[dim] else nbytes // problem.shape[dim] * padded
 
 
-def _exact(numerator: int, denominator: int):
+def _exact(numerator: int, denominator: int) -> Any:
     return Fraction(numerator, denominator) if numerator % denominator else numerator // denominator
 
 
@@ -457,15 +463,15 @@ def _pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list
 
 @dataclass(frozen=True)
 class _Hop:
-    """One ppermute of a change of block size: each device gets up to `rows` rows from the one `distance` further on.
-
-    `starts[s]` is the first row of its block that device s sends.
-    """
+    """One ppermute of a change of block size: each device gets up to `rows` rows from the one `distance` further on."""
 
     distance: int
     rows: int
     pairs: tuple[tuple[int, int], ...]
-    starts: tuple[int, ...]
+
+    def start(self, sender, old: int, new: int):
+        """The first row of its block that `sender` sends: where the receiver's new block begins, or earlier to fill `rows`."""
+        return lax.clamp(0, (sender - self.distance) * new - sender * old, old - self.rows)
 
 
 @lru_cache(maxsize=4096)
@@ -480,14 +486,14 @@ def _hops(old: int, new: int, count: int, size: int) -> tuple[_Hop, ...]:
 
 
 def _hop(distance: int, old: int, new: int, count: int, size: int) -> _Hop:
-    pairs, starts, rows = [], [0] * count, 0
+    pairs, rows = [], 0
     for receiver in range(max(0, -distance), min(count, count - distance)):
         sender = receiver + distance
         first, end = max(receiver * new, sender * old), min((receiver + 1) * new, (sender + 1) * old, size)
         if first < end:
             pairs.append((sender, receiver))
-            starts[sender], rows = first - sender * old, max(rows, end - first)
-    return _Hop(distance, rows, tuple(pairs), tuple(max(0, min(s, old - rows)) for s in starts))
+            rows = max(rows, end - first)
+    return _Hop(distance, rows, tuple(pairs))
 
 
 # Running a step on the local shard
@@ -531,7 +537,7 @@ def _run_slice(x, step, shape, sizes):
 def _run_owe(x, step, shape, sizes):
     kinds = dict(step.layout.pending)
     for axis in step.axes:
-        x = jnp.where(lax.axis_index(axis) == 0, x, jnp.full_like(x, _identity(kinds[axis], x.dtype)))
+        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, _identity(kinds[axis], x.dtype)))
     return x
 
 
@@ -545,16 +551,16 @@ def _run_halo(x, step, shape, sizes):
     count = shard_count(axes, sizes)
     old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
     device = lax.axis_index(axes)
-    rows = device * new + jnp.arange(new)
+    rows = device * new + lax.iota(device.dtype, new)
     pieces, where = [x], rows - device * old
     for hop in _hops(old, new, count, shape[dim]):
-        starts = jnp.array(hop.starts)
-        sent = lax.dynamic_slice_in_dim(x, starts[device], hop.rows, axis=dim)
-        sender = jnp.clip(device + hop.distance, 0, count - 1)
-        there = sum(p.shape[dim] for p in pieces) + rows - sender * old - starts[sender]
-        where = jnp.where(rows // old == device + hop.distance, there, where)
+        sent = lax.dynamic_slice_in_dim(x, hop.start(device, old, new), hop.rows, axis=dim)
+        sender = device + hop.distance
+        there = sum(p.shape[dim] for p in pieces) + rows - sender * old - hop.start(sender, old, new)
+        where = lax.select(lax.div(rows, old) == sender, there, where)
         pieces.append(_ppermute(sent, axes, hop.pairs, sizes))
-    return jnp.take(lax.concatenate(pieces, dim), where, axis=dim, mode="clip")
+    pieces = lax.concatenate(pieces, dim)
+    return pieces.at[(slice(None),) * dim + (where,)].get(mode="clip")
 
 
 def _run_crop(x, step, shape, sizes):
