@@ -14,4 +14,16 @@ from shardax.spmd_rules import (
     windows,
 )
 
-__all__ = ["annotation", "contraction", "elementwise", "indexing", "linalg", "random", "reductions", "scans", "shape", "sorting", "windows"]
+__all__ = [
+    "annotation",
+    "contraction",
+    "elementwise",
+    "indexing",
+    "linalg",
+    "random",
+    "reductions",
+    "scans",
+    "shape",
+    "sorting",
+    "windows",
+]
