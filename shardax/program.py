@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shardax import _jax, annotations, graph
-from shardax.completion.complete import Completion, complete
+from shardax.completion.complete import Completion, complete, resting_shardings
 from shardax.graph import Graph
 from shardax.partition.choose import Decisions, choose
 from shardax.partition.emit import emit
@@ -76,14 +76,16 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
     return Program(local, mesh, *resting, program, completion, decisions, phases)
 
 
-def _resting(program: Graph, completion: Completion, given, sizes: AxisSizes) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]]:
+def _resting(
+    program: Graph, completion: Completion, given, sizes: AxisSizes
+) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]]:
     """How arguments and results rest: as given, as the argument that they succeed, else nearest to what was completed."""
-    annotated = {node.inputs[0]: node.outputs[0] for node in reversed(program.nodes) if annotations.of_node(node)}
     ins = tuple(
-        sharding or at_rest(completion.sharding(annotated.get(v, v)), v.shape, sizes)
-        for v, sharding in zip(program.inputs, given, strict=True)
+        sharding or at_rest(completion.sharding(v), v.shape, sizes)
+        for v, sharding in zip(program.inputs, resting_shardings(program, given, sizes), strict=True)
     )
-    likes = {node.outputs[0]: given.like for node in program.nodes if (given := annotations.of_node(node)) and given.like is not None}
+    notes = {node.outputs[0]: annotations.of_node(node) for node in program.nodes}
+    likes = {v: note.like for v, note in notes.items() if note and note.like is not None}
     outs = tuple(ins[likes[v]] if v in likes else at_rest(completion.sharding(v), v.shape, sizes) for v in program.outputs)
     return ins, outs
 

@@ -5,6 +5,7 @@ The worklist is ordered by level, then by place in the program, so the result de
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from shardax import annotations
 from shardax.completion.edges import Edge, edges_of, successor_edges
 from shardax.graph import Graph, Node, Value
-from shardax.sharding import Axes, AxisSizes, Sharding, replicated, round_up, shard_count
+from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated, round_up, shard_count
 from shardax.spmd_rules.localize import project
 from shardax.spmd_rules.rule import WHOLE, Factors
 
@@ -65,24 +66,51 @@ def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSize
     done = Completion(sizes)
     edges = [*edges_of(graph, done.factors), *successor_edges(graph)]
     worklist = _Worklist(edges)
-    for value, dims, source in _given(graph, arguments):
-        _fix(done, value, dims, source)
-        worklist.touch(value)
-    while (edge := worklist.pop()) is not None:
-        for value in _visit(done, *edge):
-            worklist.touch(value)
+    state = _state(graph)
+    given = list(_given(graph, arguments, sizes))
+    for now in (False, True):
+        for value, dims, source, argument in given:
+            if (argument in state) == now:
+                _fix(done, value, dims, source)
+                worklist.touch(value)
+        while (edge := worklist.pop()) is not None:
+            for value in _visit(done, *edge):
+                worklist.touch(value)
     return done
 
 
-def _given(graph: Graph, arguments: Sequence[Sharding | None]) -> Iterable[tuple[Value, Sequence[Axes | None], str]]:
-    """(value, dims, source) of every annotation. Annotated arguments first ask what their annotation says."""
-    annotated = {node.inputs[0] for node in graph.nodes if annotations.of_node(node)}
-    for i, (value, sharding) in enumerate(zip(graph.inputs, arguments, strict=True)):
-        if sharding is not None and value not in annotated:
-            yield value, sharding.dims, f"argument {i} is committed to it"
+def _state(graph: Graph) -> set[Value]:
+    """The arguments that come back, updated or as gradients: some result has the same shape and dtype.
+
+    Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded data
+    parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities to the user.)
+    """
+    back = {(v.shape, v.aval.dtype) for v in graph.outputs}
+    return {v for v in graph.inputs if v.shape and (v.shape, v.aval.dtype) in back}
+
+
+def resting_shardings(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes) -> list[Sharding | None]:
+    """How each argument rests between calls: as it is committed, else nearest to its annotation; None where nothing says so."""
+    inputs, rest = set(graph.inputs), dict(zip(graph.inputs, arguments, strict=True))
+    for node in graph.nodes:
+        given, value = annotations.of_node(node), node.inputs[0] if node.inputs else None
+        if given and value in inputs and rest[value] is None and all(d is not None for d in given.dims):
+            rest[value] = at_rest(Sharding(tuple(d or () for d in given.dims)), value.shape, sizes)
+    return [rest[value] for value in graph.inputs]
+
+
+def _given(
+    graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes
+) -> Iterable[tuple[Value, Sequence[Axes | None], str, Value | None]]:
+    """(value, dims, source, argument that it is about) of every annotation. An annotated argument itself rests in the nearest
+    sharding that divides."""
+    resting = resting_shardings(graph, arguments, sizes)
+    for i, (value, sharding) in enumerate(zip(graph.inputs, resting, strict=True)):
+        if sharding is not None:
+            yield value, sharding.dims, f"argument {i} rests in it", value
     for node in graph.walk():
         if given := annotations.of_node(node):
-            yield node.outputs[0], given.dims, given.source
+            yield node.outputs[0], given.dims, given.source, node.inputs[0]
 
 
 def _fix(done: Completion, value: Value, dims: Sequence[Axes | None], source: str) -> None:
@@ -170,9 +198,10 @@ def _refine(done: Completion, value: Value, tensor, agreed: dict[str, tuple[Axes
     for d in sorted(asked, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
         dim = tensor[d]
         axes = _dim_axes(dim, agreed, edge.factors, done.sizes)
-        new = axes[len(have[d]) :]
-        if axes[: len(have[d])] != have[d] or not new or used & set(new):
+        new = _free_prefix(axes[len(have[d]) :], used)
+        if axes[: len(have[d])] != have[d] or not new:
             continue
+        axes = have[d] + new
         if value.shape[d] < shard_count(axes, done.sizes):
             continue
         have = [*have[:d], axes, *have[d + 1 :]]
@@ -184,8 +213,12 @@ def _refine(done: Completion, value: Value, tensor, agreed: dict[str, tuple[Axes
     return changed
 
 
+def _free_prefix(axes: Axes, used: set[str]) -> Axes:
+    return tuple(itertools.takewhile(lambda a: a not in used, axes))
+
+
 def _dim_axes(dim, agreed: dict[str, tuple[Axes, Value]], factors: Factors, sizes: AxisSizes) -> Axes:
-    """The axes of a dim from those of its factors: a minor factor's only below major ones that are split to single positions."""
+    """The axes of a dim from those of its factors: a minor one's only where the major ones are split to single positions."""
     axes: Axes = ()
     majors = 1
     for factor in dim:

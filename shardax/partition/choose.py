@@ -1,9 +1,9 @@
 """choose: for each node, which factors are split over which axes. Pure data out: the decisions, which `emit` then carries out.
 
-Nodes are taken in program order. Each one's candidates are the splits that its operands' layouts and its results' completed
-shardings suggest, and for pending operands both settling them and letting them wait. A candidate's price is what it sends
-(operands resharded, results brought to the shardings wanted of them), plus its compute; the cheapest is taken, and among
-equals the one listed first: results' wishes before operands', waiting before settling.
+Nodes are taken in program order. A node's candidates are the splits that its operands suggest (as they were made, and as
+completion wants them) and its results (as completion wants them), and for pending operands both settling them and letting
+them wait. A candidate's price is what it sends (operands resharded, results brought to the shardings wanted of them), plus its
+compute; the cheapest is taken, and among equals the one listed first: results' wishes before operands', waiting before settling.
 """
 
 import itertools
@@ -20,6 +20,8 @@ from shardax.sharding import AxisSizes, Layout, Padding, whole
 from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Passes, Split, whole_rule
 from shardax.spmd_rules.rule import WHOLE, Factors
+
+_MULTIPLY = ("conv_general_dilated", "dot_general")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +119,17 @@ class Chooser:
         return Move(source, target)
 
     def store_results(self, node: Node, layouts: Sequence[Layout]) -> dict[int, Layout]:
-        """Stores results. A pending one with several uses is settled where it is made: its users would each pay again."""
+        """Stores results. A pending one with several uses is settled where it is made: its users would each pay again.
+
+        An annotated value is the value itself: it is there in its old layouts too.
+        """
         settled = {}
         for i, (value, layout) in enumerate(zip(node.outputs, layouts, strict=True)):
             if layout.pending and self.uses[value] > 1:
                 settled[i] = layout = self.destination(value, layout)
             self.stored[value] = [layout]
+        if annotations.of_node(node):
+            self.stored[node.outputs[0]] += [x for x in self.layouts(node.inputs[0]) if x != layouts[0] and not x.pending]
         return settled
 
     def destination(self, value: Value, layout: Layout) -> Layout:
@@ -155,39 +162,49 @@ class Chooser:
     def cheapest(self, node: Node, entry: Entry, factors: Factors) -> _Candidate:
         if annotations.of_node(node):
             return _candidate(factors, _project([self.wanted(node.outputs[0])], factors.results, factors, self.sizes), (), ())
-        best, least = None, math.inf
+        best, least = None, (math.inf,)
         for candidate in self.candidates(node, entry, factors):
             price = self.total(node, candidate, factors)
-            if price < least:
-                best, least = candidate, price
-            if price <= self.compute(node, candidate, factors):
+            order = (*self.reluctance(node, entry, candidate, factors), price)
+            if order < least:
+                best, least = candidate, order
+            if best is candidate and price <= self.compute(node, candidate, factors):
                 break
         assert best is not None, f"no way to run {node.name}"
         return best
 
+    def reluctance(self, node: Node, entry: Entry, candidate: _Candidate, factors: Factors) -> tuple[float, ...]:
+        """What counts before bytes: indexed dims stay split in place, and multiplications are split as far as may be."""
+        held = 0
+        if stay := entry.factors_in_place(factors):
+            made = _project([self.layouts(node.inputs[0])[0]], factors.operands[:1], factors, self.sizes)
+            held = sum(f in made and f not in candidate.splits for f in stay)
+        ways = math.prod(math.prod(self.sizes[a] for a in split.axes) for split in candidate.splits.values())
+        return (held, -ways if node.name in _MULTIPLY else 0)
+
     def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[_Candidate]:
         results = [[self.wanted(v)] for v in node.outputs]
-        operands = [self.layouts(v) for v in node.inputs]
-        suggestions = _suggestions(results + operands, factors.results + factors.operands, factors, self.sizes)
-        waits = list(_waits(entry.passes_of(node), operands))
-        for splits in _assignments(suggestions):
-            if fits(factors, splits, self.sizes):
-                axes = {a for split in splits.values() for a in split.axes}
-                for group, pending in waits:
-                    if axes.isdisjoint(axis for axis, _ in pending):
-                        yield _candidate(factors, splits, group, pending)
+        made = [[self.layouts(v)[0], self.wanted(v)] for v in node.inputs]
+        suggestions = _suggestions(results + made, factors.results + factors.operands, factors, self.sizes)
+        waits = list(_waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
+        for splits in _assignments(suggestions, factors, self.sizes):
+            for group, pending in waits:
+                if _compatible(factors, splits, pending):
+                    yield _candidate(factors, splits, group, pending)
 
     def total(self, node: Node, candidate: _Candidate, factors: Factors) -> float:
-        operands = {(v, t): min(self.price(v, s, t) for s in self.layouts(v)) for v, t in zip(node.inputs, candidate.operands, strict=True)}
-        results = (self.price(v, r, self.destination(v, r)) for v, r in zip(node.outputs, candidate.results, strict=True) if self.uses[v])
-        return sum(operands.values()) + sum(results) + self.compute(node, candidate, factors)
+        reads = dict.fromkeys(zip(node.inputs, candidate.operands, strict=True))
+        made = [(v, r) for v, r in zip(node.outputs, candidate.results, strict=True) if self.uses[v]]
+        operands = sum(min(self.price(v, source, target) for source in self.layouts(v)) for v, target in reads)
+        results = sum(self.price(v, layout, self.destination(v, layout)) for v, layout in made)
+        return operands + results + self.compute(node, candidate, factors)
 
     def compute(self, node: Node, candidate: _Candidate, factors: Factors) -> float:
         """The price, in bytes sent, of a candidate's memory traffic and multiplications."""
         values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
         nbytes = sum(math.prod(lay.local_shape(self.sizes)) * _itemsize(v) for v, lay in zip(values, layouts, strict=True))
         flops = 0.0
-        if node.name in ("dot_general", "conv_general_dilated"):
+        if node.name in _MULTIPLY:
             flops = 2.0 * math.prod(_local_size(f, factors, candidate.splits, self.sizes) for f in factors.sizes)
         return nbytes * MEMORY_BYTE + flops * FLOP
 
@@ -249,15 +266,41 @@ def _suggestions(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors,
 _MOST_CANDIDATES = 256
 
 
-def _assignments(suggestions: dict[str, list[Split]]) -> Iterator[dict[str, Split]]:
-    """Every way to give each factor one of its suggestions or none, no axis twice; fullest first."""
-    names = [f for f in suggestions if suggestions[f]]
-    options = [[*suggestions[f], None] for f in names]
-    for chosen in itertools.islice(itertools.product(*options), _MOST_CANDIDATES):
-        splits = {f: s for f, s in zip(names, chosen, strict=True) if s is not None}
-        axes = [a for s in splits.values() for a in s.axes]
-        if len(axes) == len(set(axes)):
+def _assignments(suggestions: dict[str, list[Split]], factors: Factors, sizes: AxisSizes) -> Iterator[dict[str, Split]]:
+    """Ways to give each factor one of its suggestions or none: first as many as fit, one after the other; then every way, the
+    fullest first, as far as there is patience; last, none."""
+    options = {f: [*splits, None] for f, splits in suggestions.items() if splits}
+    yield _greedy(options, factors, sizes)
+    for chosen in itertools.islice(itertools.product(*options.values()), _MOST_CANDIDATES):
+        splits = {f: s for f, s in zip(options, chosen, strict=True) if s is not None}
+        if _compatible(factors, splits, ()) and fits(factors, splits, sizes):
             yield splits
+    yield {}
+
+
+def _greedy(options: dict[str, list[Split | None]], factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
+    splits: dict[str, Split] = {}
+    for factor, alternatives in options.items():
+        for split in filter(None, alternatives):
+            more = {**splits, factor: split}
+            if _compatible(factors, more, ()) and fits(factors, more, sizes):
+                splits = more
+                break
+    return splits
+
+
+def _compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:
+    """Whether no tensor is split twice by one axis, and no axis over which a result owes a reduction splits it too."""
+    owed = [axis for axis, _ in (*reduced_pending(factors, splits), *pending)]
+    if len(set(owed)) != len(owed):
+        return False
+    for i, dims in enumerate(factors.tensors):
+        axes = [a for dim in dims for f in dim if f in splits for a in splits[f].axes]
+        if i >= len(factors.operands) or pending:
+            axes += owed if i >= len(factors.operands) else [axis for axis, _ in pending]
+        if len(set(axes)) != len(axes):
+            return False
+    return True
 
 
 def _waits(passes: Sequence[Passes], operands: Sequence[Sequence[Layout]]) -> Iterator[tuple[tuple[int, ...], Pending]]:

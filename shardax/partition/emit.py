@@ -56,7 +56,7 @@ class _Emitter:
         else:
             results = run_local(decision.entry, decision.local, decision.factors, shards)
         for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.local.results, results, strict=True)):
-            self.env[value] = {layout: shard}
+            self.env[value] = {**(self.env.get(node.inputs[0], {}) if annotations.of_node(node) else {}), layout: shard}
             self.makers[value] = node
             if i in decision.settled:
                 self.read(value, Move(layout, decision.settled[i]), purpose)

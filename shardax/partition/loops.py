@@ -25,8 +25,8 @@ def _scan(chooser: "Chooser", node: Node) -> Decision:
     xs = [_unstacked(chooser, outer, inner) for outer, inner in _pairs(node.inputs, body.inputs, consts + carries)]
     ys = [chooser.wanted(inner) for inner in body.outputs[carries:]]
     carry, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:carries], xs, ys)
-    operands = [*const_layouts, *carry, *(_stacked(x, outer) for x, outer in zip(xs, node.inputs[consts + carries :], strict=True))]
-    results = [*carry, *(_stacked(y, outer) for y, outer in zip(ys, node.outputs[carries:], strict=True))]
+    operands = [*const_layouts, *carry, *map(_stacked, xs, node.inputs[consts + carries :])]
+    results = [*carry, *map(_stacked, ys, node.outputs[carries:])]
     return _decision(chooser, node, operands, results, (decisions,))
 
 
@@ -60,7 +60,8 @@ def _fixpoint(chooser: "Chooser", body: Graph, consts, carried: Sequence[Value],
     carry = [_owing(want, move.target) for want, move in zip(wanted, free.outputs[: len(wanted)], strict=True)]
     while carry != wanted:
         decisions = chooser.graph(body, [*consts, *carry, *xs], [None] * len(carry) + ys)
-        waited = [_waited(chooser, value, lay, move) for value, lay, move in zip(carried, carry, decisions.outputs, strict=False)]
+        left = decisions.outputs[: len(carry)]
+        waited = [_waited(chooser, value, lay, move) for value, lay, move in zip(carried, carry, left, strict=True)]
         if all(waited):
             break
         carry = [have if ok else want for want, have, ok in zip(wanted, carry, waited, strict=True)]
@@ -76,7 +77,9 @@ def _owing(wanted: Layout, out: Layout) -> Layout:
 
 def _waited(chooser: "Chooser", value: Value, layout: Layout, move) -> bool:
     """Whether a pending carry came back owing the same, and nothing in the body needed it settled."""
-    return not layout.pending or (move.target.pending == layout.pending and all(x.pending for x in chooser.layouts(value)))
+    if not layout.pending:
+        return True
+    return move.target.pending == layout.pending and all(there.pending for there in chooser.layouts(value))
 
 
 def _at_hand(chooser: "Chooser", value: Value) -> Layout:
@@ -96,6 +99,7 @@ def _unstacked(chooser: "Chooser", outer: Value, inner: Value) -> Layout:
 
 
 def _stacked(layout: Layout, outer: Value) -> Layout:
+    """How a stack of values lies of which each lies so."""
     return Layout(Sharding(((), *layout.dims)), (outer.shape[0], *layout.padded))
 
 

@@ -137,10 +137,18 @@ class Entry:
     rule: RuleText
     local: LocalLowering | None = None
     passes: PassesOf = ()
+    in_place: tuple[int, int] | None = None
 
     def factors(self, node: Node) -> Factors:
         text = self.rule if isinstance(self.rule, str) else self.rule(node)
         return bind(parse(text), node.in_shapes, node.out_shapes)
+
+    def factors_in_place(self, factors: Factors) -> frozenset[str]:
+        """The factors of the table's indexed dims."""
+        if self.in_place is None:
+            return frozenset()
+        table, payload = ({f for dim in factors.tensors[i] for f in dim} for i in self.in_place)
+        return frozenset(table - payload)
 
     def passes_of(self, node: Node) -> Sequence[Passes]:
         return self.passes(node) if callable(self.passes) else self.passes
@@ -149,7 +157,14 @@ class Entry:
 RULES: dict[str, Entry] = {}
 
 
-def register_rule(primitive, rule: RuleText, local: LocalLowering | None = None, *, passes: PassesOf = ()) -> None:
+def register_rule(
+    primitive,
+    rule: RuleText,
+    local: LocalLowering | None = None,
+    *,
+    passes: PassesOf = (),
+    in_place: tuple[int, int] | None = None,
+) -> None:
     """Registers how a primitive is partitioned.
 
     Args:
@@ -157,6 +172,8 @@ def register_rule(primitive, rule: RuleText, local: LocalLowering | None = None,
       rule: text (see `rule.py`), or a function of the node (`.params`, `.inputs[i].shape`) that gives it.
       local: how it is written on shards (a `LocalLowering`); by default the primitive is bound on them as it is.
       passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a function of the node.
+      in_place: (table, payload), as places among operands and results: the dims of the table that the payload does not have,
+        those that are indexed, stay split as they are if there is any way: the rows of a gather's table, of an updated buffer.
 
     Raises:
       ValueError: the text does not parse; quotes the rule and the offending word.
@@ -166,7 +183,7 @@ def register_rule(primitive, rule: RuleText, local: LocalLowering | None = None,
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):
         parse(rule)
-    RULES[name] = Entry(name, rule, local, passes)
+    RULES[name] = Entry(name, rule, local, passes, in_place)
 
 
 def whole_rule(node: Node) -> str:
