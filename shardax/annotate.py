@@ -71,7 +71,7 @@ def flatten(tree):
 def broadcast_specs(specs, tree, name: str) -> list[Any]:
     """For each leaf of `tree` the spec that the prefix tree `specs`, which messages call `name`, gives to it."""
     try:
-        return jax.tree.leaves(jax.tree.broadcast(specs, tree, is_leaf=is_spec), is_leaf=is_spec)
+        return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(specs, tree, is_leaf=is_spec))
     except ValueError as error:
         raise ValueError(_jax.prefix_error(specs, tree, name, is_spec) or str(error)) from None
 
@@ -168,6 +168,8 @@ def _jvp(primals, tangents, *, dims, source, like):
 def _batch(axis_data, args, batch_dims, *, dims, source, like):
     """The new dim is split over vmap's spmd_axis_name, and open without one."""
     (x,), (d,) = args, batch_dims
+    if d is None:
+        return bind(x, dims, source, like), d
     name = axis_data.spmd_name
     new = None if name is None else entry_axes(name)
     return bind(x, (*dims[:d], new, *dims[d:]), source, like), d

@@ -1,7 +1,6 @@
 """Function and arguments -> the global jaxpr, the shardings that the user gave recorded in it as annotation equations."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,19 +172,15 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], mesh: Mesh | Ab
     empty context allows that.
     """
     shapes = list(map(_shape, leaves))
-    auto = abstract_mesh(auto_mesh(mesh))
-    try:
-        with _jax.use_abstract_mesh(auto):
-            return jax.make_jaxpr(flat)(*shapes)
-    except Exception:
-        if not is_explicit(mesh):
-            raise
+    contexts = [abstract_mesh(auto_mesh(mesh)), *([AbstractMesh((), ())] if is_explicit(mesh) else [])]
+    errors: list[Exception] = []
+    for context in contexts:
         try:
-            with _jax.use_abstract_mesh(AbstractMesh((), ())):
+            with _jax.use_abstract_mesh(context):
                 return jax.make_jaxpr(flat)(*shapes)
-        except Exception:
-            nullcontext()
-        raise
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _shape(x) -> jax.ShapeDtypeStruct:

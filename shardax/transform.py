@@ -36,7 +36,9 @@ def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
 
 def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: Mesh | AbstractMesh, options: Options) -> program.Program:
     """The program of an equation of the primitive; see `shardax.program.build`, which memoizes it."""
-    return program.build(jaxpr, in_shardings, abstract_mesh(auto_mesh(mesh)), options)
+    abstract = abstract_mesh(auto_mesh(mesh))
+    with _jax.use_abstract_mesh(abstract):
+        return program.build(jaxpr, in_shardings, abstract, options)
 
 
 @functools.lru_cache
