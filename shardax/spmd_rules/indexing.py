@@ -8,7 +8,7 @@ Indices may be out of range, and `mode` says what happens then. It must happen o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,7 @@ from shardax.graph import Node
 from shardax.sharding import Axes
 from shardax.spmd_rules.registry import LINEAR, MOVES, Local, Passes, register_rule
 
+_FAR = -(2**30)  # outside of every shard, wherever it starts
 _CLIP, _DROP = lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP
 
 
@@ -32,8 +33,8 @@ class _Windows:
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     slice_dims: Sequence[int]
+    collapsed: Sequence[int]
     indexed: Sequence[int]
-    collapsed: Sequence[int] = ()
     batch: Sequence[int] = ()
     index_batch: Sequence[int] = ()
 
@@ -44,9 +45,12 @@ class _Windows:
     def _operand_dim(self, d: int, mark: str) -> str:
         if d in self.batch:
             return f"b{self.index_batch[list(self.batch).index(d)]}"
-        if d not in self.collapsed and self.sizes[d] == self.shape[d]:
+        if self._covers(d):
             return f"o{d}"
-        return f"x{d}{mark}" if d in self.indexed and self.sizes[d] == 1 else f"w{d}!"
+        return f"x{d}{mark}" if d in self.indexed else f"w{d}!"
+
+    def _covers(self, d: int) -> bool:
+        return d not in self.collapsed and self.sizes[d] == self.shape[d]
 
     def indices(self, rank: int, mark: str) -> list[str]:
         """The factors of the dims of the indices; `mark` is for those that no dim of the operand follows."""
@@ -54,19 +58,28 @@ class _Windows:
 
     def slices(self, indices: Sequence[str]) -> list[str]:
         """The factors of the dims of what is gathered or scattered."""
-        shown = iter(d for d in range(len(self.shape)) if d not in self.collapsed and d not in self.batch)
-        others = iter(indices[:-1])
+        shown, others = iter(self.shown), iter(indices[:-1])
         rank = len(self.slice_dims) + len(indices) - 1
         return [self._slice_dim(next(shown)) if d in self.slice_dims else next(others) for d in range(rank)]
 
     def _slice_dim(self, d: int) -> str:
-        if self.sizes[d] == self.shape[d]:
+        if self._covers(d):
             return f"o{d}"
         return "1" if self.sizes[d] == 1 else f"s{d}!"
 
+    @property
+    def shown(self) -> list[int]:
+        """The operand's dims that slices have."""
+        return [d for d in range(len(self.shape)) if d not in self.collapsed and d not in self.batch]
+
+    @property
+    def numbers(self) -> tuple[Sequence[int], ...]:
+        """The arguments of GatherDimensionNumbers, and of ScatterDimensionNumbers."""
+        return self.slice_dims, self.collapsed, self.indexed, self.batch, self.index_batch
+
     def pointed(self, local: Local) -> list[int]:
         """The dims of the operand that are split and indexed."""
-        return [d for d in self.indexed if self.sizes[d] == 1 and local.operands[0].dims[d]]
+        return [d for d in self.indexed if not self._covers(d) and local.operands[0].dims[d]]
 
     def local_sizes(self, local: Local) -> tuple[int, ...]:
         """The windows in this device's shard: those that cover a dim cover the shard's."""
@@ -90,17 +103,45 @@ def _clip(indices, last):
     return jnp.minimum(jnp.maximum(indices, np.zeros((), indices.dtype)), last)
 
 
-def _widen(indices):
-    """Indices in which the start of any shard can be subtracted."""
-    return indices if indices.dtype.itemsize >= 4 else indices.astype("int32")
+def _outside(windows: _Windows, indices):
+    """Which windows are not wholly in the operand."""
+    return jnp.any((indices < 0) | (indices > windows.last(indices.dtype)), axis=-1)
 
 
-def _localize(local: Local, windows: _Windows, indices):
-    """The indices as positions in this device's shard: those that other shards answer come to lie outside of it."""
+def _signed(indices):
+    """Indices from which the start of any shard can be subtracted."""
+    return indices.astype("int64" if indices.dtype.itemsize == 8 else "int32")
+
+
+def _localize(local: Local, windows: _Windows, indices, clips: bool):
+    """The windows and where they lie in this device's shard: what other shards answer comes to lie outside of it."""
     pointed, layout = windows.pointed(local), local.operands[0]
+    longer = [d for d in pointed if windows.sizes[d] > 1]
+    if clips:
+        indices = _signed(_clip(indices, windows.last(indices.dtype)))
+    elif longer:  # a window that is only partly out of range is so as a whole
+        indices = jnp.where(_outside(windows, indices)[..., None], np.int32(_FAR), _signed(indices))
+    for d in longer:
+        windows, indices = _take_apart(windows, _signed(indices), d)
     starts = [local.start(layout, d) if d in pointed else 0 for d in windows.indexed]
-    indices = _widen(indices)
-    return indices - jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
+    indices = _signed(indices)
+    return windows, indices - jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
+
+
+def _take_apart(windows: _Windows, indices, d: int):
+    """Windows of several positions in dim d as so many windows of one position: the indices have a dim more."""
+    in_slices = windows.slice_dims[windows.shown.index(d)]
+    at = in_slices - sum(e < in_slices for e in windows.slice_dims)
+    shape = (*indices.shape[:at], windows.sizes[d], *indices.shape[at:])
+    steps = lax.broadcasted_iota(indices.dtype, shape, at) * np.array([e == d for e in windows.indexed], indices.dtype)
+    apart = replace(
+        windows,
+        sizes=tuple(1 if e == d else size for e, size in enumerate(windows.sizes)),
+        slice_dims=tuple(e for e in windows.slice_dims if e != in_slices),
+        collapsed=tuple(sorted((*windows.collapsed, d))),
+        index_batch=tuple(e + (e >= at) for e in windows.index_batch),
+    )
+    return apart, jnp.expand_dims(indices, at) + steps
 
 
 def gather(node: Node) -> str:
@@ -114,25 +155,30 @@ def gather(node: Node) -> str:
 def _gather_windows(node: Node) -> _Windows:
     numbers = node.params["dimension_numbers"]
     batch, index_batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    dims = (numbers.offset_dims, numbers.start_index_map, numbers.collapsed_slice_dims, batch, index_batch)
+    dims = (numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map, batch, index_batch)
     return _Windows(node.inputs[0].shape, tuple(node.params["slice_sizes"]), *dims)
 
 
 def _gather_local(local: Local, operand, indices):
     """Whatever the mode, indices outside the shard give zeros; the fill value is put in by the first shard alone."""
     windows = _gather_windows(local.node)
-    sizes, pointed = windows.local_sizes(local), windows.pointed(local)
+    pointed, fills = windows.pointed(local), local.params["mode"] == _DROP
     if not pointed:
-        return local.bind(operand, indices, slice_sizes=sizes)
-    fills, last = local.params["mode"] == _DROP, windows.last(indices.dtype)
-    positions = _localize(local, windows, indices if fills else _clip(indices, last))
-    (slices,) = local.bind(operand, positions, slice_sizes=sizes, mode=_DROP, fill_value=0)
+        return local.bind(operand, indices, slice_sizes=windows.local_sizes(local))
+    slices = _gather_owned(local, windows, operand, indices, clips=not fills)
     if not fills or not np.any(local.params["fill_value"]):
         return [slices]
-    outside = jnp.any((indices < 0) | (indices > last), axis=-1)
     others = [d for d in range(slices.ndim) if d not in windows.slice_dims]
-    filled = lax.broadcast_in_dim(outside & _is_first(local, pointed), slices.shape, others)
+    outside = _outside(windows, indices) & _is_first(local, pointed)
+    filled = lax.broadcast_in_dim(outside, slices.shape, others)
     return [lax.select(filled, lax.full_like(slices, local.params["fill_value"]), slices)]
+
+
+def _gather_owned(local: Local, windows: _Windows, operand, indices, clips: bool):
+    """The positions that this shard has, zeros for the others."""
+    apart, positions = _localize(local, windows, indices, clips)
+    numbers = lax.GatherDimensionNumbers(*apart.numbers)
+    return lax.gather(operand, positions, numbers, apart.local_sizes(local), mode=_DROP, fill_value=0)
 
 
 def _is_first(local: Local, dims: Sequence[int]):
@@ -165,7 +211,7 @@ def _scatter_windows(node: Node) -> _Windows:
     collapsed, slice_dims = numbers.inserted_window_dims, numbers.update_window_dims
     shown = iter(node.inputs[2].shape[d] for d in slice_dims)
     sizes = tuple(1 if d in collapsed or d in batch else next(shown) for d in range(len(shape)))
-    return _Windows(shape, sizes, slice_dims, numbers.scatter_dims_to_operand_dims, collapsed, batch, index_batch)
+    return _Windows(shape, sizes, slice_dims, collapsed, numbers.scatter_dims_to_operand_dims, batch, index_batch)
 
 
 def _scatter_local(local: Local, operand, indices, updates):
@@ -173,9 +219,9 @@ def _scatter_local(local: Local, operand, indices, updates):
     windows = _scatter_windows(local.node)
     if not windows.pointed(local):
         return local.bind(operand, indices, updates)
-    if local.params["mode"] == _CLIP:
-        indices = _clip(indices, windows.last(indices.dtype))
-    return local.bind(operand, _localize(local, windows, indices), updates, mode=_DROP)
+    apart, positions = _localize(local, windows, indices, clips=local.params["mode"] == _CLIP)
+    numbers = lax.ScatterDimensionNumbers(*apart.numbers)
+    return local.bind(operand, positions, updates, dimension_numbers=numbers, mode=_DROP)
 
 
 def _scatter_add_local(local: Local, operand, indices, updates):
@@ -197,36 +243,39 @@ def _extremum_passes(kind: str) -> tuple[Passes, ...]:
 
 
 def dynamic_slice(node: Node) -> str:
-    """ "o0 x1+, , -> o0 1": a single position may lie in a split dim."""
-    windows = _dynamic_windows(node.inputs[0].shape, tuple(node.params["slice_sizes"]))
+    """ "o0 x1+, , -> o0 s1!": the shards that have a part of the window give it."""
+    windows = _dynamic_windows(node.inputs[0].shape, node.params["slice_sizes"])
     operand = " ".join(windows.operand(owner_mark(node.inputs[0].aval.dtype)))
     return f"{operand}{', ' * len(windows.shape)} -> {' '.join(windows.slices(['v!']))}"
 
 
-def _dynamic_windows(shape: tuple[int, ...], sizes: tuple[int, ...]) -> _Windows:
-    return _Windows(shape, sizes, range(len(shape)), range(len(shape)))
-
-
-def _own(local: Local, windows: _Windows, starts):
-    """The starts as positions in this device's shard, and whether they lie in it."""
-    starts, inside = [_widen(start) for start in starts], True
-    for d in windows.pointed(local):
-        first = jnp.asarray(local.start(local.operands[0], d), starts[d].dtype)
-        position = _clip(starts[d], windows.last(starts[d].dtype)[d]) - first
-        starts[d] = _clip(position, np.asarray(local.in_shape()[d] - 1, position.dtype))
-        inside &= position == starts[d]
-    return starts, inside
+def _dynamic_windows(shape: Sequence[int], sizes: Sequence[int]) -> _Windows:
+    every = tuple(range(len(shape)))
+    return _Windows(tuple(shape), tuple(sizes), every, (), every)
 
 
 def _dynamic_slice_local(local: Local, operand, *starts):
-    windows = _dynamic_windows(local.node.inputs[0].shape, tuple(local.params["slice_sizes"]))
+    windows = _dynamic_windows(local.node.inputs[0].shape, local.params["slice_sizes"])
+    if any(windows.sizes[d] > 1 for d in windows.pointed(local)):
+        return [_gather_owned(local, windows, operand, jnp.stack(starts), clips=True)]
     starts, inside = _own(local, windows, starts)
     (part,) = local.bind(operand, *starts, slice_sizes=windows.local_sizes(local))
     return [part if inside is True else lax.select(inside, part, lax.full_like(part, 0))]
 
 
+def _own(local: Local, windows: _Windows, starts):
+    """The starts of windows of one position in this device's shard, and whether it has them."""
+    starts, inside = list(starts), True
+    for d in windows.pointed(local):
+        position = _signed(_clip(starts[d], windows.last(starts[d].dtype)[d]))
+        position -= jnp.asarray(local.start(local.operands[0], d), position.dtype)
+        starts[d] = _clip(position, np.asarray(local.in_shape()[d] - 1, position.dtype))
+        inside &= position == starts[d]
+    return starts if inside is True else list(map(_signed, starts)), inside
+
+
 def dynamic_update_slice(node: Node) -> str:
-    """ "o0 x1, o0 1, , -> o0 x1": a single position may be written into a split dim, as when a cache is appended to."""
+    """ "o0 x1, o0 1, , -> o0 x1": written into a split dim, as when a cache is appended to."""
     windows = _dynamic_windows(*node.in_shapes[:2])
     operand = " ".join(windows.operand(""))
     return f"{operand}, {' '.join(windows.slices(['v!']))}{', ' * len(windows.shape)} -> {operand}"
@@ -235,18 +284,22 @@ def dynamic_update_slice(node: Node) -> str:
 def _dynamic_update_slice_local(local: Local, operand, update, *starts):
     """Shards without the position write back what they have there: the operand is still updated in place."""
     windows = _dynamic_windows(*local.node.in_shapes[:2])
+    if any(windows.sizes[d] > 1 for d in windows.pointed(local)):
+        apart, positions = _localize(local, windows, jnp.stack(starts), clips=True)
+        numbers = lax.ScatterDimensionNumbers(*apart.numbers)
+        return [lax.scatter(operand, positions, update, numbers, unique_indices=True, mode=_DROP)]
     starts, inside = _own(local, windows, starts)
     if inside is not True:
         update = lax.select(inside, update, lax.dynamic_slice(operand, starts, update.shape, allow_negative_indices=False))
     return local.bind(operand, update, *starts)
 
 
-register_rule("dynamic_slice", dynamic_slice, _dynamic_slice_local, passes=(MOVES(0),))
-register_rule("dynamic_update_slice", dynamic_update_slice, _dynamic_update_slice_local, passes=(MOVES(0, 1),))
-register_rule("gather", gather, _gather_local, passes=_gather_passes)
-register_rule("scatter", _scatter("!"), _scatter_local, passes=_scatter_passes)
-register_rule("scatter-add", _scatter("+"), _scatter_add_local, passes=(LINEAR(0, 2),))
-register_rule("scatter-max", _scatter(":max"), _scatter_local, passes=_extremum_passes("max"))
-register_rule("scatter-min", _scatter(":min"), _scatter_local, passes=_extremum_passes("min"))
-register_rule("scatter-mul", _scatter("!"), _scatter_local, passes=(LINEAR(0),))
-register_rule("scatter-sub", _scatter("+"), _scatter_add_local, passes=(LINEAR(0, 2),))
+register_rule("dynamic_slice", dynamic_slice, _dynamic_slice_local, passes=(MOVES(0),), in_place=(0, -1))
+register_rule("dynamic_update_slice", dynamic_update_slice, _dynamic_update_slice_local, passes=(MOVES(0, 1),), in_place=(0, 1))
+register_rule("gather", gather, _gather_local, passes=_gather_passes, in_place=(0, -1))
+register_rule("scatter", _scatter("!"), _scatter_local, passes=_scatter_passes, in_place=(0, 2))
+register_rule("scatter-add", _scatter("+"), _scatter_add_local, passes=(LINEAR(0, 2),), in_place=(0, 2))
+register_rule("scatter-max", _scatter(":max"), _scatter_local, passes=_extremum_passes("max"), in_place=(0, 2))
+register_rule("scatter-min", _scatter(":min"), _scatter_local, passes=_extremum_passes("min"), in_place=(0, 2))
+register_rule("scatter-mul", _scatter("!"), _scatter_local, passes=(LINEAR(0),), in_place=(0, 2))
+register_rule("scatter-sub", _scatter("+"), _scatter_add_local, passes=(LINEAR(0, 2),), in_place=(0, 2))
