@@ -1,5 +1,7 @@
 """The plan of a program written by hand: what it counts, and its text."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -85,22 +87,22 @@ At rest other than wanted, where the wanted sharding does not divide
   argument 0/embed [257,64]: wanted P('model', None), rests in P(None, 'model'), which costs 32.1 KiB
 
 Collectives, by the line that they serve                                      each           total       share
-  tests/test_plan.py:28: argument 0/embed at rest in P(None, 'model')
+  tests/test_plan.py:30: argument 0/embed at rest in P(None, 'model')
     all_gather over model of f32[257,32]                                  32.1 KiB        32.1 KiB      74.5 %
-  tests/test_plan.py:23: sum of dot_general
+  tests/test_plan.py:25: sum of dot_general
     3 x all_reduce over model of f32[4,64]                                 1.0 KiB         3.0 KiB       7.0 %
     all_reduce over model of f32[4,64]                                     1.0 KiB         4.0 KiB       9.3 %
         4 trips
-  tests/test_plan.py:33
+  tests/test_plan.py:35
     all_reduce over data of f32[4,64]                                      1.5 KiB         1.5 KiB       3.5 %
         in a while loop: counted for one iteration
-  tests/test_plan.py:35
+  tests/test_plan.py:37
     all_reduce over model of f32[4,64]                                     1.0 KiB             0 B       0.0 %
         in a branch of a cond that sends less than another: not counted
     all_reduce over data of f32[4,64]                                      1.5 KiB         1.5 KiB       3.5 %
-  tests/test_plan.py:34
-    ppermute over data of f32[4,64]                                        1.0 KiB         1.0 KiB       2.3 %
   tests/test_plan.py:36
+    ppermute over data of f32[4,64]                                        1.0 KiB         1.0 KiB       2.3 %
+  tests/test_plan.py:38
     all_reduce over data,model of f32[]                                        7 B             7 B       0.0 %
 
 Totals                                                                       times           total       share
@@ -125,6 +127,37 @@ def test_at_rest():
 def test_comm_bytes():
     plan = make_plan()
     assert plan.comm_bytes == 257 * 32 * 4 + (LAYERS + 4) * 1024 + 1536 + 1024 + 1536 + 7
+
+
+def test_equal_layers_and_moments_are_shown_once():
+    """Ten layers; a subtree like another is named, one that differs is shown."""
+
+    def scaled(params, same, other, x):
+        for i in range(10):
+            with jax.named_scope(f"all_reduce[params/layer_{i} in P()]"):
+                x = lax.psum(x * params[f"layer_{i}"], "data")
+        return x
+
+    params = {f"layer_{i}": BATCH for i in range(10)}
+    split, whole = (dict.fromkeys(params, spec) for spec in (P("data"), P("model")))
+    in_specs = (split, split, whole, P("data"))
+    plan = make_plan(scaled, in_specs, P("data"), (params, params, params, BATCH))
+    wanted = [Sharding((("data", "model"),))] * 10 + [None] * 21
+    text = str(dataclasses.replace(plan, at_rest=moved("argument", plan.arguments(), wanted, [""] * 31)))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[2:10] == [
+        "Arguments at rest: 656 B on each device",
+        "P('data')",
+        "0/layer_{0..9} 10 x i32[16] 160 B",
+        "3 i32[16] 16 B",
+        "P('model')",
+        "2/layer_{0..9} 10 x i32[16] 320 B",
+        "as 0",
+        "1 10 arrays 160 B",
+    ]
+    assert "argument 0/layer_{0..9} 10 x [16]: wanted P(('data', 'model')), rests in P('data'), which costs 0 B" in lines
+    assert any(line.endswith(": params/layer_{0..9} in P()") for line in lines)
+    assert "10 x all_reduce over data of i32[4] 24 B 240 B 100.0 %" in lines
 
 
 def test_a_program_that_sends_nothing():

@@ -99,13 +99,12 @@ def other_branches(branches: Iterable[Iterable]) -> Iterator:
 def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     """`line` is that of the innermost equation around this body that has one."""
     for eqn in jaxpr.eqns:
-        here = _jax.user_line(eqn.source_info) or line
         name = eqn.primitive.name.removesuffix("_start")
         if name in _KINDS:
-            yield from _read(_KINDS[name], eqn, sizes, here)
-        else:
-            bodies = [_walk(body, sizes, here) for body in jaxprs_in_params(eqn.params)]
-            yield from _BODIES.get(name, _all_once)(eqn.params, bodies)
+            yield from _read(_KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
+        elif bodies := list(jaxprs_in_params(eqn.params)):
+            here = _jax.user_line(eqn.source_info) or line
+            yield from _BODIES.get(name, _all_once)(eqn.params, [_walk(body, sizes, here) for body in bodies])
 
 
 def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:

@@ -68,7 +68,7 @@ class Plan:
 
     def cost_at_rest(self, moved: AtRest) -> int:
         """Bytes that one device sends per call because `moved` rests where it does."""
-        return comm_bytes(c for c in self.collectives if c.reason == moved.reason)
+        return comm_bytes(c for c in self.collectives if c.reason and c.reason == moved.reason)
 
     def arguments(self) -> Iterator["Placed"]:
         shardings = (self.in_shardings, dict(self.kw_shardings))

@@ -1,0 +1,54 @@
+"""The small texts of which plans are made: bytes, shardings, and many names as one."""
+
+import re
+from collections.abc import Sequence
+
+from shardax.sharding import Sharding
+
+
+def bytes_text(nbytes: float) -> str:
+    """
+    >>> bytes_text(12), bytes_text(1536), bytes_text(3 << 20), bytes_text(1023.99 * 1024)
+    ('12 B', '1.5 KiB', '3.0 MiB', '1.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if round(nbytes, 1) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.1f} TiB"
+
+
+def spec_text(sharding: Sharding) -> str:
+    """
+    >>> spec_text(Sharding((("x",), ()))), spec_text(Sharding(((), ())))
+    ("P('x')", 'replicated')
+    """
+    dims = sharding.dims
+    while dims and not dims[-1]:
+        dims = dims[:-1]
+    return str(Sharding(dims)) if dims else "replicated"
+
+
+def times(count: int) -> str:
+    return f"{count} x " if count > 1 else ""
+
+
+def form(text: str) -> str:
+    """What texts that differ in their numbers only have in common.
+
+    >>> form("layer_3/w") == form("layer_12/w")
+    True
+    """
+    return re.sub(r"\d+", "0", text)
+
+
+def as_one(texts: Sequence[str]) -> str:
+    """Texts of one form, as one.
+
+    >>> as_one(["0/layer_0/w", "0/layer_1/w", "0/layer_2/w"])
+    '0/layer_{0..2}/w'
+    """
+    words = re.split(r"\d+", texts[0])
+    columns = zip(*(map(int, re.findall(r"\d+", text)) for text in texts), strict=True)
+    ranges = [f"{min(c)}" if min(c) == max(c) else f"{{{min(c)}..{max(c)}}}" for c in columns]
+    return "".join(word + number for word, number in zip(words, [*ranges, ""], strict=True))
