@@ -20,6 +20,7 @@ B = ramp(5, 8) > 0
 T = ramp(3, 5, 8)
 M = ramp(5, 4, 4) / 16 + 4 * np.eye(4, dtype="float32")  # five well-conditioned matrices
 S = M @ M.swapaxes(1, 2)
+SIZES = np.asarray([[1, 6], [3, 4], [7, 0]])  # of two groups of rows, in three batches
 KEY, KEYS = jax.random.key(7), partial(jax.random.split, jax.random.key(3), 5)
 
 
@@ -34,6 +35,10 @@ def _conv(lhs, rhs, strides=(1, 1), padding="SAME", dims=("NHWC", "HWIO", "NHWC"
 def _gradients(f):
     """Both gradients of a function of two arguments, under a cotangent that is not constant."""
     return lambda a, b: jax.grad(lambda a, b: jnp.vdot(f(a, b), jnp.sin(f(a, b))), (0, 1))(a, b)
+
+
+def _ragged_gradients(a, b, sizes):
+    return _gradients(lambda a, b: lax.ragged_dot(a, b, sizes))(a, b)
 
 
 def _pool(f, window=(1, 2, 2), strides=(1, 2, 1), **params):
@@ -114,6 +119,11 @@ FAMILIES = {
     "lu": (linalg.lu, M),
     "lu_pivots_to_permutation": (lambda a: linalg.lu_pivots_to_permutation(linalg.lu(a)[1], 6), M),
     "qr": (lambda a: [linalg.qr(a, full_matrices=False), linalg.qr(a)], ramp(5, 4, 3)),
+    "ragged_dot_general": (lax.ragged_dot, ramp(7, 4), ramp(3, 4, 5), np.asarray([1, 4, 2])),
+    "ragged_dot_general, rows past": (lax.ragged_dot, ramp(9, 4), ramp(5, 4, 2), np.asarray([3, 0, 2, 1, 1])),
+    "ragged_dot_general, gradients": (_ragged_gradients, ramp(7, 4), ramp(4, 4, 5), np.asarray([1, 3, 0, 3])),
+    "ragged_dot_general, batches": (jax.vmap(lax.ragged_dot), ramp(3, 7, 4), ramp(3, 2, 4, 5), SIZES),
+    "ragged_dot_general, batched gradients": (jax.vmap(_ragged_gradients), ramp(3, 7, 4), ramp(3, 2, 4, 5), SIZES),
     "random_bits": (_bits((3, 5)), KEYS),
     "random_bits, one key": (lambda key: jax.random.bits(key, (6, 5, 3)), KEY),
     "random_bits, 8": (_bits((7,), "uint8"), KEYS),
