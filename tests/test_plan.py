@@ -132,30 +132,31 @@ def test_comm_bytes():
 def test_equal_layers_and_moments_are_shown_once():
     """Ten layers; a subtree like another is named, one that differs is shown."""
 
-    def scaled(params, same, other, x):
+    def scaled(state, x):
         for i in range(10):
             with jax.named_scope(f"all_reduce[params/layer_{i} in P()]"):
-                x = lax.psum(x * params[f"layer_{i}"], "data")
+                x = lax.psum(x * state["params"][f"layer_{i}"], "data")
         return x
 
     params = {f"layer_{i}": BATCH for i in range(10)}
     split, whole = (dict.fromkeys(params, spec) for spec in (P("data"), P("model")))
-    in_specs = (split, split, whole, P("data"))
-    plan = make_plan(scaled, in_specs, P("data"), (params, params, params, BATCH))
+    in_specs = ({"params": split, "same": split, "weights": whole}, P("data"))
+    args = (dict.fromkeys(in_specs[0], params), BATCH)
+    plan = make_plan(scaled, in_specs, P("data"), args)
     wanted = [Sharding((("data", "model"),))] * 10 + [None] * 21
     text = str(dataclasses.replace(plan, at_rest=moved("argument", plan.arguments(), wanted, [""] * 31)))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[2:10] == [
         "Arguments at rest: 656 B on each device",
         "P('data')",
-        "0/layer_{0..9} 10 x i32[16] 160 B",
-        "3 i32[16] 16 B",
+        "0/params/layer_{0..9} 10 x i32[16] 160 B",
+        "1 i32[16] 16 B",
         "P('model')",
-        "2/layer_{0..9} 10 x i32[16] 320 B",
-        "as 0",
-        "1 10 arrays 160 B",
+        "0/weights/layer_{0..9} 10 x i32[16] 320 B",
+        "as 0/params",
+        "0/same 10 arrays 160 B",
     ]
-    assert "argument 0/layer_{0..9} 10 x [16]: wanted P(('data', 'model')), rests in P('data'), which costs 0 B" in lines
+    assert "argument 0/params/layer_{0..9} 10 x [16]: wanted P(('data', 'model')), rests in P('data'), which costs 0 B" in lines
     assert any(line.endswith(": params/layer_{0..9} in P()") for line in lines)
     assert "10 x all_reduce over data of i32[4] 24 B 240 B 100.0 %" in lines
 
