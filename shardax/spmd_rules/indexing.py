@@ -117,14 +117,13 @@ def _localize(local: Local, windows: _Windows, indices, clips: bool):
     """The windows and where they lie in this device's shard: what other shards answer comes to lie outside of it."""
     pointed, layout = windows.pointed(local), local.operands[0]
     longer = [d for d in pointed if windows.sizes[d] > 1]
-    if clips:
-        indices = _signed(_clip(indices, windows.last(indices.dtype)))
-    elif longer:  # a window that is only partly out of range is so as a whole
-        indices = jnp.where(_outside(windows, indices)[..., None], np.int32(_FAR), _signed(indices))
+    outside = _outside(windows, indices)
+    indices = _signed(_clip(indices, windows.last(indices.dtype)) if clips else indices)
+    if longer and not clips:  # a window that is only partly out of range is so as a whole
+        indices = jnp.where(outside[..., None], indices.dtype.type(_FAR), indices)
     for d in longer:
-        windows, indices = _take_apart(windows, _signed(indices), d)
+        windows, indices = _take_apart(windows, indices, d)
     starts = [local.start(layout, d) if d in pointed else 0 for d in windows.indexed]
-    indices = _signed(indices)
     return windows, indices - jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
 
 
