@@ -5,7 +5,8 @@ Each entry says why the public API does not do. Generations covered: 0.10 (Pytho
 
 import inspect
 import os
-from functools import partial
+import sysconfig
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -55,9 +56,16 @@ def scan_counts(params) -> tuple[int, int]:
 
 
 def user_line(source_info) -> str:
-    """ "file.py:12" of the user's frame that made an equation, or "" where it is not known."""
-    frame = source_info_util.user_frame(source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+    """The place "file.py:12" in the user's own code that made an equation, "" where it is not known.
+
+    JAX's user frames include those of installed libraries (Flax, optax): the first outside them is the user's, if there is one.
+    """
+    frames = list(source_info_util.user_frames(source_info.traceback))
+    own = [f for f in frames if not f.file_name.startswith(_LIBRARIES)] or frames
+    return f"{own[0].file_name}:{own[0].start_line}" if own else ""
+
+
+_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
 
 
 def with_user_frame(eqn, callers) -> Any:
@@ -184,4 +192,20 @@ def hide_frames(error: BaseException) -> None:
         error.with_traceback(traceback_util.filter_traceback(error.__traceback__))
 
 
+def boundary(fun):
+    """A public function: errors that leave it show no frames of JAX's and none of ours."""
+
+    @wraps(fun)
+    def call(*args, **kwargs):
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return call
+
+
+DONATING_TWICE_CRASHES = jax.__version_info__ < (0, 11)  # a segmentation fault on several CPU devices; later an error
 traceback_util.register_exclusion(os.path.dirname(__file__))  # our frames are hidden as JAX's are
+source_info_util.register_exclusion(os.path.dirname(__file__))  # and are no user's lines

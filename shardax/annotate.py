@@ -13,6 +13,7 @@ from shardax.sharding import Axes, entry_axes
 Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where completion decides
 
 
+@_jax.boundary
 def annotate(x, spec):
     """`x`, its arrays split as `spec` says: inside `shard_jit` an annotation, outside of it the arrays are placed so.
 
@@ -73,7 +74,12 @@ def broadcast_specs(specs, tree, name: str) -> list[Any]:
     try:
         return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(specs, tree, is_leaf=is_spec))
     except ValueError as error:
-        raise ValueError(_jax.prefix_error(specs, tree, name, is_spec) or str(error)) from None
+        raise ValueError(_misfit(name, _jax.prefix_error(specs, tree, name, is_spec) or str(error))) from None
+
+
+def _misfit(name: str, why: str) -> str:
+    whose = "the tuple of positional arguments that are not static" if name == "in_shardings" else "the values that it is for"
+    return f"the tree {name} is no prefix of {whose}: give one sharding for a whole subtree, or the same keys.\n{why}"
 
 
 def is_spec(x) -> bool:
@@ -86,7 +92,7 @@ def describe(mesh: Mesh | AbstractMesh) -> str:
 
 
 def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> None:
-    what = f"{what} of shape {shape} is given {spec}"
+    what = f"{what} of shape {shape} is given {_text(spec)}"
     axes = [axis for dim in dims for axis in dim or ()]
     if len(dims) > len(shape):
         raise ValueError(f"{what}, with {len(dims)} entries for {len(shape)} dims: drop the entries past the array's rank")
@@ -104,7 +110,7 @@ def _check_same_devices(sharding: NamedSharding, mesh: Mesh | AbstractMesh, what
         return
     raise ValueError(
         f"{what} is given a NamedSharding on the mesh ({describe(sharding.mesh)}) of devices {_ids(sharding.mesh)}, but the "
-        f"program's mesh is ({describe(mesh)}) of devices {_ids(mesh)}: give its PartitionSpec {sharding.spec} alone, or build "
+        f"program's mesh is ({describe(mesh)}) of devices {_ids(mesh)}: give its spec {_text(sharding.spec)} alone, or build "
         "it on the program's mesh"
     )
 
@@ -119,6 +125,11 @@ def _ids(mesh: Mesh | AbstractMesh) -> str:
         return "unknown (an AbstractMesh)"
     shown = ", ".join(str(d.id) for d in devices[:8])
     return f"[{shown}{', ...' if len(devices) > 8 else ''}]"
+
+
+def _text(spec: PartitionSpec) -> str:
+    """As a person types it; JAX's own text depends on its version."""
+    return f"P({', '.join('P.UNCONSTRAINED' if s is PartitionSpec.UNCONSTRAINED else repr(s) for s in spec)})"
 
 
 def _has_tracers(x) -> bool:

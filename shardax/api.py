@@ -84,7 +84,7 @@ class ShardJit:
         functools.update_wrapper(self, function.fun)
         self._function = function
         self._jits: dict[Any, Any] = {}  # by the mesh that was found on the arguments; under None, where none had to be
-        self._call = _refuse(self._on(None)) if isinstance(function.mesh, AbstractMesh) else self._on(None)
+        self._use(self._on(None))
 
     def __call__(self, *args, **kwargs):
         while True:
@@ -95,7 +95,7 @@ class ShardJit:
                     self._recover(error, args, kwargs)
                 except Exception as better:
                     _jax.hide_frames(better)
-                    raise
+                    raise  # alone, it adds no frame of ours
 
     def __get__(self, instance, owner=None):
         return self if instance is None else types.MethodType(self, instance)
@@ -103,21 +103,25 @@ class ShardJit:
     def __repr__(self):
         return f"shard_jit({self.__name__})"
 
+    @_jax.boundary
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
         """The program before it is partitioned, as `jax.jit(fun).trace`."""
         return self._stage("trace", args, kwargs)
 
+    @_jax.boundary
     def lower(self, *args, **kwargs) -> jax.stages.Lowered:
         """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it."""
         return self._stage("lower", args, kwargs)
 
+    @_jax.boundary
     def eval_shape(self, *args, **kwargs):
         """The shapes and dtypes of the results."""
         return self._stage("eval_shape", args, kwargs)
 
+    @_jax.boundary
     def plan(self, *args, **kwargs):
         """What the partitioned program does, why, and what it costs; needs no devices. See `shardax.explain.plan.Plan`."""
-        traced = self.trace(*args, **kwargs)
+        traced = self._stage("trace", args, kwargs)
         leaves = [x for _, x in self._function.named_leaves(args, kwargs)]
         return _plan(traced, self._function.known_mesh() or _mesh_of((args, kwargs)), leaves)
 
@@ -130,11 +134,11 @@ class ShardJit:
         try:
             return getattr(self._jit_for(args, kwargs), name)(*args, **kwargs)
         except Exception as error:
-            try:
-                self._function.explain(error, args, kwargs)
-            except Exception as better:
-                _jax.hide_frames(better)
-                raise
+            self._function.explain(error, args, kwargs)
+
+    def _use(self, jitted) -> None:
+        self._jitted = jitted
+        self._call = self._function.guarded(jitted)
 
     def _on(self, mesh: Mesh | AbstractMesh | None):
         if mesh not in self._jits:
@@ -149,21 +153,9 @@ class ShardJit:
     def _recover(self, error: Exception, args, kwargs):
         """Where the arguments lie on a mesh that was not known, the call is worth repeating; otherwise raises what is wrong."""
         jitted = self._jit_for(args, kwargs)
-        if jitted is self._call or isinstance(self._function.mesh, AbstractMesh):
+        if jitted is self._jitted:
             self._function.explain(error, args, kwargs)
-        self._call = jitted
-
-
-def _refuse(jitted):
-    @functools.wraps(jitted)
-    def call(*args, **kwargs):
-        if _jax.is_eager() and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-            raise ValueError(
-                "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a jax.sharding.Mesh"
-            )
-        return jitted(*args, **kwargs)
-
-    return call
+        self._use(jitted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +216,26 @@ class _Function:
             built = transform.build(jaxpr, tuple(map(_type, inputs)), mesh, self.options)
             outs = [reshard(x, NamedSharding(mesh, s.spec)) for x, s in zip(outs, built.out_shardings, strict=True)]
         return traced.out_tree.unflatten(outs)
+
+    def guarded(self, jitted):
+        """What a call runs: the jitted function itself, unless something must be checked each time."""
+        if isinstance(self.mesh, AbstractMesh):
+            return _before(jitted, self._check_devices)
+        if any(self.donated) and _jax.DONATING_TWICE_CRASHES:
+            return _before(jitted, self._check_donated)
+        return jitted
+
+    def _check_devices(self, args, kwargs) -> None:
+        if _jax.is_eager() and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise ValueError(
+                "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a jax.sharding.Mesh"
+            )
+
+    def _check_donated(self, args, kwargs) -> None:
+        leaves = jax.tree.leaves((args, kwargs))
+        words = self._donated_twice(args, kwargs) if len(set(map(id, leaves))) < len(leaves) else None
+        if words:
+            raise ValueError(words)
 
     def _request(self, mesh: Mesh | AbstractMesh, args, kwargs) -> Request:
         static_nums, static_names = self._static_nums(len(args)), self.static[1]
@@ -296,7 +308,7 @@ class _Function:
         named = self.named_leaves(args, kwargs)
         for i in sorted(donated):
             for j, (other, x) in enumerate(named):
-                if j != i and x is named[i][1]:
+                if j != i and x is named[i][1] and isinstance(x, jax.Array):
                     return (
                         f"argument {named[i][0]} of shape {x.shape} is donated, and the same array is passed as "
                         f"argument {other} too: pass a copy (jax.numpy.copy), or do not donate it"
@@ -311,6 +323,15 @@ class _Function:
             paths, leaves, _ = flatten(tree)
             named += [(name + path, x) for path, x in zip(paths, leaves, strict=True)]
         return named
+
+
+def _before(jitted, check):
+    @functools.wraps(jitted)
+    def call(*args, **kwargs):
+        check(args, kwargs)
+        return jitted(*args, **kwargs)
+
+    return call
 
 
 def _marks(tree, donated: bool):

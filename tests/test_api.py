@@ -303,7 +303,7 @@ class TestReturned:
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)
         for spec in ("x", "y", "x", "y"):
             jitted(on(AUTO, A, spec))
-        assert jitted._call._cache_size() == 2
+        assert jitted._jitted._cache_size() == 2
 
     def test_clear_cache(self):
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)

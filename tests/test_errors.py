@@ -1,0 +1,188 @@
+"""Bad input: each message names the argument, the shapes and shardings at hand, and the way out."""
+
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+ELSEWHERE = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[2:4])
+W = np.ones((8, 4), np.float32)
+
+
+def identity(state, batch=None):
+    return state
+
+
+def message(call, *args, **kwargs) -> str:
+    """The text of the ValueError that the call raises; its traceback shows none of our frames."""
+    with pytest.raises(ValueError) as caught:
+        call(*args, **kwargs)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert not [f.filename for f in frames if "/shardax/" in f.filename or "/jax/" in f.filename]
+    assert caught.value.__cause__ is None or caught.value.__suppress_context__
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("specs", [P("z"), (P("z"),), ({"w": P("z")},)])
+def test_axis_that_the_mesh_lacks(specs):
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=specs), {"w": W})
+    assert text == (
+        "argument state['w'] of shape (8, 4) is given P('z'), but the mesh (x=4, y=2) has no axis 'z': "
+        "name one of its axes, or give a mesh with it"
+    )
+
+
+def test_axis_used_twice():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=P("x", ("y", "x"))), W)
+    assert text == (
+        "argument state of shape (8, 4) is given P('x', ('y', 'x')), which uses axis 'x' twice: "
+        "an axis splits at most one dim, drop one of its uses"
+    )
+
+
+def test_spec_longer_than_the_rank():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=(None, P("x", None, "y"))), W, {"tokens": W})
+    assert text == (
+        "argument batch['tokens'] of shape (8, 4) is given P('x', None, 'y'), with 3 entries for 2 dims: "
+        "drop the entries past the array's rank"
+    )
+
+
+def test_spec_tree_that_does_not_fit():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=({"v": P("x")},)), {"w": W})
+    assert text.startswith(
+        "the tree in_shardings is no prefix of the tuple of positional arguments that are not static: "
+        "give one sharding for a whole subtree, or the same keys."
+    )
+    assert "in_shardings[0]" in text and "('v',)" in text and "('w',)" in text
+
+
+def test_too_many_specs():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=(P("x"), P("y"))), W)
+    assert "not static" in text and "length 2" in text and "length 1" in text
+
+
+def test_no_sharding():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=("x",)), W)
+    assert text == "argument state: 'x' is no sharding; give a PartitionSpec, a NamedSharding or None"
+
+
+def test_named_sharding_on_other_devices():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=NamedSharding(ELSEWHERE, P("x"))), W)
+    assert text == (
+        "argument state is given a NamedSharding on the mesh (x=2) of devices [2, 3], but the program's mesh is (x=4, y=2) of "
+        "devices [0, 1, 2, 3, 4, 5, 6, 7]: give its spec P('x') alone, or build it on the program's mesh"
+    )
+
+
+def test_named_sharding_in_another_device_order():
+    reverse = Mesh(MESH.devices[::-1], ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    text = message(sx.shard_jit(identity, mesh=MESH, out_shardings=NamedSharding(reverse, P("x"))), W)
+    assert "result is given a NamedSharding on the mesh (x=4, y=2) of devices [6, 7, 4, 5, 2, 3, 0, 1]" in text
+
+
+def test_no_mesh():
+    text = message(sx.shard_jit(identity), W)
+    assert text == (
+        "shard_jit(identity) has no mesh to run on: give it mesh=, call it under jax.set_mesh(mesh), "
+        "or pass it arguments that lie on a mesh (NamedSharding)"
+    )
+    assert message(sx.shard_jit(identity).lower, W) == message(sx.shard_jit(identity).plan, W) == text
+
+
+def test_committed_on_other_devices():
+    x = jax.device_put(W, NamedSharding(ELSEWHERE, P("x")))
+    text = message(sx.shard_jit(identity, mesh=MESH), {"w": x})
+    assert text.startswith("argument state['w'] of shape (8, 4) is committed to NamedSharding(mesh=Mesh('x': 2")
+    assert text.endswith(
+        " on devices [2, 3], but the mesh (x=4, y=2) has the devices [0, 1, 2, 3, 4, 5, 6, 7]: "
+        "move it there with jax.device_put, or pass it as a numpy array"
+    )
+
+
+def test_committed_on_one_device():
+    x = jax.device_put(W, jax.devices()[3])
+    text = message(sx.shard_jit(lambda state, batch: state + batch[0], mesh=MESH), W, [x])
+    assert text.startswith("argument batch[0] of shape (8, 4) is committed to SingleDeviceSharding")
+
+
+@pytest.mark.parametrize("donate", [0, (0, 1)])
+def test_donated_twice(donate):
+    x = jax.device_put(W, NamedSharding(MESH, P("x")))
+    jitted = sx.shard_jit(lambda state, batch: (state["w"] + 1, batch["w"] * 2), mesh=MESH, donate_argnums=donate)
+    assert message(jitted, {"w": x}, {"w": x}) == (
+        "argument state['w'] of shape (8, 4) is donated, and the same array is passed as argument batch['w'] too: "
+        "pass a copy (jax.numpy.copy), or do not donate it"
+    )
+
+
+def test_static_that_cannot_be_hashed():
+    jitted = sx.shard_jit(lambda x, sizes: x * sizes[0], mesh=MESH, static_argnames="sizes")
+    text = (
+        "static argument sizes is [2], of type list, which cannot be hashed: "
+        "give a hashable one (a tuple, a frozen dataclass), or do not make it static"
+    )
+    assert message(jitted, W, [2]) == message(jitted, W, sizes=[2]) == text
+
+
+def test_output_tree_that_does_not_fit():
+    text = message(sx.shard_jit(lambda x: {"loss": x}, mesh=MESH, out_shardings={"los": P()}), W)
+    assert "out_shardings" in text and "('los',)" in text and "('loss',)" in text
+
+
+def test_output_spec_longer_than_the_rank():
+    text = message(sx.shard_jit(lambda x: {"loss": x.sum()}, mesh=MESH, out_shardings=P("x")), W)
+    assert text == (
+        "result['loss'] of shape () is given P('x'), with 1 entries for 0 dims: drop the entries past the array's rank"
+    )
+
+
+def test_annotate():
+    assert message(sx.shard_jit(lambda x: sx.annotate({"a": x}, P("z")), mesh=MESH), W) == (
+        "annotate's ['a'] of shape (8, 4) is given P('z'), but the mesh (x=4, y=2) has no axis 'z': "
+        "name one of its axes, or give a mesh with it"
+    )
+    assert message(sx.annotate, W, P("x")) == (
+        "annotate's value: there is no mesh to place it on; enter one with jax.set_mesh, or give a NamedSharding"
+    )
+
+
+class TestOwnErrors:
+    """What the user's function raises is raised as it is, with the user's frames alone."""
+
+    def fails(self, x):
+        raise KeyError("mine")
+
+    @pytest.mark.parametrize("mesh", [MESH, jax.make_mesh((4, 2), ("x", "y"))], ids=["auto", "explicit"])
+    def test_call(self, mesh):
+        with pytest.raises(KeyError, match="mine") as caught:
+            sx.shard_jit(lambda x: self.fails(x), mesh=mesh)(W)
+        assert self.names(caught) == ["test_call", "<lambda>", "fails"]
+
+    def test_lower(self):
+        with pytest.raises(KeyError, match="mine") as caught:
+            sx.shard_jit(self.fails, mesh=MESH).lower(W)
+        assert self.names(caught) == ["test_lower", "fails"]
+
+    def test_as_jit_shows_it(self):
+        f = lambda x: jnp.dot(x, x)  # noqa: E731
+        with pytest.raises(TypeError, match="dot_general") as caught:
+            sx.shard_jit(f, mesh=MESH)(W)
+        with pytest.raises(TypeError, match="dot_general") as expected:
+            jax.jit(f)(W)
+        assert self.names(caught) == self.names(expected)
+
+    def test_inside_jit(self):
+        with pytest.raises(KeyError, match="mine") as caught:
+            jax.jit(sx.shard_jit(self.fails, mesh=MESH))(W)
+        assert self.names(caught) == ["test_inside_jit", "fails"]
+
+    def names(self, caught) -> list[str]:
+        return [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
