@@ -1,6 +1,8 @@
 """Every built-in rule, brute-forced by the checker: a line per primitive, sizes that devices divide and do not."""
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from jax.extend.random import threefry2x32_p
 from jax.lax import linalg
 
 from shardax.check import check_rule, missing_claims, ramp
+from shardax.spmd_rules import random
 from shardax.spmd_rules.registry import LINEAR, MOVES, RULES, Entry
 
 X, Y = ramp(5, 8), ramp(5, 8) + np.float32(0.125)
@@ -206,13 +209,20 @@ def test_other_generators_are_whole():
     assert not check_rule(lambda keys: jax.vmap(jax.random.split)(keys), _rbg(0))
 
 
-def test_the_stream_counts_to_64_bits():
-    """Blocks of a global shape of 2**34 elements, against JAX's own counters."""
-    from shardax.spmd_rules import random
+def test_positions_count_to_64_bits():
+    """A block of four of a global shape of 3·2**46 elements, far inside it."""
+    node = SimpleNamespace(outputs=[SimpleNamespace(shape=(3, 2**23 - 1, 2**23 + 1))])
+    starts = (2, 2**22 + 77, 2**23 - 3)
+    local: Any = SimpleNamespace(node=node, results=[None], start=lambda layout, d: jnp.int32(starts[d]))
+    high, low = random._positions(local, (1, 1, 4), 0)
+    first = np.ravel_multi_index(starts, node.outputs[0].shape)
+    found = np.asarray(high, "uint64") * 2**32 + np.asarray(low, "uint64")
+    assert found.ravel().tolist() == [first + i for i in range(4)]
 
-    x, stride = np.asarray([1, 2**16 + 5, 2**31 - 1, 2**32 - 1], "uint32"), 3 * 2**33 + 2**17 + 12345
-    wanted = [(int(i) * stride >> 32) % 2**32 for i in x]
-    assert random._high_word(jnp.asarray(x), stride).tolist() == wanted
+
+def test_bits_of_64():
+    with jax.enable_x64(True):
+        assert check_rule(_bits((3, 5), "uint64"), KEYS(), only="random_bits")["random_bits"]
 
 
 @pytest.mark.parametrize(
