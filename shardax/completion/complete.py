@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardax import annotations
+from shardax.completion.at_rest import updated_at_rest
 from shardax.completion.edges import Edge, edges_of, successor_edges
 from shardax.graph import Graph, Node, Value
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated, round_up, shard_count
@@ -76,7 +77,19 @@ def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSize
         while (edge := worklist.pop()) is not None:
             for value in _visit(done, *edge):
                 worklist.touch(value)
+    _update_at_rest(done, graph, edges, arguments)
     return done
+
+
+def _update_at_rest(done: Completion, graph: Graph, edges: Sequence[Edge], arguments: Sequence[Sharding | None]) -> None:
+    inside = {node.inputs[0]: node.outputs[0] for node in reversed(graph.nodes) if annotations.of_node(node)}
+    wanted = {v: done.sharding(inside.get(v, v)) for v in graph.inputs}
+    resting = zip(graph.inputs, resting_shardings(graph, arguments, done.sizes), strict=True)
+    rest = {v: sharding or at_rest(wanted[v], v.shape, done.sizes) for v, sharding in resting}
+    fixed = {v for v, dims in done.fixed.items() if any(dims)}
+    for value, sharding in updated_at_rest(graph, edges, fixed, wanted, rest).items():
+        done.dims[value] = list(sharding.dims)
+        done.origins |= {(value, d): Origin("state is updated as it rests") for d, axes in enumerate(sharding.dims) if axes}
 
 
 def _state(graph: Graph) -> set[Value]:
