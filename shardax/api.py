@@ -211,7 +211,8 @@ class _Function:
             traced = trace(request)
             jaxpr = functools.reduce(lambda jaxpr, change: change(jaxpr), self.transforms, traced.jaxpr)
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
-            outs = transform.bind([_untyped(x) for x in inputs], jaxpr, mesh, self.options)
+            untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in inputs]
+            outs = transform.bind(untyped, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
             built = transform.build(jaxpr, tuple(map(_type, inputs)), mesh, self.options)
             outs = [reshard(x, NamedSharding(mesh, s.spec)) for x, s in zip(outs, built.out_shardings, strict=True)]
@@ -362,9 +363,9 @@ def _mesh_of(tree) -> Mesh | AbstractMesh | None:
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
-def _untyped(x):
-    """`x` without its Explicit axes; nothing moves."""
-    return reshard(x, PartitionSpec()) if _type(x) else x
+def _untyped(x, always: bool):
+    """`x` without its Explicit axes; nothing moves. Under an Explicit mesh a cotangent must get back even the empty type."""
+    return reshard(x, PartitionSpec()) if always or _type(x) else x
 
 
 def _type(x) -> Sharding | None:
