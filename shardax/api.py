@@ -171,6 +171,10 @@ class _Function:
     transforms: tuple[Transform, ...]
     options: Options
 
+    @property
+    def name(self) -> str:
+        return getattr(self.fun, "__name__", "a function")
+
     def jitted(self, found: Mesh | AbstractMesh | None):
         """The jax.jit of it. `found` is the mesh of the arguments, where nothing else gives one."""
 
@@ -178,7 +182,9 @@ class _Function:
         def run(*args, **kwargs):
             if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
                 return self.fun(*args, **kwargs)
-            return self._run(self._mesh(found), args, kwargs)
+            mesh = self._mesh(found)
+            self._check_not_manual(mesh)
+            return self._run(mesh, args, kwargs)
 
         (static_argnums, static_argnames), (donate_argnums, donate_argnames) = self.static, self.donated
         return jax.jit(
@@ -196,12 +202,20 @@ class _Function:
     def _mesh(self, found: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
         mesh = self.known_mesh() or found
         if mesh is None:
-            name = getattr(self.fun, "__name__", "the function")
             raise ValueError(
-                f"shard_jit({name}) has no mesh to run on: give it mesh=, call it under jax.set_mesh(mesh), "
+                f"shard_jit({self.name}) has no mesh to run on: give it mesh=, call it under jax.set_mesh(mesh), "
                 "or pass it arguments that lie on a mesh (NamedSharding)"
             )
         return mesh
+
+    def _check_not_manual(self, mesh: Mesh | AbstractMesh) -> None:
+        here = jax.sharding.get_abstract_mesh()
+        manual = [a for a, t in zip(here.axis_names, here.axis_types, strict=True) if t is AxisType.Manual and a in mesh.shape]
+        if manual:
+            raise ValueError(
+                f"shard_jit({self.name}) is called inside a shard_map over {', '.join(manual)}, which its mesh "
+                f"({describe(mesh)}) has too: what it would split is split already; call it outside of the shard_map, or call the function itself"
+            )
 
     def _run(self, mesh: Mesh | AbstractMesh, args, kwargs):
         """Under jax.jit: traces the function and binds its global jaxpr. Explicit types end here, and begin at the results."""

@@ -97,6 +97,15 @@ def test_no_mesh():
     assert message(sx.shard_jit(identity).lower, W) == message(sx.shard_jit(identity).plan, W) == text
 
 
+def test_inside_shard_map():
+    inner = sx.shard_jit(identity, mesh=MESH)
+    text = message(jax.jit(jax.shard_map(inner, mesh=MESH, in_specs=P("x"), out_specs=P("x"))), W)
+    assert text == (
+        "shard_jit(identity) is called inside a shard_map over x, y, which its mesh (x=4, y=2) has too: "
+        "what it would split is split already; call it outside of the shard_map, or call the function itself"
+    )
+
+
 def test_committed_on_other_devices():
     x = jax.device_put(W, NamedSharding(ELSEWHERE, P("x")))
     text = message(sx.shard_jit(identity, mesh=MESH), {"w": x})
