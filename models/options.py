@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=_at_least(1), default=200)
     add("--batch", type=_at_least(1), default=16, help="sequences a step")
     add("--seq", type=_at_least(1), default=128, help="tokens a sequence")
-    add("--rate", type=float, default=3e-3, help="peak of the learning rate")
+    add("--rate", type=float, default=1e-3, help="peak of the learning rate")
     add("--dropout", type=_fraction, default=0.0)
     add("--seed", type=_at_least(0), default=0)
     add("--compare", action="store_true", help="train by plain jax.jit on one device too, and compare the losses")

@@ -33,7 +33,7 @@ def losses(out: str, name: str) -> list[float]:
 
 
 def test_main_job(capsys, tmp_path):
-    out = run(capsys, tmp_path, "--mesh", "data=4,model=2", "--steps", "30")
+    out = run(capsys, tmp_path, "--mesh", "data=4,model=2", "--steps", "30", "--rate", "1e-2")
     curve = losses(out, "shardax")
     assert curve[-1] < curve[0] - 0.5
     assert "mesh data=4,model=2" in out
