@@ -2,8 +2,8 @@
 
 Nodes are taken in program order. A node's candidates are the splits that its operands suggest (as they were made, and as
 completion wants them) and its results (as completion wants them), and for pending operands both settling them and letting
-them wait. A candidate's price is what it sends (operands resharded, results brought to the shardings wanted of them), plus its
-compute; the cheapest is taken, and among equals the one listed first: results' wishes before operands', waiting before settling.
+them wait. A candidate's price is what it sends: operands resharded, and results brought to the shardings wanted of them. The
+cheapest is taken; among equals the one that sends least at once, then the one that computes least.
 """
 
 import itertools
@@ -164,12 +164,13 @@ class Chooser:
             return _candidate(factors, _project([self.wanted(node.outputs[0])], factors.results, factors, self.sizes), (), ())
         best, least = None, (math.inf,)
         for candidate in self.candidates(node, entry, factors):
-            price = self.total(node, candidate, factors)
-            order = (*self.reluctance(node, entry, candidate, factors), price)
+            reads, owed = self.reads(node, candidate), self.owed(node, candidate)
+            reluctance = self.reluctance(node, entry, candidate, factors)
+            order = (*reluctance, reads + owed, reads, self.compute(node, candidate, factors))
             if order < least:
                 best, least = candidate, order
-            if best is candidate and price <= self.compute(node, candidate, factors):
-                break
+            if best is candidate and not reads + owed + reluctance[0]:
+                break  # the first candidate is the fullest: none sends less or splits more
         assert best is not None, f"no way to run {node.name}"
         return best
 
@@ -192,12 +193,15 @@ class Chooser:
                 if _compatible(factors, splits, pending):
                     yield _candidate(factors, splits, group, pending)
 
-    def total(self, node: Node, candidate: _Candidate, factors: Factors) -> float:
+    def reads(self, node: Node, candidate: _Candidate) -> float:
+        """The price of bringing the operands to where a candidate wants them."""
         reads = dict.fromkeys(zip(node.inputs, candidate.operands, strict=True))
+        return sum(min(self.price(v, source, target) for source in self.layouts(v)) for v, target in reads)
+
+    def owed(self, node: Node, candidate: _Candidate) -> float:
+        """The price of bringing the results to where completion wants them, now or by those who read them."""
         made = [(v, r) for v, r in zip(node.outputs, candidate.results, strict=True) if self.uses[v]]
-        operands = sum(min(self.price(v, source, target) for source in self.layouts(v)) for v, target in reads)
-        results = sum(self.price(v, layout, self.destination(v, layout)) for v, layout in made)
-        return operands + results + self.compute(node, candidate, factors)
+        return sum(self.price(v, layout, self.destination(v, layout)) for v, layout in made)
 
     def compute(self, node: Node, candidate: _Candidate, factors: Factors) -> float:
         """The price, in bytes sent, of a candidate's memory traffic and multiplications."""

@@ -75,7 +75,8 @@ class _Emitter:
             return shard
         path = reshard.plan(move.source, move.target, value.shape, _itemsize(value), self.sizes)
         for step in path.steps:
-            with jax.named_scope(f"{step.kind}[{self.reason(value, step, move, purpose)}]"):
+            kind = "ppermute" if step.kind == "halo" else step.kind
+            with jax.named_scope(f"{kind}[{self.reason(value, step, move, purpose)}]"):
                 shard = reshard.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
         return shard
 

@@ -8,7 +8,7 @@ A registration has up to three parts:
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jax import lax
 
@@ -104,10 +104,8 @@ class Local:
         return mask_padding(shard, self.operands[i], self.node.inputs[i].shape, fill, self.sizes, dims)
 
 
-class LocalLowering(Protocol):
-    """Writes a primitive on shards. Called inside shard_map; returns one shard for each result."""
-
-    def __call__(self, local: Local, *shards) -> Sequence[Any]: ...
+LocalLowering = Callable[..., Sequence[Any]]
+"""`lowering(local, *shards)` writes a primitive on shards, inside shard_map; it returns one shard for each result."""
 
 
 def axis_position(axes: Axes, sizes: AxisSizes):

@@ -157,16 +157,23 @@ def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
 
 
 def _sizes(tensors, shapes, text: str) -> dict[str, int]:
+    """The size of every factor: from dims of one factor, then, as often as that tells more, from groups with one unknown."""
     sizes: dict[str, int] = {}
-    dims = [(dim, n) for tensor, shape in zip(tensors, shapes, strict=True) for dim, n in zip(tensor, shape, strict=True)]
-    for dim, n in dims:
+    groups = []
+    for dim, n in ((d, n) for tensor, shape in zip(tensors, shapes, strict=True) for d, n in zip(tensor, shape, strict=True)):
         if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
             raise _complain(text, dim[0], f"this factor has size {sizes[dim[0]]} in one place and {n} in another")
-    for dim, n in dims:
-        unknown = [f for f in dim if f not in sizes]
-        known = math.prod(sizes[f] for f in dim if f in sizes)
-        if len(unknown) == 1 and known and n % known == 0:
-            sizes[unknown[0]] = n // known
-        elif unknown or known != n:
+        if len(dim) != 1:
+            groups.append((dim, n))
+    before = -1
+    while before != len(sizes):
+        before = len(sizes)
+        for dim, n in groups:
+            unknown = [f for f in dim if f not in sizes]
+            known = math.prod(sizes[f] for f in dim if f in sizes)
+            if len(unknown) == 1 and known and n % known == 0:
+                sizes[unknown[0]] = n // known
+    for dim, n in groups:
+        if any(f not in sizes for f in dim) or math.prod(sizes[f] for f in dim) != n:
             raise _complain(text, f"({' '.join(dim)})" if dim else "1", f"its factors do not multiply to the dim's size {n}")
     return sizes
