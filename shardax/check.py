@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from shardax import spmd_rules  # noqa: F401  (registers the built-in rules)
 from shardax.graph import Graph, Node, from_jaxpr
 from shardax.sharding import Layout, round_up, shard_count
-from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
+from shardax.spmd_rules.localize import Splits, fits, identity, reduced_pending, run_local, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split
 from shardax.spmd_rules.rule import KEEP, REDUCTIONS, WHOLE, Factors
 
@@ -124,7 +124,7 @@ def _evaluate(graph: Graph, args: Sequence[Any]) -> Iterator[tuple[Node, list[An
 
 def _claims(case: _Case, axes) -> Iterator[_Trial]:
     free = [f for f, n in case.factors.sizes.items() if n > 1 and case.factors.kind(f) != WHOLE]
-    for splits in itertools.chain.from_iterable([_one_split(case, f, axes) for f in free] + [_pairs(case, free, axes)]):
+    for splits in itertools.chain(*(_one_split(case, f, axes) for f in free), _pairs(case, free, axes)):
         if fits(case.factors, splits, axes):
             yield _Trial(case, splits)
     for passes in case.entry.passes_of(case.node):
@@ -136,8 +136,8 @@ def _claims(case: _Case, axes) -> Iterator[_Trial]:
 def _one_split(case: _Case, factor: str, axes) -> Iterator[Splits]:
     n, every = case.factors.sizes[factor], tuple(axes)
     finest = round_up(n, shard_count(every, axes))
-    for over, padded in {(every[:1], round_up(n, axes[every[0]])), (every[:1], finest), (every, finest)}:
-        yield {factor: Split(over, padded)}
+    for split in dict.fromkeys([Split(every[:1], round_up(n, axes[every[0]])), Split(every[:1], finest), Split(every, finest)]):
+        yield {factor: split}
 
 
 def _pairs(case: _Case, free: Sequence[str], axes) -> Iterator[Splits]:
@@ -241,12 +241,11 @@ def _with_garbage(value: np.ndarray, padded: tuple[int, ...]) -> np.ndarray:
 
 def _owed(value: np.ndarray, kind: str, count: int) -> list[np.ndarray]:
     """`count` arrays whose reduction of this kind is `value`: at each place a different one holds the whole of it."""
-    owner = np.arange(value.size).reshape(value.shape) % count
     if kind == "sum":
         parts = [value // count if value.dtype.kind in "iu" else value * value.dtype.type(d + 1) for d in range(1, count)]
         return [value - sum(parts[1:], parts[0]), *parts]
-    less = np.asarray(3 if kind == "max" else -3, value.dtype)
-    return [np.where(owner == d, value, value - less) for d in range(count)]
+    owner = np.arange(value.size).reshape(value.shape) % count
+    return [np.where(owner == d, value, identity(kind, value.dtype)) for d in range(count)]
 
 
 def _difference(case: _Case, results: Sequence[Any]) -> str:
@@ -289,9 +288,16 @@ def ramp(*shape: int, dtype: Any = "float32") -> np.ndarray:
 _CASES: dict[str, tuple[Callable, tuple[Any, ...]]] = {
     "add": (lambda a, b: a + b, (ramp(5, 6), ramp(5, 6))),
     "argmax": (lambda a: jnp.argmax(a, 0), (ramp(5, 6),)),
+    "conv_general_dilated": (lambda a, b: lax.conv(a, b, (1, 1), "SAME"), (ramp(5, 6, 4, 4), ramp(3, 6, 3, 3))),
+    "cumsum": (lambda a: lax.cumsum(a, 0), (ramp(5, 6),)),
     "dot_general": (lax.batch_matmul, (ramp(3, 5, 6), ramp(3, 6, 4))),
+    "gather": (lambda a, i: jnp.take(a, i, 0, mode="clip"), (ramp(7, 6), np.asarray([5, 0, 6]))),
+    "random_bits": (lambda seed: jax.random.bits(jax.random.key(seed), (5, 6)), (np.uint32(0),)),
     "reduce_max": (lambda a: a.max(0), (ramp(5, 6),)),
     "reduce_sum": (lambda a: a.sum(1), (ramp(5, 6),)),
+    "reshape": (lambda a: a.reshape(6, 10), (ramp(3, 4, 5),)),
+    "sort": (lambda a: lax.sort(a, dimension=1), (ramp(5, 6),)),
+    "top_k": (lambda a: lax.top_k(a, 2), (ramp(5, 6),)),
 }
 
 
@@ -300,8 +306,8 @@ def main(words: Sequence[str]) -> None:
     names = [word for word in words if not word.startswith("-")] or list(_CASES)
     for name in names:
         f, args = _CASES[name]
-        found = "\n    ".join(missing_claims(f, *args)) if "--missing" in words else dict(check_rule(f, *args))
-        print(f"{name:24} {found}")
+        found = missing_claims(f, *args) if "--missing" in words else [f"{check_rule(f, *args, only=name)[name]} splits"]
+        print(f"{name:24} {', '.join(found)}")
 
 
 if __name__ == "__main__":
