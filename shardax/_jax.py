@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from jax._src import api_util, core, source_info_util, traceback_util, tree_util, util
 from jax._src import mesh as mesh_lib
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 Primitive = jax.extend.core.Primitive if hasattr(jax, "extend") else core.Primitive
@@ -76,9 +77,9 @@ def with_user_frame(eqn, callers) -> Any:
     return eqn.source_info
 
 
-def is_eager() -> bool:
-    """Whether primitives bound here run at once. No public reader."""
-    return core.trace_ctx.is_top_level()
+def is_eager(tree) -> bool:
+    """Whether primitives on these values run at once: nothing is being traced. No public reader."""
+    return core.trace_ctx.is_top_level() and not any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def context_mesh() -> Any:
@@ -161,12 +162,12 @@ def committed_dims(operand, mesh) -> tuple[tuple[str, ...], ...] | None:
 
     jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it.
     """
-    if not isinstance(operand, mlir.ir.BlockArgument):
+    if not isinstance(operand, ir.BlockArgument):
         return None
     function = operand.owner.owner
     if function.operation.name != "func.func" or "arg_attrs" not in function.operation.attributes:
         return None
-    attributes = function.operation.attributes["arg_attrs"][operand.arg_number]
+    attributes = function.operation.attributes["arg_attrs"][operand.arg_number]  # type: ignore[index]
     return _sdy_dims(attributes["sdy.sharding"], mesh) if "sdy.sharding" in attributes else None
 
 

@@ -23,10 +23,11 @@ def annotate(x, spec):
 
     Raises ValueError where a spec does not fit its array or the mesh, and, outside `shard_jit`, where there is no mesh.
 
-    >>> annotate(jax.numpy.zeros((8, 4)), NamedSharding(jax.make_mesh((1,), ("x",)), PartitionSpec("x"))).sharding.spec
-    PartitionSpec('x',)
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> annotate(jax.numpy.zeros((8, 4)), NamedSharding(mesh, PartitionSpec("x"))).sharding.spec == PartitionSpec("x")
+    True
     """
-    place = _put if _jax.is_eager() and not _has_tracers(x) else _record
+    place = _put if _jax.is_eager(x) else _record
     paths, leaves, tree = flatten(x)
     specs = broadcast_specs(spec, x, "spec")
     return tree.unflatten(
@@ -130,10 +131,6 @@ def _ids(mesh: Mesh | AbstractMesh) -> str:
 def _text(spec: PartitionSpec) -> str:
     """As a person types it; JAX's own text depends on its version."""
     return f"P({', '.join('P.UNCONSTRAINED' if s is PartitionSpec.UNCONSTRAINED else repr(s) for s in spec)})"
-
-
-def _has_tracers(x) -> bool:
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
 def _record(x, spec, what: str):

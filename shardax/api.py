@@ -101,7 +101,7 @@ class ShardJit:
         return self if instance is None else types.MethodType(self, instance)
 
     def __repr__(self):
-        return f"shard_jit({self.__name__})"
+        return f"shard_jit({self._function.name})"
 
     @_jax.boundary
     def trace(self, *args, **kwargs) -> jax.stages.Traced:
@@ -214,7 +214,8 @@ class _Function:
         if manual:
             raise ValueError(
                 f"shard_jit({self.name}) is called inside a shard_map over {', '.join(manual)}, which its mesh "
-                f"({describe(mesh)}) has too: what it would split is split already; call it outside of the shard_map, or call the function itself"
+                f"({describe(mesh)}) has too: what it would split is split already; call it outside of the shard_map, "
+                "or call the function itself"
             )
 
     def _run(self, mesh: Mesh | AbstractMesh, args, kwargs):
@@ -241,7 +242,7 @@ class _Function:
         return jitted
 
     def _check_devices(self, args, kwargs) -> None:
-        if _jax.is_eager() and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if _jax.is_eager((args, kwargs)):
             raise ValueError(
                 "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a jax.sharding.Mesh"
             )
