@@ -6,8 +6,9 @@ the whole group of n devices, ring algorithms):
     all_gather, reduce_scatter   V (n-1)/n          all_to_all   (V/n) (n-1)/n        slice, crop, owe   0
     all_reduce                  2V (n-1)/n          ppermute     the shard            halo               the rows that move
 
-Cheapest is: fewest bytes, then fewest collectives, then fewest steps, then the first found; costs are exact, so that plans are
-deterministic. `plan` needs no devices; `apply` runs a plan on the local shard, inside `jax.shard_map`.
+Cheapest is: fewest bytes, where each collective counts an eighth of the first shard more, for its start: one more is worth it
+only where it saves that much; then fewest collectives, then fewest steps, then the first found. Costs are exact, so that plans
+are deterministic. `plan` needs no devices; `apply` runs a plan on the local shard, inside `jax.shard_map`.
 
 After GSPMD, section 3.5 (resharding always succeeds) and 3.2 (halo exchange); a list of special cases is what this is not.
 """
@@ -27,6 +28,7 @@ from jax import lax
 
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 
+START = Fraction(1, 8)  # of the first shard's bytes, for each collective
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter"})
 
 
@@ -184,7 +186,8 @@ def _common_prefix(a: Axes, b: Axes) -> int:
 
 
 def _shortest(src: Layout, problem: _Problem) -> list[Step]:
-    """A* over layouts; the cost of a path is (bytes, collectives, steps)."""
+    """A* over layouts; the cost of a path is (bytes and starts, collectives, steps)."""
+    start = START * problem.nbytes(src)
     tie = itertools.count()
     best: dict[Layout, tuple[float, int, int]] = {src: (0, 0, 0)}
     via: dict[Layout, Step] = {}
@@ -199,7 +202,8 @@ def _shortest(src: Layout, problem: _Problem) -> list[Step]:
         done.add(layout)
         nbytes, collectives, steps = best[layout]
         for step in steps_from(layout, problem):
-            cost = (nbytes + step.nbytes, collectives + (step.kind in COLLECTIVES), steps + 1)
+            sends = step.kind in COLLECTIVES
+            cost = (nbytes + step.nbytes + sends * start, collectives + sends, steps + 1)
             if step.layout not in best or cost < best[step.layout]:
                 best[step.layout], via[step.layout] = cost, step
                 estimate = cost[0] + missing(step.layout)
