@@ -4,17 +4,17 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax, transform
-from shardax.annotate import describe, flatten
-from shardax.explain.plan import Plan
+from shardax.annotate import annotate_p, describe, flatten
+from shardax.explain.plan import AtRest, Plan, moved
 from shardax.options import Options
-from shardax.sharding import Sharding, from_spec
+from shardax.sharding import AxisSizes, Sharding, at_rest, from_spec
 from shardax.trace import Request, abstract_mesh, auto_mesh, is_explicit, trace
 
 Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
@@ -395,12 +395,44 @@ def _plan(traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any]) -> Plan:
     params = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p).params
     jaxpr = params["jaxpr"]
     committed = [_committed(x, mesh) for x in leaves]
-    at_rest = (*committed, *[None] * (len(jaxpr.in_avals) - len(committed)))
-    built = transform.build(jaxpr, at_rest, mesh, params["options"])
+    given = (*committed, *[None] * (len(jaxpr.in_avals) - len(committed)))
+    built = transform.build(jaxpr, given, mesh, params["options"])
     structure = jax.tree.structure(traced.args_info)
     args, kwargs = structure.unflatten([NamedSharding(mesh, s.spec) for s in built.in_shardings[: len(leaves)]])
     outs = jax.tree.structure(traced.out_info).unflatten([NamedSharding(mesh, s.spec) for s in built.out_shardings])
-    return Plan(mesh, jaxpr, built.jaxpr, args, outs, kwargs, phases=built.phases)
+    plan = Plan(mesh, jaxpr, built.jaxpr, args, outs, kwargs, phases=built.phases)
+    return replace(plan, at_rest=(*_moved_arguments(plan), *_moved_results(plan)))
+
+
+def _moved_arguments(plan: Plan) -> tuple[AtRest, ...]:
+    given = {eqn.invars[0]: eqn for eqn in reversed(_undivided(plan.global_jaxpr, plan.mesh.shape))}
+    places = list(plan.arguments())
+    eqns = [given.get(var) for var in plan.global_jaxpr.jaxpr.invars[: len(places)]]
+    reasons = [f"{eqn.params['source']} in {_sharding(eqn)}" if eqn else "" for eqn in eqns]
+    return moved("argument", places, [eqn and _sharding(eqn) for eqn in eqns], reasons)
+
+
+def _moved_results(plan: Plan) -> tuple[AtRest, ...]:
+    """The collectives of results that rest alike have one reason; it is given, and priced, once."""
+    given = {eqn.outvars[0]: eqn for eqn in _undivided(plan.global_jaxpr, plan.mesh.shape)}
+    places = list(plan.results())
+    eqns = [None if _jax.is_literal(var) else given.get(var) for var in plan.global_jaxpr.jaxpr.outvars]
+    reasons = [f"result in {place.sharding}" if eqn else "" for place, eqn in zip(places, eqns, strict=True)]
+    once = ["counted above" if reason in reasons[:i] else reason for i, reason in enumerate(reasons)]
+    return moved("result", places, [eqn and _sharding(eqn) for eqn in eqns], once)
+
+
+def _undivided(jaxpr, sizes: AxisSizes) -> list[Any]:
+    """The annotations that leave no dim open and do not divide their value."""
+    return [e for e in jaxpr.eqns if e.primitive is annotate_p and None not in e.params["dims"] and not _divides(e, sizes)]
+
+
+def _divides(eqn, sizes: AxisSizes) -> bool:
+    return at_rest(_sharding(eqn), eqn.outvars[0].aval.shape, sizes) == _sharding(eqn)
+
+
+def _sharding(eqn) -> Sharding:
+    return Sharding(eqn.params["dims"])
 
 
 def _committed(x, mesh: Mesh | AbstractMesh) -> Sharding | None:

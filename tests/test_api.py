@@ -235,7 +235,7 @@ class TestArguments:
         x = on(mesh, A, None, "y")
         is_on(jitted(x), mesh, "x")
         assert [c.kind for c in jitted.plan(x).collectives] == ["all_to_all"] or jitted.plan(x).comm_bytes > 0
-        assert jitted.plan(A).comm_bytes == 0
+        assert jitted.plan(A).comm_bytes == 0 and not jitted.plan(x).at_rest
 
     def test_committed_without_a_spec_stays(self):
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)
@@ -287,6 +287,21 @@ class TestReturned:
         plan = sx.shard_jit(lambda x: {"out": 2 * x}, mesh=AUTO).plan(x)
         assert plan.in_shardings == (NamedSharding(AUTO, P("x", None)),)
         assert plan.out_shardings == {"out": NamedSharding(AUTO, P("x", None))}
+
+    def test_what_does_not_divide_rests_elsewhere(self):
+        table = jax.ShapeDtypeStruct((257, 64), "float32")
+        step = sx.shard_jit(
+            lambda t: {"new": t + 1, "sum": t.sum()},
+            mesh=AUTO,
+            in_shardings=P("x"),
+            out_shardings={"new": P("x"), "sum": P()},
+        )
+        plan = step.plan(table)
+        assert [(m.path, str(m.wanted), str(m.rests)) for m in plan.at_rest] == [
+            ("argument 0", "P('x', None)", "P(None, 'x')"),
+            ("result new", "P('x', None)", "P(None, 'x')"),
+        ]
+        assert all(map(plan.cost_at_rest, plan.at_rest))
 
     def test_calls_after_the_first_compile_nothing(self):
         jitted = sx.shard_jit(matmul, mesh=AUTO, in_shardings=(P("x"), P(None, "y")))
