@@ -614,4 +614,13 @@ def _fit(x, shape):
     x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
     if x.shape == tuple(shape):
         return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero to pad with: the last one is repeated
+        return _repeat_last(x, shape)
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def _repeat_last(x, shape):
+    for dim, (have, want) in enumerate(zip(x.shape, shape, strict=True)):
+        last = lax.slice_in_dim(x, have - 1, have, axis=dim)
+        x = lax.concatenate([x] + [last] * (want - have), dim) if want > have else x
+    return x

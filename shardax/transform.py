@@ -63,15 +63,16 @@ def _abstract_eval(*avals, jaxpr, **params):
 
 
 def _lower(ctx, *operands, jaxpr, mesh, options, witness):
-    at_rest = tuple(_at_rest(x, mesh) for x in operands)
+    at_rest = tuple(_at_rest(x, aval.ndim, mesh) for x, aval in zip(operands, jaxpr.in_avals, strict=True))
     built = build(jaxpr, at_rest, mesh, options)
     run = functools.partial(_run, built, mesh)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _at_rest(operand, mesh: Mesh | AbstractMesh) -> Sharding | None:
+def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Sharding | None:
+    """The sharding in which an operand is committed. A random key has one dim more in memory than in the program."""
     dims = _jax.committed_dims(operand, mesh)
-    return None if dims is None else Sharding(dims)
+    return None if dims is None else Sharding(dims[:rank])
 
 
 def _run(built: program.Program, mesh: Mesh | AbstractMesh, *args):

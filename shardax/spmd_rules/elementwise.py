@@ -25,7 +25,6 @@ _NONLINEAR = """
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
 """.split()
 
-_LINEAR_IN_EACH = {"mul": (0, 1), "div": (0,)}
 _LINEAR_JOINTLY = ("add", "add_any", "sub")
 _LINEAR = "conj imag neg real".split()
 _MOVES = "copy copy_p device_put name".split()
@@ -43,15 +42,20 @@ def _convert_passes(node: Node) -> tuple[Passes, ...]:
     return (LINEAR(0),) if floats and new.itemsize >= old.itemsize else ()
 
 
+def _div_passes(node: Node) -> tuple[Passes, ...]:
+    """Integer division rounds each summand."""
+    return (LINEAR(0),) if node.outputs[0].aval.dtype.kind not in "iu" else ()
+
+
 for _name in _NONLINEAR:
     register_rule(_name, same_shape)
 for _name in _LINEAR:
     register_rule(_name, same_shape, passes=(LINEAR(0),))
 for _name in _LINEAR_JOINTLY:
     register_rule(_name, same_shape, passes=(LINEAR(0, 1),))
-for _name, _operands in _LINEAR_IN_EACH.items():
-    register_rule(_name, same_shape, passes=tuple(LINEAR(i) for i in _operands))
 for _name in _MOVES:
     register_rule(_name, same_shape, passes=(MOVES(0),))
 register_rule("convert_element_type", same_shape, passes=_convert_passes)
+register_rule("div", same_shape, passes=_div_passes)
+register_rule("mul", same_shape, passes=(LINEAR(0), LINEAR(1)))
 register_rule("select_n", same_shape, passes=_select_passes)

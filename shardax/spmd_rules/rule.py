@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 
 Shape = tuple[int, ...]
@@ -53,9 +53,15 @@ class Factors:
     sizes: Mapping[str, int]
     kinds: Mapping[str, str]
 
-    def __post_init__(self):
-        object.__setattr__(self, "reduced", tuple(f for f, k in self.kinds.items() if k in REDUCTIONS))
-        object.__setattr__(self, "tensors", self.operands + self.results)
+    @cached_property
+    def reduced(self) -> tuple[str, ...]:
+        """The factors over which the results are reduced."""
+        return tuple(f for f, kind in self.kinds.items() if kind in REDUCTIONS)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorFactors, ...]:
+        """The factors of the operands, then of the results."""
+        return self.operands + self.results
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, KEEP)
