@@ -17,7 +17,6 @@ from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-Primitive = jax.extend.core.Primitive if hasattr(jax, "extend") else core.Primitive
 Literal = core.Literal
 optimization_barrier_p = jax.lax.optimization_barrier_p
 EMPTY_NAME_STACK = source_info_util.NameStack()

@@ -20,7 +20,8 @@ class Annotation:
 def of_node(node: Node) -> Annotation | None:
     """What a node says about its result, None if it is not an annotation."""
     if node.name == "annotate":
-        return Annotation(node.params["dims"], node.params["source"], node.params.get("like"))
+        like = None if node.callers else node.params["like"]  # an inlined program's inputs are not this one's
+        return Annotation(node.params["dims"], node.params["source"], like)
     if node.name == "sharding_constraint":
         return _of_spec(node.params["sharding"].spec, "with_sharding_constraint", node)
     if node.name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):

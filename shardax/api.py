@@ -2,8 +2,9 @@
 
 import functools
 import inspect
+import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -11,10 +12,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax, transform
-from shardax.annotate import annotate_p, describe, flatten
-from shardax.explain.plan import AtRest, Plan, moved
+from shardax.annotate import describe, flatten
+from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options
-from shardax.sharding import AxisSizes, Sharding, at_rest, from_spec
+from shardax.sharding import Sharding, from_spec
 from shardax.trace import Request, abstract_mesh, auto_mesh, is_explicit, trace
 
 Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
@@ -121,9 +122,11 @@ class ShardJit:
     @_jax.boundary
     def plan(self, *args, **kwargs):
         """What the partitioned program does, why, and what it costs; needs no devices. See `shardax.explain.plan.Plan`."""
+        start = time.perf_counter()
         traced = self._stage("trace", args, kwargs)
+        phases = {"trace": time.perf_counter() - start}
         leaves = [x for _, x in self._function.named_leaves(args, kwargs)]
-        return _plan(traced, self._function.known_mesh() or _mesh_of((args, kwargs)), leaves)
+        return _plan(traced, self._function.known_mesh() or _mesh_of((args, kwargs)), leaves, phases)
 
     def clear_cache(self) -> None:
         """Forgets the compiled programs."""
@@ -391,7 +394,7 @@ def _type(x) -> Sharding | None:
     return from_spec(sharding.spec, len(sharding.spec))
 
 
-def _plan(traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any]) -> Plan:
+def _plan(traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any], phases: dict[str, float]) -> Plan:
     params = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p).params
     jaxpr = params["jaxpr"]
     committed = [_committed(x, mesh) for x in leaves]
@@ -400,39 +403,15 @@ def _plan(traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any]) -> Plan:
     structure = jax.tree.structure(traced.args_info)
     args, kwargs = structure.unflatten([NamedSharding(mesh, s.spec) for s in built.in_shardings[: len(leaves)]])
     outs = jax.tree.structure(traced.out_info).unflatten([NamedSharding(mesh, s.spec) for s in built.out_shardings])
-    plan = Plan(mesh, jaxpr, built.jaxpr, args, outs, kwargs, phases=built.phases)
-    return replace(plan, at_rest=(*_moved_arguments(plan), *_moved_results(plan)))
+    plan = Plan(mesh, jaxpr, built.jaxpr, args, outs, kwargs, values=built.completion, phases=phases | dict(built.phases))
+    arguments = _moved("argument", plan.arguments(), built.annotated_inputs())
+    return replace(plan, at_rest=(*arguments, *_moved("result", plan.results(), built.annotated_outputs())))
 
 
-def _moved_arguments(plan: Plan) -> tuple[AtRest, ...]:
-    given = {eqn.invars[0]: eqn for eqn in reversed(_undivided(plan.global_jaxpr, plan.mesh.shape))}
-    places = list(plan.arguments())
-    eqns = [given.get(var) for var in plan.global_jaxpr.jaxpr.invars[: len(places)]]
-    reasons = [f"{eqn.params['source']} in {_sharding(eqn)}" if eqn else "" for eqn in eqns]
-    return moved("argument", places, [eqn and _sharding(eqn) for eqn in eqns], reasons)
-
-
-def _moved_results(plan: Plan) -> tuple[AtRest, ...]:
-    """The collectives of results that rest alike have one reason; it is given, and priced, once."""
-    given = {eqn.outvars[0]: eqn for eqn in _undivided(plan.global_jaxpr, plan.mesh.shape)}
-    places = list(plan.results())
-    eqns = [None if _jax.is_literal(var) else given.get(var) for var in plan.global_jaxpr.jaxpr.outvars]
-    reasons = [f"result in {place.sharding}" if eqn else "" for place, eqn in zip(places, eqns, strict=True)]
-    once = ["counted above" if reason in reasons[:i] else reason for i, reason in enumerate(reasons)]
-    return moved("result", places, [eqn and _sharding(eqn) for eqn in eqns], once)
-
-
-def _undivided(jaxpr, sizes: AxisSizes) -> list[Any]:
-    """The annotations that leave no dim open and do not divide their value."""
-    return [e for e in jaxpr.eqns if e.primitive is annotate_p and None not in e.params["dims"] and not _divides(e, sizes)]
-
-
-def _divides(eqn, sizes: AxisSizes) -> bool:
-    return at_rest(_sharding(eqn), eqn.outvars[0].aval.shape, sizes) == _sharding(eqn)
-
-
-def _sharding(eqn) -> Sharding:
-    return Sharding(eqn.params["dims"])
+def _moved(side: str, places: Iterable[Placed], annotated: Iterable[tuple[int, Sharding, str]]) -> tuple[AtRest, ...]:
+    places, given = list(places), {i: (sharding, reason) for i, sharding, reason in annotated}
+    wanted, reasons = zip(*(given.get(i, (None, "")) for i in range(len(places))), strict=True) if places else ((), ())
+    return moved(side, places, wanted, reasons)
 
 
 def _committed(x, mesh: Mesh | AbstractMesh) -> Sharding | None:

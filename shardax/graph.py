@@ -166,6 +166,7 @@ _CALLS = {
     "linear_call": _call(lambda eqn: eqn.params["callee"]),
     "pjit": _param("jaxpr"),
     "remat2": _remat,
+    "shard_jit": _param("jaxpr"),
 }
 
 _BODIES: dict[str, Callable[[dict[str, Any]], Sequence[Any]]] = {

@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +11,9 @@ import jax
 
 from shardax import _jax, annotations, graph
 from shardax.completion.complete import Completion, complete, resting_shardings
-from shardax.graph import Graph
+from shardax.graph import Graph, Node
 from shardax.partition.choose import Decisions, choose
-from shardax.partition.emit import emit
+from shardax.partition.emit import emit, purpose, reshard_reason
 from shardax.partition.replicated import report_replicated
 from shardax.sharding import AxisSizes, Layout, Sharding, at_rest
 
@@ -35,6 +35,29 @@ class Program:
     completion: Completion
     decisions: Decisions
     phases: Mapping[str, float] = field(default_factory=dict)
+
+    def annotated_inputs(self) -> Iterator[tuple[int, Sharding, str]]:
+        """(number, sharding inside, reason of the collectives that bring it there) of each argument with a full annotation."""
+        numbers = {value: i for i, value in enumerate(self.graph.inputs)}
+        for node in self.graph.nodes:
+            sharding = _annotated(node)
+            if sharding is not None and node.inputs[0] in numbers:
+                yield numbers[node.inputs[0]], sharding, reshard_reason(purpose(node), sharding)
+
+    def annotated_outputs(self) -> Iterator[tuple[int, Sharding, str]]:
+        """The same of each result; its reason is that of the collectives that bring it to rest."""
+        wanted = {node.outputs[0]: (node, sharding) for node in self.graph.nodes if (sharding := _annotated(node)) is not None}
+        for i, (value, rest) in enumerate(zip(self.graph.outputs, self.out_shardings, strict=True)):
+            if value in wanted:
+                node, sharding = wanted[value]
+                yield i, sharding, reshard_reason(purpose(node), rest)
+
+
+def _annotated(node: Node) -> Sharding | None:
+    given = annotations.of_node(node)
+    if given is None or None in given.dims:
+        return None
+    return Sharding(tuple(axes or () for axes in given.dims))
 
 
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()

@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 from shardax import _jax, annotations, reshard
 from shardax.graph import Node, Value
 from shardax.partition.choose import Decision, Decisions, Move
-from shardax.sharding import AxisSizes, Layout
+from shardax.sharding import AxisSizes, Layout, Sharding
 from shardax.spmd_rules.localize import run_local
 
 Shards = dict[Layout, Any]
@@ -42,24 +42,26 @@ class _Emitter:
 
     def output(self, value: Value, move: Move):
         """An output's shard; what it takes to leave in the asked layout is accounted to the line that made it."""
-        if value not in self.makers:
+        maker = self.makers.get(value)
+        if maker is None:
             return self.read(value, move, "result")
-        with _user_context(self.makers[value]):
-            return self.read(value, move, "result")
+        with _user_context(maker):
+            return self.read(value, move, purpose(maker) if annotations.of_node(maker) else "result")
 
     def node(self, decision: Decision) -> None:
         node = decision.node
-        purpose = _purpose(node)
-        shards = [self.read(v, move, purpose) for v, move in zip(node.inputs, decision.moves, strict=True)]
+        wants = purpose(node)
+        shards = [self.read(v, move, wants) for v, move in zip(node.inputs, decision.moves, strict=True)]
         if node.bodies:
             results = _STRUCTURED[node.name](self, decision, shards)
         else:
+            assert decision.entry and decision.factors
             results = run_local(decision.entry, decision.local, decision.factors, shards)
         for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.local.results, results, strict=True)):
             self.env[value] = {**(self.env.get(node.inputs[0], {}) if annotations.of_node(node) else {}), layout: shard}
             self.makers[value] = node
             if i in decision.settled:
-                self.read(value, Move(layout, decision.settled[i]), purpose)
+                self.read(value, Move(layout, decision.settled[i]), wants)
 
     def read(self, value: Value, move: Move, purpose: str):
         """The shard of a value in the layout of `move`, resharded if it is not there yet."""
@@ -85,7 +87,7 @@ class _Emitter:
         settles = [kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes]
         if settles:
             return f"{settles[0]} of {self.makers[value].name if value in self.makers else 'carry'}"
-        return f"{purpose} in {move.target.sharding}"
+        return reshard_reason(purpose, move.target.sharding)
 
 
 def _itemsize(value: Value) -> int:
@@ -98,9 +100,15 @@ def _literal(value: Value):
     return np.asarray(value.literal, value.aval.dtype)
 
 
-def _purpose(node: Node) -> str:
+def purpose(node: Node) -> str:
+    """Who wants an operand resharded: an annotation by its words, any other node by its name."""
     given = annotations.of_node(node)
-    return (given.source if given else node.name).replace("/", "\\")
+    return given.source if given else node.name
+
+
+def reshard_reason(purpose: str, sharding: Sharding) -> str:
+    """The reason, in the plan's words, of a reshard to this sharding. A scope's name has no slashes: they part scopes."""
+    return f"{purpose} in {sharding}".replace("/", "\\")
 
 
 @contextmanager

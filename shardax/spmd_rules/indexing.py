@@ -176,7 +176,7 @@ def _gather_local(local: Local, operand, indices):
 def _gather_owned(local: Local, windows: _Windows, operand, indices, clips: bool):
     """The positions that this shard has, zeros for the others."""
     apart, positions = _localize(local, windows, indices, clips)
-    numbers = lax.GatherDimensionNumbers(*apart.numbers)
+    numbers = lax.GatherDimensionNumbers(*map(tuple, apart.numbers))
     return lax.gather(operand, positions, numbers, apart.local_sizes(local), mode=_DROP, fill_value=0)
 
 

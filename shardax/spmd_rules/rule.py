@@ -143,6 +143,8 @@ def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
     """
     if not in_shapes and rule.operands == ((),):
         rule = replace(rule, operands=())  # no text before the arrow: one scalar, or nothing at all
+    if not out_shapes and rule.results == ((),):
+        rule = replace(rule, results=())
     for what, tensors, shapes in (("operands", rule.operands, in_shapes), ("results", rule.results, out_shapes)):
         if len(tensors) != len(shapes):
             raise _complain(rule.text, "->", f"it has {len(tensors)} {what}, the equation has {len(shapes)}")
