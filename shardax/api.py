@@ -404,8 +404,8 @@ def _plan(traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any], phases: d
     args, kwargs = structure.unflatten([NamedSharding(mesh, s.spec) for s in built.in_shardings[: len(leaves)]])
     outs = jax.tree.structure(traced.out_info).unflatten([NamedSharding(mesh, s.spec) for s in built.out_shardings])
     plan = Plan(mesh, jaxpr, built.jaxpr, args, outs, kwargs, values=built.completion, phases=phases | dict(built.phases))
-    arguments = _moved("argument", plan.arguments(), built.annotated_inputs())
-    return replace(plan, at_rest=(*arguments, *_moved("result", plan.results(), built.annotated_outputs())))
+    arguments = _moved("argument", plan.arguments(), built.uneven_inputs())
+    return replace(plan, at_rest=(*arguments, *_moved("result", plan.results(), built.uneven_outputs())))
 
 
 def _moved(side: str, places: Iterable[Placed], annotated: Iterable[tuple[int, Sharding, str]]) -> tuple[AtRest, ...]:

@@ -36,28 +36,29 @@ class Program:
     decisions: Decisions
     phases: Mapping[str, float] = field(default_factory=dict)
 
-    def annotated_inputs(self) -> Iterator[tuple[int, Sharding, str]]:
-        """(number, sharding inside, reason of the collectives that bring it there) of each argument with a full annotation."""
+    def uneven_inputs(self) -> Iterator[tuple[int, Sharding, str]]:
+        """(number, annotation, reason of the collectives that bring it there) of each argument that cannot rest as annotated."""
         numbers = {value: i for i, value in enumerate(self.graph.inputs)}
-        for node in self.graph.nodes:
-            sharding = _annotated(node)
-            if sharding is not None and node.inputs[0] in numbers:
+        for node, sharding in self._uneven():
+            if node.inputs[0] in numbers:
                 yield numbers[node.inputs[0]], sharding, reshard_reason(purpose(node), sharding)
 
-    def annotated_outputs(self) -> Iterator[tuple[int, Sharding, str]]:
+    def uneven_outputs(self) -> Iterator[tuple[int, Sharding, str]]:
         """The same of each result; its reason is that of the collectives that bring it to rest."""
-        wanted = {node.outputs[0]: (node, sharding) for node in self.graph.nodes if (sharding := _annotated(node)) is not None}
+        uneven = {node.outputs[0]: (node, sharding) for node, sharding in self._uneven()}
         for i, (value, rest) in enumerate(zip(self.graph.outputs, self.out_shardings, strict=True)):
-            if value in wanted:
-                node, sharding = wanted[value]
+            if value in uneven:
+                node, sharding = uneven[value]
                 yield i, sharding, reshard_reason(purpose(node), rest)
 
-
-def _annotated(node: Node) -> Sharding | None:
-    given = annotations.of_node(node)
-    if given is None or None in given.dims:
-        return None
-    return Sharding(tuple(axes or () for axes in given.dims))
+    def _uneven(self) -> Iterator[tuple[Node, Sharding]]:
+        sizes = self.completion.sizes
+        for node in self.graph.nodes:
+            given = annotations.of_node(node)
+            if given and None not in given.dims:
+                sharding = Sharding(tuple(axes or () for axes in given.dims))
+                if at_rest(sharding, node.outputs[0].shape, sizes) != sharding:
+                    yield node, sharding
 
 
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
