@@ -593,6 +593,8 @@ REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin
 def _identity(kind: str, dtype):
     if kind == "sum":
         return 0
+    if dtype == bool:
+        return kind == "min"
     info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
     if kind == "max":
         return info.min if info else -jnp.inf

@@ -1,0 +1,48 @@
+"""Programs on which shard_jit and plain `jax.jit` once differed, or might: one line each."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+
+
+def mesh_of(*sizes: int):
+    return jax.make_mesh(
+        sizes, tuple("xyz"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes), devices=jax.devices()[: math.prod(sizes)]
+    )
+
+
+def same(f, args, specs=None, mesh=(4, 2), **how):
+    """Calls f under shard_jit and under jax.jit; floats differ by rounding only, all else not at all."""
+    wanted = jax.jit(f)(*args)
+    got = sx.shard_jit(f, mesh=mesh_of(*mesh), in_shardings=specs, **how)(*args)
+    for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (have.shape, have.dtype) == (want.shape, want.dtype)
+        rtol = {"float32": 1e-5, "bfloat16": 2e-2}.get(want.dtype.name, 0)
+        np.testing.assert_allclose(_numbers(have), _numbers(want), rtol=rtol, atol=rtol)
+
+
+def _numbers(x):
+    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return np.asarray(x, "float32") if x.dtype == jnp.bfloat16 else np.asarray(x)
+
+
+def ones(*shape, dtype="float32"):
+    """Whole numbers, none of them zero."""
+    return np.random.default_rng(0).choice([-3, -2, -1, 1, 2, 3], shape).astype(dtype)
+
+
+def test_gradient_of_a_scan_with_unused_cotangents():
+    f = lambda x: lax.cond(x.sum() > 99, lambda x: jnp.sin(x), lambda x: jnp.tanh(x).sum() + 0 * x, x)  # noqa: E731
+    same(jax.grad(lambda x: f(x).sum()), [ones(5)], P("x"))
+
+
+def test_booleans_that_are_pending_beside_others_that_are_not():
+    same(lambda x, i: jnp.where((x > 0)[i], (x > 1)[i], False), [ones(9, 4), np.array([1, 8, 3])], (P("x"), P("y")))
