@@ -186,6 +186,13 @@ def _sdy_mesh(mesh) -> str:
     return "#sdy.mesh<[" + ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items()) + "]>"
 
 
+def primitive_cases() -> list[Any]:
+    """JAX's own test cases of primitives, those that it can run on CPUs. Importing them reads JAX's flags."""
+    from jax._src.internal_test_util import test_harnesses
+
+    return [case for case in test_harnesses.all_harnesses if case.filter("cpu")]
+
+
 def hide_frames(error: BaseException) -> None:
     """Drops JAX's and our own frames from an error's traceback, unless the user wants to see them."""
     if traceback_util._filtering_mode() != "off" and error.__traceback__ is not None:

@@ -1,0 +1,243 @@
+"""JAX's own primitive test cases, each run through shard_jit under a random mesh and random shardings, against jax.jit.
+
+`python -m tests.conformance [--primitive NAME] [--case WORDS] [--sample N] [--jobs N]` prints a table by primitive:
+
+    equal       every result is as the unsharded function gives it: integers equal, floats within reassociation error
+    wrong       some result is not
+    refused     shard_jit raised
+    replicated  of the equal ones: a primitive had no rule, or an operand of one was gathered
+    sent        bytes that one device sends, all cases together
+
+Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn from
+its name, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one, unoptimized.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import random
+import re
+import sys
+import time
+import warnings
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax import _jax
+from shardax.explain.ledger import collectives, comm_bytes
+from shardax.graph import Node, from_jaxpr
+from shardax.spmd_rules.registry import RULES
+
+MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
+AXES = ("x", "y", "z")
+BATCH = 24  # cases in one compilation
+SLACK = 256  # ulps of the greatest result that reassociation may cost
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one case; `verdict` is "equal", "wrong", "refused", or "skipped" where JAX itself cannot run it."""
+
+    primitive: str
+    case: str
+    verdict: str
+    replicated: bool = False
+    sent: int = 0
+    note: str = ""
+
+
+@cache
+def cases() -> dict[str, Any]:
+    """The cases that run on CPUs by their full names, stratified by primitive."""
+    groups: dict[str, list[Any]] = defaultdict(list)
+    for case in _jax.primitive_cases():
+        groups[case.group_name].append(case)
+    for group in groups.values():
+        group.sort(key=lambda case: zlib.crc32(case.fullname.encode()))
+    rounds = itertools.zip_longest(*groups.values())
+    return {case.fullname: case for each in rounds for case in each if case is not None}
+
+
+def selected(primitive: str = "", words: str = "", sample: int | None = None) -> list[str]:
+    names = [name for name, case in cases().items() if primitive in ("", case.group_name) and words in name]
+    return names[:sample]
+
+
+def run(names: Sequence[str], jobs: int = 1) -> Iterator[Outcome]:
+    """The outcome of each case, in no order."""
+    work = list(batches(names))
+    if jobs == 1:
+        return itertools.chain.from_iterable(map(run_batch, work))
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=None)
+    return itertools.chain.from_iterable(pool.map(run_batch, work))
+
+
+def batches(names: Sequence[str]) -> Iterator[list[str]]:
+    """Cases that run on the same mesh, so many at a time."""
+    for mesh in MESHES:
+        same = [name for name in names if mesh_of(name) == mesh]
+        yield from (same[i : i + BATCH] for i in range(0, len(same), BATCH))
+
+
+def mesh_of(name: str) -> tuple[int, ...]:
+    return _dice(name, "mesh").choice(MESHES)
+
+
+def _dice(name: str, what: str) -> random.Random:
+    return random.Random(zlib.crc32(f"{name} {what}".encode()))
+
+
+def run_batch(names: Sequence[str]) -> list[Outcome]:
+    """The outcomes of cases in one compilation; each by itself where that raises."""
+    try:
+        return _run_together(names)
+    except Exception as error:
+        if len(names) == 1:
+            return [_outcome(names[0], "refused", note=f"{type(error).__name__}: {str(error)[:2000]}")]
+        return [outcome for name in names for outcome in run_batch([name])]
+
+
+def _run_together(names: Sequence[str]) -> list[Outcome]:
+    args = [cases()[name].dyn_args_maker(np.random.RandomState(zlib.crc32(name.encode()))) for name in names]
+    plain = jax.jit(lambda args: [cases()[name].dyn_fun(*x) for name, x in zip(names, args, strict=True)])
+    try:
+        wanted = plain.lower(args).compile(compiler_options=FAST)(args)
+    except Exception as error:
+        if len(names) == 1:
+            return [_outcome(names[0], "skipped", note=f"{type(error).__name__}: {str(error)[:200]}")]
+        raise
+    step = sx.shard_jit(lambda args: [_sharded(*x) for x in zip(names, args, strict=True)], mesh=_mesh(mesh_of(names[0])))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*has no sharding rule")
+        plan = step.plan(args)
+        got = step.lower(args).compile(compiler_options=FAST)(args)
+    nodes = list(from_jaxpr(plan.global_jaxpr).walk())
+    return [_judged(*x, plan, nodes) for x in zip(names, wanted, got, strict=True)]
+
+
+@cache
+def _mesh(shape: tuple[int, ...]):
+    return jax.make_mesh(shape, AXES[: len(shape)], axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
+
+
+def _sharded(name: str, args: Any) -> Any:
+    """A case with its arguments, and about half of its results, in random shardings."""
+    with jax.named_scope(_scope(name)):
+        dice = _dice(name, "shardings")
+        args = jax.tree.map(lambda x: sx.annotate(jnp.asarray(x), _spec(dice, name, jnp.shape(x))), args)
+        out = cases()[name].dyn_fun(*args)
+        return jax.tree.map(lambda x: x if dice.random() < 0.5 else sx.annotate(x, _spec(dice, name, jnp.shape(x))), out)
+
+
+def _scope(name: str) -> str:
+    return f"case_{zlib.crc32(name.encode())}"
+
+
+def _spec(dice: random.Random, name: str, shape: tuple[int, ...]) -> P:
+    """Each axis of the mesh on some dim, or with a chance of one in four on none."""
+    dims: list[list[str]] = [[] for _ in shape]
+    for axis in dice.sample(AXES[: len(mesh_of(name))], len(mesh_of(name))):
+        if shape and dice.random() < 0.75:
+            dice.choice([d for d, n in zip(dims, shape, strict=True) if n > 1] or dims).append(axis)
+    return P(*map(tuple, dims))
+
+
+def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Node]) -> Outcome:
+    pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
+    different = [f"result {i}: {words}" for i, (w, g) in enumerate(pairs) if (words := _difference(w, g))]
+    sends = _sends(name, plan)
+    gathered = [c for c in sends if c.kind == "all_gather" and _of_primitive(c.reason)]
+    ruleless = [f"{n.name} has no rule" for n in nodes if not n.bodies and n.name not in RULES and _scope(name) in str(n.scope)]
+    note = "; ".join(different[:1] or dict.fromkeys([*map(str, gathered), *ruleless]))
+    return _outcome(name, "wrong" if different else "equal", bool(gathered or ruleless), comm_bytes(sends), note)
+
+
+def _outcome(name: str, verdict: str, replicated: bool = False, sent: int = 0, note: str = "") -> Outcome:
+    return Outcome(cases()[name].group_name, name, verdict, replicated, sent, note)
+
+
+def _sends(name: str, plan: Any) -> tuple[Any, ...]:
+    """The collectives of one case of a batch: those under its scope."""
+    (whole,) = (eqn for eqn in plan.local_jaxpr.eqns if eqn.primitive.name == "shard_map")
+    body = _jax.closed(whole.params["jaxpr"])
+    own = [eqn for eqn in body.eqns if _scope(name) in str(eqn.source_info.name_stack)]
+    return collectives(_jax.with_eqns(body, own), plan.mesh.shape)
+
+
+def _of_primitive(reason: str) -> bool:
+    """Whether an operand is gathered because a primitive wants it so; annotations and results want it, too."""
+    found = re.match(r"([\w-]+) in ", reason)
+    return bool(found) and found[1] not in ("result", "annotate")
+
+
+def _difference(wanted: Any, got: Any) -> str:
+    """Where two results differ, or ""."""
+    if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+        wanted, got = map(jax.random.key_data, (wanted, got))
+    if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
+        return f"{got.dtype}{got.shape}, not {wanted.dtype}{wanted.shape}"
+    one, other = np.asarray(wanted), np.asarray(got)
+    if not jnp.issubdtype(one.dtype, jnp.inexact):
+        close = one == other
+    else:
+        wide = np.complex128 if jnp.issubdtype(one.dtype, jnp.complexfloating) else np.float64
+        eps = float(jnp.finfo(one.dtype).eps) * SLACK
+        one, other = one.astype(wide), other.astype(wide)
+        greatest = np.max(np.abs(one), where=np.isfinite(one), initial=0)
+        close = np.isclose(other, one, rtol=eps, atol=eps * greatest, equal_nan=True)
+    if np.all(close):
+        return ""
+    at = tuple(int(i) for i in np.argwhere(~close)[0])
+    return f"{np.sum(~close)} of {close.size} differ, at {at} {other[at]}, not {one[at]}"
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    groups: dict[str, Counter[str]] = defaultdict(Counter)
+    for o in outcomes:
+        for name in (o.primitive, "all"):
+            groups[name] += Counter({"cases": 1, o.verdict: 1, "replicated": int(o.replicated)})
+            groups[name]["sent"] += o.sent
+    columns = ("cases", "equal", "wrong", "refused", "skipped", "replicated", "sent")
+    head = "".join(f"{c:>12}" for c in columns)
+    rows = [
+        f"{name:28}" + "".join(f"{groups[name][c]:>12,}" for c in columns)
+        for name in sorted(groups, key=lambda n: (n == "all", n))
+    ]
+    return "\n".join([" " * 28 + head, *rows])
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance")
+    parser.add_argument("--primitive", default="", help="the cases of this primitive alone")
+    parser.add_argument("--case", default="", help="the cases whose names have these words")
+    parser.add_argument("--sample", type=int, help="so many cases, stratified")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--verbose", action="store_true", help="says what was gathered, and what JAX cannot run")
+    given = parser.parse_args(words)
+    start, outcomes = time.time(), []
+    for outcome in run(selected(given.primitive, given.case, given.sample), given.jobs):
+        outcomes.append(outcome)
+        if outcome.verdict in ("wrong", "refused") or given.verbose and outcome.note:
+            print(f"{outcome.verdict}: {outcome.case} on {mesh_of(outcome.case)}: {outcome.note}", flush=True)
+    print(table(outcomes))
+    print(f"{len(outcomes)} cases, {time.time() - start:.0f} s, JAX {jax.__version__}")
+    return any(outcome.verdict in ("wrong", "refused") for outcome in outcomes)
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main(sys.argv[1:]))
