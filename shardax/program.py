@@ -1,13 +1,15 @@
 """build: the middle of the way, from a global jaxpr with annotations in it to the program that every device runs."""
 
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import lax
 
 from shardax import _jax, annotations, graph
 from shardax.completion.complete import Completion, complete, resting_shardings
@@ -117,10 +119,23 @@ def _resting(
 def _emit(program: Graph, decisions: Decisions, resting, mesh, sizes: AxisSizes):
     """The shard_map'd program, as a ClosedJaxpr over the global arguments."""
     ins, outs = (tuple(s.spec for s in side) for side in resting)
-    run: Callable = jax.shard_map(
-        lambda *shards: tuple(emit(decisions, shards, sizes)), mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False
-    )
+    full = [0 not in v.shape for v in program.inputs]
+
+    def local(*shards):
+        return tuple(emit(decisions, _with_empty(full, shards, decisions.inputs, program, sizes), sizes))
+
+    def run(*args):
+        """Arguments without elements stay outside: XLA takes no shard_map all of whose operands are such."""
+        specs = tuple(itertools.compress(ins, full))
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
+        return run(*itertools.compress(args, full))
+
     return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in program.inputs))
+
+
+def _with_empty(full: Sequence[bool], shards: Sequence[Any], layouts: Sequence[Layout], program: Graph, sizes: AxisSizes):
+    given, slots = iter(shards), zip(full, program.inputs, layouts, strict=True)
+    return [next(given) if has else lax.empty(lay.local_shape(sizes), v.aval.dtype) for has, v, lay in slots]
 
 
 @contextmanager

@@ -46,3 +46,7 @@ def test_gradient_of_a_scan_with_unused_cotangents():
 
 def test_booleans_that_are_pending_beside_others_that_are_not():
     same(lambda x, i: jnp.where((x > 0)[i], (x > 1)[i], False), [ones(9, 4), np.array([1, 8, 3])], (P("x"), P("y")))
+
+
+def test_arguments_without_elements():
+    same(jax.grad(lambda x: (x * jnp.arange(6.0)[:0]).sum()), [ones(0)], P("x"))

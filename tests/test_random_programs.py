@@ -29,7 +29,8 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 
 MESHES = [sizes for k in (1, 2, 3) for sizes in itertools.product((1, 2, 3, 4, 8), repeat=k) if math.prod(sizes) <= 8]
-MOST = 1024  # the greatest magnitude of a float, the greatest number of elements
+EVEN = (4, 6, 8, 8, 12, 16, 24)
+MOST = 2048  # the greatest magnitude of a float, the greatest number of elements
 
 
 @hypothesis.settings(max_examples=60, derandomize=True, deadline=None, database=None, print_blob=False)
@@ -578,7 +579,7 @@ def draw(w: Writer):
 
 
 def constrain(w: Writer):
-    x = w.pick(ANY)
+    x = w.pick((*ANY, "key"))
     _same(w, x, f"constrain({x}, {w.spec(len(x.shape))!r})".replace("PartitionSpec", "P"))
 
 
@@ -661,13 +662,14 @@ OPERATIONS = [
 
 def random_program(rng: random.Random) -> Program:
     mesh = rng.choice(MESHES + [sizes for sizes in MESHES if math.prod(sizes) > 3] * 3)
-    sizes = [rng.choice([*range(1, 14), *(5, 6, 7, 8, 12), 257, 0]) for _ in range(rng.randint(2, 3))]
+    sizes = [rng.choice([*range(1, 14), *EVEN, *EVEN, 257, 0]) for _ in range(rng.randint(2, 3))]
     w = Writer(rng, sizes, "xyz"[: len(mesh)], [], smooth=rng.random() < 0.4)
     dtypes = ["float32", "float32", *(rng.choice(["float32", "int32", "bfloat16", "bool", "key"]) for _ in range(3))]
     for dtype in dtypes[: rng.randint(1, 5)]:
         shape = w.shape() if dtype != "key" else rng.choice([(), (2,), (5,)])
         w.values.append(Value(w.fresh("a"), shape if math.prod(shape) <= MOST else shape[:1], dtype, exact=dtype != "bfloat16"))
     args = tuple((v.name, v.shape, v.dtype) for v in w.values)
+    _split(w)
     w.fill(12)
     late = [v.name for v in w.values[-6:]]
     results = tuple(rng.choice(late + late[-2:]) for _ in range(rng.randint(1, 3)))
@@ -677,6 +679,13 @@ def random_program(rng: random.Random) -> Program:
     grad = w.smooth and any(dtype in ("float32", "bfloat16") for _, _, dtype in args)
     donated = tuple(i for i in range(len(args)) if rng.random() < 0.1)
     return Program(args, tuple(w.statements), results, mesh, in_shardings, out_shardings, grad, donated, _tolerance(w))
+
+
+def _split(w: Writer) -> None:
+    """Splits some arguments as no argument can be between calls: unevenly."""
+    for v in list(w.values):
+        if w.rng.random() < 0.5:
+            _same(w, v, f"constrain({v}, {w.spec(len(v.shape))!r})".replace("PartitionSpec", "P"))
 
 
 def _tolerance(w: Writer) -> float:
