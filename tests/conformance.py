@@ -8,8 +8,8 @@
     replicated  of the equal ones: a primitive had no rule, or an operand of one was gathered
     sent        bytes that one device sends, all cases together
 
-Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn from
-its name, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one, unoptimized.
+Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn
+from its name, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one, unoptimized.
 """
 
 import argparse
