@@ -4,7 +4,7 @@ Called inside `shard_map`; every value is kept in all the layouts in which somet
 """
 
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -31,12 +31,20 @@ class _Emitter:
         self.sizes = sizes
         self.env: dict[Value, Shards] = {}
         self.makers: dict[Value, Node] = {}
+        self.debtors: dict[Value, Node] = {}  # where what a pending value owes arose
+        self.stack = source_info_util.current_name_stack()
 
     def graph(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
+        around, self.stack = self.stack, source_info_util.current_name_stack()
+        outputs = self.steps(decisions, shards)
+        self.stack = around
+        return outputs
+
+    def steps(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for decision in decisions.steps:
-            with _user_context(decision.node):
+            with _user_context(decision.node, self.stack):
                 self.node(decision)
         return [self.output(value, move) for value, move in zip(decisions.graph.outputs, decisions.outputs, strict=True)]
 
@@ -45,7 +53,7 @@ class _Emitter:
         maker = self.makers.get(value)
         if maker is None:
             return self.read(value, move, "result")
-        with _user_context(maker):
+        with _user_context(maker, self.stack):
             return self.read(value, move, purpose(maker) if annotations.of_node(maker) else "result")
 
     def node(self, decision: Decision) -> None:
@@ -60,8 +68,16 @@ class _Emitter:
         for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.local.results, results, strict=True)):
             self.env[value] = {**(self.env.get(node.inputs[0], {}) if annotations.of_node(node) else {}), layout: shard}
             self.makers[value] = node
+            if layout.pending:
+                self.debtors[value] = self.debtor(decision, i)
             if i in decision.settled:
                 self.read(value, Move(layout, decision.settled[i]), wants)
+
+    def debtor(self, decision: Decision, i: int) -> Node:
+        """Where what result i owes arose: in an operand that came in pending, in a loop's body, else here."""
+        owing = [v for v, move in zip(decision.node.inputs, decision.moves, strict=True) if move.target.pending]
+        inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
+        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), decision.node)
 
     def read(self, value: Value, move: Move, purpose: str):
         """The shard of a value in the layout of `move`, resharded if it is not there yet."""
@@ -78,16 +94,25 @@ class _Emitter:
         path = reshard.plan(move.source, move.target, value.shape, _itemsize(value), self.sizes)
         for step in path.steps:
             kind = "ppermute" if step.kind == "halo" else step.kind
-            with jax.named_scope(f"{kind}[{self.reason(value, step, move, purpose)}]"):
+            settled, debtor = _settles(step), self.debtors.get(value)
+            reason = (
+                f"{settled} of {debtor.name if debtor else 'carry'}"
+                if settled
+                else reshard_reason(purpose, move.target.sharding)
+            )
+            with (
+                _user_context(debtor, self.stack) if settled and debtor else nullcontext(),
+                jax.named_scope(f"{kind}[{reason}]"),
+            ):
                 shard = reshard.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
         return shard
 
-    def reason(self, value: Value, step: reshard.Step, move: Move, purpose: str) -> str:
-        """Why a value is resharded, in words for the plan."""
-        settles = [kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes]
-        if settles:
-            return f"{settles[0]} of {self.makers[value].name if value in self.makers else 'carry'}"
-        return reshard_reason(purpose, move.target.sharding)
+
+def _settles(step: reshard.Step) -> str | None:
+    """The kind of reduction that a step settles, if it does."""
+    return next(
+        (kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes), None
+    )
 
 
 def _itemsize(value: Value) -> int:
@@ -112,13 +137,12 @@ def reshard_reason(purpose: str, sharding: Sharding) -> str:
 
 
 @contextmanager
-def _user_context(node: Node):
+def _user_context(node: Node, stack):
     """The equation's own source line, names and context, so that profiles and HLO show the user's code."""
     here = jax.sharding.get_abstract_mesh()
     source = _jax.with_user_frame(node.eqn, node.callers)
-    stack = source_info_util.current_name_stack() + node.scope
     with (
-        source_info_util.user_context(source.traceback, name_stack=stack),
+        source_info_util.user_context(source.traceback, name_stack=stack + node.scope),
         node.eqn.ctx.manager,
         jax.sharding.use_abstract_mesh(here),
     ):
