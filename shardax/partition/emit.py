@@ -52,14 +52,13 @@ class _Emitter:
         """An output's shard; what it takes to leave in the asked layout is accounted to the line that made it."""
         maker = self.makers.get(value)
         if maker is None:
-            return self.read(value, move, "result")
+            return self.read(value, move, None)
         with _user_context(maker, self.stack):
-            return self.read(value, move, purpose(maker) if annotations.of_node(maker) else "result")
+            return self.read(value, move, maker if annotations.of_node(maker) else None)
 
     def node(self, decision: Decision) -> None:
         node = decision.node
-        wants = purpose(node)
-        shards = [self.read(v, move, wants) for v, move in zip(node.inputs, decision.moves, strict=True)]
+        shards = [self.read(v, move, node) for v, move in zip(node.inputs, decision.moves, strict=True)]
         if node.bodies:
             results = _STRUCTURED[node.name](self, decision, shards)
         else:
@@ -71,7 +70,7 @@ class _Emitter:
             if layout.pending:
                 self.debtors[value] = self.debtor(decision, i)
             if i in decision.settled:
-                self.read(value, Move(layout, decision.settled[i]), wants)
+                self.read(value, Move(layout, decision.settled[i]), node)
 
     def debtor(self, decision: Decision, i: int) -> Node:
         """Where what result i owes arose: in an operand that came in pending, in a loop's body, else here."""
@@ -79,16 +78,16 @@ class _Emitter:
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
         return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), decision.node)
 
-    def read(self, value: Value, move: Move, purpose: str):
-        """The shard of a value in the layout of `move`, resharded if it is not there yet."""
+    def read(self, value: Value, move: Move, reader: Node | None):
+        """The shard of a value in the layout of `move`, resharded if it is not there yet. Results have no reader."""
         if value.is_literal:
-            return self.moved(value, _literal(value), move, purpose)
+            return self.moved(value, _literal(value), move, reader)
         shards = self.env[value]
         if move.target not in shards:
-            shards[move.target] = self.moved(value, shards[move.source], move, purpose)
+            shards[move.target] = self.moved(value, shards[move.source], move, reader)
         return shards[move.target]
 
-    def moved(self, value: Value, shard, move: Move, purpose: str):
+    def moved(self, value: Value, shard, move: Move, reader: Node | None):
         if move.source == move.target:
             return shard
         path = reshard.plan(move.source, move.target, value.shape, _itemsize(value), self.sizes)
@@ -98,7 +97,7 @@ class _Emitter:
             reason = (
                 f"{settled} of {debtor.name if debtor else 'carry'}"
                 if settled
-                else reshard_reason(purpose, move.target.sharding)
+                else reshard_reason(purpose(reader), move.target.sharding)
             )
             with (
                 _user_context(debtor, self.stack) if settled and debtor else nullcontext(),
@@ -125,10 +124,12 @@ def _literal(value: Value):
     return np.asarray(value.literal, value.aval.dtype)
 
 
-def purpose(node: Node) -> str:
-    """Who wants an operand resharded: an annotation by its words, any other node by its name."""
-    given = annotations.of_node(node)
-    return given.source if given else node.name
+def purpose(reader: Node | None) -> str:
+    """Who wants a value resharded: an annotation by its words, any other node by its name."""
+    if reader is None:
+        return "result"
+    given = annotations.of_node(reader)
+    return given.source if given else reader.name
 
 
 def reshard_reason(purpose: str, sharding: Sharding) -> str:
