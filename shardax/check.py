@@ -123,28 +123,44 @@ def _evaluate(graph: Graph, args: Sequence[Any]) -> Iterator[tuple[Node, list[An
 
 
 def _claims(case: _Case, axes) -> Iterator[_Trial]:
-    free = [f for f, n in case.factors.sizes.items() if n > 1 and case.factors.kind(f) != WHOLE]
-    for splits in itertools.chain(*(_one_split(case, f, axes) for f in free), _pairs(case, free, axes)):
+    free = _free(case)
+    for splits in itertools.chain(*(_one_split(case, group, axes) for group in free), _pairs(case, free, axes)):
         if fits(case.factors, splits, axes):
             yield _Trial(case, splits)
     for passes in case.entry.passes_of(case.node):
         for kind in passes.kinds:
-            if all(case.node.inputs[i].aval.dtype.kind in "fiuc" for i in passes.operands):
+            if all(jnp.issubdtype(case.node.inputs[i].aval.dtype, jnp.number) for i in passes.operands):
                 yield _Trial(case, {}, (next(iter(axes)), kind), passes.operands)
 
 
-def _one_split(case: _Case, factor: str, axes) -> Iterator[Splits]:
-    n, every = case.factors.sizes[factor], tuple(axes)
-    finest = round_up(n, shard_count(every, axes))
-    for split in dict.fromkeys([Split(every[:1], round_up(n, axes[every[0]])), Split(every[:1], finest), Split(every, finest)]):
-        yield {factor: split}
+def _free(case: _Case) -> list[tuple[str, ...]]:
+    """The factors that may be split; windowed ones that go together, together."""
+    factors = case.factors
+    tied = {f for group in factors.tied for f in group}
+    groups = [*((f,) for f in factors.sizes if f not in tied), *factors.tied]
+    return [g for g in groups if factors.kind(g[0]) != WHOLE and max(factors.sizes[f] for f in g) > 1]
 
 
-def _pairs(case: _Case, free: Sequence[str], axes) -> Iterator[Splits]:
-    x, y = tuple(axes)[:2]
-    sizes = case.factors.sizes
-    for f, g in itertools.combinations(free, 2):
-        yield {f: Split((x,), round_up(sizes[f], axes[x])), g: Split((y,), round_up(sizes[g], axes[y]))}
+def _one_split(case: _Case, group: Sequence[str], axes) -> Iterator[Splits]:
+    every = tuple(axes)
+    first, count = every[:1], shard_count(every, axes)
+    ways = {f: _ways(case.factors.sizes[f], axes[every[0]], count) for f in group}
+    for over, way in ((first, 0), (first, 1), (every, 1)):
+        yield {f: Split(over, ways[f][way]) for f in group}
+    shown = {f for tensor in case.factors.results for dim in tensor for f in dim}
+    if whole := [f for f in group if "~" in f and f not in shown]:
+        yield {f: Split(every, ways[f][1]) for f in group if f not in whole}
+
+
+def _ways(size: int, few: int, many: int) -> tuple[int, int]:
+    """The padded sizes of a dim for few and for many shards."""
+    return round_up(size, few), round_up(size, many)
+
+
+def _pairs(case: _Case, free: Sequence[tuple[str, ...]], axes) -> Iterator[Splits]:
+    for groups in itertools.combinations(free, 2):
+        split = zip(groups, tuple(axes)[:2], strict=True)
+        yield {f: Split((a,), round_up(case.factors.sizes[f], axes[a])) for group, a in split for f in group}
 
 
 def _candidates(case: _Case, axes) -> Iterator[_Trial]:

@@ -524,7 +524,7 @@ def _run_ppermute(x, step, shape, sizes):
     return lax.ppermute(x, step.axes, _pairs(step.source, step.layout, step.axes, sizes))
 
 
-def _ppermute(x, axes, pairs, sizes):
+def ppermute(x, axes, pairs, sizes):
     """`lax.ppermute` with `pairs` numbered along `axes` as they stand; JAX wants them in mesh order."""
     in_mesh_order = tuple(a for a in sizes if a in axes)
     coordinates = list(itertools.product(*(range(sizes[a]) for a in axes)))
@@ -562,7 +562,7 @@ def _run_halo(x, step, shape, sizes):
         sender = device + hop.distance
         there = sum(p.shape[dim] for p in pieces) + rows - sender * old - hop.start(sender, old, new)
         where = lax.select(lax.div(rows, old) == sender, there, where)
-        pieces.append(_ppermute(sent, axes, hop.pairs, sizes))
+        pieces.append(ppermute(sent, axes, hop.pairs, sizes))
     pieces = lax.concatenate(pieces, dim)
     return pieces.at[(slice(None),) * dim + (where,)].get(mode="clip")
 

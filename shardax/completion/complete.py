@@ -191,7 +191,19 @@ def _agree(done: Completion, edge: Edge) -> dict[str, tuple[Axes, Value]]:
                 have = claims.get(factor)
                 if factors.kind(factor) != WHOLE and (have is None or split.axes[: len(have[0])] == have[0]):
                     claims[factor] = (split.axes, value)
+    for group in factors.tied:
+        _agree_tied(claims, group)
     return claims
+
+
+def _agree_tied(claims: dict[str, tuple[Axes, Value]], group: Sequence[str]) -> None:
+    """Windowed factors are split over the same axes: what the heaviest value has, or more."""
+    agreed = None
+    for axes, value in [claim for factor, claim in claims.items() if factor in group]:
+        if agreed is None or axes[: len(agreed[0])] == agreed[0]:
+            agreed = (axes, value)
+    if agreed is not None:
+        claims.update(dict.fromkeys(group, agreed))
 
 
 def _nbytes(value: Value) -> int:

@@ -16,10 +16,10 @@ from shardax import annotations, reshard
 from shardax.completion.complete import Completion
 from shardax.cost.nominal import COLLECTIVE, FLOP, MEMORY_BYTE
 from shardax.graph import Graph, Node, Value
-from shardax.sharding import AxisSizes, Layout, Padding, whole
+from shardax.sharding import Axes, AxisSizes, Layout, Padding, whole
 from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Passes, Split, whole_rule
-from shardax.spmd_rules.rule import WHOLE, Factors
+from shardax.spmd_rules.rule import WHOLE, Factors, tie
 
 _MULTIPLY = ("conv_general_dilated", "dot_general")
 
@@ -154,7 +154,8 @@ class Chooser:
         there = tuple(tuple(self.layouts(v)) for v in node.inputs)
         sizes = tuple(map(_itemsize, node.inputs)) + tuple(map(_itemsize, node.outputs))
         same = tuple(node.inputs.index(v) for v in node.inputs)
-        key = (entry.name, id(factors), wanted, uses, there, sizes, same, tuple(entry.passes_of(node)))
+        sends = tuple(node.params.items()) if entry.sends else ()
+        key = (entry.name, id(factors), wanted, uses, there, sizes, same, tuple(entry.passes_of(node)), sends)
         if key not in self.memo:
             self.memo[key] = self.cheapest(node, entry, factors)
         return self.memo[key]
@@ -164,7 +165,8 @@ class Chooser:
             return _candidate(factors, _project([self.wanted(node.outputs[0])], factors.results, factors, self.sizes), (), ())
         best, least = None, (math.inf,)
         for candidate in self.candidates(node, entry, factors):
-            reads, owed = self.reads(node, candidate), self.owed(node, candidate)
+            reads = self.reads(node, candidate) + self.sends(node, entry, candidate)
+            owed = self.owed(node, candidate)
             reluctance = self.reluctance(node, entry, candidate, factors)
             order = (*reluctance, reads + owed, reads, self.compute(node, candidate, factors))
             if order < least:
@@ -180,7 +182,8 @@ class Chooser:
         if stay := entry.factors_in_place(factors):
             made = _project([self.layouts(node.inputs[0])[0]], factors.operands[:1], factors, self.sizes)
             held = sum(f in made and f not in candidate.splits for f in stay)
-        ways = math.prod(math.prod(self.sizes[a] for a in split.axes) for split in candidate.splits.values())
+        tied = {tie(factor): split.axes for factor, split in candidate.splits.items()}
+        ways = math.prod(self.sizes[a] for axes in tied.values() for a in axes)
         return (held, -ways if node.name in _MULTIPLY else 0)
 
     def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[_Candidate]:
@@ -188,7 +191,7 @@ class Chooser:
         made = [[self.layouts(v)[0], self.wanted(v)] for v in node.inputs]
         suggestions = _suggestions(results + made, factors.results + factors.operands, factors, self.sizes)
         waits = list(_waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
-        for splits in _assignments(suggestions, factors, self.sizes):
+        for splits in _assignments(_options(suggestions, factors, self.padding), factors, self.sizes):
             for group, pending in waits:
                 if _compatible(factors, splits, pending):
                     yield _candidate(factors, splits, group, pending)
@@ -197,6 +200,11 @@ class Chooser:
         """The price of bringing the operands to where a candidate wants them."""
         reads = dict.fromkeys(zip(node.inputs, candidate.operands, strict=True))
         return sum(min(self.price(v, source, target) for source in self.layouts(v)) for v, target in reads)
+
+    def sends(self, node: Node, entry: Entry, candidate: _Candidate) -> float:
+        """The price of what the node itself sends."""
+        local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
+        return sum(nbytes + COLLECTIVE for nbytes in entry.sends(local)) if entry.sends else 0.0
 
     def owed(self, node: Node, candidate: _Candidate) -> float:
         """The price of bringing the results to where completion wants them, now or by those who read them."""
@@ -209,7 +217,8 @@ class Chooser:
         nbytes = sum(math.prod(lay.local_shape(self.sizes)) * _itemsize(v) for v, lay in zip(values, layouts, strict=True))
         flops = 0.0
         if node.name in _MULTIPLY:
-            flops = 2.0 * math.prod(_local_size(f, factors, candidate.splits, self.sizes) for f in factors.sizes)
+            ranges = {tie(f): f for f in factors.sizes}.values()
+            flops = 2.0 * math.prod(_local_size(f, factors, candidate.splits, self.sizes) for f in ranges)
         return nbytes * MEMORY_BYTE + flops * FLOP
 
 
@@ -268,25 +277,55 @@ def _suggestions(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors,
 
 
 _MOST_CANDIDATES = 256
+_MOST_BLOCKS = 12  # ways to lay out the blocks of one group of windowed factors
+Options = list[list[Splits]]  # for each factor, or group of tied ones, the ways to split it
 
 
-def _assignments(suggestions: dict[str, list[Split]], factors: Factors, sizes: AxisSizes) -> Iterator[dict[str, Split]]:
-    """Ways to give each factor one of its suggestions or none: first as many as fit, one after the other; then every way, the
+def _options(suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Options:
+    groups = {factor: group for group in factors.tied for factor in group}
+    options: dict[tuple[str, ...], list[Splits]] = {}
+    for factor, splits in suggestions.items():
+        group = groups.get(factor)
+        if group is None:
+            options[factor,] = [{factor: split} for split in splits]
+        elif group not in options:
+            options[group] = list(_tied(group, suggestions, factors, padding))
+    return [ways for ways in options.values() if ways]
+
+
+def _tied(group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Iterator[Splits]:
+    """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of another where these
+    are not much too large. What only operands have may also stay whole, its parts being cut out."""
+    shown = {f for tensor in factors.results for dim in tensor for f in dim}
+    for axes in dict.fromkeys(split.axes for f in group for split in suggestions.get(f, ())):
+        sizes = {f: [s.padded for s in suggestions.get(f, ()) if s.axes == axes] for f in group}
+        ways = [_blocks(f, factors.sizes[f], axes, sizes, padding) + [None] * (f not in shown) for f in group]
+        for chosen in itertools.islice(itertools.product(*ways), _MOST_BLOCKS):
+            yield {f: split for f, split in zip(group, chosen, strict=True) if split}
+
+
+def _blocks(factor: str, size: int, axes: Axes, padded: dict[str, list[int]], padding: Padding) -> list[Split | None]:
+    own = [*padded[factor], padding.padded(size, axes)]
+    others = (p for sizes in padded.values() for p in sizes if size <= p <= 2 * size)
+    return [Split(axes, p) for p in dict.fromkeys((*own, *others))]
+
+
+def _assignments(options: Options, factors: Factors, sizes: AxisSizes) -> Iterator[dict[str, Split]]:
+    """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then every way, the
     fullest first, as far as there is patience; last, none."""
-    options = {f: [*splits, None] for f, splits in suggestions.items() if splits}
     yield _greedy(options, factors, sizes)
-    for chosen in itertools.islice(itertools.product(*options.values()), _MOST_CANDIDATES):
-        splits = {f: s for f, s in zip(options, chosen, strict=True) if s is not None}
+    for chosen in itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES):
+        splits = {f: split for way in chosen for f, split in way.items()}
         if _compatible(factors, splits, ()) and fits(factors, splits, sizes):
             yield splits
     yield {}
 
 
-def _greedy(options: dict[str, list[Split | None]], factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
+def _greedy(options: Options, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
     splits: dict[str, Split] = {}
-    for factor, alternatives in options.items():
-        for split in filter(None, alternatives):
-            more = {**splits, factor: split}
+    for ways in options:
+        for way in ways:
+            more = {**splits, **way}
             if _compatible(factors, more, ()) and fits(factors, more, sizes):
                 splits = more
                 break

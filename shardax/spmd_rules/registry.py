@@ -136,6 +136,7 @@ class Entry:
     local: LocalLowering | None = None
     passes: PassesOf = ()
     in_place: tuple[int, int] | None = None
+    sends: Callable[[Local], Iterable[float]] | None = None
 
     def factors(self, node: Node) -> Factors:
         text = self.rule if isinstance(self.rule, str) else self.rule(node)
@@ -162,6 +163,7 @@ def register_rule(
     *,
     passes: PassesOf = (),
     in_place: tuple[int, int] | None = None,
+    sends: Callable[[Local], Iterable[float]] | None = None,
 ) -> None:
     """Registers how a primitive is partitioned.
 
@@ -172,6 +174,7 @@ def register_rule(
       passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a function of the node.
       in_place: (table, payload), as places among operands and results: the dims of the table that the payload does not have,
         those that are indexed, stay split as they are if there is any way: the rows of a gather's table, of an updated buffer.
+      sends: the bytes that one device sends in each collective of `local`, for the price of its splits; none by default.
 
     Raises:
       ValueError: the text does not parse; quotes the rule and the offending word.
@@ -181,7 +184,7 @@ def register_rule(
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):
         parse(rule)
-    RULES[name] = Entry(name, rule, local, passes, in_place)
+    RULES[name] = Entry(name, rule, local, passes, in_place, sends)
 
 
 def whole_rule(node: Node) -> str:

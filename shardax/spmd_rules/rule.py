@@ -7,10 +7,12 @@ A letter is a *factor*; the same letter on several tensors means that they may b
     k        kept: each shard computes its part, nothing is sent
     k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
     k!       whole: never split
+    h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own; what a shard lacks
+             its neighbours send (a mark may follow: h~+)
     (h w)    a compound dim: factors major to minor, as a reshape makes them
     ...      one kept factor for each remaining dim, the same on every tensor that has it
 
-A dim of size one may be written 1; it is never split.
+A dim of size one may be written 1; it is never split. Bound to shapes, h~ is one factor for each size that it has: h~16, h~14.
 """
 
 import math
@@ -27,8 +29,8 @@ TensorFactors = tuple[DimFactors, ...]
 KEEP, WHOLE = "keep", "whole"
 REDUCTIONS = ("sum", "max", "min")
 _MARKS = {"": KEEP, "+": "sum", ":max": "max", ":min": "min", "!": WHOLE}
-_TOKEN = re.compile(r"\(|\)|\.\.\.|,|->|[A-Za-z_][A-Za-z_0-9]*(?:\+|!|:max|:min)?|1|\S+")
-_FACTOR = re.compile(r"([A-Za-z_][A-Za-z_0-9]*)(\+|!|:max|:min|)")
+_TOKEN = re.compile(r"\(|\)|\.\.\.|,|->|[A-Za-z_][A-Za-z_0-9]*~?(?:\+|!|:max|:min)?|1|\S+")
+_FACTOR = re.compile(r"([A-Za-z_][A-Za-z_0-9]*~?)(\+|!|:max|:min|)")
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,27 @@ class Factors:
         """The factors of the operands, then of the results."""
         return self.operands + self.results
 
+    @cached_property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of windowed factors that are split over the same axes."""
+        groups: dict[str, list[str]] = {}
+        for factor in self.sizes:
+            if "~" in factor:
+                groups.setdefault(tie(factor), []).append(factor)
+        return tuple(map(tuple, groups.values()))
+
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, KEEP)
+
+
+def tie(factor: str) -> str:
+    """The factor as its rule names it: windowed ones of several sizes have one name.
+
+    >>> tie("h~16"), tie("k")
+    ('h~', 'k')
+    """
+    name, wave, _ = factor.partition("~")
+    return name + wave
 
 
 @cache
@@ -109,6 +130,8 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
             factor = _parse_factor(token, text, kinds)
             if group is None:
                 tensors[-1].append((factor,))
+            elif "~" in factor:
+                raise _complain(text, token, "a windowed factor must have a dim to itself")
             else:
                 group.append(factor)
     if group is not None:
@@ -151,7 +174,9 @@ def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
     operands = tuple(_expand(t, s, rule.text) for t, s in zip(rule.operands, in_shapes, strict=True))
     results = tuple(_expand(t, s, rule.text) for t, s in zip(rule.results, out_shapes, strict=True))
     sizes = _sizes(operands + results, in_shapes + out_shapes, rule.text)
-    return Factors(operands, results, MappingProxyType(sizes), MappingProxyType(dict(rule.kinds)))
+    kinds = dict(rule.kinds)
+    kinds = {f: kinds[tie(f)] for f in sizes if tie(f) in kinds}
+    return Factors(operands, results, MappingProxyType(sizes), MappingProxyType(kinds))
 
 
 def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
@@ -161,7 +186,7 @@ def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
         tensor = tensor[:at] + tuple((f"_{i}",) for i in range(max(count, 0))) + tensor[at + 1 :]
     if len(tensor) != len(shape):
         raise _complain(text, " ".join(map(str, tensor)), f"it names {len(tensor)} dims, the shape is {shape}")
-    return tensor
+    return tuple((f"{dim[0]}{n}",) if dim and dim[0][-1] == "~" else dim for dim, n in zip(tensor, shape, strict=True))
 
 
 def _sizes(tensors, shapes, text: str) -> dict[str, int]:

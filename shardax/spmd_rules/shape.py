@@ -1,11 +1,18 @@
 """Primitives that only place elements: reshape, transpose, broadcast, slice, pad, concatenate, iota and the like."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardax.graph import Node
+from shardax.reshard import ppermute
+from shardax.spmd_rules.halo import Wanted, halo_sends, sent, slice_by_device, take, wanted, window_of
 from shardax.spmd_rules.indexing import owner_mark
 from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, whole_rule
 from shardax.spmd_rules.rule import Shape
@@ -34,10 +41,38 @@ def _broadcast_in_dim_local(local: Local, shard):
 
 
 def concatenate(node: Node) -> str:
-    """ "k0 c0!, k0 c1! -> k0 c!": the concatenated dim is whole."""
-    dim = node.params["dimension"]
-    operands = [" ".join(_kept(shape, {dim: f"c{i}!"})) for i, shape in enumerate(node.in_shapes)]
-    return f"{', '.join(operands)} -> {' '.join(_kept(node.out_shapes[0], {dim: 'c!'}))}"
+    """ "k0 c~, k0 c~ -> k0 c~"."""
+    dim, window = node.params["dimension"], window_of("c", node)
+    operands = [" ".join(_kept(shape, {dim: window})) for shape in node.in_shapes]
+    return f"{', '.join(operands)} -> {' '.join(_kept(node.out_shapes[0], {dim: window}))}"
+
+
+def _concatenate_wants(local: Local) -> Iterator[Wanted]:
+    """Of each operand what it gives to this device's part of the result; `before`: where it begins there."""
+    dim, before = local.params["dimension"], 0
+    for i, shape in enumerate(local.node.in_shapes if local.results[0].dims[dim] else ()):
+        size, start = shape[dim], before
+        span = lambda r, e, start=start, size=size: _clipped(r - start, e - start, size)  # noqa: E731
+        yield wanted(local, i, dim, (0, dim), span, local.out_shape()[dim])
+        before += size
+
+
+def _clipped(first, end, size: int):
+    """Rows from `first` on, those before `end` mattering as far as there are any."""
+    return first, np.where((end > 0) & (first < size), np.minimum(end, size), first)
+
+
+def _concatenate_local(local: Local, *shards):
+    wants = list(_concatenate_wants(local))
+    if not wants:
+        return local.bind(*shards)
+    dim, parts = local.params["dimension"], [take(local, want, x) for want, x in zip(wants, shards, strict=True)]
+    place = lax.broadcasted_iota("int32", local.out_shape(), dim) + local.start(local.results[0], dim)
+    ends = np.cumsum([shape[dim] for shape in local.node.in_shapes])
+    result = parts[-1]
+    for part, end in reversed(list(zip(parts[:-1], ends, strict=False))):
+        result = lax.select(place < end, part, result)
+    return [result]
 
 
 def _kept(shape: Shape, others: dict[int, str], letter: str = "k") -> list[str]:
@@ -74,29 +109,54 @@ def optimization_barrier(node: Node) -> str:
 
 
 def pad(node: Node) -> str:
-    """ "k0 w1! 1, -> k0 r1! n2": unpadded dims are kept; what surrounds a single position may be split freely."""
-    old, new, config = node.in_shapes[0], node.out_shapes[0], node.params["padding_config"]
-    sides = [_pad_dim(*dim) for dim in zip(range(len(old)), old, new, config, strict=True)]
-    return f"{' '.join(a for a, _ in sides)}, -> {' '.join(b for _, b in sides)}"
+    """ "k0 w1~ 1, -> k0 w1~ n2": unpadded dims are kept; what surrounds a single position may be split freely."""
+    dims = [_pad_dim(node, d) for d in range(len(node.in_shapes[0]))]
+    return f"{' '.join(a for a, _ in dims)}, -> {' '.join(b for _, b in dims)}"
 
 
-def _pad_dim(d: int, old: int, new: int, config: tuple[int, int, int]) -> tuple[str, str]:
-    low, high, interior = config
+def _pad_dim(node: Node, d: int) -> tuple[str, str]:
+    old, (low, high, interior) = node.in_shapes[0][d], node.params["padding_config"][d]
     if low == high == 0 and (interior == 0 or old <= 1):
         return f"k{d}", f"k{d}"
-    return ("1", f"n{d}") if old == 1 and low >= 0 and high >= 0 else (f"w{d}!", f"r{d}!")
+    if old == 1 and low >= 0 and high >= 0:
+        return "1", f"n{d}"
+    return window_of(f"w{d}", node), window_of(f"w{d}", node)
+
+
+def _pad_wants(local: Local) -> Iterator[Wanted]:
+    for d, (low, _, interior) in enumerate(local.params["padding_config"]):
+        if local.results[0].dims[d] and _pad_dim(local.node, d)[0][0] == "w":
+            step, block = interior + 1, local.out_shape()[d]
+            span = lambda r, e, low=low, step=step: (-((low - r) // step), (e - 1 - low) // step + 1)  # noqa: E731
+            yield wanted(local, 0, d, (0, d), span, -(-block // step))
 
 
 def _pad_local(local: Local, shard, value):
     """In a dim that surrounds a single position, each shard puts it where the owner has it; the others take it out again."""
     config, layout, inside = list(local.params["padding_config"]), local.results[0], True
-    for d, (low, _, _) in enumerate(config):
-        if layout.dims[d] and config[d] != (0, 0, 0):
+    for want in _pad_wants(local):
+        shard = _padded_inside(local, want, take(local, want, shard, value), value)
+        config[want.dim] = (0, 0, 0)
+    for d, (low, high, _) in enumerate(config):
+        if layout.dims[d] and (low, high) != (0, 0):
             owner, position = divmod(low, local.out_shape()[d])
             config[d] = (position, local.out_shape()[d] - 1 - position, 0)
             inside &= local.index(layout.dims[d]) == owner
     (padded,) = local.bind(shard, value, padding_config=tuple(config))
     return [padded if inside is True else lax.select(inside, padded, jnp.broadcast_to(value, padded.shape))]
+
+
+def _padded_inside(local: Local, want: Wanted, rows, value):
+    """This device's rows with the padding that is between them: row `firsts` stands `skipped` places into the block."""
+    low, _, interior = local.params["padding_config"][want.dim]
+    block, step = local.out_shape()[want.dim], interior + 1
+    if step == 1:
+        return rows
+    skipped = np.array(want.firsts) * step + low - np.arange(len(want.firsts)) * block
+    config = [(0, 0, 0)] * rows.ndim
+    config[want.dim] = (step - 1, block, interior)
+    starts = (step - 1 - skipped).tolist()
+    return slice_by_device(lax.pad(rows, value, config), starts, block, want.dim, local.index(want.axes))
 
 
 def _pad_passes(node: Node) -> tuple[Passes, ...]:
@@ -169,33 +229,74 @@ def _reshape_local(local: Local, shard):
 
 
 def rev(node: Node) -> str:
-    """ "k0 r1! -> k0 r1!": reversed dims are whole."""
-    dims = " ".join(_kept(node.in_shapes[0], {d: f"r{d}!" for d in node.params["dimensions"]}))
+    """ "k0 r1~ -> k0 r1~"."""
+    dims = " ".join(_kept(node.in_shapes[0], {d: window_of(f"r{d}", node) for d in node.params["dimensions"]}))
     return f"{dims} -> {dims}"
 
 
+def _rev_wants(local: Local) -> Iterator[Wanted]:
+    """What is left to send when each shard has changed places with the one opposite: the padding came to the front."""
+    layout = local.operands[0]
+    for d in local.params["dimensions"]:
+        size, behind = local.node.in_shapes[0][d], layout.padded[d] - local.node.in_shapes[0][d]
+        if layout.dims[d] and behind:
+            want = wanted(local, 0, d, (0, d), lambda r, e, by=behind: (r + by, e + by), local.out_shape()[d])
+            yield replace(want, size=size + behind)
+
+
+def _rev_sends(local: Local) -> Iterator[float]:
+    dims = [d for d in local.params["dimensions"] if local.operands[0].dims[d]]
+    shard = math.prod(local.in_shape()) * local.node.inputs[0].aval.dtype.itemsize
+    return itertools.chain([shard] * len(dims), sent(local, _rev_wants(local)))
+
+
+def _rev_local(local: Local, shard):
+    for d in local.params["dimensions"]:
+        if axes := local.operands[0].dims[d]:
+            last = local.count(axes) - 1
+            with jax.named_scope("ppermute[rev]"):
+                shard = ppermute(shard, axes, [(i, last - i) for i in range(last + 1)], local.sizes)
+    (shard,) = local.bind(shard)
+    for want in _rev_wants(local):
+        shard = take(local, want, shard)
+    return [shard]
+
+
 def slice_(node: Node) -> str:
-    """ "k0 x1+ w2! -> k0 1 r2!": dims that are taken whole are kept, of a single position one shard is the owner."""
-    (old,), (new,), mark = node.in_shapes, node.out_shapes, owner_mark(node.inputs[0].aval.dtype)
-    sides = [_slice_dim(d, n, size, mark) for d, (n, size) in enumerate(zip(old, new, strict=True))]
-    return f"{' '.join(a for a, _ in sides)} -> {' '.join(b for _, b in sides)}"
+    """ "k0 x1+ w2~ -> k0 1 w2~": dims that are taken whole are kept, of a single position one shard is the owner."""
+    dims = [_slice_dim(node, d) for d in range(len(node.in_shapes[0]))]
+    return f"{' '.join(a for a, _ in dims)} -> {' '.join(b for _, b in dims)}"
 
 
-def _slice_dim(d: int, old: int, new: int, mark: str) -> tuple[str, str]:
+def _slice_dim(node: Node, d: int) -> tuple[str, str]:
+    old, new = node.in_shapes[0][d], node.out_shapes[0][d]
     if old == new:
         return f"k{d}", f"k{d}"
-    return (f"x{d}{mark}", "1") if new == 1 else (f"w{d}!", f"r{d}!")
+    if new == 1:
+        return f"x{d}{owner_mark(node.inputs[0].aval.dtype)}", "1"
+    return window_of(f"w{d}", node), window_of(f"w{d}", node)
+
+
+def _slice_wants(local: Local) -> Iterator[Wanted]:
+    starts, strides = local.params["start_indices"], local.params["strides"] or itertools.repeat(1)
+    for d, (start, step) in enumerate(zip(starts, strides, strict=False)):
+        if local.results[0].dims[d] and _slice_dim(local.node, d)[0][0] == "w":
+            span = lambda r, e, start=start, step=step: (start + r * step, start + (e - 1) * step + 1)  # noqa: E731
+            yield wanted(local, 0, d, (0, d), span, (local.out_shape()[d] - 1) * step + 1)
 
 
 def _slice_local(local: Local, shard):
     """Each shard takes the position that the owner of the wanted one takes; all but the owner then give zeros."""
     first, last = list(local.params["start_indices"]), list(local.params["limit_indices"])
     layout, inside = local.operands[0], True
+    for want in _slice_wants(local):
+        shard = take(local, want, shard)
+        first[want.dim], last[want.dim] = 0, want.rows
     for d, (old, new) in enumerate(zip(local.node.in_shapes[0], local.node.out_shapes[0], strict=True)):
         if old == new:
             last[d] = shard.shape[d]
-        elif layout.dims[d]:
-            owner, first[d] = divmod(first[d], shard.shape[d])
+        elif layout.dims[d] and new == 1:
+            owner, first[d] = divmod(first[d], local.in_shape()[d])
             last[d] = first[d] + 1
             inside &= local.index(layout.dims[d]) == owner
     (part,) = local.bind(shard, start_indices=tuple(first), limit_indices=tuple(last))
@@ -203,10 +304,22 @@ def _slice_local(local: Local, shard):
 
 
 def split(node: Node) -> str:
-    """ "k0 c! -> k0 c0!, k0 c1!": the dim that is split is whole."""
-    dim = node.params["axis"]
-    results = [" ".join(_kept(shape, {dim: f"c{i}!"})) for i, shape in enumerate(node.out_shapes)]
-    return f"{' '.join(_kept(node.in_shapes[0], {dim: 'c!'}))} -> {', '.join(results)}"
+    """ "k0 c~ -> k0 c~, k0 c~"."""
+    dim, window = node.params["axis"], window_of("c", node)
+    results = [" ".join(_kept(shape, {dim: window})) for shape in node.out_shapes]
+    return f"{' '.join(_kept(node.in_shapes[0], {dim: window}))} -> {', '.join(results)}"
+
+
+def _split_wants(local: Local) -> Iterator[Wanted]:
+    dim = local.params["axis"]
+    starts = [0, *itertools.accumulate(local.params["sizes"])]
+    for i, start in enumerate(starts[:-1] if local.results[0].dims[dim] else ()):
+        yield wanted(local, 0, dim, (i, dim), lambda r, e, by=start: (r + by, e + by), local.out_shape(i)[dim])
+
+
+def _split_local(local: Local, shard):
+    wants = list(_split_wants(local))
+    return [take(local, want, shard) for want in wants] if wants else local.bind(shard)
 
 
 def squeeze(node: Node) -> str:
@@ -233,6 +346,8 @@ def tile(node: Node) -> str:
 
 
 def _tile_local(local: Local, shard):
+    if 0 in shard.shape:
+        return local.bind(shard)
     return local.bind(shard, reps=tuple(new // old for new, old in zip(local.out_shape(), shard.shape, strict=True)))
 
 
@@ -254,16 +369,16 @@ def _moves_all(node: Node) -> tuple[Passes, ...]:
 
 register_rule("bitcast_convert_type", bitcast_convert_type)
 register_rule("broadcast_in_dim", broadcast_in_dim, _broadcast_in_dim_local, passes=(MOVES(0),))
-register_rule("concatenate", concatenate, passes=_moves_all)
+register_rule("concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_wants))
 register_rule("empty", empty, _empty_local)
 register_rule("empty2", " -> ")
 register_rule("iota", iota, _iota_local)
 register_rule("optimization_barrier", optimization_barrier)
-register_rule("pad", pad, _pad_local, passes=_pad_passes)
+register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_wants))
 register_rule("reshape", reshape, _reshape_local, passes=(MOVES(0),))
-register_rule("rev", rev, passes=(MOVES(0),))
-register_rule("slice", slice_, _slice_local, passes=(MOVES(0),))
-register_rule("split", split, passes=(MOVES(0),))
+register_rule("rev", rev, _rev_local, passes=(MOVES(0),), sends=_rev_sends)
+register_rule("slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_wants))
+register_rule("split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_wants))
 register_rule("squeeze", squeeze, passes=(MOVES(0),))
 register_rule("stack", stack, passes=_moves_all)
 register_rule("tile", tile, _tile_local, passes=(MOVES(0),))
