@@ -1,5 +1,6 @@
 """Reading the annotations of a global program: our own `annotate` and JAX's `with_sharding_constraint` alike."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -15,6 +16,13 @@ class Annotation:
     dims: tuple[Axes | None, ...]
     source: str
     like: int | None = None
+
+
+def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
+    """The annotations among these nodes; each has one operand and one result."""
+    for node in nodes:
+        if (given := of_node(node)) is not None:
+            yield node, given
 
 
 def of_node(node: Node) -> Annotation | None:

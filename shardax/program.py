@@ -56,9 +56,8 @@ class Program:
 
     def _uneven(self) -> Iterator[tuple[Node, Sharding]]:
         sizes = self.completion.sizes
-        for node in self.graph.nodes:
-            given = annotations.of_node(node)
-            if given and None not in given.dims:
+        for node, given in annotations.among(self.graph.nodes):
+            if None not in given.dims:
                 sharding = Sharding(tuple(axes or () for axes in given.dims))
                 if at_rest(sharding, node.outputs[0].shape, sizes) != sharding:
                     yield node, sharding
@@ -112,8 +111,7 @@ def _resting(
         sharding or at_rest(completion.sharding(v), v.shape, sizes)
         for v, sharding in zip(program.inputs, resting_shardings(program, given, sizes), strict=True)
     )
-    notes = {node.outputs[0]: annotations.of_node(node) for node in program.nodes}
-    likes = {v: note.like for v, note in notes.items() if note and note.like is not None}
+    likes = {node.outputs[0]: note.like for node, note in annotations.among(program.nodes) if note.like is not None}
     outs = tuple(ins[likes[v]] if v in likes else at_rest(completion.sharding(v), v.shape, sizes) for v in program.outputs)
     return ins, outs
 

@@ -16,8 +16,8 @@ from shardax.sharding import Sharding
 
 def successors(graph: Graph) -> list[tuple[Value, Value]]:
     """(argument, result that succeeds it) of every donated argument."""
-    notes = [(node.outputs[0], annotations.of_node(node)) for node in graph.nodes]
-    return [(graph.inputs[note.like], value) for value, note in notes if note and note.like is not None]
+    given = annotations.among(graph.nodes)
+    return [(graph.inputs[note.like], node.outputs[0]) for node, note in given if note.like is not None]
 
 
 def neighbourhoods(edges: Sequence[Edge], fixed: set[Value]) -> dict[Value, list[Value]]:

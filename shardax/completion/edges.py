@@ -62,8 +62,8 @@ def _only_moves(factors: Factors) -> bool:
 
 def successor_edges(graph: Graph) -> Iterator[Edge]:
     """A result that succeeds a donated argument lies as the argument does."""
-    for node in graph.nodes:
-        if (given := annotations.of_node(node)) and given.like is not None:
+    for node, given in annotations.among(graph.nodes):
+        if given.like is not None:
             yield _same([graph.inputs[given.like], node.outputs[0]], node)
 
 
