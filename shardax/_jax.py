@@ -110,6 +110,12 @@ def hoist_consts(jaxpr) -> tuple[Any, list[Any]]:
     return pe.move_binders_to_back(opened, [True] * len(jaxpr.consts)), list(jaxpr.consts)
 
 
+def constant_values(jaxpr, atoms) -> tuple[Any, ...]:
+    """The values of literals and constants of a closed jaxpr."""
+    consts = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    return tuple(a.val if is_literal(a) else consts[a] for a in atoms)
+
+
 def infer_names(fun, argnums, argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of arguments, each inferred from the other as jax.jit does."""
     try:

@@ -126,7 +126,8 @@ class ShardJit:
         traced = self._stage("trace", args, kwargs)
         phases = {"trace": time.perf_counter() - start}
         leaves = [x for _, x in self._function.named_leaves(args, kwargs)]
-        return _plan(traced, self._function.known_mesh() or _mesh_of((args, kwargs)), leaves, phases)
+        mesh = self._function.known_mesh() or _mesh_of((args, kwargs))
+        return _plan(traced, mesh, leaves, self._function.dynamic_names(len(args)), phases)
 
     def clear_cache(self) -> None:
         """Forgets the compiled programs."""
@@ -271,12 +272,17 @@ class _Function:
             fun=fun,
             args=tuple(args[i] for i in dynamic),
             kwargs={k: v for k, v in kwargs.items() if k not in static_names},
-            names=tuple(_argument_name(self.fun, i) for i in dynamic),
+            names=self.dynamic_names(len(args)),
             donated=self._donated_leaves(args, kwargs),
             mesh=mesh,
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
         )
+
+    def dynamic_names(self, count: int) -> tuple[str, ...]:
+        """What messages call the first `count` positional arguments, static ones left out."""
+        static = self._static_nums(count)
+        return tuple(_argument_name(self.fun, i) for i in range(count) if i not in static)
 
     def _static_nums(self, count: int) -> set[int]:
         return {i % count for i in self.static[0] if -count <= i < count}
@@ -394,16 +400,29 @@ def _type(x) -> Sharding | None:
     return from_spec(sharding.spec, len(sharding.spec))
 
 
-def _plan(traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any], phases: dict[str, float]) -> Plan:
-    params = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p).params
-    jaxpr = params["jaxpr"]
+def _plan(
+    traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any], names: tuple[str, ...], phases: dict[str, float]
+) -> Plan:
+    eqn = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p)
+    params, jaxpr = eqn.params, eqn.params["jaxpr"]
     committed = [_committed(x, mesh) for x in leaves]
     given = (*committed, *[None] * (len(jaxpr.in_avals) - len(committed)))
     built = transform.build(jaxpr, given, mesh, params["options"])
     structure = jax.tree.structure(traced.args_info)
     args, kwargs = structure.unflatten([NamedSharding(mesh, s.spec) for s in built.in_shardings[: len(leaves)]])
     outs = jax.tree.structure(traced.out_info).unflatten([NamedSharding(mesh, s.spec) for s in built.out_shardings])
-    plan = Plan(mesh, jaxpr, built.jaxpr, args, outs, kwargs, values=built.completion, phases=phases | dict(built.phases))
+    plan = Plan(
+        mesh,
+        jaxpr,
+        built.jaxpr,
+        args,
+        outs,
+        kwargs,
+        values=built.completion,
+        phases=phases | dict(built.phases),
+        names=names,
+        closed_over=_jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :]),
+    )
     arguments = _moved("argument", plan.arguments(), built.uneven_inputs())
     return replace(plan, at_rest=(*arguments, *_moved("result", plan.results(), built.uneven_outputs())))
 

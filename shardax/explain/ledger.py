@@ -100,8 +100,8 @@ def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     """`line` is that of the innermost equation around this body that has one."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name.removesuffix("_start")
-        if name in _KINDS:
-            yield from _read(_KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
+        if name in KINDS:
+            yield from _read(KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
         elif bodies := list(jaxprs_in_params(eqn.params)):
             here = _jax.user_line(eqn.source_info) or line
             yield from _BODIES.get(name, _all_once)(eqn.params, [_walk(body, sizes, here) for body in bodies])
@@ -113,7 +113,7 @@ def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     devices = _devices(kind, axes, eqn.params, sizes)
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
-        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=_reason(kind, eqn.source_info.name_stack))
+        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason_of(kind, eqn.source_info.name_stack))
 
 
 def _axes(params) -> Axes:
@@ -128,7 +128,7 @@ def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
     return len(groups[0]) if groups else shard_count(axes, sizes)
 
 
-def _reason(kind: str, name_stack) -> str:
+def reason_of(kind: str, name_stack) -> str:
     """What stands in brackets in the innermost scope of the form `kind[reason]`."""
     scope = re.search(rf".*(?:^|[/(]){kind}\[(.*)\]", str(name_stack))
     return scope[1] if scope else ""
@@ -153,7 +153,7 @@ def _while(params, bodies) -> Iterator[Collective]:
 
 _BODIES = {"cond": _cond, "scan": _scan, "while": _while}
 
-_KINDS = {
+KINDS = {
     "all_gather": "all_gather",
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",

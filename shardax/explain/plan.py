@@ -1,7 +1,7 @@
 """Plan: what shardax made of a function, for people to read and for tests to assert on."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax
 from shardax.cost.chips import Chip
 from shardax.cost.roofline import Estimate, estimate
 from shardax.explain.ledger import Collective, collectives, comm_bytes
+from shardax.explain.source import source
 from shardax.explain.text import plan_text
 from shardax.sharding import Sharding, from_spec
 
@@ -43,6 +44,8 @@ class Plan:
       at_rest: what rests in another sharding than was wanted.
       values: the sharding of each value, and where it comes from.
       phases: seconds that each phase of planning took.
+      names: of the positional arguments, in the function's signature.
+      closed_over: the arrays that the function closes over, which are the last inputs of the programs.
       collectives: read off `local_jaxpr` unless given.
     """
 
@@ -55,6 +58,8 @@ class Plan:
     at_rest: tuple[AtRest, ...] = ()
     values: Any = None
     phases: Mapping[str, float] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    closed_over: tuple[Any, ...] = ()
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 
     def __post_init__(self):
@@ -72,7 +77,14 @@ class Plan:
 
     def arguments(self) -> Iterator["Placed"]:
         shardings = (self.in_shardings, dict(self.kw_shardings))
-        return placed(shardings, self.global_jaxpr.in_avals[: len(jax.tree.leaves(shardings))], first=1)
+        places = placed(shardings, self.global_jaxpr.in_avals[: len(jax.tree.leaves(shardings))], first=1)
+        return (replace(place, named=self._named(place.path)) for place in places)
+
+    def _named(self, path: str) -> str:
+        """ "0/params/w" -> "state/params/w", by the signature."""
+        first, slash, rest = path.partition("/")
+        known = first.isdecimal() and int(first) < len(self.names)
+        return (self.names[int(first)] if known else first) + slash + rest
 
     def results(self) -> Iterator["Placed"]:
         return placed(self.out_shardings, self.global_jaxpr.out_avals)
@@ -81,17 +93,37 @@ class Plan:
         """Seconds of a call on this chip, by roofline: see `shardax.cost.roofline`."""
         return estimate(self.local_jaxpr, self.comm_bytes, chip)
 
+    def source(self) -> str:
+        """The local program as Python. Executed with `source_objects`, it defines `program`, of the mesh.
+
+        `program(mesh)` takes the leaves of the arguments, and returns those of the results.
+
+        >>> import shardax as sx
+        >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        >>> plan = sx.shard_jit(lambda v: 2 * v, mesh=mesh, in_shardings=jax.P("x")).plan(jax.numpy.ones(4))
+        >>> namespace = plan.source_objects()
+        >>> exec(plan.source(), namespace)
+        >>> namespace["program"](mesh)(jax.numpy.ones(4))
+        (Array([2., 2., 2., 2.], dtype=float32),)
+        """
+        return source(self).text
+
+    def source_objects(self) -> dict[str, Any]:
+        """What the text of `source` names but does not make, large constants above all: the names to execute it with."""
+        return source(self).objects
+
     def __str__(self):
         return plan_text(self)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """An argument or result with its path in the pytree."""
+    """An argument or result with its path in the pytree; `named`: the path with the argument's name for its number."""
 
     path: str
     aval: Any
     sharding: Sharding
+    named: str = ""
 
 
 def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:

@@ -1,0 +1,419 @@
+"""The local program as Python that a person would write: what `Plan.source` returns.
+
+    def on_shards(up, down, x):
+        # mlp.py:12: h = jax.nn.relu(x @ params["up"])
+        h = x @ up  # f32[2,16]
+        ...
+
+Executed, it defines `program(mesh)`, which takes the leaves of the arguments and returns those of the results. Values are named
+after the variable that the user's line assigns, else after what computes them; what is used once on its own line stands there.
+"""
+
+import builtins
+import keyword
+import linecache
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from shardax import _jax
+from shardax.explain.ledger import KINDS, array_text, reason_of
+from shardax.explain.spelling import SPELLINGS, Call, Text, expression, literal, object_text
+from shardax.explain.text import line_text
+
+if TYPE_CHECKING:
+    from shardax.explain.plan import Plan
+
+WIDTH = 110
+INLINE = 60  # characters: what is longer gets a name of its own
+CONSTANT = 32  # elements: what is larger is no text, but an object of the namespace
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text, and the objects that it names but does not make: large constants, primitives without a public name."""
+
+    text: str
+    objects: dict[str, Any]
+
+
+def source(plan: "Plan") -> Source:
+    """The source of a plan's local program."""
+    (eqn,) = (e for e in plan.local_jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
+    names = _Names()
+    parameters = [names.new(name) for name in _parameters(plan)]
+    outer = dict(zip(plan.local_jaxpr.jaxpr.invars, parameters, strict=True))
+    for var, const in zip(plan.local_jaxpr.jaxpr.constvars, plan.local_jaxpr.consts, strict=True):
+        outer[var] = names.constant(const)
+    inner = _jax.closed(eqn.params["jaxpr"])
+    arguments = [Text(outer[v], i.aval) for v, i in zip(eqn.invars, inner.jaxpr.invars, strict=True)]
+    body = _Body(names)
+    results = body.run(inner, arguments)
+    in_specs = {outer[v]: spec for v, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True) if outer[v] in parameters}
+    text = _module(plan, in_specs, eqn.params["out_specs"], body.lines, results, names)
+    return Source(text, names.objects | _closed(plan, parameters))
+
+
+def _closed(plan: "Plan", parameters: Sequence[str]) -> dict[str, Any]:
+    """What the function closed over: the last inputs of the program."""
+    count = len(plan.closed_over)
+    return dict(zip(parameters[len(parameters) - count :], plan.closed_over, strict=True))
+
+
+def _module(plan: "Plan", in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Names") -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
+    returned = f"return ({', '.join(map(str, results))}{',' if len(results) == 1 else ''})"
+    body = [*lines, *_broken(returned)]
+    return "\n".join(
+        [
+            f'"""What each of {plan.mesh.size} devices runs, on a mesh of {mesh}."""',
+            "",
+            "import jax",
+            "import jax.numpy as jnp",
+            "from jax import lax",
+            *["from jax.extend.random import threefry2x32_p"] * any("threefry2x32_p" in line for line in lines),
+            "from jax.sharding import PartitionSpec as P",
+            "",
+            *[f"{name} = {text}" for name, text in names.constants.items()],
+            *[""] * (1 + bool(names.constants)),
+            *_broken(f"def on_shards({', '.join(in_specs)}):"),
+            *_indented(body),
+            "",
+            "",
+            "def program(mesh):",
+            f'    """`on_shards` on a mesh of {mesh}: leaves of the arguments in, leaves of the results out."""',
+            *_indented(_program(plan, in_specs, out_specs)),
+            "",
+        ]
+    )
+
+
+def _program(plan: "Plan", in_specs, out_specs) -> list[str]:
+    """The call of shard_map; what the function closed over follows the arguments."""
+    closed = list(in_specs)[len(in_specs) - len(plan.closed_over) :]
+    call = "jax.shard_map(on_shards, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)"
+    return [
+        "in_specs = (",
+        *[f"    {_spec(spec)},  # {name}" for name, spec in in_specs.items()],
+        ")",
+        *_broken(f"out_specs = ({', '.join(map(_spec, out_specs))}{',' if len(out_specs) == 1 else ''})"),
+        *(
+            [f"sharded = {call}", f"return lambda *leaves: sharded(*leaves, {', '.join(closed)})"]
+            if closed
+            else [f"return {call}"]
+        ),
+    ]
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"    {line}" if line else "" for line in lines]
+
+
+def _spec(spec) -> str:
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return str(object_text(jax.P(*entries)))
+
+
+def _parameters(plan: "Plan") -> Iterator[str]:
+    """A name for each input: the last key of its path, more keys where that is no name or not alone."""
+    paths = [re.findall(r"\w+", place.named) for place in plan.arguments()]
+    lasts = Counter(path[-1] for path in paths)
+    for path in paths:
+        alone = path[-1].isidentifier() and lasts[path[-1]] == 1
+        yield path[-1] if alone else "_".join(path)
+    for _ in plan.closed_over:
+        yield "closed_over"
+
+
+class _Names:
+    """Hands out names, none twice in a module, so that nested functions may use those of the functions around them."""
+
+    def __init__(self):
+        self.taken = {*keyword.kwlist, *dir(builtins), "jax", "jnp", "lax", "P", "on_shards", "program", "mesh"}
+        self.constants: dict[str, str] = {}
+        self.objects: dict[str, Any] = {}
+        self.known: dict[int, str] = {}
+
+    def new(self, base: str) -> str:
+        base = re.sub(r"\W", "_", base)
+        base = base if base.isidentifier() else f"_{base}"
+        name, count = base, 0
+        while name in self.taken:
+            count += 1
+            name = f"{base}_{count}"
+        self.taken.add(name)
+        return name
+
+    def object(self, x, base: str) -> str:
+        """The text of a parameter, or the name of an object of the namespace."""
+        return object_text(x) or self._kept(x, base)
+
+    def constant(self, x) -> str:
+        """The name of an array: small ones are made by the module."""
+        small = isinstance(x, jax.Array | np.ndarray) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+        dtype = object_text(np.dtype(x.dtype)) if small else None
+        if dtype is None or np.size(x) > CONSTANT or not np.all(np.isfinite(np.asarray(x, np.complex128))):
+            return self._kept(x, "constant")
+        if id(x) not in self.known:
+            self.known[id(x)] = self.new("constant")
+            self.constants[self.known[id(x)]] = f"jnp.array({np.asarray(x).tolist()}, {dtype})"
+        return self.known[id(x)]
+
+    def _kept(self, x, base: str) -> str:
+        if id(x) not in self.known:
+            self.known[id(x)] = self.new(base)
+            self.objects[self.known[id(x)]] = x
+        return self.known[id(x)]
+
+
+@dataclass
+class _Body:
+    """The lines of one function. `env` holds the expression of each variable, those of the functions around it included."""
+
+    names: _Names
+    env: dict[Any, Text] = field(default_factory=dict)
+    line: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def run(self, closed, arguments: Sequence[Text]) -> list[Text]:
+        """Writes the equations of a closed jaxpr; returns the expressions of its results."""
+        jaxpr = closed.jaxpr
+        self.env.update(zip(jaxpr.invars, arguments, strict=True))
+        for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
+            self.env[var] = Text(self.names.constant(const), var.aval)
+        eqns, users = _live(jaxpr)
+        for eqn in eqns:
+            self.equation(eqn, users)
+        return list(map(self.read, jaxpr.outvars))
+
+    def read(self, atom) -> Text:
+        if not _jax.is_literal(atom):
+            return self.env[atom]
+        if np.shape(atom.val):
+            return Text(self.names.constant(atom.val), atom.aval)
+        return literal(atom.val, atom.aval)
+
+    def equation(self, eqn, users) -> None:
+        name, operands = eqn.primitive.name, list(map(self.read, eqn.invars))
+        if name in _STRUCTURED:
+            self.place(eqn)
+            return _STRUCTURED[name](self, eqn, operands)
+        if name in _CALLS:
+            (inner, *_) = jaxprs_in_params(eqn.params)
+            results = _Body(self.names, self.env, self.line, self.lines).run(_jax.closed(inner), operands)
+            self.env.update(zip(eqn.outvars, results, strict=True))
+            return
+        if _is_same(eqn, operands):
+            self.env[eqn.outvars[0]] = operands[0]
+            return
+        text = expression(Call(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], self.names.object))
+        if _stands_alone(eqn, text, users):
+            self.place(eqn)
+            self.assign(eqn, text)
+        else:
+            self.env[eqn.outvars[0]] = text
+
+    def place(self, eqn) -> None:
+        """A comment with the user's line, where it changes."""
+        line = _jax.user_line(eqn.source_info)
+        if line and line != self.line:
+            self.line = line
+            code = _code(line)
+            self.lines += [*([""] if self.lines else []), f"# {line_text(line)}{': ' if code else ''}{code}"[:WIDTH]]
+
+    def assign(self, eqn, text: Text) -> None:
+        name = eqn.primitive.name
+        targets = self.define(eqn.outvars, _target(self.line) or _BASES.get(name) or name)
+        left = f"({targets[0]},)" if text.several and len(targets) == 1 else ", ".join(targets)
+        self.statement(f"{left} = {text}" if targets else str(text), *_remarks(eqn))
+
+    def statement(self, text: str, types: str = "", reason: str = "") -> None:
+        """What it makes and why stand beside it; where there is no room, why it sends above."""
+        *first, last = _broken(text)
+        remark = f"{types}: {reason}" if reason else types
+        if len(last) + len(remark) > WIDTH:
+            self.lines += [f"# {reason}"] * bool(reason)
+            remark = ""
+        self.lines += [*first, f"{last}  # {remark}" if remark else last]
+
+    def define(self, variables: Iterable[Any], base: str) -> list[str]:
+        """Names for variables, which they are from now on."""
+        names = []
+        for var in variables:
+            names.append("_" if type(var).__name__ == "DropVar" else self.names.new(base))
+            self.env[var] = Text(names[-1], var.aval)
+        return names
+
+    def function(self, base: str, closed, outside: Sequence[Text], groups: Sequence[Sequence[Text]], returned) -> str:
+        """Writes a nested function. A body's first inputs are values from `outside`, the others its parameters, one to a group.
+
+        `groups` holds what it is first called with, after which its parameters are named.
+        """
+        name = self.names.new(base)
+        inner = _Body(self.names, self.env, self.line)
+        rest = iter(closed.jaxpr.invars[len(outside) :])
+        parameters = [[inner.define([next(rest)], _base_of(x))[0] for x in group] for group in groups]
+        heads = [g[0] if len(g) == 1 else self.names.new(h) if g else "_" for g, h in zip(parameters, _HEADS, strict=False)]
+        for head, group in zip(heads, parameters, strict=True):
+            inner.lines += [f"{', '.join(group)} = {head}"] if len(group) > 1 else []
+        results = inner.run(closed, [*outside, *(self.env[v] for v in closed.jaxpr.invars[len(outside) :])])
+        self.lines += [f"def {name}({', '.join(heads)}):", *_indented(inner.lines)]
+        self.lines += [f"    return {returned(results)}", ""]
+        return name
+
+
+def _scan(body: _Body, eqn, operands: Sequence[Text]) -> None:
+    consts, carries = _jax.scan_counts(eqn.params)
+    init, xs = operands[consts : consts + carries], operands[consts + carries :]
+    step = body.function(
+        "step",
+        _jax.closed(eqn.params["jaxpr"]),
+        operands[:consts],
+        [init, xs],
+        lambda out: f"{_tuple(out[:carries])}, {_tuple(out[carries:])}",
+    )
+    carry = [body.define([v], _base_of(x))[0] for v, x in zip(eqn.outvars[:carries], init, strict=True)]
+    stacked = body.define(eqn.outvars[carries:], "stacked")
+    options = [f"length={eqn.params['length']}"] + ["reverse=True"] * bool(eqn.params["reverse"])
+    options += [f"unroll={eqn.params['unroll']}"] * (eqn.params["unroll"] != 1)
+    inputs = f"{_tuple(init)}, {_tuple(xs) if xs else 'None'}"
+    body.statement(f"{_left(carry)}, {_left(stacked)} = lax.scan({step}, {inputs}, {', '.join(options)})")
+
+
+def _while(body: _Body, eqn, operands: Sequence[Text]) -> None:
+    cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    start = cond_consts + body_consts
+    init, closed = operands[start:], [_jax.closed(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr")]
+    condition = body.function("condition", closed[0], operands[:cond_consts], [init], lambda out: str(out[0]))
+    step = body.function("step", closed[1], operands[cond_consts:start], [init], _tuple)
+    carry = [body.define([v], _base_of(x))[0] for v, x in zip(eqn.outvars, init, strict=True)]
+    body.statement(f"{_left(carry)} = lax.while_loop({condition}, {step}, {_tuple(init)})")
+
+
+def _cond(body: _Body, eqn, operands: Sequence[Text]) -> None:
+    index, *inputs = operands
+    branches = [body.function(f"branch_{i}", _jax.closed(b), inputs, [], _tuple) for i, b in enumerate(eqn.params["branches"])]
+    results = body.define(eqn.outvars, "chosen")
+    body.statement(f"{_left(results)} = lax.switch({index}, [{', '.join(branches)}])")
+
+
+def _tuple(texts: Sequence[Text]) -> str:
+    """One value as it is, several as a tuple."""
+    return str(texts[0]) if len(texts) == 1 else f"({', '.join(map(str, texts))})"
+
+
+def _left(names: Sequence[str]) -> str:
+    return "_" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+
+def _base_of(text: Text) -> str:
+    """What a loop calls a value that is so expressed outside."""
+    return re.sub(r"_\d+$", "", text.text) if text.text.isidentifier() else "carry"
+
+
+def _live(jaxpr) -> tuple[list[Any], dict[Any, list[Any]]]:
+    """The equations that some result needs, and those that send or have effects; and who uses each variable."""
+    users: dict[Any, list[Any]] = {v: [None, None] for v in jaxpr.outvars if not _jax.is_literal(v)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or eqn.primitive.name in KINDS or any(v in users for v in eqn.outvars):
+            live.append(eqn)
+            for v in eqn.invars:
+                if not _jax.is_literal(v):
+                    users.setdefault(v, []).append(eqn)
+    return live[::-1], users
+
+
+def _is_same(eqn, operands: Sequence[Text]) -> bool:
+    """Whether the result is the first operand: annotations, and what only changes whether a type is weak."""
+    match eqn.primitive.name:
+        case "name" | "pvary" | "reshard":
+            return True
+        case "convert_element_type" | "slice":
+            out = eqn.outvars[0].aval
+            return (operands[0].aval.dtype, operands[0].aval.shape) == (out.dtype, out.shape)
+    return False
+
+
+def _stands_alone(eqn, text: Text, users) -> bool:
+    """Whether an equation becomes a statement: unless it is cheap, and either a number or used once, by the same line."""
+    if len(eqn.outvars) != 1 or eqn.effects or text.several or eqn.primitive.name not in _INLINE:
+        return True
+    if text.scalar is not None:
+        return False
+    users = users.get(eqn.outvars[0], ())
+    if len(users) != 1 or users[0] is None or users[0].primitive.name not in SPELLINGS or len(text.text) > INLINE:
+        return True
+    return _jax.user_line(users[0].source_info) != _jax.user_line(eqn.source_info)
+
+
+def _remarks(eqn) -> tuple[str, str]:
+    """The type of what an equation makes, and why it sends."""
+    kind = KINDS.get(eqn.primitive.name)
+    reason = reason_of(kind, eqn.source_info.name_stack) if kind else ""
+    return ", ".join(array_text(v.aval) for v in eqn.outvars[:1]), reason
+
+
+def _code(line: str) -> str:
+    file, _, number = line.rpartition(":")
+    return linecache.getline(file, int(number)).strip()
+
+
+def _target(line: str) -> str | None:
+    """The variable that a line of the user's code assigns."""
+    match = re.match(r"([A-Za-z_]\w*)(?:: [^=]+)? [-+*/@]?= ", _code(line)) if line else None
+    return match[1] if match else None
+
+
+def _broken(text: str) -> list[str]:
+    """A statement that is too long, the arguments of its last call a line each."""
+    if len(text) <= WIDTH or not text.endswith((")", "):")):
+        return [text]
+    end = text.rfind(")")
+    depth, start = 0, end
+    for start in range(end, -1, -1):
+        depth += (text[start] == ")") - (text[start] == "(")
+        if depth == 0:
+            break
+    arguments = [f"    {argument}," for argument in _arguments(text[start + 1 : end])]
+    return [text[: start + 1], *arguments, text[end:]]
+
+
+def _arguments(text: str) -> Iterator[str]:
+    """What top-level commas part."""
+    depth, begin = 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if c == "," and depth == 0:
+            yield text[begin:i].strip()
+            begin = i + 1
+    yield text[begin:].strip()
+
+
+_HEADS = ("carry", "xs")
+_STRUCTURED = {"cond": _cond, "scan": _scan, "while": _while}
+_CALLS = {
+    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "pjit",
+    "remat2",
+}  # fmt: skip
+_BASES = {
+    "add": "plus", "add_any": "plus", "all_gather": "gathered", "all_to_all": "exchanged", "argmax": "index",
+    "axis_index": "device", "bitcast_convert_type": "bits", "broadcast_in_dim": "spread", "convert_element_type": "cast",
+    "conv_general_dilated": "conv", "dot_general": "product", "eq": "mask", "ge": "mask", "gt": "mask", "integer_pow": "power",
+    "iota": "index", "le": "mask", "lt": "mask", "max": "most", "min": "least", "mul": "scaled", "ne": "mask",
+    "ppermute": "received", "psum": "summed", "reduce_max": "most", "reduce_min": "least", "reduce_scatter": "scattered",
+    "reduce_sum": "total", "select_n": "chosen", "slice": "part", "sort": "ordered", "sub": "minus", "transpose": "turned",
+}  # fmt: skip
+_INLINE = {
+    "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "cos", "div", "eq", "exp", "ge", "gt", "integer_pow",
+    "iota", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "rsqrt", "select_n", "sin",
+    "slice", "sqrt", "square", "squeeze", "stack", "sub", "tanh", "transpose", "xor",
+}  # fmt: skip
