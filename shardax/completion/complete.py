@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardax import annotations
-from shardax.completion.at_rest import updated_at_rest
+from shardax.completion.at_rest import successors, updated_at_rest
 from shardax.completion.edges import Edge, edges_of, successor_edges
 from shardax.graph import Graph, Node, Value
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated, round_up, shard_count
@@ -82,7 +82,7 @@ def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSize
 
 
 def _update_at_rest(done: Completion, graph: Graph, edges: Sequence[Edge], arguments: Sequence[Sharding | None]) -> None:
-    inside = {node.inputs[0]: node.outputs[0] for node in reversed(graph.nodes) if annotations.of_node(node)}
+    inside = {node.inputs[0]: node.outputs[0] for node, _ in annotations.among(reversed(graph.nodes))}
     wanted = {v: done.sharding(inside.get(v, v)) for v in graph.inputs}
     resting = zip(graph.inputs, resting_shardings(graph, arguments, done.sizes), strict=True)
     rest = {v: sharding or at_rest(wanted[v], v.shape, done.sizes) for v, sharding in resting}
@@ -97,17 +97,20 @@ def _state(graph: Graph) -> set[Value]:
 
     Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded data
     parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities to the user.)
+    Where few arguments come back, as activations do that pass through a layer, they are no state, unless they are donated.
     """
     back = {(v.shape, v.aval.dtype) for v in graph.outputs}
-    return {v for v in graph.inputs if v.shape and (v.shape, v.aval.dtype) in back}
+    arrays = [v for v in graph.inputs if v.shape]
+    alike = {v for v in arrays if (v.shape, v.aval.dtype) in back}
+    return alike if 2 * len(alike) >= len(arrays) else {argument for argument, _ in successors(graph)}
 
 
 def resting_shardings(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes) -> list[Sharding | None]:
     """How each argument rests between calls: as it is committed, else nearest to its annotation; None where nothing says so."""
     inputs, rest = set(graph.inputs), dict(zip(graph.inputs, arguments, strict=True))
-    for node in graph.nodes:
-        given, value = annotations.of_node(node), node.inputs[0] if node.inputs else None
-        if given and value in inputs and rest[value] is None and all(d is not None for d in given.dims):
+    for node, given in annotations.among(graph.nodes):
+        value = node.inputs[0]
+        if value in inputs and rest[value] is None and None not in given.dims:
             rest[value] = at_rest(Sharding(tuple(d or () for d in given.dims)), value.shape, sizes)
     return [rest[value] for value in graph.inputs]
 
@@ -121,9 +124,8 @@ def _given(
     for i, (value, sharding) in enumerate(zip(graph.inputs, resting, strict=True)):
         if sharding is not None:
             yield value, sharding.dims, f"argument {i} rests in it", value
-    for node in graph.walk():
-        if given := annotations.of_node(node):
-            yield node.outputs[0], given.dims, given.source, node.inputs[0]
+    for node, given in annotations.among(graph.walk()):
+        yield node.outputs[0], given.dims, given.source, node.inputs[0]
 
 
 def _fix(done: Completion, value: Value, dims: Sequence[Axes | None], source: str) -> None:

@@ -2,12 +2,12 @@
 branches and calls, along which a value is simply the same (carry in = carry out = body in = body out)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardax import _jax, annotations
 from shardax.graph import Graph, Node, Value
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import WHOLE, Factors, bind, parse
+from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse
 
 ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = range(4)
 """Levels, first to last: completion lets nothing of a later level happen while an earlier one has something to say."""
@@ -43,8 +43,33 @@ def edges_of(graph: Graph, factors: dict[Node, Factors]) -> Iterator[Edge]:
 
 
 def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
-    backward, forward = _levels(node, factors)
-    yield Edge(node.inputs, node.outputs, factors, backward, forward, node)
+    full, stretched = _stretched(factors)
+    if not stretched:
+        backward, forward = _levels(node, factors)
+        yield Edge(node.inputs, node.outputs, factors, backward, forward, node)
+        return
+    yield _part(node, factors, full, ELEMENTWISE, ELEMENTWISE)
+    for i in stretched:
+        yield _part(node, factors, [i], BROADCAST_BACKWARD, BROADCAST_FORWARD)
+
+
+def _stretched(factors: Factors) -> tuple[list[int], list[int]]:
+    """Of an elementwise equation: the operands of the result's shape (or scalars), and those of size one where it is not."""
+    result = factors.results[0] if factors.results else ()
+    stretched = [i for i, dims in enumerate(factors.operands) if dims and dims != result and _stretches(dims, result)]
+    full = [i for i, dims in enumerate(factors.operands) if dims in ((), result)]
+    alike = len(full) + len(stretched) == len(factors.operands) and set(factors.results) == {result}
+    return (full, stretched) if alike else (full, [])
+
+
+def _stretches(dims: TensorFactors, result: TensorFactors) -> bool:
+    return len(dims) == len(result) and all(dim in ((), other) for dim, other in zip(dims, result, strict=True))
+
+
+def _part(node: Node, factors: Factors, operands: list[int], backward: int, forward: int) -> Edge:
+    """The edge between some operands and the results."""
+    part = replace(factors, operands=tuple(factors.operands[i] for i in operands))
+    return Edge([node.inputs[i] for i in operands], node.outputs, part, backward, forward, node)
 
 
 def _levels(node: Node, factors: Factors) -> tuple[int, int]:

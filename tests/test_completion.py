@@ -1,0 +1,539 @@
+"""Completion of small programs, as text: the sharding of every value, by the primitive that makes it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from inspect import cleandoc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from shardax import _jax, annotations, graph
+from shardax.completion.complete import Completion, complete
+from shardax.explain.ledger import array_text
+from shardax.graph import Graph, Value
+from shardax.trace import Request, trace
+
+SIZES = {"x": 4, "y": 2}
+OPEN = P.UNCONSTRAINED
+
+
+def completed(f, *shapes, **how) -> str:
+    """What completion makes of a function of float32 arguments of these shapes, a pytree of tuples.
+
+    Left out are scalars, and annotations that change nothing.
+    """
+    return "\n".join(_graph(*completion(f, *shapes, **how)))
+
+
+def completion(f, *shapes, specs=None, outs=None, donated=(), sizes=SIZES) -> tuple[Graph, Completion]:
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=_is_shape)
+    names = tuple(f"args[{i}]" for i in range(len(args)))
+    request = Request(f, args, {}, names, frozenset(donated), mesh, specs, outs)
+    program = graph.from_jaxpr(_jax.dce(trace(request).jaxpr))
+    return program, complete(program, [None] * len(program.inputs), sizes)
+
+
+def _is_shape(tree) -> bool:
+    return isinstance(tree, tuple) and all(isinstance(n, int) for n in tree)
+
+
+def _graph(program: Graph, done: Completion, indent: str = "") -> Iterator[str]:
+    for value in program.inputs:
+        yield from _value("argument", value, done, indent)
+    for node in program.nodes:
+        for body in node.bodies:
+            yield f"{indent}{node.name} of"
+            yield from _graph(body, done, indent + "  ")
+        repeats = annotations.of_node(node) and done.sharding(node.inputs[0]) == done.sharding(node.outputs[0])
+        for value in node.outputs if not repeats else ():
+            yield from _value(node.name, value, done, indent)
+
+
+def _value(name: str, value: Value, done: Completion, indent: str) -> Iterator[str]:
+    if value.shape:
+        yield f"{indent}{name:<20} {array_text(value.aval):<14} {done.sharding(value)}"
+
+
+def mlp(x, up, down):
+    return jnp.sin(x @ up) @ down
+
+
+def test_mlp():
+    found = completed(mlp, (8, 16), (16, 64), (64, 16), specs=(P("x"), P(None, "y"), None))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', None)
+        argument             f32[16,64]     P(None, 'y')
+        argument             f32[64,16]     P('y', None)
+        dot_general          f32[8,64]      P('x', 'y')
+        sin                  f32[8,64]      P('x', 'y')
+        dot_general          f32[8,16]      P('x', None)
+    """)
+
+
+def test_mlp_backward():
+    def loss(weights, x):
+        return mlp(x, *weights).sum()
+
+    found = completed(jax.grad(loss), ((16, 64), (64, 16)), (8, 16), specs=((P(None, "y"), None), P("x")))
+    assert found == cleandoc("""
+        argument             f32[16,64]     P(None, 'y')
+        argument             f32[64,16]     P('y', None)
+        argument             f32[8,16]      P('x', None)
+        dot_general          f32[8,64]      P('x', 'y')
+        sin                  f32[8,64]      P('x', 'y')
+        cos                  f32[8,64]      P('x', 'y')
+        broadcast_in_dim     f32[8,16]      P('x', None)
+        dot_general          f32[16,64]     P(None, 'y')
+        transpose            f32[64,16]     P('y', None)
+        dot_general          f32[8,64]      P('x', 'y')
+        mul                  f32[8,64]      P('x', 'y')
+        dot_general          f32[64,16]     P('y', None)
+        transpose            f32[16,64]     P(None, 'y')
+    """)
+
+
+def layers(weights, x):
+    return lax.scan(lambda x, pair: (mlp(x, *pair), x.max(1)), x, weights)
+
+
+def test_scan_over_layers():
+    found = completed(layers, ((3, 16, 64), (3, 64, 16)), (8, 16), specs=((P(None, None, "y"), None), P("x")))
+    assert found == cleandoc("""
+        argument             f32[3,16,64]   P(None, None, 'y')
+        argument             f32[3,64,16]   P(None, 'y', None)
+        argument             f32[8,16]      P('x', None)
+        scan of
+          argument             f32[8,16]      P('x', None)
+          argument             f32[16,64]     P(None, 'y')
+          argument             f32[64,16]     P('y', None)
+          dot_general          f32[8,64]      P('x', 'y')
+          sin                  f32[8,64]      P('x', 'y')
+          dot_general          f32[8,16]      P('x', None)
+          reduce_max           f32[8]         P('x')
+        scan                 f32[8,16]      P('x', None)
+        scan                 f32[3,8]       P(None, 'x')
+    """)
+
+
+def test_scan_over_layers_backward():
+    """What each layer leaves for the backward pass is stacked, and lies in the stack as it did in the layer."""
+    f = jax.grad(lambda weights, x: layers(weights, x)[0].sum())
+    found = completed(f, ((3, 16, 64), (3, 64, 16)), (8, 16), specs=((P(None, None, "y"), None), P("x")))
+    assert found == cleandoc("""
+        argument             f32[3,16,64]   P(None, None, 'y')
+        argument             f32[3,64,16]   P(None, 'y', None)
+        argument             f32[8,16]      P('x', None)
+        scan of
+          argument             f32[8,16]      P('x', None)
+          argument             f32[16,64]     P(None, 'y')
+          argument             f32[64,16]     P('y', None)
+          dot_general          f32[8,64]      P('x', 'y')
+          sin                  f32[8,64]      P('x', 'y')
+          cos                  f32[8,64]      P('x', 'y')
+          dot_general          f32[8,16]      P('x', None)
+        scan                 f32[8,16]      P('x', None)
+        scan                 f32[3,8,16]    P(None, 'x', None)
+        scan                 f32[3,8,64]    P(None, 'x', 'y')
+        scan                 f32[3,8,64]    P(None, 'x', 'y')
+        broadcast_in_dim     f32[8,16]      P('x', None)
+        scan of
+          argument             f32[8,16]      P('x', None)
+          argument             f32[16,64]     P(None, 'y')
+          argument             f32[8,16]      P('x', None)
+          argument             f32[8,64]      P('x', 'y')
+          argument             f32[64,16]     P('y', None)
+          argument             f32[8,64]      P('x', 'y')
+          dot_general          f32[16,64]     P(None, 'y')
+          transpose            f32[64,16]     P('y', None)
+          dot_general          f32[8,64]      P('x', 'y')
+          mul                  f32[8,64]      P('x', 'y')
+          dot_general          f32[64,16]     P('y', None)
+          transpose            f32[16,64]     P(None, 'y')
+          dot_general          f32[8,16]      P('x', None)
+        scan                 f32[8,16]      P('x', None)
+        scan                 f32[3,16,64]   P(None, None, 'y')
+        scan                 f32[3,64,16]   P(None, 'y', None)
+    """)
+
+
+def test_carries_learn_from_the_body():
+    """The body's annotation reaches the first carry, and the result."""
+
+    def body(_, x):
+        return jnp.sin(lax.with_sharding_constraint(x, P("x")))
+
+    found = completed(lambda x: lax.fori_loop(0, 3, body, x + 1.0), (8, 4))
+    assert found == cleandoc("""
+        argument             f32[8,4]       P('x', None)
+        add                  f32[8,4]       P('x', None)
+        scan of
+          argument             f32[8,4]       P('x', None)
+          sin                  f32[8,4]       P('x', None)
+        scan                 f32[8,4]       P('x', None)
+    """)
+
+
+def test_an_open_loop():
+    def loop(x, w):
+        return lax.while_loop(lambda x: x.sum() < 9.0, lambda x: x @ w, x)
+
+    found = completed(loop, (8, 4), (4, 4), specs=(P("x"), P(None, "y")))
+    assert found == cleandoc("""
+        argument             f32[8,4]       P('x', None)
+        argument             f32[4,4]       P(None, 'y')
+        while of
+          argument             f32[8,4]       P('x', 'y')
+        while of
+          argument             f32[4,4]       P(None, 'y')
+          argument             f32[8,4]       P('x', 'y')
+          dot_general          f32[8,4]       P('x', 'y')
+        while                f32[8,4]       P('x', 'y')
+    """)
+
+
+def test_branches_agree():
+    def branches(x, y):
+        return lax.cond(x.sum() > 0.0, lambda x, y: x + 1.0, lambda x, y: jnp.sin(y), x, y)
+
+    found = completed(branches, (8, 4), (8, 4), specs=(P("x"), None))
+    assert found == cleandoc("""
+        argument             f32[8,4]       P('x', None)
+        argument             f32[8,4]       P('x', None)
+        cond of
+          argument             f32[8,4]       P('x', None)
+          argument             f32[8,4]       P('x', None)
+          sin                  f32[8,4]       P('x', None)
+        cond of
+          argument             f32[8,4]       P('x', None)
+          argument             f32[8,4]       P('x', None)
+          add                  f32[8,4]       P('x', None)
+        cond                 f32[8,4]       P('x', None)
+    """)
+
+
+def test_a_bias_learns_from_what_it_is_added_to():
+    """GSPMD, figure 4: backward through the broadcast before forward."""
+    found = completed(lambda x, b: jnp.sin(x) + b, (8, 4, 16), (16,), specs=(P("x", None, "y"), None))
+    assert found == cleandoc("""
+        argument             f32[8,4,16]    P('x', None, 'y')
+        argument             f32[16]        P('y')
+        sin                  f32[8,4,16]    P('x', None, 'y')
+        broadcast_in_dim     f32[1,1,16]    P(None, None, 'y')
+        add                  f32[8,4,16]    P('x', None, 'y')
+    """)
+
+
+def test_a_bias_does_not_decide():
+    """GSPMD, figure 4: were its broadcast as early as the sum, this would be split over the bias's dim, and x gathered."""
+    found = completed(lambda w, b, x: jnp.cos(x @ w + b), (32, 16), (16,), (8, 4, 32), specs=(None, P("x"), None), outs=P("x"))
+    assert found == cleandoc("""
+        argument             f32[32,16]     P(None, None)
+        argument             f32[16]        P('x')
+        argument             f32[8,4,32]    P('x', None, None)
+        dot_general          f32[8,4,16]    P('x', None, None)
+        broadcast_in_dim     f32[1,1,16]    P(None, None, 'x')
+        add                  f32[8,4,16]    P('x', None, None)
+        cos                  f32[8,4,16]    P('x', None, None)
+    """)
+
+
+def test_what_is_stretched_does_not_decide():
+    """Elementwise equations between the larger operand and the result come before products, and before smaller operands."""
+    found = completed(lambda b, x: (jnp.cos(x) + b) * x, (1, 1, 16), (8, 4, 16), specs=(P(None, None, "x"), None), outs=P("x"))
+    assert found == cleandoc("""
+        argument             f32[1,1,16]    P(None, None, 'x')
+        argument             f32[8,4,16]    P('x', None, None)
+        cos                  f32[8,4,16]    P('x', None, None)
+        add                  f32[8,4,16]    P('x', None, None)
+        mul                  f32[8,4,16]    P('x', None, None)
+    """)
+
+
+def test_a_bias_decides_where_nothing_else_does():
+    found = completed(lambda x, b: jnp.sin(x) + b, (8, 4, 16), (16,), specs=(None, P("x")))
+    assert found == cleandoc("""
+        argument             f32[8,4,16]    P(None, None, 'x')
+        argument             f32[16]        P('x')
+        sin                  f32[8,4,16]    P(None, None, 'x')
+        broadcast_in_dim     f32[1,1,16]    P(None, None, 'x')
+        add                  f32[8,4,16]    P(None, None, 'x')
+    """)
+
+
+def test_open_dims_learn():
+    def f(x, y):
+        return lax.with_sharding_constraint(x, P("x", OPEN)) + y
+
+    found = completed(f, (8, 16), (8, 16), specs=(None, P(None, "y")))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', 'y')
+        argument             f32[8,16]      P(None, 'y')
+        add                  f32[8,16]      P('x', 'y')
+    """)
+
+
+def test_closed_dims_do_not():
+    def f(x, y):
+        return lax.with_sharding_constraint(x, P("x", None)) + y
+
+    found = completed(f, (8, 16), (8, 16), specs=(None, P(None, "y")))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', None)
+        argument             f32[8,16]      P(None, 'y')
+        add                  f32[8,16]      P('x', 'y')
+    """)
+
+
+def test_open_dims_of_an_argument_learn():
+    found = completed(jnp.add, (8, 16), (8, 16), specs=(P("x", OPEN), P(None, "y")))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', 'y')
+        argument             f32[8,16]      P(None, 'y')
+        add                  f32[8,16]      P('x', 'y')
+    """)
+
+
+def test_an_annotation_in_the_middle_is_a_border():
+    def f(x):
+        return jnp.sin(lax.with_sharding_constraint(jnp.cos(x), P(None, "x")))
+
+    found = completed(f, (8, 16), specs=P("x"))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', None)
+        cos                  f32[8,16]      P(None, 'x')
+        sin                  f32[8,16]      P(None, 'x')
+    """)
+
+
+def test_conflict_of_a_product():
+    """Both want x: rows of the larger operand win."""
+    found = completed(jnp.matmul, (64, 16), (16, 8), specs=(P("x"), P("x")))
+    assert found == cleandoc("""
+        argument             f32[64,16]     P('x', None)
+        argument             f32[16,8]      P('x', None)
+        dot_general          f32[64,8]      P('x', None)
+    """)
+
+
+def test_conflict_of_a_contracted_dim():
+    found = completed(jnp.matmul, (8, 64), (64, 32), specs=(P(None, "x"), P("y")))
+    assert found == cleandoc("""
+        argument             f32[8,64]      P(None, 'x')
+        argument             f32[64,32]     P('y', None)
+        dot_general          f32[8,32]      P(None, None)
+    """)
+
+
+def test_conflict_of_equals_goes_to_the_first():
+    found = completed(jnp.add, (8, 8), (8, 8), specs=(P("x"), P(None, "x")))
+    assert found == cleandoc("""
+        argument             f32[8,8]       P('x', None)
+        argument             f32[8,8]       P(None, 'x')
+        add                  f32[8,8]       P('x', None)
+    """)
+
+
+def test_merging():
+    """Rows from one operand, columns from the other."""
+    found = completed(jnp.multiply, (8, 16), (8, 16), specs=(P("x"), P(None, "y")))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', None)
+        argument             f32[8,16]      P(None, 'y')
+        mul                  f32[8,16]      P('x', 'y')
+    """)
+
+
+def test_merging_in_a_product():
+    found = completed(jnp.matmul, (8, 16), (16, 4), specs=(P("x"), P(None, "y")))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', None)
+        argument             f32[16,4]      P(None, 'y')
+        dot_general          f32[8,4]       P('x', 'y')
+    """)
+
+
+def test_refinement():
+    found = completed(jnp.multiply, (8, 16), (8, 16), specs=(P("x"), P(("x", "y"))))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('x', None)
+        argument             f32[8,16]      P(('x', 'y'), None)
+        mul                  f32[8,16]      P(('x', 'y'), None)
+    """)
+
+
+def test_refinement_keeps_the_order_of_axes():
+    found = completed(jnp.multiply, (8, 16), (8, 16), specs=(P("y"), P(("x", "y"))))
+    assert found == cleandoc("""
+        argument             f32[8,16]      P('y', None)
+        argument             f32[8,16]      P(('x', 'y'), None)
+        mul                  f32[8,16]      P('y', None)
+    """)
+
+
+def test_reshape_takes_factors_apart():
+    found = completed(lambda x: x.reshape(8, 2, 12), (8, 24), specs=P(None, ("y", "x")))
+    assert found == cleandoc("""
+        argument             f32[8,24]      P(None, ('y', 'x'))
+        reshape              f32[8,2,12]    P(None, 'y', 'x')
+    """)
+
+
+def test_reshape_puts_factors_together():
+    """Minor factors follow only where the major one is split to single positions."""
+    found = completed(lambda x: (x.reshape(16, 12), x.reshape(8, 24)), (8, 2, 12), specs=P(None, "y", "x"))
+    assert found == cleandoc("""
+        argument             f32[8,2,12]    P(None, 'y', 'x')
+        reshape              f32[16,12]     P(None, 'x')
+        reshape              f32[8,24]      P(None, ('y', 'x'))
+    """)
+
+
+def test_reshape_in_the_middle_of_a_block():
+    """24 over four devices are blocks of six, which are no rows of eight."""
+    found = completed(lambda x: x.reshape(8, 3, 8), (8, 24), specs=P(None, "x"))
+    assert found == cleandoc("""
+        argument             f32[8,24]      P(None, 'x')
+        reshape              f32[8,3,8]     P(None, None, None)
+    """)
+
+
+def test_heads():
+    """Reshape, transpose, and back."""
+    found = completed(lambda x: jnp.sin(x.reshape(8, 4, 6).transpose(1, 0, 2)).reshape(4, 48), (8, 24), specs=P(None, "x"))
+    assert found == cleandoc("""
+        argument             f32[8,24]      P(None, 'x')
+        reshape              f32[8,4,6]     P(None, 'x', None)
+        transpose            f32[4,8,6]     P('x', None, None)
+        sin                  f32[4,8,6]     P('x', None, None)
+        reshape              f32[4,48]      P('x', None)
+    """)
+
+
+def test_fewer_positions_than_devices():
+    found = completed(lambda x: x @ x.T, (2, 8), specs=P(None, "x"))
+    assert found == cleandoc("""
+        argument             f32[2,8]       P(None, 'x')
+        transpose            f32[8,2]       P('x', None)
+        dot_general          f32[2,2]       P(None, None)
+    """)
+
+
+def test_data_before_state():
+    """Fully sharded data parallelism: parameters are stored split, data flows split, both over x."""
+    f = jax.grad(lambda weights, x: mlp(x, *weights).sum())
+    found = completed(f, ((16, 64), (64, 16)), (8, 16), specs=((P("x"), P("x")), P("x")))
+    assert found == cleandoc("""
+        argument             f32[16,64]     P('x', None)
+        argument             f32[64,16]     P('x', None)
+        argument             f32[8,16]      P('x', None)
+        dot_general          f32[8,64]      P('x', None)
+        sin                  f32[8,64]      P('x', None)
+        cos                  f32[8,64]      P('x', None)
+        broadcast_in_dim     f32[8,16]      P('x', None)
+        dot_general          f32[16,64]     P(None, None)
+        transpose            f32[64,16]     P(None, None)
+        dot_general          f32[8,64]      P('x', None)
+        mul                  f32[8,64]      P('x', None)
+        dot_general          f32[64,16]     P(None, None)
+        transpose            f32[16,64]     P(None, None)
+    """)
+
+
+def test_activations_that_come_back_are_no_state():
+    """They were taken for state: the weights decided, and the activations were gathered."""
+
+    def layer(x, up, down):
+        return x + mlp(x, up, down)
+
+    found = completed(layer, (512, 16), (16, 64), (64, 16), specs=(P("x"), P("x"), P("x")))
+    assert found == cleandoc("""
+        argument             f32[512,16]    P('x', None)
+        argument             f32[16,64]     P('x', None)
+        argument             f32[64,16]     P('x', None)
+        dot_general          f32[512,64]    P('x', None)
+        sin                  f32[512,64]    P('x', None)
+        dot_general          f32[512,16]    P('x', None)
+        add                  f32[512,16]    P('x', None)
+    """)
+
+
+def test_successors_lie_as_donated():
+    found = completed(lambda x, g: x - g.T, (8, 4), (4, 8), specs=(P("x"), None), donated=[0])
+    assert found == cleandoc("""
+        argument             f32[8,4]       P('x', None)
+        argument             f32[4,8]       P(None, 'x')
+        transpose            f32[8,4]       P('x', None)
+        sub                  f32[8,4]       P('x', None)
+    """)
+
+
+def test_uneven_state_is_updated_as_it_rests():
+    f = lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sin(x @ w).sum())(w)  # noqa: E731
+    found = completed(f, (9, 8), (12, 9), specs=(P("x"), None), donated=[0])
+    assert found == cleandoc("""
+        argument             f32[9,8]       P(None, 'x')
+        argument             f32[12,9]      P(None, 'x')
+        annotate             f32[9,8]       P('x', None)
+        dot_general          f32[12,8]      P(None, None)
+        cos                  f32[12,8]      P(None, None)
+        broadcast_in_dim     f32[12,8]      P(None, None)
+        mul                  f32[12,8]      P(None, None)
+        dot_general          f32[8,9]       P(None, 'x')
+        transpose            f32[9,8]       P(None, 'x')
+        mul                  f32[9,8]       P(None, 'x')
+        sub                  f32[9,8]       P(None, 'x')
+    """)
+
+
+def test_uneven_state_scaled_by_rows_is_updated_as_it_rests():
+    """As by adafactor, whose factors are stretched over the parameter."""
+    f = lambda w, x, y, rows: w - (x.T @ y) * rows  # noqa: E731
+    found = completed(f, (9, 8), (12, 9), (12, 8), (9, 1), specs=(P("x"), None, None, None), donated=[0])
+    assert found == cleandoc("""
+        argument             f32[9,8]       P(None, 'x')
+        argument             f32[12,9]      P(None, 'x')
+        argument             f32[12,8]      P(None, None)
+        argument             f32[9,1]       P('x', None)
+        annotate             f32[9,8]       P('x', None)
+        transpose            f32[9,12]      P('x', None)
+        dot_general          f32[9,8]       P(None, 'x')
+        mul                  f32[9,8]       P(None, 'x')
+        sub                  f32[9,8]       P(None, 'x')
+    """)
+
+
+def test_it_is_said_where_axes_came_from():
+    program, done = completion(lambda x, w: jnp.sin(x) @ w, (8, 16), (16, 4), specs=(None, P("y")))
+    (x, _), (_, sin, _) = program.inputs, program.nodes
+    chain = [origin.node.name if origin.node else origin.source for origin in done.why(x, 1)]
+    assert sin.name == "sin" and chain == ["sin", "dot_general", "in_shardings[1]"]
+
+
+def test_the_order_of_dicts_does_not_matter():
+    def loss(weights, x):
+        return mlp(x, **weights).sum()
+
+    specs = {"up": P(None, "y"), "down": P("y")}
+    reordered = dict(reversed(specs.items()))
+    shapes = {"up": (16, 64), "down": (64, 16)}
+    texts = {
+        completed(jax.grad(loss), s, (8, 16), specs=(given, P("x")))
+        for s in (shapes, dict(reversed(shapes.items())))
+        for given in (specs, reordered)
+    }
+    assert len(texts) == 1
+
+
+def test_repeated_runs_are_equal():
+    """Under another seed, sets are ordered otherwise."""
+    program = "from tests.test_completion import *; test_scan_over_layers_backward(); test_data_before_state()"
+    for seed in "1", "2":
+        env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=Path(__file__).parents[1])
