@@ -70,6 +70,8 @@ def _module(plan: "Plan", in_specs, out_specs, lines: Sequence[str], results: Se
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     returned = f"return ({', '.join(map(str, results))}{',' if len(results) == 1 else ''})"
     body = [*lines, *_broken(returned)]
+    used = set(re.findall(r"\w+", " ".join(body)))
+    constants = [f"{name} = {text}" for text, name in names.constants.items() if name in used]
     return "\n".join(
         [
             f'"""What each of {plan.mesh.size} devices runs, on a mesh of {mesh}."""',
@@ -80,8 +82,8 @@ def _module(plan: "Plan", in_specs, out_specs, lines: Sequence[str], results: Se
             *["from jax.extend.random import threefry2x32_p"] * any("threefry2x32_p" in line for line in lines),
             "from jax.sharding import PartitionSpec as P",
             "",
-            *[f"{name} = {text}" for name, text in names.constants.items()],
-            *[""] * (1 + bool(names.constants)),
+            *constants,
+            *[""] * (1 + bool(constants)),
             *_broken(f"def on_shards({', '.join(in_specs)}):"),
             *_indented(body),
             "",
@@ -138,7 +140,7 @@ class _Names:
 
     def __init__(self):
         self.taken = {*keyword.kwlist, *dir(builtins), "jax", "jnp", "lax", "P", "on_shards", "program", "mesh"}
-        self.constants: dict[str, str] = {}
+        self.constants: dict[str, str] = {}  # name by text
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
 
@@ -162,10 +164,10 @@ class _Names:
         dtype = object_text(np.dtype(x.dtype)) if small else None
         if dtype is None or np.size(x) > CONSTANT or not np.all(np.isfinite(np.asarray(x, np.complex128))):
             return self._kept(x, "constant")
-        if id(x) not in self.known:
-            self.known[id(x)] = self.new("constant")
-            self.constants[self.known[id(x)]] = f"jnp.array({np.asarray(x).tolist()}, {dtype})"
-        return self.known[id(x)]
+        text = f"jnp.array({np.asarray(x).tolist()}, {dtype})"
+        if text not in self.constants:
+            self.constants[text] = self.new("constant")
+        return self.constants[text]
 
     def _kept(self, x, base: str) -> str:
         if id(x) not in self.known:
@@ -335,7 +337,7 @@ def _live(jaxpr) -> tuple[list[Any], dict[Any, list[Any]]]:
 def _is_same(eqn, operands: Sequence[Text]) -> bool:
     """Whether the result is the first operand: annotations, and what only changes whether a type is weak."""
     match eqn.primitive.name:
-        case "name" | "pvary" | "reshard":
+        case "name" | "pvary" | "reshard" | "stop_gradient":
             return True
         case "convert_element_type" | "slice":
             out = eqn.outvars[0].aval
@@ -375,7 +377,7 @@ def _target(line: str) -> str | None:
 
 def _broken(text: str) -> list[str]:
     """A statement that is too long, the arguments of its last call a line each."""
-    if len(text) <= WIDTH or not text.endswith((")", "):")):
+    if len(text) <= WIDTH or not text.endswith((")", "),", "):")):
         return [text]
     end = text.rfind(")")
     depth, start = 0, end
@@ -383,8 +385,8 @@ def _broken(text: str) -> list[str]:
         depth += (text[start] == ")") - (text[start] == "(")
         if depth == 0:
             break
-    arguments = [f"    {argument}," for argument in _arguments(text[start + 1 : end])]
-    return [text[: start + 1], *arguments, text[end:]]
+    arguments = [line for argument in _arguments(text[start + 1 : end]) for line in _broken(f"{argument},")]
+    return [text[: start + 1], *_indented(arguments), text[end:]]
 
 
 def _arguments(text: str) -> Iterator[str]:

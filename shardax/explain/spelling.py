@@ -212,9 +212,9 @@ def _reduction(name: str) -> Spelling:
     def spelling(call: Call) -> Text | None:
         if call.out.dtype.name not in ("float32", "float64"):
             return None
-        axes = call.params["axes"]
+        axes = _ints(call.params["axes"])
         everything = len(axes) == len(call.operands[0].aval.shape)
-        return call.call(f"jnp.{name}", "" if everything else f"axis={axes[0] if len(axes) == 1 else tuple(axes)}")
+        return call.call(f"jnp.{name}", "" if everything else f"axis={axes[0] if len(axes) == 1 else axes}")
 
     return spelling
 
@@ -273,7 +273,12 @@ def _broadcast(call: Call) -> Text:
             return Text(f"jnp.expand_dims({operand}, {added[0] if len(added) == 1 else added})", call.out)
     if tuple(dims) == tuple(range(len(shape) - len(old), len(shape))):
         return Text(f"jnp.broadcast_to({operand}, {shape})", call.out)
-    return Text(f"lax.broadcast_in_dim({operand}, {shape}, {tuple(dims)})", call.out)
+    return Text(f"lax.broadcast_in_dim({operand}, {shape}, {_ints(dims)})", call.out)
+
+
+def _ints(xs) -> tuple[int, ...]:
+    """Parameters may be numpy's integers, which print otherwise."""
+    return tuple(map(int, xs))
 
 
 def _cast(call: Call) -> Text | None:
@@ -288,7 +293,7 @@ def _reshape(call: Call) -> Text | None:
 
 
 def _transpose(call: Call) -> Text:
-    order = tuple(call.params["permutation"])
+    order = _ints(call.params["permutation"])
     if order == (1, 0):
         return Text(f"{call.operands[0].within(ATOM)}.T", call.out)
     return call.call("jnp.transpose", str(order))
@@ -341,7 +346,7 @@ def _packed(operands: Sequence[Text]) -> str:
 
 def _dynamic_slice(call: Call) -> Text:
     operand, *starts = call.operands
-    text = f"lax.dynamic_slice({operand}, [{', '.join(map(str, starts))}], {tuple(call.params['slice_sizes'])})"
+    text = f"lax.dynamic_slice({operand}, [{', '.join(map(str, starts))}], {_ints(call.params['slice_sizes'])})"
     return Text(text, call.out)
 
 
@@ -389,7 +394,7 @@ def _one_key(spelling: Spelling) -> Spelling:
 
 
 def _random_bits(call: Call) -> Text:
-    return call.call("jax.random.bits", str(tuple(call.params["shape"])), f"jnp.uint{call.params['bit_width']}")
+    return call.call("jax.random.bits", str(_ints(call.params["shape"])), f"jnp.uint{call.params['bit_width']}")
 
 
 def _barrier(call: Call) -> Text:
@@ -482,6 +487,7 @@ SPELLINGS: dict[str, Spelling] = {
     "select_n": _first(_where, _function("lax.select_n")),
     "slice": _slice,
     "sort": _sort,
+    "split": lambda call: Text(call.call("lax.split", call.spelled("sizes", "axis")).text, call.out, several=True),
     "squeeze": lambda call: call.call("jnp.squeeze", f"axis={call.spell(tuple(call.params['dimensions']), 'axis')}"),
     "stack": lambda call: Text(f"jnp.stack([{', '.join(map(str, call.operands))}], axis={call.params['axis']})", call.out),
     "sub": _infix("-", PLUS),
