@@ -3,6 +3,7 @@
 A jaxpr may be called from several places and then shares its variables between them. Here each call site has values of its
 own, so that each may be sharded in its own way. What is inlined: `jit`, custom derivative calls, `remat2` (behind its
 optimization barrier), and every other call that only carries a jaxpr. `scan`, `while` and `cond` keep their bodies, as graphs.
+So does `shard_map`, whose body sees shards: its operands and results are annotated with its specs.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardax import _jax
+from shardax.annotate import annotate_p
+from shardax.sharding import from_spec
 
 
 @dataclass(eq=False, slots=True)
@@ -147,11 +150,27 @@ def _linear_solve(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     return inliner.call(eqn, eqn.params["jaxprs"].solve, inputs[first : first + lengths.solve] + inputs[sum(lengths) :])
 
 
+def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """shard_map: what goes in and comes out is annotated with its specs, the body is a graph over shards."""
+
+    def annotated(values: list[Value], side: str) -> list[Value]:
+        specs = enumerate(eqn.params[side])
+        return [_annotated(inliner, eqn, v, spec, f"{side}[{i}]") for v, (i, spec) in zip(values, specs, strict=True)]
+
+    return annotated(_plain(inliner, eqn, annotated(inputs, "in_specs")), "out_specs")
+
+
+def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
+    params = {"dims": from_spec(spec, len(value.shape)).dims, "source": f"shard_map {words}", "like": None}
+    return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
+
+
 def _param(name: str):
     return _call(lambda eqn: eqn.params[name])
 
 
 _CALLS = {
+    "call": _param("call_jaxpr"),
     "call_hi_primitive": _call(_jax.expand_hi_primitive),
     "checkpoint": _remat,
     "closed_call": _param("call_jaxpr"),
@@ -159,18 +178,24 @@ _CALLS = {
     "core_call": _param("call_jaxpr"),
     "custom_jvp_call": _param("call_jaxpr"),
     "custom_linear_solve": _linear_solve,
+    "custom_partitioning": _param("call"),
     "custom_vjp_call": _param("call_jaxpr"),
     "custom_vjp_call_jaxpr": _param("fun_jaxpr"),
+    "custom_vmap_call": _param("call"),
     "eval_jaxpr": _param("call_jaxpr"),
     "jit": _param("jaxpr"),
     "linear_call": _call(lambda eqn: eqn.params["callee"]),
     "pjit": _param("jaxpr"),
     "remat2": _remat,
+    "remat_opt": _param("fwd_jaxpr"),
     "shard_jit": _param("jaxpr"),
+    "shard_map": _island,
+    "xla_metadata_call": _param("jaxpr"),
 }
 
 _BODIES: dict[str, Callable[[dict[str, Any]], Sequence[Any]]] = {
     "cond": lambda params: params["branches"],
     "scan": lambda params: (params["jaxpr"],),
+    "shard_map": lambda params: (params["jaxpr"],),
     "while": lambda params: (params["cond_jaxpr"], params["body_jaxpr"]),
 }

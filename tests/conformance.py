@@ -19,12 +19,14 @@ import os
 import random
 import re
 import sys
+import threading
 import time
 import warnings
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -78,11 +80,26 @@ def selected(primitive: str = "", words: str = "", sample: int | None = None) ->
 
 def run(names: Sequence[str], jobs: int = 1) -> Iterator[Outcome]:
     """The outcome of each case, in no order."""
-    work = list(batches(names))
-    if jobs == 1:
-        return itertools.chain.from_iterable(map(run_batch, work))
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=None)
-    return itertools.chain.from_iterable(pool.map(run_batch, work))
+    with ThreadPoolExecutor(jobs) as threads:
+        for outcomes in threads.map(_in_worker, batches(names)):
+            yield from outcomes
+
+
+_own = threading.local()
+
+
+def _in_worker(names: Sequence[str]) -> list[Outcome]:
+    """Runs a batch in this thread's process. XLA may take a process down: then by halves, until the case is found."""
+    if not hasattr(_own, "worker"):
+        _own.worker = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    try:
+        return _own.worker.submit(run_batch, names).result()
+    except BrokenProcessPool:
+        del _own.worker
+        middle = len(names) // 2
+        if not middle:
+            return [_outcome(names[0], "refused", note="the process died")]
+        return [*_in_worker(names[:middle]), *_in_worker(names[middle:])]
 
 
 def batches(names: Sequence[str]) -> Iterator[list[str]]:

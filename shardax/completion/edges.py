@@ -39,7 +39,7 @@ def edges_of(graph: Graph, factors: dict[Node, Factors]) -> Iterator[Edge]:
                 yield from edges_of(body, factors)
         elif node.name in RULES:
             factors[node] = RULES[node.name].factors(node)
-            yield from _rule_edges(node, factors[node])
+            yield from _rule_edges(node, factors[node]) if node.outputs else ()
 
 
 def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
@@ -139,4 +139,9 @@ def _cond_flow(node: Node) -> Iterator[Edge]:
         yield _same(list(values), node)
 
 
-_FLOWS = {"cond": _cond_flow, "scan": _scan_flow, "while": _while_flow}
+def _island_flow(node: Node) -> Iterator[Edge]:
+    """Nothing flows into a shard_map: its specs are annotations around it."""
+    return iter(())
+
+
+_FLOWS = {"cond": _cond_flow, "scan": _scan_flow, "shard_map": _island_flow, "while": _while_flow}

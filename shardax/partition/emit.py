@@ -119,9 +119,9 @@ def _itemsize(value: Value) -> int:
 
 
 def _literal(value: Value):
-    if isinstance(value.literal, jax.Array | np.ndarray):
-        return value.literal
-    return np.asarray(value.literal, value.aval.dtype)
+    """As a numpy array, which has no mesh: one made inside a shard_map is typed by that one's."""
+    is_key = jax.numpy.issubdtype(value.aval.dtype, jax.dtypes.extended)
+    return value.literal if is_key else np.asarray(value.literal, value.aval.dtype)
 
 
 def purpose(reader: Node | None) -> str:
@@ -189,4 +189,8 @@ def _of_dtype(shard, value: Value):
     return shard if not isinstance(shard, np.ndarray) else lax.convert_element_type(shard, value.aval.dtype)
 
 
-_STRUCTURED = {"cond": _cond, "scan": _scan, "while": _while}
+def _island(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
+    return emitter.graph(decision.bodies[0], shards)
+
+
+_STRUCTURED = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from shardax import _jax
 from shardax.graph import Graph, Node, Value
 from shardax.partition.choose import Decision, Decisions
-from shardax.sharding import Layout, Sharding, whole
+from shardax.sharding import Layout, Sharding, from_spec, whole
 from shardax.spmd_rules.registry import Local
 
 if TYPE_CHECKING:
@@ -47,6 +47,26 @@ def _cond(chooser: "Chooser", node: Node) -> Decision:
     results = [chooser.wanted(v) for v in node.outputs]
     decisions = tuple(chooser.graph(body, operands, results) for body in node.bodies)
     return _decision(chooser, node, [whole(()), *operands], results, decisions)
+
+
+def _island(chooser: "Chooser", node: Node) -> Decision:
+    """shard_map: its specs say how operands and results lie. To its body a shard is the whole value."""
+    (body,) = node.bodies
+    _check_axes(chooser, node)
+    inside = chooser.graph(body, [whole(v.shape) for v in body.inputs], [whole(v.shape) for v in body.outputs])
+    operands, results = (
+        [Layout(from_spec(spec, len(v.shape)), v.shape) for spec, v in zip(node.params[side], values, strict=True)]
+        for side, values in (("in_specs", node.inputs), ("out_specs", node.outputs))
+    )
+    return _decision(chooser, node, operands, results, (inside,))
+
+
+def _check_axes(chooser: "Chooser", node: Node) -> None:
+    own, sizes = dict(node.params["mesh"].shape), dict(chooser.sizes)
+    if own != sizes:
+        raise ValueError(
+            f"shard_map at {node.line} is over a mesh with axes {own}, inside a shard_jit over {sizes}: give both the same mesh"
+        )
 
 
 def _fixpoint(chooser: "Chooser", body: Graph, consts, carried: Sequence[Value], xs, ys) -> tuple[list[Layout], Decisions]:
@@ -113,4 +133,4 @@ def _decision(chooser: "Chooser", node: Node, operands, results, bodies: tuple[D
     return Decision(node, moves, local, settled=chooser.store_results(node, results), bodies=bodies)
 
 
-_CHOICES = {"cond": _cond, "scan": _scan, "while": _while}
+_CHOICES = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -3,8 +3,10 @@
 from shardax.spmd_rules import (
     annotation,
     contraction,
+    effects,
     elementwise,
     indexing,
+    islands,
     linalg,
     ragged,
     random,
@@ -18,8 +20,10 @@ from shardax.spmd_rules import (
 __all__ = [
     "annotation",
     "contraction",
+    "effects",
     "elementwise",
     "indexing",
+    "islands",
     "linalg",
     "ragged",
     "random",

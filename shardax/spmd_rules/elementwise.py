@@ -20,14 +20,14 @@ def same_shape(node: Node) -> str:
 _NONLINEAR = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh digamma
     eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log
-    log1p logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial population_count pow
+    log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow
     random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
 """.split()
 
 _LINEAR_JOINTLY = ("add", "add_any", "sub")
 _LINEAR = "conj imag neg real".split()
-_MOVES = "copy copy_p device_put name".split()
+_MOVES = "copy copy_p device_put layout_constraint name xla_metadata_value".split()
 
 
 def _select_passes(node: Node) -> tuple[Passes, ...]:

@@ -1,9 +1,12 @@
 """Dense linear algebra and FFT: leading batch dims are kept, the matrices themselves are whole."""
 
+import math
 from collections.abc import Callable
 
+from jax import lax
+
 from shardax.graph import Node
-from shardax.spmd_rules.registry import LINEAR, register_rule
+from shardax.spmd_rules.registry import LINEAR, Local, register_rule
 
 
 def batched(core: int) -> Callable[[Node], str]:
@@ -32,6 +35,13 @@ def fft(node: Node) -> str:
     return _batched_text(node, len(node.inputs[0].shape) - len(node.params["fft_lengths"]))
 
 
+def _fft_local(local: Local, shard):
+    """With one batch dim, in front: XLA's CPU aborts on an FFT whose result is then gathered along another one."""
+    batch = shard.shape[: shard.ndim - len(local.params["fft_lengths"])]
+    (result,) = local.bind(lax.reshape(shard, (math.prod(batch), *shard.shape[len(batch) :])))
+    return [lax.reshape(result, (*batch, *result.shape[1:]))]
+
+
 def triangular_solve(node: Node) -> str:
     """ "b m! m!, b m! n -> b m! n" with a on the left: each column is solved for itself; rows with a on the right."""
     batch = [f"b{i}" for i in range(len(node.inputs[0].shape) - 2)]
@@ -51,7 +61,7 @@ _MATRIX = """
 for _name in _MATRIX:
     register_rule(_name, batched(2))
 register_rule("cholesky_update", batched(2))
-register_rule("fft", fft, passes=(LINEAR(0),))
+register_rule("fft", fft, _fft_local, passes=(LINEAR(0),))
 register_rule("lu_pivots_to_permutation", batched(1))
 register_rule("triangular_solve", triangular_solve, passes=(LINEAR(1),))
 register_rule("tridiagonal_solve", tridiagonal_solve, passes=(LINEAR(3),))

@@ -105,6 +105,16 @@ def _broadcasting(node: Node) -> str:
     return f"{', '.join(operands)} -> {', '.join([result] * len(node.outputs))}"
 
 
+def iota_2x32_shape(node: Node) -> str:
+    """ "-> s0 s1, s0 s1": the high and the low words of the row-major positions."""
+    dims = " ".join(_names("s", len(node.out_shapes[0])))
+    return f" -> {dims}, {dims}"
+
+
+def _iota_2x32_shape_local(local: Local):
+    return _positions(local, local.out_shape(), 0)
+
+
 def random_gamma(node: Node) -> str:
     """Samples of one key stay together: each is drawn from keys split off inside the primitive."""
     if not _per_key(node):
@@ -130,6 +140,9 @@ def random_wrap(node: Node) -> str:
     return " -> ".join(reversed(_with_words(node)))
 
 
+register_rule("iota_2x32_shape", iota_2x32_shape, _iota_2x32_shape_local)
+register_rule("philox2x32", _broadcasting)
+register_rule("philox4x32", _broadcasting)
 register_rule("random_bits", random_bits, _random_bits_local)
 register_rule("random_clone", "... -> ...")
 register_rule("random_fold_in", random_fold_in)
@@ -141,3 +154,4 @@ register_rule("random_wrap", random_wrap)
 register_rule("rng_bit_generator", whole_rule)
 register_rule("rng_uniform", whole_rule)
 register_rule("threefry2x32", _broadcasting)
+register_rule("threefry4x32", _broadcasting)
