@@ -147,7 +147,7 @@ def _one_split(case: _Case, group: Sequence[str], axes) -> Iterator[Splits]:
     ways = {f: _ways(case.factors.sizes[f], axes[every[0]], count) for f in group}
     for over, way in ((first, 0), (first, 1), (every, 1)):
         yield {f: Split(over, ways[f][way]) for f in group}
-    shown = {f for tensor in case.factors.results for dim in tensor for f in dim}
+    shown = {f for tensor in case.factors.results for dim in tensor for f in dim}.union(case.factors.reduced)
     if whole := [f for f in group if "~" in f and f not in shown]:
         yield {f: Split(every, ways[f][1]) for f in group if f not in whole}
 

@@ -295,8 +295,8 @@ def _options(suggestions: dict[str, list[Split]], factors: Factors, padding: Pad
 
 def _tied(group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Iterator[Splits]:
     """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of another where these
-    are not much too large. What only operands have may also stay whole, its parts being cut out."""
-    shown = {f for tensor in factors.results for dim in tensor for f in dim}
+    are not much too large. What only operands have may also stay whole, its parts being cut out, but not what is reduced."""
+    shown = {f for tensor in factors.results for dim in tensor for f in dim}.union(factors.reduced)
     for axes in dict.fromkeys(split.axes for f in group for split in suggestions.get(f, ())):
         sizes = {f: [s.padded for s in suggestions.get(f, ()) if s.axes == axes] for f in group}
         ways = [_blocks(f, factors.sizes[f], axes, sizes, padding) + [None] * (f not in shown) for f in group]

@@ -27,7 +27,7 @@ from jax import lax
 
 from shardax.graph import Node
 from shardax.reshard import ppermute
-from shardax.sharding import Axes
+from shardax.sharding import Axes, Layout
 from shardax.spmd_rules.registry import Local
 
 
@@ -52,18 +52,35 @@ def window_of(name: str, node: Node) -> str:
 
 
 def wanted(
-    local: Local, operand: int, dim: int, result: tuple[int, int], span: Callable[[Any, Any], tuple], rows: int
+    local: Local,
+    operand: int,
+    dim: int,
+    result: tuple[int, int],
+    span: Callable[[Any, Any], tuple],
+    rows: int,
 ) -> Wanted:
-    """What the devices want that make dim `result[1]` of result `result[0]`.
+    """What the devices want of dim `dim` of an operand that make dim `result[1]` of result `result[0]`.
 
-    `span(r, e)` gives the first and the end of the rows that the positions from r to before e are made of; arrays in, arrays out.
+    `span(r, e)` gives the first and the end of the rows that positions r to before e are made of; arrays in, arrays out.
     `rows` are those that a whole block is made of.
     """
     number, to = result
-    axes, block, size = local.results[number].dims[to], local.out_shape(number)[to], local.node.out_shapes[number][to]
+    return _wanted(local, operand, dim, local.results[number], local.node.out_shapes[number], to, span, rows)
+
+
+def wanted_with(
+    local: Local, operand: int, dim: int, other: tuple[int, int], span: Callable[[Any, Any], tuple], rows: int
+) -> Wanted:
+    """What the devices want of an operand that hold blocks of dim `other[1]` of operand `other[0]`; else as `wanted`."""
+    number, to = other
+    return _wanted(local, operand, dim, local.operands[number], local.node.in_shapes[number], to, span, rows)
+
+
+def _wanted(local: Local, operand: int, dim: int, layout: Layout, shape, to: int, span, rows: int) -> Wanted:
+    axes, block = layout.dims[to], layout.local_shape(local.sizes)[to]
     starts = np.arange(local.count(axes)) * block
-    firsts, ends = span(starts, np.minimum(starts + block, size))
-    ends = np.where(starts < size, ends, firsts)
+    firsts, ends = span(starts, np.minimum(starts + block, shape[to]))
+    ends = np.where(starts < shape[to], ends, firsts)
     whole = local.node.in_shapes[operand][dim]
     return Wanted(operand, dim, axes, tuple(firsts.tolist()), tuple(ends.tolist()), rows, whole)
 
@@ -152,7 +169,7 @@ def _offsets(want: Wanted, needs, pieces: Sequence[Piece], block: int) -> list[i
 
 
 def _offset(i: int, first: int, inside: int, pieces: Sequence[Piece], block: int) -> int:
-    """Where device i finds row `first`; `inside` is the first of its rows that is in the value. No block: all is in its shard."""
+    """Where device i finds row `first`; `inside` is the first of its rows in the value. No block: all is in its shard."""
     if not block:
         return first
     holder = inside // block

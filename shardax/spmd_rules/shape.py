@@ -134,8 +134,9 @@ def _pad_wants(local: Local) -> Iterator[Wanted]:
 def _pad_local(local: Local, shard, value):
     """In a dim that surrounds a single position, each shard puts it where the owner has it; the others take it out again."""
     config, layout, inside = list(local.params["padding_config"]), local.results[0], True
+    fill = 0 if _pads_zero(local.node) else value
     for want in _pad_wants(local):
-        shard = _padded_inside(local, want, take(local, want, shard, value), value)
+        shard = _padded_inside(local, want, take(local, want, shard, fill), value)
         config[want.dim] = (0, 0, 0)
     for d, (low, high, _) in enumerate(config):
         if layout.dims[d] and (low, high) != (0, 0):
@@ -161,9 +162,11 @@ def _padded_inside(local: Local, want: Wanted, rows, value):
 
 def _pad_passes(node: Node) -> tuple[Passes, ...]:
     """A fixed padding value leaves maxima as they are, zero sums too."""
-    value = node.inputs[1]
-    zero = value.is_literal and not value.literal
-    return (MOVES(0, 1), MOVES(0) if zero else Passes(("max", "min"), (0,)))
+    return (MOVES(0, 1), MOVES(0) if _pads_zero(node) else Passes(("max", "min"), (0,)))
+
+
+def _pads_zero(node: Node) -> bool:
+    return node.inputs[1].is_literal and not node.inputs[1].literal
 
 
 def reshape(node: Node) -> str:

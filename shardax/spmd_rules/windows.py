@@ -1,15 +1,122 @@
-"""Convolutions and windowed reductions. A dim on which the window does nothing is kept; one that it slides along is whole."""
+"""Convolutions and windowed reductions. A dim along which the window slides is split too: the halo comes from the neighbours.
 
-from collections.abc import Sequence
+Where the operand is dilated, its rows lie `holes` apart, and the first that a device wants lies some places into its window,
+as many as the device decides (GSPMD, section 3.2, the three cases of base dilation):
+
+    window of device 0    x . . x . . x         all alike: the padding is that for all
+    window of device 1    . x . . x . .         stride 1: the most padding for all, then each cuts its results out of more
+                                                else: the dilated rows are written out, and each cuts its window out of them
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from shardax.graph import Node
+from shardax.spmd_rules.halo import Wanted, halo_sends, slice_by_device, take, wanted, wanted_with, window_of
+from shardax.spmd_rules.localize import identity
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 
-def conv_general_dilated(node: Node) -> str:
-    """ "n c+ s!, o c+ w! -> n o t!" in the order of the dimension numbers.
+@dataclass(frozen=True)
+class _Slide:
+    """How a window moves along a dim: result r sees the places r·stride - low + k·spread, k < size, of an operand whose rows
+    lie `holes` apart."""
 
-    With feature groups "n (g c+) s!, (g o) c+ w! -> n (g o) t!", with batch groups "(g n) c+ s!, (g o) c+ w! -> n (g o) t!".
+    size: int
+    stride: int = 1
+    low: int = 0
+    high: int = 0
+    holes: int = 1
+    spread: int = 1
+
+    @property
+    def still(self) -> bool:
+        return (self.size, self.stride, self.low, self.high, self.holes) == (1, 1, 0, 0, 1)
+
+    def rows(self, results: int) -> int:
+        """The most rows in the window of so many results."""
+        return -(-self.width(results) // self.holes)
+
+    def width(self, results: int) -> int:
+        return (results - 1) * self.stride + (self.size - 1) * self.spread + 1
+
+    def span(self, first, end):
+        """The rows that the results from `first` to before `end` see."""
+        place = first * self.stride - self.low
+        return -(-place // self.holes), (place + self.width(end - first) - 1) // self.holes + 1
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a device takes of one dim: `want`, seen by `results` results; `starts`, the place at which each device's window
+    begins among the dilated places of the operand."""
+
+    slide: _Slide
+    want: Wanted
+    results: int
+    starts: Sequence[int]
+
+    @property
+    def skipped(self) -> np.ndarray:
+        """How far into its window each device finds its first row."""
+        return np.array(self.want.firsts) * self.slide.holes - np.array(self.starts)
+
+    @property
+    def written_out(self) -> bool:
+        return self.slide.stride > 1 and len(set(self.skipped)) > 1
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """What is left to pad of the rows that `taken` gives."""
+        if self.written_out:
+            return (0, 0)
+        length = (self.want.rows - 1) * self.slide.holes + 1
+        return int(max(self.skipped)), int(self.slide.width(self.results) - min(self.skipped) - length)
+
+    @property
+    def holes(self) -> int:
+        return 1 if self.written_out else self.slide.holes
+
+    def taken(self, local: Local, shard, fill):
+        rows = take(local, self.want, shard, fill)
+        if not self.written_out:
+            return rows
+        width, holes = self.slide.width(self.results), self.slide.holes
+        config = [(0, 0, 0)] * rows.ndim
+        config[self.want.dim] = (holes - 1, width, holes - 1)
+        rows = lax.pad(rows, jnp.asarray(fill, rows.dtype), config)
+        starts = (holes - 1 - self.skipped).tolist()
+        return slice_by_device(rows, starts, width, self.want.dim, local.index(self.want.axes))
+
+    def cut(self, local: Local, result, dim: int):
+        """This device's results out of more."""
+        if result.shape[dim] == self.results:
+            return result
+        starts = (max(self.skipped) - self.skipped).tolist()
+        return slice_by_device(result, starts, self.results, dim, local.index(self.want.axes))
+
+
+def _part(local: Local, slide: _Slide, dims: tuple[int, int], operand: int = 0) -> _Part:
+    """The part of an operand's dim that this device's block of the result's dim sees."""
+    block = local.out_shape()[dims[1]]
+    want = wanted(local, operand, dims[0], (0, dims[1]), slide.span, slide.rows(block))
+    return _Part(slide, want, block, [i * block * slide.stride - slide.low for i in range(len(want.firsts))])
+
+
+# Convolutions
+
+
+def conv_general_dilated(node: Node) -> str:
+    """ "n c+ s~, o c+ w! -> n o s~" in the order of the dimension numbers.
+
+    With feature groups "n (g c+) s~, (g o) c+ w! -> n (g o) s~", with batch groups "(g n) c+ s~, (g o) c+ w! -> n (g o) s~".
+    A window that is larger than the result, as in the gradient of a kernel, is summed over: "s~+, s~+ -> t!".
     """
     lhs_dims, rhs_dims, out_dims = node.params["dimension_numbers"]
     by_feature, by_batch = (node.params[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
@@ -29,62 +136,242 @@ def _in_order(words: Sequence[str], dims: Sequence[int]) -> str:
 
 def _spatial(node: Node, i: int) -> tuple[str, str, str]:
     """The factors of spatial dim i in lhs, rhs and result."""
-    params = node.params
-    size = node.inputs[1].shape[params["dimension_numbers"][1][2 + i]]
-    dilated = params["lhs_dilation"][i] != 1
-    if size == 1 and params["window_strides"][i] == 1 and tuple(params["padding"][i]) == (0, 0) and not dilated:
+    if _conv_slide(node, i).still:
         return f"k{i}", "1", f"k{i}"
-    return f"s{i}!", f"w{i}!", f"t{i}!"
+    factor = window_of(f"s{i}", node)
+    if _sums(node, i) and factor[-1] == "~":
+        return f"{factor}+", f"{factor}+", f"t{i}!"
+    return factor, f"w{i}!", factor
+
+
+def _conv_dims(node: Node, i: int) -> tuple[int, ...]:
+    """Where spatial dim i is in lhs, rhs and result."""
+    return tuple(dims[2 + i] for dims in node.params["dimension_numbers"])
+
+
+def _conv_slide(node: Node, i: int) -> _Slide:
+    params = node.params
+    low, high = params["padding"][i]
+    size = node.in_shapes[1][_conv_dims(node, i)[1]]
+    return _Slide(size, params["window_strides"][i], low, high, params["lhs_dilation"][i], params["rhs_dilation"][i])
+
+
+def _sums(node: Node, i: int) -> bool:
+    _, kernel, result = _conv_dims(node, i)
+    return node.in_shapes[1][kernel] > node.out_shapes[0][result]
+
+
+def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:
+    """(spatial dim, what is taken of it) for those that are split."""
+    node = local.node
+    for i in range(len(node.params["padding"])):
+        lhs, rhs, out = _conv_dims(node, i)
+        slide = _conv_slide(node, i)
+        if not slide.still and local.operands[1].dims[rhs]:
+            yield i, _summed_part(local, slide, lhs, rhs, node.out_shapes[0][out])
+        elif not slide.still and local.results[0].dims[out]:
+            yield i, _part(local, slide, (lhs, out))
+
+
+def _summed_part(local: Local, slide: _Slide, lhs: int, rhs: int, results: int) -> _Part:
+    """What this device's block of the kernel sees: its window begins where the block does."""
+    block = local.in_shape(1)[rhs]
+    own = _Slide(block, slide.stride, slide.low, slide.high, slide.holes, slide.spread)
+
+    def span(first, end):
+        place = first * slide.spread - slide.low
+        width = (results - 1) * slide.stride + (end - first - 1) * slide.spread + 1
+        return -(-place // slide.holes), (place + width - 1) // slide.holes + 1
+
+    want = wanted_with(local, 0, lhs, (1, rhs), span, own.rows(results))
+    return _Part(own, want, results, [i * block * slide.spread - slide.low for i in range(len(want.firsts))])
+
+
+def _conv_wants(local: Local) -> Iterator[Wanted]:
+    return (part.want for _, part in _conv_parts(local))
 
 
 def _conv_local(local: Local, lhs, rhs):
     """Devices hold whole groups: there are fewer of them."""
+    padding, dilation = list(local.params["padding"]), list(local.params["lhs_dilation"])
+    parts = list(_conv_parts(local))
+    for i, part in parts:
+        lhs = part.taken(local, lhs, 0)
+        padding[i], dilation[i] = part.padding, part.holes
     groups = {f"{kind}_group_count": local.params[f"{kind}_group_count"] for kind in ("feature", "batch")}
     if "g" in local.splits:
         split = local.splits["g"]
         groups = {name: split.padded // local.count(split.axes) if count > 1 else 1 for name, count in groups.items()}
-    return local.bind(lhs, rhs, **groups, out_sharding=None)
+    (out,) = local.bind(lhs, rhs, **groups, padding=tuple(padding), lhs_dilation=tuple(dilation), out_sharding=None)
+    for i, part in parts:
+        out = part.cut(local, out, _conv_dims(local.node, i)[2])
+    return [out]
 
 
-def _windowed(node: Node) -> list[tuple[str, str]]:
-    """The factors of each dim before and after its window."""
-    pads, ones = node.params["padding"], ((1,) * len(node.params["window_dimensions"]))
-    steps = [node.params["window_dimensions"], node.params["window_strides"]]
-    steps += [node.params.get(name, ones) for name in ("base_dilation", "window_dilation")]
-    still = [all(s == 1 for s in dim[:-1]) and tuple(dim[-1]) == (0, 0) for dim in zip(*steps, pads, strict=True)]
-    return [(f"k{i}", f"k{i}") if kept else (f"s{i}!", f"t{i}!") for i, kept in enumerate(still)]
+# Windowed reductions
+
+
+def _slides(node: Node) -> list[_Slide]:
+    params = node.params
+    sizes, ones = params["window_dimensions"], (1,) * len(params["window_dimensions"])
+    lows, highs = zip(*params["padding"], strict=True) if sizes else ((), ())
+    holes, spread = (params.get(f"{kind}_dilation", ones) for kind in ("base", "window"))
+    return [_Slide(*dim) for dim in zip(sizes, params["window_strides"], lows, highs, holes, spread, strict=True)]
+
+
+def _windowed(node: Node) -> str:
+    """The factors of each dim, before its window and after it."""
+    return " ".join(_window_factor(node, i, slide) for i, slide in enumerate(_slides(node)))
+
+
+def _window_factor(node: Node, i: int, slide: _Slide) -> str:
+    """Any initial value is allowed where nothing is padded: XLA skips padding, we should have to combine it."""
+    if slide.still:
+        return f"k{i}"
+    skips = node.name == "reduce_window" and (slide.low, slide.high, slide.holes) != (0, 0, 1)
+    return f"s{i}~!" if skips else window_of(f"s{i}", node)
 
 
 def reduce_window(node: Node) -> str:
-    """ "k s! -> k t!" for each operand; scalars, the initial values, follow."""
-    before, after = (" ".join(side) for side in zip(*_windowed(node), strict=True))
-    count = len(node.outputs)
-    return f"{', '.join([before] * count + [''] * (len(node.inputs) - count))} -> {', '.join([after] * count)}"
+    """ "k s~ -> k s~" for each operand; scalars, the initial values, follow."""
+    count, dims = len(node.outputs), _windowed(node)
+    return f"{', '.join([dims] * count + [''] * (len(node.inputs) - count))} -> {', '.join([dims] * count)}"
+
+
+def _window_parts(local: Local, operand: int = 0) -> Iterator[_Part]:
+    for d, slide in enumerate(_slides(local.node)):
+        if local.results[0].dims[d] and not slide.still:
+            yield _part(local, slide, (d, d), operand)
+
+
+def _window_wants(local: Local) -> Iterator[Wanted]:
+    """Of all operands that have the window's dims."""
+    for i, layout in enumerate(local.operands):
+        yield from (part.want for part in _window_parts(local, i)) if layout.dims else ()
+
+
+def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]]):
+    """The lowering of a windowed reduction; `fills` gives for each operand with dims what pads it."""
+
+    def lowering(local: Local, *shards):
+        padding, holes = list(local.params["padding"]), list(local.params.get("base_dilation", ()))
+        shards, parts = list(shards), list(_window_parts(local))
+        for i, fill in enumerate(fills(local, shards)):
+            for part in _window_parts(local, i):
+                shards[i] = part.taken(local, shards[i], fill)
+        for part in parts:
+            padding[part.want.dim] = part.padding
+            if holes:
+                holes[part.want.dim] = part.holes
+        results = local.bind(*shards, padding=tuple(padding), **({"base_dilation": tuple(holes)} if holes else {}))
+        for part in parts:
+            results = [part.cut(local, result, part.want.dim) for result in results]
+        return results
+
+    return lowering
+
+
+def _initial_values(local: Local, shards) -> Sequence[Any]:
+    return shards[len(local.node.outputs) :]
+
+
+def _neutral(kind: str, local: Local, shards) -> Sequence[Any]:
+    return [0 if kind == "sum" else identity(kind, shards[0].dtype)]
 
 
 def select_and_gather_add(node: Node) -> str:
     """Tangents, and the operand whose places decide which of them is taken."""
-    before, after = (" ".join(side) for side in zip(*_windowed(node), strict=True))
-    return f"{before}, {before} -> {after}"
+    dims = _windowed(node)
+    return f"{dims}, {dims} -> {dims}"
+
+
+def _never_selected(local: Local, shards) -> Sequence[Any]:
+    return [0, _least_selected(local, shards[1].dtype)]
+
+
+def _least_selected(local: Local, dtype):
+    return identity("max" if local.params["select_prim"].name == "ge" else "min", dtype)
 
 
 def select_and_scatter(node: Node) -> str:
-    """The operand, what is scattered over the places chosen in its windows, and the initial value."""
-    before, after = (" ".join(side) for side in zip(*_windowed(node), strict=True))
+    """The operand, what is scattered over the places chosen in its windows, and the initial value: slid dims are whole."""
+    sides = [(f"k{i}", f"k{i}") if slide.still else (f"s{i}!", f"t{i}!") for i, slide in enumerate(_slides(node))]
+    before, after = (" ".join(side) for side in zip(*sides, strict=True))
     return f"{before}, {after},  -> {before}"
 
 
 def select_and_scatter_add(node: Node) -> str:
     """What is scattered, and the operand in whose windows the places are chosen."""
-    before, after = (" ".join(side) for side in zip(*_windowed(node), strict=True))
-    return f"{after}, {before} -> {before}"
+    dims = _windowed(node)
+    return f"{dims}, {dims} -> {dims}"
 
 
-register_rule("conv_general_dilated", conv_general_dilated, _conv_local, passes=(LINEAR(0), LINEAR(1)))
-register_rule("reduce_window", reduce_window)
-register_rule("reduce_window_max", reduce_window, passes=(Passes(("max",), (0,)),))
-register_rule("reduce_window_min", reduce_window, passes=(Passes(("min",), (0,)),))
-register_rule("reduce_window_sum", reduce_window, passes=(LINEAR(0),))
-register_rule("select_and_gather_add", select_and_gather_add, passes=(LINEAR(0),))
+@dataclass(frozen=True)
+class _Scattered:
+    """One dim of select_and_scatter_add: the windows that reach a device's block, and what they see of the operand.
+
+    block                 |=========|          the first window may begin before it,
+    windows          [-----][-----][-----]     the last may end after it
+    """
+
+    windows: Wanted
+    seen: Wanted
+    offsets: Sequence[int]  # of each device's block behind the beginning of its first window
+
+
+def _scattered(local: Local) -> Iterator[_Scattered]:
+    for d, slide in enumerate(_slides(local.node)):
+        if local.results[0].dims[d] and not slide.still:
+            block, last = local.out_shape()[d], slide.size - 1
+            first = lambda q, s=slide, last=last: -(-(q + s.low - last) // s.stride)  # noqa: E731
+            end = lambda e, s=slide: (e - 1 + s.low) // s.stride + 1  # noqa: E731
+            count = (block + last - 1) // slide.stride + 1
+            windows = wanted(local, 0, d, (0, d), lambda q, e, a=first, b=end: (a(q), b(e)), count)
+            starts = np.array(windows.firsts) * slide.stride - slide.low
+            span = lambda q, e, s=slide, a=first, b=end: (a(q) * s.stride - s.low, b(e) * s.stride - s.low + s.size - s.stride)  # noqa: E731
+            seen = wanted(local, 1, d, (0, d), span, slide.width(count))
+            yield _Scattered(windows, seen, (np.arange(len(starts)) * block - starts).tolist())
+
+
+def _scattered_wants(local: Local) -> Iterator[Wanted]:
+    for dim in _scattered(local):
+        yield from (dim.windows, dim.seen)
+
+
+def _select_and_scatter_add_local(local: Local, source, operand):
+    """All windows that reach the block scatter; then the block is cut out."""
+    dims, padding = list(_scattered(local)), list(local.params["padding"])
+    for dim in dims:
+        source = take(local, dim.windows, source, 0)
+        operand = take(local, dim.seen, operand, _least_selected(local, operand.dtype))
+        padding[dim.seen.dim] = (0, 0)
+    (out,) = local.bind(source, operand, padding=tuple(padding))
+    for dim in dims:
+        d, stride = dim.seen.dim, local.params["window_strides"][dim.seen.dim]
+        block = local.out_shape()[d]
+        config = [(stride, block, 0) if e == d else (0, 0, 0) for e in range(out.ndim)]
+        starts = [offset + stride for offset in dim.offsets]
+        out = slice_by_device(lax.pad(out, np.zeros((), out.dtype), config), starts, block, d, local.index(dim.seen.axes))
+    return [out]
+
+
+_sends = halo_sends(_window_wants)
+register_rule(
+    "conv_general_dilated", conv_general_dilated, _conv_local, passes=(LINEAR(0), LINEAR(1)), sends=halo_sends(_conv_wants)
+)
+register_rule("reduce_window", reduce_window, _windows_local(_initial_values), sends=_sends)
+for _kind in ("max", "min"):
+    _lowering = _windows_local(partial(_neutral, _kind))
+    register_rule(f"reduce_window_{_kind}", reduce_window, _lowering, passes=(Passes((_kind,), (0,)),), sends=_sends)
+register_rule("reduce_window_sum", reduce_window, _windows_local(partial(_neutral, "sum")), passes=(LINEAR(0),), sends=_sends)
+register_rule(
+    "select_and_gather_add", select_and_gather_add, _windows_local(_never_selected), passes=(LINEAR(0),), sends=_sends
+)
 register_rule("select_and_scatter", select_and_scatter)
-register_rule("select_and_scatter_add", select_and_scatter_add, passes=(LINEAR(0),))
+register_rule(
+    "select_and_scatter_add",
+    select_and_scatter_add,
+    _select_and_scatter_add_local,
+    passes=(LINEAR(0),),
+    sends=halo_sends(_scattered_wants),
+)
