@@ -1,16 +1,36 @@
 """Options: what a user may decide about how programs are made. Every field has a documented default."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Options:
     """Frozen and hashable; the same options and the same program give the same plan.
 
-    strict (False): refuse a primitive that has no sharding rule, instead of running it replicated with a warning.
+    strict (False): what happens to what nobody asked for: a primitive without a sharding rule, which runs replicated, and the
+      collectives that bring an operand to the sharding that its primitive needs. False: the former warns. "warn": both warn,
+      once for each line of the user's. True: both are refused, with a ValueError. What annotations ask for, the sums that split
+      contractions owe, and what halos and scans exchange are not meant. See `docs/strict.md`.
+    max_gather_bytes (None): the largest array, in bytes on each device, that an all_gather may make, asked for or not. Larger
+      ones are refused; with `strict="warn"` they warn.
+    allow (()): patterns, as of file names, of what is exempt from both: of primitives ("sort"), collectives ("all_to_all"),
+      or the user's lines ("*/gpt2.py:41").
 
-    >>> Options(strict=True)
-    Options(strict=True)
+    Raises ValueError for other values.
+
+    >>> Options(strict=True, allow=("sort",))
+    Options(strict=True, max_gather_bytes=None, allow=('sort',))
     """
 
-    strict: bool = False
+    strict: bool | Literal["warn"] = False
+    max_gather_bytes: int | None = None
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.strict not in (False, True, "warn"):
+            raise ValueError(f'Options(strict={self.strict!r}): must be False, "warn" or True')
+        if self.max_gather_bytes is not None and not (isinstance(self.max_gather_bytes, int) and self.max_gather_bytes >= 0):
+            raise ValueError(f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None")
+        if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
+            raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 from jax import lax
 
-from shardax import _jax, annotations, graph
+from shardax import _jax, annotations, graph, strict
 from shardax.completion.complete import Completion, complete, resting_shardings
+from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node
+from shardax.options import Options
 from shardax.partition.choose import Decisions, choose
 from shardax.partition.emit import emit, purpose, reshard_reason
 from shardax.partition.replicated import report_replicated
@@ -97,9 +99,13 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
             for shardings, values in zip(resting, (program.inputs, program.outputs), strict=True)
         ]
         decisions = choose(program, completion, *layouts)
-    report_replicated(decisions, sizes, strict=getattr(options, "strict", False))
+    options = options or Options()
+    report_replicated(decisions, sizes, strict=options.strict is True, allow=options.allow)
     with _timed(phases, "emission"):
         local = _emit(program, decisions, resting, mesh, sizes)
+    if options.strict or options.max_gather_bytes is not None:
+        asked = {note.source for _, note in annotations.among(program.walk())}
+        strict.check(collectives(local, sizes), options, asked)
     return Program(local, mesh, *resting, program, completion, decisions, phases)
 
 

@@ -1,7 +1,8 @@
 """What has no rule runs replicated: said once for each user's line, with its price; refused in strict mode."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from shardax import reshard
 from shardax.partition.choose import Decision, Decisions
@@ -9,8 +10,8 @@ from shardax.sharding import AxisSizes
 from shardax.spmd_rules.registry import RULES
 
 
-def report_replicated(decisions: Decisions, sizes: AxisSizes, strict: bool) -> None:
-    """Warns of every primitive that has no rule.
+def report_replicated(decisions: Decisions, sizes: AxisSizes, strict: bool, allow: Sequence[str] = ()) -> None:
+    """Warns of every primitive that has no rule, unless a pattern of `allow` names it or its line.
 
     Raises:
       ValueError: there is one, and `strict`.
@@ -20,7 +21,7 @@ def report_replicated(decisions: Decisions, sizes: AxisSizes, strict: bool) -> N
     said = set()
     for decision in _without_rule(decisions):
         where = (decision.node.name, decision.node.line)
-        if where not in said:
+        if where not in said and not any(fnmatchcase(name, pattern) for name in where for pattern in allow):
             said.add(where)
             _report(decision, _bytes_sent(decision, sizes), strict)
 
@@ -47,7 +48,7 @@ def _report(decision: Decision, nbytes: float, strict: bool) -> None:
     text = (
         f"{node.name} at {node.line or 'an unknown line'} has no sharding rule: it runs replicated, "
         f"each device sends {nbytes:,.0f} bytes to gather its operands. "
-        f"Register one: shardax.register_rule({node.name!r}, ...)"
+        f"Register one, shardax.register_rule({node.name!r}, ...), or allow it: Options(allow=({node.name!r},))"
     )
     if strict:
         raise ValueError(f"Options(strict=True): {text}")

@@ -1,0 +1,114 @@
+"""Strictness: what nobody asked for is refused, warned of or allowed. Read off the ledger of the final local program."""
+
+import math
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
+from shardax.explain.words import bytes_text
+from shardax.options import Options
+
+SHOWN = 8  # findings in one message
+
+
+@dataclass(frozen=True)
+class Unasked:
+    """The collectives by which one primitive, at one line, has operands resharded to what it `needs`."""
+
+    primitive: str
+    line: str
+    needs: str
+    collectives: tuple[Collective, ...]
+
+    def __str__(self):
+        sent = f"each device sends {bytes_text(comm_bytes(self.collectives))} per call"
+        return (
+            f"{self.primitive} at {self.line or 'an unknown line'} needs an operand in {self.needs}, which no annotation asks "
+            f"for: {_listed(self.collectives)} ({sent}). Annotate the operand, as in shardax.annotate(x, {self.needs}), split "
+            f"it otherwise, or allow it: Options(allow=({self.primitive!r},))"
+        )
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A gather that makes an array larger than `limit`."""
+
+    collective: Collective
+    limit: int
+
+    def __str__(self):
+        c = self.collective
+        reason = f", because of {c.reason}" if c.reason else ""
+        operand = ", ".join(map(array_text, c.operands))
+        return (
+            f"{c.kind} over {','.join(c.axes)} of {operand} at {c.line or 'an unknown line'} makes an array of "
+            f"{gathered_bytes(c):,} bytes on each device{reason}; "
+            f"max_gather_bytes={self.limit:,}. Split it otherwise, raise the limit, or allow it: "
+            f"Options(allow=({_place(c)!r},))"
+        )
+
+
+def check(collectives: Sequence[Collective], options: Options, asked: Collection[str] = ()) -> None:
+    """Refuses or warns of what the options do not allow. `asked`: the words of the program's annotations, as reasons begin.
+
+    Raises:
+      ValueError: something is refused.
+    """
+    found = list(findings(collectives, options, asked))
+    if found and options.strict != "warn":
+        more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise ValueError(f"{options} refuses:" + "".join(f"\n  {x}" for x in found[:SHOWN]) + more)
+    for finding in found:
+        warnings.warn(str(finding), stacklevel=2)
+
+
+def findings(collectives: Iterable[Collective], options: Options, asked: Collection[str] = ()) -> Iterator[Unasked | TooLarge]:
+    """What these options do not allow, the dearest first."""
+    limit = math.inf if options.max_gather_bytes is None else options.max_gather_bytes
+    found = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _purpose(c)[0])]
+    large = {c: None for c in found if c.kind == "all_gather" and gathered_bytes(c) > limit}
+    yield from (TooLarge(c, int(limit)) for c in sorted(large, key=lambda c: -gathered_bytes(c)))
+    if options.strict:
+        rest = unasked((c for c in found if c not in large), asked)
+        yield from sorted(rest, key=lambda group: -comm_bytes(group.collectives))
+
+
+def unasked(collectives: Iterable[Collective], asked: Collection[str] = ()) -> list[Unasked]:
+    """The collectives that a primitive's operands need, by primitive, line and sharding."""
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for c in collectives:
+        primitive, needs = _purpose(c)
+        if primitive and primitive not in asked:
+            groups.setdefault((primitive, c.line, needs), []).append(c)
+    return [Unasked(*key, tuple(group)) for key, group in groups.items()]
+
+
+def allowed(patterns: Iterable[str], *names: str) -> bool:
+    """
+    >>> allowed(("sort", "*/gpt2.py:*"), "all_gather", "/home/me/gpt2.py:12")
+    True
+    """
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names if name)
+
+
+def gathered_bytes(c: Collective) -> int:
+    """Bytes of what a gather makes on each device."""
+    return sum(map(array_bytes, c.operands)) * c.devices
+
+
+def _purpose(c: Collective) -> tuple[str, str]:
+    """(primitive, sharding) of a reason such as "sort in P(None)"; a result at rest is none of a primitive."""
+    match = re.fullmatch(r"([a-z][\w-]*) in (P\(.*\))", c.reason)
+    return (match[1], match[2]) if match and match[1] != "result" else ("", "")
+
+
+def _listed(collectives: Sequence[Collective]) -> str:
+    kinds = dict.fromkeys(f"{c.kind} over {','.join(c.axes)}" for c in collectives)
+    return ", ".join(kinds)
+
+
+def _place(c: Collective) -> str:
+    return f"*/{c.line.rsplit('/', 1)[-1]}" if c.line else c.kind
