@@ -8,7 +8,12 @@ So does `shard_map`, whose body sees shards: its operands and results are annota
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
 from shardax.annotate import annotate_p
@@ -165,6 +170,30 @@ def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
     return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
 
 
+def _while(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """A loop whose predicate has dims, as vmap makes them, becomes one whose predicate has none."""
+    if not eqn.params["cond_jaxpr"].out_avals[0].shape:
+        return _plain(inliner, eqn, inputs)
+    types = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in inputs]
+    return inliner.call(eqn, jax.make_jaxpr(partial(_while_any, eqn.params))(*types), inputs)
+
+
+def _while_any(params: dict[str, Any], *args):
+    """The loop goes on while one of its predicates holds; the carries whose own does not stay as they are."""
+    cond, body = (jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+
+    def on(carry):
+        return cond(*args[:first], *carry)[0]
+
+    def step(carry):
+        going, new = on(carry), body(*args[first:last], *carry)
+        where = (lax.broadcast_in_dim(going, x.shape, range(going.ndim)) for x in carry)
+        return list(map(lax.select, where, new, carry))
+
+    return lax.while_loop(lambda carry: on(carry).any(), step, list(args[last:]))
+
+
 def _param(name: str):
     return _call(lambda eqn: eqn.params[name])
 
@@ -190,6 +219,7 @@ _CALLS = {
     "remat_opt": _param("fwd_jaxpr"),
     "shard_jit": _param("jaxpr"),
     "shard_map": _island,
+    "while": _while,
     "xla_metadata_call": _param("jaxpr"),
 }
 

@@ -618,7 +618,7 @@ def _fit(x, shape):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero to pad with: the last one is repeated
         return _repeat_last(x, shape)
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)])
+    return lax.pad(x, _garbage(x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)])
 
 
 def _repeat_last(x, shape):
@@ -626,3 +626,8 @@ def _repeat_last(x, shape):
         last = lax.slice_in_dim(x, have - 1, have, axis=dim)
         x = lax.concatenate([x] + [last] * (want - have), dim) if want > have else x
     return x
+
+
+def _garbage(dtype):
+    """What padding holds: nobody may care what."""
+    return jnp.zeros((), dtype)

@@ -50,3 +50,8 @@ def test_booleans_that_are_pending_beside_others_that_are_not():
 
 def test_arguments_without_elements():
     same(jax.grad(lambda x: (x * jnp.arange(6.0)[:0]).sum()), [ones(0)], P("x"))
+
+
+def test_while_under_vmap_each_until_its_own_end():
+    halve = lambda x: lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, x)  # noqa: E731
+    same(jax.vmap(halve), [ones(8, 4)], P("x"))
