@@ -1,9 +1,21 @@
-"""Reductions over whole dims: what is reduced over a split dim stays pending."""
+"""Reductions over whole dims. Sums, maxima and minima over a split dim stay pending. Of the others the devices exchange what
+each has found, and reduce that: for argmax the greatest value of each shard and its place.
 
-from collections.abc import Callable
+    shard 0   shard 1   shard 2       values found, gathered     their argmax     its place
+    3 1 4     1 5 9     2 6 5    ->   4 9 6                  ->  1            ->  5
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+from jax import lax
 
 from shardax.graph import Node
-from shardax.spmd_rules.registry import LINEAR, Passes, register_rule
+from shardax.sharding import Axes
+from shardax.spmd_rules.localize import identity
+from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 
 def _reduction(mark: str) -> Callable[[Node], str]:
@@ -17,12 +29,80 @@ def _reduction(mark: str) -> Callable[[Node], str]:
     return rule
 
 
-register_rule("argmax", _reduction("!"))
-register_rule("argmin", _reduction("!"))
-register_rule("reduce_and", _reduction("!"))
+def _logical(mark: str) -> Callable[[Node], str]:
+    """Of booleans `and` is the minimum and `or` the maximum; bits of integers are exchanged."""
+    return lambda node: _reduction(mark if _waits(node) else "")(node)
+
+
+def _waits(node: Node) -> bool:
+    return node.name in ("reduce_and", "reduce_or") and node.inputs[0].aval.dtype == np.bool_
+
+
+def _over(local: Local) -> Axes:
+    """The axes that split reduced dims."""
+    return tuple(a for d in local.params["axes"] for a in local.operands[0].dims[d])
+
+
+def _exchange(local: Local) -> Iterator[int]:
+    """The bytes of the all_gathers of what the devices found: for argmax the value too."""
+    if _waits(local.node):
+        return
+    found = [
+        v.aval.dtype.itemsize for v in (*local.node.outputs, *(local.node.inputs if "index_dtype" in local.params else ()))
+    ]
+    others = local.count(_over(local)) - 1
+    yield from (others * math.prod(local.out_shape()) * itemsize for itemsize in found if others)
+
+
+def _exchanged(neutral: Callable) -> Callable:
+    """The lowering of a reduction that leaves `neutral(dtype)` as it is."""
+
+    def lowering(local: Local, shard):
+        axes = _over(local)
+        if not axes or _waits(local.node):
+            return local.bind(shard)
+        (found,) = local.bind(local.mask(0, shard, neutral(shard.dtype), local.params["axes"]))
+        return local.bind(lax.all_gather(found, axes), axes=(0,))
+
+    return lowering
+
+
+def _arg_local(kind: str) -> Callable:
+    """The lowering of argmax and argmin. Among equals the first shard's wins, as within a shard the first place does."""
+
+    def lowering(local: Local, shard):
+        (dim,) = local.params["axes"]
+        if not (axes := local.operands[0].dims[dim]):
+            return local.bind(shard)
+        shard = local.mask(0, shard, identity(kind, shard.dtype), [dim])
+        (place,) = local.bind(shard)
+        value = _at(shard, place, dim)
+        place += lax.convert_element_type(local.start(local.operands[0], dim), place.dtype)
+        values, places = (lax.all_gather(x, axes) for x in (value, place))
+        (best,) = local.bind(values, axes=(0,))
+        return [_at(places, best, 0)]
+
+    return lowering
+
+
+def _at(x, places, dim: int):
+    """x at `places` along `dim`, which goes."""
+    batch = tuple(d for d in range(x.ndim) if d != dim)
+    kept = tuple(range(places.ndim))
+    numbers = lax.GatherDimensionNumbers((), (dim,), (dim,), batch, kept)
+    return lax.gather(x, lax.expand_dims(places, [places.ndim]), numbers, (1,) * x.ndim, mode="promise_in_bounds")
+
+
+def _all_bits(dtype):
+    return np.asarray(True) if dtype == np.bool_ else np.asarray(~np.zeros((), dtype))
+
+
+register_rule("argmax", _reduction(""), _arg_local("max"), sends=_exchange)
+register_rule("argmin", _reduction(""), _arg_local("min"), sends=_exchange)
+register_rule("reduce_and", _logical(":min"), _exchanged(_all_bits), sends=_exchange)
 register_rule("reduce_max", _reduction(":max"), passes=(Passes(("max",), (0,)),))
 register_rule("reduce_min", _reduction(":min"), passes=(Passes(("min",), (0,)),))
-register_rule("reduce_or", _reduction("!"))
-register_rule("reduce_prod", _reduction("!"))
+register_rule("reduce_or", _logical(":max"), _exchanged(partial(np.zeros, ())), sends=_exchange)
+register_rule("reduce_prod", _reduction(""), _exchanged(partial(np.ones, ())), sends=_exchange)
 register_rule("reduce_sum", _reduction("+"), passes=(LINEAR(0),))
-register_rule("reduce_xor", _reduction("!"))
+register_rule("reduce_xor", _reduction(""), _exchanged(partial(np.zeros, ())), sends=_exchange)
