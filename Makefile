@@ -16,10 +16,10 @@ ARGS ?=
 PYTEST := -m pytest -n 2
 TPU_WITHOUT_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8
 
-.PHONY: help train test test-slow test-latest test-tpu lint format clean
+.PHONY: help train test test-slow conformance test-latest test-tpu lint format clean
 
 help:
-	@echo "make train | test | test-slow | test-latest | test-tpu | lint | format | clean"
+	@echo "make train | test | test-slow | conformance | test-latest | test-tpu | lint | format | clean"
 
 train: $(ENV)
 	$(RUN) -m models.train $(ARGS)
@@ -29,6 +29,9 @@ test: $(ENV)
 
 test-slow: $(ENV)
 	$(RUN) $(PYTEST) -m slow shardax models tests
+
+conformance: $(ENV)
+	$(RUN) -m tests.conformance --jobs 2 $(ARGS)
 
 test-latest: $(LATEST_ENV)
 ifeq ($(LATEST),)

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
-from jax._src import api_util, core, source_info_util, traceback_util, tree_util, util
+from jax._src import api_util, core, effects, source_info_util, traceback_util, tree_util, util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
@@ -197,6 +197,11 @@ def primitive_cases() -> list[Any]:
     from jax._src.internal_test_util import test_harnesses
 
     return [case for case in test_harnesses.all_harnesses if case.filter("cpu")]
+
+
+def ordered_effects(jaxpr) -> list[Any]:
+    """The equations whose side effects must happen in program order."""
+    return [eqn for eqn in jaxpr.eqns if any(map(effects.ordered_effects.contains, eqn.effects))]
 
 
 def hide_frames(error: BaseException) -> None:

@@ -180,6 +180,11 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], mesh: Mesh | Ab
                 return jax.make_jaxpr(flat)(*shapes)
         except Exception as error:
             errors.append(error)
+    if "mesh passed to shard_map" in str(errors[0]):
+        raise ValueError(
+            f"a shard_map inside this shard_jit has a mesh of its own. {errors[0]}. Leave out its mesh=, and it takes the one "
+            "in context; or give both the same mesh, of Auto axes"
+        ).with_traceback(errors[0].__traceback__)
     raise errors[0]
 
 

@@ -31,7 +31,17 @@ shard_jit_p.multiple_results = True
 def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
     """The results of a global jaxpr on `args`, as one equation."""
     auto = auto_mesh(mesh)
+    if auto.size > 1:
+        _check_order(jaxpr)
     return shard_jit_p.bind(*args, jaxpr=jaxpr, mesh=auto, options=options, witness=_witness(auto))
+
+
+def _check_order(jaxpr) -> None:
+    for eqn in _jax.ordered_effects(jaxpr):
+        raise ValueError(
+            f"{eqn.primitive.name} at {_jax.user_line(eqn.source_info)} is ordered, and several devices have no common order: "
+            "give it ordered=False (it is called once all the same), or run it outside of shard_jit"
+        )
 
 
 def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: Mesh | AbstractMesh, options: Options) -> program.Program:

@@ -193,11 +193,15 @@ def _gather_passes(node: Node) -> tuple[Passes, ...]:
 
 
 def _scatter(mark: str) -> Callable[[Node], str]:
-    """The rule of a scatter whose updates may be split with this mark: "x0 o1, u0+ v!, u0+ o1 -> x0 o1"."""
+    """The rule of a scatter whose updates may be split with this mark: "x0 o1, u0+ v!, u0+ o1 -> x0 o1".
+
+    No collective adds booleans or orders complex numbers.
+    """
 
     def rule(node: Node) -> str:
         windows = _scatter_windows(node)
-        indices = windows.indices(len(node.inputs[1].shape), mark)
+        reducible = node.inputs[0].aval.dtype.kind not in ("b" if mark == "+" else "c")
+        indices = windows.indices(len(node.inputs[1].shape), mark if reducible else "!")
         operand = " ".join(windows.operand(""))
         return f"{operand}, {' '.join(indices)}, {' '.join(windows.slices(indices))} -> {operand}"
 

@@ -19,11 +19,12 @@ from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 
 def _reduction(mark: str) -> Callable[[Node], str]:
-    """The rule that marks every reduced dim with `mark` and keeps the others."""
+    """The rule that marks every reduced dim with `mark` and keeps the others; no collective orders complex numbers."""
 
     def rule(node: Node) -> str:
-        axes = node.params["axes"]
-        operand = [f"r{d}{mark}" if d in axes else f"k{d}" for d in range(len(node.inputs[0].shape))]
+        axes, complex_ = node.params["axes"], node.inputs[0].aval.dtype.kind == "c"
+        own = "!" if complex_ and mark in (":max", ":min") else mark
+        operand = [f"r{d}{own}" if d in axes else f"k{d}" for d in range(len(node.inputs[0].shape))]
         return f"{' '.join(operand)} -> {' '.join(f for f in operand if f[0] == 'k')}"
 
     return rule
@@ -97,11 +98,28 @@ def _all_bits(dtype):
     return np.asarray(True) if dtype == np.bool_ else np.asarray(~np.zeros((), dtype))
 
 
+def reduce(node: Node) -> str:
+    """ "k r!, k r!, ,  -> k, k": operands, then initial values. How results of parts combine, only the user knows."""
+    gone, count = node.params["dimensions"], len(node.outputs)
+    operand = [f"r{d}!" if d in gone else f"k{d}" for d in range(len(node.inputs[0].shape))]
+    result = " ".join(f for f in operand if f[0] == "k")
+    return f"{', '.join([' '.join(operand)] * count + [''] * count)} -> {', '.join([result] * count)}"
+
+
+def _reduce_max_local(local: Local, shard):
+    return [lax.reduce_max(shard, local.params["axes"])]  # not bound: 0.12 wants out_sharding here and nowhere else
+
+
+def _reduce_min_local(local: Local, shard):
+    return [lax.reduce_min(shard, local.params["axes"])]
+
+
 register_rule("argmax", _reduction(""), _arg_local("max"), sends=_exchange)
 register_rule("argmin", _reduction(""), _arg_local("min"), sends=_exchange)
 register_rule("reduce_and", _logical(":min"), _exchanged(_all_bits), sends=_exchange)
-register_rule("reduce_max", _reduction(":max"), passes=(Passes(("max",), (0,)),))
-register_rule("reduce_min", _reduction(":min"), passes=(Passes(("min",), (0,)),))
+register_rule("reduce", reduce)
+register_rule("reduce_max", _reduction(":max"), _reduce_max_local, passes=(Passes(("max",), (0,)),))
+register_rule("reduce_min", _reduction(":min"), _reduce_min_local, passes=(Passes(("min",), (0,)),))
 register_rule("reduce_or", _logical(":max"), _exchanged(partial(np.zeros, ())), sends=_exchange)
 register_rule("reduce_prod", _reduction(""), _exchanged(partial(np.ones, ())), sends=_exchange)
 register_rule("reduce_sum", _reduction("+"), passes=(LINEAR(0),))

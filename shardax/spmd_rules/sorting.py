@@ -1,5 +1,8 @@
 """sort and top_k. The sorted dim of `sort` is whole; `top_k` picks on each device, then among what the devices picked."""
 
+from collections.abc import Callable
+from functools import partial
+
 from jax import lax
 
 from shardax.graph import Node
@@ -12,9 +15,9 @@ def _kept(node: Node) -> list[str]:
 
 
 def approx_top_k(node: Node) -> str:
-    """ "k n! -> k t!, k t!"."""
+    """As top_k, where that many are to be picked; "k n! -> k t!, k t!" where candidates are."""
     dims = _kept(node)
-    return _picked(dims, node.params["reduction_dimension"] % len(dims), "!")
+    return _picked(dims, node.params["reduction_dimension"] % len(dims), "" if node.params["aggregate_to_topk"] else "!")
 
 
 def sort(node: Node) -> str:
@@ -37,17 +40,30 @@ def _picked(dims: list[str], axis: int, mark: str) -> str:
     return f"{operand} -> {result}, {result}"
 
 
+def _approx_top_k_local(local: Local, shard):
+    """The recall is that of the whole dim; what is lost, the devices lose."""
+    axis, kind = local.params["reduction_dimension"] % shard.ndim, "max" if local.params["is_max_k"] else "min"
+    size = local.params["reduction_input_size_override"]
+    whole = size if size >= 0 else local.node.inputs[0].shape[axis]
+    first = partial(local.bind, reduction_input_size_override=whole)
+    return _pick(local, shard, axis, kind, first, partial(local.bind, recall_target=1.0))
+
+
 def _top_k_local(local: Local, shard):
+    return _pick(local, shard, local.params["axis"], "max", local.bind, local.bind)
+
+
+def _pick(local: Local, shard, axis: int, kind: str, first: Callable, last: Callable):
     """Gathers k candidates from each device. In their order equal values stay in global order, so ties are decided alike."""
-    axis, k, layout = local.params["axis"], local.params["k"], local.operands[0]
+    layout = local.operands[0]
     axes = layout.dims[axis]
     if not axes:
         return local.bind(shard)
-    shard = local.mask(0, shard, identity("max", shard.dtype), [axis])
-    values, places = local.bind(shard, k=min(k, shard.shape[axis]))
+    shard = local.mask(0, shard, identity(kind, shard.dtype), [axis])
+    values, places = first(shard, k=min(local.params["k"], shard.shape[axis]))
     places = places + lax.convert_element_type(local.start(layout, axis), places.dtype)
     values, places = (lax.all_gather(x, axes, axis=axis, tiled=True) for x in (values, places))
-    values, among = local.bind(values)
+    values, among = last(values)
     return [values, _take_along(places, among, axis)]
 
 
@@ -63,6 +79,6 @@ def _take_along(places, among, axis: int):
     return lax.gather(places, lax.expand_dims(among, [among.ndim]), numbers, (1,) * places.ndim, mode="promise_in_bounds")
 
 
-register_rule("approx_top_k", approx_top_k)
+register_rule("approx_top_k", approx_top_k, _approx_top_k_local)
 register_rule("sort", sort)
 register_rule("top_k", top_k, _top_k_local)
