@@ -593,7 +593,7 @@ REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin
 def _identity(kind: str, dtype):
     if kind == "sum":
         return 0
-    if dtype == bool:
+    if dtype == jnp.bool_:
         return kind == "min"
     info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
     if kind == "max":
