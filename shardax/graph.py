@@ -6,6 +6,7 @@ optimization barrier), and every other call that only carries a jaxpr. `scan`, `
 So does `shard_map`, whose body sees shards: its operands and results are annotated with its specs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,15 @@ class Value:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.aval.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return getattr(self.aval.dtype, "itemsize", 4)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
 
     def __repr__(self):
         return f"{self.aval.str_short()}#{id(self) % 9973}"

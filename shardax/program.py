@@ -17,7 +17,8 @@ from shardax.completion.complete import Completion, complete, resting_shardings
 from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node
 from shardax.options import Options
-from shardax.partition.choose import Decisions, choose
+from shardax.partition.choose import choose
+from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit, purpose, reshard_reason
 from shardax.partition.replicated import report_replicated
 from shardax.sharding import AxisSizes, Layout, Sharding, at_rest

@@ -6,7 +6,6 @@ The worklist is ordered by level, then by place in the program, so the result de
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -186,7 +185,7 @@ def _agree(done: Completion, edge: Edge) -> dict[str, tuple[Axes, Value]]:
     claims: dict[str, tuple[Axes, Value]] = {}
     factors = edge.factors
     known = [(v, dims) for v, dims in zip(edge.values, factors.tensors, strict=True) if any(done.dims.get(v, ()))]
-    for value, tensor in sorted(known, key=lambda known: -_nbytes(known[0])):
+    for value, tensor in sorted(known, key=lambda known: -known[0].nbytes):
         for dim, axes, size in zip(tensor, done.dims[value], value.shape, strict=True):
             padded = round_up(size, shard_count(axes, done.sizes))
             for factor, split in project(dim, axes, padded, factors, done.sizes).items() if axes else ():
@@ -206,10 +205,6 @@ def _agree_tied(claims: dict[str, tuple[Axes, Value]], group: Sequence[str]) -> 
             agreed = (axes, value)
     if agreed is not None:
         claims.update(dict.fromkeys(group, agreed))
-
-
-def _nbytes(value: Value) -> int:
-    return math.prod(value.shape) * getattr(value.aval.dtype, "itemsize", 4)
 
 
 def _refine(done: Completion, value: Value, tensor, agreed: dict[str, tuple[Axes, Value]], edge: Edge) -> bool:

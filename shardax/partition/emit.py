@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 
 from shardax import _jax, annotations, reshard
 from shardax.graph import Node, Value
-from shardax.partition.choose import Decision, Decisions, Move
+from shardax.partition.decisions import Decision, Decisions, Move
 from shardax.sharding import AxisSizes, Layout, Sharding
 from shardax.spmd_rules.localize import run_local
 
@@ -90,7 +90,7 @@ class _Emitter:
     def moved(self, value: Value, shard, move: Move, reader: Node | None):
         if move.source == move.target:
             return shard
-        path = reshard.plan(move.source, move.target, value.shape, _itemsize(value), self.sizes)
+        path = reshard.plan(move.source, move.target, value.shape, value.itemsize, self.sizes)
         for step in path.steps:
             kind = "ppermute" if step.kind == "halo" else step.kind
             settled, debtor = _settles(step), self.debtors.get(value)
@@ -112,10 +112,6 @@ def _settles(step: reshard.Step) -> str | None:
     return next(
         (kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes), None
     )
-
-
-def _itemsize(value: Value) -> int:
-    return getattr(value.aval.dtype, "itemsize", 4)
 
 
 def _literal(value: Value):

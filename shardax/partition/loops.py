@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from shardax import _jax
 from shardax.graph import Graph, Node, Value
-from shardax.partition.choose import Decision, Decisions
+from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Layout, Sharding, from_spec, whole
 from shardax.spmd_rules.registry import Local
 

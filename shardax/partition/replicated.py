@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from shardax import reshard
-from shardax.partition.choose import Decision, Decisions
+from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import AxisSizes
 from shardax.spmd_rules.registry import RULES
 
@@ -37,7 +37,7 @@ def _without_rule(decisions: Decisions) -> Iterator[Decision]:
 def _bytes_sent(decision: Decision, sizes: AxisSizes) -> float:
     """The bytes that one device sends so that every device holds the operands whole."""
     paths = (
-        reshard.plan(move.source, move.target, value.shape, getattr(value.aval.dtype, "itemsize", 4), sizes)
+        reshard.plan(move.source, move.target, value.shape, value.itemsize, sizes)
         for value, move in zip(decision.node.inputs, decision.moves, strict=True)
     )
     return sum(path.nbytes for path in paths)

@@ -187,7 +187,7 @@ def sent(local: Local, wants: Iterable[Wanted]) -> Iterator[int]:
     for want in wants:
         shape = shapes[want.operand]
         shape[want.dim] = want.rows
-        row = math.prod(shape) // want.rows * getattr(local.node.inputs[want.operand].aval.dtype, "itemsize", 4)
+        row = math.prod(shape) // want.rows * local.node.inputs[want.operand].itemsize
         yield from (rows * row for rows in plan(local, want).sent)
 
 

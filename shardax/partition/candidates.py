@@ -1,0 +1,130 @@
+"""Candidates: the ways to run a node that the layouts of its operands and the wishes for its results suggest."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardax.sharding import Axes, AxisSizes, Layout, Padding
+from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
+from shardax.spmd_rules.registry import Passes, Split
+from shardax.spmd_rules.rule import WHOLE, Factors
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Splits of factors, and the layouts that operands and results take by them, pending reductions included."""
+
+    splits: Splits
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+def candidate_of(factors: Factors, splits: Splits, group: Sequence[int], pending: Pending) -> Candidate:
+    """Layouts from splits; the operands of `group` come in owing `pending`, and so leave the results."""
+    owed = tuple(sorted({*reduced_pending(factors, splits), *pending}))
+    operands = tuple(
+        tensor_layout(dims, factors, splits, pending if i in group else ()) for i, dims in enumerate(factors.operands)
+    )
+    return Candidate(splits, operands, tuple(tensor_layout(dims, factors, splits, owed) for dims in factors.results))
+
+
+def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
+    splits: dict[str, Split] = {}
+    for layout, dims in zip(layouts, tensors, strict=True):
+        for dim, axes, padded in zip(dims, layout.dims, layout.padded, strict=True):
+            splits.update(project(dim, axes, padded, factors, sizes) if axes else {})
+    return splits
+
+
+def suggest(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, sizes: AxisSizes) -> dict[str, list[Split]]:
+    """For each factor the splits that some layout of some tensor suggests, first suggested first."""
+    suggestions: dict[str, list[Split]] = {}
+    for alternatives, dims in zip(layouts, tensors, strict=True):
+        for layout in alternatives:
+            for factor, split in project_all([layout], [dims], factors, sizes).items():
+                have = suggestions.setdefault(factor, [])
+                if factors.kind(factor) != WHOLE and split not in have:
+                    have.append(split)
+    return suggestions
+
+
+_MOST_CANDIDATES = 256
+_MOST_BLOCKS = 12  # ways to lay out the blocks of one group of windowed factors
+Options = list[list[Splits]]  # for each factor, or group of tied ones, the ways to split it
+
+
+def options_of(suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Options:
+    groups = {factor: group for group in factors.tied for factor in group}
+    options: dict[tuple[str, ...], list[Splits]] = {}
+    for factor, splits in suggestions.items():
+        group = groups.get(factor)
+        if group is None:
+            options[factor,] = [{factor: split} for split in splits]
+        elif group not in options:
+            options[group] = list(_tied(group, suggestions, factors, padding))
+    return [ways for ways in options.values() if ways]
+
+
+def _tied(group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Iterator[Splits]:
+    """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of another where these
+    are not much too large. What only operands have may also stay whole, its parts being cut out, but not what is reduced."""
+    shown = {f for tensor in factors.results for dim in tensor for f in dim}.union(factors.reduced)
+    for axes in dict.fromkeys(split.axes for f in group for split in suggestions.get(f, ())):
+        sizes = {f: [s.padded for s in suggestions.get(f, ()) if s.axes == axes] for f in group}
+        ways = [_blocks(f, factors.sizes[f], axes, sizes, padding) + [None] * (f not in shown) for f in group]
+        for chosen in itertools.islice(itertools.product(*ways), _MOST_BLOCKS):
+            yield {f: split for f, split in zip(group, chosen, strict=True) if split}
+
+
+def _blocks(factor: str, size: int, axes: Axes, padded: dict[str, list[int]], padding: Padding) -> list[Split | None]:
+    own = [*padded[factor], padding.padded(size, axes)]
+    others = (p for sizes in padded.values() for p in sizes if size <= p <= 2 * size)
+    return [Split(axes, p) for p in dict.fromkeys((*own, *others))]
+
+
+def assignments(options: Options, factors: Factors, sizes: AxisSizes) -> Iterator[dict[str, Split]]:
+    """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then every way, the
+    fullest first, as far as there is patience; last, none."""
+    yield _greedy(options, factors, sizes)
+    for chosen in itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES):
+        splits = {f: split for way in chosen for f, split in way.items()}
+        if compatible(factors, splits, ()) and fits(factors, splits, sizes):
+            yield splits
+    yield {}
+
+
+def _greedy(options: Options, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
+    splits: dict[str, Split] = {}
+    for ways in options:
+        for way in ways:
+            more = {**splits, **way}
+            if compatible(factors, more, ()) and fits(factors, more, sizes):
+                splits = more
+                break
+    return splits
+
+
+def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:
+    """Whether no tensor is split twice by one axis, and no axis over which a result owes a reduction splits it too."""
+    owed = [axis for axis, _ in (*reduced_pending(factors, splits), *pending)]
+    if len(set(owed)) != len(owed):
+        return False
+    for i, dims in enumerate(factors.tensors):
+        axes = [a for dim in dims for f in dim if f in splits for a in splits[f].axes]
+        if i >= len(factors.operands) or pending:
+            axes += owed if i >= len(factors.operands) else [axis for axis, _ in pending]
+        if len(set(axes)) != len(axes):
+            return False
+    return True
+
+
+def waits(passes: Sequence[Passes], operands: Sequence[Sequence[Layout]]) -> Iterator[tuple[tuple[int, ...], Pending]]:
+    """The ways to let pending operands wait: (operands that come in pending, what they owe); last, that none does."""
+    for group in passes:
+        owed = [tuple(p for p in lay.pending if p[1] in group.kinds) for i in group.operands for lay in operands[i]]
+        together = tuple(sorted(set(itertools.chain(*owed))))
+        if len({axis for axis, _ in together}) == len(together):
+            owed.insert(0, together)
+        for pending in dict.fromkeys(filter(None, owed)):
+            yield group.operands, pending
+    yield (), ()
