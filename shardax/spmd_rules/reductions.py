@@ -95,7 +95,7 @@ def _at(x, places, dim: int):
 
 
 def _all_bits(dtype):
-    return np.asarray(True) if dtype == np.bool_ else np.asarray(~np.zeros((), dtype))
+    return np.asarray(True) if dtype == np.bool_ else np.invert(np.zeros((), dtype))
 
 
 def reduce(node: Node) -> str:
