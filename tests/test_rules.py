@@ -59,6 +59,14 @@ def _pair_pool(x):
     )
 
 
+def _reduce_pairs(x, y):
+    """Of each column the greatest x, and its y."""
+    zeros = (np.float32(-np.inf), np.float32(0))
+    return lax.reduce(
+        (x, y), zeros, lambda a, b: tuple(lax.select(a[0] >= b[0], *pair) for pair in zip(a, b, strict=True)), (0,)
+    )
+
+
 ELEMENTWISE = {
     "unary, real": (lambda x: [getattr(lax, n)(x) for n in "abs neg sign floor ceil round cos sin tanh exp square".split()], X),
     "unary, positive": (lambda x: [getattr(lax, n)(x) for n in "log sqrt rsqrt erf_inv lgamma log1p acos".split()], U),
@@ -111,6 +119,7 @@ FAMILIES = {
     "cumsum": (lambda a, i: [lax.cumsum(a, 0), lax.cumsum(i, 0, reverse=True), lax.cumsum(a, 1)], X, INTS),
     "dot_general": (lax.dot, ramp(5, 8), ramp(8, 6)),
     "dot_general, batched": (lambda a, b: lax.dot_general(a, b, (((2,), (1,)), ((0,), (2,)))), ramp(3, 4, 5), ramp(6, 5, 3)),
+    "dot_general, booleans": (lax.dot, ramp(5, 8) > 4, ramp(8, 6) > 5),
     "dot_general, two contracted": (
         lambda a, b: lax.dot_general(a, b, (((0, 2), (2, 0)), ((), ()))),
         ramp(3, 4, 5),
@@ -145,6 +154,8 @@ FAMILIES = {
     "reduce_max": (lambda a, i: [a.max(0), i.max((0, 1))], X, INTS),
     "reduce_min": (lambda a, i: [a.min(1), i.min(0)], X, INTS),
     "reduce_or": (lambda b: [b.any(0), b.any(1)], B),
+    "reduce": (_reduce_pairs, X, Y),
+    "reduce_max, complex": (lambda a, b: lax.complex(a, b).max(0), X, Y),
     "reduce_and": (lambda b: [b.all(0), b.all(1)], B),
     "reduce_and, bits": (lambda i: lax.reduce_and(i, (0, 1)), INTS),
     "reduce_or, bits": (lambda i: lax.reduce_or(i, (1,)), INTS),
