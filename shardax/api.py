@@ -418,9 +418,11 @@ def _plan(
         args,
         outs,
         kwargs,
+        graph=built.graph,
         values=built.completion,
         phases=phases | dict(built.phases),
         names=names,
+        donated=frozenset(i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated),
         closed_over=_jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :]),
     )
     arguments = _moved("argument", plan.arguments(), built.uneven_inputs())

@@ -2,17 +2,15 @@
 
 import json
 import os
-import re
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardax.explain.ledger import Collective, array_text, comm_bytes
-from shardax.explain.plan import Plan
-from shardax.explain.words import bytes_text, spec_text, times
+from shardax.explain.ledger import Collective, comm_bytes
+from shardax.explain.record import Record, changes, moved, record
+from shardax.explain.words import bytes_text
 
 
 def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update: bool = False) -> None:
@@ -31,7 +29,7 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
       AssertionError: the plan is another; the text says what came and what went.
       ValueError: the file is no plan, or one of another program, mesh or types of arguments.
     """
-    path, now = Path(file), _record(f, f.plan(*args))
+    path, now = Path(file), record(f.plan(*args), _name(f))
     if update or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(now), indent=1) + "\n")
@@ -39,11 +37,11 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
         return
     before = _read(path)
     _check_same_program(before, now, path)
-    changes = _changes(before, now)
-    if changes:
+    different = changes(before, now)
+    if different:
         raise AssertionError(
             f"the plan of {now.program} is not that of {path}:\n"
-            + "".join(f"  {line}\n" for line in changes)
+            + "".join(f"  {line}\n" for line in different)
             + "If that is meant, write the file anew: assert_plan(..., update=True)"
         )
 
@@ -73,59 +71,14 @@ def assert_max_bytes(f: Any, args: Sequence[Any], nbytes: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Record:
-    """What a file holds. The first three say which program it is."""
-
-    program: str
-    mesh: str
-    types: dict[str, str]
-    comm_bytes: int
-    collectives: list[str]
-    arguments: dict[str, str]
-    results: dict[str, str]
-
-
-def _record(f: Any, plan: Plan) -> _Record:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
-    arguments, results = list(plan.arguments()), list(plan.results())
-    types = {place.named: array_text(place.aval) for place in arguments}
-    return _Record(
-        _name(f),
-        mesh,
-        types,
-        plan.comm_bytes,
-        _rows(plan.collectives),
-        {place.named: spec_text(place.sharding) for place in arguments},
-        {place.path: spec_text(place.sharding) for place in results},
-    )
-
-
-def _rows(collectives: Sequence[Collective]) -> list[str]:
-    """A text for all collectives that are alike but for the lines of the user's code."""
-    alike = defaultdict(list)
-    for c in collectives:
-        alike[_row(c)].append(c)
-    return [times(len(group)) + text for text, group in alike.items()]
-
-
-def _row(c: Collective) -> str:
-    where = re.sub(r":\d+$", "", c.line).rsplit("/", 1)[-1]
-    reason = re.sub(r"[^\s\\/]*[\\/]|(?<=\.py):\d+", "", c.reason)
-    notes = [f"{c.trips} trips"] * (c.trips > 1) + ["while"] * c.open_loop + ["not the dearest branch"] * c.other_branch
-    operands = ", ".join(map(array_text, c.operands))
-    what = ", ".join([f"{c.kind} over {','.join(c.axes)} of {operands}", f"{bytes_text(c.nbytes)} each", *notes])
-    return f"{what} ({': '.join(filter(None, (where, reason))) or 'an unknown line'})"
-
-
-def _read(path: Path) -> _Record:
+def _read(path: Path) -> Record:
     try:
-        return _Record(**json.loads(path.read_text()))
+        return Record(**json.loads(path.read_text()))
     except (ValueError, TypeError):
         raise ValueError(f"{path} is no plan that assert_plan wrote: delete it, or give another file") from None
 
 
-def _check_same_program(before: _Record, now: _Record, path: Path) -> None:
+def _check_same_program(before: Record, now: Record, path: Path) -> None:
     for what in ("program", "mesh"):
         if getattr(before, what) != getattr(now, what):
             raise ValueError(
@@ -135,27 +88,9 @@ def _check_same_program(before: _Record, now: _Record, path: Path) -> None:
     if before.types != now.types:
         raise ValueError(
             f"{path} is the plan of {now.program} on other arguments:\n"
-            + "".join(f"  {line}\n" for line in _moved(before.types, now.types))
+            + "".join(f"  {line}\n" for line in moved(before.types, now.types))
             + "Give each its own file, or write this one anew: assert_plan(..., update=True)"
         )
-
-
-def _changes(before: _Record, now: _Record) -> list[str]:
-    """What is different, a line each."""
-    old, new = Counter(before.collectives), Counter(now.collectives)
-    lines = [f"- {row}" for row in old - new] + [f"+ {row}" for row in new - old]
-    for side in ("arguments", "results"):
-        lines += [f"{side[:-1]} {line}" for line in _moved(getattr(before, side), getattr(now, side))]
-    if before.comm_bytes != now.comm_bytes:
-        lines.insert(0, f"each device sends {now.comm_bytes:,} bytes per call, not {before.comm_bytes:,}")
-    return lines
-
-
-def _moved(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    names = dict.fromkeys((*before, *now))
-    nothing = "nothing"
-    changed = [(n, now.get(n, nothing), before.get(n, nothing)) for n in names if before.get(n) != now.get(n)]
-    return [f"{name or '(the value)'}: {here}, not {there}" for name, here, there in changed]
 
 
 def _listed(collectives: Sequence[Collective]) -> str:

@@ -8,9 +8,13 @@ import jax
 
 from shardax.cost.chips import Chip
 from shardax.cost.roofline import Estimate, estimate
+from shardax.explain.json import json_text
 from shardax.explain.ledger import Collective, collectives, comm_bytes
+from shardax.explain.memory import Memory, memory
+from shardax.explain.record import changes, record
 from shardax.explain.source import source
 from shardax.explain.text import plan_text
+from shardax.explain.values import shardings_text, why
 from shardax.sharding import Sharding, from_spec
 
 
@@ -42,9 +46,11 @@ class Plan:
       out_shardings: likewise the result.
       kw_shardings: likewise the keyword arguments.
       at_rest: what rests in another sharding than was wanted.
-      values: the sharding of each value, and where it comes from.
+      graph: the global program, flat.
+      values: the sharding of each value of `graph`, and where it comes from.
       phases: seconds that each phase of planning took.
       names: of the positional arguments, in the function's signature.
+      donated: the numbers of the donated arguments, as leaves.
       closed_over: the arrays that the function closes over, which are the last inputs of the programs.
       collectives: read off `local_jaxpr` unless given.
     """
@@ -56,9 +62,11 @@ class Plan:
     out_shardings: Any
     kw_shardings: Mapping[str, Any] = field(default_factory=dict)
     at_rest: tuple[AtRest, ...] = ()
+    graph: Any = None
     values: Any = None
     phases: Mapping[str, float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    donated: frozenset[int] = frozenset()
     closed_over: tuple[Any, ...] = ()
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 
@@ -92,6 +100,39 @@ class Plan:
     def estimate(self, chip: Chip) -> Estimate:
         """Seconds of a call on this chip, by roofline: see `shardax.cost.roofline`."""
         return estimate(self.local_jaxpr, self.comm_bytes, chip)
+
+    def shardings(self) -> str:
+        """A table of what each line of the user's code makes, and how it lies."""
+        return shardings_text(self)
+
+    def memory(self, threshold: int = 1 << 20) -> Memory:
+        """Bytes on each device: arguments by kind, the most that lives at once and what that is, what is replicated.
+
+        `threshold`: bytes, from which on a replicated array counts. See `shardax.explain.memory` for how it is reckoned.
+        """
+        return memory(self, threshold)
+
+    def why(self, what: str) -> str:
+        """The chain of facts that led to a sharding, in words.
+
+        Args:
+          what: the path of an argument ("state/params/w" or "0/params/w"), a line ("model.py:12"), or the name of a variable
+            that a line of the program assigns, or of a `checkpoint_name`.
+
+        Raises ValueError where nothing is called so.
+        """
+        return why(self, what)
+
+    def diff(self, other: "Plan") -> str:
+        """What `other` sends, and how its arguments and results rest, that is different here; "" where nothing is.
+
+        - is of this plan alone, + of the other alone. Lines of the user's code count by their file only.
+        """
+        return "\n".join(changes(record(self), record(other)))
+
+    def to_json(self) -> str:
+        """All that the plan says, for other programs to read."""
+        return json_text(self)
 
     def source(self) -> str:
         """The local program as Python. Executed with `source_objects`, it defines `program`, of the mesh.

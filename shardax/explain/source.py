@@ -11,7 +11,6 @@ after the variable that the user's line assigns, else after what computes them; 
 
 import builtins
 import keyword
-import linecache
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,8 +23,8 @@ from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
 from shardax.explain.ledger import KINDS, array_text, reason_of
+from shardax.explain.lines import assigned, code, line_text
 from shardax.explain.spelling import SPELLINGS, Call, Text, expression, literal, object_text
-from shardax.explain.text import line_text
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Plan
@@ -228,12 +227,12 @@ class _Body:
         line = _jax.user_line(eqn.source_info)
         if line and line != self.line:
             self.line = line
-            code = _code(line)
-            self.lines += [*([""] if self.lines else []), f"# {line_text(line)}{': ' if code else ''}{code}"[:WIDTH]]
+            text = code(line)
+            self.lines += [*([""] if self.lines else []), f"# {line_text(line)}{': ' if text else ''}{text}"[:WIDTH]]
 
     def assign(self, eqn, text: Text) -> None:
         name = eqn.primitive.name
-        targets = self.define(eqn.outvars, _target(self.line) or _BASES.get(name) or name)
+        targets = self.define(eqn.outvars, assigned(self.line) or _BASES.get(name) or name)
         left = f"({targets[0]},)" if text.several and len(targets) == 1 else ", ".join(targets)
         self.statement(f"{left} = {text}" if targets else str(text), *_remarks(eqn))
 
@@ -362,17 +361,6 @@ def _remarks(eqn) -> tuple[str, str]:
     kind = KINDS.get(eqn.primitive.name)
     reason = reason_of(kind, eqn.source_info.name_stack) if kind else ""
     return ", ".join(array_text(v.aval) for v in eqn.outvars[:1]), reason
-
-
-def _code(line: str) -> str:
-    file, _, number = line.rpartition(":")
-    return linecache.getline(file, int(number)).strip()
-
-
-def _target(line: str) -> str | None:
-    """The variable that a line of the user's code assigns."""
-    match = re.match(r"([A-Za-z_]\w*)(?:: [^=]+)? [-+*/@]?= ", _code(line)) if line else None
-    return match[1] if match else None
 
 
 def _broken(text: str) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardax.explain.ledger import Collective, array_text, comm_bytes
+from shardax.explain.lines import line_text
 from shardax.explain.places import arguments, results
 from shardax.explain.words import as_one, bytes_text, form, times
 
@@ -20,14 +21,6 @@ NUMBERS = 44  # columns of the numbers at the right: each, total, share
 def plan_text(plan: "Plan") -> str:
     sections = [_heading(plan), arguments(plan), results(plan), _at_rest(plan), _collectives(plan), _totals(plan)]
     return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
-
-
-def line_text(line: str) -> str:
-    """
-    >>> line_text("/home/me/models/gpt2.py:12")
-    'models/gpt2.py:12'
-    """
-    return "/".join(line.split("/")[-2:])
 
 
 def _heading(plan: "Plan") -> Iterator[str]:

@@ -1,0 +1,38 @@
+"""A plan as JSON: every number and text that it has, for other programs to read."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shardax.explain.ledger import Collective, array_text
+from shardax.explain.values import intermediates
+
+if TYPE_CHECKING:
+    from shardax.explain.plan import Placed, Plan
+
+
+def json_text(plan: "Plan") -> str:
+    return json.dumps(as_dict(plan), indent=1)
+
+
+def as_dict(plan: "Plan") -> dict[str, Any]:
+    """The plan in lists, dicts, numbers and strings. Bytes are those on, or sent by, one device; phases are seconds."""
+    return {
+        "mesh": dict(plan.mesh.shape),
+        "comm_bytes": plan.comm_bytes,
+        "arguments": [_place(p) for p in plan.arguments()],
+        "results": [_place(p) for p in plan.results()],
+        "at_rest": [{**asdict(moved), "wanted": str(moved.wanted), "rests": str(moved.rests)} for moved in plan.at_rest],
+        "collectives": [_collective(c) for c in plan.collectives],
+        "values": [{**asdict(x), "sharding": str(x.sharding)} for x in (intermediates(plan) if plan.graph else ())],
+        "memory": asdict(plan.memory()),
+        "phases": dict(plan.phases),
+    }
+
+
+def _place(place: "Placed") -> dict[str, str]:
+    return {"path": place.named or place.path, "array": array_text(place.aval), "sharding": str(place.sharding)}
+
+
+def _collective(c: Collective) -> dict[str, Any]:
+    return {**asdict(c), "operands": list(map(array_text, c.operands)), "total": c.total}

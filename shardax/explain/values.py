@@ -1,0 +1,158 @@
+"""The sharding of every value of the global program: a table by source line, and the chain of facts behind each."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardax.explain.ledger import array_bytes, array_text
+from shardax.explain.lines import assigned, code, is_at, line_text
+from shardax.explain.words import spec_text, times
+from shardax.graph import Node, Value
+from shardax.sharding import Sharding
+
+if TYPE_CHECKING:
+    from shardax.explain.plan import Plan
+
+
+@dataclass(frozen=True)
+class Intermediate:
+    """A value that a line of the user's code makes: by which primitive, of what type and how many bytes in all, how it lies."""
+
+    line: str
+    primitive: str
+    array: str
+    nbytes: int
+    sharding: Sharding
+
+
+def intermediates(plan: "Plan") -> list[Intermediate]:
+    """Every value that the program makes, those of loop bodies included, in program order; numbers and annotations left out."""
+    return [
+        Intermediate(node.line, node.name, array_text(value.aval), array_bytes(value.aval), plan.values.sharding(value))
+        for node in plan.graph.walk()
+        for value in node.outputs
+        if value.shape and not _is_annotation(node)
+    ]
+
+
+def shardings_text(plan: "Plan") -> str:
+    """The table: under each line what it makes, alike values once."""
+    lines: dict[str, Counter] = {}
+    for made in intermediates(plan):
+        lines.setdefault(made.line, Counter())[made] += 1
+    return "\n".join(text for line, counted in lines.items() for text in _of_line(line, counted))
+
+
+def _of_line(line: str, counted: Counter) -> Iterator[str]:
+    yield f"{line_text(line) or '(unknown line)'}  {code(line)}"[:110].rstrip()
+    for made, count in counted.items():
+        yield f"    {made.primitive:<24} {times(count) + made.array:<30} {spec_text(made.sharding)}"
+
+
+def why(plan: "Plan", what: str) -> str:
+    """What led to the shardings of an argument, or of the values of a line or of a name, in words.
+
+    Raises:
+      ValueError: there is no such value.
+    """
+    story = _Story(plan)
+    found = story.find(what)
+    if not found:
+        raise ValueError(
+            f"why({what!r}): no argument, line or variable of this program is called so. Give an argument's path "
+            f"({story.example()!r}), a line of the program ('model.py:12'), or a variable that a line of it assigns"
+        )
+    alike: dict[tuple, list[Value]] = {}
+    for value in found:
+        alike.setdefault((story.line(value), array_text(value.aval), plan.values.sharding(value)), []).append(value)
+    return "\n".join(story.tell(values[0], len(values)) for values in alike.values())
+
+
+class _Story:
+    """Finds values, and tells where their shardings come from."""
+
+    def __init__(self, plan: "Plan"):
+        self.completion = plan.values
+        self.places = list(plan.arguments())
+        self.arguments = dict(zip(plan.graph.inputs, self.places, strict=False))
+        self.closed_over = set(plan.graph.inputs[len(self.places) :])
+        self.nodes = list(plan.graph.walk())
+        self.makers = {value: node for node in self.nodes for value in node.outputs}
+        self.owners = {value: node for node in self.nodes for body in node.bodies for value in body.inputs}
+
+    def example(self) -> str:
+        return self.places[0].named if self.places else "0/w"
+
+    def find(self, what: str) -> list[Value]:
+        """The argument itself where there is no annotation of it, else the annotated value: the program computes with that."""
+        named = [v for v, place in self.arguments.items() if what in (place.path, place.named)]
+        if named:
+            return [self.inside(v) for v in named]
+        return [v for node in self.nodes if not _is_annotation(node) and _answers(node, what) for v in node.outputs if v.shape]
+
+    def inside(self, argument: Value) -> Value:
+        return next((n.outputs[0] for n in self.nodes if _is_annotation(n) and n.inputs[0] is argument), argument)
+
+    def line(self, value: Value) -> str:
+        return self.makers[value].line if value in self.makers else ""
+
+    def tell(self, value: Value, count: int = 1) -> str:
+        """The story of a value; `count` values have the same line, type and sharding, and it stands for all."""
+        sharding = self.completion.sharding(value)
+        lines = [f"{self.name(value)}: {spec_text(sharding)}" + f" (and {count - 1} more there alike)" * (count > 1)]
+        for d, axes in enumerate(sharding.dims):
+            if axes:
+                lines.append(f"  dim {d} is split over {', '.join(axes)}:")
+                lines += [f"    {fact}" for fact in self.facts(value, d)]
+        return "\n".join(lines if len(lines) > 1 else [*lines, "  no annotation asks that it be split"])
+
+    def facts(self, value: Value, dim: int) -> Iterator[str]:
+        """A line of text for each line of the user's code that the axes came by, the last for the annotation."""
+        subject = "it"
+        for line, origins in itertools.groupby(self.completion.why(value, dim), lambda o: o.node.line if o.node else None):
+            *_, last = origins = list(origins)
+            if last.value is None:
+                yield self.said(last.source)
+                continue
+            primitives = ", ".join(dict.fromkeys(o.node.name for o in origins if o.node))
+            yield f"{line_text(line or '') or 'an unknown line'} ({primitives}) ties {subject} to {self.name(last.value)}"
+            subject = "that"
+
+    def said(self, source: str) -> str:
+        """Completion counts arguments, people name them."""
+        head, _, rest = source.partition(" rests in it")
+        number = head.removeprefix("argument ")
+        if not rest and head != source and number.isdecimal() and int(number) < len(self.places):
+            return f"argument {self.places[int(number)].named} rests so"
+        return f"{source} says so" if " " not in source or " at " in source else source
+
+    def name(self, value: Value) -> str:
+        array = array_text(value.aval)
+        if value in self.arguments:
+            return f"argument {self.arguments[value].named} {array}"
+        if value in self.closed_over:
+            return f"an array that the function closes over, {array}"
+        node = self.makers.get(value)
+        if node is None:
+            return f"{array} in the body of {_place(self.owners[value])}" if value in self.owners else f"a constant {array}"
+        if _is_annotation(node):
+            return self.name(node.inputs[0])
+        variable = assigned(node.line)
+        return f"{f'{variable} ' if variable else ''}{array} at {line_text(node.line) or 'an unknown line'}"
+
+
+def _answers(node: Node, what: str) -> bool:
+    """Whether a node is at the line, or makes the variable or the `checkpoint_name`, that a user asks for."""
+    if ":" in what:
+        return is_at(node.line, what)
+    return what == (node.params.get("name") if node.name == "name" else assigned(node.line))
+
+
+def _place(node: Node) -> str:
+    return f"{node.name} at {line_text(node.line) or 'an unknown line'}"
+
+
+def _is_annotation(node: Node) -> bool:
+    return node.name in ("annotate", "sharding_constraint")
