@@ -54,3 +54,7 @@ def test_arguments_without_elements():
 def test_while_under_vmap_each_until_its_own_end():
     halve = lambda x: lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, x)  # noqa: E731
     same(jax.vmap(halve), [ones(8, 4)], P("x"))
+
+
+def test_results_without_elements_need_no_lowering():
+    same(lambda x: (jnp.cumsum(x, 1), jnp.tile(x, 2), jnp.sort(x, 0), x[:, ::-1], x.sum(1)), [ones(4, 0)], P(None, "x"))

@@ -349,8 +349,6 @@ def tile(node: Node) -> str:
 
 
 def _tile_local(local: Local, shard):
-    if 0 in shard.shape:
-        return local.bind(shard)
     return local.bind(shard, reps=tuple(new // old for new, old in zip(local.out_shape(), shard.shape, strict=True)))
 
 
