@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from shardax import _jax
+from shardax import _jax, static_updates
 from shardax.annotate import annotate_p
 from shardax.sharding import from_spec
 
@@ -204,16 +205,48 @@ def _while_any(params: dict[str, Any], *args):
     return lax.while_loop(lambda carry: on(carry).any(), step, list(args[last:]))
 
 
+def _folded(evaluate: Callable[..., Any]):
+    """Equations that make a few integers of literals, as indices are made: a literal too."""
+
+    def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+        aval = eqn.outvars[0].aval
+        few = len(aval.shape) == 1 and aval.shape[0] <= _FEW and np.issubdtype(aval.dtype, np.integer)
+        if not few or not all(v.is_literal for v in inputs):
+            return _plain(inliner, eqn, inputs)
+        return [Value(aval, np.asarray(evaluate(eqn.params, *(v.literal for v in inputs)), aval.dtype), True)]
+
+    return call
+
+
+def _update(starts_of: Callable[[Any, Sequence[Any]], Sequence[int] | None], first: int, last: int | None):
+    """An update whose place, operands `first` to `last`, is known."""
+
+    def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+        place = inputs[first:last]
+        starts = starts_of(eqn, [np.asarray(v.literal) for v in place]) if all(v.is_literal for v in place) else None
+        jaxpr = static_updates.as_padding(eqn, starts) if starts is not None else None
+        return _plain(inliner, eqn, inputs) if jaxpr is None else inliner.call(eqn, jaxpr, inputs)
+
+    return call
+
+
+def _scatter_starts(eqn, place):
+    return static_updates.scatter_starts(eqn, *place)
+
+
 def _param(name: str):
     return _call(lambda eqn: eqn.params[name])
 
 
+_FEW = 16
 _CALLS = {
+    "broadcast_in_dim": _folded(lambda params, x, *_: np.broadcast_to(x, params["shape"])),
     "call": _param("call_jaxpr"),
     "call_hi_primitive": _call(_jax.expand_hi_primitive),
     "checkpoint": _remat,
     "closed_call": _param("call_jaxpr"),
     "composite": _call(lambda eqn: eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]),
+    "concatenate": _folded(lambda params, *parts: np.concatenate(parts)),
     "core_call": _param("call_jaxpr"),
     "custom_jvp_call": _param("call_jaxpr"),
     "custom_linear_solve": _linear_solve,
@@ -221,11 +254,14 @@ _CALLS = {
     "custom_vjp_call": _param("call_jaxpr"),
     "custom_vjp_call_jaxpr": _param("fun_jaxpr"),
     "custom_vmap_call": _param("call"),
+    "dynamic_update_slice": _update(lambda eqn, place: [int(x) for x in place], 2, None),
     "eval_jaxpr": _param("call_jaxpr"),
     "jit": _param("jaxpr"),
     "linear_call": _call(lambda eqn: eqn.params["callee"]),
     "pjit": _param("jaxpr"),
     "remat2": _remat,
+    "scatter": _update(_scatter_starts, 1, 2),
+    "scatter-add": _update(_scatter_starts, 1, 2),
     "remat_opt": _param("fwd_jaxpr"),
     "shard_jit": _param("jaxpr"),
     "shard_map": _island,

@@ -1,0 +1,67 @@
+"""Updates of a part of an array that is known when the program is traced, `x.at[3:21].add(y)`, as padding and adding.
+
+So written they are split like any window: y's rows come from the neighbours. What is small beside x stays an update: it is
+cheap to have everywhere, and x is updated in place.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardax import _jax
+
+_SMALL = 8  # an update of less than this part of the array stays one
+
+
+def as_padding(eqn, starts: Sequence[int]) -> Any:
+    """The jaxpr, of the same arguments, that does what the update `eqn` does from the positions `starts` on; None where it
+    should stay as it is."""
+    operand, updates = (eqn.invars[i].aval for i in (0, _UPDATES[eqn.primitive.name]))
+    if not _worthwhile(operand, updates, starts):
+        return None
+    config = [(s, n - s - u, 0) for s, n, u in zip(starts, operand.shape, updates.shape, strict=True)]
+
+    def update(*args):
+        x, y = args[0], args[_UPDATES[eqn.primitive.name]]
+        padded = lax.pad(y, np.zeros((), y.dtype), config)
+        return x + padded if eqn.primitive.name == "scatter-add" else lax.select(_inside(x.shape, config), padded, x)
+
+    jaxpr = jax.make_jaxpr(update)(*(v.aval for v in eqn.invars))
+    traceback = eqn.source_info.traceback
+    eqns = [e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in jaxpr.jaxpr.eqns]
+    return _jax.with_eqns(jaxpr, eqns)
+
+
+def _worthwhile(operand, updates, starts: Sequence[int]) -> bool:
+    inside = all(0 <= s and s + u <= n for s, u, n in zip(starts, updates.shape, operand.shape, strict=True))
+    plain = not jnp.issubdtype(operand.dtype, jax.dtypes.extended) and operand.dtype == updates.dtype
+    return plain and inside and 0 < operand.size <= _SMALL * updates.size
+
+
+def _inside(shape: Sequence[int], config: Sequence[tuple[int, int, int]]):
+    inside = np.True_
+    for d, (low, high, _) in enumerate(config):
+        if low or high:
+            place = lax.broadcasted_iota("int32", shape, d)
+            inside &= (place >= low) & (place < shape[d] - high)
+    return jnp.broadcast_to(inside, shape)
+
+
+def scatter_starts(eqn, indices: np.ndarray) -> list[int] | None:
+    """Where the one window of a scatter begins; None where there are several windows, or dims that it has not."""
+    numbers = eqn.params["dimension_numbers"]
+    if indices.ndim != 1 or numbers.inserted_window_dims or numbers.operand_batching_dims:
+        return None
+    if eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None:
+        return None
+    starts = [0] * len(eqn.invars[0].aval.shape)
+    for d, index in zip(numbers.scatter_dims_to_operand_dims, indices.tolist(), strict=True):
+        starts[d] = index
+    return starts
+
+
+_UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}

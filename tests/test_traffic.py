@@ -1,0 +1,181 @@
+"""What programs send where XLA's partitioner sends more than it must: kinds and bytes of each collective, and right results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.check import ramp
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+SQUARE = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+X = ramp(16, 64)  # over x: shards of 4 rows, a row of 256 bytes
+ROW = 256
+A, B = ramp(8, 64), ramp(64, 8)
+IMAGE, KERNEL = ramp(2, 16, 16, 4), ramp(3, 3, 4, 8)  # over x: shards of 4 rows, a row of 512 bytes
+FIVE = np.int32(5)
+
+
+def rotate_half(x):
+    return jnp.concatenate([-x[8:], x[:8]])
+
+
+def laplacian(x):
+    return x[:-2] - 2 * x[1:-1] + x[2:]
+
+
+def conv(x, kernel, strides=(1, 1)):
+    return lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def pool(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def gradients(f):
+    return lambda *args: jax.grad(lambda *args: jnp.sum(f(*args) ** 2), tuple(range(len(args))))(*args)
+
+
+def unused(a, b):
+    c = jnp.sin(a @ b)
+    return a * 2 if c.ndim else c
+
+
+# name: (function, arguments, in_shardings, out_shardings, what is sent)
+ROWS = {
+    "top_k, batch sharded": (lambda x: lax.top_k(x, 3), [X], P("x"), P("x"), []),
+    "top_k, rows sharded": (lambda x: lax.top_k(x, 3), [X], P(None, "x"), P(), [("all_gather", 3 * 16 * 3 * 4)] * 2),
+    "cumsum": (lambda x: lax.cumsum(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
+    "cummax": (lambda x: lax.cummax(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
+    "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
+    "argmax": (lambda x: jnp.argmax(x, 0), [X], P("x"), P(), [("all_gather", 3 * ROW)] * 2),
+    "x[i]": (lambda x, i: x[i], [X, FIVE], (P("x"), P()), P(), [("all_reduce", 3 * ROW // 2)]),
+    "x[3]": (lambda x: x[3], [X], P("x"), P(), [("all_reduce", 3 * ROW // 2)]),
+    "dynamic_slice": (
+        lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 64)),
+        [X, FIVE],
+        (P("x"), P()),
+        P(),
+        [("all_reduce", 3 * ROW)],
+    ),
+    "cache append": (
+        lambda cache, row, i: lax.dynamic_update_slice(cache, row, (i, 0)),
+        [X, X[:1], FIVE],
+        (P("x"), P(), P()),
+        P("x"),
+        [],
+    ),
+    "diff": (lambda x: jnp.sum(jnp.diff(x, axis=0), 1), [X], P("x"), P(), [("ppermute", ROW), ("all_gather", 3 * 16)]),
+    "diff over two axes": (lambda x: x.at[1:].add(-x[:-1]), [X], P(("y", "x")), P(("y", "x")), [("ppermute", ROW)]),
+    "gradient of diff": (gradients(lambda x: jnp.diff(x, axis=0)), [X], P("x"), P("x"), [("ppermute", ROW)] * 2),
+    "laplacian": (
+        lambda x: jnp.pad(laplacian(x), ((1, 1), (0, 0))),
+        [X],
+        P("x"),
+        P("x"),
+        [("ppermute", ROW), ("ppermute", 2 * ROW), ("ppermute", ROW)],
+    ),
+    "rotate half": (rotate_half, [X], P("x"), P("x"), [("ppermute", 4 * ROW)] * 2),
+    "concatenate": (
+        lambda x, y: jnp.concatenate([x, y]),
+        [X, X[::-1].copy()],
+        (P("x"), P("x")),
+        P("x"),
+        [("ppermute", 4 * ROW)] * 4,
+    ),
+    "flip": (lambda x: x[::-1], [X], P("x"), P("x"), [("ppermute", 4 * ROW)]),
+    "x.at[3:9].add": (lambda x, y: x.at[3:9].add(y), [X, X[:6]], (P("x"), P()), P("x"), []),
+    "x.at[3:11].add, both sharded": (
+        lambda x, y: x.at[3:11].add(y),
+        [X, X[:8]],
+        (P("x"), P("x")),
+        P("x"),
+        [("ppermute", ROW), ("ppermute", 2 * ROW)],
+    ),
+    "x.at[3:11].set, both sharded": (
+        lambda x, y: x.at[3:11].set(y),
+        [X, X[:8]],
+        (P("x"), P("x")),
+        P("x"),
+        [("ppermute", ROW), ("ppermute", 2 * ROW)],
+    ),
+    "moves over several axes": (
+        lambda x: x * 2,
+        [ramp(8, 8, 16)],
+        P("y", None, "x"),
+        P(None, ("x", "y")),
+        [("all_to_all", 384), ("all_to_all", 256)],
+    ),
+    "contraction over two axes": (
+        jnp.matmul,
+        [A, B],
+        (P(None, ("x", "y")), P(("x", "y"))),
+        P(),
+        [("all_reduce", 2 * 7 * 256 // 8)],
+    ),
+    "result wanted sharded": (jnp.matmul, [A, B], (P(None, "x"), P("x")), P("x"), [("reduce_scatter", 3 * 256 // 4)]),
+    "unused results": (unused, [A, B], (P(None, "x"), P("x")), P(None, "x"), []),
+    "sum of products": (
+        lambda a, b, c, d: a @ b + c @ d,
+        [A, B, A, B],
+        (P(None, "x"), P("x")) * 2,
+        P(),
+        [("all_reduce", 2 * 3 * 256 // 4)],
+    ),
+    "convolution": (conv, [IMAGE, KERNEL], (P(None, "x"), P()), P(None, "x"), [("ppermute", 2 * ROW)] * 2),
+    "convolution with strides": (
+        lambda x, k: conv(x, k, (2, 2)),
+        [IMAGE, KERNEL],
+        (P(None, "x"), P()),
+        P(None, "x"),
+        [("ppermute", 2 * ROW)],
+    ),
+    "pooling": (pool, [IMAGE], P(None, "x"), P(None, "x"), []),
+    "gradient of pooling": (gradients(pool), [IMAGE], P(None, "x"), P(None, "x"), []),
+}
+
+
+def check(mesh, f, args, ins, outs):
+    """The plan of f, whose results are those of the plain function."""
+    sharded = sx.shard_jit(f, mesh=mesh, in_shardings=ins, out_shardings=outs)
+    wanted = jax.jit(f)(*args)
+    for got, want in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    return sharded.plan(*args)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_sends(name):
+    f, args, ins, outs, wanted = ROWS[name]
+    assert [(c.kind, c.nbytes) for c in check(MESH, f, args, ins, outs).collectives] == wanted
+
+
+def test_spatial_and_feature_dims_sharded():
+    """Plain jax.jit gives wrong numbers here, on JAX 0.10.2 and 0.12.0.1."""
+    plan = check(SQUARE, conv, [IMAGE, KERNEL], (P(None, "x"), P(None, None, None, "y")), P(None, "x", None, "y"))
+    assert [(c.kind, c.nbytes) for c in plan.collectives] == [("ppermute", 2 * 16 * 4 * 4)] * 2
+
+
+def test_gradients_of_a_convolution():
+    """Halos for the image, twice, and for what comes back; one sum for the kernel."""
+    ins = (P(None, "x"), P())
+    plan = check(MESH, gradients(conv), [IMAGE, KERNEL], ins, ins)
+    assert [c.kind for c in plan.collectives] == ["ppermute"] * 6 + ["all_reduce"]
+
+
+@pytest.mark.parametrize("n", [13, 16, 18])
+@pytest.mark.parametrize("spec", [P("x"), P(("y", "x")), P(("x", "y"))])
+def test_uneven_and_far(n, spec):
+    """Inside of a program, where the dim need not divide; shifts of more than a shard."""
+
+    def f(x):
+        x = lax.with_sharding_constraint(x, spec)
+        shifted = jnp.pad(x, ((7, 0), (0, 0)))[:-7] + jnp.roll(x, -3, 0) + x[::-1]
+        return jnp.concatenate([shifted[1:], x[2:5]]), lax.cumsum(shifted[::2], 0)
+
+    with jax.set_mesh(MESH):
+        check(MESH, f, [ramp(n, 64)], None, None)
