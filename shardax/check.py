@@ -129,7 +129,9 @@ def _claims(case: _Case, axes) -> Iterator[_Trial]:
             yield _Trial(case, splits)
     for passes in case.entry.passes_of(case.node):
         for kind in passes.kinds:
-            if all(jnp.issubdtype(case.node.inputs[i].aval.dtype, jnp.number) for i in passes.operands):
+            dtypes = [case.node.inputs[i].aval.dtype for i in passes.operands]
+            ordered = not any(jnp.issubdtype(d, jnp.complexfloating) for d in dtypes)
+            if all(jnp.issubdtype(d, jnp.number) for d in dtypes) and (kind == "sum" or ordered):
                 yield _Trial(case, {}, (next(iter(axes)), kind), passes.operands)
 
 
