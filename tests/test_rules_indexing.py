@@ -120,7 +120,7 @@ CASES = {
     "set": (lambda x, i, u: x.at[i].set(u), ramp(7, 3), FEW, ramp(6, 3)),
     "set column": (lambda x, i, u: x.at[:, i].set(u), ramp(3, 7), FEW, ramp(3, 6)),
     "set one": (lambda x, u: x.at[4].set(u), ramp(7, 3), ramp(3)),
-    "set slice": (lambda x, u: x.at[2:4].set(u), ramp(7, 3), ramp(2, 3)),
+    "set slice": (lambda x, u: x.at[2:4].set(u), ramp(17, 3), ramp(2, 3)),
     "apply": (lambda x, i: x.at[i].apply(jnp.square), ramp(7, 3), FEW[:2]),
     "dynamic_slice": (lambda x, i: cut(x, (i, 2, 1), (1, 2, 5)), ramp(7, 3, 5), 4),
     "dynamic_slice below": (lambda x, i: cut(x, (i, 9), (1, 1)), ramp(7, 6), -20),
