@@ -14,6 +14,7 @@ from jax._src import api_util, core, effects, source_info_util, traceback_util, 
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
+from jax._src.state import AbstractRef, discharge
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
@@ -197,6 +198,13 @@ def primitive_cases() -> list[Any]:
     from jax._src.internal_test_util import test_harnesses
 
     return [case for case in test_harnesses.all_harnesses if case.filter("cpu")]
+
+
+def without_refs(jaxpr) -> Any:
+    """The jaxpr with what is written into mutable arrays of its own as plain values."""
+    if not any(isinstance(v.aval, AbstractRef) for eqn in jaxpr.eqns for v in eqn.outvars):
+        return jaxpr
+    return discharge.discharge_state(jaxpr)
 
 
 def ordered_effects(jaxpr) -> list[Any]:

@@ -177,7 +177,7 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], mesh: Mesh | Ab
     for context in contexts:
         try:
             with _jax.use_abstract_mesh(context):
-                return jax.make_jaxpr(flat)(*shapes)
+                return _jax.without_refs(jax.make_jaxpr(flat)(*shapes))
         except Exception as error:
             errors.append(error)
     if "mesh passed to shard_map" in str(errors[0]):

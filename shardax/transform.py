@@ -213,6 +213,7 @@ def _merge(mask, where_true, where_false) -> list[Any]:
     return [next(trues) if m else next(falses) for m in mask]
 
 
+shard_jit_p.is_high = lambda *avals, **params: False  # graphs expand what is of high level inside
 shard_jit_p.def_impl(_impl)
 shard_jit_p.def_effectful_abstract_eval(_abstract_eval)
 mlir.register_lowering(shard_jit_p, _lower, cacheable=False)

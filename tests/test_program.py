@@ -58,3 +58,27 @@ def test_while_under_vmap_each_until_its_own_end():
 
 def test_results_without_elements_need_no_lowering():
     same(lambda x: (jnp.cumsum(x, 1), jnp.tile(x, 2), jnp.sort(x, 0), x[:, ::-1], x.sum(1)), [ones(4, 0)], P(None, "x"))
+
+
+def test_mutable_arrays_inside():
+    def f(x):
+        ref = jax.new_ref(x)
+        ref[0] = ref[1] * 2
+        ref[...] += 1
+        return ref[...]
+
+    same(f, [ones(5, 4)], P("x"))
+
+
+def test_branches_for_platforms():
+    never = lambda x: jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)  # noqa: E731
+    allow = sx.Options(allow=("ffi_call",))
+    same(lambda x: lax.platform_dependent(x, cpu=lambda x: x * 2, tpu=never), [ones(5, 4)], P("x"), options=allow)
+
+
+def test_high_words_of_products():
+    same(lambda i: lax.mulhi(i << 20, i << 28), [ones(5, 4, dtype="int32")], P("x"))
+
+
+def test_positions_of_sorted_values():
+    same(lambda x, y: jnp.searchsorted(jnp.sort(x), y), [ones(5), ones(9)], (P("x"), P("y")))

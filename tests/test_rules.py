@@ -67,12 +67,14 @@ def _reduce_pairs(x, y):
     )
 
 
+WIDTHS = "int16 int32 uint16 uint32 int8".split()
 ELEMENTWISE = {
     "unary, real": (lambda x: [getattr(lax, n)(x) for n in "abs neg sign floor ceil round cos sin tanh exp square".split()], X),
     "unary, positive": (lambda x: [getattr(lax, n)(x) for n in "log sqrt rsqrt erf_inv lgamma log1p acos".split()], U),
     "unary, integers": (lambda i: [getattr(lax, n)(i) for n in "abs neg sign clz population_count".split()], INTS),
     "unary, booleans": (lax.bitwise_not, B),
     "binary": (lambda a, b: [getattr(lax, n)(a, b) for n in "add sub mul div max min atan2 rem nextafter eq lt".split()], X, Y),
+    "mulhi": (lambda a, b: [lax.mulhi(*(x.astype(t) * 40503 for x in (a, b))) for t in WIDTHS], INTS, ODD),
     "binary, integers": (lambda a, b: [getattr(lax, n)(a, b) for n in "add mul rem max bitwise_xor".split()], INTS, ODD),
     "complex": (lambda a, b: [f(lax.complex(a, b)) for f in (lax.conj, lax.real, lax.imag)], X, Y),
     "select_n": (lambda p, a, b: lax.select_n(p, a, b), B, X, Y),

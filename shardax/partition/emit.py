@@ -177,7 +177,13 @@ def _while(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any
 def _cond(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
     index, *operands = shards
     branches = [lambda *operands, body=body: emitter.graph(body, operands) for body in decision.bodies]
-    return lax.switch(index, branches, *operands)
+    platforms = decision.node.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    pairs = list(zip(platforms, branches, strict=True))  # a branch for one platform may not even lower for another
+    of_platform = {name: branch for names, branch in pairs for name in names or ()}
+    default = next((branch for names, branch in pairs if names is None), None)
+    return lax.platform_dependent(*operands, default=default, **of_platform)
 
 
 def _of_dtype(shard, value: Value):

@@ -18,4 +18,11 @@ def dot_general(node: Node) -> str:
     return f"{' '.join(lhs)}, {' '.join(rhs)} -> {' '.join(result)}"
 
 
+def scaled_matmul(node: Node) -> str:
+    """The contracted dim is whole: the scales of f8 have no zero with which its padding could be masked."""
+    return "b m k!, b n k!, b m s!, b n s! -> b m n"
+
+
+register_rule("scaled_matmul", scaled_matmul)
+register_rule("scaled_matmul_wrapper", scaled_matmul)
 register_rule("dot_general", dot_general, passes=(LINEAR(0), LINEAR(1)))

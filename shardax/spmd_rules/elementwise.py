@@ -1,7 +1,11 @@
 """Elementwise primitives: each result element depends on the operands' elements at the same place."""
 
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
 from shardax.graph import Node
-from shardax.spmd_rules.registry import LINEAR, MOVES, Passes, register_rule
+from shardax.spmd_rules.registry import LINEAR, MOVES, Local, Passes, register_rule
 
 
 def same_shape(node: Node) -> str:
@@ -20,7 +24,7 @@ def same_shape(node: Node) -> str:
 _NONLINEAR = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh digamma
     eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log
-    log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or polygamma polynomial population_count pow
+    log1p log2 logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial population_count pow
     random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
 """.split()
@@ -47,6 +51,19 @@ def _div_passes(node: Node) -> tuple[Passes, ...]:
     return (LINEAR(0),) if node.outputs[0].aval.dtype.kind not in "iu" else ()
 
 
+def _mulhi_local(local: Local, a, b):
+    """By halves, (a·2ⁿ + b)(c·2ⁿ + d): XLA does not know the primitive inside a shard_map."""
+    n = a.dtype.itemsize * 4
+    unsigned = jnp.dtype(f"uint{2 * n}")
+    x, y = (lax.bitcast_convert_type(v, unsigned) for v in jnp.broadcast_arrays(a, b))
+    half, mask = np.asarray(n, unsigned), np.asarray((1 << n) - 1, unsigned)
+    crossed = (x >> half) * (y & mask) + ((x & mask) * (y & mask) >> half)
+    high = (x >> half) * (y >> half) + (crossed >> half) + (((x & mask) * (y >> half) + (crossed & mask)) >> half)
+    if a.dtype != unsigned:
+        high = high - jnp.where(a < 0, y, jnp.zeros_like(y)) - jnp.where(b < 0, x, jnp.zeros_like(x))
+    return [lax.bitcast_convert_type(high, a.dtype)]
+
+
 for _name in _NONLINEAR:
     register_rule(_name, same_shape)
 for _name in _LINEAR:
@@ -57,5 +74,6 @@ for _name in _MOVES:
     register_rule(_name, same_shape, passes=(MOVES(0),))
 register_rule("convert_element_type", same_shape, passes=_convert_passes)
 register_rule("div", same_shape, passes=_div_passes)
+register_rule("mulhi", same_shape, _mulhi_local)
 register_rule("mul", same_shape, passes=(LINEAR(0), LINEAR(1)))
 register_rule("select_n", same_shape, passes=_select_passes)
