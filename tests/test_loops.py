@@ -1,0 +1,104 @@
+"""Loops and branches: the same results as under `jax.jit`, and sums that wait until the loop is over."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from test_program import mesh_of, same
+
+import shardax as sx
+
+
+def array(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype("float32")
+
+
+def recurrent(w, start, xs):
+    """A recurrence whose weight gradient adds up over the trips."""
+
+    def trip(carry, x):
+        carry = jnp.tanh(x + carry @ w)
+        return carry, carry.sum(-1)
+
+    carry, sums = lax.scan(trip, start, xs)
+    return (carry**2).sum() + (sums**2).sum()
+
+
+def layers(weights, x, remat=lambda f: f):
+    """Stacked layers, Megatron fashion: the first product splits columns, the second rows."""
+
+    @remat
+    def layer(x, weights):
+        return x + jnp.tanh(x @ weights[0]) @ weights[1], None
+
+    return (lax.scan(layer, x, weights)[0] ** 2).sum()
+
+
+def accumulated(w, xs):
+    """Gradient accumulation over microbatches."""
+
+    def trip(total, x):
+        return total + jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w), None
+
+    return lax.scan(trip, jnp.zeros_like(w), xs)[0]
+
+
+RECURRENT = (array(6, 6), array(8, 6), array(5, 8, 6))
+ROWS = (P(), P("x"), P(None, "x"))
+STACK = ((0.2 * array(3, 6, 9), 0.2 * array(3, 9, 6)), 0.2 * array(8, 6))
+MEGATRON = ((P(None, None, "y"), P(None, "y")), P("x"))
+
+PROGRAMS = {
+    "recurrent": (jax.grad(recurrent), RECURRENT, ROWS),
+    "recurrent, uneven": (jax.grad(recurrent), (array(5, 5), array(7, 5), array(3, 7, 5)), ROWS),
+    "layers": (jax.value_and_grad(layers), STACK, MEGATRON),
+    "layers, uneven rows": (jax.value_and_grad(layers), (STACK[0], 0.2 * array(5, 6)), MEGATRON),
+    "layers, remat": (jax.grad(lambda w, x: layers(w, x, jax.checkpoint)), STACK, MEGATRON),
+    "accumulated": (accumulated, (array(6, 5), array(4, 8, 6)), (P(), P(None, "x"))),
+    "fori": (lambda x: lax.fori_loop(0, 5, lambda i, c: c * 0.5 + i, x), (array(7, 6),), (P("x", "y"),)),
+    "while": (lambda x: lax.while_loop(lambda c: (c**2).sum() < 99, lambda c: c * 1.5, x), (array(7, 6),), (P("x"),)),
+    "cond": (
+        lambda x, w: lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: 2 * x, x),
+        (array(7, 6), array(6, 6)),
+        (P("x"), P("y")),
+    ),
+    "switch": (lambda i, x: lax.switch(i, [jnp.sin, jnp.cos, lambda x: x[::-1]], x), (np.int32(2), array(7, 6)), (P(), P("x"))),
+    "nested": (
+        lambda x: lax.scan(lambda c, r: (lax.fori_loop(0, 3, lambda i, c: c + r, c), c), x[0], x)[1],
+        (array(5, 7),),
+        (P(None, "x"),),
+    ),
+    "no trips": (lambda x, xs: lax.scan(lambda c, x: (c + x, c), x, xs), (array(7), array(0, 7)), (P("x"), P())),
+    "reversed": (lambda x: lax.scan(lambda c, r: (c * 0.5 + r, c), x[0], x, reverse=True), (array(5, 7),), (P(None, "y"),)),
+    "mapped rows": (lambda x: lax.map(jnp.cumsum, x), (array(8, 6),), (P("x"),)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_same(name):
+    f, args, specs = PROGRAMS[name]
+    same(f, args, specs)
+
+
+def sent(f, args, specs):
+    """(kind, axes, trips) of every collective."""
+    found = sx.shard_jit(f, mesh=mesh_of(4, 2), in_shardings=specs).plan(*args).collectives
+    return Counter((c.kind, c.axes, c.trips) for c in found)
+
+
+def test_weight_gradient_of_a_recurrence_is_reduced_once():
+    assert sent(*PROGRAMS["recurrent"]) == {("all_reduce", ("x",), 1): 1}
+
+
+def test_accumulated_gradient_is_reduced_once():
+    assert sent(*PROGRAMS["accumulated"]) == {("all_reduce", ("x",), 1): 1}
+
+
+def test_what_a_trip_needs_settled_is_settled_once_a_trip():
+    """The residual stream is read by the next product: it cannot wait, and is not reduced again after the loop."""
+    assert sent(layers, *PROGRAMS["layers"][1:])["all_reduce", ("y",), 3] == 1
+    assert sent(*PROGRAMS["layers"])["all_reduce", ("y",), 3] == 2
