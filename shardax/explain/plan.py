@@ -1,13 +1,16 @@
 """Plan: what shardax made of a function, for people to read and for tests to assert on."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from shardax.cost.chips import Chip
 from shardax.cost.roofline import Estimate, estimate
+from shardax.explain.html import html_text
 from shardax.explain.json import json_text
 from shardax.explain.ledger import Collective, collectives, comm_bytes
 from shardax.explain.memory import Memory, memory
@@ -133,6 +136,10 @@ class Plan:
     def to_json(self) -> str:
         """All that the plan says, for other programs to read."""
         return json_text(self)
+
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Writes one HTML file that needs no network: the program, what each line costs, sortable ledgers."""
+        Path(path).write_text(html_text(self), encoding="utf-8")
 
     def source(self) -> str:
         """The local program as Python. Executed with `source_objects`, it defines `program`, of the mesh.
