@@ -82,3 +82,8 @@ def test_high_words_of_products():
 
 def test_positions_of_sorted_values():
     same(lambda x, y: jnp.searchsorted(jnp.sort(x), y), [ones(5), ones(9)], (P("x"), P("y")))
+
+
+def test_scatter_of_one_place_into_a_slice():
+    f = lambda x: x.at[:, jnp.array([2])].multiply(7, unique_indices=True)  # noqa: E731
+    same(f, [np.arange(125, dtype="uint16")[None]], P(None, "x"))
