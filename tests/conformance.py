@@ -5,8 +5,10 @@
     equal       every result is as the unsharded function gives it: integers equal, floats within reassociation error
     wrong       some result is not
     refused     shard_jit raised
-    replicated  of the equal ones: a primitive had no rule, or an operand of one was gathered
+    replicated  a primitive had no rule, or one that wants an operand whole on every device
     sent        bytes that one device sends, all cases together
+
+The last line names those primitives, which need not be the one that a case is about, each with the bytes that it gathered.
 
 Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn
 from its name, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one, unoptimized.
@@ -24,7 +26,7 @@ import time
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -56,7 +58,7 @@ class Outcome:
     primitive: str
     case: str
     verdict: str
-    replicated: bool = False
+    gathered: tuple[tuple[str, int], ...] = ()
     sent: int = 0
     note: str = ""
 
@@ -176,14 +178,15 @@ def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Node]) 
     pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
     different = [f"result {i}: {words}" for i, (w, g) in enumerate(pairs) if (words := _difference(w, g))]
     sends = _sends(name, plan)
-    gathered = [c for c in sends if c.kind == "all_gather" and _of_primitive(c.reason)]
-    ruleless = [f"{n.name} has no rule" for n in nodes if not n.bodies and n.name not in RULES and _scope(name) in str(n.scope)]
-    note = "; ".join(different[:1] or dict.fromkeys([*map(str, gathered), *ruleless]))
-    return _outcome(name, "wrong" if different else "equal", bool(gathered or ruleless), comm_bytes(sends), note)
+    gathers = [(wants, c) for c in sends if c.kind == "all_gather" and (wants := _wants_whole(c.reason))]
+    ruleless = [n.name for n in nodes if not n.bodies and n.name not in RULES and _scope(name) in str(n.scope)]
+    note = "; ".join(different[:1] or dict.fromkeys([*(str(c) for _, c in gathers), *ruleless]))
+    gathered = (*((wants, c.total) for wants, c in gathers), *((f"{primitive} (no rule)", 0) for primitive in ruleless))
+    return _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(sends), note)
 
 
-def _outcome(name: str, verdict: str, replicated: bool = False, sent: int = 0, note: str = "") -> Outcome:
-    return Outcome(cases()[name].group_name, name, verdict, replicated, sent, note)
+def _outcome(name: str, verdict: str, gathered: tuple[tuple[str, int], ...] = (), sent: int = 0, note: str = "") -> Outcome:
+    return Outcome(cases()[name].group_name, name, verdict, gathered, sent, note)
 
 
 def _sends(name: str, plan: Any) -> tuple[Any, ...]:
@@ -194,10 +197,10 @@ def _sends(name: str, plan: Any) -> tuple[Any, ...]:
     return collectives(_jax.with_eqns(body, own), plan.mesh.shape)
 
 
-def _of_primitive(reason: str) -> bool:
-    """Whether an operand is gathered because a primitive wants it so; annotations and results want it, too."""
-    found = re.match(r"([\w-]+) in ", reason)
-    return bool(found) and found[1] not in ("result", "annotate")
+def _wants_whole(reason: str) -> str:
+    """The primitive that wants an operand whole, if it is not an annotation or a result that asks for it."""
+    found = re.fullmatch(r"([\w-]+) in P\((?:None(?:, )?)*\)", reason)
+    return found[1] if found and found[1] not in ("result", "annotate") else ""
 
 
 def _difference(wanted: Any, got: Any) -> str:
@@ -221,11 +224,11 @@ def _difference(wanted: Any, got: Any) -> str:
     return f"{np.sum(~close)} of {close.size} differ, at {at} {other[at]}, not {one[at]}"
 
 
-def table(outcomes: Iterable[Outcome]) -> str:
+def table(outcomes: Sequence[Outcome]) -> str:
     groups: dict[str, Counter[str]] = defaultdict(Counter)
     for o in outcomes:
         for name in (o.primitive, "all"):
-            groups[name] += Counter({"cases": 1, o.verdict: 1, "replicated": int(o.replicated)})
+            groups[name] += Counter({"cases": 1, o.verdict: 1, "replicated": int(bool(o.gathered))})
             groups[name]["sent"] += o.sent
     columns = ("cases", "equal", "wrong", "refused", "skipped", "replicated", "sent")
     head = "".join(f"{c:>12}" for c in columns)
@@ -233,7 +236,15 @@ def table(outcomes: Iterable[Outcome]) -> str:
         f"{name:28}" + "".join(f"{groups[name][c]:>12,}" for c in columns)
         for name in sorted(groups, key=lambda n: (n == "all", n))
     ]
-    return "\n".join([" " * 28 + head, *rows])
+    return "\n".join([" " * 28 + head, *rows, "", _replicated(outcomes)])
+
+
+def _replicated(outcomes: Sequence[Outcome]) -> str:
+    counts, nbytes = Counter(), Counter()
+    for primitive, sent in (pair for o in outcomes for pair in dict(o.gathered).items()):
+        counts[primitive] += 1
+        nbytes[primitive] += sent
+    return "replicated by " + ", ".join(f"{p} ({n} cases, {nbytes[p]:,} B)" for p, n in counts.most_common())
 
 
 def main(words: Sequence[str]) -> int:
