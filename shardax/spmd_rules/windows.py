@@ -51,6 +51,15 @@ class _Slide:
         place = first * self.stride - self.low
         return -(-place // self.holes), (place + self.width(end - first) - 1) // self.holes + 1
 
+    def reaching(self, first, end):
+        """The results that see any of the rows from `first` to before `end`."""
+        return -(-(first + self.low - self.size + 1) // self.stride), (end - 1 + self.low) // self.stride + 1
+
+    def seen(self, first, end):
+        """All rows that those results see."""
+        first, end = self.reaching(first, end)
+        return first * self.stride - self.low, (end - 1) * self.stride - self.low + self.size
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -322,14 +331,11 @@ class _Scattered:
 def _scattered(local: Local) -> Iterator[_Scattered]:
     for d, slide in enumerate(_slides(local.node)):
         if local.results[0].dims[d] and not slide.still:
-            block, last = local.out_shape()[d], slide.size - 1
-            first = lambda q, s=slide, last=last: -(-(q + s.low - last) // s.stride)  # noqa: E731
-            end = lambda e, s=slide: (e - 1 + s.low) // s.stride + 1  # noqa: E731
-            count = (block + last - 1) // slide.stride + 1
-            windows = wanted(local, 0, d, (0, d), lambda q, e, a=first, b=end: (a(q), b(e)), count)
+            block = local.out_shape()[d]
+            count = (block + slide.size - 2) // slide.stride + 1
+            windows = wanted(local, 0, d, (0, d), slide.reaching, count)
+            seen = wanted(local, 1, d, (0, d), slide.seen, slide.width(count))
             starts = np.array(windows.firsts) * slide.stride - slide.low
-            span = lambda q, e, s=slide, a=first, b=end: (a(q) * s.stride - s.low, b(e) * s.stride - s.low + s.size - s.stride)  # noqa: E731
-            seen = wanted(local, 1, d, (0, d), span, slide.width(count))
             yield _Scattered(windows, seen, (np.arange(len(starts)) * block - starts).tolist())
 
 
