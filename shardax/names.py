@@ -22,6 +22,7 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
     A count stands for the one run of neighbouring axes of the mesh in context that has so many devices; where there is none,
     or more than one, ValueError.
 
+    >>> import jax
     >>> mesh = jax.make_mesh((1,), ("x",))
     >>> with jax.set_mesh(mesh):
     ...     split(jax.numpy.zeros((8, 4)), -1, "x").sharding.spec == PartitionSpec(None, "x")
