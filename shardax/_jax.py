@@ -10,7 +10,7 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
-from jax._src import api_util, core, effects, source_info_util, traceback_util, tree_util, util
+from jax._src import api_util, core, effects, pjit, source_info_util, traceback_util, tree_util, util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
@@ -20,6 +20,7 @@ from jaxlib.mlir.dialects import sdy
 
 Literal = core.Literal
 optimization_barrier_p = jax.lax.optimization_barrier_p
+sharding_constraint_p = pjit.sharding_constraint_p  # what with_sharding_constraint binds
 EMPTY_NAME_STACK = source_info_util.NameStack()
 
 

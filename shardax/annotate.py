@@ -107,7 +107,8 @@ def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: M
 
 
 def _check_same_devices(sharding: NamedSharding, mesh: Mesh | AbstractMesh, what: str) -> None:
-    if sharding.mesh.shape == mesh.shape and _devices(sharding.mesh) in (None, _devices(mesh)) or _devices(mesh) is None:
+    known = _devices(sharding.mesh), _devices(mesh)
+    if sharding.mesh.shape == mesh.shape and (None in known or known[0] == known[1]):
         return
     raise ValueError(
         f"{what} is given a NamedSharding on the mesh ({describe(sharding.mesh)}) of devices {_ids(sharding.mesh)}, but the "

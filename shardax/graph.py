@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding
 
 from shardax import _jax, static_updates
 from shardax.annotate import annotate_p
@@ -152,6 +153,21 @@ def _call(get_jaxpr: Callable[[Any], Any]):
     return lambda inliner, eqn, inputs: inliner.call(eqn, get_jaxpr(eqn), inputs)
 
 
+def _jit(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """A jit inside: its shardings, where it has any, are annotations."""
+    inputs = _constrained(inliner, eqn, inputs, eqn.params["in_shardings"])
+    return _constrained(inliner, eqn, inliner.call(eqn, eqn.params["jaxpr"], inputs), eqn.params["out_shardings"])
+
+
+def _constrained(inliner: _Inliner, eqn, values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
+    def constrain(value: Value, sharding) -> Value:
+        if not isinstance(sharding, NamedSharding):
+            return value
+        return inliner.append(eqn, _jax.sharding_constraint_p, {"sharding": sharding}, [value], [Value(value.aval)])[0]
+
+    return [constrain(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
+
+
 def _remat(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """remat2: inlined behind an optimization barrier when it recomputes, or XLA shares the work with the forward pass."""
     if eqn.params["differentiated"] and eqn.params["prevent_cse"] is not False:
@@ -256,9 +272,9 @@ _CALLS = {
     "custom_vmap_call": _param("call"),
     "dynamic_update_slice": _update(lambda eqn, place: [int(x) for x in place], 2, None),
     "eval_jaxpr": _param("call_jaxpr"),
-    "jit": _param("jaxpr"),
+    "jit": _jit,
     "linear_call": _call(lambda eqn: eqn.params["callee"]),
-    "pjit": _param("jaxpr"),
+    "pjit": _jit,
     "remat2": _remat,
     "scatter": _update(_scatter_starts, 1, 2),
     "scatter-add": _update(_scatter_starts, 1, 2),

@@ -91,6 +91,7 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
     phases: dict[str, float] = {}
     with _timed(phases, "graph"):
         program = graph.from_jaxpr(_jax.dce(jaxpr))
+        annotations.check_meshes(program.walk(), sizes)
     with _timed(phases, "completion"):
         completion = complete(program, in_shardings, sizes)
     with _timed(phases, "choice"):

@@ -195,3 +195,17 @@ class TestOwnErrors:
 
     def names(self, caught) -> list[str]:
         return [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+
+
+@pytest.mark.parametrize("shape, names", [((2, 4), ("x", "y")), ((8,), ("z",))])
+def test_constraint_on_another_mesh(shape, names):
+    other = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+    constrained = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(other, P(names[0])))  # noqa: E731
+    text = message(sx.shard_jit(constrained, mesh=MESH), W)
+    assert "test_errors.py" in text and "program's mesh is (x=4, y=2)" in text and "several meshes" in text
+
+
+def test_annotation_on_another_mesh():
+    other = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    text = message(sx.shard_jit(lambda x: sx.annotate(x, NamedSharding(other, P("x"))), mesh=MESH), W)
+    assert "(x=2, y=4)" in text and "(x=4, y=2)" in text

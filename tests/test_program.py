@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
@@ -87,3 +87,11 @@ def test_positions_of_sorted_values():
 def test_scatter_of_one_place_into_a_slice():
     f = lambda x: x.at[:, jnp.array([2])].multiply(7, unique_indices=True)  # noqa: E731
     same(f, [np.arange(125, dtype="uint16")[None]], P(None, "x"))
+
+
+def test_shardings_of_a_jit_inside_are_annotations():
+    mesh = mesh_of(4, 2)
+    inner = jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("x", "y")), out_shardings=NamedSharding(mesh, P("y", "x")))
+    plan = sx.shard_jit(lambda x: inner(x + 1), mesh=mesh).plan(ones(16, 8))
+    assert (plan.in_shardings[0].spec, plan.out_shardings.spec) == (P("x", "y"), P("y", "x"))
+    same(lambda x: inner(x + 1), [ones(16, 8)])
