@@ -46,8 +46,8 @@ def check_meshes(nodes: Iterable[Node], sizes: AxisSizes) -> None:
         if sharding is not None and any(map(entry_axes, sharding.spec)) and dict(sharding.mesh.shape) != dict(sizes):
             theirs, ours = (", ".join(f"{a}={n}" for a, n in shape.items()) for shape in (sharding.mesh.shape, sizes))
             raise ValueError(
-                f"{_NAMES.get(node.name)} at {node.line or 'an unknown line'} asks for {sharding.spec} on the mesh ({theirs}), but "
-                f"the program's mesh is ({ours}): name axes of that mesh. Programs on several meshes are not supported yet"
+                f"{_NAMES[node.name]} at {node.line or 'an unknown line'} asks for {sharding.spec} on the mesh ({theirs}), "
+                f"but the program's mesh is ({ours}): name axes of that mesh. Programs on several meshes are not supported yet"
             )
 
 
