@@ -31,8 +31,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardax import spmd_rules  # noqa: F401  (registers the built-in rules)
 from shardax.graph import Graph, Node, from_jaxpr
+from shardax.reshard import identity
 from shardax.sharding import Layout, round_up, shard_count
-from shardax.spmd_rules.localize import Splits, fits, identity, reduced_pending, run_local, tensor_layout
+from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split
 from shardax.spmd_rules.rule import KEEP, REDUCTIONS, WHOLE, Factors
 

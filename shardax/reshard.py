@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
@@ -541,7 +542,7 @@ def _run_slice(x, step, shape, sizes):
 def _run_owe(x, step, shape, sizes):
     kinds = dict(step.layout.pending)
     for axis in step.axes:
-        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, _identity(kinds[axis], x.dtype)))
+        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, identity(kinds[axis], x.dtype)))
     return x
 
 
@@ -590,15 +591,21 @@ RUN: dict[str, Callable] = {
 REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 
 
-def _identity(kind: str, dtype):
+def identity(kind: str, dtype) -> Any:
+    """What leaves a reduction of this kind unchanged: 0, the least, or the greatest value of the dtype.
+
+    >>> float(identity("max", "float32"))
+    -inf
+    """
+    dtype = np.dtype(dtype)
     if kind == "sum":
-        return 0
-    if dtype == jnp.bool_:
-        return kind == "min"
-    info = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
-    if kind == "max":
-        return info.min if info else -jnp.inf
-    return info.max if info else jnp.inf
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(kind == "min")
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return np.asarray(info.min if kind == "max" else info.max, dtype)
+    return np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype)
 
 
 def _pad_whole_dim(x, step):

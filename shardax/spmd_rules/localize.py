@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax import lax
 
+from shardax.reshard import identity
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, shard_count
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import DimFactors, Factors, TensorFactors
@@ -103,20 +103,3 @@ def _mask_reduced(local: Local, factors: Factors, i: int, shard):
         if kind:
             shard = local.mask(i, shard, identity(kind, shard.dtype), [d])
     return shard
-
-
-def identity(kind: str, dtype) -> Any:
-    """What leaves a reduction of this kind unchanged: 0, the least, or the greatest value of the dtype.
-
-    >>> float(identity("max", "float32"))
-    -inf
-    """
-    dtype = np.dtype(dtype)
-    if kind == "sum":
-        return np.zeros((), dtype)
-    if dtype == np.bool_:
-        return np.asarray(kind == "min")
-    if np.issubdtype(dtype, np.integer):
-        info = np.iinfo(dtype)
-        return np.asarray(info.min if kind == "max" else info.max, dtype)
-    return np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype)

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from shardax.graph import Node
+from shardax.reshard import identity
 from shardax.sharding import Axes
-from shardax.spmd_rules.localize import identity
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 

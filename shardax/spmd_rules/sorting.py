@@ -6,7 +6,7 @@ from functools import partial
 from jax import lax
 
 from shardax.graph import Node
-from shardax.spmd_rules.localize import identity
+from shardax.reshard import identity
 from shardax.spmd_rules.registry import Local, register_rule
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from shardax.graph import Node
+from shardax.reshard import identity
 from shardax.spmd_rules.halo import Wanted, halo_sends, slice_by_device, take, wanted, wanted_with, window_of
-from shardax.spmd_rules.localize import identity
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 
