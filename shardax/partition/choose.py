@@ -65,8 +65,8 @@ class Chooser:
         factors = self.completion.factors.get(node) or entry.factors(node)
         best = self.best(node, entry, factors)
         moves = tuple(self.move(v, t) for v, t in zip(node.inputs, best.operands, strict=True))
-        local = Local(node, best.operands, best.results, best.splits, self.sizes)
-        return Decision(node, moves, local, factors, entry, self.store_results(node, best.results))
+        settled = self.store_results(node, best.results)
+        return Decision(moves, best.operands, best.results, best.splits, factors, entry, settled)
 
     # What is where
 

@@ -1,10 +1,11 @@
 """Decisions: what `choose` found and `emit` carries out, as plain data."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardax.graph import Graph, Node
-from shardax.sharding import Layout
-from shardax.spmd_rules.registry import Entry, Local
+from shardax.sharding import AxisSizes, Layout
+from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors
 
 
@@ -18,22 +19,32 @@ class Move:
 
 @dataclass(eq=False, slots=True)
 class Decision:
-    """How one node runs: its operands' moves, its layouts and splits, results settled at once, and its bodies' decisions."""
+    """How a node runs: its operands' moves, its layouts and splits, results settled at once, and its bodies' decisions.
 
-    node: Node
+    It does not name the node: nodes that are alike in everything that matters share one.
+    """
+
     moves: tuple[Move, ...]
-    local: Local
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    splits: Mapping[str, Split] = field(default_factory=dict)
     factors: Factors | None = None
     entry: Entry | None = None
     settled: dict[int, Layout] = field(default_factory=dict)
     bodies: tuple["Decisions", ...] = ()
 
+    def local(self, node: Node, sizes: AxisSizes) -> Local:
+        return Local(node, self.operands, self.results, self.splits, sizes)
+
 
 @dataclass(eq=False, slots=True)
 class Decisions:
-    """How a graph runs: the layouts of its inputs, a decision for each node, the moves of its outputs."""
+    """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its outputs."""
 
     graph: Graph
     inputs: tuple[Layout, ...]
     steps: list[Decision]
     outputs: tuple[Move, ...]
+
+    def pairs(self) -> Iterable[tuple[Node, Decision]]:
+        return zip(self.graph.nodes, self.steps, strict=True)

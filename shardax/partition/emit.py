@@ -43,9 +43,9 @@ class _Emitter:
     def steps(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
-        for decision in decisions.steps:
-            with _user_context(decision.node, self.stack):
-                self.node(decision)
+        for node, decision in decisions.pairs():
+            with _user_context(node, self.stack):
+                self.node(node, decision)
         return [self.output(value, move) for value, move in zip(decisions.graph.outputs, decisions.outputs, strict=True)]
 
     def output(self, value: Value, move: Move):
@@ -56,27 +56,26 @@ class _Emitter:
         with _user_context(maker, self.stack):
             return self.read(value, move, maker if annotations.of_node(maker) else None)
 
-    def node(self, decision: Decision) -> None:
-        node = decision.node
+    def node(self, node: Node, decision: Decision) -> None:
         shards = [self.read(v, move, node) for v, move in zip(node.inputs, decision.moves, strict=True)]
         if node.bodies:
-            results = _STRUCTURED[node.name](self, decision, shards)
+            results = _STRUCTURED[node.name](self, node, decision, shards)
         else:
             assert decision.entry and decision.factors
-            results = run_local(decision.entry, decision.local, decision.factors, shards)
-        for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.local.results, results, strict=True)):
+            results = run_local(decision.entry, decision.local(node, self.sizes), decision.factors, shards)
+        for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.results, results, strict=True)):
             self.env[value] = {**(self.env.get(node.inputs[0], {}) if annotations.of_node(node) else {}), layout: shard}
             self.makers[value] = node
             if layout.pending:
-                self.debtors[value] = self.debtor(decision, i)
+                self.debtors[value] = self.debtor(node, decision, i)
             if i in decision.settled:
                 self.read(value, Move(layout, decision.settled[i]), node)
 
-    def debtor(self, decision: Decision, i: int) -> Node:
+    def debtor(self, node: Node, decision: Decision, i: int) -> Node:
         """Where what result i owes arose: in an operand that came in pending, in a loop's body, else here."""
-        owing = [v for v, move in zip(decision.node.inputs, decision.moves, strict=True) if move.target.pending]
+        owing = [v for v, move in zip(node.inputs, decision.moves, strict=True) if move.target.pending]
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
-        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), decision.node)
+        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), node)
 
     def read(self, value: Value, move: Move, reader: Node | None):
         """The shard of a value in the layout of `move`, resharded if it is not there yet. Results have no reader."""
@@ -146,8 +145,8 @@ def _user_context(node: Node, stack):
         yield
 
 
-def _scan(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
-    params = decision.node.params
+def _scan(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
+    params = node.params
     consts, carries = _jax.scan_counts(params)
     (body,) = decision.bodies
 
@@ -161,8 +160,8 @@ def _scan(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]
     return [*carry, *ys]
 
 
-def _while(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
-    params = decision.node.params
+def _while(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
+    params = node.params
     cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
     cond, body = decision.bodies
     start = cond_consts + body_consts
@@ -174,10 +173,10 @@ def _while(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any
     )
 
 
-def _cond(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
+def _cond(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
     index, *operands = shards
     branches = [lambda *operands, body=body: emitter.graph(body, operands) for body in decision.bodies]
-    platforms = decision.node.params.get("branches_platforms")
+    platforms = node.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)
     pairs = list(zip(platforms, branches, strict=True))  # a branch for one platform may not even lower for another
@@ -191,7 +190,7 @@ def _of_dtype(shard, value: Value):
     return shard if not isinstance(shard, np.ndarray) else lax.convert_element_type(shard, value.aval.dtype)
 
 
-def _island(emitter: _Emitter, decision: Decision, shards: list[Any]) -> list[Any]:
+def _island(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
     return emitter.graph(decision.bodies[0], shards)
 
 

@@ -7,7 +7,6 @@ from shardax import _jax
 from shardax.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Layout, Sharding, from_spec, whole
-from shardax.spmd_rules.registry import Local
 
 if TYPE_CHECKING:
     from shardax.partition.choose import Chooser
@@ -129,8 +128,7 @@ def _pairs(outer: Sequence[Value], inner: Sequence[Value], start: int):
 
 def _decision(chooser: "Chooser", node: Node, operands, results, bodies: tuple[Decisions, ...]) -> Decision:
     moves = tuple(chooser.move(v, t) for v, t in zip(node.inputs, operands, strict=True))
-    local = Local(node, tuple(operands), tuple(results), {}, chooser.sizes)
-    return Decision(node, moves, local, settled=chooser.store_results(node, results), bodies=bodies)
+    return Decision(moves, tuple(operands), tuple(results), settled=chooser.store_results(node, results), bodies=bodies)
 
 
 _CHOICES = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}
