@@ -194,6 +194,20 @@ def _sdy_mesh(mesh) -> str:
     return "#sdy.mesh<[" + ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items()) + "]>"
 
 
+def with_cache_miss(jitted, miss) -> Any:
+    """A jax.jit function whose C++ calls `miss` where its cache has nothing for a call, and nothing of ours where it has."""
+    kind: Any = type(jitted)
+    twin = kind.__new__(kind)
+    twin.__setstate__({**jitted.__getstate__(), "cache_miss": miss})
+    twin.__dict__.update(jitted.__dict__)
+    return twin
+
+
+def cache_miss(jitted) -> Any:
+    """What the C++ of a jax.jit function calls where its cache has nothing: gives results, and what is to be cached."""
+    return jitted.__getstate__()["cache_miss"]
+
+
 def primitive_cases() -> list[Any]:
     """JAX's own test cases of primitives, those that it can run on CPUs. Importing them reads JAX's flags."""
     from jax._src.internal_test_util import test_harnesses

@@ -3,9 +3,9 @@
 import functools
 import inspect
 import time
-import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import jax
@@ -71,59 +71,48 @@ def shard_jit(
     static = _jax.infer_names(fun, static_argnums, static_argnames)
     donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
     wanted = mesh or _mesh_of(in_shardings) or _mesh_of(out_shardings)
-    return ShardJit(_Function(fun, wanted, in_shardings, out_shardings, static, donated, tuple(transforms), options))
+    function = _Function(fun, wanted, in_shardings, out_shardings, static, donated, tuple(transforms), options)
+    return _Stages(function).attached()
 
 
-class ShardJit:
-    """What `shard_jit` returns: called as the function is.
+class _Stages:
+    """What `shard_jit` returns can do besides being called: its methods.
 
     `plan`, `lower`, `trace` and `eval_shape` take the arguments of a call, which may be `jax.ShapeDtypeStruct`s.
-    `__wrapped__` is the function itself.
     """
 
     def __init__(self, function: "_Function"):
-        functools.update_wrapper(self, function.fun)
         self._function = function
         self._jits: dict[Any, Any] = {}  # by the mesh that was found on the arguments; under None, where none had to be
-        self._use(self._on(None))
 
-    def __call__(self, *args, **kwargs):
-        while True:
-            try:
-                return self._call(*args, **kwargs)
-            except Exception as error:
-                try:
-                    self._recover(error, args, kwargs)
-                except Exception as better:
-                    _jax.hide_frames(better)
-                    raise  # alone, it adds no frame of ours
-
-    def __get__(self, instance, owner=None):
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __repr__(self):
-        return f"shard_jit({self._function.name})"
+    def attached(self):
+        """`jax.jit`'s own C++ function, so that a call costs what `jax.jit`'s does, with these methods in place of its own."""
+        call = self._function.guarded(_jax.with_cache_miss(self._on(None), self._miss))
+        functools.update_wrapper(call, self._function.fun)
+        for method in (self.clear_cache, self.eval_shape, self.lower, self.plan, self.trace):
+            setattr(call, method.__name__, method)
+        return call
 
     @_jax.boundary
-    def trace(self, *args, **kwargs) -> jax.stages.Traced:
+    def trace(self, /, *args, **kwargs) -> jax.stages.Traced:
         """The program before it is partitioned, as `jax.jit(fun).trace`."""
-        return self._stage("trace", args, kwargs)
+        return self._stage(attrgetter("trace"), args, kwargs)
 
     @_jax.boundary
-    def lower(self, *args, **kwargs) -> jax.stages.Lowered:
+    def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
         """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it."""
-        return self._stage("lower", args, kwargs)
+        return self._stage(attrgetter("lower"), args, kwargs)
 
     @_jax.boundary
-    def eval_shape(self, *args, **kwargs):
+    def eval_shape(self, /, *args, **kwargs):
         """The shapes and dtypes of the results."""
-        return self._stage("eval_shape", args, kwargs)
+        return self._stage(attrgetter("eval_shape"), args, kwargs)
 
     @_jax.boundary
-    def plan(self, *args, **kwargs):
+    def plan(self, /, *args, **kwargs):
         """What the partitioned program does, why, and what it costs; needs no devices. See `shardax.explain.plan.Plan`."""
         start = time.perf_counter()
-        traced = self._stage("trace", args, kwargs)
+        traced = self._stage(attrgetter("trace"), args, kwargs)
         phases = {"trace": time.perf_counter() - start}
         leaves = [x for _, x in self._function.named_leaves(args, kwargs)]
         mesh = self._function.known_mesh() or _mesh_of((args, kwargs))
@@ -134,32 +123,25 @@ class ShardJit:
         for jitted in self._jits.values():
             jitted.clear_cache()
 
-    def _stage(self, name: str, args, kwargs):
+    @_jax.boundary
+    def _miss(self, /, *args, **kwargs):
+        """A call whose like has not been compiled. All that is ours happens here, the following calls are `jax.jit`'s."""
+        self._function.check_devices(args, kwargs)
+        return self._stage(_jax.cache_miss, args, kwargs)
+
+    def _stage(self, stage_of: Callable[[Any], Callable[..., Any]], args, kwargs):
         try:
-            return getattr(self._jit_for(args, kwargs), name)(*args, **kwargs)
+            return stage_of(self._jit_for(args, kwargs))(*args, **kwargs)
         except Exception as error:
             self._function.explain(error, args, kwargs)
 
-    def _use(self, jitted) -> None:
-        self._jitted = jitted
-        self._call = self._function.guarded(jitted)
+    def _jit_for(self, args, kwargs):
+        return self._on(None if self._function.known_mesh() else _mesh_of((args, kwargs)))
 
     def _on(self, mesh: Mesh | AbstractMesh | None):
         if mesh not in self._jits:
             self._jits[mesh] = self._function.jitted(mesh)
         return self._jits[mesh]
-
-    def _jit_for(self, args, kwargs):
-        if self._function.known_mesh():
-            return self._on(None)
-        return self._on(_mesh_of((args, kwargs)))
-
-    def _recover(self, error: Exception, args, kwargs):
-        """Where the arguments lie on a mesh that was not known, the call is worth repeating; otherwise raises what is wrong."""
-        jitted = self._jit_for(args, kwargs)
-        if jitted is self._jitted:
-            self._function.explain(error, args, kwargs)
-        self._use(jitted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,15 +220,15 @@ class _Function:
         return traced.out_tree.unflatten(outs)
 
     def guarded(self, jitted):
-        """What a call runs: the jitted function itself, unless something must be checked each time."""
-        if isinstance(self.mesh, AbstractMesh):
-            return _before(jitted, self._check_devices)
+        """What a call runs: the jitted function itself, unless something that Python does not see there must be checked."""
+        if any(self.static):
+            jitted = _otherwise(jitted, self.explain)
         if any(self.donated) and _jax.DONATING_TWICE_CRASHES:
-            return _before(jitted, self._check_donated)
+            jitted = _before(jitted, self._check_donated)
         return jitted
 
-    def _check_devices(self, args, kwargs) -> None:
-        if _jax.is_eager((args, kwargs)):
+    def check_devices(self, args, kwargs) -> None:
+        if isinstance(self.mesh, AbstractMesh) and _jax.is_eager((args, kwargs)):
             raise ValueError(
                 "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a jax.sharding.Mesh"
             )
@@ -350,13 +332,26 @@ class _Function:
         return named
 
 
-def _before(jitted, check):
-    @functools.wraps(jitted)
-    def call(*args, **kwargs):
+def _before(call, check):
+    @_jax.boundary
+    def checked(*args, **kwargs):
         check(args, kwargs)
-        return jitted(*args, **kwargs)
+        return call(*args, **kwargs)
 
-    return call
+    return checked
+
+
+def _otherwise(call, explain):
+    """An argument that cannot be hashed fails before a miss."""
+
+    @_jax.boundary
+    def explained(*args, **kwargs):
+        try:
+            return call(*args, **kwargs)
+        except ValueError as error:
+            explain(error, args, kwargs)
+
+    return explained
 
 
 def _marks(tree, donated: bool):

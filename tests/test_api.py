@@ -1,6 +1,7 @@
 """Every form of shard_jit's signature, every way to a mesh, every kind of argument, against the plain function."""
 
 import functools
+import sys
 from typing import NamedTuple
 
 import jax
@@ -314,11 +315,23 @@ class TestReturned:
             jax.monitoring.clear_event_listeners()
         assert not events
 
+    @pytest.mark.parametrize("given", [{"mesh": AUTO, "in_shardings": P("x")}, {"mesh": AUTO}, {}])
+    def test_calls_after_the_first_run_no_python(self, given):
+        jitted, x = sx.shard_jit(lambda x: 2 * x, **given), on(AUTO, A, "x")
+        jitted(x)
+        ran = []
+        sys.setprofile(lambda frame, event, arg: ran.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            jitted(x)
+        finally:
+            sys.setprofile(None)
+        assert not ran
+
     def test_another_sharding_compiles_once(self):
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)
         for spec in ("x", "y", "x", "y"):
             jitted(on(AUTO, A, spec))
-        assert jitted._jitted._cache_size() == 2
+        assert jitted._cache_size() == 2
 
     def test_clear_cache(self):
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)
