@@ -1,4 +1,4 @@
-"""GPT-2 in Flax linen, written for one device: nothing here knows of meshes (Radford et al. 2019).
+"""GPT-2 in Flax linen, written for one device: nothing but `program` knows of meshes (Radford et al. 2019).
 
 Shape suffixes: B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H hidden, V vocabulary.
 """
@@ -143,3 +143,13 @@ def loss(config: Config, params, text_BS: Array, dropout_key: Array | None = Non
     """The mean cross entropy, in nats, of each token given those before it. `text_BS` holds one token more than is read."""
     logits_BSV = logits(config, params, text_BS[:, :-1], dropout_key)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BSV, text_BS[:, 1:]).mean()
+
+
+def program(mesh, size: str = "gpt2", batch: int = 64, seq: int = 1024):
+    """Its train step on a mesh with axes of data, fsdp and model, for `python -m shardax.explain models.gpt2`."""
+    from models import job, options, trainers  # which stand on this file
+
+    if size not in SIZES:
+        raise ValueError(f"size={size!r}: there are {', '.join(SIZES)}")
+    made = job.make_job(options.parse([f"--size={size}", f"--batch={batch}", f"--seq={seq}"]))
+    return trainers.sharded_step(made, mesh), (made.state, made.batch)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -13,8 +14,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax import _jax, transform
 from shardax.annotate import describe, flatten
+from shardax.explain.lines import line_text
 from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options
+from shardax.program import Program
 from shardax.sharding import Sharding, from_spec
 from shardax.trace import Request, abstract_mesh, auto_mesh, is_explicit, trace
 
@@ -100,8 +103,11 @@ class _Stages:
 
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
-        """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it."""
-        return self._stage(attrgetter("lower"), args, kwargs)
+        """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it. Both add to its plan's phases."""
+        lowered = self._stage(attrgetter("lower"), args, kwargs)
+        eqn, mesh, leaves = self._traced(self._stage(attrgetter("trace"), args, kwargs), args, kwargs)
+        phases = _built(eqn, mesh, leaves).phases
+        return _jax.TimedLowered(lowered, lambda seconds: phases.update(XLA=seconds))
 
     @_jax.boundary
     def eval_shape(self, /, *args, **kwargs):
@@ -114,9 +120,9 @@ class _Stages:
         start = time.perf_counter()
         traced = self._stage(attrgetter("trace"), args, kwargs)
         phases = {"trace": time.perf_counter() - start}
-        leaves = [x for _, x in self._function.named_leaves(args, kwargs)]
-        mesh = self._function.known_mesh() or _mesh_of((args, kwargs))
-        return _plan(traced, mesh, leaves, self._function.dynamic_names(len(args)), phases)
+        eqn, mesh, leaves = self._traced(traced, args, kwargs)
+        plan = _plan(traced, eqn, mesh, leaves, self._function.dynamic_names(len(args)), phases)
+        return replace(plan, program=self._function.place)
 
     def clear_cache(self) -> None:
         """Forgets the compiled programs."""
@@ -134,6 +140,13 @@ class _Stages:
             return stage_of(self._jit_for(args, kwargs))(*args, **kwargs)
         except Exception as error:
             self._function.explain(error, args, kwargs)
+
+    def _traced(self, traced: jax.stages.Traced, args, kwargs) -> tuple[Any, Mesh | AbstractMesh, list[Any]]:
+        """The equation of the traced program, its mesh, and the leaves of the arguments."""
+        eqn = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p)
+        mesh = self._function.known_mesh() or _mesh_of((args, kwargs))
+        assert mesh is not None
+        return eqn, mesh, [x for _, x in self._function.named_leaves(args, kwargs)]
 
     def _jit_for(self, args, kwargs):
         return self._on(None if self._function.known_mesh() else _mesh_of((args, kwargs)))
@@ -160,6 +173,16 @@ class _Function:
     @property
     def name(self) -> str:
         return getattr(self.fun, "__name__", "a function")
+
+    @property
+    def place(self) -> str:
+        """ "train_step at models/steps.py:34"; the name alone of what has no Python code."""
+        fun = self.fun
+        while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
+            fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
+        code = getattr(fun, "__code__", getattr(type(fun).__call__, "__code__", None))
+        name = getattr(fun, "__name__", type(fun).__name__)
+        return f"{name} at {line_text(f'{code.co_filename}:{code.co_firstlineno}')}" if code else name
 
     def jitted(self, found: Mesh | AbstractMesh | None):
         """The jax.jit of it. `found` is the mesh of the arguments, where nothing else gives one."""
@@ -395,27 +418,30 @@ def _type(x) -> Sharding | None:
     return from_spec(sharding.spec, len(sharding.spec))
 
 
+def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Program:
+    """The program of the equation of a traced function, for arguments that are committed or not."""
+    jaxpr = eqn.params["jaxpr"]
+    given = (*(_committed(x, mesh) for x in leaves), *[None] * (len(jaxpr.in_avals) - len(leaves)))
+    return transform.build(jaxpr, given, mesh, eqn.params["options"])
+
+
 def _plan(
-    traced: jax.stages.Traced, mesh: Any, leaves: Sequence[Any], names: tuple[str, ...], phases: dict[str, float]
+    traced: jax.stages.Traced, eqn, mesh: Any, leaves: Sequence[Any], names: tuple[str, ...], phases: dict[str, float]
 ) -> Plan:
-    eqn = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p)
-    params, jaxpr = eqn.params, eqn.params["jaxpr"]
-    committed = [_committed(x, mesh) for x in leaves]
-    given = (*committed, *[None] * (len(jaxpr.in_avals) - len(committed)))
-    built = transform.build(jaxpr, given, mesh, params["options"])
+    built = _built(eqn, mesh, leaves)
     structure = jax.tree.structure(traced.args_info)
     args, kwargs = structure.unflatten([NamedSharding(mesh, s.spec) for s in built.in_shardings[: len(leaves)]])
     outs = jax.tree.structure(traced.out_info).unflatten([NamedSharding(mesh, s.spec) for s in built.out_shardings])
     plan = Plan(
         mesh,
-        jaxpr,
+        eqn.params["jaxpr"],
         built.jaxpr,
         args,
         outs,
         kwargs,
         graph=built.graph,
         values=built.completion,
-        phases=phases | dict(built.phases),
+        phases=ChainMap(built.phases, phases),  # lowering and compiling add to it
         names=names,
         donated=frozenset(i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated),
         closed_over=_jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :]),

@@ -4,7 +4,7 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +30,7 @@ class Program:
 
     `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over `mesh`. `in_shardings`
     and `out_shardings` say how each argument and result lies between calls; every shard has the same size there.
-    `phases` holds the seconds that each phase took.
+    `phases` holds the seconds that each phase took; lowering and compiling add theirs.
     """
 
     jaxpr: Any
@@ -40,7 +40,7 @@ class Program:
     graph: Graph
     completion: Completion
     decisions: Decisions
-    phases: Mapping[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
 
     def uneven_inputs(self) -> Iterator[tuple[int, Sharding, str]]:
         """(number, annotation, reason of what is sent to bring it there) of each argument that cannot rest as annotated."""
@@ -89,12 +89,12 @@ def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.A
 def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh, options) -> Program:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     phases: dict[str, float] = {}
-    with _timed(phases, "graph"):
+    with timed(phases, "graph"):
         program = graph.from_jaxpr(_jax.dce(jaxpr))
         annotations.check_meshes(program.walk(), sizes)
-    with _timed(phases, "completion"):
+    with timed(phases, "completion"):
         completion = complete(program, in_shardings, sizes)
-    with _timed(phases, "choice"):
+    with timed(phases, "choice"):
         resting = _resting(program, completion, in_shardings, sizes)
         layouts = [
             [Layout(s, v.shape) for s, v in zip(shardings, values, strict=True)]
@@ -103,7 +103,7 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
         decisions = choose(program, completion, *layouts)
     options = options or Options()
     report_replicated(decisions, sizes, strict=options.strict is True, allow=options.allow)
-    with _timed(phases, "emission"):
+    with timed(phases, "emission"):
         local = _emit(program, decisions, resting, mesh, sizes)
     if options.strict or options.max_gather_bytes is not None:
         asked = {note.source for _, note in annotations.among(program.walk())}
@@ -160,7 +160,8 @@ def _collector_paused():
 
 
 @contextmanager
-def _timed(phases: dict[str, float], name: str):
+def timed(phases: dict[str, float], name: str):
+    """Notes the seconds of what is done inside."""
     start = time.perf_counter()
     yield
     phases[name] = time.perf_counter() - start

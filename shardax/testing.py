@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardax.explain.ledger import Collective, comm_bytes
-from shardax.explain.record import Record, changes, moved, record
+from shardax.explain.record import changes, check_same_program, read, record
 from shardax.explain.words import bytes_text
 
 
@@ -29,14 +29,16 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
       AssertionError: the plan is another; the text says what came and what went.
       ValueError: the file is no plan, or one of another program, mesh or types of arguments.
     """
-    path, now = Path(file), record(f.plan(*args), _name(f))
+    path, now = Path(file), record(f.plan(*args))
     if update or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(now), indent=1) + "\n")
         warnings.warn(f"assert_plan wrote the plan of {now.program} to {path}: read it, and commit it", stacklevel=2)
         return
-    before = _read(path)
-    _check_same_program(before, now, path)
+    before, anew = read(path), "Give each its own file, or write this one anew: assert_plan(..., update=True)"
+    check_same_program(before, now, str(path), anew)
+    if before.mesh != now.mesh:
+        raise ValueError(f"{path} is the plan of {before.named} on another mesh, {before.mesh}; this is on {now.mesh}. {anew}")
     different = changes(before, now)
     if different:
         raise AssertionError(
@@ -68,28 +70,6 @@ def assert_max_bytes(f: Any, args: Sequence[Any], nbytes: int) -> None:
         raise AssertionError(
             f"each device sends {plan.comm_bytes:,} bytes in a call of {_name(f)}, which is more than {nbytes:,}:\n"
             + _listed(plan.collectives)
-        )
-
-
-def _read(path: Path) -> Record:
-    try:
-        return Record(**json.loads(path.read_text()))
-    except (ValueError, TypeError):
-        raise ValueError(f"{path} is no plan that assert_plan wrote: delete it, or give another file") from None
-
-
-def _check_same_program(before: Record, now: Record, path: Path) -> None:
-    for what in ("program", "mesh"):
-        if getattr(before, what) != getattr(now, what):
-            raise ValueError(
-                f"{path} is the plan of another {what}: it was written for {before.program} on the mesh {before.mesh}, this is "
-                f"{now.program} on {now.mesh}. Give each its own file, or write this one anew: assert_plan(..., update=True)"
-            )
-    if before.types != now.types:
-        raise ValueError(
-            f"{path} is the plan of {now.program} on other arguments:\n"
-            + "".join(f"  {line}\n" for line in moved(before.types, now.types))
-            + "Give each its own file, or write this one anew: assert_plan(..., update=True)"
         )
 
 

@@ -76,7 +76,8 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     at_rest = tuple(_at_rest(x, aval.ndim, mesh) for x, aval in zip(operands, jaxpr.in_avals, strict=True))
     built = build(jaxpr, at_rest, mesh, options)
     run = functools.partial(_run, built, mesh)
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+    with program.timed(built.phases, "lower"):
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Sharding | None:

@@ -299,7 +299,7 @@ class TestReturned:
         )
         plan = step.plan(table)
         assert [(m.path, str(m.wanted), str(m.rests)) for m in plan.at_rest] == [
-            ("argument 0", "P('x', None)", "P(None, 'x')"),
+            ("argument t", "P('x', None)", "P(None, 'x')"),
             ("result new", "P('x', None)", "P(None, 'x')"),
         ]
         assert all(map(plan.cost_at_rest, plan.at_rest))

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.explain.memory import live_peak
+from shardax.cost.live import live_peak
 from shardax.explain.values import intermediates
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -117,21 +117,49 @@ def test_why_of_nothing():
 
 
 SHARDINGS = """\
-tests/test_explain.py:LINE  h_BH = jax.nn.relu(x_BM @ params["up"])
-    dot_general              f32[8,32]                      P('data', 'model')
-    max                      f32[8,32]                      P('data', 'model')
-tests/test_explain.py:LINE  y_BM = checkpoint_name(h_BH @ params["down"], "second")
-    dot_general              f32[8,16]                      P('data')
-    name                     f32[8,16]                      P('data')
-tests/test_explain.py:LINE  y_BM, _ = lax.scan(lambda c, _: (jnp.tanh(c), None), y_BM, None, length=3)
-    tanh                     f32[8,16]                      P('data')
-    scan                     f32[8,16]                      P('data')"""
+Values, by the line that makes them
+tests/test_explain.py:LINE h_BH = jax.nn.relu(x_BM @ params["up"])
+dot_general f32[8,32] P('data', 'model')
+max f32[8,32] P('data', 'model')
+tests/test_explain.py:LINE y_BM = checkpoint_name(h_BH @ params["down"], "second")
+dot_general f32[8,16] P('data')
+name f32[8,16] P('data')
+tests/test_explain.py:LINE y_BM, _ = lax.scan(lambda c, _: (jnp.tanh(c), None), y_BM, None, length=3)
+tanh f32[8,16] P('data')
+scan f32[8,16] P('data')"""
+
+
+def words(text: str) -> str:
+    return "\n".join(" ".join(line.split()) for line in lines_hidden(text).splitlines())
 
 
 def test_shardings():
-    text = lines_hidden(make_plan().shardings())
-    assert text.startswith(SHARDINGS)
+    text = make_plan().shardings()
+    assert words(text).startswith(SHARDINGS)
     assert max(map(len, text.splitlines())) <= 110
+
+
+VALUES = """\
+tests/test_explain.py:LINE h_BH = jax.nn.relu(x_BM @ params["up"])
+P('data', 'model') by x_BM, params/up 2 f32[8,32]
+tests/test_explain.py:LINE y_BM = checkpoint_name(h_BH @ params["down"], "second")
+P('data') by x_BM 2 f32[8,16]"""
+
+
+def test_values_with_what_led_to_their_shardings():
+    assert VALUES in words(make_plan().text())
+
+
+def test_values_of_equal_layers_are_led_to_by_all_of_their_arguments():
+    def f(layers, x):
+        for layer in layers:
+            x = x @ layer["up"]
+            x = x @ layer["down"]
+        return x
+
+    specs = [{"up": P(None, "model"), "down": P("model")}] * 3, P("data")
+    args = [{"up": shape(16, 32), "down": shape(32, 16)}] * 3, shape(8, 16)
+    assert "P('data', 'model') by x, layers/{0..2}/up 3 f32[8,32]" in words(make_plan(f, specs, args).text())
 
 
 def peak(fun, *shapes):
@@ -202,12 +230,51 @@ def test_memory():
     assert [t.nbytes for t in memory.tensors] == sorted((t.nbytes for t in memory.tensors), reverse=True)
 
 
+def layer(x, w):
+    h = checkpoint_name(jnp.sin(x @ w), "hidden")
+    return jnp.tanh(h @ w.T), None
+
+
+def scanned_loss(w, x):
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+    y, _ = lax.scan(jax.checkpoint(layer, policy=policy), x, w)
+    return (layer(checkpoint_name(lax.sort(y), "last"), w[0])[0] ** 2).sum()
+
+
+def test_what_is_saved_for_the_backward_pass_by_name():
+    """Of the loop what the policy names, stacked, and its carry; after it all."""
+    args = shape(3, 16, 32), shape(8, 16)
+    memory = make_plan(jax.value_and_grad(scanned_loss), (P(None, None, "model"), P("data")), args).memory()
+    named = {(t.name, t.array): t.nbytes for t in memory.saved if t.name}
+    assert named == {("hidden", "f32[3,2,16]"): 3 * 2 * 16 * 4, ("hidden", "f32[2,16]"): 128, ("last", "f32[2,16]"): 128}
+    assert [t.nbytes for t in memory.saved] == sorted((t.nbytes for t in memory.saved), reverse=True)
+    assert "'hidden' tests/test_explain.py:LINE h = checkpoint_name(" in words(str(memory))
+
+
+def test_without_differentiation_nothing_is_saved():
+    memory = make_plan().memory()
+    assert memory.saved == () and "Saved" not in str(memory)
+
+
 def test_text_of_memory():
-    text = lines_hidden(str(make_plan(jax.value_and_grad(loss)).memory(threshold=64)))
-    assert re.match(r"Memory on each device: [\d.]+ KiB at most at tests/test_explain.py:LINE  ", text)
-    assert re.search(r"\n  argument params/down {40,}f32\[16,16\] +1.0 KiB\n", text)
-    assert re.search(r"\nReplicated\n(  .*\n)*  argument params/bias ", text + "\n")
-    assert max(map(len, text.splitlines())) <= 112  # LINE is longer than its number
+    text = str(make_plan(jax.value_and_grad(loss)).memory(threshold=64))
+    assert re.match(r"Memory on each device: [\d.]+ KiB at most, at tests/test_explain.py:\d+\n  Arguments\n", text)
+    assert "\nargument params/down f32[16,16] 1.0 KiB\n" in words(text)
+    assert re.search(r"\nReplicated, arrays of 64 B and more\n(.*\n)*argument params/bias ", words(text) + "\n")
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_lowering_and_compiling_add_to_the_phases():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    f = sx.shard_jit(lambda x: jnp.sin(x).sum(), mesh=mesh, in_shardings=P("data"))
+    plan, x = f.plan(shape(8, 4)), jnp.ones((8, 4))
+    assert list(plan.phases) == ["trace", "graph", "completion", "choice", "emission"]
+    lowered = f.lower(shape(8, 4))
+    assert list(plan.phases)[5:] == ["lower"]
+    compiled = lowered.compile()
+    assert list(plan.phases)[6:] == ["XLA"] and min(plan.phases.values()) > 0
+    assert compiled(jax.device_put(x, compiled.input_shardings[0][0])) == f(x)
+    assert "XLA" in plan.text().splitlines()[-1] or "XLA" in plan.text().splitlines()[-2]
 
 
 def test_diff():
@@ -219,6 +286,34 @@ def test_diff():
     assert "- all_reduce over model of f32[2,16], 128 B each (test_explain.py: sum of dot_general)" in lines
     assert "argument params/down: P(None, 'model'), not P('model')" in lines
     assert any(line.startswith("+ ") for line in lines)
+
+
+def test_diff_with_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(make_plan().to_json())
+    assert make_plan().diff(path) == ""
+    other = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    lines = sx.shard_jit(loss, mesh=other, in_shardings=SPECS).plan(*ARGS).diff(str(path)).splitlines()
+    assert "the mesh is data=4, model=2, not data=2, model=4" in lines
+
+
+def test_a_file_of_another_program_is_refused(tmp_path):
+    """Both places are named."""
+    path = tmp_path / "plan.json"
+    path.write_text(make_plan().to_json())
+    with pytest.raises(ValueError) as error:
+        make_plan(scanned_loss, args=(shape(3, 16, 32), shape(8, 16)), specs=None).diff(path)
+    assert f"{path} is the plan of another program: it was written for loss (test_explain.py) on the mesh data=4" in str(
+        error.value
+    )
+    assert "this is scanned_loss (test_explain.py) on data=4, model=2" in str(error.value)
+    with pytest.raises(ValueError, match="missing.json is no plan: No such file or directory"):
+        make_plan().diff(tmp_path / "missing.json")
+
+
+def test_the_program_has_its_place():
+    assert re.fullmatch(r"loss at tests/test_explain.py:\d+", make_plan().program)
+    assert re.fullmatch(r"loss at tests/test_explain.py:\d+", make_plan(jax.value_and_grad(loss)).program)
 
 
 def test_json():

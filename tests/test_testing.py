@@ -58,6 +58,7 @@ def test_the_file(tmp_path):
         "collectives": ["all_reduce over model of f32[2,16], 128 B each (test_testing.py: sum of dot_general)"],
         "arguments": {"x": "P('data')", "up": "P(None, 'model')", "down": "P('model')"},
         "results": {"": "P('data')"},
+        "place": "test_testing.py",
     }
 
 
@@ -93,21 +94,29 @@ def test_a_plan_of_another_program(tmp_path):
         return x @ up @ down
 
     assert failure(ValueError, on_mesh(MEGATRON, other), ARGS, path) == (
-        "plan.json is the plan of another program: it was written for mlp on the mesh data=4, model=2, this is other on "
-        "data=4, model=2. Give each its own file, or write this one anew: assert_plan(..., update=True)"
+        "plan.json is the plan of another program: it was written for mlp (test_testing.py) on the mesh data=4, model=2, this "
+        "is other (test_testing.py) on data=4, model=2. "
+        "Give each its own file, or write this one anew: assert_plan(..., update=True)"
     )
+
+
+def test_a_plan_of_a_function_of_the_same_name_elsewhere(tmp_path):
+    path = written(tmp_path / "plan.json")
+    path.write_text(path.read_text().replace('"test_testing.py"', '"other.py"'))
+    words = failure(ValueError, on_mesh(MEGATRON), ARGS, path)
+    assert "it was written for mlp (other.py) on the mesh data=4, model=2, this is mlp (test_testing.py) on" in words
 
 
 def test_a_plan_on_another_mesh(tmp_path):
     mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     words = failure(ValueError, on_mesh(MEGATRON, mesh=mesh), ARGS, written(tmp_path / "plan.json"))
-    assert "is the plan of another mesh: it was written for mlp on the mesh data=4, model=2, this is mlp on data=2" in words
+    assert "is the plan of mlp (test_testing.py) on another mesh, data=4, model=2; this is on data=2, model=4. Give" in words
 
 
 def test_a_plan_of_other_arguments(tmp_path):
     args = shapes((8, 16), (16, 64), (64, 16))
     assert failure(ValueError, on_mesh(MEGATRON), args, written(tmp_path / "plan.json")) == (
-        "plan.json is the plan of mlp on other arguments:\n"
+        "plan.json is the plan of mlp (test_testing.py) on other arguments:\n"
         "  up: f32[16,64], not f32[16,32]\n"
         "  down: f32[64,16], not f32[32,16]\n"
         "Give each its own file, or write this one anew: assert_plan(..., update=True)"
@@ -118,7 +127,7 @@ def test_a_plan_of_other_arguments(tmp_path):
 def test_no_plan(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
-    words = "plan.json is no plan that assert_plan wrote: delete it, or give another file"
+    words = "plan.json is no plan: neither assert_plan nor Plan.to_json wrote it. Delete it, or give another file"
     assert failure(ValueError, on_mesh(MEGATRON), ARGS, path) == words
 
 

@@ -1,4 +1,8 @@
-"""Seconds of a local program by roofline: matrix products and convolutions, and what is sent; all else is taken to be free."""
+"""Seconds of a local program by roofline: products at the chip's FLOP/s, what moves in memory, and what is sent.
+
+Each equation takes the longer of its FLOPs and its memory traffic (Williams et al. 2009), then comes what is sent: nothing is
+overlapped. Only matrix products and convolutions count FLOPs: what else there is is bound by memory.
+"""
 
 import math
 from collections.abc import Iterator
@@ -6,51 +10,68 @@ from dataclasses import dataclass
 
 from jax.extend.core import jaxprs_in_params
 
+from shardax import _jax
 from shardax.cost.chips import Chip
+from shardax.cost.live import traffic
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a call, nothing overlapped. `compute`: each product at the slower of its FLOPs and its memory traffic."""
+    """A call on one chip, in seconds.
+
+    `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM. `links`: what it sends.
+    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with the links.
+    `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
+    """
 
     compute: float
+    memory: float
     links: float
+    seconds: float
     flops: int
+    nbytes: int
+    chip: str
 
     @property
-    def seconds(self) -> float:
-        return self.compute + self.links
+    def bound(self) -> str:
+        """What takes longest: "compute", "HBM" or "links"."""
+        parts = {"compute": self.compute, "HBM": self.memory, "links": self.links}
+        return max(parts, key=parts.__getitem__)
 
     def __str__(self):
-        return f"{self.seconds:.3g} s: {self.compute:.3g} s compute ({self.flops:.3g} FLOPs), {self.links:.3g} s links"
+        return (
+            f"{self.seconds:.3g} s on {self.chip}, bound by {self.bound}: {self.compute:.3g} s compute "
+            f"({self.flops:.3g} FLOPs), {self.memory:.3g} s HBM ({self.nbytes:.3g} bytes), {self.links:.3g} s links"
+        )
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix product or convolution, `trips` times."""
+class Work:
+    """What one equation does, `trips` times."""
 
     flops: int
     nbytes: int
     trips: int = 1
 
 
-def estimate(jaxpr, comm_bytes: int, chip: Chip) -> Estimate:
-    """The seconds of a local program on a chip of a given kind; `comm_bytes`: bytes that one device sends."""
-    found = list(products(jaxpr))
-    compute = sum(p.trips * max(p.flops / chip.flops, p.nbytes / chip.memory_rate) for p in found)
-    return Estimate(compute, comm_bytes / chip.link_rate, sum(p.trips * p.flops for p in found))
+def estimate(found: list[Work], comm_bytes: int, chip: Chip) -> Estimate:
+    """The seconds of a program's `work` on a chip; `comm_bytes`: bytes that one device sends."""
+    flops, nbytes = sum(w.trips * w.flops for w in found), sum(w.trips * w.nbytes for w in found)
+    slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in found)
+    links = comm_bytes / chip.link_rate
+    return Estimate(flops / chip.flops, nbytes / chip.memory_rate, links, slower + links, flops, nbytes, chip.name)
 
 
-def products(jaxpr, trips: int = 1) -> Iterator[Product]:
-    """The products of a jaxpr; those of a `while` for one iteration, of a `cond` those of the branch with most FLOPs."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _FLOPS:
-            nbytes = sum(_size(v) * v.aval.dtype.itemsize for v in (*eqn.invars, *eqn.outvars))
-            yield Product(_FLOPS[eqn.primitive.name](eqn), nbytes, trips)
+def work(jaxpr, trips: int = 1) -> Iterator[Work]:
+    """The work of a jaxpr; of a `while` that of one iteration, of a `cond` that of the dearest branch."""
+    for eqn, nbytes in traffic(_jax.closed(jaxpr).jaxpr):
+        flops = _FLOPS[eqn.primitive.name](eqn) if eqn.primitive.name in _FLOPS else 0
+        if flops or nbytes:
+            yield Work(flops, nbytes, trips)
         inner = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        bodies = [list(products(body, inner)) for body in jaxprs_in_params(eqn.params)]
+        bodies = [list(work(body, inner)) for body in jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "cond":
-            bodies = [max(bodies, key=lambda found: sum(p.trips * p.flops for p in found))]
+            bodies = [max(bodies, key=lambda found: (sum(w.flops for w in found), sum(w.nbytes for w in found)))]
         for body in bodies:
             yield from body
 

@@ -4,7 +4,9 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from shardax.cost.chips import CHIPS
 from shardax.explain.ledger import Collective, array_text
+from shardax.explain.record import record
 from shardax.explain.values import intermediates
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ def json_text(plan: "Plan") -> str:
 def as_dict(plan: "Plan") -> dict[str, Any]:
     """The plan in lists, dicts, numbers and strings. Bytes are those on, or sent by, one device; phases are seconds."""
     return {
+        "record": asdict(record(plan)),
         "mesh": dict(plan.mesh.shape),
         "comm_bytes": plan.comm_bytes,
         "arguments": [_place(p) for p in plan.arguments()],
@@ -26,6 +29,7 @@ def as_dict(plan: "Plan") -> dict[str, Any]:
         "collectives": [_collective(c) for c in plan.collectives],
         "values": [{**asdict(x), "sharding": str(x.sharding)} for x in (intermediates(plan) if plan.graph else ())],
         "memory": asdict(plan.memory()),
+        "estimates": {name: asdict(plan.estimate(chip)) for name, chip in CHIPS.items()},
         "phases": dict(plan.phases),
     }
 

@@ -2,9 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardax.explain.ledger import array_bytes, array_text
+from shardax.explain.tables import Group, Row, Table
 from shardax.explain.words import as_one, bytes_text, form, spec_text, times
 from shardax.sharding import AxisSizes, shard_count
 
@@ -12,53 +14,51 @@ if TYPE_CHECKING:
     from shardax.explain.plan import Placed, Plan
 
 SUBTREE = 8  # arrays: a smaller part of the arguments is shown, even where another part lies alike
+HEADS = ("", "")  # type, bytes on each device
 
 
-def arguments(plan: "Plan") -> Iterator[str]:
-    places = list(plan.arguments())
-    if places:
-        yield f"Arguments at rest: {bytes_text(_resident(places, plan.mesh.shape))} on each device"
+def arguments(plan: "Plan") -> Iterator[Table]:
+    places = [replace(p, path=p.named or p.path) for p in plan.arguments()]
+    sizes = plan.mesh.shape
     repeats = _repeats(places)
-    yield from _by_sharding([p for p in places if not _inside(p.path, repeats)], plan.mesh.shape)
+    groups = list(_by_sharding([p for p in places if not _inside(p.path, repeats)], sizes))
     for subtree, original in repeats.items():
         below = [p for p in places if _inside(p.path, [subtree])]
-        yield f"  as {original}"
-        yield _row(subtree, f"{len(below)} arrays", _resident(below, plan.mesh.shape))
+        row = Row(subtree, (f"{len(below)} arrays", bytes_text(_resident(below, sizes))))
+        groups.append(Group(f"as {original}", (row,)))
+    if groups:
+        yield Table(f"Arguments at rest: {bytes_text(_resident(places, sizes))} on each device", tuple(groups), HEADS, 1)
 
 
-def results(plan: "Plan") -> Iterator[str]:
+def results(plan: "Plan") -> Iterator[Table]:
     """Those that lie as the argument of the same path, as a state does that is passed on, are only counted."""
     known = {(p.path, *_how(p)) for p in plan.arguments()}
     places = list(plan.results())
+    sizes = plan.mesh.shape
     other = [p for p in places if (p.path, *_how(p)) not in known]
-    if places:
-        yield f"Results at rest: {bytes_text(_resident(places, plan.mesh.shape))} on each device"
-    if len(other) < len(places):
-        yield f"  {len(places) - len(other)} lie as the arguments of the same paths"
-    yield from _by_sharding(other, plan.mesh.shape)
+    same = len(places) - len(other)
+    groups = [Group(f"{same} lie as the arguments of the same paths")] * (same > 0)
+    groups += _by_sharding(other, sizes)
+    if groups:
+        yield Table(f"Results at rest: {bytes_text(_resident(places, sizes))} on each device", tuple(groups), HEADS, 1)
 
 
-def _by_sharding(places: Iterable["Placed"], sizes: AxisSizes) -> Iterator[str]:
+def _by_sharding(places: Iterable["Placed"], sizes: AxisSizes) -> Iterator[Group]:
     groups = defaultdict(list)
     for place in places:
         groups[spec_text(place.sharding)].append(place)
-    for spec, group in groups.items():
-        yield f"  {spec}"
-        yield from _alike(group, sizes)
+    for spec, group in sorted(groups.items(), key=lambda item: -_resident(item[1], sizes)):
+        yield Group(spec, tuple(_alike(group, sizes)))
 
 
-def _alike(places: Iterable["Placed"], sizes: AxisSizes) -> Iterator[str]:
-    """One line for all places whose paths differ in their numbers only, as those of equal layers do."""
+def _alike(places: Iterable["Placed"], sizes: AxisSizes) -> Iterator[Row]:
+    """One row for all places whose paths differ in their numbers only, as those of equal layers do."""
     groups = defaultdict(list)
     for place in places:
         groups[form(place.path), array_text(place.aval)].append(place)
-    for (_, array), group in groups.items():
+    for (_, array), group in sorted(groups.items(), key=lambda item: -_resident(item[1], sizes)):
         path = as_one([p.path for p in group]) or "-"
-        yield _row(path, times(len(group)) + array, _resident(group, sizes))
-
-
-def _row(path: str, what: str, nbytes: int) -> str:
-    return f"    {path:<60.60}  {what:<30} {bytes_text(nbytes):>12}"
+        yield Row(path, (times(len(group)) + array, bytes_text(_resident(group, sizes))))
 
 
 def _repeats(places: Iterable["Placed"]) -> dict[str, str]:

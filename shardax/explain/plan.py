@@ -1,5 +1,6 @@
 """Plan: what shardax made of a function, for people to read and for tests to assert on."""
 
+import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,15 +9,17 @@ from typing import Any
 
 import jax
 
-from shardax.cost.chips import Chip
-from shardax.cost.roofline import Estimate, estimate
+from shardax.cost.chips import CHIPS, Chip
+from shardax.cost.roofline import Estimate, Work, estimate, work
 from shardax.explain.html import html_text
 from shardax.explain.json import json_text
 from shardax.explain.ledger import Collective, collectives, comm_bytes
 from shardax.explain.memory import Memory, memory
-from shardax.explain.record import changes, record
+from shardax.explain.record import changes, check_same_program, read, record
 from shardax.explain.source import source
-from shardax.explain.text import plan_text
+from shardax.explain.tables import WIDTH, plain
+from shardax.explain.terminal import shown
+from shardax.explain.text import tables
 from shardax.explain.values import shardings_text, why
 from shardax.sharding import Sharding, from_spec
 
@@ -25,7 +28,7 @@ from shardax.sharding import Sharding, from_spec
 class AtRest:
     """An argument or result that rests in another sharding than was wanted, which does not divide it.
 
-    `path` begins with "argument" or "result", as in "argument 0/params/embed".
+    `path` begins with "argument" or "result", as in "argument state/params/embed".
     `reason` is that of the collectives that move it.
     """
 
@@ -55,6 +58,7 @@ class Plan:
       names: of the positional arguments, in the function's signature.
       donated: the numbers of the donated arguments, as leaves.
       closed_over: the arrays that the function closes over, which are the last inputs of the programs.
+      program: the function's name and place, as in "train_step at models/steps.py:34".
       collectives: read off `local_jaxpr` unless given.
     """
 
@@ -71,6 +75,7 @@ class Plan:
     names: tuple[str, ...] = ()
     donated: frozenset[int] = frozenset()
     closed_over: tuple[Any, ...] = ()
+    program: str = ""
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 
     def __post_init__(self):
@@ -100,9 +105,23 @@ class Plan:
     def results(self) -> Iterator["Placed"]:
         return placed(self.out_shardings, self.global_jaxpr.out_avals)
 
-    def estimate(self, chip: Chip) -> Estimate:
-        """Seconds of a call on this chip, by roofline: see `shardax.cost.roofline`."""
-        return estimate(self.local_jaxpr, self.comm_bytes, chip)
+    def estimate(self, chip: Chip | str) -> Estimate:
+        """Seconds of a call on this chip, by roofline: see `shardax.cost.roofline`.
+
+        Args:
+          chip: one of `shardax.cost.chips`, or its name: "v3", "v4", "v5e", "v5p", "v6e", "H200".
+
+        Raises ValueError where there is no such chip.
+        """
+        if isinstance(chip, str) and chip not in CHIPS:
+            raise ValueError(
+                f"estimate({chip!r}): there is no such chip; give one of {', '.join(CHIPS)}, or a Chip of your own"
+            )
+        return estimate(self._work, self.comm_bytes, CHIPS[chip] if isinstance(chip, str) else chip)
+
+    @functools.cached_property
+    def _work(self) -> list[Work]:
+        return list(work(self.local_jaxpr))
 
     def shardings(self) -> str:
         """A table of what each line of the user's code makes, and how it lies."""
@@ -126,12 +145,23 @@ class Plan:
         """
         return why(self, what)
 
-    def diff(self, other: "Plan") -> str:
+    def diff(self, other: "Plan | str | os.PathLike") -> str:
         """What `other` sends, and how its arguments and results rest, that is different here; "" where nothing is.
 
         - is of this plan alone, + of the other alone. Lines of the user's code count by their file only.
+
+        Args:
+          other: a plan, or the file of one that `to_json` or `shardax.testing.assert_plan` wrote.
+
+        Raises ValueError where the file is no plan, or one of another program or other arguments.
         """
-        return "\n".join(changes(record(self), record(other)))
+        now = record(self)
+        if isinstance(other, Plan):
+            return "\n".join(changes(now, record(other)))
+        other = Path(other)
+        found = read(other)
+        check_same_program(found, now, str(other), "Compare plans of one program, or give the plan itself")
+        return "\n".join(changes(now, found))
 
     def to_json(self) -> str:
         """All that the plan says, for other programs to read."""
@@ -160,8 +190,12 @@ class Plan:
         """What the text of `source` names but does not make, large constants above all: the names to execute it with."""
         return source(self).objects
 
+    def text(self, width: int = WIDTH) -> str:
+        """What `print` shows, as plain text of so many columns; on a terminal `print` takes its width, and colors if it can."""
+        return plain(tables(self), width)
+
     def __str__(self):
-        return plan_text(self)
+        return shown(tables(self))
 
 
 @dataclass(frozen=True)
@@ -192,7 +226,7 @@ def path_text(path) -> str:
 def moved(side: str, places: Iterable[Placed], wanted: Sequence[Sharding | None], reasons: Sequence[str]) -> tuple[AtRest, ...]:
     """Those places, of `side` "argument" or "result", that do not rest as wanted; None wants nothing."""
     return tuple(
-        AtRest(f"{side} {place.path}".rstrip(), tuple(place.aval.shape), want, place.sharding, reason)
+        AtRest(f"{side} {place.named or place.path}".rstrip(), tuple(place.aval.shape), want, place.sharding, reason)
         for place, want, reason in zip(places, wanted, reasons, strict=True)
         if want is not None and want != place.sharding
     )

@@ -1,9 +1,11 @@
 """What of a plan is compared with another one, or with a file: what is sent, and how arguments and results rest."""
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardax.explain.ledger import Collective, array_text
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class Record:
     """A plan as a file of a user's repository holds it: no line numbers, so that edits elsewhere change nothing.
 
-    `types`: of the arguments. Collectives that are alike are one text.
+    `types`: of the arguments. Collectives that are alike are one text. `place`: the file of the function.
     """
 
     program: str
@@ -27,22 +29,58 @@ class Record:
     collectives: list[str]
     arguments: dict[str, str]
     results: dict[str, str]
+    place: str = ""
+
+    @property
+    def named(self) -> str:
+        """ "train_step (steps.py)"."""
+        return self.program + f" ({self.place})" * bool(self.place)
 
 
-def record(plan: "Plan", program: str = "") -> Record:
-    """The record of a plan of the program of this name."""
+def record(plan: "Plan") -> Record:
+    """The record of a plan."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     arguments, results = list(plan.arguments()), list(plan.results())
     types = {place.named: array_text(place.aval) for place in arguments}
+    name, _, place = plan.program.partition(" at ")
     return Record(
-        program,
+        name,
         mesh,
         types,
         plan.comm_bytes,
         rows(plan.collectives),
         {place.named: spec_text(place.sharding) for place in arguments},
         {place.path: spec_text(place.sharding) for place in results},
+        place.rpartition(":")[0].rpartition("/")[2],
     )
+
+
+def read(path: Path) -> Record:
+    """The record in a file that `shardax.testing.assert_plan` or `Plan.to_json` wrote.
+
+    Raises:
+      ValueError: the file is none of them.
+    """
+    try:
+        found = json.loads(path.read_text())
+        return Record(**found.get("record", found))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "neither assert_plan nor Plan.to_json wrote it"
+        raise ValueError(f"{path} is no plan: {why}. Delete it, or give another file") from None
+
+
+def check_same_program(before: Record, now: Record, where: str, way_out: str) -> None:
+    """Whether a plan that was read at `where` is of the program at hand: its name, and the types of its arguments.
+
+    Raises:
+      ValueError: it is another's; the text names both places.
+    """
+    if (before.program, before.place or now.place) != (now.program, now.place or before.place):
+        words = f"it was written for {before.named} on the mesh {before.mesh}, this is {now.named} on {now.mesh}"
+        raise ValueError(f"{where} is the plan of another program: {words}. {way_out}")
+    if before.types != now.types:
+        differ = "".join(f"  {line}\n" for line in moved(before.types, now.types))
+        raise ValueError(f"{where} is the plan of {now.named} on other arguments:\n{differ}{way_out}")
 
 
 def rows(collectives: Sequence[Collective]) -> list[str]:
@@ -68,6 +106,8 @@ def changes(before: Record, now: Record) -> list[str]:
     lines = [f"- {row}" for row in old - new] + [f"+ {row}" for row in new - old]
     for side in ("arguments", "results"):
         lines += [f"{side[:-1]} {line}" for line in moved(getattr(before, side), getattr(now, side))]
+    if before.mesh != now.mesh:
+        lines.insert(0, f"the mesh is {now.mesh}, not {before.mesh}")
     if before.comm_bytes != now.comm_bytes:
         lines.insert(0, f"each device sends {now.comm_bytes:,} bytes per call, not {before.comm_bytes:,}")
     return lines

@@ -1,14 +1,16 @@
 """The sharding of every value of the global program: a table by source line, and the chain of facts behind each."""
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardax.explain.ledger import array_bytes, array_text
 from shardax.explain.lines import assigned, code, is_at, line_text
-from shardax.explain.words import spec_text, times
+from shardax.explain.tables import Group, Row, Table, plain
+from shardax.explain.words import as_one, form, spec_text, times
 from shardax.graph import Node, Value
 from shardax.sharding import Sharding
 
@@ -37,18 +39,50 @@ def intermediates(plan: "Plan") -> list[Intermediate]:
     ]
 
 
+def shardings(plan: "Plan") -> Iterator[Table]:
+    """How the values of each line lie, alike ones once, and what led to that: the annotation at the end of each chain."""
+    if plan.graph:
+        story = _Story(plan)
+        groups = tuple(_line_group(line, values, story) for line, values in story.by_line().items())
+        yield Table("Values, by the line that makes them: how they lie, and who says so", groups, ("values", "the largest"))
+
+
+def _line_group(line: str, values: Sequence[Value], story: "_Story") -> Group:
+    alike: dict[Sharding, list[Value]] = {}
+    for value in values:
+        alike.setdefault(_bare(story.completion.sharding(value)), []).append(value)
+    dearest = sorted(alike.items(), key=lambda item: -sum(v.nbytes for v in item[1]))
+    rows = [_row(sharding, group, story) for sharding, group in dearest]
+    return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
+
+
+def _row(sharding: Sharding, values: Sequence[Value], story: "_Story") -> Row:
+    largest = max(values, key=lambda v: v.nbytes)
+    asked = [story.causes((values[0], largest, values[-1]), d) for d, axes in enumerate(sharding.dims) if axes]
+    by = f"  by {', '.join(dict.fromkeys(asked))}" if asked else ""
+    return Row(spec_text(sharding) + by, (str(len(values)), array_text(largest.aval)))
+
+
+def _bare(sharding: Sharding) -> Sharding:
+    """Without the whole dims at its end: values of several ranks lie alike."""
+    dims = sharding.dims
+    while dims and not dims[-1]:
+        dims = dims[:-1]
+    return Sharding(dims)
+
+
 def shardings_text(plan: "Plan") -> str:
-    """The table: under each line what it makes, alike values once."""
+    """Every primitive: under each line what it makes, alike values once."""
     lines: dict[str, Counter] = {}
     for made in intermediates(plan):
         lines.setdefault(made.line, Counter())[made] += 1
-    return "\n".join(text for line, counted in lines.items() for text in _of_line(line, counted))
+    groups = tuple(_of_line(line, counted) for line, counted in lines.items())
+    return plain([Table("Values, by the line that makes them", groups, ("", ""), 2)]) if groups else ""
 
 
-def _of_line(line: str, counted: Counter) -> Iterator[str]:
-    yield f"{line_text(line) or '(unknown line)'}  {code(line)}"[:110].rstrip()
-    for made, count in counted.items():
-        yield f"    {made.primitive:<24} {times(count) + made.array:<30} {spec_text(made.sharding)}"
+def _of_line(line: str, counted: Counter) -> Group:
+    rows = (Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counted.items())
+    return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
 
 
 def why(plan: "Plan", what: str) -> str:
@@ -97,6 +131,29 @@ class _Story:
 
     def line(self, value: Value) -> str:
         return self.makers[value].line if value in self.makers else ""
+
+    def by_line(self) -> dict[str, list[Value]]:
+        """Every value that the program makes, numbers and annotations left out, by its line, in program order."""
+        lines: dict[str, list[Value]] = {}
+        for node in self.nodes:
+            if not _is_annotation(node):
+                lines.setdefault(node.line, []).extend(v for v in node.outputs if v.shape)
+        return {line: values for line, values in lines.items() if values}
+
+    def causes(self, values: Sequence[Value], dim: int) -> str:
+        """What the chains of facts of some values end with, as one where equal layers differ in their numbers only."""
+        found = [chain[-1].source for v in values if (chain := self.completion.why(v, dim))]
+        names = list(map(self.called, found))
+        return as_one([name for name in names if form(name) == form(names[0])]) if names else "the program"
+
+    def called(self, source: str) -> str:
+        """An annotation's words; that of an argument by the path of the argument."""
+        head, _, rest = source.partition(" rests in it")
+        number = head.removeprefix("argument ")
+        if not rest and head != source and number.isdecimal() and int(number) < len(self.places):
+            return self.places[int(number)].named
+        keys = re.findall(r"\w+", source.removeprefix("in_shardings")) if source.startswith("in_shardings") else []
+        return next((place.named for place in self.places if keys and place.path == "/".join(keys)), source)
 
     def tell(self, value: Value, count: int = 1) -> str:
         """The story of a value; `count` values have the same line, type and sharding, and it stands for all."""

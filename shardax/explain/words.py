@@ -18,6 +18,15 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:,.1f} TiB"
 
 
+def seconds_text(seconds: float) -> str:
+    """
+    >>> seconds_text(0.00000312), seconds_text(0.0125), seconds_text(1.5), seconds_text(312.0), seconds_text(0)
+    ('3.12 µs', '12.5 ms', '1.5 s', '312 s', '0 s')
+    """
+    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * f >= 1), ("ns", 1e9))
+    return f"{seconds * factor:.3g} {unit}" if seconds else "0 s"
+
+
 def spec_text(sharding: Sharding) -> str:
     """
     >>> spec_text(Sharding((("x",), ()))), spec_text(Sharding(((), ())))

@@ -1,0 +1,154 @@
+"""What of a local program is stored, when it lives, and what moves to and from memory: the basis of peaks and estimates.
+
+An array lives from the equation that makes it to the last that reads it; inputs that are kept, and results, to the end. What is
+computed elementwise and used once, by an elementwise equation or a reduction, is taken to be fused into that: it is never
+stored, and its operands live on instead. XLA may reorder and fuse more, and pads.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+from shardax import _jax
+
+
+class Life:
+    """Birth and death of each stored variable of a jaxpr; time 0 is before the first equation, and i after the i-th.
+
+    Args:
+      jaxpr: a program, or the body of a loop.
+      kept: inputs that live to the end.
+      stored: inputs that count; those of a body that are the arrays outside do not.
+    """
+
+    def __init__(self, jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()):
+        self.eqns = jaxpr.eqns
+        end = len(self.eqns) + 1
+        self.death: dict[Any, int] = {v: end for v in (*kept, *jaxpr.outvars) if not _jax.is_literal(v)}
+        self.birth: dict[Any, int] = dict.fromkeys(stored, 0)
+        self.makers: dict[Any, Any] = {}
+        self.fused: dict[Any, Any] = {}
+        users = self._users(jaxpr)
+        for i in range(len(self.eqns), 0, -1):
+            self._see(i, self.eqns[i - 1], users)
+
+    def _see(self, i: int, eqn, users) -> None:
+        fused = _is_fused(eqn, users)
+        when = max((self.death.get(v, 0) for v in eqn.outvars), default=0) if fused else i
+        for v in eqn.invars:
+            if not _jax.is_literal(v):
+                self.death[v] = max(self.death.get(v, 0), when)
+        (self.fused if fused else self.makers).update(dict.fromkeys(eqn.outvars, eqn))
+        if not fused:
+            self.birth |= dict.fromkeys(eqn.outvars, i)
+
+    def _users(self, jaxpr) -> dict[Any, list[Any]]:
+        users: dict[Any, list[Any]] = {v: [None] for v in jaxpr.outvars if not _jax.is_literal(v)}
+        for eqn in self.eqns:
+            for v in eqn.invars:
+                if not _jax.is_literal(v):
+                    users.setdefault(v, []).append(eqn)
+        return users
+
+    def totals(self) -> list[int]:
+        """Bytes alive at each time."""
+        changes = [0] * (len(self.eqns) + 3)
+        for v, birth in self.birth.items():
+            changes[birth] += nbytes(v)
+            changes[max(self.death.get(v, 0), birth) + 1] -= nbytes(v)
+        totals, now = [], 0
+        for change in changes[: len(self.eqns) + 1]:
+            now += change
+            totals.append(now)
+        return totals
+
+    def alive(self, at: int) -> list[tuple[Any, str]]:
+        """The variables that live at a time, each with its line."""
+        alive = [v for v, birth in self.birth.items() if birth <= at <= max(self.death.get(v, 0), birth)]
+        return [(v, _jax.user_line(self.makers[v].source_info) if v in self.makers else "") for v in alive]
+
+    def reads(self, eqn) -> set[Any]:
+        """The stored variables that an equation reads, itself or through what is fused into it."""
+        found, todo = set(), [v for v in eqn.invars if not _jax.is_literal(v)]
+        while todo:
+            v = todo.pop()
+            if v in self.fused:
+                todo += [w for w in self.fused[v].invars if not _jax.is_literal(w)]
+            else:
+                found.add(v)
+        return found
+
+
+def nbytes(v) -> int:
+    """Bytes of a variable; what has no size, such as a token, has none."""
+    return math.prod(v.aval.shape) * v.aval.dtype.itemsize if hasattr(v.aval, "shape") else 0
+
+
+def live_peak(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> tuple[int, str, list[tuple[Any, str]]]:
+    """The most bytes that live at once, the line there, and the variables, each with its line. See `Life`."""
+    life = Life(jaxpr, kept, stored)
+    inner = {i: _bodies(eqn) for i, eqn in enumerate(jaxpr.eqns) if any(True for _ in jaxprs_in_params(eqn.params))}
+    totals = life.totals()
+    for i, (extra, _, _) in inner.items():
+        totals[i + 1] += extra
+    at = max(range(len(totals)), key=totals.__getitem__)
+    extra = inner.get(at - 1, (0, "", []))
+    line = extra[1] or (_jax.user_line(jaxpr.eqns[at - 1].source_info) if at else "")
+    return totals[at], line, [*life.alive(at), *extra[2]]
+
+
+def _bodies(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
+    """The dearest body of an equation, beyond what it is given: the slices that a scan takes are new."""
+    found = []
+    for body in jaxprs_in_params(eqn.params):
+        jaxpr = _jax.closed(body).jaxpr
+        start = sum(_jax.scan_counts(eqn.params)) if eqn.primitive.name == "scan" else len(jaxpr.invars)
+        found.append(live_peak(jaxpr, (), jaxpr.invars[start:]))
+    return max(found, key=lambda peak: peak[0])
+
+
+def traffic(jaxpr) -> Iterator[tuple[Any, int]]:
+    """(equation, bytes that it reads and writes in memory) of each equation that stores something; bodies are left out."""
+    life = Life(jaxpr)
+    for eqn in jaxpr.eqns:
+        if not all(v in life.fused for v in eqn.outvars) or not eqn.outvars:
+            yield eqn, _touched(eqn, life)
+
+
+def _touched(eqn, life: Life) -> int:
+    name = eqn.primitive.name
+    if name in _SLICES:
+        return 2 * sum(map(nbytes, eqn.outvars))
+    if name in _UPDATES:
+        return 2 * nbytes(eqn.invars[_UPDATES[name]])
+    if name in _FREE or any(True for _ in jaxprs_in_params(eqn.params)):
+        return 0
+    return sum(map(nbytes, life.reads(eqn))) + sum(map(nbytes, eqn.outvars))
+
+
+def _is_fused(eqn, users) -> bool:
+    if len(eqn.outvars) != 1 or eqn.primitive.name not in _ELEMENTWISE:
+        return False
+    reading = users.get(eqn.outvars[0], [])
+    return len(reading) == 1 and reading[0] is not None and _takes_fused(reading[0])
+
+
+def _takes_fused(eqn) -> bool:
+    name = eqn.primitive.name
+    return name in _ELEMENTWISE or (name.startswith("reduce_") and name != "reduce_scatter")
+
+
+_SLICES = {"slice", "dynamic_slice", "gather"}  # read no more than they give
+_UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # in place; the operand with what is new
+_FREE = {"axis_index", "optimization_barrier"}
+
+_ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
+    "one_minus_square", "or", "polynomial", "pow", "reduce_precision", "rem", "reshape", "reshard", "round", "rsqrt",
+    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square", "squeeze",
+    "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
+}  # fmt: skip

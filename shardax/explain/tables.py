@@ -1,0 +1,93 @@
+"""The tables that a plan is made of, and how they look as plain text."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+WIDTH = 110  # columns, where there is no terminal
+LEAST = 24  # columns of a row's own text
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: its text, the cells at its right, and a piece of code, of which as much is shown as fits."""
+
+    text: str
+    cells: tuple[str, ...] = ()
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows under a heading; "" has none."""
+
+    heading: str
+    rows: tuple[Row, ...] = ()
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Groups of rows under a title.
+
+    `heads`: of the columns at the right. `texts`: how many of them, the first, hold text; the others hold numbers.
+    """
+
+    title: str
+    groups: tuple[Group, ...]
+    heads: tuple[str, ...] = ()
+    texts: int = 0
+
+    def sizes(self) -> tuple[int, ...]:
+        """Columns that each column at the right takes."""
+        rows = [row.cells for group in self.groups for row in group.rows if row.cells]
+        return tuple(max(map(len, column)) for column in zip(self.heads, *rows, strict=True))
+
+
+def plain(tables: Sequence[Table], width: int = WIDTH) -> str:
+    """The tables as text of at most so many columns."""
+    return "\n\n".join("\n".join(_lines(table, width)) for table in tables)
+
+
+def rest(sizes: Sequence[int], width: int) -> int:
+    """Columns that are left of `width` for the text of a row."""
+    return max(LEAST, width - sum(sizes) - 2 * len(sizes))
+
+
+def _lines(table: Table, width: int) -> Iterator[str]:
+    sizes = table.sizes()
+    left = rest(sizes, width)
+    yield from _row(table.title, table.heads if any(table.heads) else (), sizes, table.texts, left)
+    for group in table.groups:
+        if group.heading:
+            yield from _with_code(f"  {group.heading}", group.code, width)
+        for row in group.rows:
+            text = f"    {row.text}"
+            yield from _row(cut(text, row.code, left) if row.code else text, row.cells, sizes, table.texts, left)
+
+
+def _row(text: str, cells: Sequence[str], sizes: Sequence[int], texts: int, left: int) -> Iterator[str]:
+    """Text that is too long goes on under itself, the cells stand beside its first line."""
+    first, *more = _wrapped(text, left if cells else left + sum(sizes) + 2 * len(sizes)) or [""]
+    columns = [f"  {c:<{n}}" if i < texts else f"  {c:>{n}}" for i, (c, n) in enumerate(zip(cells, sizes, strict=False))]
+    yield f"{first:<{left}}{''.join(columns)}".rstrip()
+    yield from more
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    indent = " " * (len(text) - len(text.lstrip()))
+    return textwrap.wrap(text.strip(), width, initial_indent=indent, subsequent_indent=indent + "    ")
+
+
+def _with_code(text: str, code: str, width: int) -> list[str]:
+    return [cut(text, code, width)] if code else _wrapped(text, width)
+
+
+def cut(text: str, code: str, width: int) -> str:
+    """A text and as much of the code as fits.
+
+    >>> cut("model.py:1", "loss = jnp.mean(x)", 20), cut("model.py:1", "x = 1", 20)
+    ('model.py:1  loss = …', 'model.py:1  x = 1')
+    """
+    both = f"{text}  {code}" if code else text
+    return both if len(both) <= width else both[: width - 1] + "…"
