@@ -105,6 +105,8 @@ class _Stages:
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
         """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it. Both add to its plan's phases."""
         lowered = self._stage(attrgetter("lower"), args, kwargs)
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return lowered
         eqn, mesh, leaves = self._traced(self._stage(attrgetter("trace"), args, kwargs), args, kwargs)
         phases = _built(eqn, mesh, leaves).phases
         return _jax.TimedLowered(lowered, lambda seconds: phases.update(XLA=seconds))
