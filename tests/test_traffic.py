@@ -18,6 +18,7 @@ ROW = 256
 A, B = ramp(8, 64), ramp(64, 8)
 IMAGE, KERNEL = ramp(2, 16, 16, 4), ramp(3, 3, 4, 8)  # over x: shards of 4 rows, a row of 512 bytes
 FIVE = np.int32(5)
+SQUARES = ramp(4, 8, 8) / 64 + 4 * np.eye(8, dtype="float32")  # of 256 bytes, well-conditioned
 
 
 def rotate_half(x):
@@ -133,6 +134,30 @@ ROWS = {
         (P(None, "x"), P()),
         P(None, "x"),
         [("ppermute", 2 * ROW)],
+    ),
+    "sort": (lambda x: jnp.sort(x, 0), [X], P("x"), P("x"), [("all_to_all", 3 * ROW)] * 2),
+    "sort, wanted by nobody": (lambda x: jnp.sort(x, 0), [X], P("x"), None, [("all_to_all", 3 * ROW)] * 2),
+    "sort, both dims sharded": (
+        lambda x: jnp.sort(x, 0),
+        [X],
+        P("x", "y"),
+        P("x", "y"),
+        [("all_to_all", 3 * ROW // 2)] * 2,
+    ),
+    "fft": (lambda x: jnp.fft.irfft(jnp.fft.rfft(x)), [X], P(None, "x"), P(None, "x"), [("all_to_all", 3 * ROW)] * 2),
+    "cholesky": (
+        lambda x: lax.linalg.cholesky(x, symmetrize_input=False),
+        [SQUARES],
+        P(None, "x"),
+        P(None, "x"),
+        [("all_to_all", 3 * ROW // 4)] * 2,
+    ),
+    "triangular_solve": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
+        [SQUARES[0], A],
+        (P("x"), P("x")),
+        P(None, "x"),
+        [("all_gather", 3 * 64), ("all_to_all", 3 * 512 // 4)],
     ),
     "pooling": (pool, [IMAGE], P(None, "x"), P(None, "x"), []),
     "gradient of pooling": (gradients(pool), [IMAGE], P(None, "x"), P(None, "x"), []),

@@ -190,7 +190,8 @@ def _agree(done: Completion, edge: Edge) -> dict[str, tuple[Axes, Value]]:
             padded = round_up(size, shard_count(axes, done.sizes))
             for factor, split in project(dim, axes, padded, factors, done.sizes).items() if axes else ():
                 have = claims.get(factor)
-                if factors.kind(factor) != WHOLE and (have is None or split.axes[: len(have[0])] == have[0]):
+                passes = factors.kind(factor) != WHOLE or factor in factors.restored
+                if passes and (have is None or split.axes[: len(have[0])] == have[0]):
                     claims[factor] = (split.axes, value)
     for group in factors.tied:
         _agree_tied(claims, group)

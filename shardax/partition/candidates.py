@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardax.sharding import Axes, AxisSizes, Layout, Padding
+from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
 from shardax.spmd_rules.registry import Passes, Split
-from shardax.spmd_rules.rule import WHOLE, Factors
+from shardax.spmd_rules.rule import KEEP, WHOLE, Factors, TensorFactors
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,39 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
     return splits
 
 
-def suggest(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, sizes: AxisSizes) -> dict[str, list[Split]]:
-    """For each factor the splits that some layout of some tensor suggests, first suggested first."""
+def suggest(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padding: Padding) -> dict[str, list[Split]]:
+    """For each factor the splits that some layout of some tensor suggests, first suggested first. Last, axes that split what
+    must be whole, on the tensor's other factors: an all_to_all brings them there, and no device gets more than its part."""
     suggestions: dict[str, list[Split]] = {}
+    moved: list[tuple[str, Split]] = []
     for alternatives, dims in zip(layouts, tensors, strict=True):
         for layout in alternatives:
-            for factor, split in project_all([layout], [dims], factors, sizes).items():
-                have = suggestions.setdefault(factor, [])
-                if factors.kind(factor) != WHOLE and split not in have:
-                    have.append(split)
+            splits = project_all([layout], [dims], factors, padding.sizes)
+            for factor, split in splits.items():
+                _append(suggestions, factor, split) if factors.kind(factor) != WHOLE else None
+            moved += _moved(splits, dims, factors, padding)
+    for factor, split in moved:
+        _append(suggestions, factor, split)
     return suggestions
+
+
+def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> None:
+    have = suggestions.setdefault(factor, [])
+    if split not in have:
+        have.append(split)
+
+
+def _moved(splits: Splits, dims: TensorFactors, factors: Factors, padding: Padding) -> Iterator[tuple[str, Split]]:
+    """The splits of a tensor's kept factors that take in the axes of those that must be whole: all of them, or one."""
+    homeless = tuple(a for f, split in splits.items() if factors.kind(f) == WHOLE for a in split.axes)
+    kept = dict.fromkeys(f for dim in dims for f in dim if factors.kind(f) == KEEP) if homeless else ()
+    for factor in kept:
+        have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
+        for more in dict.fromkeys((homeless, *((a,) for a in homeless))):
+            if size > shard_count(have, padding.sizes):
+                yield factor, Split(have + more, padding.padded(size, have + more))
+
+
 
 
 _MOST_CANDIDATES = 256

@@ -161,7 +161,7 @@ class Chooser:
     def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:
         results = [[self.wanted(v)] for v in node.outputs]
         made = [[self.layouts(v)[0], self.wanted(v)] for v in node.inputs]
-        suggestions = suggest(results + made, factors.results + factors.operands, factors, self.sizes)
+        suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding)
         ways = list(waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
         for splits in assignments(options_of(suggestions, factors, self.padding), factors, self.sizes):
             for group, pending in ways:

@@ -19,20 +19,24 @@ def batched(core: int) -> Callable[[Node], str]:
 
 
 def _batched_text(node: Node, batch: int, kept: str = "") -> str:
-    """The first `batch` dims are kept; `kept` names the last dim of the last operand and of the result, if that is free too."""
-    names = (f"w{i}!" for i in range(10**6))
+    """The first `batch` dims are kept; `kept` names the last dim of the last operand and of the result, if that is free too.
+
+    The others are whole, and named by place and size: a result's that is like an operand's may be split as that is.
+    """
     kept_tensors = (node.inputs[-1], node.outputs[0]) if kept else ()
 
     def text(value) -> str:
-        core = [next(names) for _ in value.shape[batch:]]
+        core = [f"w{i}_{n}!" for i, n in enumerate(value.shape[batch:])]
         return " ".join([f"b{i}" for i in range(batch)] + (core[:-1] + [kept] if value in kept_tensors else core))
 
     return f"{', '.join(map(text, node.inputs))} -> {', '.join(map(text, node.outputs))}"
 
 
 def fft(node: Node) -> str:
-    """The transformed dims are the last ones."""
-    return _batched_text(node, len(node.inputs[0].shape) - len(node.params["fft_lengths"]))
+    """ "b t0~! -> b t0~!": the transformed dims are the last ones. That of a real transform is half as long on one side."""
+    dims, core = len(node.inputs[0].shape), len(node.params["fft_lengths"])
+    side = " ".join([f"b{i}" for i in range(dims - core)] + [f"t{i}~!" for i in range(core)])
+    return f"{side} -> {side}"
 
 
 def _fft_local(local: Local, shard):

@@ -6,7 +6,7 @@ A letter is a *factor*; the same letter on several tensors means that they may b
 
     k        kept: each shard computes its part, nothing is sent
     k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
-    k!       whole: never split
+    k!       whole: never split. A dim that has it on both sides may be split before and after: its axes go to another dim
     h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own; what a shard lacks
              its neighbours send (a mark may follow: h~+)
     (h w)    a compound dim: factors major to minor, as a reshape makes them
@@ -73,6 +73,13 @@ class Factors:
             if "~" in factor:
                 groups.setdefault(tie(factor), []).append(factor)
         return tuple(map(tuple, groups.values()))
+
+    @cached_property
+    def restored(self) -> frozenset[str]:
+        """The whole factors that both operands and results have: split before and after, not on the way."""
+        sides = (self.operands, self.results)
+        before, after = ({tie(f) for tensor in side for dim in tensor for f in dim} for side in sides)
+        return frozenset(f for f in self.sizes if tie(f) in before & after and self.kind(f) == WHOLE)
 
     def kind(self, factor: str) -> str:
         return self.kinds.get(factor, KEEP)
