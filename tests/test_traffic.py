@@ -160,6 +160,20 @@ ROWS = {
         [("all_gather", 3 * 64), ("all_to_all", 3 * 512 // 4)],
     ),
     "pooling": (pool, [IMAGE], P(None, "x"), P(None, "x"), []),
+    "pooling with a reducer of one's own": (
+        lambda x: lax.reduce_window(x, 2.0, lambda a, b: a * b, (1, 3, 1, 1), (1, 1, 1, 1), "SAME"),
+        [IMAGE / 64],
+        P(None, "x"),
+        P(None, "x"),
+        [("ppermute", 2 * ROW)] * 2,
+    ),
+    "reduce with a reducer of one's own": (
+        lambda x: lax.reduce(x, np.float32(0), lambda a, b: a + b + a * b, (0,)),
+        [X / 64],
+        P("x"),
+        P(),
+        [("all_gather", 3 * ROW), ("all_gather", 3 * 64)],
+    ),
     "gradient of pooling": (gradients(pool), [IMAGE], P(None, "x"), P(None, "x"), []),
 }
 

@@ -1,5 +1,5 @@
 """Reductions over whole dims. Sums, maxima and minima over a split dim stay pending. Of the others the devices exchange what
-each has found, and reduce that: for argmax the greatest value of each shard and its place.
+each has found, and reduce that: for argmax the greatest value of each shard and its place. Those of users' own reducers too.
 
     shard 0   shard 1   shard 2       values found, gathered     their argmax     its place
     3 1 4     1 5 9     2 6 5    ->   4 9 6                  ->  1            ->  5
@@ -11,7 +11,9 @@ from functools import partial
 
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
+from shardax import _jax
 from shardax.graph import Node
 from shardax.reshard import identity
 from shardax.sharding import Axes
@@ -41,16 +43,16 @@ def _waits(node: Node) -> bool:
 
 def _over(local: Local) -> Axes:
     """The axes that split reduced dims."""
-    return tuple(a for d in local.params["axes"] for a in local.operands[0].dims[d])
+    gone = local.params["dimensions" if local.node.name == "reduce" else "axes"]
+    return tuple(a for d in gone for a in local.operands[0].dims[d])
 
 
 def _exchange(local: Local) -> Iterator[int]:
-    """The bytes of the all_gathers of what the devices found: for argmax the value too."""
+    """The bytes of the all_gathers of what the devices found: for argmax the value too, for reduce a flag."""
     if _waits(local.node):
         return
-    found = [
-        v.aval.dtype.itemsize for v in (*local.node.outputs, *(local.node.inputs if "index_dtype" in local.params else ()))
-    ]
+    found = [v.itemsize for v in (*local.node.outputs, *(local.node.inputs if "index_dtype" in local.params else ()))]
+    found += [1] * (local.node.name == "reduce")
     others = local.count(_over(local)) - 1
     yield from (others * math.prod(local.out_shape()) * itemsize for itemsize in found if others)
 
@@ -99,11 +101,36 @@ def _all_bits(dtype):
 
 
 def reduce(node: Node) -> str:
-    """ "k r!, k r!, ,  -> k, k": operands, then initial values. How results of parts combine, only the user knows."""
+    """ "k r, k r, ,  -> k, k": operands, then initial values."""
     gone, count = node.params["dimensions"], len(node.outputs)
-    operand = [f"r{d}!" if d in gone else f"k{d}" for d in range(len(node.inputs[0].shape))]
+    shape = node.in_shapes[0]
+    operand = [f"r{d}{'!' * (0 in shape)}" if d in gone else f"k{d}" for d in range(len(shape))]
     result = " ".join(f for f in operand if f[0] == "k")
     return f"{', '.join([' '.join(operand)] * count + [''] * count)} -> {', '.join([result] * count)}"
+
+
+def _reduce_local(local: Local, *shards):
+    """What the devices found is reduced in their order, and only there does the initial value count: it need not be neutral."""
+    count = len(local.node.outputs)
+    operands, starts, gone = shards[:count], shards[count:], local.params["dimensions"]
+    if not (axes := _over(local)):
+        return local.bind(*shards)
+    inside = local.mask(0, lax.full(operands[0].shape, True), False, gone)
+    combine = jaxpr_as_fun(_jax.closed(local.params["jaxpr"]))
+    found = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
+    found = [lax.all_gather(x, axes) for x in found]
+    return lax.reduce(tuple(found), (*starts, np.True_), skipping(combine), (0,))[:-1]
+
+
+def skipping(combine: Callable) -> Callable:
+    """The reducer of (values, flag) that reduces the values whose flag is set by `combine`, and is neutral to the others."""
+
+    def reducer(a, b):
+        (*xs, one), (*ys, other) = a, b
+        pairs = zip(combine(*xs, *ys), xs, ys, strict=True)
+        return (*(lax.select(one & other, both, lax.select(one, x, y)) for both, x, y in pairs), one | other)
+
+    return reducer
 
 
 def _reduce_max_local(local: Local, shard):
@@ -117,7 +144,7 @@ def _reduce_min_local(local: Local, shard):
 register_rule("argmax", _reduction(""), _arg_local("max"), sends=_exchange)
 register_rule("argmin", _reduction(""), _arg_local("min"), sends=_exchange)
 register_rule("reduce_and", _logical(":min"), _exchanged(_all_bits), sends=_exchange)
-register_rule("reduce", reduce)
+register_rule("reduce", reduce, _reduce_local, sends=_exchange)
 register_rule("reduce_max", _reduction(":max"), _reduce_max_local, passes=(Passes(("max",), (0,)),))
 register_rule("reduce_min", _reduction(":min"), _reduce_min_local, passes=(Passes(("min",), (0,)),))
 register_rule("reduce_or", _logical(":max"), _exchanged(partial(np.zeros, ())), sends=_exchange)

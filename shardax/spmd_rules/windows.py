@@ -16,10 +16,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
+from shardax import _jax
 from shardax.graph import Node
 from shardax.reshard import identity
-from shardax.spmd_rules.halo import Wanted, halo_sends, slice_by_device, take, wanted, wanted_with, window_of
+from shardax.spmd_rules.halo import Wanted, by_device, halo_sends, plan, slice_by_device, take, wanted, wanted_with, window_of
+from shardax.spmd_rules.reductions import skipping
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 
@@ -94,14 +97,25 @@ class _Part:
 
     def taken(self, local: Local, shard, fill):
         rows = take(local, self.want, shard, fill)
-        if not self.written_out:
-            return rows
+        return self._write_out(local, rows, fill, self.want.dim) if self.written_out else rows
+
+    def _write_out(self, local: Local, rows, fill, dim: int):
         width, holes = self.slide.width(self.results), self.slide.holes
         config = [(0, 0, 0)] * rows.ndim
-        config[self.want.dim] = (holes - 1, width, holes - 1)
+        config[dim] = (holes - 1, width, holes - 1)
         rows = lax.pad(rows, jnp.asarray(fill, rows.dtype), config)
         starts = (holes - 1 - self.skipped).tolist()
-        return slice_by_device(rows, starts, width, self.want.dim, local.index(self.want.axes))
+        return slice_by_device(rows, starts, width, dim, local.index(self.want.axes))
+
+    def shows_filling(self, local: Local) -> bool:
+        """Whether some device sees what `taken` has filled in."""
+        return self.written_out or plan(local, self.want).outside
+
+    def inside(self, local: Local):
+        """Which of the rows that `taken` gives are the operand's."""
+        place = lax.iota("int32", self.want.rows) + by_device(self.want.firsts, local.index(self.want.axes))
+        inside = (place >= 0) & (place < self.want.size)
+        return self._write_out(local, inside, False, 0) if self.written_out else inside
 
     def cut(self, local: Local, result, dim: int):
         """This device's results out of more."""
@@ -234,11 +248,7 @@ def _windowed(node: Node) -> str:
 
 
 def _window_factor(node: Node, i: int, slide: _Slide) -> str:
-    """Any initial value is allowed where nothing is padded: XLA skips padding, we should have to combine it."""
-    if slide.still:
-        return f"k{i}"
-    skips = node.name == "reduce_window" and (slide.low, slide.high, slide.holes) != (0, 0, 1)
-    return f"s{i}~!" if skips else window_of(f"s{i}", node)
+    return f"k{i}" if slide.still else window_of(f"s{i}", node)
 
 
 def reduce_window(node: Node) -> str:
@@ -259,8 +269,8 @@ def _window_wants(local: Local) -> Iterator[Wanted]:
         yield from (part.want for part in _window_parts(local, i)) if layout.dims else ()
 
 
-def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]]):
-    """The lowering of a windowed reduction; `fills` gives for each operand with dims what pads it."""
+def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]], bind: Callable = Local.bind):
+    """The lowering of a windowed reduction; `fills` gives for each operand with dims what pads it, `bind` reduces."""
 
     def lowering(local: Local, *shards):
         padding, holes = list(local.params["padding"]), list(local.params.get("base_dilation", ()))
@@ -272,7 +282,7 @@ def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]]):
             padding[part.want.dim] = part.padding
             if holes:
                 holes[part.want.dim] = part.holes
-        results = local.bind(*shards, padding=tuple(padding), **({"base_dilation": tuple(holes)} if holes else {}))
+        results = bind(local, *shards, padding=tuple(padding), **({"base_dilation": tuple(holes)} if holes else {}))
         for part in parts:
             results = [part.cut(local, result, part.want.dim) for result in results]
         return results
@@ -282,6 +292,21 @@ def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]]):
 
 def _initial_values(local: Local, shards) -> Sequence[Any]:
     return shards[len(local.node.outputs) :]
+
+
+def _bind_skipping(local: Local, *shards, padding, base_dilation):
+    """XLA combines no padding, whatever the initial value. Nor is what was filled in: a flag goes along, what has none is left
+    out."""
+    parts, count = [part for part in _window_parts(local) if part.shows_filling(local)], len(local.node.outputs)
+    if not parts:
+        return local.bind(*shards, padding=padding, base_dilation=base_dilation)
+    shape, inside = shards[0].shape, np.True_
+    for part in parts:
+        inside &= lax.broadcast_in_dim(part.inside(local), shape, (part.want.dim,))
+    how = {name: local.params[name] for name in ("window_dimensions", "window_strides", "window_dilation")}
+    operands, starts = (*shards[:count], inside), (*shards[count:], np.True_)
+    combine = skipping(jaxpr_as_fun(_jax.closed(local.params["jaxpr"])))
+    return lax.reduce_window(operands, starts, combine, padding=padding, base_dilation=base_dilation, **how)[:-1]
 
 
 def _neutral(kind: str, local: Local, shards) -> Sequence[Any]:
@@ -303,10 +328,10 @@ def _least_selected(local: Local, dtype):
 
 
 def select_and_scatter(node: Node) -> str:
-    """The operand, what is scattered over the places chosen in its windows, and the initial value: slid dims are whole."""
-    sides = [(f"k{i}", f"k{i}") if slide.still else (f"s{i}!", f"t{i}!") for i, slide in enumerate(_slides(node))]
-    before, after = (" ".join(side) for side in zip(*sides, strict=True))
-    return f"{before}, {after},  -> {before}"
+    """The operand, what is scattered over the places chosen in its windows, and the initial value: slid dims are whole, how
+    competing updates combine only the user knows."""
+    dims = " ".join(f"k{i}" if slide.still else f"s{i}~!" for i, slide in enumerate(_slides(node)))
+    return f"{dims}, {dims},  -> {dims}"
 
 
 def select_and_scatter_add(node: Node) -> str:
@@ -365,7 +390,7 @@ _sends = halo_sends(_window_wants)
 register_rule(
     "conv_general_dilated", conv_general_dilated, _conv_local, passes=(LINEAR(0), LINEAR(1)), sends=halo_sends(_conv_wants)
 )
-register_rule("reduce_window", reduce_window, _windows_local(_initial_values), sends=_sends)
+register_rule("reduce_window", reduce_window, _windows_local(_initial_values, _bind_skipping), sends=_sends)
 for _kind in ("max", "min"):
     _lowering = _windows_local(partial(_neutral, _kind))
     register_rule(f"reduce_window_{_kind}", reduce_window, _lowering, passes=(Passes((_kind,), (0,)),), sends=_sends)
