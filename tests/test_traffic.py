@@ -160,6 +160,21 @@ ROWS = {
         [("all_gather", 3 * 64), ("all_to_all", 3 * 512 // 4)],
     ),
     "pooling": (pool, [IMAGE], P(None, "x"), P(None, "x"), []),
+    "reshape, no factors in common": (lambda x: x.reshape(24, 8), [X[:, :12].copy()], P("x"), P("x"), []),
+    "reshape, blocks of other sizes": (
+        lambda x: jnp.sum(x[:14].reshape(30, 7) ** 2, 1),
+        [ramp(16, 15)],
+        P("x"),
+        P(),
+        [("ppermute", 12 * 4), ("all_gather", 3 * 8 * 4)],
+    ),
+    "reshape, minor dim split": (
+        lambda x: x.reshape(24, 8),
+        [X[:, :12].copy()],
+        P(None, "x"),
+        P("x"),
+        [("all_to_all", 3 * 12 * 4 * 4 // 4)],
+    ),
     "pooling with a reducer of one's own": (
         lambda x: lax.reduce_window(x, 2.0, lambda a, b: a * b, (1, 3, 1, 1), (1, 1, 1, 1), "SAME"),
         [IMAGE / 64],

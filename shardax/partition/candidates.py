@@ -69,8 +69,6 @@ def _moved(splits: Splits, dims: TensorFactors, factors: Factors, padding: Paddi
                 yield factor, Split(have + more, padding.padded(size, have + more))
 
 
-
-
 _MOST_CANDIDATES = 256
 _MOST_BLOCKS = 12  # ways to lay out the blocks of one group of windowed factors
 Options = list[list[Splits]]  # for each factor, or group of tied ones, the ways to split it

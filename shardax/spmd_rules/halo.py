@@ -34,7 +34,7 @@ from shardax.spmd_rules.registry import Local
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What each device along `axes` wants of dim `dim` of an operand: `rows` rows from `firsts[i]` on, of which those from
-    `ends[i]` on do not matter. The dim has `size` rows."""
+    `ends[i]` on do not matter. The dim has `size` rows. A reshape counts elements as rows, `unit` for each position."""
 
     operand: int
     dim: int
@@ -43,6 +43,7 @@ class Wanted:
     ends: tuple[int, ...]
     rows: int
     size: int
+    unit: int = 1
 
 
 def window_of(name: str, node: Node) -> str:
@@ -117,7 +118,7 @@ class Exchange:
 def plan(local: Local, want: Wanted) -> Exchange:
     """The exchange that brings every device what it wants."""
     split = bool(local.operands[want.operand].dims[want.dim])
-    return _plan(want, local.in_shape(want.operand)[want.dim], split)
+    return _plan(want, local.in_shape(want.operand)[want.dim] * want.unit, split)
 
 
 @lru_cache(maxsize=4096)
@@ -186,8 +187,8 @@ def sent(local: Local, wants: Iterable[Wanted]) -> Iterator[int]:
     shapes = [list(local.in_shape(i)) for i in range(len(local.operands))]
     for want in wants:
         shape = shapes[want.operand]
-        shape[want.dim] = want.rows
-        row = math.prod(shape) // want.rows * local.node.inputs[want.operand].itemsize
+        row = math.prod(shape) // (shape[want.dim] * want.unit) * local.node.inputs[want.operand].itemsize
+        shape[want.dim] = -(-want.rows // want.unit)
         yield from (rows * row for rows in plan(local, want).sent)
 
 
@@ -223,7 +224,7 @@ def _filling(shard, rows: int, dim: int):
 
 def _shows_garbage(local: Local, want: Wanted, exchange: Exchange, fill) -> bool:
     """Zeros are there already, from the filling and from ppermutes that bring nothing, unless the last shard is padded."""
-    even = want.size == local.operands[want.operand].padded[want.dim]
+    even = want.size == local.operands[want.operand].padded[want.dim] * want.unit
     zeros = isinstance(fill, int) and fill == 0 and even and not exchange.far
     return exchange.outside and not zeros
 

@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 
 from shardax.reshard import identity
-from shardax.sharding import Axes, AxisSizes, Layout, Sharding, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import DimFactors, Factors, TensorFactors
 
@@ -37,6 +37,11 @@ def project(dim: DimFactors, axes: Axes, padded: int, factors: Factors, sizes: A
     >>> factors = bind(parse("(h w) -> h w"), ((24,),), ((2, 12),))
     >>> project(("h", "w"), ("x", "y"), 24, factors, {"x": 2, "y": 3})
     {'h': Split(axes=('x',), padded=2), 'w': Split(axes=('y',), padded=12)}
+
+    Where blocks do not end with whole w's, h comes nearest that is split unevenly.
+
+    >>> project(("h", "w"), ("x",), 25, bind(parse("(h w) -> h w"), ((24,),), ((6, 4),)), {"x": 5})
+    {'h': Split(axes=('x',), padded=10)}
     """
     if len(dim) == 1:
         return {dim[0]: Split(axes, padded)} if axes else {}
@@ -49,6 +54,9 @@ def project(dim: DimFactors, axes: Axes, padded: int, factors: Factors, sizes: A
             continue
         if padded % rest == 0 and (padded // rest) % shard_count(axes, sizes) == 0:
             splits[factor] = Split(axes, padded // rest)
+            break
+        if size > shard_count(axes, sizes):
+            splits[factor] = Split(axes, round_up(size, shard_count(axes, sizes)))
             break
         kept = next(axes[:n] for n in range(len(axes), -1, -1) if size % shard_count(axes[:n], sizes) == 0)
         if kept:

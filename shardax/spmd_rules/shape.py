@@ -1,8 +1,8 @@
-"""Primitives that only place elements: reshape, transpose, broadcast, slice, pad, concatenate, iota and the like."""
+"""Primitives that only place elements: transpose, broadcast, slice, pad, concatenate, iota and the like."""
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -169,68 +169,6 @@ def _pads_zero(node: Node) -> bool:
     return node.inputs[1].is_literal and not node.inputs[1].literal
 
 
-def reshape(node: Node) -> str:
-    """ "f0 (f1 f2) -> f0 f1 f2": dims are made of the factors that both shapes share, and whole where they share none."""
-    old, new = node.in_shapes[0], node.out_shapes[0]
-    if 0 in old or node.params["dimensions"] is not None:
-        return whole_rule(node)
-    sides = _common_factors(old, new)
-    return " -> ".join(" ".join(map(_compound, side)) for side in sides) if _solvable(sides) else whole_rule(node)
-
-
-def _compound(factors: Sequence[str]) -> str:
-    return "1" if not factors else factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
-
-
-def _common_factors(old: Shape, new: Shape) -> tuple[list[list[str]], list[list[str]]]:
-    """The factors of the dims of both shapes, major to minor.
-
-    >>> _common_factors((2, 12), (2, 3, 1, 4))
-    ([['f0'], ['f1', 'f2']], [['f0'], ['f1'], [], ['f2']])
-    """
-    sides = ([[] for _ in old], [[] for _ in new])
-    rest = [[[d, n] for d, n in enumerate(shape) if n != 1] for shape in (old, new)]  # dims, and what is left of each
-    count = 0
-    while rest[0]:
-        heads = [left[0] for left in rest]
-        common = min(n for _, n in heads)
-        if any(n % common for _, n in heads):
-            _leave_whole(sides, rest)
-            continue
-        for side, head, left in zip(sides, heads, rest, strict=True):
-            side[head[0]].append(f"f{count}")
-            head[1] //= common
-            if head[1] == 1:
-                left.pop(0)
-        count += 1
-    return sides
-
-
-def _leave_whole(sides, rest) -> None:
-    """Gives whole factors to the dims up to where both shapes have come equally far."""
-    size = [1, 1]
-    while size[0] != size[1] or size[0] == 1:
-        i = size.index(min(size))
-        d, n = rest[i].pop(0)
-        sides[i][d].append(f"{'wr'[i]}{d}!")
-        size[i] *= n
-
-
-def _solvable(sides: Sequence[list[list[str]]]) -> bool:
-    """Whether `bind` can find the sizes: dim by dim, no more than one factor may be unknown."""
-    dims = [set(dim) for side in sides for dim in side]
-    known = set().union(*(dim for dim in dims if len(dim) == 1))
-    for dim in dims:
-        if len(dim - known) > 1:
-            return False
-        known |= dim
-    return True
-
-
-def _reshape_local(local: Local, shard):
-    return local.bind(shard, new_sizes=local.out_shape(), sharding=None)
-
-
 def rev(node: Node) -> str:
     """ "k0 r1~ -> k0 r1~"."""
     dims = " ".join(_kept(node.in_shapes[0], {d: window_of(f"r{d}", node) for d in node.params["dimensions"]}))
@@ -376,7 +314,6 @@ register_rule("empty2", " -> ")
 register_rule("iota", iota, _iota_local)
 register_rule("optimization_barrier", optimization_barrier)
 register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_wants))
-register_rule("reshape", reshape, _reshape_local, passes=(MOVES(0),))
 register_rule("rev", rev, _rev_local, passes=(MOVES(0),), sends=_rev_sends)
 register_rule("slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_wants))
 register_rule("split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_wants))
