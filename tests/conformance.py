@@ -5,7 +5,8 @@
     equal       every result is as the unsharded function gives it: integers equal, floats within reassociation error
     wrong       some result is not
     refused     shard_jit raised
-    replicated  a primitive had no rule, or one that wants an operand whole on every device
+    replicated  some primitive gathered an operand over an axis that then split nothing: its devices did all the same
+                (`partition.replicated`; gathers too small to be worth the start of another collective do not count)
     sent        bytes that one device sends, all cases together
 
 The last line names those primitives, which need not be the one that a case is about, each with the bytes that it gathered.
@@ -19,7 +20,6 @@ import itertools
 import multiprocessing
 import os
 import random
-import re
 import sys
 import threading
 import time
@@ -39,9 +39,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import _jax
+from shardax import _jax, transform
 from shardax.explain.ledger import collectives, comm_bytes
-from shardax.graph import Node, from_jaxpr
+from shardax.graph import Node
+from shardax.partition.replicated import replicated
 from shardax.spmd_rules.registry import RULES
 
 MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
@@ -143,8 +144,15 @@ def _run_together(names: Sequence[str]) -> list[Outcome]:
         warnings.filterwarnings("ignore", message=".*has no sharding rule")
         plan = step.plan(args)
         got = step.lower(args).compile(compiler_options=FAST)(args)
-    nodes = list(from_jaxpr(plan.global_jaxpr).walk())
-    return [_judged(*x, plan, nodes) for x in zip(names, wanted, got, strict=True)]
+    gathered = _replicated_nodes(plan)
+    return [_judged(*x, plan, gathered) for x in zip(names, wanted, got, strict=True)]
+
+
+def _replicated_nodes(plan: Any) -> list[tuple[Node, float]]:
+    """Those of the plan's program that run replicated, as `partition.replicated` defines it."""
+    given = (None,) * len(plan.global_jaxpr.in_avals)
+    built = transform.build(plan.global_jaxpr, given, plan.mesh, sx.Options())
+    return list(replicated(built.decisions, built.completion))
 
 
 @cache
@@ -174,15 +182,16 @@ def _spec(dice: random.Random, name: str, shape: tuple[int, ...]) -> P:
     return P(*map(tuple, dims))
 
 
-def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Node]) -> Outcome:
+def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[tuple[Node, float]]) -> Outcome:
     pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
     different = [f"result {i}: {words}" for i, (w, g) in enumerate(pairs) if (words := _difference(w, g))]
-    sends = _sends(name, plan)
-    gathers = [(wants, c) for c in sends if c.kind == "all_gather" and (wants := _wants_whole(c.reason))]
-    ruleless = [n.name for n in nodes if not n.bodies and n.name not in RULES and _scope(name) in str(n.scope)]
-    note = "; ".join(different[:1] or dict.fromkeys([*(str(c) for _, c in gathers), *ruleless]))
-    gathered = (*((wants, c.total) for wants, c in gathers), *((f"{primitive} (no rule)", 0) for primitive in ruleless))
-    return _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(sends), note)
+    gathered = tuple((_named(node), int(nbytes)) for node, nbytes in nodes if _scope(name) in str(node.scope))
+    note = "; ".join(different[:1] or [f"{primitive} gathers {nbytes:,} B" for primitive, nbytes in gathered])
+    return _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(_sends(name, plan)), note)
+
+
+def _named(node: Node) -> str:
+    return node.name if node.name in RULES else f"{node.name} (no rule)"
 
 
 def _outcome(name: str, verdict: str, gathered: tuple[tuple[str, int], ...] = (), sent: int = 0, note: str = "") -> Outcome:
@@ -195,12 +204,6 @@ def _sends(name: str, plan: Any) -> tuple[Any, ...]:
     body = _jax.closed(whole.params["jaxpr"])
     own = [eqn for eqn in body.eqns if _scope(name) in str(eqn.source_info.name_stack)]
     return collectives(_jax.with_eqns(body, own), plan.mesh.shape)
-
-
-def _wants_whole(reason: str) -> str:
-    """The primitive that wants an operand whole, if it is not an annotation or a result that asks for it."""
-    found = re.fullmatch(r"([\w-]+) in P\((?:None(?:, )?)*\)", reason)
-    return found[1] if found and found[1] not in ("result", "annotate") else ""
 
 
 def _difference(wanted: Any, got: Any) -> str:
@@ -241,9 +244,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def _replicated(outcomes: Sequence[Outcome]) -> str:
     counts, nbytes = Counter(), Counter()
-    for primitive, sent in (pair for o in outcomes for pair in dict(o.gathered).items()):
-        counts[primitive] += 1
-        nbytes[primitive] += sent
+    for o in outcomes:
+        counts.update({primitive for primitive, _ in o.gathered})
+        for primitive, sent in o.gathered:
+            nbytes[primitive] += sent
     return "replicated by " + ", ".join(f"{p} ({n} cases, {nbytes[p]:,} B)" for p, n in counts.most_common())
 
 

@@ -1,13 +1,15 @@
-"""What has no rule runs replicated: said once for each user's line, with its price; refused in strict mode."""
+"""What runs replicated. What has no rule is said once for each user's line, with its price, and refused in strict mode."""
 
 import warnings
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
-from shardax import reshard
-from shardax.graph import Node
+from shardax import annotations, reshard
+from shardax.completion.complete import Completion
+from shardax.cost.nominal import COLLECTIVE
+from shardax.graph import Node, Value
 from shardax.partition.decisions import Decision, Decisions
-from shardax.sharding import AxisSizes
+from shardax.sharding import Axes, AxisSizes, shard_count
 from shardax.spmd_rules.registry import RULES
 
 
@@ -53,3 +55,36 @@ def _report(node: Node, nbytes: float, strict: bool) -> None:
     if strict:
         raise ValueError(f"Options(strict=True): {text}")
     warnings.warn(text, stacklevel=2)
+
+
+def replicated(decisions: Decisions, completion: Completion) -> Iterator[tuple[Node, float]]:
+    """The nodes that run replicated over some axis, and the bytes that one device sends for that.
+
+    Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
+    replication to gather no more than the results come to, where all these devices want them anyway, nor to gather what is
+    less than the start of a collective that would move it costs.
+    """
+    sizes = completion.sizes
+    for node, decision in decisions.pairs():
+        for body in decision.bodies:
+            yield from replicated(body, completion)
+        used = {a for split in decision.splits.values() for a in split.axes}
+        gathers = [] if decision.bodies or annotations.of_node(node) else list(_gathers(node, decision, sizes))
+        nbytes = sum(step.nbytes for step in gathers if not used.issuperset(step.axes))
+        axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))
+        if nbytes > COLLECTIVE + sum(_gathered_anyway(v, completion, axes) for v in node.outputs):
+            yield node, nbytes
+
+
+def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[reshard.Step]:
+    """The gathers of a node's operands. What several operands of a node share is gathered once."""
+    for value, move in dict.fromkeys(zip(node.inputs, decision.moves, strict=True)):
+        path = reshard.plan(move.source, move.target, value.shape, value.itemsize, sizes)
+        yield from (step for step in path.steps if step.kind == "all_gather")
+
+
+def _gathered_anyway(value: Value, completion: Completion, axes: Axes) -> float:
+    """The bytes that one device would send to gather a result over those of `axes` over which it is wanted whole."""
+    sharding = completion.sharding(value)
+    over = tuple(a for a in axes if a not in sharding.axes)
+    return value.nbytes / shard_count(sharding.axes, completion.sizes) * (1 - 1 / shard_count(over, completion.sizes))
