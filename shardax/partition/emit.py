@@ -26,6 +26,13 @@ def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> list[
     return _Emitter(sizes).graph(decisions, shards)
 
 
+def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> dict[Value, Shards]:
+    """As `emit`, and returns what every value is on shards, in each layout in which something read it."""
+    emitter = _Emitter(sizes)
+    emitter.graph(decisions, shards)
+    return emitter.env
+
+
 class _Emitter:
     def __init__(self, sizes: AxisSizes):
         self.sizes = sizes
