@@ -262,12 +262,41 @@ def test_the_checker_finds_wrong_claims(entry, monkeypatch):
         check_rule(f or getattr(lax, entry.name), X)
 
 
-def test_the_checker_finds_missing_claims(monkeypatch):
-    monkeypatch.setitem(RULES, "sin", Entry("sin", "a b! -> a b!"))
-    monkeypatch.setitem(RULES, "reduce_sum", Entry("reduce_sum", "a! b! -> a!"))
-    found = missing_claims(lambda a: lax.sin(a).sum(1), X)
-    assert [claim.split(", ")[-1] for claim in found] == [
-        "if keep: b (8 in 8) over x·y: would pass",
-        "if keep: a (5 in 8) over x·y: would pass",
-        "if sum: b (8 in 8) over x·y: would pass",
-    ]
+MISSING = {
+    "sin": ("a b! -> a b!", lax.sin, [X], ["dim 1 of operand 0 (factor b) is whole and could be kept"]),
+    "reduce_sum": (
+        "a! b! -> a!",
+        lambda x: x.sum(1),
+        [X],
+        ["dim 0 of operand 0 (factor a) is whole and could be kept", "dim 1 of operand 0 (factor b) is whole and could be sum"],
+    ),
+    "reduce_max": ("a b! -> a", lambda x: x.max(1), [X], ["dim 1 of operand 0 (factor b) is whole and could be max"]),
+    "dot_general": (
+        "a k!, k! b -> a b",
+        lax.dot,
+        [X, Y.T],
+        [f"dim {1 - i} of operand {i} (factor k) is whole and could be sum" for i in (0, 1)],
+    ),
+    "pad": (
+        "a!, -> b!",
+        lambda x: jnp.pad(x, (1, 2)),
+        [X[0]],
+        ["dim 0 of operand 0 (factor a) is whole and could be windowed"],
+    ),
+    "iota": (
+        " -> a! b",
+        lambda: lax.broadcasted_iota("int32", (5, 8), 1),
+        [],
+        ["dim 0 of result 0 (factor a) is whole and could be made"],
+    ),
+    "sort": ("a s! -> a s!", jnp.sort, [X], []),
+    "cumsum": ("a s! -> a s!", lambda x: lax.cumsum(x, 1), [X], ["dim 1 of operand 0 (factor s) is whole and could be sum"]),
+    "cumprod": ("a s! -> a s!", lambda x: lax.cumprod(x, 1), [X], []),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_the_checker_finds_missing_claims(name, monkeypatch):
+    rule, f, args, claims = MISSING[name]
+    monkeypatch.setitem(RULES, name, Entry(name, rule))
+    assert [found.split(": ")[1] for found in missing_claims(f, *args, only=name)] == claims

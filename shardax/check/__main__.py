@@ -1,0 +1,120 @@
+"""`python -m shardax.check`: tries what the registered rules claim, and what they do not claim and could.
+
+    python -m shardax.check sort cumsum              these primitives
+    python -m shardax.check --all                    every registered rule
+    python -m shardax.check --module my.rules        those that importing my.rules registers, and no others
+
+A module of rules has SAMPLES, for each primitive a function in which it is and its arguments: {"my_scale": (f, x, y)}. Prints a
+line for each primitive; exits with 1 where a claim is wrong, one is missing that is not on the list, or a rule has no sample.
+"""
+
+import argparse
+import importlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from shardax.check.reasons import UNCHECKED, reason
+from shardax.check.rules import AXES, check_rule, missing_of
+from shardax.check.samples import Sample, samples
+from shardax.spmd_rules.registry import RULES
+
+
+@dataclass
+class Report:
+    """What was found of one primitive: how much was tried, wrong claims, missing ones, and those that are meant, with why."""
+
+    name: str
+    tried: int = 0
+    samples: int = 0
+    wrong: list[str] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    meant: dict[str, str] = field(default_factory=dict)
+    not_tried: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.wrong or self.missing or not (self.samples or self.not_tried))
+
+    def __str__(self):
+        if not self.samples:
+            return f"{self.name:26} {self.not_tried or 'NO SAMPLE of it: give one in SAMPLES'}"
+        words = [f"{self.tried:4} claims on {self.samples} equations"]
+        words += [f"{len(found)} {what}" for found, what in ((self.wrong, "WRONG"), (self.missing, "MISSING")) if found]
+        meant = [f"{'':26} {what}: {why}" for what, why in self.meant.items()]
+        return "\n".join([f"{self.name:26} {', '.join(words)}", *self.wrong, *self.missing.values(), *meant])
+
+
+def check(name: str, given: Mapping[str, Any], count: int) -> Report:
+    """Tries the rule of one primitive on its samples."""
+    report = Report(name, not_tried=UNCHECKED.get(name, ""))
+    for sample in () if report.not_tried else samples(name, given, count):
+        try:
+            _look_for_missing(sample, report)
+            report.tried += check_rule(sample.f, *sample.args, only=name)[name]
+        except AssertionError as error:
+            report.wrong.append(f"{error}\n{_snippet(sample, name, 'check_rule')}")
+        except AttributeError as error:  # a primitive that this JAX does not have
+            report.not_tried = f"not in JAX {jax.__version__}: {error}"
+    return report
+
+
+def _look_for_missing(sample: Sample, report: Report) -> None:
+    found, equations = missing_of(sample.f, sample.args, report.name)
+    report.samples += equations
+    for claim in found:
+        if why := reason(claim):
+            report.meant.setdefault(f"{claim.what} could be {claim.kind}", why)
+        else:
+            report.missing.setdefault(f"{claim.what} could be {claim.kind}", f"{claim}\n{_snippet(sample, report.name)}")
+
+
+def _snippet(sample: Sample, name: str, function: str = "missing_claims") -> str:
+    return f"  {sample.snippet}; shardax.check.{function}(f, *args, only={name!r})"
+
+
+def _chosen(given: argparse.Namespace) -> tuple[list[str], Mapping[str, Any]]:
+    """The primitives to check, and the samples that come with them."""
+    before = dict(RULES)
+    module = importlib.import_module(given.module) if given.module else None
+    registered = [name for name, entry in RULES.items() if before.get(name) is not entry]
+    if module and not registered:
+        raise SystemExit(f"importing {given.module} registers no rule")
+    for name in given.names:
+        if name not in RULES:
+            raise SystemExit(f"no rule is registered for {name}: names are those of primitives, such as dot_general")
+    names = given.names or (registered if module else list(RULES) if given.all else [])
+    return sorted(names), getattr(module, "SAMPLES", {})
+
+
+def main(words: Sequence[str]) -> int:
+    """The command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m shardax.check", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("names", nargs="*", help="names of primitives")
+    parser.add_argument("--all", action="store_true", help="every registered rule")
+    parser.add_argument("--module", default="", help="import this module first, and check what it registers")
+    parser.add_argument("--cases", type=int, default=2, help="so many of JAX's own test cases of each primitive (2)")
+    parser.add_argument("--part", default="1/1", help="the k-th of n parts of the primitives: k/n")
+    given = parser.parse_args(words)
+    names, own = _chosen(given)
+    if not names:
+        parser.error("give names of primitives, --all or --module")
+    part, parts = map(int, given.part.split("/"))
+    names, failed = names[part - 1 :: parts], []
+    with warnings.catch_warnings(action="ignore"):
+        for name in names:
+            report = check(name, own, given.cases)
+            failed += [name] * report.failed
+            print(report, flush=True)
+    print(f"{len(names)} rules, failed: {', '.join(failed) or 'none'}; JAX {jax.__version__}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", AXES["x"] * AXES["y"])
+    sys.exit(main(sys.argv[1:]))
