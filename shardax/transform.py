@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardax import _jax, program
 from shardax.annotate import annotate_p
 from shardax.options import Options
+from shardax.processes import check_agreement
 from shardax.sharding import Sharding
 from shardax.trace import abstract_mesh, auto_mesh
 
@@ -75,6 +76,8 @@ def _abstract_eval(*avals, jaxpr, **params):
 def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     at_rest = tuple(_at_rest(x, aval.ndim, mesh) for x, aval in zip(operands, jaxpr.in_avals, strict=True))
     built = build(jaxpr, at_rest, mesh, options)
+    if isinstance(mesh, Mesh):
+        check_agreement(built, mesh)
     run = functools.partial(_run, built, mesh)
     with program.timed(built.phases, "lower"):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
