@@ -1,4 +1,4 @@
-"""The devices that the main job runs on: accelerators where there are any, else virtual CPU devices."""
+"""The devices that the main job runs on: accelerators where there are any, else virtual CPU devices; and its processes."""
 
 import math
 import os
@@ -7,19 +7,33 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import AxisType, Mesh
 
-from models.options import stop
+from models.options import Options, stop
 
 VIRTUAL = 8
 FLAG = "--xla_force_host_platform_device_count"
+SILENCE = 10  # seconds without a sign of life, after which a process counts as dead and the others end
 
 
-def make_mesh(shape: Mapping[str, int] | None) -> Mesh:
-    _virtual_devices(math.prod((shape or {}).values()))
+def connect(options: Options) -> None:
+    """Joins the other processes of the job, if there are any. Before JAX first needs a device."""
+    limits = {"heartbeat_timeout_seconds": SILENCE, "shutdown_timeout_seconds": SILENCE}
+    if options.cluster:
+        jax.distributed.initialize()
+    elif options.processes > 1:
+        jax.distributed.initialize(options.coordinator, options.processes, options.process, **limits)
+
+
+def make_mesh(shape: Mapping[str, int] | None, processes: int = 1) -> Mesh:
+    _virtual_devices(math.prod((shape or {}).values()), processes)
     devices = jax.devices()
     shape = shape or default_shape(len(devices))
     wanted = math.prod(shape.values())
     if wanted > len(devices):
         stop(f"--mesh {mesh_text(shape)} needs {wanted} devices, and there are {len(devices)}")
+    if wanted < len(devices) and jax.process_count() > 1:
+        stop(
+            f"--mesh {mesh_text(shape)} leaves out {len(devices) - wanted} of {len(devices)} devices: several processes use all"
+        )
     auto = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices[:wanted])
 
@@ -38,8 +52,8 @@ def mesh_text(shape: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in shape.items())
 
 
-def _virtual_devices(wanted: int) -> None:
+def _virtual_devices(wanted: int, processes: int) -> None:
     """Asks for virtual CPU devices, which JAX makes when it first needs a device; accelerators are used before them."""
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={max(VIRTUAL, wanted)}"
+        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={max(VIRTUAL, wanted) // processes}"

@@ -25,12 +25,30 @@ class Options:
     compare: bool
     partitioner: str
     out: Path
+    checkpoints: Path | None
+    save_every: int
+    coordinator: str | None
+    processes: int
+    process: int
+    cluster: bool
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     options = Options(**vars(_parser().parse_args(argv)))
     if options.compare and options.partitioner == "both":
         stop("--compare trains by one partitioner: name it, --partitioner shardax or xla")
+    if options.checkpoints and options.partitioner == "both":
+        stop("--checkpoints keeps the states of one partitioner: name it, --partitioner shardax or xla")
+    if options.checkpoints and options.checkpoints.is_file():
+        stop(f"--checkpoints {options.checkpoints} is a file: name a folder")
+    if options.cluster and options.coordinator:
+        stop("--cluster finds the coordinator itself: leave --coordinator out, or --cluster")
+    if (options.processes > 1) != (options.coordinator is not None):
+        stop("--processes and --coordinator go together: --coordinator 127.0.0.1:7000 --processes 2 --process 0")
+    if options.process >= options.processes:
+        stop(
+            f"--process {options.process} is not one of 0 to {options.processes - 1}, as --processes {options.processes} has it"
+        )
     if options.out.is_dir():
         stop(f"--out {options.out} is a folder: name a file, {options.out / 'loss.png'}")
     return options
@@ -68,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         help="xla: jax.jit with the same shardings; both: their speeds",
     )
     add("--out", type=Path, default=Path("out/loss.png"), help="the plot of the loss")
+    add("--checkpoints", type=Path, help="a folder: the state is saved there, and a run goes on from the newest")
+    add("--save-every", type=_at_least(1), default=50, help="steps between saves")
+    add("--coordinator", metavar="HOST:PORT", help="of process 0, where the job runs as several processes")
+    add("--processes", type=_at_least(1), default=1, help="how many there are")
+    add("--process", type=_at_least(0), default=0, help="which of them this is")
+    add("--cluster", action="store_true", help="several processes, as the cluster's own environment says (TPU pods, Slurm)")
     return parser
 
 

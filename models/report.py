@@ -2,14 +2,25 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
+import jax
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 Update = Callable[[int, float, float], None]  # steps done, loss, tokens/s
+
+
+@contextmanager
+def by_first_process() -> Iterator[None]:
+    """Of several processes, which say the same, the first is heard. Errors are heard from all."""
+    if jax.process_index() == 0:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 @contextmanager
@@ -43,6 +54,8 @@ def _columns():
 
 def plot_losses(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     """Writes the curves as a PNG: under another name first, so that no reader meets half a file."""
+    if jax.process_index() > 0:
+        return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss, nats a token", title="GPT-2 on the Python standard library")
     for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):

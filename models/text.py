@@ -50,10 +50,10 @@ def tokens(paths: Iterable[Path]) -> np.ndarray:
     return np.concatenate([np.append(np.fromfile(path, np.uint8).astype(np.uint16), np.uint16(END)) for path in paths])
 
 
-def batch(stream: np.ndarray, step: int, seed: int, size: int, seq: int) -> np.ndarray:
-    """The int32[B, S + 1] windows of a step: a function of `step` and `seed` alone."""
+def batch(stream: np.ndarray, step: int, seed: int, size: int, seq: int, rows: slice = slice(None)) -> np.ndarray:
+    """The int32[B, S + 1] windows of a step, or `rows` of them: a function of `step` and `seed` alone."""
     starts_B = np.random.default_rng((seed, step)).integers(0, len(stream) - seq, size)
-    return windows(stream, starts_B, seq)
+    return windows(stream, starts_B[rows], seq)
 
 
 def even_batches(stream: np.ndarray, count: int, size: int, seq: int) -> list[np.ndarray]:

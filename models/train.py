@@ -3,16 +3,20 @@
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import count, islice
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from models import report, text
-from models.devices import make_mesh, mesh_text
+from models.checkpoints import Checkpoints
+from models.devices import connect, make_mesh, mesh_text
 from models.job import Job, make_job
-from models.options import Options, parse
+from models.options import Options, parse, stop
 from models.steps import State
 from models.trainers import Trainer, by_shardax, by_xla, on_one_device
 
@@ -20,32 +24,40 @@ SAMPLED = 200  # tokens
 SHOWN = 60  # tokens before them
 HELD_OUT = 8  # batches
 ROUNDS = 3
+DECISIVE = ("size", "steps", "batch", "seq", "rate", "dropout", "seed")  # what the losses depend on
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    mesh = make_mesh(options.mesh)
+    connect(options)
+    mesh = make_mesh(options.mesh, options.processes)
     job = make_job(options)
     corpus = text.standard_library()
-    print(heading(options, mesh, job, corpus))
-    if options.partitioner == "both":
-        compare_speeds(options, mesh, job, corpus)
-    else:
-        train(options, mesh, job, corpus)
+    with report.by_first_process():
+        print(heading(options, mesh, job, corpus))
+        if options.partitioner == "both":
+            compare_speeds(options, mesh, job, corpus)
+        else:
+            train(options, mesh, job, corpus)
 
 
 def heading(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(job.state.params))
     return (
         f"GPT-2 '{options.size}', {size / 1e6:.2f} M parameters, vocabulary {job.vocab}, "
-        f"on {mesh.size} {mesh.devices.flat[0].device_kind} devices, mesh {mesh_text(mesh.shape)}; "
+        f"on {mesh.size} {mesh.devices.flat[0].device_kind} devices{_processes()}, mesh {mesh_text(mesh.shape)}; "
         f"{len(corpus.train) / 1e6:.1f} M training tokens"
     )
 
 
+def _processes() -> str:
+    return f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+
+
 def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
     trainer = make_trainer(options.partitioner, job, mesh)
-    state, losses = run(trainer, options, corpus)
+    with checkpoints(options) as kept:
+        state, losses = run(trainer, options, corpus, kept)
     curves = {trainer.name: losses}
     if options.compare:
         curves["one device"] = run(on_one_device(job), options, corpus)[1]
@@ -65,22 +77,49 @@ def make_trainer(partitioner: str, job: Job, mesh: Mesh) -> Trainer:
     return trainer
 
 
-def run(trainer: Trainer, options: Options, corpus: text.Text) -> tuple[State, list[float]]:
-    """Trains from the first state to the last; the speed shown leaves out the first step, which compiles."""
-    state = trainer.init(jax.random.key(options.seed))
-    batches = train_batches(options, corpus)
-    losses, start = [], 0.0
+def checkpoints(options: Options) -> AbstractContextManager[Checkpoints | None]:
+    if options.checkpoints is None:
+        return nullcontext()
+    return Checkpoints(options.checkpoints, options.save_every, {name: getattr(options, name) for name in DECISIVE}, stop)
+
+
+def run(trainer: Trainer, options: Options, corpus: text.Text, kept: Checkpoints | None = None) -> tuple[State, list[float]]:
+    """Trains from the newest saved state, else the first, to the last.
+
+    The speed shown leaves out the first step, which compiles.
+    """
+    state, losses = begin(trainer, options, kept)
+    batches = train_batches(options, corpus, trainer, len(losses))
+    start, first = 0.0, len(losses)
     with report.progress(trainer.name, options.steps) as update:
-        for step in range(options.steps):
+        for step in range(first, options.steps):
             state, loss = trainer.step(state, next(batches))
             losses.append(float(loss))
             start = start or time.perf_counter()
-            update(step + 1, losses[-1], tokens_per_second(step, options, time.perf_counter() - start))
+            update(step + 1, losses[-1], tokens_per_second(step - first, options, time.perf_counter() - start))
+            if kept:
+                kept.save(state, losses, last=step + 1 == options.steps)
     return state, losses
 
 
-def train_batches(options: Options, corpus: text.Text) -> Iterator[np.ndarray]:
-    return (text.batch(corpus.train, step, options.seed, options.batch, options.seq) for step in count())
+def begin(trainer: Trainer, options: Options, kept: Checkpoints | None) -> tuple[State, list[float]]:
+    newest = kept.newest(trainer.state) if kept else None
+    if newest is None:
+        return trainer.init(jax.random.key(options.seed)), []
+    state, losses = newest
+    print(f"{trainer.name}: goes on after step {len(losses)}, saved in {options.checkpoints}", flush=True)
+    return state, losses
+
+
+def train_batches(options: Options, corpus: text.Text, trainer: Trainer, first: int = 0) -> Iterator[Any]:
+    """The batch of each step from `first` on, placed as it rests: a process makes the rows that its devices hold."""
+    shape = (options.batch, options.seq + 1)
+    for step in count(first):
+        made = partial(text.batch, corpus.train, step, options.seed, options.batch, options.seq)
+        if trainer.batch is None:
+            yield made()
+        else:
+            yield jax.make_array_from_callback(shape, trainer.batch, lambda i, made=made: made(rows=i[0])[:, i[1]])
 
 
 def tokens_per_second(steps: int, options: Options, seconds: float) -> float:
@@ -113,7 +152,7 @@ def compare_speeds(options: Options, mesh: Mesh, job: Job, corpus: text.Text) ->
 
 def race(trainer: Trainer, options: Options, corpus: text.Text) -> Iterator[float]:
     """The tokens/s of each of its rounds; the first step, which compiles, is not timed."""
-    batches = train_batches(options, corpus)
+    batches = train_batches(options, corpus, trainer)
     state, _ = trainer.step(trainer.init(jax.random.key(options.seed)), next(batches))
     steps = max(1, options.steps // (2 * ROUNDS))
     while True:

@@ -27,6 +27,8 @@ class Trainer:
     step: Step
     loss: Callable[[Any, Any], Array]
     next_token: Callable[[Any, Any, Array], Array]
+    state: Any = None  # shapes, dtypes and shardings of the state at rest, where there is a mesh
+    batch: NamedSharding | None = None  # at rest
     plan: Any = None  # of the step
     dropped: tuple[str, ...] = ()  # what XLA does not split, and why
 
@@ -45,13 +47,15 @@ def by_shardax(job: Job, mesh: Mesh) -> Trainer:
     step = sharded_step(job, mesh)
     batch = on_axes(BATCH, mesh.axis_names)
     plan = step.plan(job.state, job.batch)
-    state = plan.in_shardings[0]
+    state, batch_at_rest = plan.in_shardings
     return Trainer(
         name="shardax",
         init=sx.shard_jit(job.init, mesh=mesh, out_shardings=state),
         step=step,
         loss=sx.shard_jit(job.loss, mesh=mesh, in_shardings=(state.params, batch)),
         next_token=sx.shard_jit(job.next_token, mesh=mesh, in_shardings=(state.params, P(), P())),
+        state=jax.tree.map(_sharded, job.state, state),
+        batch=batch_at_rest,
         plan=plan,
     )
 
@@ -68,6 +72,8 @@ def by_xla(job: Job, mesh: Mesh) -> Trainer:
         step=jax.jit(job.step, in_shardings=(state, batch), out_shardings=(state, whole), donate_argnums=0),
         loss=jax.jit(job.loss, in_shardings=(state.params, batch)),
         next_token=jax.jit(job.next_token, in_shardings=(state.params, whole, whole)),
+        state=jax.tree.map(_sharded, job.state, state),
+        batch=batch,
         dropped=tuple(_dropped(specs, job.state, mesh)),
     )
 
@@ -75,6 +81,10 @@ def by_xla(job: Job, mesh: Mesh) -> Trainer:
 def on_one_device(job: Job) -> Trainer:
     step = jax.jit(job.step, donate_argnums=0)
     return Trainer("one device", jax.jit(job.init), step, jax.jit(job.loss), jax.jit(job.next_token))
+
+
+def _sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def dividing(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -91,6 +91,18 @@ def test_dropout_is_the_same_on_every_mesh(capsys, tmp_path):
             ["--compare", "--partitioner", "both"],
             "train: --compare trains by one partitioner: name it, --partitioner shardax or xla",
         ),
+        (
+            ["--processes", "2"],
+            "train: --processes and --coordinator go together: --coordinator 127.0.0.1:7000 --processes 2 --process 0",
+        ),
+        (
+            ["--coordinator", "127.0.0.1:7000", "--processes", "2", "--process", "2"],
+            "train: --process 2 is none of 0 to 1, of --processes 2",
+        ),
+        (
+            ["--cluster", "--coordinator", "127.0.0.1:7000"],
+            "train: --cluster finds the coordinator itself: leave --coordinator out, or --cluster",
+        ),
         (["--epochs", "3"], "train: unrecognized arguments: --epochs 3"),
     ],
 )
