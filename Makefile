@@ -13,22 +13,33 @@ LATEST ?= $(if $(shell .ci/find-python 3.12),.venv-latest/bin/python)
 LATEST_ENV := $(if $(filter .venv-latest/%,$(LATEST)),.venv-latest/ready)
 
 ARGS ?=
+PROCESSES ?= 2
 PYTEST := -m pytest -n 2
 TPU_WITHOUT_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8
 
-.PHONY: help train test test-slow conformance test-latest test-tpu lint format clean
+.PHONY: help train train-distributed test test-slow test-processes test-kill conformance test-latest test-tpu lint format clean
 
 help:
-	@echo "make train | test | test-slow | conformance | test-latest | test-tpu | lint | format | clean"
+	@echo "make train | train-distributed | test | test-slow | test-processes | test-kill | conformance | test-latest | test-tpu | lint | format | clean"
 
 train: $(ENV)
 	$(RUN) -m models.train $(ARGS)
+
+# two processes with four virtual devices each; `PROCESSES=4`: four with two
+train-distributed: $(ENV)
+	$(RUN) -m models.launch $(PROCESSES) $(ARGS)
 
 test: $(ENV)
 	$(RUN) $(PYTEST) shardax models tests
 
 test-slow: $(ENV)
 	$(RUN) $(PYTEST) -m slow shardax models tests
+
+test-processes: $(ENV)
+	$(RUN) -m pytest -m processes tests
+
+test-kill: $(ENV)
+	$(RUN) -m tests.kill --kills 20 $(ARGS)
 
 conformance: $(ENV)
 	$(RUN) -m tests.conformance --jobs 2 $(ARGS)
