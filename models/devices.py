@@ -16,11 +16,16 @@ SILENCE = 10  # seconds without a sign of life, after which a process counts as 
 
 def connect(options: Options) -> None:
     """Joins the other processes of the job, if there are any. Before JAX first needs a device."""
-    limits = {"heartbeat_timeout_seconds": SILENCE, "shutdown_timeout_seconds": SILENCE}
     if options.cluster:
         jax.distributed.initialize()
     elif options.processes > 1:
-        jax.distributed.initialize(options.coordinator, options.processes, options.process, **limits)
+        jax.distributed.initialize(
+            options.coordinator,
+            options.processes,
+            options.process,
+            heartbeat_timeout_seconds=SILENCE,
+            shutdown_timeout_seconds=SILENCE,
+        )
 
 
 def make_mesh(shape: Mapping[str, int] | None, processes: int = 1) -> Mesh:

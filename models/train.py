@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count, islice
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from models import report, text
 from models.checkpoints import Checkpoints
@@ -113,13 +113,19 @@ def begin(trainer: Trainer, options: Options, kept: Checkpoints | None) -> tuple
 
 def train_batches(options: Options, corpus: text.Text, trainer: Trainer, first: int = 0) -> Iterator[Any]:
     """The batch of each step from `first` on, placed as it rests: a process makes the rows that its devices hold."""
-    shape = (options.batch, options.seq + 1)
     for step in count(first):
         made = partial(text.batch, corpus.train, step, options.seed, options.batch, options.seq)
-        if trainer.batch is None:
-            yield made()
-        else:
-            yield jax.make_array_from_callback(shape, trainer.batch, lambda i, made=made: made(rows=i[0])[:, i[1]])
+        yield made() if trainer.batch is None else place(made, (options.batch, options.seq + 1), trainer.batch)
+
+
+def place(rows: Callable[[slice], np.ndarray], shape: tuple[int, int], sharding: NamedSharding) -> jax.Array:
+    """The array of this shape, of which each process makes what its devices hold."""
+
+    def shard(index: Any) -> np.ndarray:
+        rows_here, columns_here = index
+        return rows(rows_here)[:, columns_here]
+
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 def tokens_per_second(steps: int, options: Options, seconds: float) -> float:

@@ -72,15 +72,13 @@ def run(mesh: str, kept: Path) -> str:
 
 def run_and_kill(mesh: str, kept: Path, chance: random.Random) -> list[str]:
     """One in four is killed somewhere in starting and compiling; the others after so many lines and a moment."""
-    process = subprocess.Popen(command(mesh, kept), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     starting = chance.random() < 0.25
-    lines = [] if starting else list(islice(process.stdout, chance.randint(2, LINES)))
-    _wait(process, chance.uniform(0, STARTING if starting else STEPPING))
-    process.send_signal(signal.SIGKILL)
-    lines += process.stdout
-    process.wait()
-    return lines
+    with subprocess.Popen(command(mesh, kept), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [] if starting else list(islice(process.stdout, chance.randint(2, LINES)))
+        _wait(process, chance.uniform(0, STARTING if starting else STEPPING))
+        process.send_signal(signal.SIGKILL)
+        return [*lines, *process.stdout]
 
 
 def _wait(process: subprocess.Popen, seconds: float) -> None:

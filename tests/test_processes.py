@@ -55,7 +55,8 @@ def test_a_killed_peer_ends_the_others_and_the_restart_resumes(tmp_path):
             break
     processes[1].kill()
     killed = time.monotonic()
-    processes[0].communicate(timeout=BOUND)
+    for process in processes:
+        process.communicate(timeout=BOUND)
     assert processes[0].returncode != 0 and time.monotonic() - killed < BOUND
     saved = kill.newest(tmp_path / "kept")
     assert saved in (5, 10, 15)
