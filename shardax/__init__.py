@@ -1,5 +1,6 @@
 """A program for one device and a few sharding annotations in, one readable per-device program with explicit collectives out."""
 
+from shardax.abstract_state import abstract_state as abstract_state
 from shardax.annotate import annotate as annotate
 from shardax.annotate import replicate as replicate
 from shardax.api import shard_jit as shard_jit

@@ -1,6 +1,6 @@
 """Annotations: what the user says about the sharding of a value, as an equation of the global program."""
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.extend.core import Primitive
@@ -52,6 +52,7 @@ def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) 
     >>> dims_of(PartitionSpec("x", PartitionSpec.UNCONSTRAINED), (8, 4, 2), AbstractMesh((4,), ("x",)), "a")
     (('x',), None, ())
     """
+    spec = _said(spec, shape, what)
     if spec is None or spec is PartitionSpec.UNCONSTRAINED:
         return None
     if isinstance(spec, NamedSharding):
@@ -84,7 +85,31 @@ def _misfit(name: str, why: str) -> str:
 
 
 def is_spec(x) -> bool:
-    return x is None or isinstance(x, PartitionSpec | NamedSharding)
+    return x is None or isinstance(x, PartitionSpec | NamedSharding | jax.ShapeDtypeStruct | Box)
+
+
+@runtime_checkable
+class Box(Protocol):
+    """A value with names for its dims, as Flax's linen makes them (`nn.Partitioned`); its names count, not its value."""
+
+    def unbox(self): ...
+
+    def get_partition_spec(self) -> PartitionSpec: ...
+
+
+def _said(spec, shape: tuple[int, ...], what: str):
+    """What a box or an abstract array says about sharding."""
+    if isinstance(spec, Box):
+        from shardax.flax import box_spec  # flax is an extra, and there where its boxes are
+
+        return box_spec(spec)  # type: ignore[arg-type]
+    if isinstance(spec, jax.ShapeDtypeStruct):
+        if spec.shape != shape:
+            raise ValueError(
+                f"{what} of shape {shape} is given the sharding of an abstract array of shape {spec.shape}: give its own"
+            )
+        return spec.sharding
+    return spec
 
 
 def describe(mesh: Mesh | AbstractMesh) -> str:

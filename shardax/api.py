@@ -18,7 +18,7 @@ from shardax.explain.lines import line_text
 from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options
 from shardax.program import Program
-from shardax.sharding import Sharding, from_spec
+from shardax.sharding import Sharding, at_rest, from_spec
 from shardax.trace import Request, abstract_mesh, auto_mesh, is_explicit, trace
 
 Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
@@ -463,4 +463,4 @@ def _committed(x, mesh: Mesh | AbstractMesh) -> Sharding | None:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape or not getattr(x, "committed", True):
         return None
-    return from_spec(sharding.spec, len(x.shape))
+    return at_rest(from_spec(sharding.spec, len(x.shape)), x.shape, mesh.shape)  # an abstract one may name any

@@ -1,0 +1,56 @@
+"""abstract_state: how the arguments of a sharded function rest, as shapes with shardings, before any of them exists."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from shardax import _jax
+from shardax.api import ShardJit
+
+
+@_jax.boundary
+def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kwargs: Any) -> Any:
+    """Argument `argnums` of a sharded function as it rests: a `jax.ShapeDtypeStruct` with its sharding for each array.
+
+    That is what a checkpoint is restored into (orbax), and a value for `out_shardings=` of the function that makes the
+    state: then no device ever holds more of it than its shards. Optimizer states follow their parameters by completion.
+
+    Args:
+      step: what `shard_jit` returned.
+      *args, **kwargs: of a call of `step`: arrays, or shapes (`jax.ShapeDtypeStruct`, as `jax.eval_shape` makes them).
+      argnums: which positional arguments, of those that are not static, as `jax.grad` has it: a number gives that argument, a
+        sequence gives a tuple.
+
+    Raises ValueError where `step` is no sharded function, or has no such argument.
+
+    >>> from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+    >>> import shardax as sx
+    >>> mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    >>> step = sx.shard_jit(lambda state, x: state["sum"] + state["w"] @ x, mesh=mesh, in_shardings=(None, P("x")))
+    >>> init = lambda: {"sum": jax.numpy.zeros(6), "w": jax.numpy.zeros((6, 8))}
+    >>> state = sx.abstract_state(step, jax.eval_shape(init), jax.ShapeDtypeStruct((8,), "float32"))
+    >>> state["w"].shape, state["w"].sharding.spec
+    ((6, 8), P(None, 'x'))
+    """
+    if not isinstance(step, ShardJit):
+        raise ValueError(f"abstract_state: step is {step!r}, which shard_jit did not make: give it shard_jit(fun, ...)")
+    shardings = step.plan(*args, **kwargs).in_shardings
+    infos = step.trace(*args, **kwargs).args_info[0]
+    resting = jax.tree.map(_resting, infos, tuple(shardings))
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    _check(numbers, len(resting), step)
+    return resting[argnums] if isinstance(argnums, int) else tuple(resting[i] for i in numbers)
+
+
+def _resting(info, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
+
+
+def _check(numbers: tuple[int, ...], count: int, step: ShardJit) -> None:
+    for i in numbers:
+        if not -count <= i < count:
+            raise ValueError(
+                f"abstract_state: argnums names argument {i} of {step!r}, which has {count} positional arguments that are "
+                "not static here: give a number below that"
+            )

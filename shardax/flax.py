@@ -1,0 +1,240 @@
+"""Flax: shardings from the names that its modules give to dims, and shard_jit for functions of nnx objects.
+
+Linen's variables are pytrees, so `shardax.shard_jit` takes them as they are; boxes (`nn.Partitioned`,
+`nn.LogicallyPartitioned`) may stand in trees of shardings, or be turned into them by `specs`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from flax import linen, nnx
+from flax.core import meta
+from jax.sharding import PartitionSpec
+
+from shardax import _jax, api
+from shardax.abstract_state import abstract_state as abstract_arguments
+from shardax.annotate import annotate
+
+Rules = Sequence[tuple[str, Any]]  # (name of a dim, mesh axis or axes or None), as flax has them
+
+
+@_jax.boundary
+def specs(tree: Any, rules: Rules | None = None) -> Any:
+    """The shardings that the names in a pytree of Flax variables ask for: a PartitionSpec where there are names, else None.
+
+    None leaves an array to completion, where `nn.get_partition_spec` would have it whole. The state of an optimizer has none
+    of its own, names that nnx copied from the parameters included: it follows them, whatever its shapes.
+
+    Args:
+      tree: linen variables with boxes, an `nnx.State`, or pytrees of such, of arrays or of shapes (`jax.eval_shape`).
+      rules: from names to mesh axes; without them those of a box or Variable, and those in context
+        (`nn.logical_axis_rules`). Names without any rules are axes.
+
+    >>> box = meta.Partitioned(jax.ShapeDtypeStruct((8, 4), "float32"), names=("data", None))
+    >>> specs({"kernel": box, "bias": jax.ShapeDtypeStruct((4,), "float32")})
+    {'bias': None, 'kernel': P('data', None)}
+    """
+    return jax.tree.map(functools.partial(_spec, rules=rules), tree, is_leaf=_names_dims)
+
+
+def _names_dims(x) -> bool:
+    return isinstance(x, meta.AxisMetadata | nnx.Variable)
+
+
+def _spec(x, rules: Rules | None):
+    if isinstance(x, nnx.Variable):
+        return x.replace(_variable_spec(x, rules))
+    return box_spec(x, rules) if isinstance(x, meta.Partitioned) else None
+
+
+def box_spec(box: meta.Partitioned, rules: Rules | None = None) -> PartitionSpec:
+    """The sharding that a box of linen's asks for."""
+    if rules is None and not isinstance(box, linen.LogicallyPartitioned):
+        return box.get_partition_spec()
+    local = getattr(box, "rules", None) if rules is None else rules
+    return linen.logical_to_mesh_axes(box.names, local)  # type: ignore[return-value]
+
+
+def _variable_spec(variable: nnx.Variable, rules: Rules | None) -> PartitionSpec | None:
+    if isinstance(variable, nnx.OptState) or not variable.get_metadata().get("out_sharding"):
+        return None
+    if rules is not None:
+        variable = variable.copy()
+        variable.set_metadata(sharding_rules=rules)
+    return nnx.spmd.get_var_pspec(variable)
+
+
+def shard_jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    **options: Any,
+) -> Any:
+    """`shardax.shard_jit` for functions of nnx objects: as `nnx.jit`, what the function changes in them is written back.
+
+    Modules, optimizers, `Rngs` and metrics may stand anywhere in the arguments and the results, shared or not. Where
+    `in_shardings` says nothing about an argument (None), its Variables rest as their metadata asks for (`specs`); so do those
+    of results. Other leaves of shardings: a PartitionSpec for all of an object, or the `nnx.State` that `specs` makes.
+
+    Args:
+      fun: a function of pytrees of arrays and nnx objects. Without it, the decorator.
+      **options: the others of `shardax.shard_jit`.
+
+    >>> @shard_jit(mesh=jax.make_mesh((1,), ("x",)))
+    ... def draw(rngs):
+    ...     return jax.random.uniform(rngs())
+    >>> rngs = nnx.Rngs(0)
+    >>> bool(draw(rngs) != draw(rngs)), int(rngs.default.count[...])
+    (True, 2)
+    """
+    if fun is None:
+        return functools.partial(
+            shard_jit,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+            **options,
+        )
+    given = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
+    step = api.shard_jit(
+        _of_states(fun, given, out_shardings),
+        in_shardings=(None, *given) if isinstance(given, tuple) else given,
+        out_shardings=(None, None, out_shardings),
+        static_argnums=_shifted(static_argnums),
+        donate_argnums=_shifted(donate_argnums),
+        **options,
+    )
+    return NnxShardJit(fun, step)
+
+
+@_jax.boundary
+def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kwargs: Any) -> Any:
+    """`shardax.abstract_state` for what `shardax.flax.shard_jit` returned: an object among the arguments gives its `nnx.State`.
+
+    The objects may be abstract (`nnx.eval_shape`). What comes out is a value for `out_shardings=` of the function that makes
+    the objects, and what orbax restores into.
+
+    >>> step = shard_jit(lambda model, x: model(x), mesh=jax.make_mesh((1,), ("x",)), in_shardings=(None, PartitionSpec("x")))
+    >>> model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    >>> abstract_state(step, model, jax.ShapeDtypeStruct((4, 2), "float32"))["kernel"].sharding.spec
+    P(None, None)
+    """
+    if not isinstance(step, NnxShardJit):
+        raise ValueError(
+            f"abstract_state: step is {step!r}, which shardax.flax.shard_jit did not make: give it shard_jit(fun, ...)"
+        )
+    return step._of_states(functools.partial(abstract_arguments, step._step, argnums=_shifted(argnums)), args, kwargs)
+
+
+class NnxShardJit:
+    """What `shardax.flax.shard_jit` returns: called as the function is. `plan` and `lower` are those of `shard_jit`."""
+
+    def __init__(self, fun: Callable[..., Any], step: api.ShardJit):
+        functools.update_wrapper(self, fun)
+        self._step = step
+
+    def __call__(self, *args, **kwargs):
+        with nnx.update_context(_TAG):
+            graphs, objects, results = self._on_states(self._step, args, kwargs)
+            with nnx.merge_context(_TAG, False) as context:
+                _, out = _merge(context, graphs, (objects, results))
+        return out
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else functools.partial(self, instance)
+
+    def plan(self, *args, **kwargs):
+        """See `shardax.shard_jit(...).plan`; the objects may be abstract (`nnx.eval_shape`)."""
+        return self._of_states(self._step.plan, args, kwargs)
+
+    def lower(self, *args, **kwargs) -> jax.stages.Lowered:
+        """See `shardax.shard_jit(...).lower`."""
+        return self._of_states(self._step.lower, args, kwargs)
+
+    def _of_states(self, method, args, kwargs):
+        with nnx.update_context(_TAG):
+            return self._on_states(method, args, kwargs)
+
+    def _on_states(self, method, args, kwargs):
+        with nnx.split_context(_TAG) as context:
+            graphs, (states, kwstates) = _split(context, (args, kwargs))
+        return method(graphs, *states, **kwstates)
+
+
+_TAG = "shardax.flax.shard_jit"
+
+
+def _of_states(fun: Callable[..., Any], in_shardings: Any, out_shardings: Any) -> Callable[..., Any]:
+    """The pure function: states in the places of the objects, their graphs before all other arguments and results."""
+
+    def pure(graphs, *states, **kwstates):
+        states = tuple(x if said else _annotated(x) for x, said in zip(states, _said(in_shardings, len(states)), strict=True))
+        with nnx.merge_context(_TAG, True) as context:
+            args, kwargs = _merge(context, graphs, (states, _annotated(kwstates)))
+        out = fun(*args, **kwargs)
+        with nnx.split_context(_TAG) as context:
+            graphs, (objects, results) = _split(context, (_objects((args, kwargs)), out))
+        return graphs, _annotated(objects), _annotated(results) if out_shardings is None else results
+
+    functools.update_wrapper(pure, fun)
+    pure.__signature__ = _with_graphs(fun)  # type: ignore[attr-defined]
+    return pure
+
+
+def _with_graphs(fun: Callable[..., Any]) -> inspect.Signature:
+    """The signature of the pure function: names and numbers of arguments are inferred from it, and messages use them."""
+    own = inspect.signature(fun)
+    graphs = inspect.Parameter("graphs", inspect.Parameter.POSITIONAL_ONLY)
+    first = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in own.parameters.values()]
+    return own.replace(parameters=[graphs, *first])
+
+
+def _said(in_shardings: Any, count: int) -> list[bool]:
+    """Of which positional arguments the user has said how they rest."""
+    if isinstance(in_shardings, tuple) and not isinstance(in_shardings, PartitionSpec):
+        return [s is not None for s in in_shardings] + [False] * (count - len(in_shardings))
+    return [in_shardings is not None] * count
+
+
+def _annotated(tree):
+    """The states in a tree, their arrays split as their metadata says."""
+    return jax.tree.map(lambda x: annotate(x, specs(x)) if isinstance(x, nnx.State) else x, tree, is_leaf=_is_whole)
+
+
+def _split(context, tree) -> tuple[tuple[Any, ...], Any]:
+    """The graph of each object in a tree, None for each other leaf; and the tree with the objects' states in their places."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
+    pairs = [context.split(x) if _is_object(x) else (None, x) for x in leaves]
+    return tuple(graph for graph, _ in pairs), structure.unflatten([x for _, x in pairs])
+
+
+def _merge(context, graphs: Iterable[Any], tree):
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
+    pairs = zip(graphs, leaves, strict=True)
+    return structure.unflatten([x if graph is None else context.merge(graph, x) for graph, x in pairs])
+
+
+def _objects(tree):
+    return jax.tree.map(lambda x: x if _is_object(x) else None, tree, is_leaf=_is_whole)
+
+
+def _is_object(x) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _is_whole(x) -> bool:
+    return _is_object(x) or isinstance(x, nnx.State)
+
+
+def _shifted(numbers: Any) -> Any:
+    """Numbers of positional arguments, after one more in front."""
+    if numbers is None or isinstance(numbers, int):
+        return numbers if numbers is None or numbers < 0 else numbers + 1
+    return tuple(map(_shifted, numbers))
