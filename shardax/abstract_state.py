@@ -1,12 +1,22 @@
 """abstract_state: how the arguments of a sharded function rest, as shapes with shardings, before any of them exists."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from shardax import _jax
-from shardax.api import ShardJit
+
+
+@runtime_checkable
+class Planned(Protocol):
+    """What `shard_jit` returns, as far as it matters here."""
+
+    __name__: str
+
+    def plan(self, /, *args, **kwargs) -> Any: ...
+
+    def trace(self, /, *args, **kwargs) -> jax.stages.Traced: ...
 
 
 @_jax.boundary
@@ -33,13 +43,13 @@ def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kw
     >>> state["w"].shape, state["w"].sharding.spec
     ((6, 8), P(None, 'x'))
     """
-    if not isinstance(step, ShardJit):
+    if not isinstance(step, Planned):
         raise ValueError(f"abstract_state: step is {step!r}, which shard_jit did not make: give it shard_jit(fun, ...)")
     shardings = step.plan(*args, **kwargs).in_shardings
     infos = step.trace(*args, **kwargs).args_info[0]
     resting = jax.tree.map(_resting, infos, tuple(shardings))
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    _check(numbers, len(resting), step)
+    _check(numbers, len(resting))
     return resting[argnums] if isinstance(argnums, int) else tuple(resting[i] for i in numbers)
 
 
@@ -47,10 +57,10 @@ def _resting(info, sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=sharding)
 
 
-def _check(numbers: tuple[int, ...], count: int, step: ShardJit) -> None:
+def _check(numbers: tuple[int, ...], count: int) -> None:
     for i in numbers:
         if not -count <= i < count:
             raise ValueError(
-                f"abstract_state: argnums names argument {i} of {step!r}, which has {count} positional arguments that are "
-                "not static here: give a number below that"
+                f"abstract_state: argnums names argument {i}, and this call has {count} positional arguments that are not "
+                "static: give a number below that"
             )

@@ -136,7 +136,7 @@ def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kw
 class NnxShardJit:
     """What `shardax.flax.shard_jit` returns: called as the function is. `plan` and `lower` are those of `shard_jit`."""
 
-    def __init__(self, fun: Callable[..., Any], step: api.ShardJit):
+    def __init__(self, fun: Callable[..., Any], step: Any):
         functools.update_wrapper(self, fun)
         self._step = step
 

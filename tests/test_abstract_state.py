@@ -98,7 +98,7 @@ def test_errors():
     step = sx.shard_jit(lambda x: 2 * x, mesh=make_mesh({"data": 2}))
     with pytest.raises(ValueError, match=r"step is <function.*which shard_jit did not make: give it shard_jit\(fun"):
         sx.abstract_state(train_step, BATCH)
-    with pytest.raises(ValueError, match="argnums names argument 1 of shard_jit.*which has 1 positional arguments"):
+    with pytest.raises(ValueError, match="argnums names argument 1, and this call has 1 positional arguments"):
         sx.abstract_state(step, BATCH, argnums=1)
     other = jax.ShapeDtypeStruct((3, 3), jnp.float32)
     with pytest.raises(
