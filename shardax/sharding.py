@@ -1,7 +1,7 @@
 """How a value lies on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and pending reductions."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
@@ -56,6 +56,10 @@ class Sharding:
     @property
     def spec(self) -> PartitionSpec:
         return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in self.dims))
+
+    def without(self, axes: Container[str]) -> "Sharding":
+        """The sharding in which these axes split nothing."""
+        return Sharding(tuple(tuple(a for a in dim if a not in axes) for dim in self.dims))
 
     def __repr__(self):
         words = [repr(None if not d else d[0] if len(d) == 1 else d) for d in self.dims]

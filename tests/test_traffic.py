@@ -46,6 +46,22 @@ def unused(a, b):
     return a * 2 if c.ndim else c
 
 
+def mapped(w, x):
+    return lax.map(lambda row: jnp.tanh(row @ w), x)
+
+
+def recurrence(x):
+    return lax.scan(lambda c, row: (c * 0.5 + row,) * 2, jnp.zeros(64), x)[1]
+
+
+def layers(w, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+WIDE = ramp(64, 64) / 64
+LAYERS = ramp(8, 64, 64) / 64  # over x: two layers of 16 KiB on each device
+LAYER = 64 * ROW
+
 # name: (function, arguments, in_shardings, out_shardings, what is sent)
 ROWS = {
     "top_k, batch sharded": (lambda x: lax.top_k(x, 3), [X], P("x"), P("x"), []),
@@ -53,6 +69,30 @@ ROWS = {
     "cumsum": (lambda x: lax.cumsum(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "cummax": (lambda x: lax.cummax(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
+    "cumsum over two axes": (lambda x: lax.cumsum(x, 0), [X], P(("y", "x")), P(("y", "x")), [("all_gather", 7 * ROW)]),
+    "cummax, reversed": (lambda x: lax.cummax(x, 0, reverse=True), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
+    "cumprod": (lambda x: lax.cumprod(x / 512, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
+    "map": (mapped, [WIDE, X], (P(), P("x")), P("x"), []),
+    "map over two axes": (mapped, [WIDE, X], (P(), P(("y", "x"))), P(("y", "x")), []),
+    "gradients of a map": (gradients(mapped), [WIDE, X], (P(), P("x")), (P(), P("x")), [("all_reduce", 6 * LAYER // 4)]),
+    "map in batches": (lambda x: lax.map(jnp.sin, x, batch_size=2), [X], P("x"), P("x"), []),
+    "map, weights also split": (mapped, [WIDE, X], (P(None, "y"), P("x")), P("x", "y"), []),
+    "sum over a scan": (
+        lambda x: lax.scan(lambda c, row: (c + jnp.sin(row), None), jnp.zeros(64), x)[0],
+        [X],
+        P("x"),
+        P(),
+        [("all_reduce", 3 * ROW // 2)],
+    ),
+    "recurrence": (recurrence, [X], P("x"), P("x"), [("all_gather", 12 * ROW)]),
+    "layers split by layer": (layers, [LAYERS, X], (P("x"), P("x")), P("x"), [("all_gather", 6 * LAYER)]),
+    "gradient by layer": (
+        lambda w, x: gradients(layers)(w, x)[0],
+        [LAYERS, X],
+        (P("x"), P("x")),
+        P("x"),
+        [("all_gather", 6 * LAYER), ("reduce_scatter", 6 * LAYER)],
+    ),
     "argmax": (lambda x: jnp.argmax(x, 0), [X], P("x"), P(), [("all_gather", 3 * ROW)] * 2),
     "x[i]": (lambda x, i: x[i], [X, FIVE], (P("x"), P()), P(), [("all_reduce", 3 * ROW // 2)]),
     "x[3]": (lambda x: x[3], [X], P("x"), P(), [("all_reduce", 3 * ROW // 2)]),

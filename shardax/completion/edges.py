@@ -1,6 +1,7 @@
 """Edges: what ties the shardings of values together. One for each equation with a rule, and the data-flow edges of loops,
 branches and calls, along which a value is simply the same (carry in = carry out = body in = body out)."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -8,6 +9,7 @@ from shardax import _jax, annotations
 from shardax.graph import Graph, Node, Value
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse
+from shardax.trips import carries_of_map
 
 ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = range(4)
 """Levels, first to last: completion lets nothing of a later level happen while an earlier one has something to say."""
@@ -118,6 +120,18 @@ def _scan_flow(node: Node) -> Iterator[Edge]:
             yield _stacked(outer, inner, node)
     for outer, inner in zip(node.outputs[carries:], body.outputs[carries:], strict=True):
         yield _stacked(outer, inner, node)
+    yield from _map_flow(node, node.inputs[consts + carries :], node.outputs[carries:])
+
+
+def _map_flow(node: Node, xs: list[Value], ys: list[Value]) -> Iterator[Edge]:
+    """The stacks of a map may be split alike over its trips."""
+    if xs and ys and carries_of_map(node) is not None:
+        names = (f"k{i}!" for i in range(10**6))
+        operands, results = (
+            ", ".join(" ".join(("trips", *itertools.islice(names, len(v.shape) - 1))) for v in values) for values in (xs, ys)
+        )
+        factors = bind(parse(f"{operands} -> {results}"), tuple(v.shape for v in xs), tuple(v.shape for v in ys))
+        yield Edge(xs, ys, factors, ELEMENTWISE, ELEMENTWISE, node)
 
 
 def _while_flow(node: Node) -> Iterator[Edge]:

@@ -8,7 +8,8 @@ cheapest is taken; among equals the one that sends least at once, then the one t
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from shardax import annotations, reshard
 from shardax.completion.complete import Completion
@@ -49,6 +50,7 @@ class Chooser:
         self.stored: dict[Value, list[Layout]] = {}
         self.uses = _count_uses(graph)
         self.memo: dict[tuple, Candidate] = {}
+        self.hidden: frozenset[str] = frozenset()
 
     def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> Decisions:
         """Decides a graph. An output that asks for no layout leaves in the one that it is in."""
@@ -75,8 +77,18 @@ class Chooser:
         return [whole(value.shape)] if value.is_literal else self.stored[value]
 
     def wanted(self, value: Value) -> Layout:
-        """The layout that completion wants for a value."""
-        return self.padding.layout(self.completion.sharding(value), value.shape)
+        """The layout that completion wants for a value, as far as axes are not hidden."""
+        sharding = self.completion.sharding(value)
+        return self.padding.layout(sharding.without(self.hidden) if self.hidden else sharding, value.shape)
+
+    @contextmanager
+    def hiding(self, axes: Iterable[str]):
+        """Inside, no value is split over these axes, nor pending: the devices along them do different trips of a loop."""
+        around, self.hidden = self.hidden, self.hidden.union(axes)
+        try:
+            yield
+        finally:
+            self.hidden = around
 
     def move(self, value: Value, target: Layout) -> Move:
         """Reads a value in a layout; from then on it is there in that layout too."""
@@ -125,7 +137,7 @@ class Chooser:
         sizes = tuple(v.itemsize for v in (*node.inputs, *node.outputs))
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sends = tuple(node.params.items()) if entry.sends else ()
-        key = (entry.name, id(factors), wanted, uses, there, sizes, same, tuple(entry.passes_of(node)), sends)
+        key = (entry.name, id(factors), wanted, uses, there, sizes, same, tuple(entry.passes_of(node)), sends, self.hidden)
         if key not in self.memo:
             self.memo[key] = self.cheapest(node, entry, factors)
         return self.memo[key]

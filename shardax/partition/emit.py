@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend import source_info_util
 
 from shardax import _jax, annotations, reshard
 from shardax.graph import Node, Value
 from shardax.partition.decisions import Decision, Decisions, Move
+from shardax.partition.emit_loops import emit_structured
 from shardax.sharding import AxisSizes, Layout, Sharding
 from shardax.spmd_rules.localize import run_local
 
@@ -23,17 +23,17 @@ Shards = dict[Layout, Any]
 
 def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> list[Any]:
     """Runs a decided graph on the shards of its inputs; returns those of its outputs."""
-    return _Emitter(sizes).graph(decisions, shards)
+    return Emitter(sizes).graph(decisions, shards)
 
 
 def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> dict[Value, Shards]:
     """As `emit`, and returns what every value is on shards, in each layout in which something read it."""
-    emitter = _Emitter(sizes)
+    emitter = Emitter(sizes)
     emitter.graph(decisions, shards)
     return emitter.env
 
 
-class _Emitter:
+class Emitter:
     def __init__(self, sizes: AxisSizes):
         self.sizes = sizes
         self.env: dict[Value, Shards] = {}
@@ -66,7 +66,7 @@ class _Emitter:
     def node(self, node: Node, decision: Decision) -> None:
         shards = [self.read(v, move, node) for v, move in zip(node.inputs, decision.moves, strict=True)]
         if node.bodies:
-            results = _STRUCTURED[node.name](self, node, decision, shards)
+            results = emit_structured(self, node, decision, shards)
         else:
             assert decision.entry and decision.factors
             results = run_local(decision.entry, decision.local(node, self.sizes), decision.factors, shards)
@@ -150,55 +150,3 @@ def _user_context(node: Node, stack):
         jax.sharding.use_abstract_mesh(here),
     ):
         yield
-
-
-def _scan(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
-    params = node.params
-    consts, carries = _jax.scan_counts(params)
-    (body,) = decision.bodies
-
-    def trip(carry, xs):
-        out = emitter.graph(body, [*shards[:consts], *carry, *xs])
-        return out[:carries], out[carries:]
-
-    init, xs = shards[consts : consts + carries], shards[consts + carries :]
-    init = [_of_dtype(x, v) for x, v in zip(init, body.graph.inputs[consts:], strict=False)]
-    carry, ys = lax.scan(trip, init, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
-    return [*carry, *ys]
-
-
-def _while(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
-    params = node.params
-    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
-    cond, body = decision.bodies
-    start = cond_consts + body_consts
-    init = [_of_dtype(x, v) for x, v in zip(shards[start:], body.graph.inputs[body_consts:], strict=True)]
-    return lax.while_loop(
-        lambda carry: emitter.graph(cond, [*shards[:cond_consts], *carry])[0],
-        lambda carry: emitter.graph(body, [*shards[cond_consts:start], *carry]),
-        init,
-    )
-
-
-def _cond(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
-    index, *operands = shards
-    branches = [lambda *operands, body=body: emitter.graph(body, operands) for body in decision.bodies]
-    platforms = node.params.get("branches_platforms")
-    if platforms is None:
-        return lax.switch(index, branches, *operands)
-    pairs = list(zip(platforms, branches, strict=True))  # a branch for one platform may not even lower for another
-    of_platform = {name: branch for names, branch in pairs for name in names or ()}
-    default = next((branch for names, branch in pairs if names is None), None)
-    return lax.platform_dependent(*operands, default=default, **of_platform)
-
-
-def _of_dtype(shard, value: Value):
-    """Loops want their carries' types exactly: a weakly typed start would change on the way."""
-    return shard if not isinstance(shard, np.ndarray) else lax.convert_element_type(shard, value.aval.dtype)
-
-
-def _island(emitter: _Emitter, node: Node, decision: Decision, shards: list[Any]) -> list[Any]:
-    return emitter.graph(decision.bodies[0], shards)
-
-
-_STRUCTURED = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -1,12 +1,16 @@
 """choose for scan, while and cond: the layouts in which their bodies take and leave values, then the bodies themselves."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardax import _jax
 from shardax.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions
-from shardax.sharding import Layout, Sharding, from_spec, whole
+from shardax.partition.trials import cheapest
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, whole
+from shardax.spmd_rules.registry import Split
+from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop
 
 if TYPE_CHECKING:
     from shardax.partition.choose import Chooser
@@ -18,18 +22,70 @@ def choose_structured(chooser: "Chooser", node: Node) -> Decision:
 
 
 def _scan(chooser: "Chooser", node: Node) -> Decision:
+    ways = [partial(_scan_split, chooser, node, split) for split in (None, *_trip_splits(chooser, node))]
+    return cheapest(chooser, node, ways)
+
+
+def _trip_splits(chooser: "Chooser", node: Node) -> list[Split]:
+    """The splits of a map's trips that the layouts of its stacked operands and results suggest."""
     consts, carries = _jax.scan_counts(node.params)
+    xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
+    layouts = [lay for v in xs for lay in chooser.layouts(v)] + [chooser.wanted(v) for v in (*xs, *ys)]
+    leading = [(lay.dims[0], lay.padded[0]) for lay in layouts if lay.dims[0] and not chooser.hidden & set(lay.dims[0])]
+    if not leading or carries_of_map(node) is None:
+        return []
+    splits = [Split(axes, padded) for axes, padded in dict.fromkeys(leading)]
+    return [split for split in splits if split.padded == node.params["length"] or not has_open_loop(node)]
+
+
+def _scan_split(chooser: "Chooser", node: Node, split: Split | None) -> Decision:
+    """A scan whose trips are split, or that every device runs whole.
+
+    Where they are split, nothing inside is split over the same axes: the devices along them are at different trips.
+    """
+    consts, count = _jax.scan_counts(node.params)
     (body,) = node.bodies
-    const_layouts = [_at_hand(chooser, v) for v in node.inputs[:consts]]
-    xs = [_unstacked(chooser, outer, inner) for outer, inner in _pairs(node.inputs, body.inputs, consts + carries)]
-    ys = [chooser.wanted(inner) for inner in body.outputs[carries:]]
-    carry, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:carries], xs, ys)
-    operands = [*const_layouts, *carry, *map(_stacked, xs, node.inputs[consts + carries :])]
-    results = [*carry, *map(_stacked, ys, node.outputs[carries:])]
-    return _decision(chooser, node, operands, results, (decisions,))
+    with chooser.hiding(split.axes if split else ()):
+        const_layouts = [_at_hand(chooser, v) for v in node.inputs[:consts]]
+        xs = [_unstacked(chooser, outer, inner, split) for outer, inner in _pairs(node.inputs, body.inputs, consts + count)]
+        stacks = [chooser.wanted(v) for v in node.outputs[count:]]
+        carry, ys, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:count], xs, stacks)
+    stacked_xs, stacked_ys = (
+        [_stacked(lay, outer, split) for lay, outer in zip(lays, values, strict=True)]
+        for lays, values in ((xs, node.inputs[consts + count :]), (ys, node.outputs[count:]))
+    )
+    start, end = _owed_by_trips(node, carry, split)
+    operands, results = [*const_layouts, *start, *stacked_xs], [*end, *stacked_ys]
+    return _decision(chooser, node, operands, results, (decisions,), {"trips": split} if split else {})
+
+
+def _owed_by_trips(node: Node, carry: list[Layout], split: Split | None) -> tuple[list[Layout], list[Layout]]:
+    """The layouts in which carries come in and go out: what split trips reduce is pending over their axes."""
+    if split is None:
+        return carry, carry
+    kinds = [(c.kind, c.reduction) for c in carries_of_map(node) or ()]
+    owing = [_owe(lay, split.axes, kind or "sum") for lay, (_, kind) in zip(carry, kinds, strict=True)]
+    start = [owe if kind == REDUCED else lay for lay, owe, (kind, _) in zip(carry, owing, kinds, strict=True)]
+    end = [owe if kind in (REDUCED, LAST) else lay for lay, owe, (kind, _) in zip(carry, owing, kinds, strict=True)]
+    return start, end
+
+
+def _owe(layout: Layout, axes: Axes, kind: str) -> Layout:
+    return Layout(layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, kind) for a in axes)))))
 
 
 def _while(chooser: "Chooser", node: Node) -> Decision:
+    with chooser.hiding(_where_devices_part(chooser)):
+        return _while_inside(chooser, node)
+
+
+def _where_devices_part(chooser: "Chooser") -> AxisSizes | tuple[()]:
+    """The axes to hide in a loop or branch: all where devices are at different trips of a loop around it. They do not get to
+    the same collectives there, and some collectives have all devices meet."""
+    return chooser.sizes if chooser.hidden else ()
+
+
+def _while_inside(chooser: "Chooser", node: Node) -> Decision:
     cond, body = node.bodies
     cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
     layouts = [_at_hand(chooser, v) for v in node.inputs[: cond_consts + body_consts]]
@@ -42,6 +98,11 @@ def _while(chooser: "Chooser", node: Node) -> Decision:
 
 
 def _cond(chooser: "Chooser", node: Node) -> Decision:
+    with chooser.hiding(_where_devices_part(chooser)):
+        return _cond_inside(chooser, node)
+
+
+def _cond_inside(chooser: "Chooser", node: Node) -> Decision:
     operands = [_at_hand(chooser, v) for v in node.inputs[1:]]
     results = [chooser.wanted(v) for v in node.outputs]
     decisions = tuple(chooser.graph(body, operands, results) for body in node.bodies)
@@ -68,23 +129,28 @@ def _check_axes(chooser: "Chooser", node: Node) -> None:
         )
 
 
-def _fixpoint(chooser: "Chooser", body: Graph, consts, carried: Sequence[Value], xs, ys) -> tuple[list[Layout], Decisions]:
-    """Layouts of the carries that a body gives back as it takes them. A sum that the body only adds to stays pending.
+def _fixpoint(
+    chooser: "Chooser", body: Graph, consts, carried: Sequence[Value], xs, stacks: Sequence[Layout]
+) -> tuple[list[Layout], list[Layout], Decisions]:
+    """Layouts of the carries that a body gives back as it takes them, and of its other results, whose stacks are wanted so.
 
     First each carry is taken as completion wants it. Those that come back owing a sum are then taken owing it, and the body is
     decided anew. What comes back otherwise, or had to be settled inside, is taken as wanted after all.
     """
+    count = len(carried)
     wanted = [chooser.wanted(v) for v in carried]
-    free = chooser.graph(body, [*consts, *wanted, *xs], [None] * len(wanted) + ys)
-    carry = [_owing(want, move.target) for want, move in zip(wanted, free.outputs[: len(wanted)], strict=True)]
+    free = chooser.graph(body, [*consts, *wanted, *xs], [None] * len(body.outputs))
+    carry = [_owing(want, move.target) for want, move in zip(wanted, free.outputs[:count], strict=True)]
+    given = zip(body.outputs[count:], free.outputs[count:], stacks, strict=True)
+    ys = [_scattered_later(chooser.wanted(v), move.target, stack) for v, move, stack in given]
     while carry != wanted:
-        decisions = chooser.graph(body, [*consts, *carry, *xs], [None] * len(carry) + ys)
-        left = decisions.outputs[: len(carry)]
+        decisions = chooser.graph(body, [*consts, *carry, *xs], [None] * count + ys)
+        left = decisions.outputs[:count]
         waited = [_waited(chooser, value, lay, move) for value, lay, move in zip(carried, carry, left, strict=True)]
         if all(waited):
             break
         carry = [have if ok else want for want, have, ok in zip(wanted, carry, waited, strict=True)]
-    return carry, chooser.graph(body, [*consts, *carry, *xs], [*carry, *ys])
+    return carry, ys, chooser.graph(body, [*consts, *carry, *xs], [*carry, *ys])
 
 
 def _owing(wanted: Layout, out: Layout) -> Layout:
@@ -92,6 +158,13 @@ def _owing(wanted: Layout, out: Layout) -> Layout:
     sums = tuple(p for p in out.pending if p[1] == "sum")
     clash = any(axis in wanted.sharding.axes for axis, _ in sums)
     return wanted if clash else Layout(wanted.sharding, wanted.padded, sums)
+
+
+def _scattered_later(wanted: Layout, out: Layout, stack: Layout) -> Layout:
+    """The wanted layout, owing what the body left where the stack is wanted split over it: one reduce-scatter over the trips
+    then sends half of what sums in each trip would."""
+    owing = _owing(wanted, out)
+    return owing if {*owing.pending_axes} & {*stack.dims[0]} else wanted
 
 
 def _waited(chooser: "Chooser", value: Value, layout: Layout, move) -> bool:
@@ -103,32 +176,34 @@ def _waited(chooser: "Chooser", value: Value, layout: Layout, move) -> bool:
 
 def _at_hand(chooser: "Chooser", value: Value) -> Layout:
     """A layout in which nothing is owed: one that the value is in already, else the wanted one."""
-    settled = [layout for layout in chooser.layouts(value) if not layout.pending]
+    settled = [lay for lay in chooser.layouts(value) if not lay.pending and chooser.hidden.isdisjoint(lay.sharding.axes)]
     wanted = chooser.wanted(value)
     return wanted if wanted in settled or not settled else settled[0]
 
 
-def _unstacked(chooser: "Chooser", outer: Value, inner: Value) -> Layout:
+def _unstacked(chooser: "Chooser", outer: Value, inner: Value, split: Split | None) -> Layout:
     """How one trip's part of a stacked value lies: as the stack does already, else as completion wants it."""
     wanted = chooser.wanted(inner)
     for layout in chooser.layouts(outer):
-        if not layout.pending and not layout.dims[0] and layout.dims[1:] == wanted.dims:
+        if not layout.pending and layout.dims == (split.axes if split else (), *wanted.dims):
             return Layout(wanted.sharding, layout.padded[1:])
     return wanted
 
 
-def _stacked(layout: Layout, outer: Value) -> Layout:
+def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
     """How a stack of values lies of which each lies so."""
-    return Layout(Sharding(((), *layout.dims)), (outer.shape[0], *layout.padded))
+    axes, padded = (split.axes, split.padded) if split else ((), outer.shape[0])
+    return Layout(Sharding((axes, *layout.dims)), (padded, *layout.padded), layout.pending)
 
 
 def _pairs(outer: Sequence[Value], inner: Sequence[Value], start: int):
     return zip(outer[start:], inner[start:], strict=True)
 
 
-def _decision(chooser: "Chooser", node: Node, operands, results, bodies: tuple[Decisions, ...]) -> Decision:
+def _decision(chooser: "Chooser", node: Node, operands, results, bodies: tuple[Decisions, ...], splits=None) -> Decision:
     moves = tuple(chooser.move(v, t) for v, t in zip(node.inputs, operands, strict=True))
-    return Decision(moves, tuple(operands), tuple(results), settled=chooser.store_results(node, results), bodies=bodies)
+    settled = chooser.store_results(node, results)
+    return Decision(moves, tuple(operands), tuple(results), splits or {}, settled=settled, bodies=bodies)
 
 
 _CHOICES = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

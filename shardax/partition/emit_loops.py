@@ -1,0 +1,118 @@
+"""emit for scan, while and cond: the same loops and branches, over shards."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax import lax
+
+from shardax import _jax
+from shardax.graph import Node, Value
+from shardax.partition.decisions import Decision
+from shardax.partition.trials import local_trips
+from shardax.spmd_rules.registry import Local, Split
+from shardax.trips import LAST, SAME, STEPS, Carry, carries_of_map
+
+if TYPE_CHECKING:
+    from shardax.partition.emit import Emitter
+
+
+def emit_structured(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+    """Runs a node with bodies."""
+    return _STRUCTURED[node.name](emitter, node, decision, shards)
+
+
+def _scan(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> list[Any]:
+    params = node.params
+    consts, carries = _jax.scan_counts(params)
+    (body,) = decision.bodies
+
+    def trip(carry, xs):
+        out = emitter.graph(body, [*shards[:consts], *carry, *xs])
+        return out[:carries], out[carries:]
+
+    init, xs = shards[consts : consts + carries], shards[consts + carries :]
+    init = [_of_dtype(x, v) for x, v in zip(init, body.graph.inputs[consts:], strict=False)]
+    length = local_trips(node, decision, emitter.sizes)
+    how = {"length": length, "reverse": params["reverse"], "unroll": min(params["unroll"], max(length, 1))}
+    if split := decision.splits.get("trips"):
+        return _split_scan(decision.local(node, emitter.sizes), split, trip, init, xs, how)
+    carry, ys = lax.scan(trip, init, xs, **how)
+    return [*carry, *ys]
+
+
+def _split_scan(local: Local, split: Split, trip, init, xs, how) -> list[Any]:
+    """Each device does the trips of its own block. Those past the end compute garbage: no carry keeps any of it.
+
+    device   0       1       2       3          10 trips in blocks of 3: device 3 does one, and two more that nobody sees
+    trips    0 1 2   3 4 5   6 7 8   9 - -
+    """
+    total, block, reverse = local.params["length"], how["length"], how["reverse"]
+    carries, first = carries_of_map(local.node) or (), local.index(split.axes) * block
+    done = total - lax.min(total, first + block) if reverse else first
+    start = [_stepped(c, x, done) for c, x in zip(carries, init, strict=True)]
+    if split.padded == total:
+        last, ys = lax.scan(trip, start, xs, **how)
+    else:
+        inside = first + lax.iota("int32", block) < total
+        last, ys = lax.scan(_guarded(trip, carries), start, (inside, xs), **how)
+    holds_last = local.index(split.axes) == (0 if reverse else (total - 1) // block)
+    return [*(_end(c, x, y, total, holds_last) for c, x, y in zip(carries, init, last, strict=True)), *ys]
+
+
+def _stepped(carry: Carry, start, trips):
+    """What a counter is after so many trips."""
+    return start + lax.convert_element_type(trips * carry.step, start.dtype) if carry.kind == STEPS else start
+
+
+def _guarded(trip, carries: Sequence[Carry]):
+    def guarded(old, inside_and_xs):
+        inside, xs = inside_and_xs
+        new, ys = trip(old, xs)
+        return [y if c.kind == SAME else lax.select(inside, y, x) for c, x, y in zip(carries, old, new, strict=True)], ys
+
+    return guarded
+
+
+def _end(carry: Carry, start, end, total: int, holds_last):
+    """A carry after all trips, from that after this device's."""
+    if carry.kind == LAST:
+        return lax.select(holds_last, end, lax.full_like(end, 0))
+    return _stepped(carry, start, total) if carry.kind == STEPS else end
+
+
+def _while(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+    params = node.params
+    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+    cond, body = decision.bodies
+    start = cond_consts + body_consts
+    init = [_of_dtype(x, v) for x, v in zip(shards[start:], body.graph.inputs[body_consts:], strict=True)]
+    return lax.while_loop(
+        lambda carry: emitter.graph(cond, [*shards[:cond_consts], *carry])[0],
+        lambda carry: emitter.graph(body, [*shards[cond_consts:start], *carry]),
+        init,
+    )
+
+
+def _cond(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+    index, *operands = shards
+    branches = [lambda *operands, body=body: emitter.graph(body, operands) for body in decision.bodies]
+    platforms = node.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    pairs = list(zip(platforms, branches, strict=True))  # a branch for one platform may not even lower for another
+    of_platform = {name: branch for names, branch in pairs for name in names or ()}
+    default = next((branch for names, branch in pairs if names is None), None)
+    return lax.platform_dependent(*operands, default=default, **of_platform)
+
+
+def _of_dtype(shard, value: Value):
+    """Loops want their carries' types exactly: a weakly typed start would change on the way."""
+    return shard if not isinstance(shard, np.ndarray) else lax.convert_element_type(shard, value.aval.dtype)
+
+
+def _island(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+    return emitter.graph(decision.bodies[0], shards)
+
+
+_STRUCTURED = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}
