@@ -17,10 +17,10 @@ PROCESSES ?= 2
 PYTEST := -m pytest -n 2
 TPU_WITHOUT_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8
 
-.PHONY: help train train-distributed test test-slow test-processes test-kill conformance test-latest test-tpu lint format clean
+.PHONY: help train train-distributed test test-slow test-processes test-kill conformance test-latest test-browser test-tpu lint format clean
 
 help:
-	@echo "make train | train-distributed | test | test-slow | test-processes | test-kill | conformance | test-latest | test-tpu | lint | format | clean"
+	@echo "make train | train-distributed | test | test-slow | test-processes | test-kill | conformance | test-latest | test-browser | test-tpu | lint | format | clean"
 
 train: $(ENV)
 	$(RUN) -m models.train $(ARGS)
@@ -51,6 +51,9 @@ else
 	$(LATEST) -c "import jax, sys; print('test-latest: JAX', jax.__version__, 'on Python', sys.version.split()[0])"
 	$(LATEST) $(PYTEST) shardax models tests
 endif
+
+test-browser: $(ENV)
+	PATH="$$(.ci/browser $(RUN)):$$PATH" $(RUN) -m pytest -rs tests/test_browser.py
 
 test-tpu: $(TPU_ENV)
 	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu tests/test_tpu.py

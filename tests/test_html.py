@@ -1,5 +1,6 @@
 """`Plan.to_html`: one file that needs nothing else, with the program, the ledgers, and what their script stands on."""
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -29,7 +30,7 @@ class Tables(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.attributes += attrs
-        if tag not in ("meta", "input", "br"):
+        if tag not in ("meta", "input", "br", "col"):
             self.open.append(tag)
         if tag == "table":
             self.tables.append([])
@@ -62,28 +63,72 @@ def parsed(text) -> Tables:
 
 
 def test_it_needs_nothing_else(page):
-    tables = parsed(page[1])
-    assert not {"src", "href"} & {name for name, _ in tables.attributes}
+    """Its only links lead to places in it."""
+    attributes = parsed(page[1]).attributes
+    places = {value for name, value in attributes if name == "id"}
+    links = {value for name, value in attributes if name == "href"}
+    assert links and all(link[0] == "#" and link[1:] in places for link in links)
+    assert "src" not in {name for name, _ in attributes}
     assert not re.search(r"https?:|@import|url\(", page[1])
+    assert not re.search(r"@[A-Z]+@", page[1])
+
+
+def table(text, head: str) -> list[list[str]]:
+    """The rows of the first table with this head."""
+    return next(t[1:] for t in parsed(text).tables if head in t[0])
 
 
 def test_the_ledgers(page):
     plan, text = page
-    collectives, places, memory, _ = parsed(text).tables
-    assert len(collectives) == 1 + len(plan.collectives)
-    assert collectives[1][:4] == ["all_reduce", "model", "f32[2,16]", "128"]
-    assert ["argument", "params/<up>", "f32[16,32]", "P(None, 'model')"] in places
-    assert ["alive at the peak", "argument params/<up>", "f32[16,16]", "1,024"] in memory
+    (collective,) = [row for row in table(text, "reason") if row[8] == "sum of dot_general"]
+    assert collective[:7] == ["all_reduce", "model", "f32[2,16]", "1", "128 B", "128 B", "95.5 %"]
+    assert len(table(text, "reason")) == len(plan.collectives)
+    assert ["argument", "params/<up>", "f32[16,32]", "P(None, 'model')", "1.0 KiB"] in table(text, "path")
+    assert ["f32[16,16]", "argument params/<up>", "1.0 KiB", ""] in table(text, "from")
+    assert [row[0] for row in table(text, "chip")] == ["v3", "v4", "v5e", "v5p", "v6e", "H200"]
+
+
+def test_alike_collectives_are_one_row(tmp_path):
+    def layers(ws, x):
+        for w in ws:
+            x = jnp.sin(x @ w)
+        return x
+
+    specs = ([P("model")] * 3, P("data", "model"))
+    args = [jnp.ones((16, 16))] * 3, jnp.ones((8, 16))
+    plan = sx.shard_jit(layers, mesh=MESH, in_shardings=specs).plan(*args)
+    plan.to_html(tmp_path / "plan.html")
+    rows = table((tmp_path / "plan.html").read_text(encoding="utf-8"), "reason")
+    assert sum(int(row[3]) for row in rows) == len(plan.collectives) > len(rows)
 
 
 def test_numbers_keep_their_values(page):
-    assert '<td class="number" data-value="1024">1,024</td>' in page[1]
+    assert '<td class="number" data-value="1024"><span title="1,024 bytes">1.0 KiB</span></td>' in page[1]
 
 
 def test_the_program(page):
-    *_, program = parsed(page[1]).tables
+    program = table(page[1], "what it makes")
     (line,) = (row for row in program if len(row) == 4 and row[1].startswith("    h_BH = "))
     assert line[1] == '    h_BH = jax.nn.relu(x_BM @ params["<up>"])'
     assert line[2] == "2 x f32[8,32] P('data', 'model')"
     (line,) = (row for row in program if len(row) == 4 and row[1].startswith("    y_BM = "))
     assert line[3].startswith("all_reduce over model: 128 B")
+
+
+def test_the_arrays_that_can_be_chosen(page):
+    """What the picture is drawn from, with the story of each."""
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page[1], re.S)[1])
+    assert data["mesh"] == [["data", 4], ["model", 2]]
+    chosen = [int(value) for name, value in parsed(page[1]).attributes if name == "data-array"]
+    assert sorted(set(chosen)) == list(range(len(data["arrays"])))
+    (up,) = [array for array in data["arrays"] if array["name"] == "argument params/<up>"]
+    assert (up["shape"], up["dims"], up["itemsize"]) == ([16, 32], [[], ["model"]], 4)
+    assert up["why"] == "  dim 1 is split over model:\n    in_shardings[0]['<up>'] says so"
+
+
+def test_text_of_the_program_ends_no_script(tmp_path):
+    """A pytree key is the user's text."""
+    plan = sx.shard_jit(lambda x: x["</script>"] * 2, mesh=MESH).plan({"</script>": jnp.ones(8)})
+    plan.to_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert text.count("</script>") == 2 and parsed(text)

@@ -1,170 +1,292 @@
-"""A plan as one HTML file that needs no network: the program by source file, what each line costs, ledgers.
+"""A plan as one HTML file that needs no network: ledgers that sort, the program with what each line makes and sends beside it,
+and a picture of how a chosen array lies on the mesh.
 
-All is in the HTML; the script only sorts a table by the column that is clicked, and hides what a search leaves out.
+All text is in the HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as JSON.
 """
 
+import json
 import linecache
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from shardax.explain.ledger import array_text, comm_bytes
-from shardax.explain.lines import line_text
-from shardax.explain.values import Intermediate, intermediates
-from shardax.explain.words import bytes_text, spec_text, times
+from shardax.cost.chips import CHIPS
+from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
+from shardax.explain.lines import code, line_text
+from shardax.explain.values import Story
+from shardax.explain.words import as_one, bytes_text, form, seconds_text, spec_text, times
+from shardax.sharding import Sharding, shard_count
 
 if TYPE_CHECKING:
+    from shardax.explain.memory import Tensor
     from shardax.explain.plan import Plan
 
 CONTEXT = 3  # lines shown around those of the program
+FEW = 4  # arrays that are shown beside a line at once
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The inside of a table's cell, and the number by which its column is sorted."""
+
+    html: str
+    number: float | None = None
 
 
 def html_text(plan: "Plan") -> str:
     """The page."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
-    title = f"Plan on {plan.mesh.size} devices, mesh {mesh}"
-    sections = [_overview(plan), _collectives(plan), _places(plan), _memory(plan), *_files(plan)]
-    return _PAGE.format(title=escape(title), style=_STYLE, script=_SCRIPT, body="\n".join(sections))
+    title = " ".join(filter(None, ("Plan of", plan.program.partition(" at ")[0] or "a program", f"on {mesh}")))
+    arrays = _Arrays(plan)
+    sections = [_collectives(plan), _places(plan, arrays), *_memory(plan), _estimates(plan), *_files(plan, arrays)]
+    parts = {
+        "TITLE": escape(title),
+        "STYLE": _asset("page.css"),
+        "OVERVIEW": _overview(plan),
+        "SECTIONS": "\n".join(sections),
+        "DATA": json.dumps({"mesh": list(plan.mesh.shape.items()), "arrays": arrays.found}).replace("<", "\\u003c"),
+        "SCRIPT": _asset("page.js"),
+    }
+    return re.sub(r"@([A-Z]+)@", lambda m: parts[m[1]], _asset("page.html"))
+
+
+def _asset(name: str) -> str:
+    return files("shardax.explain").joinpath(name).read_text(encoding="utf-8")
+
+
+@dataclass
+class _Arrays:
+    """The arrays that can be chosen, each once; what the picture is drawn from."""
+
+    plan: "Plan"
+    found: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[tuple[str, str, Sharding], int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.story = Story(self.plan) if self.plan.graph else None
+
+    def button(self, name: str, aval, sharding: Sharding, text: str, value=None) -> str:
+        """What chooses an array. `value`: of the graph, whose story the panel tells."""
+        key = (name, array_text(aval), sharding)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.found)
+            why = self.why(sharding, value) if self.story and value is not None else ""
+            self.found.append(
+                {
+                    "name": name,
+                    "type": array_text(aval),
+                    "shape": list(aval.shape),
+                    "itemsize": aval.dtype.itemsize,
+                    "dims": [list(axes) for axes in sharding.dims],
+                    "sharding": spec_text(sharding),
+                    "why": why,
+                }
+            )
+        return f'<button class="array" data-array="{self.numbers[key]}">{escape(text)}</button>'
+
+    def why(self, sharding: Sharding, value) -> str:
+        assert self.story
+        story = self.story.tell(value)
+        if self.story.completion.sharding(value) == sharding:
+            return story.split("\n", 1)[1]
+        return f"It rests in the nearest sharding that divides it. In the program it is\n{story}"
 
 
 def _overview(plan: "Plan") -> str:
-    count = sum(c.trips for c in plan.collectives if not c.other_branch)
-    seconds = ", ".join(f"{phase} {s:.2f} s" for phase, s in plan.phases.items())
-    words = f"Each device sends {bytes_text(plan.comm_bytes)} per call, in {count} collectives. Planned in: {seconds or '-'}."
-    return f"<p>{escape(words)}</p>"
+    memory, count = plan.memory(), sum(c.trips for c in plan.collectives if not c.other_branch)
+    facts = {
+        "devices": f"{plan.mesh.size:,}",
+        "sent per call": bytes_text(plan.comm_bytes),
+        "collectives": f"{count:,}",
+        "peak memory": bytes_text(memory.peak),
+        "saved for backward": bytes_text(sum(t.nbytes for t in memory.saved)),
+    }
+    tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts.items())
+    phases = ", ".join(f"{phase} {seconds_text(s)}" for phase, s in plan.phases.items())
+    return f'<div class="tiles">{tiles}</div><p class="phases">{escape(f"Planned: {phases}" if phases else "")}</p>'
 
 
 def _collectives(plan: "Plan") -> str:
-    rows = [
-        (
-            c.kind,
-            ",".join(c.axes),
-            ", ".join(map(array_text, c.operands)),
-            c.nbytes,
-            c.trips,
-            c.total,
-            line_text(c.line),
-            c.reason,
-        )
-        for c in plan.collectives
+    """Those that are alike, as in equal layers, in one row."""
+    alike: dict[Any, list[Collective]] = defaultdict(list)
+    for c in plan.collectives:
+        alike[replace(c, reason=form(c.reason))].append(c)
+    rows = [_collective(group, plan.comm_bytes) for group in sorted(alike.values(), key=lambda group: -comm_bytes(group))]
+    heads = ("kind", "axes", "operand", "times", "each", "per call", "share", "line", "reason")
+    return _table("Collectives", heads, rows)
+
+
+def _collective(group: Sequence[Collective], total: int) -> list[Cell]:
+    c, sent, count = group[0], comm_bytes(group), sum(c.trips for c in group)
+    notes = [" (while: one iteration)"] * c.open_loop + [" (branch: not counted)"] * c.other_branch
+    share = 100 * sent / total if total else 0.0
+    return [
+        _short(c.kind),
+        _text(", ".join(c.axes)),
+        _text(", ".join(map(array_text, c.operands))),
+        Cell(f"{count:,}", count),
+        _bytes(c.nbytes),
+        _bytes(sent),
+        Cell(f"{share:.1f} %", share),
+        _line(c.line),
+        _text(as_one([c.reason for c in group]) + "".join(notes)),
     ]
-    return _table("Collectives", ("kind", "axes", "operand", "bytes each", "trips", "bytes per call", "line", "reason"), rows)
 
 
-def _places(plan: "Plan") -> str:
-    rows = [("argument", p.named, array_text(p.aval), spec_text(p.sharding)) for p in plan.arguments()]
-    rows += [("result", p.path, array_text(p.aval), spec_text(p.sharding)) for p in plan.results()]
-    return _table("Arguments and results at rest", ("", "path", "type", "sharding"), rows)
+def _places(plan: "Plan", arrays: _Arrays) -> str:
+    values = arrays.story.insides() if arrays.story else {}
+    rows = []
+    for i, p in enumerate(plan.arguments()):
+        rows.append(("argument", p.named or p.path, p, values.get(i)))
+    rows += [("result", p.path or "the value", p, None) for p in plan.results()]
+    cells = [
+        [
+            _short(side),
+            Cell(arrays.button(f"{side} {name}", p.aval, p.sharding, name, value)),
+            _short(array_text(p.aval)),
+            _text(spec_text(p.sharding)),
+            _bytes(_local_bytes(p, plan)),
+        ]
+        for side, name, p, value in rows
+    ]
+    return _table("Arguments and results at rest", ("", "path", "type", "sharding", "on each device"), cells)
 
 
-def _memory(plan: "Plan") -> str:
+def _local_bytes(place, plan: "Plan") -> int:
+    return array_bytes(place.aval) // shard_count(place.sharding.axes, plan.mesh.shape)
+
+
+def _memory(plan: "Plan") -> Iterator[str]:
     memory = plan.memory()
-    rows = [("alive at the peak", _origin(t.origin), t.array, t.nbytes) for t in memory.tensors]
-    rows += [("replicated", _origin(t.origin), t.array, t.nbytes) for t in memory.replicated]
-    title = f"Memory: {bytes_text(memory.peak)} on each device at most"
-    return _table(title, ("", "from", "type", "bytes on each device"), rows)
+    for title, tensors in (
+        (f"Alive at the peak: {bytes_text(memory.peak)} on each device", memory.tensors),
+        ("Saved for the backward pass", memory.saved),
+        (f"Replicated, {bytes_text(memory.threshold)} and more", memory.replicated),
+    ):
+        if tensors:
+            names = ("checkpoint_name",) * any(t.name for t in tensors)
+            rows = [_tensor(t, n, named=bool(names)) for t, n in Counter(tensors).items()]
+            yield _table(title, ("array", "from", *names, "on each device", "code"), sorted(rows, key=_by_bytes))
 
 
-def _origin(origin: str) -> str:
-    return origin if origin.startswith("argument") else line_text(origin)
+def _tensor(t: "Tensor", n: int, named: bool) -> list[Cell]:
+    """A row for `n` that are alike."""
+    from_argument = t.origin.startswith("argument")
+    where = _text(t.origin) if from_argument else _line(t.origin)
+    name = [_short(t.name)] * named
+    return [_short(times(n) + t.array), where, *name, _bytes(n * t.nbytes), _text("" if from_argument else code(t.origin))]
 
 
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{escape(h)}</th>" for h in heads)
+def _by_bytes(row: Sequence[Cell]) -> float:
+    return -(row[-2].number or 0)
+
+
+def _estimates(plan: "Plan") -> str:
+    rows = []
+    for chip in CHIPS.values():
+        e = plan.estimate(chip)
+        seconds = [Cell(seconds_text(s), s) for s in (e.seconds, e.compute, e.memory, e.links)]
+        rows.append([_text(chip.name), _text(e.bound), *seconds])
+    return _table("Estimate by roofline, nothing overlapped", ("chip", "bound by", "a call", "compute", "HBM", "links"), rows)
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    numeric = [cell.number is not None for cell in rows[0]] if rows else [False] * len(heads)
+    right = [' class="number"' * n for n in numeric]
+    head = "".join(f'<th tabindex="0"{side}>{escape(h)}</th>' for h, side in zip(heads, right, strict=True))
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    return f"<h2>{escape(title)}</h2>\n<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    table = f'<div class="wide"><table class="ledger"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    return f'<section id="{_name(title)}"><h2>{escape(title)}</h2>\n{table}</section>'
 
 
-def _cell(x: Any) -> str:
-    """A number keeps its value, by which its column is sorted."""
-    return f'<td class="number" data-value="{x}">{x:,}</td>' if isinstance(x, int) else f"<td>{escape(str(x))}</td>"
+def _cell(cell: Cell) -> str:
+    sort = "" if cell.number is None else f' class="number" data-value="{cell.number}"'
+    return f"<td{sort}>{cell.html}</td>"
 
 
-def _files(plan: "Plan") -> Iterable[str]:
+def _text(text: str) -> Cell:
+    return Cell(escape(text))
+
+
+def _short(text: str) -> Cell:
+    """Text that stays on one line."""
+    return Cell(f"<span>{escape(text)}</span>")
+
+
+def _bytes(number: int) -> Cell:
+    return Cell(f'<span title="{number:,} bytes">{bytes_text(number)}</span>', number)
+
+
+def _line(line: str) -> Cell:
+    """A line, which leads to its place in the program."""
+    return Cell(
+        f'<a href="#{_name(line)}">{escape(line_text(line))}</a>' if line.rpartition(":")[2].isdecimal() else escape(line)
+    )
+
+
+def _name(text: str) -> str:
+    """A name for a place in the page: letters and digits of the text."""
+    return "".join(c if c.isalnum() else "-" for c in text)
+
+
+def _files(plan: "Plan", arrays: _Arrays) -> Iterator[str]:
     """Each source file of the program, the lines of the program and a few around them."""
-    made: dict[str, list[Intermediate]] = defaultdict(list)
-    for x in intermediates(plan) if plan.graph else ():
-        made[x.line].append(x)
-    sent: dict[str, list] = defaultdict(list)
+    made = arrays.story.by_line() if arrays.story else {}
+    sent: dict[str, list[Collective]] = defaultdict(list)
     for c in plan.collectives:
         sent[c.line].append(c)
     numbers: dict[str, set[int]] = defaultdict(set)
     for line in filter(None, (*made, *sent)):
         file, _, number = line.rpartition(":")
         numbers[file].add(int(number))
-    for file, of_program in numbers.items():
-        yield _file(file, of_program, made, sent)
+    most = max(map(comm_bytes, sent.values()), default=0)
+    for file, of_program in sorted(numbers.items(), key=lambda item: -sum(comm_bytes(sent[f"{item[0]}:{n}"]) for n in item[1])):
+        rows = "\n".join(_rows(file, of_program, made, sent, most, arrays))
+        head = "<thead><tr><th></th><th>code</th><th>what it makes</th><th>what it sends</th></tr></thead>"
+        table = f'<div class="wide"><table class="code"><colgroup><col><col><col><col></colgroup>{head}\n<tbody>\n{rows}\n</tbody></table></div>'
+        yield f"<section><h2>{escape(file)}</h2>\n{table}</section>"
 
 
-def _file(file: str, of_program: set[int], made, sent) -> str:
-    code = linecache.getlines(file)
-    near = {n + d for n in of_program for d in range(-CONTEXT, CONTEXT + 1) if n + d in of_program or 1 <= n + d <= len(code)}
-    rows, last = [], 0
+def _rows(file: str, of_program: set[int], made, sent, most: int, arrays: _Arrays) -> Iterator[str]:
+    text = linecache.getlines(file)
+    near = {n + d for n in of_program for d in range(-CONTEXT, CONTEXT + 1) if n + d in of_program or 1 <= n + d <= len(text)}
+    last = 0
     for n in sorted(near):
-        rows += ['<tr class="gap"><td colspan="4">⋮</td></tr>'] * (last not in (0, n - 1))
+        if last not in (0, n - 1):
+            yield '<tr class="gap"><td></td><td>⋮</td><td></td><td></td></tr>'
         last, line = n, f"{file}:{n}"
-        text = code[n - 1].rstrip() if n <= len(code) else ""
-        cells = f'<td class="number">{n}</td><td><pre>{escape(text)}</pre></td><td>{_shardings(made[line])}</td>'
-        rows.append(f"<tr>{cells}<td>{_costs(sent[line])}</td></tr>")
-    head = "<thead><tr><th></th><th>code</th><th>what it makes</th><th>what it sends</th></tr></thead>"
-    return f'<h2>{escape(file)}</h2>\n<table class="code">{head}\n<tbody>\n' + "\n".join(rows) + "\n</tbody></table>"
+        source = escape(text[n - 1].rstrip()) if n <= len(text) else ""
+        share = 100 * comm_bytes(sent[line]) / most if line in sent and most else 0
+        bar = f' style="--share: {share:.0f}%"' if share else ""
+        yield (
+            f'<tr id="{_name(line)}"><td class="number">{n}</td><td><pre>{source}</pre></td>'
+            f"<td>{_makes(line, made.get(line, ()), arrays)}</td><td{bar}>{_costs(sent.get(line, ()))}</td></tr>"
+        )
 
 
-def _shardings(made: Iterable[Intermediate]) -> str:
-    counted = Counter((x.array, spec_text(x.sharding)) for x in made)
-    return "<br>".join(escape(f"{times(n)}{array} {spec}") for (array, spec), n in counted.items())
+def _makes(line: str, values, arrays: _Arrays) -> str:
+    """A button for all values that are of one type and sharding."""
+    assert arrays.story or not values
+    alike: dict[tuple, list] = {}
+    for v in values:
+        sharding = arrays.story.completion.sharding(v)
+        alike.setdefault((array_text(v.aval), sharding), []).append(v)
+    largest = sorted(alike.items(), key=lambda item: -sum(v.nbytes for v in item[1]))
+    buttons = [
+        arrays.button(line_text(line), group[0].aval, sharding, f"{times(len(group))}{array} {spec_text(sharding)}", group[0])
+        for (array, sharding), group in largest
+    ]
+    more = "".join(buttons[FEW:])
+    return "".join(buttons[:FEW]) + (f"<details><summary>{len(buttons) - FEW} more</summary>{more}</details>" if more else "")
 
 
-def _costs(sent: Sequence[Any]) -> str:
+def _costs(sent: Sequence[Collective]) -> str:
     counted: dict[str, list] = defaultdict(list)
     for c in sent:
         counted[f"{c.kind} over {','.join(c.axes)}"].append(c)
-    return "<br>".join(escape(f"{times(len(group))}{what}: {bytes_text(comm_bytes(group))}") for what, group in counted.items())
-
-
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>
-<body>
-<h1>{title}</h1>
-<input id="search" type="search" placeholder="search: a path, a line, a kind, a sharding" autofocus>
-{body}
-<script>{script}</script>
-</body>
-</html>
-"""
-
-_STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1400px; padding: 0 1em; color: #222; }
-table { border-collapse: collapse; width: 100%; }
-th { text-align: left; cursor: pointer; position: sticky; top: 0; background: #fff; border-bottom: 1px solid #888; }
-.code th { cursor: default; }
-td { padding: 1px 12px 1px 0; vertical-align: top; font-family: ui-monospace, monospace; font-size: 12px; }
-tbody tr:hover { background: #f2f6ff; }
-pre { margin: 0; white-space: pre-wrap; }
-.number { text-align: right; }
-.gap { color: #999; }
-#search { width: 30em; padding: 4px; font: inherit; }
-"""
-
-_SCRIPT = """
-for (const th of document.querySelectorAll("table:not(.code) th")) {
-  th.addEventListener("click", () => {
-    const column = th.cellIndex, body = th.closest("table").tBodies[0];
-    const sign = th.dataset.order === "down" ? 1 : -1;
-    th.dataset.order = sign < 0 ? "down" : "up";
-    const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
-    const compare = (a, b) => a.localeCompare(b, "en", { numeric: true });
-    body.append(...[...body.rows].sort((a, b) => sign * compare(key(a), key(b))));
-  });
-}
-document.getElementById("search").addEventListener("input", (event) => {
-  const words = event.target.value.toLowerCase().split(/\\s+/).filter(Boolean);
-  for (const row of document.querySelectorAll("tbody tr")) {
-    const text = row.textContent.toLowerCase();
-    row.hidden = !words.every((word) => text.includes(word));
-  }
-});
-"""
+    dearest = sorted(counted.items(), key=lambda item: -comm_bytes(item[1]))
+    return "<br>".join(escape(f"{times(len(group))}{what}: {bytes_text(comm_bytes(group))}") for what, group in dearest)

@@ -42,12 +42,12 @@ def intermediates(plan: "Plan") -> list[Intermediate]:
 def shardings(plan: "Plan") -> Iterator[Table]:
     """How the values of each line lie, alike ones once, and what led to that: the annotation at the end of each chain."""
     if plan.graph:
-        story = _Story(plan)
+        story = Story(plan)
         groups = tuple(_line_group(line, values, story) for line, values in story.by_line().items())
         yield Table("Values, by the line that makes them: how they lie, and who says so", groups, ("values", "the largest"))
 
 
-def _line_group(line: str, values: Sequence[Value], story: "_Story") -> Group:
+def _line_group(line: str, values: Sequence[Value], story: "Story") -> Group:
     alike: dict[Sharding, list[Value]] = {}
     for value in values:
         alike.setdefault(_bare(story.completion.sharding(value)), []).append(value)
@@ -56,7 +56,7 @@ def _line_group(line: str, values: Sequence[Value], story: "_Story") -> Group:
     return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
 
 
-def _row(sharding: Sharding, values: Sequence[Value], story: "_Story") -> Row:
+def _row(sharding: Sharding, values: Sequence[Value], story: "Story") -> Row:
     largest = max(values, key=lambda v: v.nbytes)
     asked = [story.causes((values[0], largest, values[-1]), d) for d, axes in enumerate(sharding.dims) if axes]
     by = f"  by {', '.join(dict.fromkeys(asked))}" if asked else ""
@@ -91,7 +91,7 @@ def why(plan: "Plan", what: str) -> str:
     Raises:
       ValueError: there is no such value.
     """
-    story = _Story(plan)
+    story = Story(plan)
     found = story.find(what)
     if not found:
         raise ValueError(
@@ -104,7 +104,7 @@ def why(plan: "Plan", what: str) -> str:
     return "\n".join(story.tell(values[0], len(values)) for values in alike.values())
 
 
-class _Story:
+class Story:
     """Finds values, and tells where their shardings come from."""
 
     def __init__(self, plan: "Plan"):
@@ -128,6 +128,10 @@ class _Story:
 
     def inside(self, argument: Value) -> Value:
         return next((n.outputs[0] for n in self.nodes if _is_annotation(n) and n.inputs[0] is argument), argument)
+
+    def insides(self) -> dict[int, Value]:
+        """What the program computes with, for the number of each argument."""
+        return {i: self.inside(argument) for i, argument in enumerate(self.arguments)}
 
     def line(self, value: Value) -> str:
         return self.makers[value].line if value in self.makers else ""
