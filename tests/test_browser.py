@@ -1,4 +1,4 @@
-"""The page of a plan in a real browser: GPT-2's train step is looked through as a person would. `make test-browser` gets one."""
+"""The page of a plan in a real browser: GPT-2's train step is looked through. `make test-browser` gets a browser."""
 
 import shutil
 from itertools import pairwise
@@ -123,9 +123,7 @@ def test_a_line_leads_to_its_place_in_the_program(page):
     link = next(a for a in visible(page, "td a") if "gpt2.py" in a.text)
     number = link.text.rpartition(":")[2]
     click(page, link)
-    (row,) = [
-        row for row in visible(page, ".code tr") if row == page.execute_script("return document.querySelector(':target')")
-    ]
+    (row,) = visible(page, ".code tr:target")
     assert row.find_elements(By.TAG_NAME, "td")[0].text == number
     assert "all_reduce over" in row.text
     top, height = page.execute_script("return [arguments[0].getBoundingClientRect().top, innerHeight]", row)

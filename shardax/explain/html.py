@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardax.explain.plan import Plan
 
 CONTEXT = 3  # lines shown around those of the program
+COLUMNS = f"<colgroup>{4 * '<col>'}</colgroup>"
 FEW = 4  # arrays that are shown beside a line at once
 
 
@@ -223,9 +224,8 @@ def _bytes(number: int) -> Cell:
 
 def _line(line: str) -> Cell:
     """A line, which leads to its place in the program."""
-    return Cell(
-        f'<a href="#{_name(line)}">{escape(line_text(line))}</a>' if line.rpartition(":")[2].isdecimal() else escape(line)
-    )
+    is_line = line.rpartition(":")[2].isdecimal()
+    return Cell(f'<a href="#{_name(line)}">{escape(line_text(line))}</a>' if is_line else escape(line))
 
 
 def _name(text: str) -> str:
@@ -247,7 +247,7 @@ def _files(plan: "Plan", arrays: _Arrays) -> Iterator[str]:
     for file, of_program in sorted(numbers.items(), key=lambda item: -sum(comm_bytes(sent[f"{item[0]}:{n}"]) for n in item[1])):
         rows = "\n".join(_rows(file, of_program, made, sent, most, arrays))
         head = "<thead><tr><th></th><th>code</th><th>what it makes</th><th>what it sends</th></tr></thead>"
-        table = f'<div class="wide"><table class="code"><colgroup><col><col><col><col></colgroup>{head}\n<tbody>\n{rows}\n</tbody></table></div>'
+        table = f'<div class="wide"><table class="code">{COLUMNS}{head}\n<tbody>\n{rows}\n</tbody></table></div>'
         yield f"<section><h2>{escape(file)}</h2>\n{table}</section>"
 
 
@@ -270,11 +270,9 @@ def _rows(file: str, of_program: set[int], made, sent, most: int, arrays: _Array
 
 def _makes(line: str, values, arrays: _Arrays) -> str:
     """A button for all values that are of one type and sharding."""
-    assert arrays.story or not values
-    alike: dict[tuple, list] = {}
+    alike: dict[tuple[str, Sharding], list] = {}
     for v in values:
-        sharding = arrays.story.completion.sharding(v)
-        alike.setdefault((array_text(v.aval), sharding), []).append(v)
+        alike.setdefault((array_text(v.aval), arrays.plan.values.sharding(v)), []).append(v)
     largest = sorted(alike.items(), key=lambda item: -sum(v.nbytes for v in item[1]))
     buttons = [
         arrays.button(line_text(line), group[0].aval, sharding, f"{times(len(group))}{array} {spec_text(sharding)}", group[0])
