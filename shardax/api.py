@@ -3,6 +3,7 @@
 import functools
 import inspect
 import time
+import types
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -75,26 +76,35 @@ def shard_jit(
     donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
     wanted = mesh or _mesh_of(in_shardings) or _mesh_of(out_shardings)
     function = _Function(fun, wanted, in_shardings, out_shardings, static, donated, tuple(transforms), options)
-    return _Stages(function).attached()
+    return ShardJit(function)
 
 
-class _Stages:
-    """What `shard_jit` returns can do besides being called: its methods.
+class ShardJit:
+    """What `shard_jit` returns: called as the function is.
 
     `plan`, `lower`, `trace` and `eval_shape` take the arguments of a call, which may be `jax.ShapeDtypeStruct`s.
+    `__wrapped__` is the function itself.
     """
 
+    __slots__ = (
+        "__call__",
+        "__dict__",
+        "__weakref__",
+    )  # a call is that of jax.jit's own C++ function: no frame of ours, no lookup
+
     def __init__(self, function: "_Function"):
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, function.fun)
         self._function = function
         self._jits: dict[Any, Any] = {}  # by the mesh that was found on the arguments; under None, where none had to be
+        self.__call__ = function.guarded(_jax.with_cache_miss(self._on(None), self._miss))
 
-    def attached(self):
-        """`jax.jit`'s own C++ function, so that a call costs what `jax.jit`'s does, with these methods in place of its own."""
-        call = self._function.guarded(_jax.with_cache_miss(self._on(None), self._miss))
-        functools.update_wrapper(call, self._function.fun)
-        for method in (self.clear_cache, self.eval_shape, self.lower, self.plan, self.trace):
-            setattr(call, method.__name__, method)
-        return call
+    def __get__(self, instance, owner=None):
+        call: Any = self
+        return self if instance is None else types.MethodType(call, instance)
+
+    def __repr__(self):
+        return f"shard_jit({self._function.name})"
 
     @_jax.boundary
     def trace(self, /, *args, **kwargs) -> jax.stages.Traced:

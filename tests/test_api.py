@@ -331,7 +331,7 @@ class TestReturned:
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)
         for spec in ("x", "y", "x", "y"):
             jitted(on(AUTO, A, spec))
-        assert jitted._cache_size() == 2
+        assert jitted.__call__._cache_size() == 2
 
     def test_clear_cache(self):
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)
