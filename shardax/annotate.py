@@ -45,6 +45,9 @@ annotate_p = Primitive("annotate")
 `source`, the words in which messages name the annotation, such as "in_shardings[0]['params']". Where `like` is not None, the
 value is a result that succeeds the donated argument of that index among the program's inputs, and rests as that does."""
 
+SAVED = "what the forward part saved"
+"""The `source` of annotations on residuals, between two programs; where both become part of one program, they say nothing."""
+
 
 def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> Dims | None:
     """The dims that a spec gives to an array, None where it says nothing. `what` names both in messages.

@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
 from shardax import _jax, static_updates
-from shardax.annotate import annotate_p
+from shardax.annotate import SAVED, annotate_p
 from shardax.sharding import from_spec
 
 
@@ -254,8 +254,14 @@ def _param(name: str):
     return _call(lambda eqn: eqn.params[name])
 
 
+def _annotation(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """What lies between a forward and a backward program is one value where both are part of this one."""
+    return inputs if inliner.callers and eqn.params["source"] == SAVED else _plain(inliner, eqn, inputs)
+
+
 _FEW = 16
 _CALLS = {
+    "annotate": _annotation,
     "broadcast_in_dim": _folded(lambda params, x, *_: np.broadcast_to(x, params["shape"])),
     "call": _param("call_jaxpr"),
     "call_hi_primitive": _call(_jax.expand_hi_primitive),

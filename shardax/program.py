@@ -86,6 +86,14 @@ def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.A
     return programs[key]
 
 
+def completed_results(jaxpr, mesh: jax.sharding.AbstractMesh) -> tuple[Sharding, ...]:
+    """The shardings that completion alone gives to the results of a global jaxpr."""
+    with _collector_paused():
+        whole = graph.from_jaxpr(_jax.dce(jaxpr))
+        done = complete(whole, (None,) * len(whole.inputs), dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
+    return tuple(map(done.sharding, whole.outputs))
+
+
 def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh, options) -> Program:
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     phases: dict[str, float] = {}

@@ -5,6 +5,7 @@ here keeps books of shardings. Every derived jaxpr is memoized on the one that i
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax, program
-from shardax.annotate import annotate_p
+from shardax.annotate import SAVED, Dims, annotate_p
+from shardax.annotate import bind as bind_annotation
 from shardax.options import Options
 from shardax.processes import check_agreement
 from shardax.sharding import Sharding
@@ -64,8 +66,15 @@ def _rebind(args, params, jaxpr) -> list[Any]:
     return shard_jit_p.bind(*args, **{**params, "jaxpr": jaxpr})
 
 
+def _impl(*args, jaxpr, **params):
+    """Under `jax.disable_jit` one operation after the other, as what is jitted is."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return jaxpr_as_fun(jaxpr)(*args)
+    return _jitted(*args, jaxpr=jaxpr, **params)
+
+
 @functools.partial(jax.jit, static_argnames=("jaxpr", "mesh", "options", "witness"))
-def _impl(*args, **params):
+def _jitted(*args, **params):
     return shard_jit_p.bind(*args, **params)
 
 
@@ -142,7 +151,7 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
 def _partial_eval(trace, *tracers, jaxpr, **params):
     """Two programs: what is known runs now, and gives what the other needs of it. An input that it needs is passed as it is."""
     unknown = tuple(not t.is_known() for t in tracers)
-    split = _split(jaxpr, unknown)
+    split = _split(jaxpr, unknown, params["mesh"])
     known = [t.pval.get_known() for t in tracers if t.is_known()]
     outs = _rebind(known, params, split.known)
     count = len(outs) - split.residuals
@@ -156,13 +165,41 @@ def _partial_eval(trace, *tracers, jaxpr, **params):
 
 
 class _Split:
-    """A jaxpr as two. `later` takes residuals first: the last results of `known`, or inputs of it that are `forwarded`."""
+    """A jaxpr as two. `later` takes residuals first: the last results of `known`, or inputs of it that are `forwarded`.
 
-    def __init__(self, jaxpr, unknown: tuple[bool, ...]):
-        known, self.later, self.unknown_outs, avals, forwarded = _jax.partial_eval_jaxpr(jaxpr, unknown, instantiate=False)
+    The residuals lie as the forward part leaves them, and so they enter the later one: both say so, as annotations.
+    """
+
+    def __init__(self, jaxpr, unknown: tuple[bool, ...], mesh: Mesh | AbstractMesh):
+        known, later, self.unknown_outs, avals, forwarded = _jax.partial_eval_jaxpr(jaxpr, unknown, instantiate=False)
         self.residuals = len(avals)
         self.forwarded = [None if f is None else f - len(jaxpr.consts) for f in forwarded]
-        self.known = _reindexed(known, _positions([not u for u in unknown]))
+        known = _reindexed(known, _positions([not u for u in unknown]))
+        saved = _saved_dims(known, self.residuals, mesh)
+        self.known = _with_dims(known, results=[None] * (len(known.out_avals) - self.residuals) + saved)
+        fresh = iter(saved)
+        entering = [next(fresh) if source is None else None for source in self.forwarded]
+        self.later = _with_dims(later, arguments=entering + [None] * sum(unknown))
+
+
+def _saved_dims(known, count: int, mesh: Mesh | AbstractMesh) -> list[Dims | None]:
+    """What completion gives to each of the last `count` results; a dim that it does not split stays open."""
+    if not count or mesh.size == 1:
+        return [None] * count
+    shardings = program.completed_results(known, abstract_mesh(mesh))[-count:]
+    return [tuple(axes or None for axes in sharding.dims) if sharding.axes else None for sharding in shardings]
+
+
+def _with_dims(jaxpr, arguments: Sequence[Dims | None] = (), results: Sequence[Dims | None] = ()):
+    """The jaxpr with annotations on some arguments and results."""
+    if not any(arguments) and not any(results):
+        return jaxpr
+
+    def annotated(xs, dims):
+        return [x if d is None else bind_annotation(x, d, SAVED) for x, d in zip(xs, dims or [None] * len(xs), strict=True)]
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in jaxpr.in_avals]
+    return jax.make_jaxpr(lambda *args: annotated(jaxpr_as_fun(jaxpr)(*annotated(args, arguments)), results))(*shapes)
 
 
 _split = _jax.weakly_cached(_Split)

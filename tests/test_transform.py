@@ -7,10 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax import transform
+from shardax.annotate import SAVED
+from shardax.check import ramp
+from shardax.explain.ledger import collectives, comm_bytes
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("x", "y"))
@@ -144,6 +149,77 @@ def test_integer_arguments():
 def test_forward_mode_stores_nothing_over_time():
     f = sx.shard_jit(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, length=100)[0], mesh=MESH)
     assert "[100,8,4]" not in str(jax.make_jaxpr(lambda x: jax.jvp(f, (x,), (x,)))(X))
+
+
+def sent(f, *args) -> tuple[int, int]:
+    """Bytes that one device sends in all the programs of `f`, and how many of them bring residuals to rest or back."""
+    found = [c for jaxpr in programs(jax.make_jaxpr(f)(*args)) for c in collectives(jaxpr, MESH.shape)]
+    return comm_bytes(found), comm_bytes(c for c in found if SAVED in c.reason)
+
+
+def programs(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is transform.shard_jit_p:
+            yield transform.build(eqn.params["jaxpr"], (None,) * len(eqn.invars), MESH, eqn.params["options"]).jaxpr
+        else:
+            yield from (p for inner in eqn.params.values() if hasattr(inner, "eqns") for p in programs(inner))
+
+
+def mlp(params, x):
+    for w1, w2 in params:
+        x = x + jnp.tanh(x @ w1) @ w2
+    return (x**2).sum()
+
+
+FULLY = [(P("x", "y"), P("y", "x"))] * 2  # fully sharded data parallelism over x, tensor parallelism over y
+TENSOR = [(P(None, "y"), P("y"))] * 2
+
+
+@pytest.mark.parametrize("rows, hidden", [(16, 32), (18, 30)])
+@pytest.mark.parametrize("specs", [FULLY, TENSOR], ids=["fully", "tensor"])
+class TestBytes:
+    def args(self, rows, hidden):
+        return [(ramp(8, hidden), ramp(hidden, 8))] * 2, ramp(rows, 8)
+
+    def test_an_inner_shard_jit_costs_nothing(self, specs, rows, hidden):
+        whole = functools.partial(sx.shard_jit, mesh=MESH, in_shardings=(specs, P("x")), out_shardings=specs)
+        args = self.args(rows, hidden)
+        once, twice = (whole(jax.grad(f)).plan(*args) for f in (mlp, sx.shard_jit(mlp, mesh=MESH)))
+        assert [(c.kind, c.axes, c.nbytes) for c in once.collectives] == [(c.kind, c.axes, c.nbytes) for c in twice.collectives]
+        again = whole(jax.grad(sx.shard_jit(mlp, mesh=MESH, in_shardings=(specs, P("x"))))).plan(*args)
+        assert again.comm_bytes == once.comm_bytes
+
+    def test_an_eager_grad_sends_the_residuals_more(self, specs, rows, hidden):
+        args = self.args(rows, hidden)
+        whole = sx.shard_jit(jax.grad(mlp), mesh=MESH, in_shardings=(specs, P("x")), out_shardings=specs).plan(*args)
+        both, residuals = sent(jax.grad(sx.shard_jit(mlp, mesh=MESH, in_shardings=(specs, P("x")))), *args)
+        weights = comm_bytes(c for c in whole.collectives if c.kind == "all_gather")  # residuals that are arguments
+        the_loss = 6
+        assert both - residuals <= whole.comm_bytes + weights + the_loss
+        assert residuals == 0 or rows == 18
+
+
+def test_what_is_made_of_it_is_not_it():
+    """JAX's wrappers copy a function's attributes; what they wrap must not be taken for the function."""
+    grad = jax.grad(loss(sharded), 1)
+    direct = jax.grad(sx.shard_jit(lambda x: (x**3).sum(), mesh=MESH))
+    assert not hasattr(direct, "plan") and not hasattr(direct, "lower")
+    check(sx.shard_jit(direct, mesh=MESH)(X), 3 * X**2)
+    assert jax.make_jaxpr(direct)(X).out_avals[0].shape == X.shape
+    check(jax.jit(jax.checkpoint(grad))(X, W), jax.grad(loss(layer), 1)(X, W))
+
+
+@pytest.mark.parametrize("policy, saved", [((), []), (("a",), ["f32[8,4]"]), (("a", "b"), ["f32[8,4]", "f32[]"])])
+def test_checkpoint_policies_see_inside(capsys, policy, saved):
+    def named(x):
+        x = checkpoint_name(jnp.sin(x), "a")
+        return jnp.sin(checkpoint_name(jnp.sin(x.sum()), "b"))
+
+    only = jax.checkpoint_policies.save_only_these_names(*policy)
+    for f in (named, sx.shard_jit(named, mesh=MESH)):
+        print_saved_residuals(jax.checkpoint(f, policy=only), X)
+        lines = capsys.readouterr().out.splitlines()
+        assert sorted(line.split()[0] for line in lines if "from the argument" not in line) == sorted(saved), lines
 
 
 @pytest.mark.leaks
