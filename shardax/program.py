@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from shardax import _jax, annotations, graph, strict
-from shardax.completion.complete import Completion, complete, resting_shardings
+from shardax.completion.complete import Completion, complete
 from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node
 from shardax.options import Options
@@ -103,7 +103,7 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
     with timed(phases, "completion"):
         completion = complete(program, in_shardings, sizes)
     with timed(phases, "choice"):
-        resting = _resting(program, completion, in_shardings, sizes)
+        resting = _resting(program, completion, sizes)
         layouts = [
             [Layout(s, v.shape) for s, v in zip(shardings, values, strict=True)]
             for shardings, values in zip(resting, (program.inputs, program.outputs), strict=True)
@@ -119,15 +119,13 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
     return Program(local, mesh, *resting, program, completion, decisions, phases)
 
 
-def _resting(
-    program: Graph, completion: Completion, given, sizes: AxisSizes
-) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]]:
+def _resting(program: Graph, completion: Completion, sizes: AxisSizes) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]]:
     """How arguments and results rest: as given, as the argument that they succeed, else nearest to what was completed."""
     ins = tuple(
         sharding or at_rest(completion.sharding(v), v.shape, sizes)
-        for v, sharding in zip(program.inputs, resting_shardings(program, given, sizes), strict=True)
+        for v, sharding in zip(program.inputs, completion.resting, strict=True)
     )
-    likes = {node.outputs[0]: note.like for node, note in annotations.among(program.nodes) if note.like is not None}
+    likes = {node.outputs[0]: note.like for node, note in completion.notes if note.like is not None}
     outs = tuple(ins[likes[v]] if v in likes else at_rest(completion.sharding(v), v.shape, sizes) for v in program.outputs)
     return ins, outs
 

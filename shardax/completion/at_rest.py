@@ -6,56 +6,63 @@ followed the annotation. Instead the elementwise neighbourhood of the result tak
 that something fixed; then only the gradient is resharded, and the parameter once, for the forward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from shardax import annotations
-from shardax.completion.edges import ELEMENTWISE, Edge
-from shardax.graph import Graph, Value
+from shardax.annotations import Annotation
+from shardax.completion.blocks import Block
+from shardax.completion.edges import ELEMENTWISE
+from shardax.graph import Graph, Node, Value
 from shardax.sharding import Sharding
 
+Moved = Sequence[tuple[Value, Sharding]]
+"""Results that succeed an argument which rests otherwise than it is used, and the sharding in which it rests."""
 
-def successors(graph: Graph) -> list[tuple[Value, Value]]:
+
+def successors(graph: Graph, notes: Iterable[tuple[Node, Annotation]]) -> list[tuple[Value, Value]]:
     """(argument, result that succeeds it) of every donated argument."""
-    given = annotations.among(graph.nodes)
-    return [(graph.inputs[note.like], node.outputs[0]) for node, note in given if note.like is not None]
+    return [(graph.inputs[note.like], node.outputs[0]) for node, note in notes if note.like is not None]
 
 
-def neighbourhoods(edges: Sequence[Edge], fixed: set[Value]) -> dict[Value, list[Value]]:
-    """For each value those of the same shape that elementwise equations tie it to, none of them fixed."""
-    beside: dict[Value, list[Value]] = {}
-    for edge in edges:
-        if edge.forward != ELEMENTWISE or edge.backward != ELEMENTWISE:
-            continue
-        shape = edge.results[0].shape
-        values = [v for v in edge.values if v.shape == shape and v not in fixed and not v.is_literal]
-        for value in values if _all_alike(edge) else ():
-            beside.setdefault(value, []).extend(values)
-    return beside
+def updated_at_rest(moved: Moved, blocks: Sequence[Block], fixed: set[Value]) -> dict[Value, Sharding]:
+    """The values that take a sharding at rest; `fixed` are those that annotations fixed.
 
-
-def _all_alike(edge: Edge) -> bool:
-    return len({dims for dims in edge.factors.tensors if dims}) == 1
-
-
-def updated_at_rest(
-    graph: Graph, edges: Sequence[Edge], fixed: set[Value], wanted: dict[Value, Sharding], rest: dict[Value, Sharding]
-) -> dict[Value, Sharding]:
-    """The values that take a sharding at rest.
-
-    Args:
-      fixed: the values that annotations fixed.
-      wanted: for each argument the sharding that completion gives it inside.
-      rest: for each argument the sharding in which it rests.
+    Each block for itself, alike ones together, if no block moves what it shares with others.
     """
-    beside = neighbourhoods(edges, fixed)
+    of: dict[Block, list[tuple[Value, Sharding]]] = {}
+    home = {value: block for block in blocks for value in block.values} if moved else {}
+    for result, sharding in moved:
+        of.setdefault(home[result], []).append((result, sharding))
+    known: dict[tuple, dict[int, Sharding]] = {}
     taken: dict[Value, Sharding] = {}
-    for argument, result in successors(graph):
-        if rest[argument] == wanted[argument]:
-            continue
+    for block, mine in of.items():
+        key = (block.state, tuple([(block.place[result], sharding) for result, sharding in mine]))
+        if key not in known:
+            found = _taken(mine, [block], fixed)
+            known[key] = {block.place[value]: sharding for value, sharding in found.items()}
+        if any(block.pattern.shared[place] for place in known[key]):
+            return _taken(moved, blocks, fixed)
+        taken.update((block.values[place], sharding) for place, sharding in known[key].items())
+    return taken
+
+
+def _taken(moved: Moved, blocks: Sequence[Block], fixed: set[Value]) -> dict[Value, Sharding]:
+    taken: dict[Value, Sharding] = {}
+    for result, sharding in moved:
         front = [result]
         while front:
             value = front.pop()
             if value not in taken:
-                taken[value] = rest[argument]
-                front.extend(beside.get(value, ()))
+                taken[value] = sharding
+                beside = _neighbours(value, blocks)
+                front.extend(v for v in beside if v.shape == value.shape and v not in fixed and not v.is_literal)
     return taken
+
+
+def _neighbours(value: Value, blocks: Sequence[Block]) -> Iterator[Value]:
+    """The values that elementwise equations of one shape tie a value to."""
+    for block in blocks:
+        place = block.place.get(value)
+        for _, code in block.pattern.touching[place] if place is not None else ():
+            tie, wires, _ = block.pattern.edges[code >> 1]
+            if tie.levels == (ELEMENTWISE, ELEMENTWISE) and len(set(tie.factors.tensors)) == 1:
+                yield from (block.values[w] for w in wires)

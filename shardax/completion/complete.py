@@ -4,18 +4,22 @@ Shardings travel along factors, both ways, to a fixed point. A sharding is only 
 The worklist is ordered by level, then by place in the program, so the result depends on nothing else.
 """
 
-import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardax import annotations
 from shardax.completion.at_rest import successors, updated_at_rest
-from shardax.completion.edges import Edge, edges_of, successor_edges
+from shardax.completion.blocks import Block, Pattern, Worklist
+from shardax.completion.cells import ALL, DATA, SPREAD_DATA, SPREAD_STATE, Cell, Cells
+from shardax.completion.edges import ELEMENTWISE, successor_edges
+from shardax.completion.kinds import Kind, Kinds, ties_of
+from shardax.completion.repeats import REST, groups
 from shardax.graph import Graph, Node, Value
-from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated, round_up, shard_count
-from shardax.spmd_rules.localize import project
-from shardax.spmd_rules.rule import WHOLE, Factors
+from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
+
+Notes = Sequence[tuple[Node, annotations.Annotation]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,69 +33,198 @@ class Origin:
 
 @dataclass(eq=False)
 class Completion:
-    """The sharding of every value, which dims are fixed, where each came from, and the factors of every node with a rule."""
+    """The sharding of every value, where each came from, and the parts of the program that were completed alike.
+
+    `notes`: the program's annotations. `resting`: for each argument how it rests between calls, None where nothing says so.
+    """
 
     sizes: AxisSizes
-    dims: dict[Value, list[Axes]] = field(default_factory=dict)
-    fixed: dict[Value, tuple[bool, ...]] = field(default_factory=dict)
-    origins: dict[tuple[Value, int], Origin] = field(default_factory=dict)
-    factors: dict[Node, Factors] = field(default_factory=dict)
+    items: "Items"
+    blocks: list[Block]
+    notes: Notes
+    resting: list[Sharding | None]
+    shardings: dict[Value, Sharding] = field(default_factory=dict)
+    said: dict[tuple[Value, int], Origin] = field(default_factory=dict)
+
+    @property
+    def block_of(self) -> list[Block]:
+        """The block of each node of the program."""
+        of: dict[int, Block] = {}
+        for block in self.blocks:
+            of.update(dict.fromkeys(block.items, block))
+        return [of[i] for i in range(self.items.count)]
+
+    def wanted(self, block: Block) -> tuple[int, ...]:
+        """Equal for alike blocks in which every value has the same sharding."""
+        return tuple(map(id, map(self.shardings.__getitem__, block.values)))
+
+    def splits(self) -> set[tuple[int, Axes]]:
+        """(size, axes) of every dim that is split."""
+        alike = {(block.pattern, self.wanted(block)): block for block in self.blocks}
+        values = {v for block in alike.values() for v in block.values}
+        return {(n, axes) for v in values for n, axes in zip(v.shape, self.sharding(v).dims, strict=True) if axes}
 
     def sharding(self, value: Value) -> Sharding:
-        dims = self.dims.get(value)
-        return Sharding(tuple(dims)) if dims else replicated(len(value.shape))
+        return self.shardings.get(value) or replicated(len(value.shape))
+
+    def origin(self, value: Value, dim: int) -> Origin | None:
+        for block in self.blocks:
+            place = block.place.get(value)
+            learned = None if place is None else block.live().learned.get((place, dim))
+            if learned is not None:
+                edge, at = learned
+                _, wires, _ = block.pattern.edges[edge]
+                node = self.items.nodes[block.items[block.pattern.item_of[edge]]]
+                return Origin("", node, block.values[wires[at]])
+        return self.said.get((value, dim))
 
     def why(self, value: Value, dim: int) -> tuple[Origin, ...]:
         """The chain of facts that led to the axes of a dim, from the last to the annotation."""
         chain = []
-        while (origin := self.origins.get((value, dim))) is not None and origin not in chain:
+        while (origin := self.origin(value, dim)) is not None and origin not in chain:
             chain.append(origin)
             if origin.value is None:
                 break
-            value, dim = origin.value, self._dim_with(origin.value, self.dims[value][dim])
+            value, dim = origin.value, self._dim_with(origin.value, self.sharding(value).dims[dim])
         return tuple(chain)
 
     def _dim_with(self, value: Value, axes: Axes) -> int:
-        return next((d for d, have in enumerate(self.dims.get(value, ())) if set(have) & set(axes)), 0)
+        return next((d for d, have in enumerate(self.sharding(value).dims) if set(have) & set(axes)), 0)
 
 
-def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes) -> Completion:
+class Items:
+    """What ties values together, in program order: the nodes, then one for each result that succeeds a donated argument."""
+
+    def __init__(self, graph: Graph, notes: Notes):
+        self.known = known = Kinds()
+        self.nodes: list[Node] = list(graph.nodes)
+        self.count = len(self.nodes)
+        pairs = [known.of(node) for node in graph.nodes]
+        for edge in successor_edges(graph, notes):
+            values = edge.values
+            kind = known.found.setdefault(("succeeds", edge.values[0].shape), Kind(None, ties_of([edge], values)))
+            self.nodes.append(edge.node)
+            pairs.append((kind, values))
+        self.kinds: list[Kind] = [kind for kind, _ in pairs]
+        self.values: list[list[Value]] = [values for _, values in pairs]
+
+
+def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes, reuse: bool = True) -> Completion:
     """Completes the shardings of a graph.
 
     Args:
       graph: the program, annotations in it.
       arguments: for each input the sharding that it is committed to, or None.
       sizes: the mesh's axis sizes.
+      reuse: whether blocks that are alike, as unrolled layers are, are completed once. The result is the same.
     """
-    done = Completion(sizes)
-    edges = [*edges_of(graph, done.factors), *successor_edges(graph)]
-    worklist = _Worklist(edges)
-    state = _state(graph)
-    given = list(_given(graph, arguments, sizes))
-    for now in (False, True):
-        for value, dims, source, argument in given:
-            if (argument in state) == now:
-                _fix(done, value, dims, source)
-                worklist.touch(value)
-        while (edge := worklist.pop()) is not None:
-            for value in _visit(done, *edge):
-                worklist.touch(value)
-    _update_at_rest(done, graph, edges, arguments)
+    notes = list(annotations.among(graph.walk()))
+    cells, items = Cells(sizes), Items(graph, notes)
+    blocks = _blocks(items, graph, cells, reuse)
+    done = Completion(sizes, items, blocks, notes, _resting(graph, arguments, notes, sizes))
+    given = list(_given(graph, done))
+    _spread(done, Worklist(blocks, _Homes(blocks)), given, _state(graph, notes), cells)
+    done.shardings.update((g.value, Sharding(g.cell_dims)) for g in given)
+    for block in blocks:
+        done.shardings.update(zip(block.values, _shardings(block, cells), strict=True))
+    _update_at_rest(done, graph, cells, {g.value for g in given if any(g.closed)})
     return done
 
 
-def _update_at_rest(done: Completion, graph: Graph, edges: Sequence[Edge], arguments: Sequence[Sharding | None]) -> None:
-    inside = {node.inputs[0]: node.outputs[0] for node, _ in annotations.among(reversed(graph.nodes))}
-    wanted = {v: done.sharding(inside.get(v, v)) for v in graph.inputs}
-    resting = zip(graph.inputs, resting_shardings(graph, arguments, done.sizes), strict=True)
-    rest = {v: sharding or at_rest(wanted[v], v.shape, done.sizes) for v, sharding in resting}
-    fixed = {v for v, dims in done.fixed.items() if any(dims)}
-    for value, sharding in updated_at_rest(graph, edges, fixed, wanted, rest).items():
-        done.dims[value] = list(sharding.dims)
-        done.origins |= {(value, d): Origin("state is updated as it rests") for d, axes in enumerate(sharding.dims) if axes}
+def _spread(done: Completion, worklist: Worklist, given: Sequence["_Given"], state: set[Value], cells: Cells) -> None:
+    """The phases, see `cells`."""
+    ours = [(g, cells.number(Cell(g.cell_dims, g.closed, g.argument in state))) for g in given]
+    for g, cell in ours:
+        done.said |= {(g.value, d): Origin(g.source) for d, axes in enumerate(g.dims) if axes}
+        worklist.tell(g.value, cell, g.argument not in state)
+    worklist.run(SPREAD_DATA, ELEMENTWISE + 1)
+    for g, cell in ours:
+        if g.argument in state:
+            worklist.tell(g.value, cell)
+    worklist.run(SPREAD_STATE, ELEMENTWISE + 1)
+    worklist.run(DATA)
+    worklist.release()
+    worklist.run(ALL)
 
 
-def _state(graph: Graph) -> set[Value]:
+def _shardings(block: Block, cells: Cells) -> list[Sharding]:
+    """Of a block's values; blocks in one state share the list."""
+    if block.state.shardings is None:
+        known = zip(block.live().cells, block.values, strict=True)
+        block.state.shardings = [cells.sharding(cell or cells.blank(len(v.shape))) for cell, v in known]
+    return block.state.shardings
+
+
+class _Homes(Mapping):
+    """The blocks that know a value, each with its place there."""
+
+    def __init__(self, blocks: Sequence[Block]):
+        self.home: dict[Value, Block] = {}
+        self.shared: dict[Value, list[tuple[Block, int]]] = {}
+        for block in blocks:
+            self.home.update(dict.fromkeys(block.values, block))
+            for place in block.pattern.shared_places:
+                self.shared.setdefault(block.values[place], []).append((block, place))
+
+    def __getitem__(self, value: Value) -> Sequence[tuple[Block, int]]:
+        if value in self.shared:
+            return self.shared[value]
+        block = self.home[value]
+        return [(block, block.place[value])]
+
+    def __iter__(self):
+        return iter(self.home)
+
+    def __len__(self):
+        return len(self.home)
+
+
+def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block]:
+    """The blocks of a program: those that have equals, and one of all the rest."""
+    numbers = {kind: i for i, kind in enumerate(dict.fromkeys(items.kinds))}
+    kinds = [numbers[kind] for kind in items.kinds]
+    of = groups(kinds, items.values, set(graph.inputs)) if reuse else [REST] * len(kinds)
+    members: dict[int, list[int]] = {}
+    for i, block in enumerate(of):
+        members.setdefault(block, []).append(i)
+    shapes = {block: _shape(mine, kinds, items) for block, mine in members.items() if block != REST}
+    often = Counter(key for key, _ in shapes.values())
+    alike = [(members[block], key, place) for block, (key, place) in shapes.items() if often[key] > 1]
+    rest = sorted(itertools.chain(*(mine for block, mine in members.items() if block == REST or often[shapes[block][0]] == 1)))
+    parts = [*alike, (rest, *_shape(rest, kinds, items))]
+    known = Counter(itertools.chain(*(place for _, _, place in parts)))
+    patterns: dict[tuple, Pattern] = {}
+    blocks = []
+    for mine, key, place in parts:
+        values = list(place)
+        shared = tuple([known[v] > 1 and v.shape != () for v in values])
+        if (key, shared) not in patterns:
+            blanks = [0 if v.is_literal else cells.blank(len(v.shape)) for v in values]
+            patterns[key, shared] = Pattern([items.kinds[i] for i in mine], key[1], blanks, shared)
+        blocks.append(Block(patterns[key, shared], mine, values, place, cells))
+    return blocks
+
+
+def _shape(mine: Sequence[int], kinds: Sequence[int], items: Items) -> tuple[tuple, dict[Value, int]]:
+    """What makes blocks alike, the kinds of their items and how they are wired, and the places of a block's values."""
+    place: dict[Value, int] = {}
+    wiring = tuple([tuple([place.setdefault(v, len(place)) for v in items.values[i]]) for i in mine])
+    return (tuple([kinds[i] for i in mine]), wiring), place
+
+
+def _update_at_rest(done: Completion, graph: Graph, cells: Cells, fixed: set[Value]) -> None:
+    inside = {node.inputs[0]: node.outputs[0] for node, _ in reversed(done.notes)}
+    rest = {}
+    for argument, sharding in zip(graph.inputs, done.resting, strict=True):
+        wanted = done.sharding(inside.get(argument, argument))
+        rest[argument] = None if wanted == (sharding := sharding or at_rest(wanted, argument.shape, done.sizes)) else sharding
+    moved = [(result, rest[argument]) for argument, result in successors(graph, done.notes) if rest[argument]]
+    for value, sharding in updated_at_rest(moved, done.blocks, fixed).items():
+        done.shardings[value] = cells.sharding(cells.number(Cell(sharding.dims)))
+        done.said |= {(value, d): Origin("state is updated as it rests") for d, axes in enumerate(sharding.dims) if axes}
+
+
+def _state(graph: Graph, notes: Notes) -> set[Value]:
     """The arguments that come back, updated or as gradients: some result has the same shape and dtype.
 
     Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded data
@@ -101,155 +234,41 @@ def _state(graph: Graph) -> set[Value]:
     back = {(v.shape, v.aval.dtype) for v in graph.outputs}
     arrays = [v for v in graph.inputs if v.shape]
     alike = {v for v in arrays if (v.shape, v.aval.dtype) in back}
-    return alike if 2 * len(alike) >= len(arrays) else {argument for argument, _ in successors(graph)}
+    return alike if 2 * len(alike) >= len(arrays) else {argument for argument, _ in successors(graph, notes)}
 
 
-def resting_shardings(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes) -> list[Sharding | None]:
+def _resting(graph: Graph, arguments: Sequence[Sharding | None], notes: Notes, sizes: AxisSizes) -> list[Sharding | None]:
     """How each argument rests between calls: as it is committed, else nearest to its annotation; None where nothing says so."""
     inputs, rest = set(graph.inputs), dict(zip(graph.inputs, arguments, strict=True))
-    for node, given in annotations.among(graph.nodes):
+    for node, given in notes:
         value = node.inputs[0]
         if value in inputs and rest[value] is None and None not in given.dims:
             rest[value] = at_rest(Sharding(tuple(d or () for d in given.dims)), value.shape, sizes)
     return [rest[value] for value in graph.inputs]
 
 
-def _given(
-    graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes
-) -> Iterable[tuple[Value, Sequence[Axes | None], str, Value | None]]:
-    """(value, dims, source, argument that it is about) of every annotation. An annotated argument itself rests in the nearest
-    sharding that divides."""
-    resting = resting_shardings(graph, arguments, sizes)
-    for i, (value, sharding) in enumerate(zip(graph.inputs, resting, strict=True)):
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What an annotation says of a value; `argument` is the one that it is about, if any."""
+
+    value: Value
+    dims: Sequence[Axes | None]
+    source: str
+    argument: Value | None
+
+    @property
+    def cell_dims(self) -> tuple[Axes, ...]:
+        return tuple([axes or () for axes in self.dims])
+
+    @property
+    def closed(self) -> tuple[bool, ...]:
+        return tuple([axes is not None for axes in self.dims])
+
+
+def _given(graph: Graph, done: Completion) -> Iterable[_Given]:
+    """Every annotation. An annotated argument itself rests in the nearest sharding that divides."""
+    for i, (value, sharding) in enumerate(zip(graph.inputs, done.resting, strict=True)):
         if sharding is not None:
-            yield value, sharding.dims, f"argument {i} rests in it", value
-    for node, given in annotations.among(graph.walk()):
-        yield node.outputs[0], given.dims, given.source, node.inputs[0]
-
-
-def _fix(done: Completion, value: Value, dims: Sequence[Axes | None], source: str) -> None:
-    done.dims[value] = [d or () for d in dims]
-    done.fixed[value] = tuple(d is not None for d in dims)
-    for d, axes in enumerate(dims):
-        if axes:
-            done.origins[value, d] = Origin(source)
-
-
-class _Worklist:
-    """Edges to visit in one direction or both, lowest level first, then in program order."""
-
-    def __init__(self, edges: list[Edge]):
-        self.edges = edges
-        self.heap: list[tuple[int, int, bool]] = []
-        self.waiting: set[tuple[int, bool]] = set()
-        self.operand_of: dict[Value, list[int]] = {}
-        self.result_of: dict[Value, list[int]] = {}
-        for i, edge in enumerate(edges):
-            for value in edge.operands:
-                self.operand_of.setdefault(value, []).append(i)
-            for value in edge.results:
-                self.result_of.setdefault(value, []).append(i)
-
-    def touch(self, value: Value) -> None:
-        """Visits the edges that this value is part of: forward and backward, its siblings on the same side learn too."""
-        for i in (*self.operand_of.get(value, ()), *self.result_of.get(value, ())):
-            for forward in (True, False):
-                self._push(i, forward)
-
-    def _push(self, i: int, forward: bool) -> None:
-        if (i, forward) not in self.waiting:
-            self.waiting.add((i, forward))
-            level = self.edges[i].forward if forward else self.edges[i].backward
-            heapq.heappush(self.heap, (level, i, not forward))
-
-    def pop(self) -> tuple[Edge, bool] | None:
-        if not self.heap:
-            return None
-        _, i, backward = heapq.heappop(self.heap)
-        self.waiting.discard((i, not backward))
-        return self.edges[i], not backward
-
-
-def _visit(done: Completion, edge: Edge, forward: bool) -> list[Value]:
-    """Lets an edge pass shardings on; returns the values that learned something."""
-    factors = edge.factors
-    agreed = _agree(done, edge)
-    if not agreed:
-        return []
-    values, tensors = (edge.results, factors.results) if forward else (edge.operands, factors.operands)
-    return [v for v, dims in zip(values, tensors, strict=True) if _refine(done, v, dims, agreed, edge)]
-
-
-def _agree(done: Completion, edge: Edge) -> dict[str, tuple[Axes, Value]]:
-    """For each factor the axes that its values agree on, heaviest value first: what moving it would cost decides conflicts."""
-    claims: dict[str, tuple[Axes, Value]] = {}
-    factors = edge.factors
-    known = [(v, dims) for v, dims in zip(edge.values, factors.tensors, strict=True) if any(done.dims.get(v, ()))]
-    for value, tensor in sorted(known, key=lambda known: -known[0].nbytes):
-        for dim, axes, size in zip(tensor, done.dims[value], value.shape, strict=True):
-            padded = round_up(size, shard_count(axes, done.sizes))
-            for factor, split in project(dim, axes, padded, factors, done.sizes).items() if axes else ():
-                have = claims.get(factor)
-                passes = factors.kind(factor) != WHOLE or factor in factors.restored
-                if passes and (have is None or split.axes[: len(have[0])] == have[0]):
-                    claims[factor] = (split.axes, value)
-    for group in factors.tied:
-        _agree_tied(claims, group)
-    return claims
-
-
-def _agree_tied(claims: dict[str, tuple[Axes, Value]], group: Sequence[str]) -> None:
-    """Windowed factors are split over the same axes: what the heaviest value has, or more."""
-    agreed = None
-    for axes, value in [claim for factor, claim in claims.items() if factor in group]:
-        if agreed is None or axes[: len(agreed[0])] == agreed[0]:
-            agreed = (axes, value)
-    if agreed is not None:
-        claims.update(dict.fromkeys(group, agreed))
-
-
-def _refine(done: Completion, value: Value, tensor, agreed: dict[str, tuple[Axes, Value]], edge: Edge) -> bool:
-    """Extends the sharding of a value by what its factors agreed on; True if it learned something."""
-    if value.is_literal:
-        return False
-    have = done.dims.get(value) or [()] * len(value.shape)
-    fixed = done.fixed.get(value)
-    used = {a for axes in have for a in axes}
-    changed = False
-    rank = {factor: i for i, factor in enumerate(agreed)}
-    asked = [d for d, dim in enumerate(tensor) if any(f in agreed for f in dim) and not (fixed and fixed[d])]
-    for d in sorted(asked, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
-        dim = tensor[d]
-        axes = _dim_axes(dim, agreed, edge.factors, done.sizes)
-        new = _free_prefix(axes[len(have[d]) :], used)
-        if axes[: len(have[d])] != have[d] or not new:
-            continue
-        axes = have[d] + new
-        if value.shape[d] < shard_count(axes, done.sizes):
-            continue
-        have = [*have[:d], axes, *have[d + 1 :]]
-        used |= set(new)
-        done.origins[value, d] = Origin("", edge.node, next(agreed[f][1] for f in dim if f in agreed))
-        changed = True
-    if changed:
-        done.dims[value] = have
-    return changed
-
-
-def _free_prefix(axes: Axes, used: set[str]) -> Axes:
-    return tuple(itertools.takewhile(lambda a: a not in used, axes))
-
-
-def _dim_axes(dim, agreed: dict[str, tuple[Axes, Value]], factors: Factors, sizes: AxisSizes) -> Axes:
-    """The axes of a dim from those of its factors: a minor one's only where the major ones are split to single positions."""
-    axes: Axes = ()
-    majors = 1
-    for factor in dim:
-        mine = agreed[factor][0] if factor in agreed else ()
-        if mine and majors != shard_count(axes, sizes):
-            break
-        if mine and majors > 1 and factors.sizes[factor] % shard_count(mine, sizes):
-            break
-        axes += tuple(a for a in mine if a not in axes)
-        majors *= factors.sizes[factor]
-    return axes
+            yield _Given(value, sharding.dims, f"argument {i} rests in it", value)
+    for node, given in done.notes:
+        yield _Given(node.outputs[0], given.dims, given.source, node.inputs[0])

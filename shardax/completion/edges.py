@@ -1,17 +1,17 @@
-"""Edges: what ties the shardings of values together. One for each equation with a rule, and the data-flow edges of loops,
-branches and calls, along which a value is simply the same (carry in = carry out = body in = body out)."""
+"""Edges: what ties the shardings of values together. One or more for each equation with a rule, and the data-flow edges of
+loops, branches and calls, along which a value is simply the same (carry in = carry out = body in = body out)."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardax import _jax, annotations
 from shardax.graph import Graph, Node, Value
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse
+from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse, tie
 from shardax.trips import carries_of_map
 
-ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = range(4)
+ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
 """Levels, first to last: completion lets nothing of a later level happen while an earlier one has something to say."""
 
 
@@ -32,27 +32,50 @@ class Edge:
         return self.operands + self.results
 
 
-def edges_of(graph: Graph, factors: dict[Node, Factors]) -> Iterator[Edge]:
-    """The edges of a graph and of its bodies, in program order. Fills `factors` for the nodes that have a rule."""
-    for node in graph.nodes:
-        if node.bodies:
-            yield from _FLOWS[node.name](node)
-            for body in node.bodies:
-                yield from edges_of(body, factors)
-        elif node.name in RULES:
-            factors[node] = RULES[node.name].factors(node)
-            yield from _rule_edges(node, factors[node]) if node.outputs else ()
+def edges_of(node: Node) -> Iterator[Edge]:
+    """The edges of a node, those of its bodies included, in program order."""
+    if node.bodies:
+        yield from _FLOWS[node.name](node)
+        for body in node.bodies:
+            for inner in body.nodes:
+                yield from edges_of(inner)
+    elif node.name in RULES and node.outputs:
+        yield from _rule_edges(node, RULES[node.name].factors(node))
+
+
+def successor_edges(graph: Graph, notes: Iterable[tuple[Node, annotations.Annotation]]) -> Iterator[Edge]:
+    """A result that succeeds a donated argument lies as the argument does."""
+    for node, given in notes:
+        if given.like is not None:
+            yield _same([graph.inputs[given.like], node.outputs[0]], node)
 
 
 def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
     full, stretched = _stretched(factors)
-    if not stretched:
-        backward, forward = _levels(node, factors)
-        yield Edge(node.inputs, node.outputs, factors, backward, forward, node)
+    if stretched:
+        yield _part(node, factors, full, range(len(node.outputs)), ELEMENTWISE, ELEMENTWISE)
+        for i in stretched:
+            yield _part(node, factors, [i], range(len(node.outputs)), BROADCAST_BACKWARD, BROADCAST_FORWARD)
         return
-    yield _part(node, factors, full, ELEMENTWISE, ELEMENTWISE)
-    for i in stretched:
-        yield _part(node, factors, [i], BROADCAST_BACKWARD, BROADCAST_FORWARD)
+    for operands, results in _components(factors):
+        part = _part(node, factors, operands, results, OPERATOR, OPERATOR)
+        part.backward, part.forward = _levels(node, part.factors)
+        yield part
+
+
+def _components(factors: Factors) -> Iterator[tuple[list[int], list[int]]]:
+    """(operands, results) that share factors, directly or by others: what an optimization barrier passes on has nothing to
+    do with what else it passes on. Scalars have no part in anything."""
+    count = len(factors.operands)
+    groups: list[tuple[set[str], list[int]]] = []
+    for i, dims in enumerate(factors.tensors):
+        mine, members = {tie(f) for dim in dims for f in dim}, [i]
+        for group in [g for g in groups if g[0] & mine]:
+            groups.remove(group)
+            mine, members = mine | group[0], group[1] + members
+        groups += [(mine, members)] if mine else []
+    for _, members in sorted(groups, key=lambda group: min(group[1])):
+        yield [i for i in sorted(members) if i < count], [i - count for i in sorted(members) if i >= count]
 
 
 def _stretched(factors: Factors) -> tuple[list[int], list[int]]:
@@ -68,30 +91,25 @@ def _stretches(dims: TensorFactors, result: TensorFactors) -> bool:
     return len(dims) == len(result) and all(dim in ((), other) for dim, other in zip(dims, result, strict=True))
 
 
-def _part(node: Node, factors: Factors, operands: list[int], backward: int, forward: int) -> Edge:
-    """The edge between some operands and the results."""
-    part = replace(factors, operands=tuple(factors.operands[i] for i in operands))
-    return Edge([node.inputs[i] for i in operands], node.outputs, part, backward, forward, node)
+def _part(node: Node, factors: Factors, operands: Sequence[int], results: Sequence[int], backward: int, forward: int) -> Edge:
+    """The edge between some operands and some results."""
+    tensors = tuple(factors.operands[i] for i in operands), tuple(factors.results[i] for i in results)
+    part = replace(factors, operands=tensors[0], results=tensors[1])
+    return Edge([node.inputs[i] for i in operands], [node.outputs[i] for i in results], part, backward, forward, node)
 
 
 def _levels(node: Node, factors: Factors) -> tuple[int, int]:
-    if node.name == "broadcast_in_dim":
-        return BROADCAST_BACKWARD, BROADCAST_FORWARD
     dims = {dims for dims in factors.tensors if dims}
-    return (ELEMENTWISE, ELEMENTWISE) if len(dims) <= 1 or _only_moves(factors) else (OPERATOR, OPERATOR)
+    if len(dims) <= 1 or _only_moves(factors):
+        return ELEMENTWISE, ELEMENTWISE
+    return (BROADCAST_BACKWARD, BROADCAST_FORWARD) if node.name == "broadcast_in_dim" else (OPERATOR, OPERATOR)
 
 
 def _only_moves(factors: Factors) -> bool:
     """Whether every tensor has the same factors: transposes and reshapes pass shardings through like elementwise ones."""
     names = {frozenset(f for dim in dims for f in dim if factors.sizes[f] != 1) for dims in factors.tensors if dims}
-    return len(names) == 1 and WHOLE not in factors.kinds.values()
-
-
-def successor_edges(graph: Graph) -> Iterator[Edge]:
-    """A result that succeeds a donated argument lies as the argument does."""
-    for node, given in annotations.among(graph.nodes):
-        if given.like is not None:
-            yield _same([graph.inputs[given.like], node.outputs[0]], node)
+    shown = {f for dims in factors.tensors for dim in dims for f in dim}
+    return len(names) == 1 and not any(factors.kind(f) == WHOLE for f in shown)
 
 
 def _same(values: list[Value], node: Node) -> Edge:

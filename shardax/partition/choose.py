@@ -6,13 +6,16 @@ them wait. A candidate's price is what it sends: operands resharded, and results
 cheapest is taken; among equals the one that sends least at once, then the one that computes least.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from shardax import annotations, reshard
 from shardax.completion.complete import Completion
+from shardax.completion.kinds import Kinds
 from shardax.cost.nominal import COLLECTIVE, FLOP, MEMORY_BYTE
 from shardax.graph import Graph, Node, Value
 from shardax.partition.candidates import (
@@ -27,6 +30,7 @@ from shardax.partition.candidates import (
 )
 from shardax.partition.decisions import Decision, Decisions, Move
 from shardax.partition.loops import choose_structured
+from shardax.partition.segments import Segment, segments
 from shardax.sharding import AxisSizes, Layout, Padding, whole
 from shardax.spmd_rules.localize import Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, whole_rule
@@ -40,31 +44,61 @@ def choose(graph: Graph, completion: Completion, inputs: Sequence[Layout], outpu
     return Chooser(graph, completion).graph(graph, inputs, outputs)
 
 
+Layouts = tuple[Layout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The decisions of a segment, and the layouts in which what it reads and what it makes is there afterwards."""
+
+    steps: list[Decision]
+    reads: list[Layouts]
+    makes: list[Layouts]
+
+
 class Chooser:
     """The state of a walk over the program: in which layouts each value is there, and what was chosen for alike nodes."""
 
     def __init__(self, graph: Graph, completion: Completion):
         self.completion = completion
         self.sizes: AxisSizes = completion.sizes
-        self.padding = Padding(self.sizes, _splits(completion))
-        self.stored: dict[Value, list[Layout]] = {}
+        self.kinds: Kinds = completion.items.known
+        self.padding = Padding(self.sizes, frozenset(completion.splits()))
+        self.stored: dict[Value, Layouts] = {}
+        self.equal: dict[Layouts, Layouts] = {}
         self.uses = _count_uses(graph)
         self.memo: dict[tuple, Candidate] = {}
+        self.chosen: dict[tuple, _Chosen] = {}
+        self.whole = graph
         self.hidden: frozenset[str] = frozenset()
 
     def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> Decisions:
         """Decides a graph. An output that asks for no layout leaves in the one that it is in."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
-            self.stored[value] = [layout]
-        steps = [self.node(node) for node in graph.nodes]
+            self.store(value, (layout,))
+        parts = segments(self.completion, self.uses) if graph is self.whole else [Segment(graph.nodes)]
+        steps = list(itertools.chain.from_iterable(map(self.segment, parts)))
         moves = tuple(self.move(v, t or self.layouts(v)[0]) for v, t in zip(graph.outputs, outputs, strict=True))
         return Decisions(graph, tuple(inputs), steps, moves)
+
+    def segment(self, segment: Segment) -> Sequence[Decision]:
+        """Decides the nodes of a segment, or takes over what was chosen for one that is alike."""
+        if segment.key is None:
+            return [self.node(node) for node in segment.nodes]
+        key = (segment.key, tuple([id(self.stored[v]) for v in segment.reads]))
+        if key not in self.chosen:
+            steps = [self.node(node) for node in segment.nodes]
+            self.chosen[key] = _Chosen(steps, *([self.stored[v] for v in vs] for vs in (segment.reads, segment.makes)))
+        chosen = self.chosen[key]
+        self.stored.update(zip(segment.reads, chosen.reads, strict=True))
+        self.stored.update(zip(segment.makes, chosen.makes, strict=True))
+        return chosen.steps
 
     def node(self, node: Node) -> Decision:
         if node.bodies:
             return choose_structured(self, node)
         entry = RULES.get(node.name) or Entry(node.name, whole_rule)
-        factors = self.completion.factors.get(node) or entry.factors(node)
+        factors = self.kinds.of(node)[0].factors or entry.factors(node)
         best = self.best(node, entry, factors)
         moves = tuple(self.move(v, t) for v, t in zip(node.inputs, best.operands, strict=True))
         settled = self.store_results(node, best.results)
@@ -72,9 +106,13 @@ class Chooser:
 
     # What is where
 
-    def layouts(self, value: Value) -> list[Layout]:
+    def layouts(self, value: Value) -> Layouts:
         """The layouts in which a value is there, first the one that it was made in."""
-        return [whole(value.shape)] if value.is_literal else self.stored[value]
+        return (whole(value.shape),) if value.is_literal else self.stored[value]
+
+    def store(self, value: Value, layouts: Layouts) -> None:
+        """Equal tuples are one: segments compare them by identity."""
+        self.stored[value] = self.equal.setdefault(layouts, layouts)
 
     def wanted(self, value: Value) -> Layout:
         """The layout that completion wants for a value, as far as axes are not hidden."""
@@ -97,7 +135,7 @@ class Chooser:
             return Move(target, target)
         source = min(layouts, key=lambda source: self.price(value, source, target))
         if not value.is_literal:
-            layouts.append(target)
+            self.store(value, (*layouts, target))
         return Move(source, target)
 
     def store_results(self, node: Node, layouts: Sequence[Layout]) -> dict[int, Layout]:
@@ -109,9 +147,10 @@ class Chooser:
         for i, (value, layout) in enumerate(zip(node.outputs, layouts, strict=True)):
             if layout.pending and self.uses[value] > 1:
                 settled[i] = layout = self.destination(value, layout)
-            self.stored[value] = [layout]
+            self.store(value, (layout,))
         if annotations.of_node(node):
-            self.stored[node.outputs[0]] += [x for x in self.layouts(node.inputs[0]) if x != layouts[0] and not x.pending]
+            others = (x for x in self.layouts(node.inputs[0]) if x != layouts[0] and not x.pending)
+            self.store(node.outputs[0], (*self.layouts(node.outputs[0]), *others))
         return settled
 
     def destination(self, value: Value, layout: Layout) -> Layout:
@@ -133,7 +172,7 @@ class Chooser:
         """The cheapest candidate; nodes that are alike in everything that matters share one answer."""
         wanted = tuple(self.wanted(v) for v in node.outputs)
         uses = tuple(min(self.uses[v], 2) for v in node.outputs)
-        there = tuple(tuple(self.layouts(v)) for v in node.inputs)
+        there = tuple(self.layouts(v) for v in node.inputs)
         sizes = tuple(v.itemsize for v in (*node.inputs, *node.outputs))
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sends = tuple(node.params.items()) if entry.sends else ()
@@ -206,16 +245,9 @@ class Chooser:
         return nbytes * MEMORY_BYTE + flops * FLOP
 
 
-def _splits(completion: Completion) -> frozenset:
-    return frozenset(
-        (n, axes) for value, dims in completion.dims.items() for n, axes in zip(value.shape, dims, strict=True) if axes
-    )
-
-
 def _count_uses(graph: Graph) -> Counter[Value]:
-    uses = Counter(graph.outputs)
+    uses = Counter(itertools.chain(graph.outputs, itertools.chain.from_iterable([node.inputs for node in graph.walk()])))
     for node in graph.walk():
-        uses.update(node.inputs)
         for body in node.bodies:
             uses.update(body.outputs)
     return uses

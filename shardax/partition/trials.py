@@ -22,18 +22,14 @@ def cheapest(chooser: "Chooser", node: "Node", ways: Sequence[Callable[[], Decis
     for way in ways:
         decision = way()
         tried.append((_price(chooser, node, decision), decision, _stored(chooser, [*node.inputs, *node.outputs])))
-        _restore(chooser, before)
+        chooser.stored.update(before)
     _, decision, after = min(tried, key=lambda one: one[0])
-    _restore(chooser, after)
+    chooser.stored.update(after)
     return decision
 
 
-def _stored(chooser: "Chooser", values: Sequence["Value"]) -> dict["Value", list[Layout]]:
-    return {v: list(chooser.stored[v]) for v in values if not v.is_literal}
-
-
-def _restore(chooser: "Chooser", stored: dict["Value", list[Layout]]) -> None:
-    chooser.stored.update({v: list(layouts) for v, layouts in stored.items()})
+def _stored(chooser: "Chooser", values: Sequence["Value"]) -> dict["Value", tuple[Layout, ...]]:
+    return {v: chooser.stored[v] for v in values if not v.is_literal}
 
 
 def _price(chooser: "Chooser", node: "Node", decision: Decision) -> float:

@@ -1,0 +1,85 @@
+"""Repeats: which items (nodes, by their numbers) of a program make alike blocks, as the layers of an unrolled model do.
+
+The longest run of kinds that repeats itself, the forward pass of the layers, is cut into blocks. What comes later belongs to
+the first of the blocks that its operands come from: a layer's backward pass, and its part of the optimizer, lie far away in
+the program and belong to it all the same. Which block an item belongs to changes no result, only how often one is computed.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardax.graph import Value
+
+REST = 1 << 30  # the block of what belongs to no repetition
+_SHORTEST = 4  # items of a block
+_FEWEST = 3  # blocks that are worth it
+
+
+def groups(kinds: Sequence[int], values: Sequence[Sequence[Value]], arguments: set[Value]) -> list[int]:
+    """For each item the number of its block, REST for most of a program that repeats nothing.
+
+    Args:
+      kinds: of each item its kind, by number.
+      values: of each item.
+      arguments: of the program.
+    """
+    run = _run(np.asarray(kinds, np.int64))
+    if run is None:
+        return [REST] * len(kinds)
+    start, period, count = run
+    home: dict[Value, int] = {}
+    found = []
+    for i, mine in enumerate(values):
+        block = (i - start) // period if i >= start else -1
+        if not 0 <= block < count:
+            block = min([home[v] for v in mine if v in home], default=REST) if i >= start else REST
+        found.append(block)
+        for value in mine:
+            have = home.setdefault(value, block if value.shape else REST)
+            if have != block and value in arguments:
+                home[value] = REST  # several blocks use it: it belongs to none
+    return _joined(found)
+
+
+def _joined(found: list[int]) -> list[int]:
+    """What belongs nowhere, between two items of one block, goes with them."""
+    last, waiting = REST, 0
+    for i, block in enumerate(found):
+        if block == REST:
+            waiting += 1
+            continue
+        if block == last and waiting:
+            found[i - waiting : i] = [block] * waiting
+        last, waiting = block, 0
+    return found
+
+
+def _run(kinds: np.ndarray) -> tuple[int, int, int] | None:
+    """The first long repetition: where it starts, its period, and how often it comes."""
+    runs = [run for period in _periods(kinds) for run in _runs(kinds, period)]
+    if not runs:
+        return None
+    most = max(length for _, _, length in runs)
+    start, period, length = min(run for run in runs if 3 * run[2] >= most)
+    period *= -(-_SHORTEST // period)
+    return (start, period, length // period) if length // period >= _FEWEST else None
+
+
+def _periods(kinds: np.ndarray) -> list[int]:
+    """The distances at which many items come again, thrice in a row at least: the most promising few."""
+    order = np.argsort(kinds, kind="stable")
+    same = kinds[order][1:] == kinds[order][:-1]
+    gaps = np.where(same, np.diff(order), 0)
+    again = gaps[1:][(gaps[1:] == gaps[:-1]) & (gaps[1:] > 0)]
+    counts = Counter(again.tolist())
+    return sorted(counts, key=lambda gap: (-counts[gap] * gap, gap))[:8]
+
+
+def _runs(kinds: np.ndarray, period: int) -> list[tuple[int, int, int]]:
+    """(start, period, length) of each stretch in which every item equals the one a period further on."""
+    equal = np.concatenate([[False], kinds[:-period] == kinds[period:], [False]])
+    edges = np.flatnonzero(equal[1:] != equal[:-1])
+    stretches = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    return [(start, period, end - start + period) for start, end in stretches if end - start >= (_FEWEST - 1) * period]

@@ -1,0 +1,142 @@
+"""GSPMD's Table 1 (arXiv 2105.04663): the shardings of a Transformer with seven annotations a layer, and what its FFN sends.
+
+The seven of a layer: its four weights, where they come in, and inside x_BSM, y_BSND and h_BSH. Everything else, gradients,
+optimizer state and results included, gets its sharding by completion.
+
+B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H hidden.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+
+WEIGHTS = {"qkv": P("x", None, "y", None), "out": P("y", None, "x"), "up": P("x", "y"), "down": P("y", "x")}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A column of the table: the shardings of the activations."""
+
+    bsm: P
+    bsnd: P
+    bsh: P
+
+
+ATTEMPTS = {
+    "attempt 1": Attempt(P(None, None, "x"), P(None, None, "y", None), P(None, None, "y")),
+    "attempt 2": Attempt(P("x", None, None), P("x", None, "y", None), P("x", None, "y")),
+    "finalized": Attempt(P("x", None, "y"), P("x", None, "y", None), P("x", None, "y")),
+}
+
+
+@dataclass(frozen=True)
+class Dims:
+    B: int
+    S: int
+    M: int
+    N: int
+    D: int
+    H: int
+
+    def of(self, names: str) -> tuple[int, ...]:
+        return tuple(3 if n == "3" else getattr(self, n) for n in names)
+
+
+WIDE = Dims(B=64, S=1024, M=8192, N=128, D=256, H=65536)  # Table 2, 64B, on (8, 16)
+WIDE_MESH = {"x": 8, "y": 16}
+
+
+def init(dims: Dims, layers: int, dtype="float32"):
+    shapes = {"qkv": "M3ND", "out": "NDM", "up": "MH", "down": "HM"}
+    layer = {name: jax.ShapeDtypeStruct(dims.of(d), dtype) for name, d in shapes.items()}
+    return [layer] * layers
+
+
+def norm(x_BSM: Array) -> Array:
+    x_BSM = x_BSM - x_BSM.mean(-1, keepdims=True)
+    return x_BSM * jax.lax.rsqrt((x_BSM**2).mean(-1, keepdims=True) + 1e-6)
+
+
+def attention(a: Attempt, weights, x_BSM: Array) -> Array:
+    qkv_3BSND = jnp.einsum("bsm,mknd->kbsnd", x_BSM, weights["qkv"])
+    q_BSND, k_BTND, v_BTND = qkv_3BSND
+    weights_BNST = jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND).astype("float32")).astype(x_BSM.dtype)
+    y_BSND = sx.annotate(jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND), a.bsnd)
+    return jnp.einsum("bsnd,ndm->bsm", y_BSND, weights["out"])
+
+
+def ffn(a: Attempt, weights, x_BSM: Array) -> Array:
+    h_BSH = sx.annotate(jax.nn.relu(jnp.einsum("bsm,mh->bsh", x_BSM, weights["up"])), a.bsh)
+    return jnp.einsum("bsh,hm->bsm", h_BSH, weights["down"])
+
+
+def layer(a: Attempt, x_BSM: Array, weights) -> Array:
+    """float32 weights, activations of x_BSM's dtype."""
+    weights = jax.tree.map(lambda w: w.astype(x_BSM.dtype), weights)
+    x_BSM = sx.annotate(x_BSM, a.bsm)
+    x_BSM = x_BSM + attention(a, weights, norm(x_BSM))
+    return x_BSM + ffn(a, weights, norm(x_BSM))
+
+
+def loss(a: Attempt, params, x_BSM: Array) -> Array:
+    for weights in params:
+        x_BSM = jax.checkpoint(partial(layer, a))(x_BSM, weights)
+    return (x_BSM.astype("float32") ** 2).mean()
+
+
+def train_step(a: Attempt, tx, params, opt_state, x_BSM: Array):
+    value, grads = jax.value_and_grad(partial(loss, a))(params, x_BSM)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+
+OPTIMIZERS: dict[str, Any] = {"adam": optax.adam(1e-3), "adafactor": optax.adafactor(1e-3)}
+
+
+def step_plan(a: Attempt, tx, dims: Dims = WIDE, sizes=WIDE_MESH, layers: int = 3):
+    params = init(dims, layers)
+    state = jax.eval_shape(tx.init, params)
+    x_BSM = jax.ShapeDtypeStruct(dims.of("BSM"), "bfloat16")
+    specs = ([WEIGHTS] * layers, None, None)
+    step = sx.shard_jit(partial(train_step, a, tx), mesh=abstract(sizes), in_shardings=specs, donate_argnums=(0, 1))
+    return step.plan(params, state, x_BSM)
+
+
+def abstract(sizes) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def listed(a: Attempt, dims: Dims, shape: tuple[int, ...]) -> P:
+    """What the table says of a value, found by the sizes of its dims, in whatever order they stand."""
+    names = [next((name for name in "BSMNDH" if getattr(dims, name) == n), "1") for n in shape]
+    tables = {"BSM": a.bsm, "BSND": a.bsnd, "BSH": a.bsh}
+    activation = "BSH" if "H" in names else "BSND" if {"N", "D"} & {*names} else "BSM"
+    where = dict(zip(activation, tables[activation], strict=True)) if "B" in names else {"M": "x", "N": "y", "H": "y"}
+    return P(*(where.get(name) for name in names))
+
+
+@pytest.mark.mixed_dtypes  # optax.adam counts in int32
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_every_value_of_a_train_step(attempt, optimizer):
+    """Activations, gradients, what the optimizer computes and the state that it leaves."""
+    a = ATTEMPTS[attempt]
+    plan = step_plan(a, OPTIMIZERS[optimizer])
+    for node in plan.graph.walk():
+        for value in node.outputs:
+            got, want = plan.values.sharding(value).spec, listed(a, WIDE, value.shape)
+            assert got == want, f"{node.name} at {node.line} {value}: {got}, not {want}"
+    for leaf, sharding in zip(plan.graph.inputs, jax.tree.leaves(plan.in_shardings), strict=True):
+        assert sharding.spec == listed(a, WIDE, leaf.shape), f"{leaf}: {sharding}"
+    for leaf, sharding in zip(plan.graph.outputs, jax.tree.leaves(plan.out_shardings), strict=True):
+        assert sharding.spec == listed(a, WIDE, leaf.shape), f"{leaf}: {sharding}"

@@ -1,0 +1,151 @@
+"""Layers that are alike are completed and chosen once, and nothing else changes: shardings, their origins, decisions."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from models import gpt2
+from models.gpt2_sharding import BATCH, param_specs
+from models.rules import on_axes
+from models.steps import State, adamw, make_init, make_step
+from shardax import _jax, graph
+from shardax.completion.complete import Completion, complete
+from shardax.graph import Graph
+from shardax.partition.choose import choose
+from shardax.partition.decisions import Decisions
+from shardax.sharding import Layout, at_rest
+from shardax.trace import Request, trace
+
+LAYERS = 12
+SIZES = {"data": 4, "model": 2}
+
+
+def program(f, args, specs, donated=()) -> Graph:
+    mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
+    names = tuple(f"args[{i}]" for i in range(len(args)))
+    return graph.from_jaxpr(_jax.dce(trace(Request(f, args, {}, names, frozenset(donated), mesh, specs)).jaxpr))
+
+
+def floats(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def mlp(weights, x):
+    for up, down in weights:
+        x = x + jax.nn.relu(x @ up) @ down
+    return x
+
+
+def mlp_step(weights, x):
+    grads = jax.grad(lambda weights: (mlp(weights, x) ** 2).sum())(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+
+
+MLP = [(floats(16, 64), floats(64, 16))] * LAYERS
+
+
+def gpt2_step(**changes):
+    """The train step of a small GPT-2: of 3 heads, over an axis of 2, and a vocabulary that nothing divides."""
+    config = gpt2.Config(layers=LAYERS, heads=3, model=48, seq=16, **changes)
+    tx = adamw(1e-3, 20, 100)
+    init = make_init(lambda key: gpt2.init_params(config, key), tx)
+    state = jax.eval_shape(init, jax.random.key(0))
+    step = make_step(lambda params, text, _: gpt2.loss(config, params, text), tx)
+    specs = (State(param_specs(state.params, SIZES), None, None), on_axes(BATCH, SIZES))
+    return program(step, (state, jax.ShapeDtypeStruct((8, 17), "int32")), specs, range(len(jax.tree.leaves(state))))
+
+
+def adam_step(specs):
+    tx = optax.adam(1e-3)
+
+    def step(weights, state, x):
+        grads = jax.grad(lambda weights: (mlp(weights, x) ** 2).sum())(weights)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    state = jax.eval_shape(tx.init, MLP)
+    donated = range(len(jax.tree.leaves((MLP, state))))
+    return program(step, (MLP, state, floats(8, 16)), ([specs] * LAYERS, None, P("data")), donated)
+
+
+def shared_weights(weights, x):
+    """Every layer has the same weights, and a bias of its own."""
+    (up, down), biases = weights
+    for bias in biases:
+        x = jnp.tanh(x @ up + bias) @ down
+    return x
+
+
+def scans(weights, x):
+    for up, down in weights:
+        x, _ = lax.scan(lambda x, _, up=up, down=down: (jnp.sin(x @ up) @ down, None), x, None, length=2)
+    return x
+
+
+def conflicts(weights, x):
+    """Rows and columns want the same axis in turn."""
+    for i, (up, down) in enumerate(weights):
+        x = lax.with_sharding_constraint(x, P("data", "model") if i % 3 else P(None, "data"))
+        x = jnp.sin(x @ up) @ down + x.T @ x @ x.T[: x.shape[1], :16] if x.shape[0] == x.shape[1] else jnp.sin(x @ up) @ down
+    return x
+
+
+BIASES = ((floats(16, 64), floats(64, 16)), [floats(64)] * LAYERS)
+SPLIT = [(P(None, "model"), None)] * LAYERS
+STORED = [(P("data"), P("data"))] * LAYERS
+PROGRAMS = {
+    "forward": lambda: program(mlp, (MLP, floats(8, 16)), (None, P("data", "model"))),
+    "gradient": lambda: program(jax.grad(lambda w, x: mlp(w, x).sum()), (MLP, floats(8, 16)), (SPLIT, P("data"))),
+    "update": lambda: program(mlp_step, (MLP, floats(8, 16)), (STORED, P("data")), range(2 * LAYERS)),
+    "Adam": lambda: adam_step((P(None, "model"), P("model"))),
+    "Adam, stored split": lambda: adam_step((P("data", "model"), P("model", "data"))),
+    "GPT-2 and AdamW": gpt2_step,
+    "GPT-2 with remat": lambda: gpt2_step(remat=True),
+    "shared weights": lambda: program(
+        jax.grad(lambda w, x: shared_weights(w, x).sum()), (BIASES, floats(8, 16)), (None, P("data", "model"))
+    ),
+    "loops": lambda: program(jax.grad(lambda w, x: scans(w, x).sum()), (MLP, floats(8, 16)), (None, P("data", "model"))),
+    "conflicts": lambda: program(partial(conflicts), (MLP, floats(16, 16)), ([(P(None, "data"), P("model"))] * LAYERS, None)),
+}
+ONCE = {"forward", "gradient", "update", "Adam", "Adam, stored split", "GPT-2 and AdamW", "GPT-2 with remat", "shared weights"}
+
+
+def both(name: str) -> tuple[Graph, Completion, Completion]:
+    mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
+    with _jax.use_abstract_mesh(mesh):
+        made = PROGRAMS[name]()
+    return made, *(complete(made, [None] * len(made.inputs), SIZES, reuse=reuse) for reuse in (True, False))
+
+
+@pytest.mark.mixed_dtypes
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_same_plan(name):
+    made, reused, plain = both(name)
+    assert len(plain.blocks) == 1
+    assert name not in ONCE or max(Counter(block.pattern for block in reused.blocks).values()) >= LAYERS - 4
+    for value in [*made.inputs, *(v for node in made.walk() for v in node.outputs)]:
+        assert reused.sharding(value) == plain.sharding(value), value
+        for dim in range(len(value.shape)):
+            assert reused.why(value, dim) == plain.why(value, dim), value
+    ins, outs = ([at_rest(plain.sharding(v), v.shape, SIZES) for v in side] for side in (made.inputs, made.outputs))
+    layouts = [
+        [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
+        for side, values in ((ins, made.inputs), (outs, made.outputs))
+    ]
+    assert_alike(choose(made, reused, *layouts), choose(made, plain, *layouts))
+
+
+def assert_alike(found: Decisions, wanted: Decisions) -> None:
+    assert (found.inputs, found.outputs, len(found.steps)) == (wanted.inputs, wanted.outputs, len(wanted.steps))
+    for (node, mine), (_, theirs) in zip(found.pairs(), wanted.pairs(), strict=True):
+        assert replace(mine, bodies=()).__getstate__() == replace(theirs, bodies=()).__getstate__(), node.name
+        for body, other in zip(mine.bodies, theirs.bodies, strict=True):
+            assert_alike(body, other)
