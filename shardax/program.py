@@ -21,6 +21,7 @@ from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit, purpose, reshard_reason
 from shardax.partition.replicated import report_replicated
+from shardax.rotations import with_rotations
 from shardax.sharding import AxisSizes, Layout, Sharding, at_rest
 
 
@@ -98,7 +99,7 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
-        program = graph.from_jaxpr(_jax.dce(jaxpr))
+        program = with_rotations(graph.from_jaxpr(_jax.dce(jaxpr)))
         annotations.check_meshes(program.walk(), sizes)
     with timed(phases, "completion"):
         completion = complete(program, in_shardings, sizes)

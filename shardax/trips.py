@@ -47,6 +47,10 @@ def has_open_loop(node: Node) -> bool:
     return any(inner.name == "while" for body in node.bodies for inner in body.walk())
 
 
+def reads(graph: Graph, value: Value) -> bool:
+    return value in graph.outputs or any(value in node.inputs for node in graph.nodes)
+
+
 def _needs_all_devices(node: Node) -> bool:
     """What calls Python, or is written for all devices of a mesh."""
     return bool(node.eqn.effects) or node.name == "shard_map" or "callback" in node.name
@@ -60,6 +64,7 @@ def _can_wait(value: Value) -> bool:
 
 Reader = tuple[Node | None, int]  # (node, operand) or (None, output)
 _KINDS = {"add": "sum", "add_any": "sum", "max": "max", "min": "min"}
+_NAMES = ("annotate", "convert_element_type", "copy", "name", "sharding_constraint")  # the same value under another name
 
 
 @dataclass(eq=False, slots=True)
@@ -113,6 +118,8 @@ class _Flow:
         """What operand i of a node goes on as, and what it is reduced with there; None where it is read otherwise."""
         if node.name in _KINDS or (node.name == "sub" and i == 0):
             return node.outputs[0], _KINDS.get(node.name, "sum")
+        if node.name in _NAMES and node.outputs[0].aval.dtype == node.inputs[0].aval.dtype:
+            return node.outputs[0], SAME
         for result, bodies in _routes(node, i):
             kind = _one({SAME, *(self.reduction(*body) for body in bodies)})
             if kind is not None and not self.is_condition(node, i):
@@ -124,7 +131,7 @@ class _Flow:
         if node.name != "while":
             return False
         cond = node.bodies[0]
-        return bool(self.of(cond, cond.inputs[i - node.params["body_nconsts"]]))
+        return reads(cond, cond.inputs[i - node.params["body_nconsts"]])
 
 
 def _one(kinds: Set[str | None]) -> str | None:

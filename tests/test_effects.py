@@ -38,6 +38,17 @@ def test_print_in_a_loop_and_a_branch(capfd):
     assert capfd.readouterr().out.splitlines() == ["row [2. 3. 4.]", "row [5. 6. 7.]"]
 
 
+def test_callbacks_in_loops_are_called_once_a_trip():
+    """On rows that are split over the devices, whose trips would not depend on each other but for the calls."""
+    seen = []
+
+    def f(a):
+        return lax.map(lambda row: jax.pure_callback(lambda r: seen.append(np.asarray(r)) or r * 2, row, row), a)
+
+    np.testing.assert_array_equal(_run(f, X), 2 * X)
+    np.testing.assert_array_equal(seen, X)
+
+
 @pytest.mark.parametrize("call", [jax.debug.callback, lambda f, x: io_callback(f, None, x)])
 def test_callback(call):
     seen = []

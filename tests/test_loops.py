@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_program import mesh_of, same
 
 import shardax as sx
+from shardax.graph import from_jaxpr
+from shardax.trips import carries_of_map
 
 
 def array(*shape):
@@ -47,6 +50,16 @@ def accumulated(w, xs):
     return lax.scan(trip, jnp.zeros_like(w), xs)[0]
 
 
+def accumulated_until(w, xs, n):
+    """The same, as often as an argument says."""
+    return lax.fori_loop(0, n, lambda i, total: total + jax.grad(lambda w: (jnp.tanh(xs[i] @ w) ** 2).sum())(w), w)
+
+
+def branches(i, x, w):
+    """Each branch contracts a split dim, and so does what is added."""
+    return lax.switch(i, [lambda x: x @ w, lambda x: (2 * x) @ w], x) + x @ w
+
+
 RECURRENT = (array(6, 6), array(8, 6), array(5, 8, 6))
 ROWS = (P(), P("x"), P(None, "x"))
 STACK = ((0.2 * array(3, 6, 9), 0.2 * array(3, 9, 6)), 0.2 * array(8, 6))
@@ -74,6 +87,14 @@ PROGRAMS = {
     ),
     "no trips": (lambda x, xs: lax.scan(lambda c, x: (c + x, c), x, xs), (array(7), array(0, 7)), (P("x"), P())),
     "reversed": (lambda x: lax.scan(lambda c, r: (c * 0.5 + r, c), x[0], x, reverse=True), (array(5, 7),), (P(None, "y"),)),
+    "rotated, uneven": (jax.grad(lambda x: (jnp.roll(x.T, 3, 1) * jnp.roll(x, -2, 0).T).sum()), (array(7, 6),), (P("x"),)),
+    "counted backwards": (
+        lambda x: lax.scan(lambda i, r: (i + 2, r * lax.convert_element_type(i, "float32")), jnp.int32(1), x, reverse=True),
+        (array(8, 6),),
+        (P(("y", "x")),),
+    ),
+    "open number of trips": (accumulated_until, (array(6, 5), array(4, 8, 6), np.int32(3)), (P(), P(None, "x"), P())),
+    "one trip": (lambda x: lax.scan(lambda c, r: (jnp.maximum(c, r), r * 2), x[0] - 1, x), (array(1, 6),), (P(None, "x"),)),
     "mapped rows": (lambda x: lax.map(jnp.cumsum, x), (array(8, 6),), (P("x"),)),
 }
 
@@ -102,3 +123,46 @@ def test_what_a_trip_needs_settled_is_settled_once_a_trip():
     """The residual stream is read by the next product: it cannot wait, and is not reduced again after the loop."""
     assert sent(layers, *PROGRAMS["layers"][1:])["all_reduce", ("y",), 3] == 1
     assert sent(*PROGRAMS["layers"])["all_reduce", ("y",), 3] == 2
+
+
+def test_a_sum_rides_a_while_whose_condition_does_not_read_it():
+    assert sent(*PROGRAMS["open number of trips"]) == {("all_reduce", ("x",), 1): 1}
+
+
+def test_branches_that_all_owe_a_sum_leave_it_to_who_reads_it():
+    args, specs = (np.int32(1), array(8, 8), array(8, 6)), (P(), P(None, "x"), P("x"))
+    assert sent(branches, args, specs) == {("all_reduce", ("x",), 1): 1}
+    same(branches, args, specs)
+
+
+def test_loops_that_are_long_on_garbage_are_not_split_unevenly():
+    """Newton's method on zeros, in padding, would never end."""
+    root = lambda a: lax.while_loop(lambda x: abs(x * x - a) > 1e-3 * a, lambda x: (x + a / x) / 2, a)  # noqa: E731
+    mesh = mesh_of(4, 2)
+    f = lambda x: lax.map(root, sx.annotate(x, NamedSharding(mesh, P("x"))))  # noqa: E731
+    np.testing.assert_allclose(sx.shard_jit(f, mesh=mesh)(np.arange(1, 6.0, dtype="float32")), np.sqrt(np.arange(1, 6)), 1e-2)
+
+
+@pytest.mark.parametrize(
+    "body, kinds",
+    [
+        (lambda c, x: (c + x, None), ["reduced"]),
+        (lambda c, x: (c - jnp.sin(x) + x, None), ["reduced"]),
+        (lambda c, x: (c + x, c), None),
+        (lambda c, x: (c + c + x, None), None),
+        (lambda c, x: (jnp.maximum(c + x, x), None), None),
+        (lambda c, x: (lax.cond(x > 0, lambda c: c + x, lambda c: c, c), None), ["reduced"]),
+        (lambda c, x: (lax.fori_loop(0, 3, lambda i, c: c + x * c, c), None), None),
+        (lambda c, x: (lax.fori_loop(0, 3, lambda i, c: c + x, c), None), ["reduced"]),
+        (lambda c, x: (x, c * 2), None),
+        (lambda c, x: (x, x), ["last"]),
+        (lambda c, x: (c, c * x), []),
+        (lambda c, x: (c, jax.debug.print("{}", x)), None),
+        (lambda c, x: (c + 1, x * jax.pure_callback(np.sin, x, x)), None),
+    ],
+)
+def test_which_scans_are_maps(body, kinds):
+    """A carry that passes unchanged JAX makes a constant, where its version does."""
+    graph = from_jaxpr(jax.make_jaxpr(lambda c, xs: lax.scan(body, c, xs))(1.0, np.ones(4, "float32")))
+    found = carries_of_map(next(node for node in graph.nodes if node.name == "scan"))
+    assert (found if found is None else [c.kind for c in found if c.kind != "same"]) == kinds

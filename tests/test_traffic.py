@@ -58,6 +58,16 @@ def layers(w, x):
     return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
 
+def rotating(buffer, xs):
+    """A stage-stacked buffer, as in pipelining: what a stage has made goes to the next."""
+
+    def tick(buffer, x):
+        buffer = jnp.tanh(buffer + x)
+        return jnp.roll(buffer, 1, 0), None
+
+    return lax.scan(tick, buffer, xs)[0]
+
+
 WIDE = ramp(64, 64) / 64
 LAYERS = ramp(8, 64, 64) / 64  # over x: two layers of 16 KiB on each device
 LAYER = 64 * ROW
@@ -85,6 +95,17 @@ ROWS = {
         [("all_reduce", 3 * ROW // 2)],
     ),
     "recurrence": (recurrence, [X], P("x"), P("x"), [("all_gather", 12 * ROW)]),
+    "rotating buffer": (rotating, [X[:4], X[:, :1]], (P("x"), P()), P("x"), [("ppermute", ROW)]),
+    "gradient of a rotating buffer": (
+        gradients(rotating),
+        [X[:4], X[:, :1]],
+        (P("x"), P()),
+        (P("x"), P()),
+        [("ppermute", ROW)] * 2 + [("all_reduce", 96)],
+    ),
+    "roll": (lambda x: jnp.roll(x, -3, 0), [X], P("x"), P("x"), [("ppermute", 3 * ROW)]),
+    "roll far": (lambda x: jnp.roll(x, 6, 0), [X], P("x"), P("x"), [("ppermute", 2 * ROW)] * 2),
+    "gradient of roll": (gradients(lambda x: jnp.roll(x, 1, 0)), [X], P("x"), P("x"), [("ppermute", ROW)] * 2),
     "layers split by layer": (layers, [LAYERS, X], (P("x"), P("x")), P("x"), [("all_gather", 6 * LAYER)]),
     "gradient by layer": (
         lambda w, x: gradients(layers)(w, x)[0],

@@ -5,12 +5,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardax import _jax
+from shardax.cost.nominal import COLLECTIVE
 from shardax.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.trials import cheapest
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, whole
 from shardax.spmd_rules.registry import Split
-from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop
+from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
 
 if TYPE_CHECKING:
     from shardax.partition.choose import Chooser
@@ -49,7 +50,7 @@ def _scan_split(chooser: "Chooser", node: Node, split: Split | None) -> Decision
         const_layouts = [_at_hand(chooser, v) for v in node.inputs[:consts]]
         xs = [_unstacked(chooser, outer, inner, split) for outer, inner in _pairs(node.inputs, body.inputs, consts + count)]
         stacks = [chooser.wanted(v) for v in node.outputs[count:]]
-        carry, ys, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:count], xs, stacks)
+        carry, ys, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:count], xs, stacks, [True] * count)
     stacked_xs, stacked_ys = (
         [_stacked(lay, outer, split) for lay, outer in zip(lays, values, strict=True)]
         for lays, values in ((xs, node.inputs[consts + count :]), (ys, node.outputs[count:]))
@@ -89,11 +90,9 @@ def _while_inside(chooser: "Chooser", node: Node) -> Decision:
     cond, body = node.bodies
     cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
     layouts = [_at_hand(chooser, v) for v in node.inputs[: cond_consts + body_consts]]
-    carry = [chooser.wanted(v) for v in body.inputs[body_consts:]]
-    decisions = (
-        chooser.graph(cond, layouts[:cond_consts] + carry, [whole(())]),
-        chooser.graph(body, layouts[cond_consts:] + carry, carry),
-    )
+    free = [not reads(cond, v) for v in cond.inputs[cond_consts:]]
+    carry, _, inside = _fixpoint(chooser, body, layouts[cond_consts:], body.inputs[body_consts:], (), (), free)
+    decisions = (chooser.graph(cond, layouts[:cond_consts] + carry, [whole(())]), inside)
     return _decision(chooser, node, layouts + carry, carry, decisions)
 
 
@@ -104,9 +103,18 @@ def _cond(chooser: "Chooser", node: Node) -> Decision:
 
 def _cond_inside(chooser: "Chooser", node: Node) -> Decision:
     operands = [_at_hand(chooser, v) for v in node.inputs[1:]]
-    results = [chooser.wanted(v) for v in node.outputs]
+    results = _owing_in_all(chooser, node, operands)
     decisions = tuple(chooser.graph(body, operands, results) for body in node.bodies)
     return _decision(chooser, node, [whole(()), *operands], results, decisions)
+
+
+def _owing_in_all(chooser: "Chooser", node: Node, operands: list[Layout]) -> list[Layout]:
+    """The wanted layouts of a branch's results, owing the sums that every branch leaves. What only some leave they settle
+    themselves: the others need not send it."""
+    wanted = [chooser.wanted(v) for v in node.outputs]
+    free = [chooser.graph(body, operands, [None] * len(wanted)).outputs for body in node.bodies]
+    left = [{move.target.pending: move.target for move in moves} for moves in zip(*free, strict=True)]
+    return [_owing(want, *outs.values()) if len(outs) == 1 else want for want, outs in zip(wanted, left, strict=True)]
 
 
 def _island(chooser: "Chooser", node: Node) -> Decision:
@@ -130,19 +138,20 @@ def _check_axes(chooser: "Chooser", node: Node) -> None:
 
 
 def _fixpoint(
-    chooser: "Chooser", body: Graph, consts, carried: Sequence[Value], xs, stacks: Sequence[Layout]
+    chooser: "Chooser", body: Graph, consts, carried: Sequence[Value], xs, stacks: Sequence[Layout], may_owe: Sequence[bool]
 ) -> tuple[list[Layout], list[Layout], Decisions]:
     """Layouts of the carries that a body gives back as it takes them, and of its other results, whose stacks are wanted so.
 
     First each carry is taken as completion wants it. Those that come back owing a sum are then taken owing it, and the body is
-    decided anew. What comes back otherwise, or had to be settled inside, is taken as wanted after all.
+    decided anew. What comes back otherwise, had to be settled inside, or may not owe, is taken as wanted after all.
     """
     count = len(carried)
     wanted = [chooser.wanted(v) for v in carried]
     free = chooser.graph(body, [*consts, *wanted, *xs], [None] * len(body.outputs))
-    carry = [_owing(want, move.target) for want, move in zip(wanted, free.outputs[:count], strict=True)]
+    left = zip(wanted, free.outputs[:count], may_owe, strict=True)
+    carry = [_owing(want, move.target) if may else want for want, move, may in left]
     given = zip(body.outputs[count:], free.outputs[count:], stacks, strict=True)
-    ys = [_scattered_later(chooser.wanted(v), move.target, stack) for v, move, stack in given]
+    ys = [_settled_later(chooser.wanted(v), move.target, stack, v.nbytes) for v, move, stack in given]
     while carry != wanted:
         decisions = chooser.graph(body, [*consts, *carry, *xs], [None] * count + ys)
         left = decisions.outputs[:count]
@@ -160,11 +169,11 @@ def _owing(wanted: Layout, out: Layout) -> Layout:
     return wanted if clash else Layout(wanted.sharding, wanted.padded, sums)
 
 
-def _scattered_later(wanted: Layout, out: Layout, stack: Layout) -> Layout:
-    """The wanted layout, owing what the body left where the stack is wanted split over it: one reduce-scatter over the trips
-    then sends half of what sums in each trip would."""
+def _settled_later(wanted: Layout, out: Layout, stack: Layout, nbytes: int) -> Layout:
+    """The wanted layout, owing what the body left where settling all trips at once is better: where the stack is wanted split
+    over what it owes, one reduce-scatter sends half; where a trip sends less than a start costs, one start is enough."""
     owing = _owing(wanted, out)
-    return owing if {*owing.pending_axes} & {*stack.dims[0]} else wanted
+    return owing if {*owing.pending_axes} & {*stack.dims[0]} or nbytes < COLLECTIVE else wanted
 
 
 def _waited(chooser: "Chooser", value: Value, layout: Layout, move) -> bool:
