@@ -1,6 +1,7 @@
 """JAX's own primitive test cases, each run through shard_jit under a random mesh and random shardings, against jax.jit.
 
-`python -m tests.conformance [--primitive NAME] [--case WORDS] [--sample N] [--jobs N]` prints a table by primitive:
+`python -m tests.conformance [--primitive NAME] [--case WORDS] [--sample N] [--part K/N] [--seed S] [--jobs N]` prints a table
+by primitive, and fails where a case is wrong or refused, or a primitive is replicated that is not among `MEANT`:
 
     equal       every result is as the unsharded function gives it: integers equal, floats within reassociation error
     wrong       some result is not
@@ -12,7 +13,8 @@
 The last line names those primitives, which need not be the one that a case is about, each with the bytes that it gathered.
 
 Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn
-from its name, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one, unoptimized.
+from its name and the seed, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one,
+unoptimized.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -49,6 +51,7 @@ MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), 
 AXES = ("x", "y", "z")
 BATCH = 24  # cases in one compilation
 SLACK = 256  # ulps of the greatest result that reassociation may cost
+MEANT: dict[str, str] = {}  # the primitives that may be replicated, at most ten, each with why
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -81,56 +84,56 @@ def selected(primitive: str = "", words: str = "", sample: int | None = None) ->
     return names[:sample]
 
 
-def run(names: Sequence[str], jobs: int = 1) -> Iterator[Outcome]:
+def run(names: Sequence[str], jobs: int = 1, seed: int = 0) -> Iterator[Outcome]:
     """The outcome of each case, in no order."""
     with ThreadPoolExecutor(jobs) as threads:
-        for outcomes in threads.map(_in_worker, batches(names)):
+        for outcomes in threads.map(partial(_in_worker, seed=seed), batches(names, seed)):
             yield from outcomes
 
 
 _own = threading.local()
 
 
-def _in_worker(names: Sequence[str]) -> list[Outcome]:
+def _in_worker(names: Sequence[str], seed: int) -> list[Outcome]:
     """Runs a batch in this thread's process. XLA may take a process down: then by halves, until the case is found."""
     if not hasattr(_own, "worker"):
         _own.worker = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     try:
-        return _own.worker.submit(run_batch, names).result()
+        return _own.worker.submit(run_batch, names, seed).result()
     except BrokenProcessPool:
         del _own.worker
         middle = len(names) // 2
         if not middle:
             return [_outcome(names[0], "refused", note="the process died")]
-        return [*_in_worker(names[:middle]), *_in_worker(names[middle:])]
+        return [*_in_worker(names[:middle], seed), *_in_worker(names[middle:], seed)]
 
 
-def batches(names: Sequence[str]) -> Iterator[list[str]]:
+def batches(names: Sequence[str], seed: int = 0) -> Iterator[list[str]]:
     """Cases that run on the same mesh, so many at a time."""
     for mesh in MESHES:
-        same = [name for name in names if mesh_of(name) == mesh]
+        same = [name for name in names if mesh_of(name, seed) == mesh]
         yield from (same[i : i + BATCH] for i in range(0, len(same), BATCH))
 
 
-def mesh_of(name: str) -> tuple[int, ...]:
-    return _dice(name, "mesh").choice(MESHES)
+def mesh_of(name: str, seed: int = 0) -> tuple[int, ...]:
+    return _dice(name, "mesh", seed).choice(MESHES)
 
 
-def _dice(name: str, what: str) -> random.Random:
-    return random.Random(zlib.crc32(f"{name} {what}".encode()))
+def _dice(name: str, what: str, seed: int) -> random.Random:
+    return random.Random(zlib.crc32(f"{name} {what}{f' {seed}' if seed else ''}".encode()))
 
 
-def run_batch(names: Sequence[str]) -> list[Outcome]:
+def run_batch(names: Sequence[str], seed: int = 0) -> list[Outcome]:
     """The outcomes of cases in one compilation; each by itself where that raises."""
     try:
-        return _run_together(names)
+        return _run_together(names, seed)
     except Exception as error:
         if len(names) == 1:
             return [_outcome(names[0], "refused", note=f"{type(error).__name__}: {str(error)[:2000]}")]
-        return [outcome for name in names for outcome in run_batch([name])]
+        return [outcome for name in names for outcome in run_batch([name], seed)]
 
 
-def _run_together(names: Sequence[str]) -> list[Outcome]:
+def _run_together(names: Sequence[str], seed: int) -> list[Outcome]:
     args = [cases()[name].dyn_args_maker(np.random.RandomState(zlib.crc32(name.encode()))) for name in names]
     plain = jax.jit(lambda args: [cases()[name].dyn_fun(*x) for name, x in zip(names, args, strict=True)])
     try:
@@ -139,7 +142,8 @@ def _run_together(names: Sequence[str]) -> list[Outcome]:
         if len(names) == 1:
             return [_outcome(names[0], "skipped", note=f"{type(error).__name__}: {str(error)[:200]}")]
         raise
-    step = sx.shard_jit(lambda args: [_sharded(*x) for x in zip(names, args, strict=True)], mesh=_mesh(mesh_of(names[0])))
+    shape = mesh_of(names[0], seed)
+    step = sx.shard_jit(lambda args: [_sharded(*x, seed, len(shape)) for x in zip(names, args, strict=True)], mesh=_mesh(shape))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no sharding rule")
         plan = step.plan(args)
@@ -160,23 +164,23 @@ def _mesh(shape: tuple[int, ...]):
     return jax.make_mesh(shape, AXES[: len(shape)], axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
 
 
-def _sharded(name: str, args: Any) -> Any:
+def _sharded(name: str, args: Any, seed: int, axes: int) -> Any:
     """A case with its arguments, and about half of its results, in random shardings."""
     with jax.named_scope(_scope(name)):
-        dice = _dice(name, "shardings")
-        args = jax.tree.map(lambda x: sx.annotate(jnp.asarray(x), _spec(dice, name, jnp.shape(x))), args)
+        dice = _dice(name, "shardings", seed)
+        args = jax.tree.map(lambda x: sx.annotate(jnp.asarray(x), _spec(dice, axes, jnp.shape(x))), args)
         out = cases()[name].dyn_fun(*args)
-        return jax.tree.map(lambda x: x if dice.random() < 0.5 else sx.annotate(x, _spec(dice, name, jnp.shape(x))), out)
+        return jax.tree.map(lambda x: x if dice.random() < 0.5 else sx.annotate(x, _spec(dice, axes, jnp.shape(x))), out)
 
 
 def _scope(name: str) -> str:
     return f"case_{zlib.crc32(name.encode())}"
 
 
-def _spec(dice: random.Random, name: str, shape: tuple[int, ...]) -> P:
+def _spec(dice: random.Random, axes: int, shape: tuple[int, ...]) -> P:
     """Each axis of the mesh on some dim, or with a chance of one in four on none."""
     dims: list[list[str]] = [[] for _ in shape]
-    for axis in dice.sample(AXES[: len(mesh_of(name))], len(mesh_of(name))):
+    for axis in dice.sample(AXES[:axes], axes):
         if shape and dice.random() < 0.75:
             dice.choice([d for d, n in zip(dims, shape, strict=True) if n > 1] or dims).append(axis)
     return P(*map(tuple, dims))
@@ -248,7 +252,14 @@ def _replicated(outcomes: Sequence[Outcome]) -> str:
         counts.update({primitive for primitive, _ in o.gathered})
         for primitive, sent in o.gathered:
             nbytes[primitive] += sent
-    return "replicated by " + ", ".join(f"{p} ({n} cases, {nbytes[p]:,} B)" for p, n in counts.most_common())
+    lines = [f"  {p:26} {n:6} cases {nbytes[p]:>12,} B  {MEANT.get(p, 'NOT MEANT')}" for p, n in counts.most_common()]
+    return "\n".join(["replicated by", *(lines or ["  none"])])
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[str]:
+    """What must not be: wrong and refused cases, and those that replicate what is not meant to be."""
+    bad = [f"{o.verdict}: {o.case}: {o.note}" for o in outcomes if o.verdict in ("wrong", "refused")]
+    return bad + [f"replicated: {o.case}: {o.note}" for o in outcomes if {p for p, _ in o.gathered} - set(MEANT)]
 
 
 def main(words: Sequence[str]) -> int:
@@ -256,17 +267,21 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--primitive", default="", help="the cases of this primitive alone")
     parser.add_argument("--case", default="", help="the cases whose names have these words")
     parser.add_argument("--sample", type=int, help="so many cases, stratified")
+    parser.add_argument("--part", default="1/1", help="of those the k-th of n parts: k/n")
+    parser.add_argument("--seed", type=int, default=0, help="of the meshes and shardings that are drawn")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="says what was gathered, and what JAX cannot run")
     given = parser.parse_args(words)
     start, outcomes = time.time(), []
-    for outcome in run(selected(given.primitive, given.case, given.sample), given.jobs):
+    part, parts = map(int, given.part.split("/"))
+    names = selected(given.primitive, given.case, given.sample)[part - 1 :: parts]
+    for outcome in run(names, given.jobs, given.seed):
         outcomes.append(outcome)
         if outcome.verdict in ("wrong", "refused") or given.verbose and outcome.note:
-            print(f"{outcome.verdict}: {outcome.case} on {mesh_of(outcome.case)}: {outcome.note}", flush=True)
+            print(f"{outcome.verdict}: {outcome.case} on {mesh_of(outcome.case, given.seed)}: {outcome.note}", flush=True)
     print(table(outcomes))
-    print(f"{len(outcomes)} cases, {time.time() - start:.0f} s, JAX {jax.__version__}")
-    return any(outcome.verdict in ("wrong", "refused") for outcome in outcomes)
+    print(f"{len(outcomes)} cases, seed {given.seed}, {time.time() - start:.0f} s, JAX {jax.__version__}")
+    return bool(failures(outcomes))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ class Missing:
 
 def missing(node: Node, factors: Factors, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Missing]:
     """What could be split of one equation, given its operands and results, and is declared whole."""
+    if any(0 in shape for shape in node.in_shapes + node.out_shapes):
+        return
     shapes = f"{node.in_shapes} -> {node.out_shapes}"
     for i, d, factor in _whole_dims(factors, factors.operands):
         if np.size(words(inputs[i])) <= MOST and (kind := _kind(_Equation(node, factors, inputs, outputs), i, d)):

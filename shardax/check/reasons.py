@@ -18,6 +18,8 @@ UNCHECKED = {
         """.split(),
         _ISLAND,
     ),
+    **dict.fromkeys("eq_to le_to lt_to".split(), "compares elementwise in total order, in the comparators of sort alone"),
+    "layout_constraint": "is the identity: says how its operand lies in one device's memory",
     **dict.fromkeys("empty empty2".split(), "its elements are arbitrary until they are written"),
     **dict.fromkeys("geqp3 geqrf ormqr philox2x32 philox4x32 threefry4x32".split(), _LOWERING),
 }
