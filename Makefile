@@ -14,13 +14,14 @@ LATEST_ENV := $(if $(filter .venv-latest/%,$(LATEST)),.venv-latest/ready)
 
 ARGS ?=
 PROCESSES ?= 2
+PROGRAMS ?= 2000
 PYTEST := -m pytest -n 2
 TPU_WITHOUT_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8
 
-.PHONY: help train train-distributed test test-slow test-processes test-kill conformance test-latest test-browser test-tpu lint format clean
+.PHONY: help train train-distributed test test-slow test-processes test-kill conformance check fuzz test-latest test-browser test-tpu lint format clean
 
 help:
-	@echo "make train | train-distributed | test | test-slow | test-processes | test-kill | conformance | test-latest | test-browser | test-tpu | lint | format | clean"
+	@echo "make train | train-distributed | test | test-slow | test-processes | test-kill | conformance | check | fuzz | test-latest | test-browser | test-tpu | lint | format | clean"
 
 train: $(ENV)
 	$(RUN) -m models.train $(ARGS)
@@ -43,6 +44,12 @@ test-kill: $(ENV)
 
 conformance: $(ENV)
 	$(RUN) -m tests.conformance --jobs 2 $(ARGS)
+
+check: $(ENV)
+	$(RUN) -m shardax.check --all $(ARGS)
+
+fuzz: $(ENV)
+	$(RUN) -m tests.test_random_programs $(PROGRAMS) --jobs 2 $(ARGS)
 
 test-latest: $(LATEST_ENV)
 ifeq ($(LATEST),)

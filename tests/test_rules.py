@@ -179,6 +179,7 @@ FAMILIES = {
     "threefry2x32, one key": (lambda k, x: threefry2x32_p.bind(k, k, x, x), *(ramp(5, n, dtype="uint32") for n in (1, 6))),
     "threefry2x32": (threefry2x32_p.bind, *(ramp(5, 6, dtype="uint32"),) * 4),
     "top_k": (lambda a: lax.top_k(a, 3), X),
+    "top_k, NaN": (lambda a: lax.top_k(a, 5, axis=0), np.where(X > 2, -np.float32(np.nan), np.where(X < -2, -np.inf, X))),
     "top_k, ties": (lambda i: lax.top_k(i, 4, axis=0), INTS // 8),
     "triangular_solve": (lambda a, b: linalg.triangular_solve(a, b, left_side=True, lower=True), M, ramp(5, 4, 6)),
     "triangular_solve, right": (lambda a, b: linalg.triangular_solve(a, b), M, ramp(5, 6, 4)),

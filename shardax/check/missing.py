@@ -20,6 +20,7 @@ from shardax.check.first import evaluate_node
 from shardax.check.shards import alike, is_key, words
 from shardax.graph import Node
 from shardax.reshard import identity
+from shardax.spmd_rules.registry import Entry
 from shardax.spmd_rules.rule import REDUCTIONS, WHOLE, Factors
 
 MOST = 4096  # elements of an operand that is looked at
@@ -29,13 +30,17 @@ _PUT_TOGETHER = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 @dataclass(frozen=True)
 class Missing:
-    """`kind`: "kept", "windowed", "sum", "max", "min" or "made". `place`: the operand's or result's number and dim."""
+    """`kind`: "kept", "windowed", "sum", "max", "min" or "made". `place`: the operand's or result's number and dim.
+
+    `passes`: its rule lets such a reduction pass through the operand, so that zeros in place of other parts are no news.
+    """
 
     primitive: str
     kind: str
     place: tuple[int, int]
     factor: str
     shapes: str
+    passes: bool = False
 
     @property
     def what(self) -> str:
@@ -46,14 +51,16 @@ class Missing:
         return f"{self.primitive} {self.shapes}: {self.what} (factor {self.factor}) is whole and could be {self.kind}"
 
 
-def missing(node: Node, factors: Factors, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Missing]:
+def missing(node: Node, entry: Entry, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Missing]:
     """What could be split of one equation, given its operands and results, and is declared whole."""
+    factors = entry.factors(node)
     if any(0 in shape for shape in node.in_shapes + node.out_shapes):
         return
     shapes = f"{node.in_shapes} -> {node.out_shapes}"
     for i, d, factor in _whole_dims(factors, factors.operands):
         if np.size(words(inputs[i])) <= MOST and (kind := _kind(_Equation(node, factors, inputs, outputs), i, d)):
-            yield Missing(node.name, kind, (i, d), factor, shapes)
+            passes = any(i in p.operands and kind in p.kinds for p in entry.passes_of(node))
+            yield Missing(node.name, kind, (i, d), factor, shapes, passes)
     if not any(math.prod(shape) > 1 for shape in node.in_shapes):
         for i, d, factor in _whole_dims(factors, factors.results):
             yield Missing(node.name, "made", (i, d), factor, shapes)

@@ -65,7 +65,7 @@ def missing_claims(f: Callable, *args, only: str = "") -> list[str]:
 
 def missing_of(f: Callable, args: Sequence[Any], only: str = "") -> tuple[list[Missing], int]:
     """Missing claims, each once, and the number of equations that were looked at."""
-    found = [list(missing(case.node, case.factors, case.inputs, case.outputs)) for case in cases(f, args, only)]
+    found = [list(missing(case.node, case.entry, case.inputs, case.outputs)) for case in cases(f, args, only)]
     return list(dict.fromkeys(m for each in found for m in each)), len(found)
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardax.graph import Node
@@ -42,24 +44,34 @@ def _picked(dims: list[str], axis: int, mark: str) -> str:
 
 def _approx_top_k_local(local: Local, shard):
     """The recall is that of the whole dim; what is lost, the devices lose."""
-    axis, kind = local.params["reduction_dimension"] % shard.ndim, "max" if local.params["is_max_k"] else "min"
+    axis, fill = (
+        local.params["reduction_dimension"] % shard.ndim,
+        identity("max" if local.params["is_max_k"] else "min", shard.dtype),
+    )
     size = local.params["reduction_input_size_override"]
     whole = size if size >= 0 else local.node.inputs[0].shape[axis]
     first = partial(local.bind, reduction_input_size_override=whole)
-    return _pick(local, shard, axis, kind, first, partial(local.bind, recall_target=1.0))
+    return _pick(local, shard, axis, fill, first, partial(local.bind, recall_target=1.0))
 
 
 def _top_k_local(local: Local, shard):
-    return _pick(local, shard, local.params["axis"], "max", local.bind, local.bind)
+    return _pick(local, shard, local.params["axis"], _least(shard.dtype), local.bind, local.bind)
 
 
-def _pick(local: Local, shard, axis: int, kind: str, first: Callable, last: Callable):
+def _least(dtype):
+    """What top_k puts last: it takes floats in total order, in which -NaN comes before -inf."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return identity("max", dtype)
+    return np.full((), 0xFF, np.uint8).repeat(np.dtype(dtype).itemsize).view(dtype)[0]
+
+
+def _pick(local: Local, shard, axis: int, fill, first: Callable, last: Callable):
     """Gathers k candidates from each device. In their order equal values stay in global order, so ties are decided alike."""
     layout = local.operands[0]
     axes = layout.dims[axis]
     if not axes:
         return local.bind(shard)
-    shard = local.mask(0, shard, identity(kind, shard.dtype), [axis])
+    shard = local.mask(0, shard, fill, [axis])
     values, places = first(shard, k=min(local.params["k"], shard.shape[axis]))
     places = places + lax.convert_element_type(local.start(layout, axis), places.dtype)
     values, places = (lax.all_gather(x, axes, axis=axis, tiled=True) for x in (values, places))
