@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 from flax.core import meta
+from flax.linen.spmd import logical_to_mesh_axes as to_axes
 from jax.sharding import PartitionSpec
 
 from shardax import _jax, api
@@ -30,8 +31,10 @@ def specs(tree: Any, rules: Rules | None = None) -> Any:
 
     Args:
       tree: linen variables with boxes, an `nnx.State`, or pytrees of such, of arrays or of shapes (`jax.eval_shape`).
-      rules: from names to mesh axes; without them those of a box or Variable, and those in context
-        (`nn.logical_axis_rules`). Names without any rules are axes.
+      rules: from names to mesh axes; without them those of a box or Variable, then those in context
+        (`nn.logical_axis_rules`). Names of `nn.Partitioned` and of Variables are axes, where there are no rules.
+
+    Raises ValueError where there are no rules for `nn.LogicallyPartitioned`.
 
     >>> box = meta.Partitioned(jax.ShapeDtypeStruct((8, 4), "float32"), names=("data", None))
     >>> specs({"kernel": box, "bias": jax.ShapeDtypeStruct((4,), "float32")})
@@ -50,12 +53,28 @@ def _spec(x, rules: Rules | None):
     return box_spec(x, rules) if isinstance(x, meta.Partitioned) else None
 
 
-def box_spec(box: meta.Partitioned, rules: Rules | None = None) -> PartitionSpec:
-    """The sharding that a box of linen's asks for."""
-    if rules is None and not isinstance(box, linen.LogicallyPartitioned):
-        return box.get_partition_spec()
-    local = getattr(box, "rules", None) if rules is None else rules
-    return linen.logical_to_mesh_axes(box.names, local)  # type: ignore[return-value]
+def box_spec(box: meta.Partitioned, rules: Rules | None = None) -> PartitionSpec | jax.sharding.Sharding | None:
+    """The sharding that a box of linen's asks for; None where an optimizer has put an array of fewer dims into it.
+
+    An abstract array that has a sharding, as in what `abstract_state` gives, counts before the names of its box.
+    """
+    if isinstance(box.value, jax.ShapeDtypeStruct) and box.value.sharding is not None:
+        return box.value.sharding
+    if len(box.names) > len(box.value.shape):
+        return None
+    if isinstance(box, linen.LogicallyPartitioned):
+        return to_axes(box.names, _rules(box, rules))
+    return PartitionSpec(*box.names) if rules is None else to_axes(box.names, rules)
+
+
+def _rules(box: linen.LogicallyPartitioned, rules: Rules | None) -> Rules:
+    found = rules or box.rules or linen.get_logical_axis_rules()
+    if not found:
+        raise ValueError(
+            f"the dims of a LogicallyPartitioned value of shape {box.value.shape} are named {box.names}, and there are no "
+            "rules from names to mesh axes: give shardax.flax.specs(tree, rules), or enter nn.logical_axis_rules(rules)"
+        )
+    return found
 
 
 def _variable_spec(variable: nnx.Variable, rules: Rules | None) -> PartitionSpec | None:

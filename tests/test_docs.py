@@ -8,7 +8,12 @@ import pytest
 PAGES = sorted(Path(__file__).parent.parent.glob("docs/*.md"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def cases():
+    """optax mixes dtypes."""
+    return [pytest.param(p, id=p.stem, marks=[pytest.mark.mixed_dtypes] if p.stem in ("flax",) else []) for p in PAGES]
+
+
+@pytest.mark.parametrize("page", cases())
 def test_page(page):
     failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert not failed
