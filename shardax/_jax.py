@@ -11,7 +11,7 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
-from jax._src import api_util, core, distributed, effects, pjit, source_info_util, traceback_util, tree_util, util
+from jax._src import api_util, core, distributed, effects, linear_util, pjit, source_info_util, traceback_util, tree_util, util
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
@@ -137,6 +137,19 @@ partial_eval_jaxpr = pe.partial_eval_jaxpr_nounits_fwd  # the split of a jaxpr i
 def checkpoint_rule(name: str) -> Any:
     """How policies of jax.checkpoint see inside a primitive whose parameter `name` is a jaxpr."""
     return partial(pe.closed_call_partial_eval_custom_rule, name, lambda *args: args[-2:])
+
+
+def lazy_derivative(thunk, ctx, change) -> Any:
+    """The rule of a custom_jvp or custom_vjp equation, which JAX traces when it differentiates: in the equation's own context,
+    and with `change` applied to its jaxpr."""
+
+    def traced(*zeros):
+        with ctx.manager:
+            jaxpr, consts, *rest = thunk.call_wrapped(*zeros)
+        changed = change(core.ClosedJaxpr(jaxpr, consts) if hasattr(core, "ClosedJaxpr") else jaxpr.replace(consts=consts))
+        return changed.jaxpr, changed.consts, *rest
+
+    return linear_util.wrap_init(traced, debug_info=thunk.debug_info)
 
 
 def register_dce(primitive, rule) -> None:

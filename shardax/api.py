@@ -20,7 +20,8 @@ from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options
 from shardax.program import Program
 from shardax.sharding import Sharding, at_rest, from_spec
-from shardax.trace import Request, abstract_mesh, auto_mesh, is_explicit, trace
+from shardax.trace import Request, abstract_mesh, is_explicit, trace
+from shardax.untyped import auto_mesh, explicit_sharding
 
 Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
 
@@ -201,7 +202,7 @@ class _Function:
 
         @functools.wraps(self.fun)
         def run(*args, **kwargs):
-            if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            if jax.config.jax_disable_jit or _jax.is_eager((args, kwargs)):  # type: ignore[attr-defined]  # debug_nans
                 return self.fun(*args, **kwargs)
             mesh = self._mesh(found)
             self._check_not_manual(mesh)
@@ -250,7 +251,7 @@ class _Function:
             untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in inputs]
             outs = transform.bind(untyped, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
-            built = transform.build(jaxpr, tuple(map(_type, inputs)), mesh, self.options)
+            built = transform.build(jaxpr, tuple(map(explicit_sharding, inputs)), mesh, self.options)
             outs = [reshard(x, NamedSharding(mesh, s.spec)) for x, s in zip(outs, built.out_shardings, strict=True)]
         return traced.out_tree.unflatten(outs)
 
@@ -419,15 +420,7 @@ def _mesh_of(tree) -> Mesh | AbstractMesh | None:
 
 def _untyped(x, always: bool):
     """`x` without its Explicit axes; nothing moves. Under an Explicit mesh a cotangent must get back even the empty type."""
-    return reshard(x, PartitionSpec()) if always or _type(x) else x
-
-
-def _type(x) -> Sharding | None:
-    """The sharding in the type of a value on an Explicit mesh."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-        return None
-    return from_spec(sharding.spec, len(sharding.spec))
+    return reshard(x, PartitionSpec()) if always or explicit_sharding(x) else x
 
 
 def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Program:

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
 from shardax.annotate import Dims, bind, broadcast_specs, dims_of, flatten
+from shardax.sharding import Sharding
+from shardax.untyped import auto_mesh, explicit_sharding, shape_of, untyped
 
 
 @dataclass(frozen=True)
@@ -66,22 +68,8 @@ def trace(request: Request) -> Traced:
         likes = _successors(slots, results)
         return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)]
 
-    jaxpr = _make_jaxpr(flat, leaves, request.mesh)
+    jaxpr = _make_jaxpr(flat, leaves, slots, request.mesh)
     return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1])
-
-
-def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same mesh, its axes Auto.
-
-    >>> auto_mesh(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
-    AbstractMesh('x': 4, axis_types=(Auto,))
-    """
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    if tuple(mesh.axis_types) == types:
-        return mesh
-    if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -165,29 +153,46 @@ def _annotated(x, slot: Slot, like: int | None = None):
     )
 
 
-def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], mesh: Mesh | AbstractMesh):
-    """Traces on plain shapes. No one mesh context accepts all programs for an Explicit mesh.
+def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], mesh: Mesh | AbstractMesh):
+    """No one mesh context accepts all programs for an Explicit mesh.
 
     Auto allows a bare PartitionSpec in with_sharding_constraint, but not an Explicit array that the function closes over; the
-    empty context allows that.
+    empty context allows that. `reshard`, `out_sharding=` and islands with an Explicit mesh want types, as under `jax.jit`.
     """
-    shapes = list(map(_shape, leaves))
-    contexts = [abstract_mesh(auto_mesh(mesh)), *([AbstractMesh((), ())] if is_explicit(mesh) else [])]
+    auto = abstract_mesh(auto_mesh(mesh))
+    attempts = [lambda: _traced(flat, leaves, auto)]
+    if is_explicit(mesh):
+        attempts += [
+            lambda: _traced(flat, leaves, AbstractMesh((), ())),
+            lambda: _traced_typed(flat, leaves, slots, abstract_mesh(mesh), auto),
+        ]
     errors: list[Exception] = []
-    for context in contexts:
+    for attempt in attempts:
         try:
-            with _jax.use_abstract_mesh(context):
-                return _jax.without_refs(jax.make_jaxpr(flat)(*shapes))
+            return attempt()
         except Exception as error:
             errors.append(error)
-    if "mesh passed to shard_map" in str(errors[0]):
+    if "mesh passed to shard_map" in str(errors[-1]):
         raise ValueError(
-            f"a shard_map inside this shard_jit has a mesh of its own. {errors[0]}. Leave out its mesh=, and it takes the one "
-            "in context; or give both the same mesh, of Auto axes"
-        ).with_traceback(errors[0].__traceback__)
-    raise errors[0]
+            f"a shard_map inside this shard_jit has a mesh of its own. {errors[-1]}. Leave out its mesh=, and it takes the one "
+            "in context; or give both the same mesh"
+        ).with_traceback(errors[-1].__traceback__)
+    raise errors[-1]
 
 
-def _shape(x) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+def _traced(flat: Callable[..., Any], leaves: Sequence[Any], context: AbstractMesh):
+    with _jax.use_abstract_mesh(context):
+        return _jax.without_refs(jax.make_jaxpr(flat)(*(shape_of(jax.typeof(x)) for x in leaves)))
+
+
+def _traced_typed(flat, leaves: Sequence[Any], slots: Sequence[Slot], mesh: AbstractMesh, auto: AbstractMesh):
+    with _jax.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(flat)(*(shape_of(jax.typeof(x), _type(x, s, mesh)) for x, s in zip(leaves, slots, strict=True)))
+    with _jax.use_abstract_mesh(auto):
+        return _jax.without_refs(untyped(jaxpr))
+
+
+def _type(x, slot: Slot, mesh: AbstractMesh) -> NamedSharding:
+    """The type of an argument: as in_shardings says, else the one that it has."""
+    given = Sharding(tuple(dim or () for dim in slot.dims)) if slot.dims else explicit_sharding(x)
+    return NamedSharding(mesh, given.spec if given else PartitionSpec())

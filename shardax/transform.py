@@ -21,7 +21,8 @@ from shardax.annotate import bind as bind_annotation
 from shardax.options import Options
 from shardax.processes import check_agreement
 from shardax.sharding import Sharding
-from shardax.trace import abstract_mesh, auto_mesh
+from shardax.trace import abstract_mesh
+from shardax.untyped import auto_mesh
 
 shard_jit_p = Primitive("shard_jit")
 shard_jit_p.multiple_results = True
@@ -74,8 +75,10 @@ def _impl(*args, jaxpr, **params):
 
 
 @functools.partial(jax.jit, static_argnames=("jaxpr", "mesh", "options", "witness"))
-def _jitted(*args, **params):
-    return shard_jit_p.bind(*args, **params)
+def _jitted(*args, jaxpr, **params):
+    if _jax.is_eager(args):  # jax.debug_nans looks for the operation that makes them
+        return jaxpr_as_fun(jaxpr)(*args)
+    return shard_jit_p.bind(*args, jaxpr=jaxpr, **params)
 
 
 def _abstract_eval(*avals, jaxpr, **params):

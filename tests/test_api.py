@@ -133,6 +133,31 @@ class TestMeshes:
             assert jax.typeof(out).sharding.spec == P("y", "x")
             is_on(out + x, EXPLICIT, "y", "x")
 
+    def test_explicit_programs_that_reshard(self):
+        def f(x):
+            y = jax.sharding.reshard(jax.nn.relu(x - 3), P("x", "y"))
+            y = jax.lax.scan(lambda c, _: (jax.sharding.reshard(c * 2, P("x", "y")), None), y, length=3)[0]
+            return jnp.einsum("ab,bc->ac", y, jnp.ones((4, 4)), out_sharding=P("x")), jnp.zeros((8, 4), out_sharding=P("y"))
+
+        with jax.set_mesh(EXPLICIT):
+            x = jax.device_put(A, P("y"))
+            got, expected = sx.shard_jit(f)(x), jax.jit(f)(x)
+            gradient = jax.grad(lambda x: sx.shard_jit(f)(x)[0].sum())(x)
+            wanted = jax.grad(lambda x: f(x)[0].sum())(x)
+        for x, y in zip((*got, gradient), (*expected, wanted), strict=True):
+            np.testing.assert_allclose(x, y)
+        assert [jax.typeof(x).sharding.spec for x in got] == [P("x", None), P("y", None)]
+
+    @EITHER
+    def test_islands_with_a_mesh_of_their_own(self, mesh):
+        def f(x):
+            row = lambda a: a * 2 + jax.lax.axis_index("x").astype(a.dtype)  # noqa: E731
+            return jax.shard_map(row, mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x) + 1
+
+        x = on(mesh, A, "x")
+        np.testing.assert_allclose(sx.shard_jit(f, mesh=mesh)(x), 2 * A + 1 + np.arange(8)[:, None] // 2)
+        np.testing.assert_allclose(sx.shard_jit(f, mesh=mesh, in_shardings=P("x"))(A), 2 * A + 1 + np.arange(8)[:, None] // 2)
+
     def test_explicit_closed_over(self):
         x = on(EXPLICIT, A, "x")
         with jax.set_mesh(EXPLICIT):
