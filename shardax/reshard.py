@@ -588,7 +588,34 @@ RUN: dict[str, Callable] = {
     "reduce_scatter": _run_reduce_scatter,
     "slice": _run_slice,
 }
-REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+
+
+def _extremum(reduce: Callable, kind: str) -> Callable:
+    """Maxima and minima of floats, as of the integers in the same order, where NaN is beyond all others as XLA has it within a
+    device: collectives may lose it."""
+
+    def reduced(x, axes):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return reduce(x, axes)
+        if x.dtype.itemsize == 1:  # some of these have no integer to spare for NaN
+            return reduced(x.astype(jnp.bfloat16), axes).astype(x.dtype)
+        whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+        beyond = np.asarray(whole.max if kind == "max" else whole.min, whole.dtype)
+        bits = lax.select(jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, whole.dtype)))
+        bits = reduce(bits, axes)
+        nan = lax.full(x.shape, np.asarray(np.nan).astype(x.dtype))
+        return lax.select(bits == beyond, nan, lax.bitcast_convert_type(_turned(bits), x.dtype))
+
+    return reduced
+
+
+def _turned(bits):
+    """The bits of floats as integers that grow as those do, and back: the greater a negative float's bits, the less it is."""
+    low = np.asarray(jnp.iinfo(bits.dtype).max, bits.dtype)
+    return lax.select(bits < 0, bits ^ low, bits)
+
+
+REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": _extremum(lax.pmax, "max"), "min": _extremum(lax.pmin, "min")}
 
 
 def identity(kind: str, dtype) -> Any:

@@ -24,6 +24,7 @@ T = ramp(3, 5, 8)
 M = ramp(5, 4, 4) / 16 + 4 * np.eye(4, dtype="float32")  # five well-conditioned matrices
 S = M @ M.swapaxes(1, 2)
 SIZES = np.asarray([[1, 6], [3, 4], [7, 0]])  # of two groups of rows, in three batches
+ODDS = np.where(np.arange(23) % 3, ramp(23), np.float32([np.nan, -0.0, np.inf, 0.0, -np.inf])[np.arange(23) % 5])
 KEY, KEYS = jax.random.key(7), partial(jax.random.split, jax.random.key(3), 5)
 
 
@@ -172,6 +173,13 @@ FAMILIES = {
     "schur": (lambda a: linalg.schur(a), M),
     "select_and_gather_add": (lambda a, t: jax.jvp(_max_pool, (a,), (t,)), T, T[::-1].copy()),
     "select_and_scatter_add": (jax.grad(lambda a: jnp.sum(_max_pool(a) ** 3)), T),
+    "sort, a lone dim": (lambda a, i: [lax.sort(a), lax.sort(i), jnp.argsort(a), lax.sort(i > 1)], ODDS, INTS.ravel()[:23] % 4),
+    "sort, a lone dim, by keys": (
+        lambda a, i: [lax.sort((i, a), num_keys=1), lax.sort((i.astype("bfloat16"), a, a[::-1]), num_keys=2)],
+        ODDS,
+        INTS.ravel()[:23] % 4,
+    ),
+    "sort, the last of all": (lambda a: [lax.sort(a[:, None], dimension=0), lax.sort(a * jnp.nan)], ODDS[:15]),
     "sort": (lambda a, i: [lax.sort(a, dimension=0), lax.sort((a, i), dimension=1, num_keys=1)], X, INTS),
     "svd": (lambda a: linalg.svd(a, full_matrices=False), ramp(5, 4, 3)),
     "svd, values": (lambda a: linalg.svd(a, compute_uv=False), M),

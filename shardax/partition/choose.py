@@ -31,12 +31,13 @@ from shardax.partition.candidates import (
 from shardax.partition.decisions import Decision, Decisions, Move
 from shardax.partition.loops import choose_structured
 from shardax.partition.segments import Segment, segments
-from shardax.sharding import AxisSizes, Layout, Padding, whole
+from shardax.sharding import AxisSizes, Layout, Padding, shard_count, whole
+from shardax.spmd_rules.linalg import MATRIX
 from shardax.spmd_rules.localize import Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, whole_rule
 from shardax.spmd_rules.rule import Factors, tie
 
-_MULTIPLY = ("conv_general_dilated", "dot_general")
+_MULTIPLY = ("conv_general_dilated", "dot_general", "fft", *MATRIX)
 
 
 def choose(graph: Graph, completion: Completion, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
@@ -205,8 +206,8 @@ class Chooser:
         if stay := entry.factors_in_place(factors):
             made = project_all([self.layouts(node.inputs[0])[0]], factors.operands[:1], factors, self.sizes)
             held = sum(f in made and f not in candidate.splits for f in stay)
-        tied = {tie(factor): split.axes for factor, split in candidate.splits.items()}
-        ways = math.prod(self.sizes[a] for axes in tied.values() for a in axes)
+        parts = {tie(f): min(factors.sizes[f], shard_count(s.axes, self.sizes)) for f, s in candidate.splits.items()}
+        ways = math.prod(parts.values())
         return (held, -ways if node.name in _MULTIPLY else 0)
 
     def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:

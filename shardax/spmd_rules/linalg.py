@@ -58,11 +58,11 @@ def tridiagonal_solve(node: Node) -> str:
     return _batched_text(node, len(node.inputs[0].shape) - 1, "n")
 
 
-_MATRIX = """
+MATRIX = """
     cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product tridiagonal
 """.split()
 
-for _name in _MATRIX:
+for _name in MATRIX:
     register_rule(_name, batched(2))
 register_rule("cholesky_update", batched(2))
 register_rule("fft", fft, _fft_local, passes=(LINEAR(0),))
