@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
@@ -368,3 +369,25 @@ def test_known(before, owed, after, owing, sizes, steps):
     shape = (16, 32, 64)[: len(before)]
     path = reshard.plan(layout(before, shape, sizes, owed), layout(after, shape, sizes, owing), shape, 4, sizes)
     assert ("; ".join(f"{s.kind} {','.join(s.axes)}".strip() for s in path.steps) or "nothing") == steps
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fnuz", "int16", "uint8", "bool"]
+)
+def test_extrema_are_those_of_one_device(dtype):
+    """Collectives of XLA's CPU lose NaN; and some floats of eight bits have all integers but one for numbers."""
+    x = np.random.RandomState(0).randn(4, 9).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.floating):
+        greatest = float(jnp.finfo(dtype).max)
+        x[0, :7] = np.array([np.nan, -np.nan, np.inf, -np.inf, -0.0, greatest, -greatest]).astype(dtype)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for kind, reduce in (("max", jnp.max), ("min", jnp.min)):
+        reduced = jax.shard_map(
+            lambda x, kind=kind: reshard.REDUCE[kind](x[0], "x"),
+            mesh=mesh,
+            in_specs=PartitionSpec("x"),
+            out_specs=PartitionSpec(),
+        )
+        got, wanted = jax.jit(reduced)(x), jax.jit(reduce, static_argnums=1)(x, 0)
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(wanted, "float32"))

@@ -205,7 +205,7 @@ ROWS = {
         P("x", "y"),
         [("all_to_all", 3 * ROW // 2)] * 2,
     ),
-    "sort, a lone dim": (jnp.sort, [ramp(1024, dtype="int32")], P(("x", "y")), P(("x", "y")), [("ppermute", 512)] * 6),
+    "sort, a lone dim": (jnp.sort, [ramp(4096, dtype="int32")], P(("x", "y")), P(("x", "y")), [("ppermute", 2048)] * 6),
     "sort, a lone dim of few devices": (jnp.sort, [ramp(1024)], P("x"), P("x"), [("all_gather", 3 * 1024)]),
     "fft": (lambda x: jnp.fft.irfft(jnp.fft.rfft(x)), [X], P(None, "x"), P(None, "x"), [("all_to_all", 3 * ROW)] * 2),
     "cholesky": (
