@@ -18,6 +18,8 @@ ROW = 256
 A, B = ramp(8, 64), ramp(64, 8)
 IMAGE, KERNEL = ramp(2, 16, 16, 4), ramp(3, 3, 4, 8)  # over x: shards of 4 rows, a row of 512 bytes
 FIVE = np.int32(5)
+TOKENS = ramp(8, 64, 32)  # in 8 groups, for 8 experts with 4 places in each group
+EXPERTS, PLACES = np.abs(ramp(8, 64, dtype="int32")) % 8, np.abs(ramp(8, 64, dtype="int32")) // 8 % 4
 SQUARES = ramp(4, 8, 8) / 64 + 4 * np.eye(8, dtype="float32")  # of 256 bytes, well-conditioned
 
 
@@ -39,6 +41,14 @@ def pool(x):
 
 def gradients(f):
     return lambda *args: jax.grad(lambda *args: jnp.sum(f(*args) ** 2), tuple(range(len(args))))(*args)
+
+
+def dispatch(tokens, experts, places):
+    return jnp.zeros((8, 4, 32)).at[experts, places].add(tokens)
+
+
+def combine(buffer, experts, places):
+    return buffer[experts, places]
 
 
 def unused(a, b):
@@ -164,6 +174,28 @@ ROWS = {
         (P("x"), P("x")),
         P("x"),
         [("ppermute", ROW), ("ppermute", 2 * ROW)],
+    ),
+    "experts, one group": (dispatch, [TOKENS[0], EXPERTS[0], PLACES[0]], (P("x"),) * 3, P("x"), [("reduce_scatter", 3 * 1024)]),
+    "experts, many groups": (
+        jax.vmap(dispatch),
+        [TOKENS, EXPERTS, PLACES],
+        (P("x"),) * 3,
+        P(None, "x"),
+        [("all_to_all", 3 * 8 * 4096 // 4 // 4)],
+    ),
+    "experts, combined": (
+        jax.vmap(combine),
+        [ramp(8, 8, 4, 32), EXPERTS, PLACES],
+        (P(None, "x"), P("x"), P("x")),
+        P("x"),
+        [("all_to_all", 3 * 8 * 4096 // 4 // 4)],
+    ),
+    "x.at[i].mul": (
+        lambda i, x: jnp.ones((64, 32)).at[i].mul(x),
+        [EXPERTS.ravel()[:64], TOKENS.reshape(-1, 32)[:64]],
+        (P("x"), P("x")),
+        P("x"),
+        [("all_gather", 3 * 64), ("all_to_all", 3 * 2048 // 4), ("all_to_all", 3 * 2048 // 4)],
     ),
     "moves over several axes": (
         lambda x: x * 2,

@@ -28,7 +28,7 @@ from shardax.partition.candidates import (
     suggest,
     waits,
 )
-from shardax.partition.decisions import Decision, Decisions, Move
+from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
 from shardax.partition.loops import choose_structured
 from shardax.partition.segments import Segment, segments
 from shardax.sharding import AxisSizes, Layout, Padding, shard_count, whole
@@ -67,6 +67,7 @@ class Chooser:
         self.padding = Padding(self.sizes, frozenset(completion.splits()))
         self.stored: dict[Value, Layouts] = {}
         self.equal: dict[Layouts, Layouts] = {}
+        self.anywhere = _made_anywhere(graph)
         self.uses = _count_uses(graph)
         self.memo: dict[tuple, Candidate] = {}
         self.chosen: dict[tuple, _Chosen] = {}
@@ -142,13 +143,15 @@ class Chooser:
     def store_results(self, node: Node, layouts: Sequence[Layout]) -> dict[int, Layout]:
         """Stores results. A pending one with several uses is settled where it is made: its users would each pay again.
 
-        An annotated value is the value itself: it is there in its old layouts too.
+        An annotated value is the value itself: it is there in its old layouts too. What is made of scalars alone, as zeros are,
+        every device can make whole (`MADE_ANYWHERE`).
         """
         settled = {}
         for i, (value, layout) in enumerate(zip(node.outputs, layouts, strict=True)):
             if layout.pending and self.uses[value] > 1:
                 settled[i] = layout = self.destination(value, layout)
-            self.store(value, (layout,))
+            made_whole = [whole(value.shape)] if value in self.anywhere and not layout.pending else []
+            self.store(value, tuple(dict.fromkeys((layout, *made_whole))))
         if annotations.of_node(node):
             others = (x for x in self.layouts(node.inputs[0]) if x != layouts[0] and not x.pending)
             self.store(node.outputs[0], (*self.layouts(node.outputs[0]), *others))
@@ -201,11 +204,11 @@ class Chooser:
         return best
 
     def reluctance(self, node: Node, entry: Entry, candidate: Candidate, factors: Factors) -> tuple[float, ...]:
-        """What counts before bytes: indexed dims stay split in place, and multiplications are split as far as may be."""
+        """What counts before bytes: indexed dims are not gathered, and multiplications are split as far as may be."""
         held = 0
-        if stay := entry.factors_in_place(factors):
+        if (stay := entry.factors_in_place(factors)) and whole(node.inputs[0].shape) not in self.layouts(node.inputs[0]):
             made = project_all([self.layouts(node.inputs[0])[0]], factors.operands[:1], factors, self.sizes)
-            held = sum(f in made and f not in candidate.splits for f in stay)
+            held = sum(not set(made[f].axes) <= set(candidate.operands[0].sharding.axes) for f in stay if f in made)
         parts = {tie(f): min(factors.sizes[f], shard_count(s.axes, self.sizes)) for f, s in candidate.splits.items()}
         ways = math.prod(parts.values())
         return (held, -ways if node.name in _MULTIPLY else 0)
@@ -244,6 +247,15 @@ class Chooser:
             ranges = {tie(f): f for f in factors.sizes}.values()
             flops = 2.0 * math.prod(_local_size(f, factors, candidate.splits, self.sizes) for f in ranges)
         return nbytes * MEMORY_BYTE + flops * FLOP
+
+
+def _made_anywhere(graph: Graph) -> set[Value]:
+    """The values that are made of scalars alone: every device can make any part of them for nothing."""
+    found: set[Value] = set()
+    for node in graph.walk():
+        if node.name in MADE_ANYWHERE and all(v.is_literal or not v.shape or v in found for v in node.inputs):
+            found.update(node.outputs)
+    return found
 
 
 def _count_uses(graph: Graph) -> Counter[Value]:

@@ -8,6 +8,9 @@ from shardax.sharding import AxisSizes, Layout
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors
 
+MADE_ANYWHERE = ("broadcast_in_dim", "convert_element_type", "iota")
+"""What makes of scalars, and of what was made so itself, a value of which every device can make any part for nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Move:

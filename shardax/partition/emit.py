@@ -13,10 +13,11 @@ from jax.extend import source_info_util
 
 from shardax import _jax, annotations, reshard
 from shardax.graph import Node, Value
-from shardax.partition.decisions import Decision, Decisions, Move
+from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
 from shardax.partition.emit_loops import emit_structured
-from shardax.sharding import AxisSizes, Layout, Sharding
+from shardax.sharding import AxisSizes, Layout, Sharding, whole
 from shardax.spmd_rules.localize import run_local
+from shardax.spmd_rules.registry import RULES, Local
 
 Shards = dict[Layout, Any]
 
@@ -89,9 +90,22 @@ class Emitter:
         if value.is_literal:
             return self.moved(value, _literal(value), move, reader)
         shards = self.env[value]
+        if move.source not in shards:
+            shards[move.source] = self.made_whole(self.makers[value])
         if move.target not in shards:
             shards[move.target] = self.moved(value, shards[move.source], move, reader)
         return shards[move.target]
+
+    def made_whole(self, node: Node):
+        """The result of a node that is `MADE_ANYWHERE`, or its annotation, on a device that makes all of it."""
+        if annotations.of_node(node):
+            return self.made_whole(self.makers[node.inputs[0]])
+        assert node.name in MADE_ANYWHERE, node.name
+        scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
+        local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
+        shards = [self.read(v, Move(lay, lay), node) for v, lay in zip(node.inputs, local.operands, strict=True)]
+        entry = RULES[node.name]
+        return run_local(entry, local, entry.factors(node), shards)[0]
 
     def moved(self, value: Value, shard, move: Move, reader: Node | None):
         if move.source == move.target:
