@@ -50,6 +50,11 @@ def dce(jaxpr) -> Any:
     )
 
 
+def dce_open(jaxpr) -> Any:
+    """The same of a jaxpr that may be open, as bodies are."""
+    return dce(jaxpr) if hasattr(jaxpr, "consts") else pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
 def scan_counts(params) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan equation: parameters in 0.10, a tree of them in 0.12."""
     if "num_consts" in params:
@@ -176,6 +181,22 @@ def _with_consts(open_jaxpr, jaxpr):
 def with_eqns(jaxpr, eqns) -> Any:
     """The same jaxpr with other equations."""
     return _with_consts(jaxpr.jaxpr.replace(eqns=eqns), jaxpr)
+
+
+def is_jaxpr(x) -> bool:
+    return isinstance(x, core.Jaxpr | getattr(core, "ClosedJaxpr", core.Jaxpr))
+
+
+def has_bodies(eqn) -> bool:
+    return any(True for _ in core.jaxprs_in_params(eqn.params))
+
+
+def replaced_eqns(jaxpr, eqns) -> Any:
+    """The same jaxpr, closed or open, with as many other equations; the jaxpr itself where none is another."""
+    open_jaxpr = jaxpr.jaxpr if hasattr(jaxpr, "consts") else jaxpr
+    if all(new is old for new, old in zip(eqns, open_jaxpr.eqns, strict=True)):
+        return jaxpr
+    return with_eqns(jaxpr, eqns) if open_jaxpr is not jaxpr else jaxpr.replace(eqns=eqns)
 
 
 def committed_dims(operand, mesh) -> tuple[tuple[str, ...], ...] | None:

@@ -21,6 +21,7 @@ from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit, purpose, reshard_reason
 from shardax.partition.replicated import report_replicated
+from shardax.passes import dead, scopes
 from shardax.rotations import with_rotations
 from shardax.sharding import AxisSizes, Layout, Sharding, at_rest
 
@@ -114,6 +115,8 @@ def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.
     report_replicated(decisions, sizes, strict=options.strict is True, allow=options.allow)
     with timed(phases, "emission"):
         local = _emit(program, decisions, resting, mesh, sizes)
+    with timed(phases, "passes"):
+        local = scopes.named(dead.dropped(local))
     if options.strict or options.max_gather_bytes is not None:
         asked = {note.source for _, note in annotations.among(program.walk())}
         strict.check(collectives(local, sizes), options, asked)

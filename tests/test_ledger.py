@@ -163,6 +163,32 @@ def test_a_while_loop_counts_one_iteration_and_is_marked():
     agrees_with_stablehlo(while_loop, (16, 16))
 
 
+def counted(start, bound, step):
+    def f(v):
+        return lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + step, lax.psum(c[1], "x")), (start, v))[1]
+
+    return f
+
+
+@pytest.mark.parametrize(("loop", "trips"), [((0, 5, 1), 5), ((2, 9, 3), 3), ((4, 4, 1), None), ((9, 2, 1), None)])
+def test_a_while_loop_that_counts_to_a_constant_multiplies(loop, trips):
+    found = ledger(counted(*loop), (16, 16))
+    assert [(c.trips, c.open_loop) for c in found] == ([(trips, False)] if trips else [])
+    agrees_with_stablehlo(counted(*loop), (16, 16))
+
+
+def test_a_while_loop_that_counts_otherwise_is_open():
+    def to_argument(v):
+        return lax.while_loop(lambda c: c[0] < v.size, lambda c: (c[0] * 2, lax.psum(c[1], "x")), (1, v))[1]
+
+    def from_argument(v):
+        return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, lax.psum(c[1], "x")), (v[0, 0].astype(int), v))[1]
+
+    for f in (to_argument, from_argument):
+        assert [c.open_loop for c in ledger(f, (16, 16))] == [True]
+        agrees_with_stablehlo(f, (16, 16))
+
+
 def branches(v):
     def dear(w):
         return lax.psum(w, "x")

@@ -1,4 +1,4 @@
-"""The main job's step compiles for a TPU v5e-8, without a TPU, and XLA's compiled program sends what the plan says.
+"""The main job's step and programs of many kinds compile for a TPU v5e-8, without a TPU, and send what the plans say.
 
 `make test-tpu`. The topology must be asked for before JAX starts, so this file compiles as a program of its own.
 """
@@ -7,10 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from shardax.explain import hlo
 
 ROOT = Path(__file__).parents[1]
 WITHOUT_TPU = {
@@ -22,72 +23,63 @@ WITHOUT_TPU = {
 }
 
 
-def equivalents(kind: str, devices: int, nbytes: int, mark: str):
-    """What the TPU compiler may make of a collective; all that is allowed to differ from the plan."""
-    if kind == "all_gather":
-        yield kind, devices, nbytes // 2, mark  # what feeds only products is gathered as bfloat16, in which they are computed
-        yield "all_reduce", devices, nbytes * devices, mark  # short ones: of the whole, zeros elsewhere
-    if kind == "reduce_scatter":
-        yield "all_reduce", devices, nbytes, mark  # short ones along the minor-most dim, and a slice
-
-
-def normalized(planned: Counter, compiled: Counter) -> tuple[Counter, Counter]:
-    """What only the plan holds and what only the compiled program holds."""
-    only_planned, only_compiled = planned - compiled, compiled - planned
-    for entry in sorted(only_planned):
-        for other in equivalents(*entry):
-            matched = min(only_planned[entry], only_compiled[other])
-            only_planned[entry] -= matched
-            only_compiled[other] -= matched
-    return +only_planned, +only_compiled
-
-
-def test_normalization():
-    planned = Counter({("all_gather", 2, 64, ""): 3, ("reduce_scatter", 4, 32, ""): 1, ("all_reduce", 4, 8, ""): 2})
-    compiled = Counter({("all_gather", 2, 32, ""): 2, ("all_reduce", 4, 32, ""): 1, ("all_reduce", 4, 8, ""): 3})
-    assert normalized(planned, compiled) == ({("all_gather", 2, 64, ""): 1}, {("all_reduce", 4, 8, ""): 1})
-
-
 @pytest.mark.tpu
 @pytest.mark.parametrize("mesh", ["data=4,model=2", "data=8"])
 def test_default_step(mesh):
     pytest.importorskip("libtpu")
-    found = subprocess.run(
-        [sys.executable, __file__, mesh], env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=600
-    )
+    assert compiled_there(mesh) == {"default": [True, [], []]}
+
+
+@pytest.mark.tpu
+def test_programs_of_many_kinds():
+    pytest.importorskip("libtpu")
+    found = compiled_there("programs")
+    assert len(found) >= 20
+    assert found == dict.fromkeys(found, [True, [], []])
+
+
+def compiled_there(what: str) -> dict[str, list]:
+    """Of each program whether the lowered one is as planned, and what only the plan and only the compiled one hold."""
+    command = [sys.executable, __file__, what]
+    found = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=900)
     assert found.returncode == 0, found.stderr[-4000:]
-    planned, lowered, compiled = (
-        Counter({tuple(key): n for key, n in side}) for side in json.loads(found.stdout.splitlines()[-1])
-    )
-    assert planned == lowered
-    assert normalized(planned, compiled) == (Counter(), Counter())
+    *rewritings, result = found.stdout.splitlines()
+    print(*rewritings, sep="\n")
+    return json.loads(result)
 
 
-def main(mesh_text: str) -> None:
-    """Prints what the default step sends on this mesh: by the plan, in StableHLO, in the program compiled for TPU."""
+def main(what: str) -> None:
+    """Prints how XLA rewrote each program for TPU, and last what the listed rewritings do not explain, as JSON.
+
+    `what`: a mesh for the default step, or "programs".
+    """
     from jax.experimental import topologies
 
-    import shardax as sx
-    from models import options
-    from models.gpt2_sharding import BATCH, param_specs
-    from models.job import make_job
-    from models.rules import on_axes
-    from models.steps import State
-    from shardax.explain import hlo
-
-    shape = options.mesh_shape(mesh_text)
     topology = topologies.get_topology_desc("v5e:2x4", "tpu")
-    mesh = topologies.make_mesh(topology, tuple(shape.values()), tuple(shape))
+    found = {}
+    for name, (shape, make) in (programs() if what == "programs" else default_step(what)).items():
+        f, args = make(topologies.make_mesh(topology, tuple(shape.values()), tuple(shape)))
+        planned, lowered = f.plan(*args).collectives, f.lower(*args)
+        exact = hlo.counts(planned) == hlo.counts(hlo.lowered(lowered.compiler_ir()))
+        *left, applied = hlo.normalized(planned, hlo.compiled(lowered.compile().as_text()), "tpu")
+        print(name, dict(applied))
+        found[name] = [exact, *(list(side.items()) for side in left)]
+    print(json.dumps(found))
+
+
+def programs():
+    from tests.ledger_programs import PROGRAMS
+
+    return {name: (program.mesh, program.make) for name, program in PROGRAMS.items()}
+
+
+def default_step(mesh_text: str):
+    from models import options
+    from models.job import make_job
+    from models.trainers import sharded_step
+
     job = make_job(options.parse([]))
-    specs = (State(param_specs(job.state.params, shape), None, None), on_axes(BATCH, shape))
-    step = sx.shard_jit(job.step, mesh=mesh, in_shardings=specs, donate_argnums=0)
-    lowered = step.lower(job.state, job.batch)
-    sides = (
-        step.plan(job.state, job.batch).collectives,
-        hlo.lowered(lowered.compiler_ir()),
-        hlo.compiled(lowered.compile().as_text()),
-    )
-    print(json.dumps([list(hlo.counts(side).items()) for side in sides]))
+    return {"default": (options.mesh_shape(mesh_text), lambda mesh: (sharded_step(job, mesh), (job.state, job.batch)))}
 
 
 if __name__ == "__main__":

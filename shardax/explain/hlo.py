@@ -7,8 +7,8 @@ them comparable with a plan's.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from shardax.explain.ledger import Collective, array_bytes, bytes_sent, other_br
 def lowered(module) -> tuple[Collective, ...]:
     """The collectives of a StableHLO module, `jax.jit(f).lower(...).compiler_ir()`, functions counted at each of their calls.
 
-    A loop of the form `i < constant` is a scan, which counts from 0 by 1; any other loop is open.
+    A loop that counts from a constant by a constant up to one is a scan, or as good as one; any other loop is open.
     """
     return tuple(_Stablehlo(module).function("main"))
 
@@ -31,6 +31,46 @@ def compiled(text: str) -> tuple[Collective, ...]:
     start and done or, as on TPU, once in each of the fusions that it overlaps with, under one `chain_id`.
     """
     return tuple(_instructions(text))
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An instruction of compiled HLO: its opcode, the scopes that it was made in, the lines ("file.py:12"), innermost first."""
+
+    opcode: str
+    scopes: str
+    lines: tuple[str, ...]
+
+
+def operations(text: str) -> Iterator[Operation]:
+    """The instructions of `compiled.as_text()` that say where they come from."""
+    frames = _frames(text)
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(line)
+        scopes = _one(r'op_name="((?:[^"\\]|\\.)*)"', line, "")
+        if match and scopes:
+            lines = tuple(_lines(frames, _one(r"stack_frame_id=(\d+)", line, "")))
+            yield Operation(match["opcode"], scopes.replace("\\'", "'"), lines)
+
+
+def _lines(frames: dict[str, tuple[str, str]], frame: str) -> Iterator[str]:
+    while frame in frames:
+        line, frame = frames[frame]
+        yield line
+
+
+def _frames(text: str) -> dict[str, tuple[str, str]]:
+    """(line, frame around it) of each stack frame, from the tables at the head of the module. XLA counts parents from 1 on,
+    1 for none."""
+    files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
+    places = re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _section(text, "FileLocations"), re.M)
+    located = {place: f"{files[file]}:{line}" for place, file, line in places}
+    frames = re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", _section(text, "StackFrames"), re.M)
+    return {frame: (located[place], str(int(parent) - 1)) for frame, place, parent in frames}
+
+
+def _section(text: str, name: str) -> str:
+    return _one(rf"(?s)\n{name}\n(.*?)\n\n", text, "")
 
 
 def counts(found: Iterable[Collective]) -> Counter:
@@ -45,6 +85,82 @@ def counts(found: Iterable[Collective]) -> Counter:
         for nbytes in [sum(sizes)] if c.kind == "all_to_all" else sizes:  # XLA may write its pieces as operands
             total[c.kind, c.devices, nbytes, mark] += c.trips
     return total
+
+
+Entry = tuple[str, int, int, str]  # as `counts` has them
+
+
+def normalized(planned: Iterable[Collective], compiled: Iterable[Collective], backend: str) -> tuple[Counter, Counter, Counter]:
+    """What only the plan holds, what only the compiled program holds, and how often each listed rewriting explains the rest.
+
+    Loops and branches count once, as in the text of a compiled program.
+
+    Args:
+      planned: the ledger of a plan.
+      compiled: what `compiled` reads.
+      backend: "cpu" or "tpu", whose `REWRITINGS` are allowed.
+    """
+    planned = list(planned)
+    once, there = counts(map(_once, planned)), counts(compiled)
+    only_planned, only_compiled, applied = once - there, there - once, Counter()
+    for words, rewrite in REWRITINGS[backend].items():
+        for c in planned:
+            for entry in counts([_once(c)]):
+                for other in rewrite(entry, c.trips):
+                    n = min(only_planned[entry], only_compiled[other], 1)
+                    only_planned[entry] -= n
+                    only_compiled[other] -= n
+                    applied[words] += n
+    for entry in sorted(+only_planned):
+        if there[entry]:
+            applied[MERGED] += only_planned.pop(entry)
+    return +only_planned, +only_compiled, +applied
+
+
+def _once(c: Collective) -> Collective:
+    return replace(c, trips=1, open_loop=False, other_branch=False)
+
+
+def _half(entry: Entry, trips: int) -> Iterator[Entry]:
+    kind, devices, nbytes, mark = entry
+    if kind in ("all_gather", "all_to_all", "ppermute"):
+        yield kind, devices, nbytes // 2, mark
+
+
+def _gather_as_reduction(entry: Entry, trips: int) -> Iterator[Entry]:
+    kind, devices, nbytes, mark = entry
+    if kind == "all_gather":
+        yield "all_reduce", devices, nbytes * devices, mark
+
+
+def _scatter_as_reduction(entry: Entry, trips: int) -> Iterator[Entry]:
+    kind, devices, nbytes, mark = entry
+    if kind == "reduce_scatter":
+        yield "all_reduce", devices, nbytes, mark
+
+
+def _stacked(entry: Entry, trips: int) -> Iterator[Entry]:
+    kind, devices, nbytes, mark = entry
+    if kind == "all_reduce" and trips > 1:
+        yield kind, devices, nbytes * trips, mark
+
+
+def _widened(entry: Entry, trips: int) -> Iterator[Entry]:
+    kind, devices, nbytes, mark = entry
+    if kind in ("all_reduce", "reduce_scatter"):
+        yield kind, devices, 2 * nbytes, mark
+
+
+MERGED = "equal collectives of equal operands, as recomputation has them, run once"
+REWRITINGS: dict[str, dict[str, Callable[[Entry, int], Iterator[Entry]]]] = {
+    "cpu": {"sums of bfloat16 and float16 are sent as float32": _widened},
+    "tpu": {
+        "what feeds only products moves as bfloat16, in which they are computed": _half,
+        "a short gather is a sum of the whole, zeros elsewhere": _gather_as_reduction,
+        "a short reduce-scatter along the minor-most dim is an all-reduce and a slice": _scatter_as_reduction,
+        "sums that a loop only stacks are one sum of the stack, after it": _stacked,
+    },
+}
 
 
 class _Stablehlo:
@@ -81,7 +197,7 @@ class _Stablehlo:
         return self.regions(op)
 
     def loop(self, op) -> Iterator[Collective]:
-        trips = _trip_count(op.regions[0].blocks[0])
+        trips = _trip_count(op)
         for c in self.regions(op):
             yield replace(c, open_loop=True) if trips is None else replace(c, trips=c.trips * trips)
 
@@ -99,16 +215,35 @@ class _Stablehlo:
         return math.prod(sizes[name] for name in re.findall(r'axis_ref<name = "(\w+)"', str(groups)))
 
 
-def _trip_count(condition) -> int | None:
-    """The constant that the loop counter of a scan is compared with; None for another condition."""
+def _trip_count(loop) -> int | None:
+    """(bound - start) / step of a loop `while i < bound: i += step`, all three constants; None for another."""
+    condition, body = (region.blocks[0] for region in loop.regions)
     ops = [op.operation for op in condition.operations]
     if [op.name.removeprefix("stablehlo.") for op in ops] != ["constant", "compare", "return"]:
         return None
-    constant, compare, _ = ops
-    counter, bound = compare.operands
-    is_less = "LT" in str(compare.attributes["comparison_direction"])
-    is_count = is_less and bound == constant.results[0] and str(counter.type) in ("tensor<i32>", "tensor<i64>")
-    return constant.attributes["value"][0] if is_count else None
+    counter, bound = ops[1].operands
+    if "LT" not in str(ops[1].attributes["comparison_direction"]) or bound != ops[0].results[0]:
+        return None
+    at = list(condition.arguments).index(counter)
+    *_, returned = (op.operation for op in body.operations)
+    start, step = _integer(loop.operands[at]), _added(returned.operands[at], body.arguments[at])
+    return max(0, -(-(_integer(bound) - start) // step)) if start is not None and step else None
+
+
+def _integer(value) -> Any:
+    """The constant that a value is, None where it is none."""
+    owner = getattr(value.owner, "operation", value.owner)
+    if getattr(owner, "name", "") != "stablehlo.constant" or not str(value.type).startswith(("tensor<i", "tensor<ui")):
+        return None
+    return owner.attributes["value"][0]
+
+
+def _added(value, to) -> int | None:
+    """What is added to `to`, where that makes `value`."""
+    owner = getattr(value.owner, "operation", value.owner)
+    if getattr(owner, "name", "") != "stablehlo.add" or owner.operands[0] != to:
+        return None
+    return _integer(owner.operands[1])
 
 
 def _senders(op) -> int:

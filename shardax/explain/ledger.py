@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
@@ -20,7 +21,7 @@ class Collective:
     `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
     `nbytes`: bytes that one device sends each time that it runs (ring algorithms; of a ppermute, a device that sends).
     `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
-    `open_loop`: it stands in a `while`, and `trips` are those of one iteration.
+    `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one iteration.
     `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
     """
 
@@ -98,13 +99,15 @@ def other_branches(branches: Iterable[Iterable]) -> Iterator:
 
 def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     """`line` is that of the innermost equation around this body that has one."""
+    jaxpr = _jax.closed(jaxpr).jaxpr
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name.removesuffix("_start")
         if name in KINDS:
             yield from _read(KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
         elif bodies := list(jaxprs_in_params(eqn.params)):
             here = _jax.user_line(eqn.source_info) or line
-            yield from _BODIES.get(name, _all_once)(eqn.params, [_walk(body, sizes, here) for body in bodies])
+            yield from _BODIES.get(name, _all_once)(eqn, makers, [_walk(body, sizes, here) for body in bodies])
 
 
 def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
@@ -134,21 +137,60 @@ def reason_of(kind: str, name_stack) -> str:
     return scope[1] if scope else ""
 
 
-def _all_once(params, bodies) -> Iterator[Collective]:
+def _all_once(eqn, makers, bodies) -> Iterator[Collective]:
     for body in bodies:
         yield from body
 
 
-def _cond(params, branches) -> Iterator[Collective]:
+def _cond(eqn, makers, branches) -> Iterator[Collective]:
     return other_branches(branches)
 
 
-def _scan(params, bodies) -> Iterator[Collective]:
-    return (replace(c, trips=c.trips * params["length"]) for c in _all_once(params, bodies) if params["length"])
+def _scan(eqn, makers, bodies) -> Iterator[Collective]:
+    length = eqn.params["length"]
+    return (replace(c, trips=c.trips * length) for c in _all_once(eqn, makers, bodies) if length)
 
 
-def _while(params, bodies) -> Iterator[Collective]:
-    return (replace(c, open_loop=True) for c in _all_once(params, bodies))
+def _while(eqn, makers, bodies) -> Iterator[Collective]:
+    trips = counted_trips(eqn, makers)
+    if trips is None:
+        return (replace(c, open_loop=True) for c in _all_once(eqn, makers, bodies))
+    return (replace(c, trips=c.trips * trips) for c in _all_once(eqn, makers, bodies) if trips)
+
+
+def counted_trips(eqn, makers) -> int | None:
+    """How often a `while` runs that counts from a constant by a constant up to one, as `fori_loop` does; else None.
+
+    `makers`: the equations of the variables around it.
+    """
+    cond, body = (_jax.closed(eqn.params[name]).jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+    skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    if [e.primitive.name for e in cond.eqns] != ["lt"] or cond.outvars[0] is not cond.eqns[0].outvars[0]:
+        return None
+    counter, bound = cond.eqns[0].invars
+    if _jax.is_literal(counter) or not _jax.is_literal(bound) or counter not in cond.invars[skip:]:
+        return None
+    at = cond.invars[skip:].index(counter)
+    start, step = _constant(eqn.invars[skip + consts + at], makers), _step(body, consts + at, at)
+    return None if start is None or step is None else max(0, -(-(int(bound.val) - start) // step))
+
+
+def _constant(atom, makers) -> int | None:
+    """An integer that is known, cast at most."""
+    while not _jax.is_literal(atom) and atom in makers and makers[atom].primitive.name == "convert_element_type":
+        atom = makers[atom].invars[0]
+    is_integer = _jax.is_literal(atom) and np.issubdtype(atom.aval.dtype, np.integer)
+    return int(atom.val) if is_integer else None
+
+
+def _step(body, number_in: int, number_out: int) -> int | None:
+    """What a loop's body adds to a carry, where that is a positive constant."""
+    out = body.outvars[number_out]
+    eqn = next((e for e in body.eqns if out in e.outvars and e.primitive.name == "add"), None)
+    if eqn is None or eqn.invars[0] is not body.invars[number_in]:
+        return None
+    step = _constant(eqn.invars[1], {})
+    return step if step is not None and step > 0 else None
 
 
 _BODIES = {"cond": _cond, "scan": _scan, "while": _while}

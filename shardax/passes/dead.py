@@ -1,0 +1,14 @@
+"""Drops from a local program what nothing reads: layouts that an annotation asked for, and no reader took."""
+
+from shardax import _jax
+
+
+def dropped(jaxpr):
+    """The same ClosedJaxpr, dead equations left out of the body of its `shard_map`, whose inputs and results stay."""
+    return _jax.replaced_eqns(jaxpr, [_without_dead(eqn) for eqn in jaxpr.jaxpr.eqns])
+
+
+def _without_dead(eqn):
+    if eqn.primitive.name != "shard_map":
+        return eqn
+    return eqn.replace(params={**eqn.params, "jaxpr": _jax.dce_open(eqn.params["jaxpr"])})
