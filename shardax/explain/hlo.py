@@ -106,7 +106,7 @@ def normalized(planned: Iterable[Collective], compiled: Iterable[Collective], ba
     for words, rewrite in REWRITINGS[backend].items():
         for c in planned:
             for entry in counts([_once(c)]):
-                for other in rewrite(entry, c.trips):
+                for other in rewrite(entry, c):
                     n = min(only_planned[entry], only_compiled[other], 1)
                     only_planned[entry] -= n
                     only_compiled[other] -= n
@@ -121,38 +121,38 @@ def _once(c: Collective) -> Collective:
     return replace(c, trips=1, open_loop=False, other_branch=False)
 
 
-def _half(entry: Entry, trips: int) -> Iterator[Entry]:
+def _half(entry: Entry, c: Collective) -> Iterator[Entry]:
     kind, devices, nbytes, mark = entry
-    if kind in ("all_gather", "all_to_all", "ppermute"):
+    if kind in ("all_gather", "all_to_all", "ppermute") and c.dtype == "float32":
         yield kind, devices, nbytes // 2, mark
 
 
-def _gather_as_reduction(entry: Entry, trips: int) -> Iterator[Entry]:
+def _gather_as_reduction(entry: Entry, c: Collective) -> Iterator[Entry]:
     kind, devices, nbytes, mark = entry
     if kind == "all_gather":
         yield "all_reduce", devices, nbytes * devices, mark
 
 
-def _scatter_as_reduction(entry: Entry, trips: int) -> Iterator[Entry]:
+def _scatter_as_reduction(entry: Entry, c: Collective) -> Iterator[Entry]:
     kind, devices, nbytes, mark = entry
     if kind == "reduce_scatter":
         yield "all_reduce", devices, nbytes, mark
 
 
-def _stacked(entry: Entry, trips: int) -> Iterator[Entry]:
+def _stacked(entry: Entry, c: Collective) -> Iterator[Entry]:
     kind, devices, nbytes, mark = entry
-    if kind == "all_reduce" and trips > 1:
-        yield kind, devices, nbytes * trips, mark
+    if kind == "all_reduce" and c.trips > 1:
+        yield kind, devices, nbytes * c.trips, mark
 
 
-def _widened(entry: Entry, trips: int) -> Iterator[Entry]:
+def _widened(entry: Entry, c: Collective) -> Iterator[Entry]:
     kind, devices, nbytes, mark = entry
-    if kind in ("all_reduce", "reduce_scatter"):
+    if kind in ("all_reduce", "reduce_scatter") and c.dtype in ("bfloat16", "float16"):
         yield kind, devices, 2 * nbytes, mark
 
 
 MERGED = "equal collectives of equal operands, as recomputation has them, run once"
-REWRITINGS: dict[str, dict[str, Callable[[Entry, int], Iterator[Entry]]]] = {
+REWRITINGS: dict[str, dict[str, Callable[[Entry, Collective], Iterator[Entry]]]] = {
     "cpu": {"sums of bfloat16 and float16 are sent as float32": _widened},
     "tpu": {
         "what feeds only products moves as bfloat16, in which they are computed": _half,
