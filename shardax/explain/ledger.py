@@ -133,7 +133,7 @@ def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
 
 def reason_of(kind: str, name_stack) -> str:
     """What stands in brackets in the innermost scope of the form `kind[reason]`; `kind` is a regular expression."""
-    scope = re.search(rf".*(?:^|[/(]){kind}\[(.*)\]", str(name_stack))
+    scope = re.search(rf".*(?:^|[/(]){kind}\[([^/]*)\](?=[/)]|$)", str(name_stack))
     return scope[1] if scope else ""
 
 
