@@ -268,11 +268,11 @@ def test_lowering_and_compiling_add_to_the_phases():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     f = sx.shard_jit(lambda x: jnp.sin(x).sum(), mesh=mesh, in_shardings=P("data"))
     plan, x = f.plan(shape(8, 4)), jnp.ones((8, 4))
-    assert list(plan.phases) == ["trace", "graph", "completion", "choice", "emission"]
+    assert list(plan.phases) == ["trace", "graph", "completion", "choice", "emission", "passes"]
     lowered = f.lower(shape(8, 4))
-    assert list(plan.phases)[5:] == ["lower"]
+    assert list(plan.phases)[6:] == ["lower"]
     compiled = lowered.compile()
-    assert list(plan.phases)[6:] == ["XLA"] and min(plan.phases.values()) > 0
+    assert list(plan.phases)[7:] == ["XLA"] and min(plan.phases.values()) > 0
     assert compiled(jax.device_put(x, compiled.input_shardings[0][0])) == f(x)
     assert "XLA" in plan.text().splitlines()[-1] or "XLA" in plan.text().splitlines()[-2]
 
