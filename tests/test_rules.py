@@ -11,7 +11,9 @@ import pytest
 from jax import lax
 from jax.extend.random import threefry2x32_p
 from jax.lax import linalg
+from jax.sharding import PartitionSpec as P
 
+import shardax as sx
 from shardax.check import check_rule, missing_claims, ramp
 from shardax.spmd_rules import random
 from shardax.spmd_rules.registry import LINEAR, MOVES, RULES, Entry
@@ -309,3 +311,11 @@ def test_the_checker_finds_missing_claims(name, monkeypatch):
     rule, f, args, claims = MISSING[name]
     monkeypatch.setitem(RULES, name, Entry(name, rule))
     assert [found.split(": ")[1] for found in missing_claims(f, *args, only=name)] == claims
+
+
+def test_an_fft_whose_dims_lie_in_another_order():
+    """XLA's CPU aborts on it, where the layout of an FFT's operand is that of what stands beside it."""
+    mesh = jax.make_mesh((3, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:6])
+    step = sx.shard_jit(lambda x: jnp.fft.ifft(sx.annotate(x, P("x"))).real, mesh=mesh)
+    x = ramp(8, 2)
+    np.testing.assert_allclose(jax.vmap(step, -1, -1)(x), np.fft.ifft(x, axis=0).real, atol=1e-5)

@@ -40,10 +40,16 @@ def fft(node: Node) -> str:
 
 
 def _fft_local(local: Local, shard):
-    """With one batch dim, in front: XLA's CPU aborts on an FFT whose result is then gathered along another one."""
+    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims lie in another order in
+    memory, as a transpose or a gather beside it may ask for."""
     batch = shard.shape[: shard.ndim - len(local.params["fft_lengths"])]
-    (result,) = local.bind(lax.reshape(shard, (math.prod(batch), *shard.shape[len(batch) :])))
-    return [lax.reshape(result, (*batch, *result.shape[1:]))]
+    rows = (math.prod(batch), *shard.shape[len(batch) :])
+    (result,) = local.bind(lax.reshape(_flat(shard), rows))
+    return [lax.reshape(_flat(result), (*batch, *result.shape[1:]))]
+
+
+def _flat(x):
+    return lax.optimization_barrier(lax.reshape(x, (x.size,)))
 
 
 def triangular_solve(node: Node) -> str:
