@@ -199,6 +199,21 @@ def replaced_eqns(jaxpr, eqns) -> Any:
     return with_eqns(jaxpr, eqns) if open_jaxpr is not jaxpr else jaxpr.replace(eqns=eqns)
 
 
+def under_local_mesh(param) -> Any:
+    """A parameter that is a jaxpr, its equations as if traced under the mesh in context; any other as it is.
+
+    A kernel that is traced outside of a shard_map remembers the mesh there, and cannot be evaluated inside.
+    """
+    return replaced_eqns(param, list(map(_under_local_mesh, param.eqns))) if is_jaxpr(param) else param
+
+
+def _under_local_mesh(eqn):
+    here = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(here):
+        ctx = core.JaxprEqnContext()
+    return eqn.replace(ctx=ctx, params={name: under_local_mesh(p) for name, p in eqn.params.items()})
+
+
 def committed_dims(operand, mesh) -> tuple[tuple[str, ...], ...] | None:
     """Where a lowered value is an argument of the program, committed to a sharding of `mesh`: the axes of each dim.
 

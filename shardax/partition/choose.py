@@ -34,7 +34,7 @@ from shardax.partition.segments import Segment, segments
 from shardax.sharding import AxisSizes, Layout, Padding, shard_count, whole
 from shardax.spmd_rules.linalg import MATRIX
 from shardax.spmd_rules.localize import Splits
-from shardax.spmd_rules.registry import RULES, Entry, Local, whole_rule
+from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
 from shardax.spmd_rules.rule import Factors, tie
 
 _MULTIPLY = ("conv_general_dilated", "dot_general", "fft", *MATRIX)
@@ -99,7 +99,7 @@ class Chooser:
     def node(self, node: Node) -> Decision:
         if node.bodies:
             return choose_structured(self, node)
-        entry = RULES.get(node.name) or Entry(node.name, whole_rule)
+        entry = RULES.get(node.name) or Entry(node.name, whole_rule, run_whole)
         factors = self.kinds.of(node)[0].factors or entry.factors(node)
         best = self.best(node, entry, factors)
         moves = tuple(self.move(v, t) for v, t in zip(node.inputs, best.operands, strict=True))

@@ -50,11 +50,18 @@ def _report(node: Node, nbytes: float, strict: bool) -> None:
     text = (
         f"{node.name} at {node.line or 'an unknown line'} has no sharding rule: it runs replicated, "
         f"each device sends {nbytes:,.0f} bytes to gather its operands. "
-        f"Register one, shardax.register_rule({node.name!r}, ...), or allow it: Options(allow=({node.name!r},))"
+        f"{_way_out(node.name)}, or allow it: Options(allow=({node.name!r},))"
     )
     if strict:
         raise ValueError(f"Options(strict=True): {text}")
     warnings.warn(text, stacklevel=2)
+
+
+def _way_out(name: str) -> str:
+    """A kernel's equation holds the sizes of its operands, so it is the function around it that can have a rule."""
+    if name in ("ffi_call", "pallas_call"):
+        return "Put the function that calls it under shardax.partition_as(rule)"
+    return f"Register one, shardax.register_rule({name!r}, ...)"
 
 
 def replicated(decisions: Decisions, completion: Completion) -> Iterator[tuple[Node, float]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jax import lax
 
+from shardax import _jax
 from shardax.graph import Node
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.rule import Factors, bind, parse
@@ -197,3 +198,9 @@ def whole_rule(node: Node) -> str:
         ", ".join(" ".join(next(names) for _ in shape) for shape in shapes) for shapes in (node.in_shapes, node.out_shapes)
     ]
     return " -> ".join(sides)
+
+
+def run_whole(local: Local, *operands):
+    """The lowering of a primitive that has none: as it is, a kernel in its parameters as if traced here."""
+    jaxprs = {name: _jax.under_local_mesh(p) for name, p in local.params.items() if _jax.is_jaxpr(p)}
+    return local.bind(*operands, **jaxprs)

@@ -186,13 +186,20 @@ def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
     return Factors(operands, results, MappingProxyType(sizes), MappingProxyType(kinds))
 
 
+def _dim_text(dim) -> str:
+    """A parsed dim as it was typed, marks aside."""
+    if dim == "...":
+        return dim
+    return dim[0] if len(dim) == 1 else f"({' '.join(dim)})" if dim else "1"
+
+
 def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
     if "..." in tensor:
         at = tensor.index("...")
         count = len(shape) - (len(tensor) - 1)
         tensor = tensor[:at] + tuple((f"_{i}",) for i in range(max(count, 0))) + tensor[at + 1 :]
     if len(tensor) != len(shape):
-        raise _complain(text, " ".join(map(str, tensor)), f"it names {len(tensor)} dims, the shape is {shape}")
+        raise _complain(text, " ".join(map(_dim_text, tensor)), f"it names {len(tensor)} dims, the shape is {shape}")
     return tuple((f"{dim[0]}{n}",) if dim and dim[0][-1] == "~" else dim for dim, n in zip(tensor, shape, strict=True))
 
 
