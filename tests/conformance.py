@@ -7,7 +7,7 @@ by primitive, and fails where a case is wrong or refused, or a primitive is repl
     wrong       some result is not
     refused     shard_jit raised
     replicated  some primitive gathered an operand over an axis that then split nothing: its devices did all the same
-                (`partition.replicated`; gathers too small to be worth the start of another collective do not count)
+                (`partition.replicated`; gathers that cost less than the starts of four collectives do not count)
     sent        bytes that one device sends, all cases together
 
 The last line names those primitives, which need not be the one that a case is about, each with the bytes that it gathered.
@@ -55,6 +55,7 @@ _ONE_MATRIX = "one matrix, no batch to split: it is gathered once, and every dev
 MEANT = {  # the primitives that may be replicated, at most ten, each with why
     **dict.fromkeys("cholesky eig eigh lu qr svd triangular_solve tridiagonal_solve".split(), _ONE_MATRIX),
     "fft": "one transform, no other dim to split: it is gathered once",
+    "sort": "one dim alone: on few devices a sorting network sends more than a gather",
 }
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

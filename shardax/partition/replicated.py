@@ -12,6 +12,8 @@ from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Axes, AxisSizes, shard_count
 from shardax.spmd_rules.registry import RULES
 
+FEW = 4  # collectives: axes moved away and back, or pieces of a halo
+
 
 def report_replicated(decisions: Decisions, sizes: AxisSizes, strict: bool, allow: Sequence[str] = ()) -> None:
     """Warns of every primitive that has no rule, unless a pattern of `allow` names it or its line.
@@ -69,7 +71,7 @@ def replicated(decisions: Decisions, completion: Completion) -> Iterator[tuple[N
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
     replication to gather no more than the results come to, where all these devices want them anyway, nor to gather what is
-    less than the start of a collective that would move it costs.
+    less than the starts of the few collectives cost that would have to move it instead.
     """
     sizes = completion.sizes
     for node, decision in decisions.pairs():
@@ -79,7 +81,7 @@ def replicated(decisions: Decisions, completion: Completion) -> Iterator[tuple[N
         gathers = [] if decision.bodies or annotations.of_node(node) else list(_gathers(node, decision, sizes))
         nbytes = sum(step.nbytes for step in gathers if not used.issuperset(step.axes))
         axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))
-        if nbytes > COLLECTIVE + sum(_gathered_anyway(v, completion, axes) for v in node.outputs):
+        if nbytes > FEW * COLLECTIVE + sum(_gathered_anyway(v, completion, axes) for v in node.outputs):
             yield node, nbytes
 
 
