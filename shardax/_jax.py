@@ -4,6 +4,7 @@ Each entry says why the public API does not do. Generations covered: 0.10 (Pytho
 """
 
 import inspect
+import math
 import os
 import sysconfig
 import time
@@ -214,8 +215,28 @@ def _under_local_mesh(eqn):
     return eqn.replace(ctx=ctx, params={name: under_local_mesh(p) for name, p in eqn.params.items()})
 
 
-def committed_dims(operand, mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Where a lowered value is an argument of the program, committed to a sharding of `mesh`: the axes of each dim.
+def map_eqns(jaxpr, change) -> Any:
+    """The jaxpr with every equation, those of jaxprs in parameters first, as `change` returns it."""
+    eqns = [change(_with_bodies(eqn, change)) for eqn in jaxpr.eqns]
+    return replaced_eqns(jaxpr, eqns)
+
+
+def _with_bodies(eqn, change):
+    new = {name: _mapped(value, change) for name, value in eqn.params.items()}
+    changed = any(new[name] is not value for name, value in eqn.params.items())
+    return eqn.replace(params=new) if changed else eqn
+
+
+def _mapped(value, change):
+    if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+        new = tuple(_mapped(v, change) for v in value)
+        return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+    return map_eqns(value, change) if is_jaxpr(value) else value
+
+
+def committed_dims(operand, device_count: int) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, ...], ...]] | None:
+    """Where a lowered value is an argument of the program, committed to a mesh of all devices: that mesh's axes, and the axes
+    of each dim.
 
     jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it.
     """
@@ -225,23 +246,20 @@ def committed_dims(operand, mesh) -> tuple[tuple[str, ...], ...] | None:
     if function.operation.name != "func.func" or "arg_attrs" not in function.operation.attributes:
         return None
     attributes = function.operation.attributes["arg_attrs"][operand.arg_number]  # type: ignore[index]
-    return _sdy_dims(attributes["sdy.sharding"], mesh) if "sdy.sharding" in attributes else None
+    return _sdy_dims(attributes["sdy.sharding"], device_count) if "sdy.sharding" in attributes else None
 
 
-def _sdy_dims(attribute, mesh) -> tuple[tuple[str, ...], ...] | None:
-    """The axes of each dim, None where they are not whole axes of `mesh`."""
+def _sdy_dims(attribute, device_count: int):
+    """None where the mesh is another number of devices, or dims have not whole axes of it."""
     sharding = sdy.TensorShardingAttr(attribute)
-    if str(sharding.mesh_or_ref) != _sdy_mesh(mesh):
-        return None
+    if not sdy.MeshAttr.isinstance(sharding.mesh_or_ref):
+        return None  # while jax.jit lowers arguments, meshes are no symbols of the module yet
+    mesh = sdy.MeshAttr(sharding.mesh_or_ref)
+    axes = tuple((axis.name, axis.size) for axis in map(sdy.MeshAxisAttr, mesh.axes))
     dims = [[sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in sharding.dimension_shardings]
-    if any(axis.sub_axis_info is not None for dim in dims for axis in dim):
+    if any(axis.sub_axis_info is not None for dim in dims for axis in dim) or math.prod(n for _, n in axes) != device_count:
         return None
-    return tuple(tuple(axis.name for axis in dim) for dim in dims)
-
-
-def _sdy_mesh(mesh) -> str:
-    """How the mesh of an argument prints while jax.jit lowers it, before meshes become symbols of the module."""
-    return "#sdy.mesh<[" + ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items()) + "]>"
+    return axes, tuple(tuple(axis.name for axis in dim) for dim in dims)
 
 
 def with_cache_miss(jitted, miss) -> Any:

@@ -42,15 +42,18 @@ def replicate(x):
 
 annotate_p = Primitive("annotate")
 """annotate x: the value x, with `dims`, per dim the axes that split it, or None where it is open (UNCONSTRAINED), and
-`source`, the words in which messages name the annotation, such as "in_shardings[0]['params']". Where `like` is not None, the
-value is a result that succeeds the donated argument of that index among the program's inputs, and rests as that does."""
+`source`, the words in which messages name the annotation, such as "in_shardings[0]['params']". The axes are those of `mesh`;
+None is the program's. Where `like` is not None, the value is a result that succeeds the donated argument of that index among
+the program's inputs, and rests as that does."""
 
 SAVED = "what the forward part saved"
 """The `source` of annotations on residuals, between two programs; where both become part of one program, they say nothing."""
 
 
 def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> Dims | None:
-    """The dims that a spec gives to an array, None where it says nothing. `what` names both in messages.
+    """The dims that a spec gives to an array, in the axes of its own mesh where it has one; None where it says nothing.
+
+    `what` names both in messages. ValueError where they do not fit, or the spec's mesh has other devices than `mesh`.
 
     >>> dims_of(PartitionSpec("x", PartitionSpec.UNCONSTRAINED), (8, 4, 2), AbstractMesh((4,), ("x",)), "a")
     (('x',), None, ())
@@ -59,8 +62,8 @@ def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) 
     if spec is None or spec is PartitionSpec.UNCONSTRAINED:
         return None
     if isinstance(spec, NamedSharding):
-        _check_same_devices(spec, mesh, what)
-        spec = spec.spec
+        check_devices(spec.mesh, spec.spec, mesh, f"{what} is given a NamedSharding")
+        spec, mesh = spec.spec, spec.mesh
     if not isinstance(spec, PartitionSpec):
         raise ValueError(f"{what}: {spec!r} is no sharding; give a PartitionSpec, a NamedSharding or None")
     dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
@@ -134,14 +137,14 @@ def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: M
             raise ValueError(f"{what}, which uses axis {axis!r} twice: an axis splits at most one dim, drop one of its uses")
 
 
-def _check_same_devices(sharding: NamedSharding, mesh: Mesh | AbstractMesh, what: str) -> None:
-    known = _devices(sharding.mesh), _devices(mesh)
-    if sharding.mesh.shape == mesh.shape and (None in known or known[0] == known[1]):
+def check_devices(own: Mesh | AbstractMesh, spec: PartitionSpec, mesh: Mesh | AbstractMesh, what: str, where: str = "") -> None:
+    """Raises ValueError where `own`, the mesh of a spec, has other devices than the program's, which `where` says who named."""
+    known = _devices(own), _devices(mesh)
+    if own.size == mesh.size and (None in known or set(known[0]) == set(known[1])):  # type: ignore[arg-type]
         return
     raise ValueError(
-        f"{what} is given a NamedSharding on the mesh ({describe(sharding.mesh)}) of devices {_ids(sharding.mesh)}, but the "
-        f"program's mesh is ({describe(mesh)}) of devices {_ids(mesh)}: give its spec {_text(sharding.spec)} alone, or build "
-        "it on the program's mesh"
+        f"{what} on the mesh ({describe(own)}) of devices {_ids(own)}, but the program's mesh{where} is ({describe(mesh)}) of "
+        f"devices {_ids(mesh)}: give its spec {_text(spec)} alone, or build it on the program's mesh"
     )
 
 
@@ -167,7 +170,7 @@ def _record(x, spec, what: str):
     if mesh is None:
         raise ValueError(_no_mesh(what))
     dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
-    return x if dims is None else bind(x, dims, "annotate")
+    return x if dims is None else bind(x, dims, "annotate", mesh=own_mesh(spec))
 
 
 def _put(x, spec, what: str):
@@ -188,28 +191,43 @@ def _closed(dims: Dims | None) -> PartitionSpec:
     return PartitionSpec(*(dim or None for dim in dims or ()))
 
 
-def bind(x, dims: Dims, source: str, like: int | None = None):
+def own_mesh(spec) -> Mesh | AbstractMesh | None:
+    """The mesh that a spec brings with it."""
+    return spec.mesh if isinstance(spec, NamedSharding) else None
+
+
+def bind(x, dims: Dims, source: str, like: int | None = None, mesh: Mesh | AbstractMesh | None = None):
     """The equation itself."""
-    return annotate_p.bind(x, dims=dims, source=source, like=like)
+    return annotate_p.bind(x, dims=dims, source=source, like=like, mesh=mesh)
 
 
-def _transpose(ct, x, *, dims, source, like):
-    return [ct if type(ct) is ad.Zero else bind(ct, dims, source)]
+def _transpose(ct, x, *, dims, source, like, mesh):
+    return [ct if type(ct) is ad.Zero else bind(ct, dims, source, mesh=mesh)]
 
 
-def _jvp(primals, tangents, *, dims, source, like):
+def _jvp(primals, tangents, *, dims, source, like, mesh):
     (x,), (t,) = primals, tangents
-    return bind(x, dims, source, like), t if type(t) is ad.Zero else bind(t, dims, source)
+    return bind(x, dims, source, like, mesh), t if type(t) is ad.Zero else bind(t, dims, source, mesh=mesh)
 
 
-def _batch(axis_data, args, batch_dims, *, dims, source, like):
-    """The new dim is split over vmap's spmd_axis_name, and open without one."""
+def _batch(axis_data, args, batch_dims, *, dims, source, like, mesh):
+    """The new dim is split over vmap's spmd_axis_name, an axis of the same mesh, and open without one."""
     (x,), (d,) = args, batch_dims
     if d is None:
-        return bind(x, dims, source, like), d
+        return bind(x, dims, source, like, mesh), d
     name = axis_data.spmd_name
     new = None if name is None else entry_axes(name)
-    return bind(x, (*dims[:d], new, *dims[d:]), source, like), d
+    _check_has(mesh, new or (), source)
+    return bind(x, (*dims[:d], new, *dims[d:]), source, like, mesh), d
+
+
+def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> None:
+    for axis in axes:
+        if mesh is not None and axis not in mesh.shape:
+            raise ValueError(
+                f"{source} is on the mesh ({describe(mesh)}), which has no axis {axis!r}, but vmap's spmd_axis_name splits the "
+                "new dim over it: name an axis of that mesh, or annotate with the program's"
+            )
 
 
 annotate_p.def_impl(lambda x, **params: x)

@@ -2,20 +2,26 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardax import _jax
 from shardax.graph import Node
-from shardax.sharding import Axes, AxisSizes, entry_axes
+from shardax.refinement import UserMesh
+from shardax.sharding import Axes, entry_axes
 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Per dim the axes, or None where it is open; the words that messages use; the input that a result succeeds."""
+    """Per dim the axes, or None where it is open; the words that messages use; the input that a result succeeds; the mesh whose
+    axes they are, None for the program's; where all axes are the program's, the mesh that the user named, if another."""
 
     dims: tuple[Axes | None, ...]
     source: str
     like: int | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    on: UserMesh | None = None
 
 
 def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
@@ -29,32 +35,45 @@ def of_node(node: Node) -> Annotation | None:
     """What a node says about its result, None if it is not an annotation."""
     if node.name == "annotate":
         like = None if node.callers else node.params["like"]  # an inlined program's inputs are not this one's
-        return Annotation(node.params["dims"], node.params["source"], like)
+        return Annotation(node.params["dims"], node.params["source"], like, node.params["mesh"], node.params.get("on"))
     if node.name == "sharding_constraint" or node.name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
-        return _of_spec(node.params[_SHARDING_PARAM[node.name]].spec, _NAMES[node.name], node)
+        sharding, rank = node.params[_SHARDING_PARAM[node.name]], len(node.outputs[0].shape)
+        return _of_sharding(sharding, _NAMES[node.name], rank, node.line)
     return None
 
 
-def check_meshes(nodes: Iterable[Node], sizes: AxisSizes) -> None:
-    """Whether JAX's own annotations are on the program's mesh.
+def shardings_of(eqn) -> Iterator[NamedSharding]:
+    """The shardings that an equation of JAX's own brings with it, each with its mesh."""
+    for name in ("sharding", "dst_sharding", "in_shardings", "out_shardings"):
+        given = eqn.params.get(name)
+        for sharding in given if isinstance(given, tuple) else (given,):
+            if isinstance(sharding, NamedSharding):
+                yield sharding
 
-    Raises:
-      ValueError: one names axes of another.
-    """
-    for node in nodes:
-        sharding = node.params.get(_SHARDING_PARAM.get(node.name, ""))
-        if sharding is not None and any(map(entry_axes, sharding.spec)) and dict(sharding.mesh.shape) != dict(sizes):
-            theirs, ours = (", ".join(f"{a}={n}" for a, n in shape.items()) for shape in (sharding.mesh.shape, sizes))
-            raise ValueError(
-                f"{_NAMES[node.name]} at {node.line or 'an unknown line'} asks for {sharding.spec} on the mesh ({theirs}), "
-                f"but the program's mesh is ({ours}): name axes of that mesh. Programs on several meshes are not supported yet"
-            )
+
+def meshes_of(eqn) -> Iterator[Mesh | AbstractMesh]:
+    """The meshes whose axes an equation names: for its own annotation or, a jit or shard_jit, for those in it."""
+    if eqn.primitive.name in ("annotate", "shard_jit") and eqn.params["mesh"] is not None:
+        yield eqn.params["mesh"]
+    yield from (sharding.mesh for sharding in shardings_of(eqn) if any(map(entry_axes, sharding.spec)))
+
+
+def name_of(eqn) -> str:
+    """What the user calls it."""
+    return _NAMES.get(eqn.primitive.name) or eqn.primitive.name
+
+
+def as_annotation(eqn) -> dict[str, Any]:
+    """The parameters of the `annotate` that says the same as a with_sharding_constraint or reshard."""
+    name, rank = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
+    given = _of_sharding(eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info))
+    return {"dims": given.dims, "source": given.source, "like": None, "mesh": given.mesh}
 
 
 _SHARDING_PARAM = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 _NAMES = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard"}
 
 
-def _of_spec(spec: PartitionSpec, name: str, node: Node) -> Annotation:
-    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
-    return Annotation(dims + ((),) * (len(node.outputs[0].shape) - len(dims)), f"{name} at {node.line}")
+def _of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
+    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec)
+    return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", mesh=sharding.mesh)

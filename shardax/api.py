@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from shardax import _jax, transform
+from shardax import _jax, meshes, transform
 from shardax.annotate import describe, flatten
 from shardax.explain.lines import line_text
 from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options
 from shardax.program import Program
-from shardax.sharding import Sharding, at_rest, from_spec
+from shardax.refinement import Placement
+from shardax.sharding import Sharding, from_spec
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
 from shardax.untyped import auto_mesh, explicit_sharding
 
@@ -75,8 +76,9 @@ def shard_jit(
         )
     static = _jax.infer_names(fun, static_argnums, static_argnames)
     donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
-    wanted = mesh or _mesh_of(in_shardings) or _mesh_of(out_shardings)
-    function = _Function(fun, wanted, in_shardings, out_shardings, static, donated, tuple(transforms), options)
+    named = {"mesh=": mesh, "in_shardings": _mesh_of(in_shardings), "out_shardings": _mesh_of(out_shardings)}
+    by, wanted = next(((f", named by {by} of shard_jit,", m) for by, m in named.items() if m is not None), ("", None))
+    function = _Function(fun, wanted, by, in_shardings, out_shardings, static, donated, tuple(transforms), options)
     return ShardJit(function)
 
 
@@ -115,7 +117,7 @@ class ShardJit:
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
         """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it. Both add to its plan's phases."""
-        lowered = self._stage(attrgetter("lower"), args, kwargs)
+        lowered = self._stage(lambda jitted: self._told(jitted, args, kwargs).lower, args, kwargs)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return lowered
         eqn, mesh, leaves = self._traced(self._stage(attrgetter("trace"), args, kwargs), args, kwargs)
@@ -146,13 +148,27 @@ class ShardJit:
     def _miss(self, /, *args, **kwargs):
         """A call whose like has not been compiled. All that is ours happens here, the following calls are `jax.jit`'s."""
         self._function.check_devices(args, kwargs)
-        return self._stage(_jax.cache_miss, args, kwargs)
+        return self._stage(lambda jitted: _jax.cache_miss(self._told(jitted, args, kwargs)), args, kwargs)
 
     def _stage(self, stage_of: Callable[[Any], Callable[..., Any]], args, kwargs):
         try:
             return stage_of(self._jit_for(args, kwargs))(*args, **kwargs)
         except Exception as error:
             self._function.explain(error, args, kwargs)
+
+    def _told(self, jitted, args, kwargs):
+        """The jax.jit function that is told where each result lies, if there are several meshes: JAX would name one for all."""
+        if not _jax.is_eager((args, kwargs)) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return jitted
+        eqn, mesh, leaves = self._traced(jitted.trace(*args, **kwargs), args, kwargs)
+        if not meshes.others(eqn.params["jaxpr"], eqn.params["mesh"]) or isinstance(mesh, AbstractMesh):
+            return jitted
+        out_shardings = tuple(placement.on(mesh) for placement in _built(eqn, mesh, leaves).results)
+        structure = jax.tree.structure(jitted.eval_shape(*args, **kwargs))
+        key = (mesh, structure, out_shardings)
+        if key not in self._jits:
+            self._jits[key] = self._function.jitted(mesh, structure.unflatten(out_shardings))
+        return self._jits[key]
 
     def _traced(self, traced: jax.stages.Traced, args, kwargs) -> tuple[Any, Mesh | AbstractMesh, list[Any]]:
         """The equation of the traced program, its mesh, and the leaves of the arguments."""
@@ -176,6 +192,7 @@ class _Function:
 
     fun: Callable[..., Any]
     mesh: Mesh | AbstractMesh | None
+    mesh_named_by: str
     in_shardings: Any
     out_shardings: Any
     static: tuple[tuple[int, ...], tuple[str, ...]]
@@ -197,7 +214,7 @@ class _Function:
         name = getattr(fun, "__name__", type(fun).__name__)
         return f"{name} at {line_text(f'{code.co_filename}:{code.co_firstlineno}')}" if code else name
 
-    def jitted(self, found: Mesh | AbstractMesh | None):
+    def jitted(self, found: Mesh | AbstractMesh | None, out_shardings: Any = None):
         """The jax.jit of it. `found` is the mesh of the arguments, where nothing else gives one."""
 
         @functools.wraps(self.fun)
@@ -208,6 +225,7 @@ class _Function:
             self._check_not_manual(mesh)
             return self._run(mesh, args, kwargs)
 
+        named = {} if out_shardings is None else {"out_shardings": out_shardings}
         (static_argnums, static_argnames), (donate_argnums, donate_argnames) = self.static, self.donated
         return jax.jit(
             run,
@@ -215,6 +233,7 @@ class _Function:
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
+            **named,
         )
 
     def known_mesh(self) -> Mesh | AbstractMesh | None:
@@ -252,7 +271,7 @@ class _Function:
             outs = transform.bind(untyped, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
             built = transform.build(jaxpr, tuple(map(explicit_sharding, inputs)), mesh, self.options)
-            outs = [reshard(x, NamedSharding(mesh, s.spec)) for x, s in zip(outs, built.out_shardings, strict=True)]
+            outs = [reshard(x, placement.on(mesh)) for x, placement in zip(outs, built.results, strict=True)]
         return traced.out_tree.unflatten(outs)
 
     def guarded(self, jitted):
@@ -295,6 +314,7 @@ class _Function:
             mesh=mesh,
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
+            named_by=self.mesh_named_by,
         )
 
     def dynamic_names(self, count: int) -> tuple[str, ...]:
@@ -426,7 +446,7 @@ def _untyped(x, always: bool):
 def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Program:
     """The program of the equation of a traced function, for arguments that are committed or not."""
     jaxpr = eqn.params["jaxpr"]
-    given = (*(_committed(x, mesh) for x in leaves), *[None] * (len(jaxpr.in_avals) - len(leaves)))
+    given = (*(transform.committed(x, mesh) for x in leaves), *[None] * (len(jaxpr.in_avals) - len(leaves)))
     return transform.build(jaxpr, given, mesh, eqn.params["options"])
 
 
@@ -435,8 +455,8 @@ def _plan(
 ) -> Plan:
     built = _built(eqn, mesh, leaves)
     structure = jax.tree.structure(traced.args_info)
-    args, kwargs = structure.unflatten([NamedSharding(mesh, s.spec) for s in built.in_shardings[: len(leaves)]])
-    outs = jax.tree.structure(traced.out_info).unflatten([NamedSharding(mesh, s.spec) for s in built.out_shardings])
+    args, kwargs = structure.unflatten([placement.on(mesh) for placement in built.arguments[: len(leaves)]])
+    outs = jax.tree.structure(traced.out_info).unflatten([placement.on(mesh) for placement in built.results])
     plan = Plan(
         mesh,
         eqn.params["jaxpr"],
@@ -450,20 +470,13 @@ def _plan(
         names=names,
         donated=frozenset(i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated),
         closed_over=_jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :]),
+        refinement=built.refinement,
     )
     arguments = _moved("argument", plan.arguments(), built.uneven_inputs())
     return replace(plan, at_rest=(*arguments, *_moved("result", plan.results(), built.uneven_outputs())))
 
 
-def _moved(side: str, places: Iterable[Placed], annotated: Iterable[tuple[int, Sharding, str]]) -> tuple[AtRest, ...]:
-    places, given = list(places), {i: (sharding, reason) for i, sharding, reason in annotated}
+def _moved(side: str, places: Iterable[Placed], annotated: Iterable[tuple[int, Placement, str]]) -> tuple[AtRest, ...]:
+    places, given = list(places), {i: (wanted.sharding, reason) for i, wanted, reason in annotated}
     wanted, reasons = zip(*(given.get(i, (None, "")) for i in range(len(places))), strict=True) if places else ((), ())
     return moved(side, places, wanted, reasons)
-
-
-def _committed(x, mesh: Mesh | AbstractMesh) -> Sharding | None:
-    """The sharding in which an argument is committed to the mesh, None where it is not."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape or not getattr(x, "committed", True):
-        return None
-    return at_rest(from_spec(sharding.spec, len(x.shape)), x.shape, mesh.shape)  # an abstract one may name any

@@ -193,7 +193,7 @@ def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
-    params = {"dims": from_spec(spec, len(value.shape)).dims, "source": f"shard_map {words}", "like": None}
+    params = {"dims": from_spec(spec, len(value.shape)).dims, "source": f"shard_map {words}", "like": None, "mesh": None}
     return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
 
 

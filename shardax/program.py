@@ -12,135 +12,179 @@ from typing import Any
 import jax
 from jax import lax
 
-from shardax import _jax, annotations, graph, strict
+from shardax import _jax, annotations, graph, meshes, strict
 from shardax.completion.complete import Completion, complete
 from shardax.explain.ledger import collectives
-from shardax.graph import Graph, Node
+from shardax.graph import Graph, Node, Value
 from shardax.options import Options
 from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit, purpose, reshard_reason
 from shardax.partition.replicated import report_replicated
 from shardax.passes import dead, scopes
+from shardax.refinement import Placement, Refinement, refinement
+from shardax.reshapes import split_inside
 from shardax.rotations import with_rotations
-from shardax.sharding import AxisSizes, Layout, Sharding, at_rest
+from shardax.sharding import AxisSizes, Layout, Sharding, replicated
+
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
     """What `build` makes.
 
-    `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over `mesh`. `in_shardings`
-    and `out_shardings` say how each argument and result lies between calls; every shard has the same size there.
-    `phases` holds the seconds that each phase took; lowering and compiling add theirs.
+    `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over `mesh`, the refined
+    one. `arguments` and `results` say how each lies between calls, on a mesh that the user named, `in_shardings` and
+    `out_shardings` the same in the axes of `mesh`; every shard has the same size there. `phases` holds the seconds that each
+    phase took; lowering and compiling add theirs.
     """
 
     jaxpr: Any
     mesh: jax.sharding.AbstractMesh
     in_shardings: tuple[Sharding, ...]
     out_shardings: tuple[Sharding, ...]
+    arguments: tuple[Placement, ...]
+    results: tuple[Placement, ...]
     graph: Graph
     completion: Completion
     decisions: Decisions
+    refinement: Refinement
     phases: dict[str, float] = field(default_factory=dict)
 
-    def uneven_inputs(self) -> Iterator[tuple[int, Sharding, str]]:
+    def uneven_inputs(self) -> Iterator[tuple[int, Placement, str]]:
         """(number, annotation, reason of what is sent to bring it there) of each argument that cannot rest as annotated."""
         numbers = {value: i for i, value in enumerate(self.graph.inputs)}
-        for node, sharding in self._uneven():
+        for node, wanted, sharding in self._uneven():
             if node.inputs[0] in numbers:
-                yield numbers[node.inputs[0]], sharding, reshard_reason(purpose(node), sharding)
+                yield numbers[node.inputs[0]], wanted, self._reason(node, sharding)
 
-    def uneven_outputs(self) -> Iterator[tuple[int, Sharding, str]]:
+    def uneven_outputs(self) -> Iterator[tuple[int, Placement, str]]:
         """The same of each result; its reason is that of the collectives that bring it to rest."""
-        uneven = {node.outputs[0]: (node, sharding) for node, sharding in self._uneven()}
+        uneven = {node.outputs[0]: (node, wanted) for node, wanted, _ in self._uneven()}
         for i, (value, rest) in enumerate(zip(self.graph.outputs, self.out_shardings, strict=True)):
             if value in uneven:
-                node, sharding = uneven[value]
-                yield i, sharding, reshard_reason(purpose(node), rest)
+                node, wanted = uneven[value]
+                yield i, wanted, self._reason(node, rest)
 
-    def _uneven(self) -> Iterator[tuple[Node, Sharding]]:
-        sizes = self.completion.sizes
+    def _reason(self, node: Node, sharding: Sharding) -> str:
+        return reshard_reason(purpose(node), self.refinement.shown(sharding))
+
+    def _uneven(self) -> Iterator[tuple[Node, Placement, Sharding]]:
         for node, given in annotations.among(self.graph.nodes):
             if None not in given.dims:
                 sharding = Sharding(tuple(axes or () for axes in given.dims))
-                if at_rest(sharding, node.outputs[0].shape, sizes) != sharding:
-                    yield node, sharding
+                rest = self.refinement.rest(sharding, node.outputs[0].shape, given.on)
+                if self.refinement.sharding(rest) != sharding:
+                    yield node, self.refinement.placement(sharding, given.on), sharding
 
 
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
 
 
-def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh, options=None) -> Program:
+def build(jaxpr, given: tuple[Sharding | Placement | None, ...], mesh: AnyMesh, options=None) -> Program:
     """Makes the program that every device runs. Memoized on the jaxpr, for as long as it lives.
 
     Args:
       jaxpr: the global ClosedJaxpr, annotations in it.
-      in_shardings: for each input the sharding in which a committed argument rests, or None.
-      mesh: the abstract mesh, its axes Auto.
+      given: for each input the sharding in which a committed argument rests, or None.
+      mesh: the mesh, its axes Auto. An abstract one has no order of devices.
       options: `shardax.Options`.
     """
     programs = _built.setdefault(jaxpr, {})
-    key = (in_shardings, mesh, options)
+    key = (given, mesh, options)
     if key not in programs:
         with _collector_paused():
-            programs[key] = _build(jaxpr, in_shardings, mesh, options)
+            programs[key] = _build(jaxpr, given, mesh, options)
     return programs[key]
 
 
-def completed_results(jaxpr, mesh: jax.sharding.AbstractMesh) -> tuple[Sharding, ...]:
-    """The shardings that completion alone gives to the results of a global jaxpr."""
+def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
+    """The shardings that completion alone gives to the results of a global jaxpr, in axes of `mesh`: of none, where it has no
+    spec for them."""
     with _collector_paused():
         whole = graph.from_jaxpr(_jax.dce(jaxpr))
-        done = complete(whole, (None,) * len(whole.inputs), dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)))
-    return tuple(map(done.sharding, whole.outputs))
+        refined, _, done = _completed(whole, (None,) * len(whole.inputs), mesh)
+    return tuple(refined.spelled(done.sharding(v)) or replicated(len(v.shape)) for v in whole.outputs)
 
 
-def _build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: jax.sharding.AbstractMesh, options) -> Program:
-    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = with_rotations(graph.from_jaxpr(_jax.dce(jaxpr)))
-        annotations.check_meshes(program.walk(), sizes)
     with timed(phases, "completion"):
-        completion = complete(program, in_shardings, sizes)
+        refined, resting, completion = _completed(program, given, mesh)
+    sizes = refined.sizes
     with timed(phases, "choice"):
-        resting = _resting(program, completion, sizes)
+        rests = _resting(program, completion, resting, refined)
+        shardings = [tuple(map(refined.sharding, side)) for side in rests]
         layouts = [
-            [Layout(s, v.shape) for s, v in zip(shardings, values, strict=True)]
-            for shardings, values in zip(resting, (program.inputs, program.outputs), strict=True)
+            [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
+            for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
         decisions = choose(program, completion, *layouts)
     options = options or Options()
     report_replicated(decisions, sizes, strict=options.strict is True, allow=options.allow)
     with timed(phases, "emission"):
-        local = _emit(program, decisions, resting, mesh, sizes)
+        abstract = meshes.refined_mesh(mesh, refined)
+        with _jax.use_abstract_mesh(abstract):
+            local = _emit(program, decisions, shardings, abstract, refined)
     with timed(phases, "passes"):
         local = scopes.named(dead.dropped(local))
     if options.strict or options.max_gather_bytes is not None:
         asked = {note.source for _, note in annotations.among(program.walk())}
-        strict.check(collectives(local, sizes), options, asked)
-    return Program(local, mesh, *resting, program, completion, decisions, phases)
+        strict.check(collectives(local, sizes, refined.folded), options, asked)
+    (ins, outs), (arguments, results) = shardings, rests
+    return Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
 
 
-def _resting(program: Graph, completion: Completion, sizes: AxisSizes) -> tuple[tuple[Sharding, ...], tuple[Sharding, ...]]:
+def _completed(
+    program: Graph, given: Sequence[Sharding | Placement | None], mesh: AnyMesh
+) -> tuple[Refinement, list[Placement | None], Completion]:
+    """The mesh that the program runs on, how arguments rest, and the completion on it.
+
+    Where a reshape needs a part of an axis, which only completion tells, the mesh is refined and all is completed anew.
+    """
+    found = meshes.sites(program, mesh)
+    committed = [p.mesh for p in given if isinstance(p, Placement)]
+    refined = refinement([meshes.program_mesh(mesh), *(site.mesh for site in found)], committed)
+    while True:
+        if not refined.is_trivial:
+            meshes.rewrite(found, refined)
+        resting = meshes.placements(program, given, found, refined)
+        done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes)
+        finer = refined.cut(split_inside(program, done))
+        if finer == refined:
+            return refined, resting, done
+        refined = finer
+
+
+def _resting(
+    program: Graph, completion: Completion, resting: Sequence[Placement | None], refined: Refinement
+) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
     """How arguments and results rest: as given, as the argument that they succeed, else nearest to what was completed."""
     ins = tuple(
-        sharding or at_rest(completion.sharding(v), v.shape, sizes)
-        for v, sharding in zip(program.inputs, completion.resting, strict=True)
+        placement or refined.rest(completion.sharding(v), v.shape) for v, placement in zip(program.inputs, resting, strict=True)
     )
-    likes = {node.outputs[0]: note.like for node, note in completion.notes if note.like is not None}
-    outs = tuple(ins[likes[v]] if v in likes else at_rest(completion.sharding(v), v.shape, sizes) for v in program.outputs)
-    return ins, outs
+    notes = {node.outputs[0]: note for node, note in completion.notes}
+    return ins, tuple(_result(v, notes.get(v), ins, completion, refined) for v in program.outputs)
 
 
-def _emit(program: Graph, decisions: Decisions, resting, mesh, sizes: AxisSizes):
+def _result(value: Value, note: annotations.Annotation | None, ins: Sequence[Placement], completion: Completion, refined):
+    if note is None or note.like is None:
+        return refined.rest(completion.sharding(value), value.shape, note and note.on)
+    argument = ins[note.like]
+    return argument if refined.may_rest_on(argument.mesh) else refined.rest(refined.sharding(argument), value.shape)
+
+
+def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refinement):
     """The shard_map'd program, as a ClosedJaxpr over the global arguments."""
-    ins, outs = (tuple(s.spec for s in side) for side in resting)
+    sizes = refined.sizes
+    ins, outs = (tuple(s.spec for s in side) for side in shardings)
     full = [0 not in v.shape for v in program.inputs]
 
     def local(*shards):
-        return tuple(emit(decisions, _with_empty(full, shards, decisions.inputs, program, sizes), sizes))
+        return tuple(emit(decisions, _with_empty(full, shards, decisions.inputs, program, sizes), sizes, refined.shown))
 
     def run(*args):
         """Arguments without elements stay outside: XLA takes no shard_map all of whose operands are such."""

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax import _jax
-from shardax.annotate import Dims, bind, broadcast_specs, dims_of, flatten
+from shardax import _jax, meshes
+from shardax.annotate import Dims, bind, broadcast_specs, dims_of, flatten, own_mesh
 from shardax.sharding import Sharding
 from shardax.untyped import auto_mesh, explicit_sharding, shape_of, untyped
 
@@ -18,7 +18,8 @@ class Request:
     """What is to be traced: a function of pytrees, its arguments, and what the user said about their shardings.
 
     `args` and `kwargs` are the dynamic arguments, `names` what messages call those in `args`, `donated` the donated flat
-    arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results.
+    arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results. `named_by` says in messages who named
+    the mesh.
     """
 
     fun: Callable[..., Any]
@@ -29,6 +30,7 @@ class Request:
     mesh: Mesh | AbstractMesh
     in_shardings: Any = None
     out_shardings: Any = None
+    named_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Slot:
     source: str
     aval: Any
     dims: Dims | None
+    mesh: Mesh | AbstractMesh | None = None
     donated: bool = False
 
 
@@ -68,7 +71,7 @@ def trace(request: Request) -> Traced:
         likes = _successors(slots, results)
         return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)]
 
-    jaxpr = _make_jaxpr(flat, leaves, slots, request.mesh)
+    jaxpr = meshes.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh, request.named_by)
     return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1])
 
 
@@ -89,7 +92,7 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         aval = jax.typeof(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         source = f"in_shardings{path[len('[0]') :]}"
-        slots.append(Slot(name, rest, source, aval, dims, index in request.donated))
+        slots.append(Slot(name, rest, source, aval, dims, own_mesh(spec), index in request.donated))
     return slots, leaves, tree
 
 
@@ -120,7 +123,7 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
     results = []
     for path, x, spec in zip(paths, leaves, specs, strict=True):
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
-        results.append(Slot(f"result{path}", path, f"out_shardings{path}", jax.typeof(x), dims))
+        results.append(Slot(f"result{path}", path, f"out_shardings{path}", jax.typeof(x), dims, own_mesh(spec)))
     return results, leaves, tree
 
 
@@ -150,6 +153,7 @@ def _annotated(x, slot: Slot, like: int | None = None):
         slot.dims or (None,) * len(slot.aval.shape),
         slot.source if slot.dims else f"{slot.name}, which succeeds an argument",
         like,
+        slot.mesh,
     )
 
 

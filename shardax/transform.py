@@ -15,12 +15,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax import _jax, program
+from shardax import _jax, meshes, program
 from shardax.annotate import SAVED, Dims, annotate_p
 from shardax.annotate import bind as bind_annotation
 from shardax.options import Options
 from shardax.processes import check_agreement
-from shardax.sharding import Sharding
+from shardax.refinement import Placement, UserMesh, refinement, user_mesh
+from shardax.sharding import Sharding, at_rest, from_spec
 from shardax.trace import abstract_mesh
 from shardax.untyped import auto_mesh
 
@@ -28,7 +29,8 @@ shard_jit_p = Primitive("shard_jit")
 shard_jit_p.multiple_results = True
 """shard_jit *args: the results of the closed global jaxpr `jaxpr`, computed by the devices of `mesh`, a mesh of Auto axes.
 
-`witness` is a jaxpr over the same mesh: `jax.jit` finds the devices of a program by looking for such in its parameters.
+`witness` is a jaxpr over the same devices: `jax.jit` finds those of a program by looking for such in its parameters. It is the
+first parameter, because `jax.jit` names results on the first mesh that it finds, and this one has a spec for all.
 """
 
 
@@ -37,7 +39,8 @@ def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
     auto = auto_mesh(mesh)
     if auto.size > 1:
         _check_order(jaxpr)
-    return shard_jit_p.bind(*args, jaxpr=jaxpr, mesh=auto, options=options, witness=_witness(auto))
+    refined = meshes.refined_mesh(auto, refinement([meshes.program_mesh(auto), *meshes.others(jaxpr, auto)]), concrete=True)
+    return shard_jit_p.bind(*args, witness=_witness(refined), jaxpr=jaxpr, mesh=auto, options=options)
 
 
 def _check_order(jaxpr) -> None:
@@ -48,11 +51,13 @@ def _check_order(jaxpr) -> None:
         )
 
 
-def build(jaxpr, in_shardings: tuple[Sharding | None, ...], mesh: Mesh | AbstractMesh, options: Options) -> program.Program:
+def build(
+    jaxpr, in_shardings: tuple[Sharding | Placement | None, ...], mesh: Mesh | AbstractMesh, options: Options
+) -> program.Program:
     """The program of an equation of the primitive; see `shardax.program.build`, which memoizes it."""
-    abstract = abstract_mesh(auto_mesh(mesh))
-    with _jax.use_abstract_mesh(abstract):
-        return program.build(jaxpr, in_shardings, abstract, options)
+    auto = auto_mesh(mesh)
+    with _jax.use_abstract_mesh(abstract_mesh(auto)):
+        return program.build(jaxpr, in_shardings, auto, options)
 
 
 @functools.lru_cache
@@ -67,22 +72,52 @@ def _rebind(args, params, jaxpr) -> list[Any]:
     return shard_jit_p.bind(*args, **{**params, "jaxpr": jaxpr})
 
 
-def _impl(*args, jaxpr, **params):
-    """Under `jax.disable_jit` one operation after the other, as what is jitted is."""
+def _impl(*args, jaxpr, mesh, **params):
+    """Under `jax.disable_jit` one operation after the other, as what is jitted is.
+
+    Where the program names several meshes, each result is named on the one that it lies on; JAX would guess.
+    """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return jaxpr_as_fun(jaxpr)(*args)
-    return _jitted(*args, jaxpr=jaxpr, **params)
+    params |= {"jaxpr": jaxpr, "mesh": mesh}
+    if not meshes.others(jaxpr, mesh):
+        return _jitted(None)(*args, **params)
+    built = build(jaxpr, tuple(committed(x, mesh) for x in args), mesh, params["options"])
+    return _jitted(tuple(placement.on(mesh) for placement in built.results))(*args, **params)
 
 
-@functools.partial(jax.jit, static_argnames=("jaxpr", "mesh", "options", "witness"))
-def _jitted(*args, jaxpr, **params):
+@functools.lru_cache
+def _jitted(out_shardings):
+    names = ("jaxpr", "mesh", "options", "witness")
+    named: dict[str, Any] = {} if out_shardings is None else {"out_shardings": list(out_shardings)}
+    return jax.jit(_bound, static_argnames=names, **named)
+
+
+def _bound(*args, jaxpr, **params):
     if _jax.is_eager(args):  # jax.debug_nans looks for the operation that makes them
         return jaxpr_as_fun(jaxpr)(*args)
     return shard_jit_p.bind(*args, jaxpr=jaxpr, **params)
 
 
-def _abstract_eval(*avals, jaxpr, **params):
-    return list(jaxpr.out_avals), jaxpr.effects
+def committed(x, mesh: Mesh | AbstractMesh) -> Placement | None:
+    """The sharding in which an array is committed to the devices of the mesh, None where it is not."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not getattr(x, "committed", True):
+        return None
+    own = user_mesh(sharding.mesh, mesh)
+    if own is None:
+        return None
+    return Placement(own, at_rest(from_spec(sharding.spec, len(x.shape)), x.shape, own.sizes))  # an abstract array may name any
+
+
+def _abstract_eval(*avals, jaxpr, mesh, **params):
+    """Types name a mesh: where the program names several, one that has a spec for whatever lies on one of them."""
+    others = meshes.others(jaxpr, mesh)
+    if not others and all(a.sharding.mesh.empty or a.sharding.mesh == abstract_mesh(mesh) for a in jaxpr.out_avals):
+        return list(jaxpr.out_avals), jaxpr.effects
+    refined = meshes.refined_mesh(mesh, refinement([meshes.program_mesh(mesh), *others]))
+    typed = [a.update(sharding=NamedSharding(refined, PartitionSpec(*[None] * a.ndim))) for a in jaxpr.out_avals]
+    return typed, jaxpr.effects
 
 
 def _lower(ctx, *operands, jaxpr, mesh, options, witness):
@@ -95,18 +130,19 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
-def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Sharding | None:
+def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
     """The sharding in which an operand is committed. A random key has one dim more in memory than in the program."""
-    dims = _jax.committed_dims(operand, mesh)
-    return None if dims is None else Sharding(dims[:rank])
+    found = _jax.committed_dims(operand, mesh.size)
+    return found and Placement(UserMesh(found[0]), Sharding(found[1][:rank]))
 
 
 def _run(built: program.Program, mesh: Mesh | AbstractMesh, *args):
-    with _jax.use_abstract_mesh(abstract_mesh(mesh)):
+    with _jax.use_abstract_mesh(built.mesh):
         results = jaxpr_as_fun(built.jaxpr)(*args)
     if isinstance(mesh, AbstractMesh):
         return results
-    rests = [NamedSharding(mesh, sharding.spec) for sharding in built.out_shardings]
+    refined = meshes.refined_mesh(mesh, built.refinement, concrete=True)
+    rests = [NamedSharding(refined, sharding.spec) for sharding in built.out_shardings]
     return [lax.with_sharding_constraint(x, rest) for x, rest in zip(results, rests, strict=True)]
 
 
@@ -189,7 +225,7 @@ def _saved_dims(known, count: int, mesh: Mesh | AbstractMesh) -> list[Dims | Non
     """What completion gives to each of the last `count` results; a dim that it does not split stays open."""
     if not count or mesh.size == 1:
         return [None] * count
-    shardings = program.completed_results(known, abstract_mesh(mesh))[-count:]
+    shardings = program.completed_results(known, mesh)[-count:]
     return [tuple(axes or None for axes in sharding.dims) if sharding.axes else None for sharding in shardings]
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
@@ -80,12 +80,6 @@ def test_named_sharding_on_other_devices():
         "argument state is given a NamedSharding on the mesh (x=2) of devices [2, 3], but the program's mesh is (x=4, y=2) of "
         "devices [0, 1, 2, 3, 4, 5, 6, 7]: give its spec P('x') alone, or build it on the program's mesh"
     )
-
-
-def test_named_sharding_in_another_device_order():
-    reverse = Mesh(MESH.devices[::-1], ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    text = message(sx.shard_jit(identity, mesh=MESH, out_shardings=NamedSharding(reverse, P("x"))), W)
-    assert "result is given a NamedSharding on the mesh (x=4, y=2) of devices [6, 7, 4, 5, 2, 3, 0, 1]" in text
 
 
 def test_no_mesh():
@@ -197,15 +191,13 @@ class TestOwnErrors:
         return [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
 
 
-@pytest.mark.parametrize("shape, names", [((2, 4), ("x", "y")), ((8,), ("z",))])
-def test_constraint_on_another_mesh(shape, names):
-    other = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
-    constrained = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(other, P(names[0])))  # noqa: E731
+def test_constraint_on_other_devices():
+    constrained = lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(ELSEWHERE, P("x")))  # noqa: E731
     text = message(sx.shard_jit(constrained, mesh=MESH), W)
-    assert "test_errors.py" in text and "program's mesh is (x=4, y=2)" in text and "several meshes" in text
+    assert text.startswith("with_sharding_constraint at ") and "test_errors.py:" in text
+    assert "on the mesh (x=2) of devices [2, 3], but the program's mesh, named by mesh= of shard_jit, is (x=4, y=2)" in text
 
 
-def test_annotation_on_another_mesh():
-    other = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    text = message(sx.shard_jit(lambda x: sx.annotate(x, NamedSharding(other, P("x"))), mesh=MESH), W)
-    assert "(x=2, y=4)" in text and "(x=4, y=2)" in text
+def test_annotation_on_other_devices():
+    text = message(sx.shard_jit(lambda x: sx.annotate(x, NamedSharding(ELSEWHERE, P("x"))), mesh=MESH), W)
+    assert "(x=2) of devices [2, 3]" in text and "(x=4, y=2)" in text

@@ -322,6 +322,6 @@ def test_json():
     assert read["mesh"] == {"data": 4, "model": 2}
     assert read["comm_bytes"] == plan.comm_bytes == sum(c["total"] for c in read["collectives"])
     assert read["arguments"][1] == {"path": "params/down", "array": "f32[32,16]", "sharding": "P('model', None)"}
-    assert {"primitive", "array", "line", "nbytes", "sharding"} == set(read["values"][0])
+    assert {"primitive", "array", "line", "nbytes", "sharding", "shards"} == set(read["values"][0])
     assert read["memory"]["peak"] == plan.memory().peak
     assert {"trace", "completion", "choice", "emission"} <= set(read["phases"])

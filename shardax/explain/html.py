@@ -149,16 +149,12 @@ def _places(plan: "Plan", arrays: _Arrays) -> str:
             _short(side),
             Cell(arrays.button(f"{side} {name}", p.aval, p.sharding, name, value)),
             _short(array_text(p.aval)),
-            _text(spec_text(p.sharding)),
-            _bytes(_local_bytes(p, plan)),
+            _text(p.text),
+            _bytes(array_bytes(p.aval) // p.shards),
         ]
         for side, name, p, value in rows
     ]
     return _table("Arguments and results at rest", ("", "path", "type", "sharding", "on each device"), cells)
-
-
-def _local_bytes(place, plan: "Plan") -> int:
-    return array_bytes(place.aval) // shard_count(place.sharding.axes, plan.mesh.shape)
 
 
 def _memory(plan: "Plan") -> Iterator[str]:

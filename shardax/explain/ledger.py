@@ -70,9 +70,12 @@ def array_bytes(array) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
-def collectives(jaxpr, axis_sizes: AxisSizes) -> tuple[Collective, ...]:
-    """The collectives of a local program in program order, those in bodies included; what sends nothing is left out."""
-    return tuple(_walk(jaxpr, axis_sizes, ""))
+def collectives(jaxpr, axis_sizes: AxisSizes, folded: Callable[[Axes], Axes] = tuple) -> tuple[Collective, ...]:
+    """The collectives of a local program in program order, those in bodies included; what sends nothing is left out.
+
+    `folded`: the program's axes as a person names them.
+    """
+    return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, ""))
 
 
 def comm_bytes(found: Iterable[Collective]) -> int:

@@ -18,7 +18,6 @@ from shardax.explain.tables import Group, Row, Table
 from shardax.explain.terminal import shown
 from shardax.explain.values import intermediates
 from shardax.explain.words import as_one, bytes_text, form, times
-from shardax.sharding import shard_count
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Plan
@@ -120,11 +119,10 @@ def _by_kind(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 def _replicated(plan: "Plan", threshold: int) -> Iterator[Tensor]:
     """Arguments and intermediates that no axis of more than one device splits."""
-    sizes = plan.mesh.shape
-    arguments = [(array_text(p.aval), array_bytes(p.aval), f"argument {p.named}", p.sharding) for p in plan.arguments()]
-    made = [(x.array, x.nbytes, x.line, x.sharding) for x in (intermediates(plan) if plan.graph else ())]
-    for array, n, origin, sharding in [*arguments, *made]:
-        if n >= threshold and plan.mesh.size > 1 and shard_count(sharding.axes, sizes) == 1:
+    arguments = [(array_text(p.aval), array_bytes(p.aval), f"argument {p.named}", p.shards) for p in plan.arguments()]
+    made = [(x.array, x.nbytes, x.line, x.shards) for x in (intermediates(plan) if plan.graph else ())]
+    for array, n, origin, shards in [*arguments, *made]:
+        if n >= threshold and plan.mesh.size > 1 and shards == 1:
             yield Tensor(array, n, origin)
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardax.explain.ledger import array_bytes, array_text
 from shardax.explain.tables import Group, Row, Table
-from shardax.explain.words import as_one, bytes_text, form, spec_text, times
-from shardax.sharding import AxisSizes, shard_count
+from shardax.explain.words import as_one, bytes_text, form, times
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Placed, Plan
@@ -19,46 +18,44 @@ HEADS = ("", "")  # type, bytes on each device
 
 def arguments(plan: "Plan") -> Iterator[Table]:
     places = [replace(p, path=p.named or p.path) for p in plan.arguments()]
-    sizes = plan.mesh.shape
     repeats = _repeats(places)
-    groups = list(_by_sharding([p for p in places if not _inside(p.path, repeats)], sizes))
+    groups = list(_by_sharding([p for p in places if not _inside(p.path, repeats)]))
     for subtree, original in repeats.items():
         below = [p for p in places if _inside(p.path, [subtree])]
-        row = Row(subtree, (f"{len(below)} arrays", bytes_text(_resident(below, sizes))))
+        row = Row(subtree, (f"{len(below)} arrays", bytes_text(_resident(below))))
         groups.append(Group(f"as {original}", (row,)))
     if groups:
-        yield Table(f"Arguments at rest: {bytes_text(_resident(places, sizes))} on each device", tuple(groups), HEADS, 1)
+        yield Table(f"Arguments at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1)
 
 
 def results(plan: "Plan") -> Iterator[Table]:
     """Those that lie as the argument of the same path, as a state does that is passed on, are only counted."""
     known = {(p.path, *_how(p)) for p in plan.arguments()}
     places = list(plan.results())
-    sizes = plan.mesh.shape
     other = [p for p in places if (p.path, *_how(p)) not in known]
     same = len(places) - len(other)
     groups = [Group(f"{same} lie as the arguments of the same paths")] * (same > 0)
-    groups += _by_sharding(other, sizes)
+    groups += _by_sharding(other)
     if groups:
-        yield Table(f"Results at rest: {bytes_text(_resident(places, sizes))} on each device", tuple(groups), HEADS, 1)
+        yield Table(f"Results at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1)
 
 
-def _by_sharding(places: Iterable["Placed"], sizes: AxisSizes) -> Iterator[Group]:
+def _by_sharding(places: Iterable["Placed"]) -> Iterator[Group]:
     groups = defaultdict(list)
     for place in places:
-        groups[spec_text(place.sharding)].append(place)
-    for spec, group in sorted(groups.items(), key=lambda item: -_resident(item[1], sizes)):
-        yield Group(spec, tuple(_alike(group, sizes)))
+        groups[place.text].append(place)
+    for spec, group in sorted(groups.items(), key=lambda item: -_resident(item[1])):
+        yield Group(spec, tuple(_alike(group)))
 
 
-def _alike(places: Iterable["Placed"], sizes: AxisSizes) -> Iterator[Row]:
+def _alike(places: Iterable["Placed"]) -> Iterator[Row]:
     """One row for all places whose paths differ in their numbers only, as those of equal layers do."""
     groups = defaultdict(list)
     for place in places:
         groups[form(place.path), array_text(place.aval)].append(place)
-    for (_, array), group in sorted(groups.items(), key=lambda item: -_resident(item[1], sizes)):
+    for (_, array), group in sorted(groups.items(), key=lambda item: -_resident(item[1])):
         path = as_one([p.path for p in group]) or "-"
-        yield Row(path, (times(len(group)) + array, bytes_text(_resident(group, sizes))))
+        yield Row(path, (times(len(group)) + array, bytes_text(_resident(group))))
 
 
 def _repeats(places: Iterable["Placed"]) -> dict[str, str]:
@@ -85,8 +82,8 @@ def _inside(path: str, subtrees: Collection[str]) -> bool:
 
 
 def _how(place: "Placed") -> tuple[str, str]:
-    return array_text(place.aval), spec_text(place.sharding)
+    return array_text(place.aval), place.text
 
 
-def _resident(places: Iterable["Placed"], sizes: AxisSizes) -> int:
-    return sum(array_bytes(p.aval) // shard_count(p.sharding.axes, sizes) for p in places)
+def _resident(places: Iterable["Placed"]) -> int:
+    return sum(array_bytes(p.aval) // p.shards for p in places)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from shardax.annotate import describe
 from shardax.cost.chips import CHIPS, Chip
 from shardax.cost.roofline import Estimate, Work, estimate, work
 from shardax.explain.html import html_text
@@ -21,7 +22,9 @@ from shardax.explain.tables import WIDTH, plain
 from shardax.explain.terminal import shown
 from shardax.explain.text import tables
 from shardax.explain.values import shardings_text, why
-from shardax.sharding import Sharding, from_spec
+from shardax.explain.words import spec_text
+from shardax.refinement import Refinement
+from shardax.sharding import Sharding, from_spec, shard_count
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Plan:
       donated: the numbers of the donated arguments, as leaves.
       closed_over: the arrays that the function closes over, which are the last inputs of the programs.
       program: the function's name and place, as in "train_step at models/steps.py:34".
+      refinement: how the axes of the local program make up those of the meshes that the user named.
       collectives: read off `local_jaxpr` unless given.
     """
 
@@ -76,11 +80,13 @@ class Plan:
     donated: frozenset[int] = frozenset()
     closed_over: tuple[Any, ...] = ()
     program: str = ""
+    refinement: Refinement | None = None
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 
     def __post_init__(self):
         if self.collectives is None:
-            object.__setattr__(self, "collectives", collectives(self.local_jaxpr, self.mesh.shape))
+            sizes, folded = (self.refinement.sizes, self.refinement.folded) if self.refinement else (self.mesh.shape, tuple)
+            object.__setattr__(self, "collectives", collectives(self.local_jaxpr, sizes, folded))
 
     @property
     def comm_bytes(self) -> int:
@@ -94,7 +100,10 @@ class Plan:
     def arguments(self) -> Iterator["Placed"]:
         shardings = (self.in_shardings, dict(self.kw_shardings))
         places = placed(shardings, self.global_jaxpr.in_avals[: len(jax.tree.leaves(shardings))], first=1)
-        return (replace(place, named=self._named(place.path)) for place in places)
+        return (replace(self._on(place), named=self._named(place.path)) for place in places)
+
+    def _on(self, place: "Placed") -> "Placed":
+        return replace(place, on="") if place.on == describe(self.mesh) else place
 
     def _named(self, path: str) -> str:
         """ "0/params/w" -> "state/params/w", by the signature."""
@@ -103,7 +112,12 @@ class Plan:
         return (self.names[int(first)] if known else first) + slash + rest
 
     def results(self) -> Iterator["Placed"]:
-        return placed(self.out_shardings, self.global_jaxpr.out_avals)
+        return map(self._on, placed(self.out_shardings, self.global_jaxpr.out_avals))
+
+    def sharding(self, value) -> Sharding:
+        """That of a value of `graph`, as a person reads it."""
+        sharding = self.values.sharding(value)
+        return self.refinement.shown(sharding) if self.refinement else sharding
 
     def estimate(self, chip: Chip | str) -> Estimate:
         """Seconds of a call on this chip, by roofline: see `shardax.cost.roofline`.
@@ -200,19 +214,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class Placed:
-    """An argument or result with its path in the pytree; `named`: the path with the argument's name for its number."""
+    """An argument or result with its path in the pytree.
+
+    `named`: the path with the argument's name for its number; `shards`: how many pieces it has; `on`: its mesh, "x=4, y=2",
+    where that is not the program's.
+    """
 
     path: str
     aval: Any
     sharding: Sharding
+    shards: int = 1
+    on: str = ""
     named: str = ""
+
+    @property
+    def text(self) -> str:
+        return spec_text(self.sharding) + (f" on ({self.on})" if self.on and self.sharding.axes else "")
 
 
 def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:
     """The leaves of a pytree of NamedSharding, with the avals of the same leaves; paths leave out their `first` keys."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(shardings)
     for (path, sharding), aval in zip(leaves, avals, strict=True):
-        yield Placed(path_text(path[first:]), aval, from_spec(sharding.spec, len(aval.shape)))
+        spec, mesh = from_spec(sharding.spec, len(aval.shape)), sharding.mesh
+        yield Placed(path_text(path[first:]), aval, spec, shard_count(spec.axes, mesh.shape), describe(mesh))
 
 
 def path_text(path) -> str:

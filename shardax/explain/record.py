@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardax.explain.ledger import Collective, array_text
-from shardax.explain.words import bytes_text, spec_text, times
+from shardax.explain.words import bytes_text, times
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Plan
@@ -49,8 +49,8 @@ def record(plan: "Plan") -> Record:
         types,
         plan.comm_bytes,
         rows(plan.collectives),
-        {place.named: spec_text(place.sharding) for place in arguments},
-        {place.path: spec_text(place.sharding) for place in results},
+        {place.named: place.text for place in arguments},
+        {place.path: place.text for place in results},
         place.rpartition(":")[0].rpartition("/")[2],
     )
 

@@ -100,6 +100,7 @@ def _program(plan: "Plan", in_specs, out_specs) -> list[str]:
     closed = list(in_specs)[len(in_specs) - len(plan.closed_over) :]
     call = "jax.shard_map(on_shards, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)"
     return [
+        *_refined(plan),
         "in_specs = (",
         *[f"    {_spec(spec)},  # {name}" for name, spec in in_specs.items()],
         ")",
@@ -110,6 +111,14 @@ def _program(plan: "Plan", in_specs, out_specs) -> list[str]:
             else [f"return {call}"]
         ),
     ]
+
+
+def _refined(plan: "Plan") -> list[str]:
+    """The mesh with the axes that the program names: the user's, refined."""
+    if plan.refinement is None or plan.refinement.is_trivial:
+        return []
+    names, sizes = tuple(plan.refinement.sizes), tuple(plan.refinement.sizes.values())
+    return [f"mesh = jax.sharding.Mesh(mesh.devices.reshape{sizes}, {names})"]
 
 
 def _indented(lines: Iterable[str]) -> list[str]:

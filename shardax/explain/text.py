@@ -22,7 +22,15 @@ MONEY = ("each", "total", "share")
 def tables(plan: "Plan") -> list[Table]:
     """All that `print(plan)` shows, the plan's size and price first."""
     memory = [plan.memory().table()] if plan.collectives or plan.graph else []
-    sections = (_heading(plan), arguments(plan), results(plan), _at_rest(plan), _collectives(plan), _totals(plan))
+    sections = (
+        _heading(plan),
+        _meshes(plan),
+        arguments(plan),
+        results(plan),
+        _at_rest(plan),
+        _collectives(plan),
+        _totals(plan),
+    )
     return [table for section in (*sections, shardings(plan), memory, _estimates(plan), _phases(plan)) for table in section]
 
 
@@ -32,6 +40,22 @@ def _heading(plan: "Plan") -> Iterator[Table]:
     yield Table(
         f"{plan.mesh.size} devices, mesh {mesh}. Each sends {bytes_text(plan.comm_bytes)} per call, in {count} collectives.", ()
     )
+
+
+def _meshes(plan: "Plan") -> Iterator[Table]:
+    """How axes were refined, and what other meshes say; nothing where there is one mesh, as the user named it."""
+    refined = plan.refinement
+    if refined is None or refined.is_trivial:
+        return
+    rows = []
+    for mesh in refined.meshes:
+        axes = "; ".join(f"{axis} is {' '.join(subs) or '1'}" for axis, subs in refined.axes[mesh].items())
+        rows.append(Row(f"{mesh}: {axes}{_BOUNDARY if mesh in refined.boundaries else ''}"))
+    sizes = ", ".join(f"{axis}={size}" for axis, size in refined.sizes.items())
+    yield Table(f"It runs on the common refinement, {sizes}", (Group("", tuple(rows)),))
+
+
+_BOUNDARY = ". A boundary: inside, shards of these sizes lie on other devices than it says"
 
 
 def _at_rest(plan: "Plan") -> Iterator[Table]:

@@ -12,7 +12,7 @@ from shardax.explain.lines import assigned, code, is_at, line_text
 from shardax.explain.tables import Group, Row, Table, plain
 from shardax.explain.words import as_one, form, spec_text, times
 from shardax.graph import Node, Value
-from shardax.sharding import Sharding
+from shardax.sharding import Sharding, shard_count
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Plan
@@ -27,12 +27,15 @@ class Intermediate:
     array: str
     nbytes: int
     sharding: Sharding
+    shards: int = 1
 
 
 def intermediates(plan: "Plan") -> list[Intermediate]:
     """Every value that the program makes, those of loop bodies included, in program order; numbers and annotations left out."""
     return [
-        Intermediate(node.line, node.name, array_text(value.aval), array_bytes(value.aval), plan.values.sharding(value))
+        Intermediate(
+            node.line, node.name, array_text(value.aval), array_bytes(value.aval), plan.sharding(value), _shards(plan, value)
+        )
         for node in plan.graph.walk()
         for value in node.outputs
         if value.shape and not _is_annotation(node)
@@ -50,7 +53,7 @@ def shardings(plan: "Plan") -> Iterator[Table]:
 def _line_group(line: str, values: Sequence[Value], story: "Story") -> Group:
     alike: dict[Sharding, list[Value]] = {}
     for value in values:
-        alike.setdefault(_bare(story.completion.sharding(value)), []).append(value)
+        alike.setdefault(_bare(story.plan.sharding(value)), []).append(value)
     dearest = sorted(alike.items(), key=lambda item: -sum(v.nbytes for v in item[1]))
     rows = [_row(sharding, group, story) for sharding, group in dearest]
     return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
@@ -69,6 +72,10 @@ def _bare(sharding: Sharding) -> Sharding:
     while dims and not dims[-1]:
         dims = dims[:-1]
     return Sharding(dims)
+
+
+def _shards(plan: "Plan", value: Value) -> int:
+    return shard_count(plan.values.sharding(value).axes, plan.values.sizes)
 
 
 def shardings_text(plan: "Plan") -> str:
@@ -100,7 +107,7 @@ def why(plan: "Plan", what: str) -> str:
         )
     alike: dict[tuple, list[Value]] = {}
     for value in found:
-        alike.setdefault((story.line(value), array_text(value.aval), plan.values.sharding(value)), []).append(value)
+        alike.setdefault((story.line(value), array_text(value.aval), plan.sharding(value)), []).append(value)
     return "\n".join(story.tell(values[0], len(values)) for values in alike.values())
 
 
@@ -108,6 +115,7 @@ class Story:
     """Finds values, and tells where their shardings come from."""
 
     def __init__(self, plan: "Plan"):
+        self.plan = plan
         self.completion = plan.values
         self.places = list(plan.arguments())
         self.arguments = dict(zip(plan.graph.inputs, self.places, strict=False))
@@ -161,7 +169,7 @@ class Story:
 
     def tell(self, value: Value, count: int = 1) -> str:
         """The story of a value; `count` values have the same line, type and sharding, and it stands for all."""
-        sharding = self.completion.sharding(value)
+        sharding = self.plan.sharding(value)
         lines = [f"{self.name(value)}: {spec_text(sharding)}" + f" (and {count - 1} more there alike)" * (count > 1)]
         for d, axes in enumerate(sharding.dims):
             if axes:

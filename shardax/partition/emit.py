@@ -3,7 +3,7 @@
 Called inside `shard_map`; every value is kept in all the layouts in which something read it, so what was gathered is shared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,11 +20,12 @@ from shardax.spmd_rules.localize import run_local
 from shardax.spmd_rules.registry import RULES, Local
 
 Shards = dict[Layout, Any]
+Shown = Callable[[Sharding], Sharding]
 
 
-def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> list[Any]:
-    """Runs a decided graph on the shards of its inputs; returns those of its outputs."""
-    return Emitter(sizes).graph(decisions, shards)
+def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes, shown: Shown = lambda s: s) -> list[Any]:
+    """Runs a decided graph on the shards of its inputs; returns those of its outputs. `shown`: a sharding in reasons' words."""
+    return Emitter(sizes, shown).graph(decisions, shards)
 
 
 def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> dict[Value, Shards]:
@@ -35,8 +36,9 @@ def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -
 
 
 class Emitter:
-    def __init__(self, sizes: AxisSizes):
+    def __init__(self, sizes: AxisSizes, shown: Shown = lambda s: s):
         self.sizes = sizes
+        self.shown = shown
         self.env: dict[Value, Shards] = {}
         self.makers: dict[Value, Node] = {}
         self.debtors: dict[Value, Node] = {}  # where what a pending value owes arose
@@ -117,7 +119,7 @@ class Emitter:
             reason = (
                 f"{settled} of {debtor.name if debtor else 'carry'}"
                 if settled
-                else reshard_reason(purpose(reader), move.target.sharding)
+                else reshard_reason(purpose(reader), self.shown(move.target.sharding))
             )
             with (
                 _user_context(debtor, self.stack) if settled and debtor else nullcontext(),

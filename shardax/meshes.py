@@ -1,0 +1,176 @@
+"""The annotations of a program, each in the axes of its own mesh, rewritten to the one mesh that the program runs on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardax import _jax, annotations
+from shardax.annotate import annotate_p, check_devices
+from shardax.annotations import Annotation
+from shardax.graph import Graph, Node
+from shardax.refinement import Placement, Refinement, UserMesh, user_mesh
+from shardax.sharding import Axes, Sharding, entry_axes, from_spec
+
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node that names axes, with its parameters as the user's program has them; `given` where it is an annotation."""
+
+    node: Node
+    params: Mapping[str, Any]
+    mesh: UserMesh
+    given: Annotation | None = None
+
+
+def sites(graph: Graph, mesh: AnyMesh) -> list[Site]:
+    """The annotations, islands, and what is named in islands, in program order.
+
+    Raises:
+      ValueError: an annotation is on a mesh that has other devices than the program's.
+    """
+    return list(_sites(graph, mesh, program_mesh(mesh), inside=False))
+
+
+def program_mesh(mesh: AnyMesh) -> UserMesh:
+    """The program's own mesh as one that the user named."""
+    return UserMesh(tuple(mesh.shape.items()), None, mesh)
+
+
+def _sites(graph: Graph, mesh: AnyMesh, program: UserMesh, inside: bool) -> Iterator[Site]:
+    for node in graph.nodes:
+        island = node.name == "shard_map"
+        for body in node.bodies:
+            yield from _sites(body, mesh, program, inside or island)
+        if (given := annotations.of_node(node)) is not None:
+            yield Site(node, node.params, _mesh_of(node, given, mesh, program), given)
+        elif island or inside and _named_axes(node.params):
+            yield Site(node, node.params, program)
+
+
+def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh, program: UserMesh) -> UserMesh:
+    """The mesh whose axes an annotation names: its own, that of the innermost shard_jit around it, the program's."""
+    called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
+    own = called if given.mesh is None else given.mesh
+    if own is mesh or not any(given.dims):
+        return program
+    found = user_mesh(own, mesh)
+    if found is None:
+        check_devices(own, Sharding(tuple(dim or () for dim in given.dims)).spec, mesh, f"{given.source} asks for a sharding")
+    assert found is not None
+    return program if found == program else found
+
+
+def refined_mesh(mesh: AnyMesh, refinement: Refinement, concrete: bool = False) -> Any:
+    """The program's mesh with the refined axes, as an AbstractMesh unless told otherwise."""
+    if refinement.is_trivial:
+        return mesh if concrete or isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    names, sizes = tuple(refinement.sizes), tuple(refinement.sizes.values())
+    types = (AxisType.Auto,) * len(sizes)
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(sizes, names, types)
+    refined = Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+    return refined if concrete else refined.abstract_mesh
+
+
+@_jax.weakly_cached
+def others(jaxpr, mesh: AnyMesh) -> tuple[UserMesh, ...]:
+    """The meshes besides the program's that the annotations in a jaxpr name, and that have its devices."""
+    found = (user_mesh(own, mesh) for own in dict.fromkeys(_own_meshes(jaxpr, set())) if own is not mesh)
+    return tuple(other for other in dict.fromkeys(found) if other not in (None, program_mesh(mesh)))
+
+
+def _own_meshes(jaxpr, seen: set[int]) -> Iterator[AnyMesh]:
+    for eqn in jaxpr.eqns:
+        yield from annotations.meshes_of(eqn)
+        for body in jaxprs_in_params(eqn.params):
+            if id(body) not in seen:
+                seen.add(id(body))
+                yield from _own_meshes(body, seen)
+
+
+def settled(jaxpr, mesh: AnyMesh, where: str = ""):
+    """The jaxpr with JAX's own annotations as ours where their meshes have the program's devices in another order: `jax.jit`
+    looks into programs for shardings, and takes those of one order only.
+
+    Raises:
+      ValueError: a mesh has other devices than the program's, which `where` says who named.
+    """
+
+    def change(eqn):
+        meshes = [user_mesh(sharding.mesh, mesh) for sharding in annotations.shardings_of(eqn)]
+        if all(m is not None and not m.places for m in meshes):
+            return eqn
+        line = _jax.user_line(eqn.source_info)
+        for sharding in annotations.shardings_of(eqn):
+            check_devices(
+                sharding.mesh, sharding.spec, mesh, f"{annotations.name_of(eqn)} at {line} asks for a sharding", where
+            )
+        if eqn.primitive.name not in ("sharding_constraint", "reshard"):
+            raise ValueError(
+                f"{eqn.primitive.name} at {line} has a sharding on a mesh whose devices stand in another order than the "
+                "program's: annotate its arguments and results instead, with shardax.annotate"
+            )
+        return eqn.replace(primitive=annotate_p, params=annotations.as_annotation(eqn))
+
+    return _jax.map_eqns(jaxpr, change)
+
+
+def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
+    """Lets nodes name the refined axes."""
+    for site in found:
+        if site.given is not None:
+            site.node.primitive = annotate_p
+            site.node.params = _annotation(site.given, site.mesh, refinement)
+        elif site.node.name == "shard_map":
+            site.node.params = _island(site, refinement)
+        else:
+            axes = refinement.axes[site.mesh]
+            site.node.params = {**site.params, **{k: _renamed(v, axes) for k, v in _named_axes(site.params).items()}}
+
+
+def _annotation(given: Annotation, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
+    words = given.source if mesh == refinement.program else f"{given.source} on {mesh}"
+    return {"dims": refinement.refined(given.dims, mesh), "source": words, "like": given.like, "mesh": None, "on": mesh}
+
+
+def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
+    """An island over another mesh is left as it is, and refused where it is decided."""
+    if dict(site.params["mesh"].shape) != refinement.program.sizes:
+        return dict(site.params)
+    mesh = refined_mesh(site.params["mesh"], refinement)
+    specs = {
+        side: tuple(Sharding(refinement.refined(from_spec(s, len(s)).dims, site.mesh)).spec for s in site.params[side])  # type: ignore[arg-type]
+        for side in ("in_specs", "out_specs")
+    }
+    return {**site.params, **specs, "mesh": mesh}
+
+
+def _named_axes(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a collective that name axes."""
+    named = {k: params[k] for k in ("axes", "axis_name") if k in params}
+    return {k: v for k, v in named.items() if any(isinstance(a, str) for a in (v if isinstance(v, tuple | list) else (v,)))}
+
+
+def _renamed(names, axes: Mapping[str, Axes]) -> Axes:
+    return tuple(sub for name in entry_axes(names) for sub in axes.get(name, (name,)))
+
+
+def placements(graph: Graph, given: Sequence[Sharding | Placement | None], found: Sequence[Site], refinement: Refinement):
+    """How each argument rests: as it is committed, else nearest to its annotation; None where nothing says so."""
+    rest = {v: _on(refinement.program, p) for v, p in zip(graph.inputs, given, strict=True)}
+    inputs = set(graph.inputs)
+    for site in found:
+        note, value = site.given, site.node.inputs[0] if site.given else None
+        if value in inputs and rest[value] is None and note is not None and None not in note.dims:
+            dims = refinement.refined(note.dims, site.mesh)
+            rest[value] = refinement.rest(Sharding(dims), value.shape, site.mesh)  # type: ignore[arg-type, union-attr]
+    return [rest[v] for v in graph.inputs]
+
+
+def _on(program: UserMesh, given: Sharding | Placement | None) -> Placement | None:
+    return Placement(program, given) if isinstance(given, Sharding) else given
