@@ -47,7 +47,7 @@ def shardings_of(eqn) -> Iterator[NamedSharding]:
     for name in ("sharding", "dst_sharding", "in_shardings", "out_shardings"):
         given = eqn.params.get(name)
         for sharding in given if isinstance(given, tuple) else (given,):
-            if isinstance(sharding, NamedSharding):
+            if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
                 yield sharding
 
 

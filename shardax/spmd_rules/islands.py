@@ -8,13 +8,18 @@ from jax import lax
 from shardax.spmd_rules.registry import Local, register_rule, whole_rule
 
 _AS_THEY_ARE = """
-    all_gather all_to_all axis_index pbroadcast pbroadcast_dynamic pmax pmin ppermute psum ragged_all_to_all reduce_scatter
+    all_gather all_to_all pbroadcast pbroadcast_dynamic pmax pmin ppermute psum ragged_all_to_all reduce_scatter
 """.split()
 _IDENTITIES = "preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p".split()
 
 
 def _identity_local(local: Local, *shards):
     return shards
+
+
+def _index_local(local: Local):
+    """An axis of the user's may be several of the program's, and the primitive takes one."""
+    return [lax.axis_index(local.params["axis_name"])]
 
 
 def _gather_local(local: Local, shard):
@@ -31,6 +36,7 @@ def _scatter_local(local: Local, shard):
     return [lax.psum_scatter(shard, p["axis_name"], scatter_dimension=p["scatter_dimension"], tiled=p["tiled"])]
 
 
+register_rule("axis_index", whole_rule, _index_local)
 for _name in _AS_THEY_ARE:
     register_rule(_name, whole_rule)
 for _name in _IDENTITIES:
