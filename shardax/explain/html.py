@@ -19,7 +19,7 @@ from shardax.explain.ledger import Collective, array_bytes, array_text, comm_byt
 from shardax.explain.lines import code, line_text
 from shardax.explain.values import Story
 from shardax.explain.words import as_one, bytes_text, form, seconds_text, spec_text, times
-from shardax.sharding import Sharding, shard_count
+from shardax.sharding import Sharding
 
 if TYPE_CHECKING:
     from shardax.explain.memory import Tensor
