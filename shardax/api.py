@@ -20,7 +20,6 @@ from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options
 from shardax.program import Program
 from shardax.refinement import Placement
-from shardax.sharding import Sharding, from_spec
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
 from shardax.untyped import auto_mesh, explicit_sharding
 
