@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-import shardax as sx
-from examples.run import main
+from examples.run import TrainStep, main
 
 SIDE, CLASSES, BATCH = 11, 6, 10
 TX = optax.adamw(3e-3, eps=1e-4)
@@ -46,20 +45,25 @@ def loss(model, batch):
     return -jnp.take_along_axis(predicted, labels[:, None], axis=1).mean()
 
 
-MODEL = CNN(jax.random.key(0))
-ARRAYS, FUNCTIONS = eqx.partition(MODEL, eqx.is_array)
+_, FUNCTIONS = eqx.partition(CNN(jax.random.key(0)), eqx.is_array)
 
 
-def train_step(arrays, opt_state, batch):
+def init(key):
+    arrays, _ = eqx.partition(CNN(key), eqx.is_array)
+    return arrays, TX.init(arrays)
+
+
+def train_step(state, batch):
+    arrays, opt_state = state
     value, grads = eqx.filter_value_and_grad(loss)(eqx.combine(arrays, FUNCTIONS), batch)
     updates, opt_state = TX.update(grads, opt_state, arrays)
-    return eqx.apply_updates(arrays, updates), opt_state, value
+    return (eqx.apply_updates(arrays, updates), opt_state), value
 
 
-def specs():
+def specs(shapes):
     """The hidden layer is split over its 62 features, which 4 does not divide; the rest follows, or is whole."""
-    nothing = jax.tree.map(lambda _: None, ARRAYS)
-    return eqx.tree_at(lambda m: m.layers[4].weight, nothing, P("model", None), is_leaf=lambda x: x is None)
+    nothing = jax.tree.map(lambda _: None, shapes[0])
+    return eqx.tree_at(lambda m: m.layers[4].weight, nothing, P("model", None), is_leaf=lambda x: x is None), None
 
 
 def batches(steps: int):
@@ -71,17 +75,8 @@ def batches(steps: int):
         yield (rng.normal(size=(BATCH, 1, SIDE, SIDE)) * 0.3 + 2 * bars[:, None]).astype(np.float32), labels
 
 
-def train(mesh, steps: int = 20) -> list[float]:
-    """The losses; on one device, under plain `jax.jit`, where there is no mesh."""
-    if mesh is None:
-        step = jax.jit(train_step)
-    else:
-        step = sx.shard_jit(train_step, mesh=mesh, in_shardings=(specs(), None, P("data")), donate_argnums=(0, 1))
-    arrays, opt_state, losses = jax.tree.map(jnp.copy, ARRAYS), TX.init(ARRAYS), []
-    for batch in batches(steps):
-        arrays, opt_state, value = step(arrays, opt_state, batch)
-        losses.append(float(value))
-    return losses
+STEP = TrainStep(init, train_step, batches, specs)
+train, plan = STEP.train, STEP.plan
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ The decorator is all that a mesh changes; the sharding of a parameter stands wit
 Shape suffixes: B batch, H W image, C channels.
 """
 
-import functools
-
 import numpy as np
 import optax
 from flax import nnx
@@ -72,9 +70,16 @@ def train(mesh, steps: int = 20) -> list[float]:
     if mesh is None:
         with nnx.use_eager_sharding(False):
             return run(nnx.jit(create), nnx.jit(train_step), steps)
-    on_mesh = functools.partial(shardax.flax.shard_jit, mesh=mesh)
-    step = on_mesh(train_step, in_shardings=(None, None, None, P("data")), donate_argnums=(0, 1, 2))
-    return run(on_mesh(create), step, steps)
+    return run(shardax.flax.shard_jit(create, mesh=mesh), step_on(mesh), steps)
+
+
+def step_on(mesh):
+    return shardax.flax.shard_jit(train_step, mesh=mesh, in_shardings=(None, None, None, P("data")), donate_argnums=(0, 1, 2))
+
+
+def plan(mesh):
+    with nnx.use_eager_sharding(False):
+        return step_on(mesh).plan(*nnx.eval_shape(create), next(batches(1)))
 
 
 def run(create, step, steps: int) -> list[float]:

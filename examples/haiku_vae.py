@@ -14,8 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-import shardax as sx
-from examples.run import main
+from examples.run import TrainStep, main
 
 PIXELS, HIDDEN, LATENT, BATCH = 63, 50, 6, 10
 TX = optax.adam(1e-2, eps=1e-4)
@@ -68,19 +67,12 @@ def batches(steps: int):
         yield (patterns[rng.integers(0, 4, BATCH)] ^ (rng.random((BATCH, PIXELS)) < 0.05)).astype(np.float32)
 
 
-def train(mesh, steps: int = 20) -> list[float]:
-    """The losses; on one device, under plain `jax.jit`, where there is no mesh."""
-    state = init(jax.random.key(0))
-    if mesh is None:
-        step = jax.jit(train_step)
-    else:
-        specs = {name: SPECS.get(name) for name in state.params}
-        step = sx.shard_jit(train_step, mesh=mesh, in_shardings=(State(specs, None, None), P("data")), donate_argnums=0)
-    losses = []
-    for batch in batches(steps):
-        state, value = step(state, batch)
-        losses.append(float(value))
-    return losses
+def specs(shapes: State) -> State:
+    return State({name: SPECS.get(name) for name in shapes.params}, None, None)
+
+
+STEP = TrainStep(init, train_step, batches, specs)
+train, plan = STEP.train, STEP.plan
 
 
 if __name__ == "__main__":

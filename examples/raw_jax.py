@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-import shardax as sx
-from examples.run import main
+from examples.run import TrainStep, main
 
 SIZES = (49, 70, 33, 10)  # uneven on every axis of 4
 SPECS = [(P(None, "model"), P("model")), (P("model", None), P()), (P(), P())]
@@ -47,17 +46,8 @@ def batches(steps: int):
         yield (rng.normal(size=(BATCH, SIZES[0])) * 0.5 + 2 * bright).astype(np.float32), labels_B
 
 
-def train(mesh, steps: int = 20) -> list[float]:
-    """The losses; on one device, under plain `jax.jit`, where there is no mesh."""
-    if mesh is None:
-        step = jax.jit(train_step)
-    else:
-        step = sx.shard_jit(train_step, mesh=mesh, in_shardings=(SPECS, P("data")), donate_argnums=0)
-    params, losses = init(jax.random.key(0)), []
-    for batch in batches(steps):
-        params, value = step(params, batch)
-        losses.append(float(value))
-    return losses
+STEP = TrainStep(init, train_step, batches, lambda shapes: SPECS)
+train, plan = STEP.train, STEP.plan
 
 
 if __name__ == "__main__":
