@@ -14,12 +14,13 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax, meshes, transform
-from shardax.annotate import describe, flatten
+from shardax.annotate import broadcast_specs, describe, flatten, is_spec
 from shardax.explain.lines import line_text
 from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options
 from shardax.program import Program
-from shardax.refinement import Placement
+from shardax.refinement import Placement, refinement, user_mesh
+from shardax.sharding import at_rest, from_spec
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
 from shardax.untyped import auto_mesh, explicit_sharding
 
@@ -147,7 +148,10 @@ class ShardJit:
     def _miss(self, /, *args, **kwargs):
         """A call whose like has not been compiled. All that is ours happens here, the following calls are `jax.jit`'s."""
         self._function.check_devices(args, kwargs)
-        return self._stage(lambda jitted: _jax.cache_miss(self._told(jitted, args, kwargs)), args, kwargs)
+        outs, *to_cache = self._stage(lambda jitted: _jax.cache_miss(self._told(jitted, args, kwargs)), args, kwargs)
+        if not self._function.across or not _jax.is_eager((args, kwargs)):
+            return outs, *to_cache
+        return self._function.moved(outs), None, *to_cache[1:]  # every call comes here
 
     def _stage(self, stage_of: Callable[[Any], Callable[..., Any]], args, kwargs):
         try:
@@ -281,6 +285,23 @@ class _Function:
             jitted = _before(jitted, self._check_donated)
         return jitted
 
+    @functools.cached_property
+    def across(self) -> tuple[NamedSharding, ...]:
+        """The shardings of results on meshes where no compiled program can leave them; see `Refinement.may_rest_on`."""
+        given = jax.tree.leaves(self.out_shardings, is_leaf=is_spec)
+        return tuple(s for s in given if isinstance(s, NamedSharding) and isinstance(self.mesh, Mesh) and self._is_across(s))
+
+    def _is_across(self, sharding: NamedSharding) -> bool:
+        assert self.mesh is not None
+        own = user_mesh(sharding.mesh, self.mesh)
+        return own is not None and not refinement([meshes.program_mesh(self.mesh), own]).may_rest_on(own)
+
+    def moved(self, outs):
+        """The results, those brought to such meshes, outside of the program, that divide evenly there."""
+        leaves, tree = jax.tree.flatten(outs)
+        specs = broadcast_specs(self.out_shardings, outs, "out_shardings")
+        return tree.unflatten([_put(x, s) if s in self.across else x for x, s in zip(leaves, specs, strict=True)])
+
     def check_devices(self, args, kwargs) -> None:
         if isinstance(self.mesh, AbstractMesh) and _jax.is_eager((args, kwargs)):
             raise ValueError(
@@ -385,6 +406,11 @@ class _Function:
             paths, leaves, _ = flatten(tree)
             named += [(name + path, x) for path, x in zip(paths, leaves, strict=True)]
         return named
+
+
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    own = from_spec(sharding.spec, x.ndim)
+    return jax.device_put(x, NamedSharding(sharding.mesh, at_rest(own, x.shape, sharding.mesh.shape).spec))
 
 
 def _before(call, check):

@@ -16,7 +16,7 @@ from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
 
 def split_inside(graph: Graph, done: Completion) -> Iterator[tuple[str, int]]:
     """(axis, size of its major part) wherever a completed sharding splits a dim of a reshape inside an axis."""
-    whole = {node.outputs[0]: [axes == () for axes in given.dims] for node, given in done.notes}
+    whole = {v: [axes == () for axes in given.dims] for node, given in done.notes for v in (node.inputs[0], node.outputs[0])}
     for node in graph.walk():
         if node.name == "reshape" and (done.sharding(node.inputs[0]).axes or done.sharding(node.outputs[0]).axes):
             yield from _of_reshape(node, whole, done)

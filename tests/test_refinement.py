@@ -110,3 +110,103 @@ def test_what_is_sent(name):
     f = sx.shard_jit(lambda x: sx.annotate(jnp.sin(x), target), mesh=A, in_shardings=source)
     assert {c.kind: c.total for c in f.plan(X).collectives} == sent
     np.testing.assert_allclose(f(X), np.sin(X), rtol=1e-6)
+
+
+def named(sharding, got):
+    assert got.sharding.mesh == sharding.mesh and got.sharding.is_equivalent_to(sharding, got.ndim), got.sharding
+
+
+@pytest.mark.parametrize("other", [B, FLAT, REVERSED, TRANSPOSED], ids=["4x2", "flat", "reversed", "transposed"])
+def test_results_are_on_the_users_meshes(other):
+    wanted = NamedSharding(A, P("y")), NamedSharding(other, P(other.axis_names[-1]))
+    f = sx.shard_jit(lambda x: (jnp.sin(x), x * 2), mesh=A, out_shardings=wanted)
+    for x in (X, X, jax.device_put(X, NamedSharding(B, P("x")))):
+        got = f(x)
+        for sharding, result, want in zip(wanted, got, (np.sin(X), X * 2), strict=True):
+            named(sharding, result)
+            np.testing.assert_allclose(result, want, rtol=1e-6)
+    same(jax.jit(f)(X), (np.sin(X), X * 2))
+
+
+def test_arguments_on_several_meshes_rest_there():
+    specs = NamedSharding(A, P("x", None)), NamedSharding(B, P("x", None))
+    f = sx.shard_jit(jnp.add, in_shardings=specs)
+    placed = [jax.device_put(X, s) for s in specs]
+    same(f(*placed), X + X)
+    plan = f.plan(*placed)
+    assert plan.in_shardings == specs and not plan.collectives
+    assert "P('x') on (x=4, y=2)" in str(plan) and "x is x y.0; y is y.1" in str(plan)
+    assert not {"all-gather", "all-to-all", "collective-permute"} & set(f.lower(*placed).compile().as_text().split())
+
+
+def test_committed_elsewhere_needs_no_annotation():
+    f = sx.shard_jit(lambda x: x * 2, mesh=A)
+    x = jax.device_put(X, NamedSharding(B, P("x")))
+    assert f.plan(x).in_shardings == (NamedSharding(B, P("x", None)),) and not f.plan(x).collectives
+    same(f(x), X * 2)
+
+
+def heads(count, x, p):
+    b, s, m = x.shape
+    q, k, v = ((x @ p[name]).reshape(b, s, count, m // count) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q, k))
+    return jnp.einsum("bnst,btnd->bsnd", weights, v).reshape(b, s, m) @ p["o"]
+
+
+HEADS = {"4 on 8": (make((8,), ("model",)), 4), "2 on 4": (make((2, 4), ("data", "model")), 2)}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_inside_an_axis(name):
+    """An axis of more devices than there are heads is refined: nothing is gathered at the reshapes."""
+    mesh, count = HEADS[name]
+    p = {n: np.random.RandomState(i).randn(32, 32).astype("float32") / 6 for i, n in enumerate("qkvo")}
+    x = np.random.RandomState(9).randn(4, 8, 32).astype("float32")
+    specs = P("data" if "data" in mesh.shape else None), {**dict.fromkeys("qkv", P(None, "model")), "o": P("model")}
+    f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs)
+    same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
+    plan = f.plan(x, p)
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
+    assert plan.refinement.sizes["model.0"] == count and "all_reduce over model of" in str(plan)
+    assert plan.in_shardings[1]["q"].spec == P(None, "model")
+
+
+def test_no_reshape_in_need_changes_nothing():
+    f = sx.shard_jit(lambda x: x.reshape(8, 8, 48), mesh=A, in_shardings=P(("x", "y")))
+    assert f.plan(X).refinement.is_trivial
+    annotated = sx.shard_jit(lambda x: sx.annotate(x.reshape(2, 32, 48), P()), mesh=A, in_shardings=P("y"))
+    assert annotated.plan(X).refinement.is_trivial
+
+
+def test_islands_keep_their_names():
+    def island(a):
+        return (
+            a * jax.lax.axis_index("y").astype("float32")
+            + jax.lax.psum(a, ("x", "y"))
+            + jax.lax.ppermute(a, "y", [(0, 1), (3, 2)])
+        )
+
+    mapped = jax.shard_map(island, mesh=A, in_specs=P("y", "x"), out_specs=P("y", "x"))
+    f = sx.shard_jit(lambda x: sx.annotate(mapped(sx.annotate(x, NamedSharding(B, P("x")))), NamedSharding(B, P("y"))), mesh=A)
+    same(f(X), jax.jit(mapped)(X))
+
+
+def test_names_on_differently_factored_meshes():
+    def f(x):
+        y = sx.mesh_split(x, A, [0, 1]) * 2
+        y = sx.mark_sharding(y, B, (("y", 0), None)) + 1
+        return sx.redistribute(y, FLAT, [sx.Shard(1)])
+
+    got = sx.shard_jit(f, mesh=A)(X)
+    named(NamedSharding(FLAT, P(None, "z")), got)
+    same(got, X * 2 + 1)
+    same(f(X), X * 2 + 1)
+    with pytest.raises(ValueError, match="uses 'x' of the mesh .x=4, y=2. twice"):
+        sx.shard_jit(lambda x: sx.mesh_split(x, B, [0, 0]), mesh=A)(X)
+
+
+def test_a_boundary_is_in_the_plan():
+    f = sx.shard_jit(lambda x: sx.annotate(x, NamedSharding(OTHER_SIX, P("x"))), mesh=SIX, in_shardings=P("x"))
+    text = " ".join(str(f.plan(X[:48])).split())
+    assert "(x=3, y=2): x is y; y is x. A boundary: inside, shards of these sizes lie on other devices than it says" in text
+    assert "annotate on (x=3, y=2) in P('y', None)" in text
