@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from shardax import _jax
-from shardax.reshard import identity
+from shardax.collectives import identity
 from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule
 from shardax.spmd_rules.rule import Factors, Rule, bind, parse
 

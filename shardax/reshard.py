@@ -8,7 +8,7 @@ the whole group of n devices, ring algorithms):
 
 Cheapest is: fewest bytes, where each collective counts an eighth of the first shard more, for its start: one more is worth it
 only where it saves that much; then fewest collectives, then fewest steps, then the first found. Costs are exact, so that plans
-are deterministic. `plan` needs no devices; `apply` runs a plan on the local shard, inside `jax.shard_map`.
+are deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside `jax.shard_map`.
 
 After GSPMD, section 3.5 (resharding always succeeds) and 3.2 (halo exchange); a list of special cases is what this is not.
 """
@@ -21,11 +21,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 
@@ -73,15 +68,6 @@ def plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes:
     reduce_scatter x to dim 1 (192 bytes); all_reduce y (64 bytes)
     """
     return _plan(_canonical(src), _canonical(dst), tuple(shape), itemsize, tuple(sizes.items()))
-
-
-def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) -> jax.Array:
-    """Runs `path` on the local shard `x`, inside `jax.shard_map`; positions past the true `shape` hold garbage afterwards."""
-    for step in path.steps:
-        x = _pad_whole_dim(x, step)
-        x = RUN[step.kind](x, step, shape, sizes)
-        x = _fit(x, step.layout.local_shape(sizes))
-    return x
 
 
 # The search
@@ -364,11 +350,11 @@ def _halos(layout: Layout, problem: _Problem) -> Iterator[Step]:
         count = problem.count(layout.dims[dim])
         for padded in problem.paddings[dim] if layout.dims[dim] else ():
             if padded % count == 0 and padded != layout.padded[dim]:
-                hops = _hops(layout.padded[dim] // count, padded // count, count, problem.shape[dim])
+                moves = hops(layout.padded[dim] // count, padded // count, count, problem.shape[dim])
                 row = problem.nbytes(layout) * count // layout.padded[dim]
                 after = _with(layout, dim, (), padded)
-                kind, axes = ("halo", layout.dims[dim]) if hops else ("crop", ())
-                yield Step(kind, axes, layout, after, row * sum(h.rows for h in hops), dim=dim)
+                kind, axes = ("halo", layout.dims[dim]) if moves else ("crop", ())
+                yield Step(kind, axes, layout, after, row * sum(h.rows for h in moves), dim=dim)
 
 
 def _owes(layout: Layout, problem: _Problem) -> Iterator[Step]:
@@ -454,7 +440,7 @@ def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> t
     return tuple(sorted(numbers.items()))
 
 
-def _pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[tuple[int, int]]:
+def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[tuple[int, int]]:
     """(sender, receiver) for each device along `axes`; a device that holds what it needs sends to itself."""
     before, after = _places(source, sizes), _places(layout, sizes)
     devices = [dict(zip(axes, c, strict=True)) for c in itertools.product(*(range(sizes[a]) for a in axes))]
@@ -467,30 +453,26 @@ def _pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list
 
 
 @dataclass(frozen=True)
-class _Hop:
+class Hop:
     """One ppermute of a change of block size: each device gets up to `rows` rows from the one `distance` further on."""
 
     distance: int
     rows: int
     pairs: tuple[tuple[int, int], ...]
 
-    def start(self, sender, old: int, new: int):
-        """The first row of its block that `sender` sends: where the receiver's new block begins, or earlier to fill `rows`."""
-        return lax.clamp(0, (sender - self.distance) * new - sender * old, old - self.rows)
-
 
 @lru_cache(maxsize=4096)
-def _hops(old: int, new: int, count: int, size: int) -> tuple[_Hop, ...]:
+def hops(old: int, new: int, count: int, size: int) -> tuple[Hop, ...]:
     """The hops that turn `count` blocks of `old` rows into blocks of `new` rows, `size` rows being true.
 
-    >>> [(h.distance, h.rows) for h in _hops(65, 66, 4, 257)]
+    >>> [(h.distance, h.rows) for h in hops(65, 66, 4, 257)]
     [(1, 3)]
     """
-    hops = (_hop(d, old, new, count, size) for d in range(1 - count, count) if d)
-    return tuple(h for h in hops if h.rows)
+    every = (_hop(d, old, new, count, size) for d in range(1 - count, count) if d)
+    return tuple(hop for hop in every if hop.rows)
 
 
-def _hop(distance: int, old: int, new: int, count: int, size: int) -> _Hop:
+def _hop(distance: int, old: int, new: int, count: int, size: int) -> Hop:
     pairs, rows = [], 0
     for receiver in range(max(0, -distance), min(count, count - distance)):
         sender = receiver + distance
@@ -498,170 +480,4 @@ def _hop(distance: int, old: int, new: int, count: int, size: int) -> _Hop:
         if first < end:
             pairs.append((sender, receiver))
             rows = max(rows, end - first)
-    return _Hop(distance, rows, tuple(pairs))
-
-
-# Running a step on the local shard
-
-
-def _run_all_gather(x, step, shape, sizes):
-    return lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
-
-
-def _run_all_reduce(x, step, shape, sizes):
-    kind = dict(step.source.pending)[step.axes[0]]
-    return REDUCE[kind](x, step.axes)
-
-
-def _run_all_to_all(x, step, shape, sizes):
-    return lax.all_to_all(x, step.axes, split_axis=step.to, concat_axis=step.dim, tiled=True)
-
-
-def _run_reduce_scatter(x, step, shape, sizes):
-    return lax.psum_scatter(x, step.axes, scatter_dimension=step.to, tiled=True)
-
-
-def _run_ppermute(x, step, shape, sizes):
-    return lax.ppermute(x, step.axes, _pairs(step.source, step.layout, step.axes, sizes))
-
-
-def ppermute(x, axes, pairs, sizes):
-    """`lax.ppermute` with `pairs` numbered along `axes` as they stand; JAX wants them in mesh order."""
-    in_mesh_order = tuple(a for a in sizes if a in axes)
-    coordinates = list(itertools.product(*(range(sizes[a]) for a in axes)))
-    renumber = {c: i for i, c in enumerate(itertools.product(*(range(sizes[a]) for a in in_mesh_order)))}
-    numbers = [renumber[tuple(c[axes.index(a)] for a in in_mesh_order)] for c in coordinates]
-    return lax.ppermute(x, in_mesh_order, [(numbers[s], numbers[r]) for s, r in pairs])
-
-
-def _run_slice(x, step, shape, sizes):
-    block = step.layout.local_shape(sizes)[step.to]
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes) * block, block, axis=step.to)
-
-
-def _run_owe(x, step, shape, sizes):
-    kinds = dict(step.layout.pending)
-    for axis in step.axes:
-        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, identity(kinds[axis], x.dtype)))
-    return x
-
-
-def _run_halo(x, step, shape, sizes):
-    """Own rows and received rows side by side; then each row of the new block is looked up where it is.
-
-    block of device i, old:  |....i....|         row r of the value is in old block r // old
-                      new:   |.....i.....|       so it comes by the hop of distance r // old - i
-    """
-    dim, axes = step.dim, step.axes
-    count = shard_count(axes, sizes)
-    old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
-    device = lax.axis_index(axes)
-    rows = device * new + lax.iota(device.dtype, new)
-    pieces, where = [x], rows - device * old
-    for hop in _hops(old, new, count, shape[dim]):
-        sent = lax.dynamic_slice_in_dim(x, hop.start(device, old, new), hop.rows, axis=dim)
-        sender = device + hop.distance
-        there = sum(p.shape[dim] for p in pieces) + rows - sender * old - hop.start(sender, old, new)
-        where = lax.select(lax.div(rows, old) == sender, there, where)
-        pieces.append(ppermute(sent, axes, hop.pairs, sizes))
-    pieces = lax.concatenate(pieces, dim)
-    return pieces.at[(slice(None),) * dim + (where,)].get(mode="clip")
-
-
-def _run_crop(x, step, shape, sizes):
-    return x
-
-
-def _run_empty(x, step, shape, sizes):
-    return jnp.zeros(step.layout.local_shape(sizes), x.dtype)
-
-
-RUN: dict[str, Callable] = {
-    "all_gather": _run_all_gather,
-    "all_reduce": _run_all_reduce,
-    "all_to_all": _run_all_to_all,
-    "crop": _run_crop,
-    "empty": _run_empty,
-    "halo": _run_halo,
-    "owe": _run_owe,
-    "ppermute": _run_ppermute,
-    "reduce_scatter": _run_reduce_scatter,
-    "slice": _run_slice,
-}
-
-
-def _extremum(reduce: Callable, kind: str) -> Callable:
-    """Maxima and minima of floats, as of the integers in the same order, where NaN is beyond all others as XLA has it within a
-    device: collectives may lose it."""
-
-    def reduced(x, axes):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return reduce(x, axes)
-        if x.dtype.itemsize == 1:  # some of these have no integer to spare for NaN
-            return reduced(x.astype(jnp.bfloat16), axes).astype(x.dtype)
-        whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
-        beyond = np.asarray(whole.max if kind == "max" else whole.min, whole.dtype)
-        bits = lax.select(jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, whole.dtype)))
-        bits = reduce(bits, axes)
-        nan = lax.full(x.shape, np.asarray(np.nan).astype(x.dtype))
-        return lax.select(bits == beyond, nan, lax.bitcast_convert_type(_turned(bits), x.dtype))
-
-    return reduced
-
-
-def _turned(bits):
-    """The bits of floats as integers that grow as those do, and back: the greater a negative float's bits, the less it is."""
-    low = np.asarray(jnp.iinfo(bits.dtype).max, bits.dtype)
-    return lax.select(bits < 0, bits ^ low, bits)
-
-
-REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": _extremum(lax.pmax, "max"), "min": _extremum(lax.pmin, "min")}
-
-
-def identity(kind: str, dtype) -> Any:
-    """What leaves a reduction of this kind unchanged: 0, the least, or the greatest value of the dtype.
-
-    >>> float(identity("max", "float32"))
-    -inf
-    """
-    dtype = np.dtype(dtype)
-    if kind == "sum":
-        return np.zeros((), dtype)
-    if dtype == np.bool_:
-        return np.asarray(kind == "min")
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return np.asarray(info.min if kind == "max" else info.max, dtype)
-    return np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype)
-
-
-def _pad_whole_dim(x, step):
-    """The dim at which axes arrive, padded first where it was whole."""
-    to = step.to
-    if to is None or step.source.dims[to]:
-        return x
-    return _fit(x, (*x.shape[:to], step.layout.padded[to], *x.shape[to + 1 :]))
-
-
-def _fit(x, shape):
-    """`x` cropped or padded at the end of each dim to `shape`."""
-    if x.shape == tuple(shape):
-        return x
-    x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
-    if x.shape == tuple(shape):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero to pad with: the last one is repeated
-        return _repeat_last(x, shape)
-    return lax.pad(x, _garbage(x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)])
-
-
-def _repeat_last(x, shape):
-    for dim, (have, want) in enumerate(zip(x.shape, shape, strict=True)):
-        last = lax.slice_in_dim(x, have - 1, have, axis=dim)
-        x = lax.concatenate([x] + [last] * (want - have), dim) if want > have else x
-    return x
-
-
-def _garbage(dtype):
-    """What padding holds: nobody may care what."""
-    return jnp.zeros((), dtype)
+    return Hop(distance, rows, tuple(pairs))

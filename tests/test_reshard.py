@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from shardax import reshard
+from shardax import collectives, reshard
 from shardax.sharding import Layout, Sharding, round_up, shard_count
 
 MESHES = {
@@ -120,7 +120,7 @@ def run_paths(cases, sizes):
     def run(stacked):
         outs = []
         for (path, shape, _), x in zip(cases, stacked, strict=True):
-            out = reshard.apply(path, x.reshape(x.shape[len(names) :]), shape, sizes)
+            out = collectives.apply(path, x.reshape(x.shape[len(names) :]), shape, sizes)
             outs.append(out.reshape((1,) * len(names) + out.shape))
         return outs
 
@@ -278,8 +278,8 @@ class Graph:
         while changed:
             again = {}
             for a in changed:
-                for b, (sent, collectives) in self.edges[a]:
-                    cost = (best[a][0] + sent + start * collectives, best[a][1] + collectives)
+                for b, (sent, count) in self.edges[a]:
+                    cost = (best[a][0] + sent + start * count, best[a][1] + count)
                     if b not in best or cost < best[b]:
                         best[b], again[b] = cost, None
             changed = list(again)
@@ -317,8 +317,8 @@ def test_nothing_is_cheaper(shape, sizes, pending_axes):
             only = tuple((a, n) for a, n in sizes.items() if a in used)
             best = graph(shape, only, pending_axes, finest).distances(src)[dst]
             path = reshard.plan(src, dst, shape, 1, sizes)
-            collectives = sum(s.kind in reshard.COLLECTIVES for s in path.steps)
-            found = (path.nbytes + collectives * math.prod(src.local_shape(sizes)) / 8, collectives)
+            count = sum(s.kind in reshard.COLLECTIVES for s in path.steps)
+            found = (path.nbytes + count * math.prod(src.local_shape(sizes)) / 8, count)
             assert found == (pytest.approx(float(best[0])), best[1]), f"{src} -> {dst}: {path}; possible: {best}"
 
 
@@ -383,7 +383,7 @@ def test_extrema_are_those_of_one_device(dtype):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     for kind, reduce in (("max", jnp.max), ("min", jnp.min)):
         reduced = jax.shard_map(
-            lambda x, kind=kind: reshard.REDUCE[kind](x[0], "x"),
+            lambda x, kind=kind: collectives.REDUCE[kind](x[0], "x"),
             mesh=mesh,
             in_specs=PartitionSpec("x"),
             out_specs=PartitionSpec(),

@@ -29,8 +29,8 @@ from shardax import spmd_rules  # noqa: F401  (registers the built-in rules)
 from shardax.check.first import evaluate
 from shardax.check.missing import Missing, missing
 from shardax.check.shards import difference, is_key, with_garbage, words
+from shardax.collectives import identity
 from shardax.graph import Node, from_jaxpr
-from shardax.reshard import identity
 from shardax.sharding import Layout, round_up, shard_count
 from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split

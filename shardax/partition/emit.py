@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from shardax import _jax, annotations, reshard
+from shardax import _jax, annotations, collectives, reshard
 from shardax.graph import Node, Value
 from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
 from shardax.partition.emit_loops import emit_structured
@@ -125,7 +125,7 @@ class Emitter:
                 _user_context(debtor, self.stack) if settled and debtor else nullcontext(),
                 jax.named_scope(f"{kind}[{reason}]"),
             ):
-                shard = reshard.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
+                shard = collectives.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
         return shard
 
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.collectives import ppermute
 from shardax.graph import Node
-from shardax.reshard import ppermute
 from shardax.sharding import Axes, Layout
 from shardax.spmd_rules.registry import Local
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import lax
 
-from shardax.reshard import identity
+from shardax.collectives import identity
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import DimFactors, Factors, TensorFactors

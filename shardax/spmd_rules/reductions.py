@@ -14,8 +14,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
+from shardax.collectives import identity
 from shardax.graph import Node
-from shardax.reshard import identity
 from shardax.sharding import Axes
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 

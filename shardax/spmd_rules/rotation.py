@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardax.collectives import ppermute
 from shardax.graph import Node
-from shardax.reshard import ppermute
 from shardax.rotations import rotated
 from shardax.spmd_rules.halo import Wanted, sent, take, wanted
 from shardax.spmd_rules.registry import MOVES, Local, register_rule

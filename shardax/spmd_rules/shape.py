@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.collectives import ppermute
 from shardax.graph import Node
-from shardax.reshard import ppermute
 from shardax.spmd_rules.halo import Wanted, halo_sends, sent, slice_by_device, take, wanted, window_of
 from shardax.spmd_rules.indexing import owner_mark
 from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, whole_rule

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.collectives import identity, ppermute
 from shardax.graph import Node
-from shardax.reshard import identity, ppermute
 from shardax.spmd_rules.halo import slice_by_device
 from shardax.spmd_rules.registry import Local, register_rule
 

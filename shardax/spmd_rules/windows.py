@@ -19,8 +19,8 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
+from shardax.collectives import identity
 from shardax.graph import Node
-from shardax.reshard import identity
 from shardax.spmd_rules.halo import Wanted, by_device, halo_sends, plan, slice_by_device, take, wanted, wanted_with, window_of
 from shardax.spmd_rules.reductions import skipping
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
