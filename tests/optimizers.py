@@ -82,6 +82,7 @@ DESCEND = {
 }
 
 MADE: dict[str, Callable[[], Tx]] = {
+    "acprop": lambda: contrib.acprop(RATE, eps=1e-3),  # its denominators are a step old, and at first nearly zero
     "adadelta": lambda: optax.adadelta(RATE),
     "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=8),
     "adaptive_grad_clip": lambda: descending(optax.adaptive_grad_clip(0.1)),
@@ -119,6 +120,7 @@ MADE: dict[str, Callable[[], Tx]] = {
     "reduce_on_plateau": lambda: optax.chain(optax.sgd(RATE), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.3)),
     "sam": lambda: contrib.sam(adam(), _ascent()),
     "scale": lambda: optax.scale(-RATE),
+    "scale_by_acprop": lambda: descending(contrib.scale_by_acprop(eps=1e-3)),
     "scale_by_backtracking_linesearch": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
     "scale_by_factored_rms": lambda: descending(optax.scale_by_factored_rms(min_dim_size_to_factor=8)),
     "scale_by_galore": lambda: descending(contrib.scale_by_galore(rank=3, base_optimizer=optax.trace(0.9))),
