@@ -33,12 +33,13 @@ def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
 
 def of_node(node: Node) -> Annotation | None:
     """What a node says about its result, None if it is not an annotation."""
-    if node.name == "annotate":
+    name = node.primitive.name
+    if name == "annotate":
         like = None if node.callers else node.params["like"]  # an inlined program's inputs are not this one's
         return Annotation(node.params["dims"], node.params["source"], like, node.params["mesh"], node.params.get("on"))
-    if node.name == "sharding_constraint" or node.name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
-        sharding, rank = node.params[_SHARDING_PARAM[node.name]], len(node.outputs[0].shape)
-        return _of_sharding(sharding, _NAMES[node.name], rank, node.line)
+    if name == "sharding_constraint" or name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
+        sharding, rank = node.params[_SHARDING_PARAM[name]], len(node.outputs[0].shape)
+        return _of_sharding(sharding, _NAMES[name], rank, node.line)
     return None
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import shardax as sx
 from shardax import _jax, annotations, graph
 from shardax.completion.complete import Completion, complete
 from shardax.explain.ledger import array_text
@@ -537,3 +539,176 @@ def test_repeated_runs_are_equal():
     for seed in "1", "2":
         env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
         subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=Path(__file__).parents[1])
+
+
+# Both directions through everything: arguments of shape (8, 4, 4) unless said, split over x by an annotation at one end.
+
+
+def both_ways(f, *shapes, dim: int = 0) -> tuple[list[P], P]:
+    """The shardings of the arguments where the first result is annotated, and of the first result where the arguments are."""
+    spec = lambda rank: P(*[None] * dim, "x", *[None] * (rank - dim - 1))  # noqa: E731
+
+    def annotated(*args):
+        out = jax.tree.leaves(f(*args))[0]
+        return lax.with_sharding_constraint(out, spec(out.ndim))
+
+    backward, found = completion(annotated, *shapes)
+    first = next(i for i, shape in enumerate(shapes) if len(shape) > dim)
+    specs = tuple(spec(len(shape)) if i == first else None for i, shape in enumerate(shapes))
+    forward, told = completion(lambda *args: jax.tree.leaves(f(*args))[0], *shapes, specs=specs)
+    return [found.sharding(v).spec for v in backward.inputs], told.sharding(forward.outputs[0]).spec
+
+
+def _custom_vjp(x):
+    @jax.custom_vjp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+    return f(x)
+
+
+def _mine(x):
+    return sx.partition_as("b m n! -> b m n!")(lambda x: jnp.sort(x, -1))(x)
+
+
+MATRICES = (8, 4, 4)
+BOTH_WAYS = {
+    "call": (lambda x: jax.jit(jnp.sin)(x), MATRICES),
+    "cholesky": (jnp.linalg.cholesky, MATRICES),
+    "closed call": (lambda x: jax.closure_convert(jnp.sin, x)[0](x), MATRICES),
+    "cond": (lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), MATRICES),
+    "conv": (lambda x, k: lax.conv(x, k, (1, 1), "SAME"), (8, 3, 4, 4), (2, 3, 3, 3)),
+    "cumsum": (lambda x: jnp.cumsum(x, 1), MATRICES),
+    "custom_jvp": (jax.nn.relu, MATRICES),
+    "custom_vjp": (_custom_vjp, MATRICES),
+    "eigh": (lambda x: jnp.linalg.eigh(x)[0], MATRICES),
+    "fft": (lambda x: jnp.fft.fft(x).real, MATRICES),
+    "fft of two dims": (lambda x: jnp.fft.rfft2(x).real, MATRICES),
+    "gather": (lambda x: x[:, jnp.array([2, 0])], MATRICES),
+    "gradient of remat": (jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum()), MATRICES),
+    "inverse": (jnp.linalg.inv, MATRICES),
+    "lu": (lambda x: lax.linalg.lu(x)[0], MATRICES),
+    "map": (lambda x: lax.map(jnp.sin, x), MATRICES),
+    "nested scan": (
+        lambda x: lax.fori_loop(0, 2, lambda _, x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x), x),
+        MATRICES,
+    ),
+    "qr": (jnp.linalg.qr, MATRICES),
+    "remat": (jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))), MATRICES),
+    "rule for a function": (_mine, MATRICES),
+    "solve": (jnp.linalg.solve, MATRICES, (8, 4, 3)),
+    "sort": (lambda x: jnp.sort(x, 2), MATRICES),
+    "svd": (lambda x: jnp.linalg.svd(x)[1], MATRICES),
+    "triangular solve": (lambda a, b: jax.scipy.linalg.solve_triangular(a, b), MATRICES, (8, 4, 3)),
+    "vmap of while": (jax.vmap(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x)), MATRICES),
+    "while": (lambda x: lax.while_loop(lambda x: x.sum() < 9, jnp.sin, x), MATRICES),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_both_ways(name):
+    f, *shapes = BOTH_WAYS[name]
+    found, told = both_ways(f, *shapes)
+    assert found[0][0] == told[0] == "x"
+    if len(shapes) > 1 and shapes[1][0] == shapes[0][0]:
+        assert found[1][0] == "x"
+
+
+def test_a_stacked_dim_reaches_through_scan_and_back():
+    """xs and ys of a scan keep their other dims; trips are not split."""
+
+    def f(xs):
+        return lax.scan(lambda carry, x: (carry + x, jnp.sin(x)), jnp.zeros((8, 4)), xs)[1]
+
+    found, told = both_ways(f, (3, 8, 4), dim=1)
+    assert found[0][1] == told[1] == "x"
+
+
+def test_a_barrier_passes_each_operand_on_by_itself():
+    """As a remat's does with parameters and activations, some of which have dims of one size."""
+    found = completed(
+        lambda x, y: [a + 1.0 for a in lax.optimization_barrier((x, y))], (8, 8), (8, 8), specs=(P("x"), P(None, "y"))
+    )
+    assert found == cleandoc("""
+        argument             f32[8,8]       P('x', None)
+        argument             f32[8,8]       P(None, 'y')
+        optimization_barrier f32[8,8]       P('x', None)
+        optimization_barrier f32[8,8]       P(None, 'y')
+        add                  f32[8,8]       P('x', None)
+        add                  f32[8,8]       P(None, 'y')
+    """)
+
+
+def test_state_speaks_to_its_own_before_data_does():
+    """The data knows nothing of the columns when it reaches the cast weights: it would split their rows over y."""
+
+    def loss(w, x):
+        y = x @ w.astype(x.dtype)
+        return (lax.with_sharding_constraint(jnp.sin(y).reshape(8, 4, 8), P("x", "y")) ** 2).sum()
+
+    def step(w, x):
+        return w - jax.grad(loss)(w, x)
+
+    found = completed(step, (16, 32), (8, 16), specs=(P("x", "y"), P("x", "y")), donated=[0])
+    weights = [line for line in found.splitlines() if "[16,32]" in line]
+    assert weights and all(line.endswith("P('x', 'y')") for line in weights)
+
+
+# GSPMD's other example: a pipeline's wrapper (section 3.3): stages stacked by vmap, the stage dim annotated, the others open.
+
+
+def pipeline(weights, xs):
+    """`weights` of each stage, stacked; microbatches in `xs` shift through the stages (one more each tick)."""
+
+    def stage(w, x):
+        return jnp.sin(lax.with_sharding_constraint(x @ w, P(None, "y"))) @ w.T
+
+    def tick(state, x):
+        state = jnp.concatenate([x[None], state[:-1]])
+        state = lax.with_sharding_constraint(state, P("x", OPEN, OPEN))
+        return jax.vmap(stage)(weights, state), state[-1]
+
+    return lax.scan(tick, jnp.zeros((4, *xs.shape[1:])), xs)
+
+
+def test_the_pipeline_wrapper_leaves_the_stages_their_shardings():
+    """Were its other dims closed, what the stages split over y would be gathered at each tick."""
+    program, done = completion(pipeline, (4, 16, 32), (6, 8, 16), specs=(P("x"), None))
+    assert done.sharding(program.inputs[0]).spec == P("x", None, None)  # in_shardings closes it
+    (loop,) = (node for node in program.nodes if node.name == "scan")
+    shardings = {
+        v.shape: done.sharding(v).spec for node in loop.bodies[0].walk() for v in node.outputs if node.name == "dot_general"
+    }
+    assert shardings == {(4, 8, 32): P("x", None, "y"), (4, 8, 16): P("x", None, None)}
+    open_program, opened = completion(pipeline, (4, 16, 32), (6, 8, 16), specs=(P("x", OPEN, OPEN), None))
+    assert opened.sharding(open_program.inputs[0]).spec == P("x", None, "y")
+
+
+def test_the_seed_of_hashes_does_not_matter():
+    """The whole plan as text, under two seeds and with keyword arguments and dicts in two orders."""
+    program = """
+import jax, jax.numpy as jnp
+import shardax as sx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+def loss(weights, *, x, y):
+    return ((jnp.sin(x @ weights["up"]) @ weights["down"] - y) ** 2).mean()
+def plan(backward):
+    f = lambda n: jax.ShapeDtypeStruct(n, "float32")
+    weights = {"up": f((16, 64)), "down": f((64, 16))}
+    data = {"x": f((8, 16)), "y": f((8, 16))}
+    specs = {"up": P(None, "y"), "down": P("y")}
+    weights, data, specs = ({k: d[k] for k in sorted(d, reverse=backward)} for d in (weights, data, specs))
+    mesh = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    return sx.shard_jit(jax.grad(loss), mesh=mesh, in_shardings=(specs,)).plan(weights, **data)
+for backward in False, True:
+    made = plan(backward)
+    print(made.shardings(), made.local_jaxpr, *made.collectives)
+"""
+    texts = []
+    for seed in "1", "2":
+        env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        how = {"check": True, "env": env, "cwd": Path(__file__).parents[1], "capture_output": True, "text": True}
+        texts.append(subprocess.run([sys.executable, "-c", program], **how).stdout)
+    first, second = texts[0][: len(texts[0]) // 2], texts[0][len(texts[0]) // 2 :]
+    assert texts[0] == texts[1] and first == second and "P('y'" in first

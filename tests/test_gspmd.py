@@ -6,12 +6,15 @@ optimizer state and results included, gets its sharding by completion.
 B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H hidden.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import Array
@@ -25,11 +28,11 @@ WEIGHTS = {"qkv": P("x", None, "y", None), "out": P("y", None, "x"), "up": P("x"
 
 @dataclass(frozen=True)
 class Attempt:
-    """A column of the table: the shardings of the activations."""
+    """A column of the table: the shardings of the activations; None says nothing of them."""
 
-    bsm: P
-    bsnd: P
-    bsh: P
+    bsm: Any
+    bsnd: Any
+    bsh: Any
 
 
 ATTEMPTS = {
@@ -62,6 +65,10 @@ def init(dims: Dims, layers: int, dtype="float32"):
     return [layer] * layers
 
 
+def said(x: Array, spec: P | None) -> Array:
+    return x if spec is None else sx.annotate(x, spec)
+
+
 def norm(x_BSM: Array) -> Array:
     x_BSM = x_BSM - x_BSM.mean(-1, keepdims=True)
     return x_BSM * jax.lax.rsqrt((x_BSM**2).mean(-1, keepdims=True) + 1e-6)
@@ -71,19 +78,19 @@ def attention(a: Attempt, weights, x_BSM: Array) -> Array:
     qkv_3BSND = jnp.einsum("bsm,mknd->kbsnd", x_BSM, weights["qkv"])
     q_BSND, k_BTND, v_BTND = qkv_3BSND
     weights_BNST = jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND).astype("float32")).astype(x_BSM.dtype)
-    y_BSND = sx.annotate(jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND), a.bsnd)
+    y_BSND = said(jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND), a.bsnd)
     return jnp.einsum("bsnd,ndm->bsm", y_BSND, weights["out"])
 
 
 def ffn(a: Attempt, weights, x_BSM: Array) -> Array:
-    h_BSH = sx.annotate(jax.nn.relu(jnp.einsum("bsm,mh->bsh", x_BSM, weights["up"])), a.bsh)
+    h_BSH = said(jax.nn.relu(jnp.einsum("bsm,mh->bsh", x_BSM, weights["up"])), a.bsh)
     return jnp.einsum("bsh,hm->bsm", h_BSH, weights["down"])
 
 
 def layer(a: Attempt, x_BSM: Array, weights) -> Array:
     """float32 weights, activations of x_BSM's dtype."""
     weights = jax.tree.map(lambda w: w.astype(x_BSM.dtype), weights)
-    x_BSM = sx.annotate(x_BSM, a.bsm)
+    x_BSM = said(x_BSM, a.bsm)
     x_BSM = x_BSM + attention(a, weights, norm(x_BSM))
     return x_BSM + ffn(a, weights, norm(x_BSM))
 
@@ -140,3 +147,97 @@ def test_every_value_of_a_train_step(attempt, optimizer):
         assert sharding.spec == listed(a, WIDE, leaf.shape), f"{leaf}: {sharding}"
     for leaf, sharding in zip(plan.graph.outputs, jax.tree.leaves(plan.out_shardings), strict=True):
         assert sharding.spec == listed(a, WIDE, leaf.shape), f"{leaf}: {sharding}"
+
+
+# What one FFN sends, as the table's last column says. Bytes are those that one device sends: a ring sends (n-1)/n of what an
+# all-gather makes or a reduce-scatter takes, twice that in an all-reduce; activations and weights are bf16.
+
+
+def ring(axis: str, whole: int, *split: str) -> int:
+    """Of an array of so many elements, split over these axes besides."""
+    n = WIDE_MESH[axis]
+    return 2 * whole // math.prod(WIDE_MESH[a] for a in split) * (n - 1) // n
+
+
+BSM, BSH, MH = (math.prod(WIDE.of(names)) for names in ("BSM", "BSH", "MH"))
+FORWARD = {
+    "attempt 1": [("all_reduce", "x", 2 * ring("x", BSH, "y")), ("all_reduce", "y", 2 * ring("y", BSM, "x"))],
+    "attempt 2": [
+        ("all_gather", "x", ring("x", MH, "y")),
+        ("all_gather", "x", ring("x", MH, "y")),
+        ("all_reduce", "y", 2 * ring("y", BSM, "x")),
+    ],
+    "finalized": [
+        ("all_gather", "y", ring("y", BSM, "x")),
+        ("all_gather", "x", ring("x", MH, "y")),
+        ("all_gather", "x", ring("x", MH, "y")),
+        ("reduce_scatter", "y", ring("y", BSM, "x")),
+    ],
+}
+BACKWARD = [
+    ("all_gather", "y", ring("y", BSM, "x")),  # of the gradient of what comes out, as of x_BSM on the way in
+    ("reduce_scatter", "x", ring("x", MH, "y")),  # the gradients of both weights
+    ("reduce_scatter", "x", ring("x", MH, "y")),
+    ("reduce_scatter", "y", ring("y", BSM, "x")),  # the gradient of x_BSM
+]
+
+
+def sent(f: Callable[..., Any], *names: str, ins, outs) -> list[tuple[str, str, int]]:
+    args = [jax.ShapeDtypeStruct(WIDE.of(n), "bfloat16") for n in names]
+    plan = sx.shard_jit(f, mesh=abstract(WIDE_MESH), in_shardings=ins, out_shardings=outs).plan(*args)
+    return [(c.kind, ",".join(c.axes), c.nbytes) for c in plan.collectives]
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_ffn_forward(attempt):
+    a = ATTEMPTS[attempt]
+
+    def forward(up, down, x_BSM):
+        return ffn(a, {"up": up, "down": down}, x_BSM)
+
+    found = sent(forward, "MH", "HM", "BSM", ins=(WEIGHTS["up"], WEIGHTS["down"], a.bsm), outs=a.bsm)
+    assert sorted(found) == sorted(FORWARD[attempt])
+
+
+def test_ffn_backward():
+    """The weights, gathered forward, and x_BSM are there still."""
+    a = ATTEMPTS["finalized"]
+
+    def both(up, down, x_BSM, dy_BSM):
+        y_BSM, vjp = jax.vjp(lambda up, down, x_BSM: ffn(a, {"up": up, "down": down}, x_BSM), up, down, x_BSM)
+        return y_BSM, vjp(dy_BSM)
+
+    ins = (WEIGHTS["up"], WEIGHTS["down"], a.bsm, a.bsm)
+    found = sent(both, "MH", "HM", "BSM", "BSM", ins=ins, outs=(a.bsm, ins[:3]))
+    assert sorted(found) == sorted(FORWARD["finalized"] + BACKWARD)
+
+
+# The same on real devices, small: a train step is the plain one's.
+
+EVEN = Dims(B=4, S=6, M=8, N=4, D=2, H=16)
+UNEVEN = Dims(B=3, S=5, M=10, N=3, D=2, H=14)
+
+
+def random_like(tree, seed: int):
+    leaves, structure = jax.tree.flatten(tree)
+    rng = np.random.default_rng(seed)
+    return structure.unflatten([np.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype) for leaf in leaves])
+
+
+@pytest.mark.parametrize("dims", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("attempt", [*(pytest.param(a, marks=pytest.mark.slow) for a in [*ATTEMPTS][:2]), "finalized"])
+def test_train_steps_are_those_of_one_device(attempt, dims):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    tx = optax.sgd(0.1, momentum=0.9)
+    params = random_like(init(dims, 2), 0)
+    x_BSM = random_like(jax.ShapeDtypeStruct(dims.of("BSM"), "float32"), 1)
+    step = partial(train_step, ATTEMPTS[attempt], tx)
+    plain_step = jax.jit(partial(train_step, Attempt(None, None, None), tx))
+    sharded = sx.shard_jit(step, mesh=mesh, in_shardings=([WEIGHTS] * 2, None, None), donate_argnums=(0, 1))
+    found, wanted = ((params, tx.init(params)) for _ in range(2))
+    for _ in range(2):
+        *found, value = sharded(*found, x_BSM)
+        *wanted, plain = plain_step(*wanted, x_BSM)
+        np.testing.assert_allclose(value, plain, rtol=1e-5)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5)

@@ -115,7 +115,7 @@ PROGRAMS = {
     "loops": lambda: program(jax.grad(lambda w, x: scans(w, x).sum()), (MLP, floats(8, 16)), (None, P("data", "model"))),
     "conflicts": lambda: program(partial(conflicts), (MLP, floats(16, 16)), ([(P(None, "data"), P("model"))] * LAYERS, None)),
 }
-ONCE = {"forward", "gradient", "update", "Adam", "Adam, stored split", "GPT-2 and AdamW", "GPT-2 with remat", "shared weights"}
+ONCE = {"gradient", "update", "Adam", "Adam, stored split", "GPT-2 and AdamW", "GPT-2 with remat", "shared weights"}
 
 
 def both(name: str) -> tuple[Graph, Completion, Completion]:

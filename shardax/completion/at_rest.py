@@ -23,13 +23,14 @@ def successors(graph: Graph, notes: Iterable[tuple[Node, Annotation]]) -> list[t
     return [(graph.inputs[note.like], node.outputs[0]) for node, note in notes if note.like is not None]
 
 
-def updated_at_rest(moved: Moved, blocks: Sequence[Block], fixed: set[Value]) -> dict[Value, Sharding]:
-    """The values that take a sharding at rest; `fixed` are those that annotations fixed.
+def updated_at_rest(
+    moved: Moved, blocks: Sequence[Block], home: dict[Value, Block], fixed: set[Value]
+) -> dict[Value, Sharding]:
+    """The values that take a sharding at rest; `home` is a block of each value, `fixed` are those that annotations fixed.
 
     Each block for itself, alike ones together, if no block moves what it shares with others.
     """
     of: dict[Block, list[tuple[Value, Sharding]]] = {}
-    home = {value: block for block in blocks for value in block.values} if moved else {}
     for result, sharding in moved:
         of.setdefault(home[result], []).append((result, sharding))
     known: dict[tuple, dict[int, Sharding]] = {}

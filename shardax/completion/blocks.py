@@ -57,7 +57,8 @@ class State:
     head: Head | None
     changes: Changes = ()
     next: dict[Hashable, "State"] = field(default_factory=dict)
-    shardings: list[Sharding] | None = None  # of the block's values, once completion is over
+    shardings: list[Sharding] | None = None  # of the block's values, once completion is over; and where each dim was learned
+    learned: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
 
 class Work:

@@ -8,13 +8,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 from shardax import annotations
 from shardax.completion.at_rest import successors, updated_at_rest
 from shardax.completion.blocks import Block, Pattern, Worklist
 from shardax.completion.cells import ALL, DATA, SPREAD_DATA, SPREAD_STATE, Cell, Cells
 from shardax.completion.edges import ELEMENTWISE, successor_edges
-from shardax.completion.kinds import Kind, Kinds, ties_of
+from shardax.completion.kinds import Kind, Kinds
 from shardax.completion.repeats import REST, groups
 from shardax.graph import Graph, Node, Value
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
@@ -41,6 +42,7 @@ class Completion:
     sizes: AxisSizes
     items: "Items"
     blocks: list[Block]
+    homes: "_Homes"
     notes: Notes
     resting: list[Sharding | None]
     shardings: dict[Value, Sharding] = field(default_factory=dict)
@@ -68,11 +70,9 @@ class Completion:
         return self.shardings.get(value) or replicated(len(value.shape))
 
     def origin(self, value: Value, dim: int) -> Origin | None:
-        for block in self.blocks:
-            place = block.place.get(value)
-            learned = None if place is None else block.live().learned.get((place, dim))
-            if learned is not None:
-                edge, at = learned
+        for block, place in self.homes.get(value, ()):
+            if (place, dim) in block.state.learned:
+                edge, at = block.state.learned[place, dim]
                 _, wires, _ = block.pattern.edges[edge]
                 node = self.items.nodes[block.items[block.pattern.item_of[edge]]]
                 return Origin("", node, block.values[wires[at]])
@@ -102,11 +102,15 @@ class Items:
         pairs = [known.of(node) for node in graph.nodes]
         for edge in successor_edges(graph, notes):
             values = edge.values
-            kind = known.found.setdefault(("succeeds", edge.values[0].shape), Kind(None, ties_of([edge], values)))
+            key = ("succeeds", values[0].shape)
+            kind = known.found.get(key) or known.add(key, None, [edge], values)
             self.nodes.append(edge.node)
             pairs.append((kind, values))
         self.kinds: list[Kind] = [kind for kind, _ in pairs]
         self.values: list[list[Value]] = [values for _, values in pairs]
+
+    def tensors(self) -> list[list[Value]]:
+        return [kind.tensors(values) for kind, values in zip(self.kinds, self.values, strict=True)]
 
 
 def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes, reuse: bool = True) -> Completion:
@@ -121,13 +125,14 @@ def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSize
     notes = list(annotations.among(graph.walk()))
     cells, items = Cells(sizes), Items(graph, notes)
     blocks = _blocks(items, graph, cells, reuse)
-    done = Completion(sizes, items, blocks, notes, _resting(graph, arguments, notes, sizes))
+    homes = _Homes(blocks)
+    done = Completion(sizes, items, blocks, homes, notes, _resting(graph, arguments, notes, sizes))
     given = list(_given(graph, done))
-    _spread(done, Worklist(blocks, _Homes(blocks)), given, _state(graph, notes), cells)
+    _spread(done, Worklist(blocks, homes), given, _state(graph, notes), cells)
     done.shardings.update((g.value, Sharding(g.cell_dims)) for g in given)
     for block in blocks:
         done.shardings.update(zip(block.values, _shardings(block, cells), strict=True))
-    _update_at_rest(done, graph, cells, {g.value for g in given if any(g.closed)})
+    _update_at_rest(done, graph, cells, homes.home, {g.value for g in given if any(g.closed)})
     return done
 
 
@@ -152,6 +157,7 @@ def _shardings(block: Block, cells: Cells) -> list[Sharding]:
     if block.state.shardings is None:
         known = zip(block.live().cells, block.values, strict=True)
         block.state.shardings = [cells.sharding(cell or cells.blank(len(v.shape))) for cell, v in known]
+        block.state.learned = block.live().learned
     return block.state.shardings
 
 
@@ -181,45 +187,65 @@ class _Homes(Mapping):
 
 def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block]:
     """The blocks of a program: those that have equals, and one of all the rest."""
-    numbers = {kind: i for i, kind in enumerate(dict.fromkeys(items.kinds))}
-    kinds = [numbers[kind] for kind in items.kinds]
-    of = groups(kinds, items.values, set(graph.inputs)) if reuse else [REST] * len(kinds)
+    numbers = [kind.number for kind in items.kinds]
+    of = groups(numbers, items.tensors(), set(graph.inputs)) if reuse else [REST] * len(numbers)
     members: dict[int, list[int]] = {}
     for i, block in enumerate(of):
         members.setdefault(block, []).append(i)
-    shapes = {block: _shape(mine, kinds, items) for block, mine in members.items() if block != REST}
-    often = Counter(key for key, _ in shapes.values())
-    alike = [(members[block], key, place) for block, (key, place) in shapes.items() if often[key] > 1]
-    rest = sorted(itertools.chain(*(mine for block, mine in members.items() if block == REST or often[shapes[block][0]] == 1)))
-    parts = [*alike, (rest, *_shape(rest, kinds, items))]
-    known = Counter(itertools.chain(*(place for _, _, place in parts)))
+    parts = [_Part(members[block], items, numbers) for block in sorted(members) if block != REST]
+    often = Counter(part.wiring for part in parts)
+    alone = [part.items for part in parts if often[part.wiring] == 1]
+    parts = [part for part in parts if often[part.wiring] > 1]
+    parts.append(_Part(sorted(itertools.chain(*alone, members.get(REST, ()))), items, numbers))
+    known = Counter(itertools.chain.from_iterable([part.place for part in parts]))
+    shared = {value for value, times in known.items() if times > 1 and value.shape}
     patterns: dict[tuple, Pattern] = {}
-    blocks = []
-    for mine, key, place in parts:
-        values = list(place)
-        shared = tuple([known[v] > 1 and v.shape != () for v in values])
-        if (key, shared) not in patterns:
+    return [part.block(patterns, shared, cells) for part in parts]
+
+
+class _Part:
+    """The items of a block, and the places of its values. `wiring` is equal for parts whose items are of the same kinds and
+    have their values at the same places."""
+
+    def __init__(self, mine: list[int], items: Items, numbers: Sequence[int]):
+        self.items, self.place = mine, {}
+        place = self.place
+        rows = tuple([tuple([place.setdefault(v, len(place)) for v in items.values[i]]) for i in mine])
+        self.wiring = _Wiring(tuple([numbers[i] for i in mine]), rows)
+        self.kinds = items.kinds
+
+    def block(self, patterns: dict[tuple, Pattern], shared: set[Value], cells: Cells) -> Block:
+        values = list(self.place)
+        key = (self.wiring, tuple(map(shared.__contains__, values)))
+        if key not in patterns:
             blanks = [0 if v.is_literal else cells.blank(len(v.shape)) for v in values]
-            patterns[key, shared] = Pattern([items.kinds[i] for i in mine], key[1], blanks, shared)
-        blocks.append(Block(patterns[key, shared], mine, values, place, cells))
-    return blocks
+            patterns[key] = Pattern([self.kinds[i] for i in self.items], self.wiring.rows, blanks, key[1])
+        return Block(patterns[key], self.items, values, self.place, cells)
 
 
-def _shape(mine: Sequence[int], kinds: Sequence[int], items: Items) -> tuple[tuple, dict[Value, int]]:
-    """What makes blocks alike, the kinds of their items and how they are wired, and the places of a block's values."""
-    place: dict[Value, int] = {}
-    wiring = tuple([tuple([place.setdefault(v, len(place)) for v in items.values[i]]) for i in mine])
-    return (tuple([kinds[i] for i in mine]), wiring), place
+class _Wiring:
+    """Kinds by number, and the places of each one's values; hashed once."""
+
+    def __init__(self, kinds: tuple[int, ...], rows: tuple[tuple[int, ...], ...]):
+        self.kinds, self.rows, self.hash = kinds, rows, hash((kinds, rows))
+
+    def __hash__(self):
+        return self.hash
+
+    def __eq__(self, other):
+        return isinstance(other, _Wiring) and (self.kinds, self.rows) == (other.kinds, other.rows)
 
 
-def _update_at_rest(done: Completion, graph: Graph, cells: Cells, fixed: set[Value]) -> None:
+def _update_at_rest(done: Completion, graph: Graph, cells: Cells, home: dict[Value, Block], fixed: set[Value]) -> None:
     inside = {node.inputs[0]: node.outputs[0] for node, _ in reversed(done.notes)}
-    rest = {}
-    for argument, sharding in zip(graph.inputs, done.resting, strict=True):
+    rest = dict(zip(graph.inputs, done.resting, strict=True))
+    resting = cache(lambda sharding, shape: at_rest(sharding, shape, done.sizes))
+    moved = []
+    for argument, result in successors(graph, done.notes):
         wanted = done.sharding(inside.get(argument, argument))
-        rest[argument] = None if wanted == (sharding := sharding or at_rest(wanted, argument.shape, done.sizes)) else sharding
-    moved = [(result, rest[argument]) for argument, result in successors(graph, done.notes) if rest[argument]]
-    for value, sharding in updated_at_rest(moved, done.blocks, fixed).items():
+        sharding = rest[argument] or resting(wanted, argument.shape)
+        moved += [(result, sharding)] if sharding != wanted else []
+    for value, sharding in updated_at_rest(moved, done.blocks, home, fixed).items():
         done.shardings[value] = cells.sharding(cells.number(Cell(sharding.dims)))
         done.said |= {(value, d): Origin("state is updated as it rests") for d, axes in enumerate(sharding.dims) if axes}
 

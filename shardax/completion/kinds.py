@@ -1,7 +1,8 @@
 """Kinds: what nodes that are alike in everything that completion and choice read of them have in common, found once."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,13 @@ class Tie:
 
 @dataclass(eq=False, slots=True)
 class Kind:
-    """`factors`: of nodes with a rule and without bodies. `ties`: of their edges, those of bodies included."""
+    """`factors`: of nodes with a rule and without bodies. `ties`: of their edges, those of bodies included. `tensors`: takes
+    those of a node's values that have dims and are no literals."""
 
+    number: int
     factors: Factors | None
     ties: tuple[Tie, ...]
+    tensors: Callable[[Sequence[Value]], Sequence[Value]]
 
 
 class Kinds:
@@ -42,27 +46,60 @@ class Kinds:
 
     def __init__(self):
         self.found: dict[Hashable, Kind] = {}
+        self.types: dict[Hashable, int] = {}
+        self.type_of: dict[Value, int] = {}
 
     def of(self, node: Node) -> tuple[Kind, list[Value]]:
         """The kind of a node, and its values: inputs, outputs, then those of its bodies."""
         values = node.inputs + node.outputs
         if node.bodies:
-            return self._structured(node, values)
-        key = _key(node, values)
-        kind = self.found.get(key)
+            edges = list(edges_of(node))
+            values = list(dict.fromkeys([*values, *(v for edge in edges for v in edge.values)]))
+            return self.add(id(node), None, edges, values), values
+        key = self._key(node, values)
+        try:
+            kind = self.found.get(key)
+        except TypeError:
+            key = id(node)  # it has parameters that cannot be compared
+            kind = self.found.get(key)
         if kind is None:
-            kind = self.found[key] = _kind(node, values)
+            entry = RULES.get(node.name)
+            kind = self.add(key, entry.factors(node) if entry else None, edges_of(node), values)
         return kind, values
 
-    def _structured(self, node: Node, values: list[Value]) -> tuple[Kind, list[Value]]:
-        edges = list(edges_of(node))
-        values = list(dict.fromkeys([*values, *(v for edge in edges for v in edge.values)]))
-        return Kind(None, ties_of(edges, values)), values
+    def add(self, key: Hashable, factors: Factors | None, edges: Iterable[Edge], values: Sequence[Value]) -> Kind:
+        tensors = [i for i, v in enumerate(values) if v.shape and not v.is_literal]
+        kind = Kind(len(self.found), factors, ties_of(edges, values), _taking(tensors))
+        return self.found.setdefault(key, kind)
+
+    def _key(self, node: Node, values: Sequence[Value]) -> Hashable:
+        type_of = self.type_of
+        for value in values:
+            if value not in type_of:
+                type_of[value] = self.types.setdefault(_type(value), len(self.types))
+        name, said = node.primitive.name, node.params.values()
+        if name in _SAYING and annotations.of_node(node) is not None:
+            said = ()  # completion asks the annotation itself
+        elif name.startswith("random"):
+            said = (*said, node.eqn.ctx.threefry_partitionable)
+        return (name, len(node.inputs), *said, *map(type_of.__getitem__, values))
 
 
-def _kind(node: Node, values: Sequence[Value]) -> Kind:
-    entry = RULES.get(node.name)
-    return Kind(entry.factors(node) if entry else None, ties_of(edges_of(node), values))
+_SAYING = frozenset(("annotate", "sharding_constraint", "reshard"))
+
+
+def _taking(places: Sequence[int]) -> Callable[[Sequence[Value]], Sequence[Value]]:
+    return itemgetter(*places) if len(places) > 1 else lambda values: [values[p] for p in places]
+
+
+def _type(value: Value) -> Hashable:
+    """Rules may ask for the values of small literals."""
+    aval, literal = value.aval, value.literal
+    if not value.is_literal:
+        return aval.shape, aval.dtype
+    if isinstance(literal, (bool, int, float, complex, np.generic, np.ndarray)) and np.size(literal) <= 16:
+        return aval.shape, aval.dtype, np.asarray(literal).tobytes()
+    return aval.shape, aval.dtype, id(literal)
 
 
 def ties_of(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[Tie, ...]:
@@ -83,26 +120,3 @@ def ties_of(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[Tie, ...]:
             places, shapes = tuple(place[v] for v in shown), tuple(v.shape for v in shown)
             ties.append(Tie(part, places, shapes, len(operands), (edge.backward, edge.forward), heaviest, {}))
     return tuple(ties)
-
-
-def _key(node: Node, values: Sequence[Value]) -> Hashable:
-    params = node.params
-    if annotations.of_node(node) is not None:
-        said: Hashable = "annotation"
-    else:
-        said = tuple(params.values())
-    types = tuple([(a.shape, a.dtype) if not v.is_literal else _literal(v) for v in values if (a := v.aval) is not None])
-    key = (node.primitive, len(node.inputs), said, types, node.eqn.ctx.threefry_partitionable)
-    try:
-        hash(key)
-    except TypeError:
-        return id(node)
-    return key
-
-
-def _literal(value: Value) -> Hashable:
-    """Rules may ask for the values of small literals."""
-    aval, literal = value.aval, value.literal
-    if isinstance(literal, (bool, int, float, complex, np.generic, np.ndarray)) and np.size(literal) <= 16:
-        return aval.shape, aval.dtype, np.asarray(literal).tobytes()
-    return aval.shape, aval.dtype, id(literal)

@@ -5,6 +5,7 @@ the first of the blocks that its operands come from: a layer's backward pass, an
 the program and belong to it all the same. Which block an item belongs to changes no result, only how often one is computed.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,33 +14,35 @@ import numpy as np
 from shardax.graph import Value
 
 REST = 1 << 30  # the block of what belongs to no repetition
+_RESTS = itertools.repeat(REST)
 _SHORTEST = 4  # items of a block
 _FEWEST = 3  # blocks that are worth it
 
 
-def groups(kinds: Sequence[int], values: Sequence[Sequence[Value]], arguments: set[Value]) -> list[int]:
+def groups(kinds: Sequence[int], tensors: Sequence[Sequence[Value]], arguments: set[Value]) -> list[int]:
     """For each item the number of its block, REST for most of a program that repeats nothing.
 
     Args:
       kinds: of each item its kind, by number.
-      values: of each item.
+      tensors: the values of each item that have dims, those that it makes last.
       arguments: of the program.
     """
     run = _run(np.asarray(kinds, np.int64))
     if run is None:
         return [REST] * len(kinds)
     start, period, count = run
-    home: dict[Value, int] = {}
-    found = []
-    for i, mine in enumerate(values):
-        block = (i - start) // period if i >= start else -1
-        if not 0 <= block < count:
-            block = min([home[v] for v in mine if v in home], default=REST) if i >= start else REST
-        found.append(block)
+    given = arguments.union(*tensors[:start])  # what is made before the run belongs to the block that uses it, as arguments do
+    found, home = [REST] * len(kinds), {}
+    for i in range(start, len(kinds)):
+        block, mine = (i - start) // period, tensors[i]
+        found[i] = block = block if block < count else min(map(home.get, mine, _RESTS), default=REST)
         for value in mine:
-            have = home.setdefault(value, block if value.shape else REST)
-            if have != block and value in arguments:
+            if home.setdefault(value, block) != block and value in given:
                 home[value] = REST  # several blocks use it: it belongs to none
+    for i in reversed(range(start)):
+        found[i] = block = min(map(home.get, tensors[i][-1:], _RESTS), default=REST)
+        for value in tensors[i]:
+            home.setdefault(value, block)
     return _joined(found)
 
 

@@ -35,7 +35,8 @@ class Segment:
 def segments(completion: Completion, uses: Counter[Value]) -> Iterator[Segment]:
     """The segments of the program, in order."""
     often = Counter(block.pattern for block in completion.blocks)
-    wanted = {block: completion.wanted(block) for block in completion.blocks if often[block.pattern] > 1}
+    numbers: dict[tuple[int, ...], int] = {}
+    wanted = {b: numbers.setdefault(completion.wanted(b), len(numbers)) for b in completion.blocks if often[b.pattern] > 1}
     stretches: dict[tuple[Pattern, int, int], Stretch] = {}
     start = dict.fromkeys(completion.blocks, 0)
     nodes, first = completion.items.nodes, 0
