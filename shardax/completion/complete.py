@@ -109,7 +109,7 @@ class Items:
         self.kinds: list[Kind] = [kind for kind, _ in pairs]
         self.values: list[list[Value]] = [values for _, values in pairs]
 
-    def tensors(self) -> list[list[Value]]:
+    def tensors(self) -> list[Sequence[Value]]:
         return [kind.tensors(values) for kind, values in zip(self.kinds, self.values, strict=True)]
 
 
