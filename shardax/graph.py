@@ -226,7 +226,7 @@ def _folded(evaluate: Callable[..., Any]):
 
     def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
         aval = eqn.outvars[0].aval
-        few = len(aval.shape) == 1 and aval.shape[0] <= _FEW and np.issubdtype(aval.dtype, np.integer)
+        few = len(aval.shape) == 1 and aval.shape[0] <= _FEW and jax.numpy.issubdtype(aval.dtype, np.integer)
         if not few or not all(v.is_literal for v in inputs):
             return _plain(inliner, eqn, inputs)
         return [Value(aval, np.asarray(evaluate(eqn.params, *(v.literal for v in inputs)), aval.dtype), True)]
