@@ -51,11 +51,11 @@ MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), 
 AXES = ("x", "y", "z")
 BATCH = 24  # cases in one compilation
 SLACK = 256  # ulps of the greatest result that reassociation may cost
-_ONE_MATRIX = "one matrix, no batch to split: it is gathered once, and every device factors it"
+_ALONE = "no batch to split: it is gathered once"
 MEANT = {  # the primitives that may be replicated, at most ten, each with why
-    **dict.fromkeys("cholesky eig eigh lu qr svd triangular_solve tridiagonal_solve".split(), _ONE_MATRIX),
-    "fft": "one transform, no other dim to split: it is gathered once",
-    "sort": "one dim alone: on few devices a sorting network sends more than a gather",
+    **dict.fromkeys("cholesky eig eigh lu qr svd triangular_solve".split(), f"one matrix, {_ALONE}"),
+    "fft": f"one transform, {_ALONE}",
+    "sort": f"one row, {_ALONE}",
 }
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

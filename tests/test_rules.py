@@ -319,3 +319,11 @@ def test_an_fft_whose_dims_lie_in_another_order():
     step = sx.shard_jit(lambda x: jnp.fft.ifft(sx.annotate(x, P("x"))).real, mesh=mesh)
     x = ramp(8, 2)
     np.testing.assert_allclose(jax.vmap(step, -1, -1)(x), np.fft.ifft(x, axis=0).real, atol=1e-5)
+
+
+def test_an_initial_value_is_not_lost():
+    """XLA loses it where what is reduced was concatenated, as an all_to_all does."""
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    specs: dict[str, Any] = {"in_shardings": P(None, ("x", "z", "y")), "out_shardings": P(("z", "y", "x"))}
+    step = sx.shard_jit(lambda x: lax.reduce(x, np.float32(3), lambda a, b: a + b, (0,)), mesh=mesh, **specs)
+    np.testing.assert_array_equal(step(np.ones((4, 6), "float32")), 7)

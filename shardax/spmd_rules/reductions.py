@@ -113,8 +113,8 @@ def _reduce_local(local: Local, *shards):
     """What the devices found is reduced in their order, and only there does the initial value count: it need not be neutral."""
     count = len(local.node.outputs)
     operands, starts, gone = shards[:count], shards[count:], local.params["dimensions"]
-    if not (axes := _over(local)):
-        return local.bind(*shards)
+    if not (axes := _over(local)):  # behind a barrier: XLA loses the initial value of a reduction of what was concatenated
+        return local.bind(*lax.optimization_barrier(operands), *starts)
     inside = local.mask(0, lax.full(operands[0].shape, True), False, gone)
     combine = jaxpr_as_fun(_jax.closed(local.params["jaxpr"]))
     found = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
