@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax._src import api_util, core, distributed, effects, linear_util, pjit, source_info_util, traceback_util, tree_util, util
 from jax._src import mesh as mesh_lib
-from jax._src.interpreters import ad, batching
+from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
 from jax._src.state import AbstractRef, discharge
 from jaxlib.mlir import ir
@@ -303,6 +303,12 @@ def primitive_cases() -> list[Any]:
     from jax._src.internal_test_util import test_harnesses
 
     return [case for case in test_harnesses.all_harnesses if case.filter("cpu")]
+
+
+def primitive_names() -> set[str]:
+    """The names of all primitives that this JAX can lower, on any platform."""
+    tables = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
+    return {primitive.name for table in tables for primitive in table}
 
 
 def without_refs(jaxpr) -> Any:

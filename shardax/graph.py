@@ -297,3 +297,5 @@ _BODIES: dict[str, Callable[[dict[str, Any]], Sequence[Any]]] = {
     "shard_map": lambda params: (params["jaxpr"],),
     "while": lambda params: (params["cond_jaxpr"], params["body_jaxpr"]),
 }
+
+INLINED, BODIES = frozenset(_CALLS), frozenset(_BODIES)  # the names of those whose jaxprs are inlined, and kept as graphs

@@ -3,6 +3,7 @@
     python -m shardax.check sort cumsum              these primitives
     python -m shardax.check --all                    every registered rule
     python -m shardax.check --module my.rules        those that importing my.rules registers, and no others
+    python -m shardax.check --page                   writes docs/primitives.md
 
 A module of rules has SAMPLES, for each primitive a function in which it is and its arguments: {"my_scale": (f, x, y)}. Prints a
 line for each primitive; exits with 1 where a claim is wrong, one is missing that is not on the list, or a rule has no sample.
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 
+from shardax.check.page import FILE, page
 from shardax.check.reasons import UNCHECKED, reason
 from shardax.check.rules import AXES, check_rule, missing_of
 from shardax.check.samples import Sample, samples
@@ -100,7 +102,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--module", default="", help="import this module first, and check what it registers")
     parser.add_argument("--cases", type=int, default=2, help="so many of JAX's own test cases of each primitive (2)")
     parser.add_argument("--part", default="1/1", help="the k-th of n parts of the primitives: k/n")
+    parser.add_argument("--page", action="store_true", help="write docs/primitives.md")
     given = parser.parse_args(words)
+    if given.page:
+        FILE.write_text(page(FILE.read_text() if FILE.exists() else ""))
+        return 0
     names, own = _chosen(given)
     if not names:
         parser.error("give names of primitives, --all or --module")

@@ -23,6 +23,7 @@ UNCHECKED = {
     **dict.fromkeys("annotate reshard sharding_constraint".split(), "an annotation: says how its operand lies on the devices"),
     **dict.fromkeys("scaled_matmul scaled_matmul_wrapper".split(), "runs on GPUs alone"),
     "copy_p": "another name of copy",
+    "rotate": "shardax makes it of the slices and the concatenation of a roll",
     "random_gamma_grad": "lax.random_gamma_grad is made of other primitives",
     "partition_as": "its rule is that of a user's function",
     "xla_metadata_value": "is the identity: carries a note for the compiler",
@@ -47,3 +48,69 @@ def reason(found: Missing) -> str:
     return next(
         (why for name, kind, why in _REASONS if fnmatchcase(found.primitive, name) and fnmatchcase(found.kind, kind)), ""
     )
+
+
+_MATRIX = "a matrix is factored as one"
+WHOLE_BECAUSE = {
+    **dict.fromkeys(
+        """
+        cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr schur svd
+        symmetric_product triangular_solve tridiagonal tridiagonal_solve
+        """.split(),
+        _MATRIX,
+    ),
+    "approx_top_k": "few, picked from the same candidates everywhere",
+    "bitcast_convert_type": "the bytes of one element",
+    "conv_general_dilated": "the window: every device needs all of it",
+    "ragged_dot_general": "the sizes of the groups say where each begins",
+    "reshape": "lies inside another dim on the other side",
+    "scatter": "of updates of one place the last one counts",
+    "scatter-mul": "products of updates are not owed",
+    "stack": "one operand each",
+    "unstack": "one result each",
+    "dynamic_slice": "of another size than what it is cut from",
+    "dynamic_update_slice": "put somewhere along the operand",
+    "fft": "each result depends on every element",
+    **dict.fromkeys("gather scatter-add scatter-max scatter-min scatter-sub".split(), "the words of one index"),
+    "random_gamma": "one key makes them, in a loop that numbers them",
+    "random_unwrap": "the words of one key",
+    "random_wrap": "the words of one key",
+    "rng_bit_generator": "the generator of the backend: which numbers it makes where is not defined",
+    "rng_uniform": "the generator of the backend: which numbers it makes where is not defined",
+    "sort": "each place depends on every element",
+    "top_k": "few, picked from the same candidates everywhere",
+}
+
+_ASYNC = "half of an asynchronous collective, inside shard_maps alone"
+_GPU = "a kernel for GPUs: put the function that calls it under partition_as"
+_KERNEL = "a kernel: put the function that calls it under partition_as"
+_EXPORT = "of exported programs of unknown sizes"
+_INSIDE = "internal to JAX; programs that are differentiated and traced whole do not have it"
+NO_RULE = {
+    **dict.fromkeys(
+        """
+        all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start pbroadcast_done
+        pbroadcast_start ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start reduce_scatter_done
+        reduce_scatter_start unreduced_pmax unreduced_pmin unreduced_psum_start unreduced_reduce_scatter_start
+        """.split(),
+        _ASYNC,
+    ),
+    **dict.fromkeys(
+        """
+        cudnn_fusion dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
+        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper scaled_dot
+        """.split(),
+        _GPU,
+    ),
+    **dict.fromkeys("core_map ffi_call pallas_call run_state".split(), _KERNEL),
+    **dict.fromkeys("call_exported dim_as_value dimension_size shape_assertion".split(), _EXPORT),
+    **dict.fromkeys(
+        """
+        after_all broadcast_to check create_linear create_token custom_lin dce_sink from_edtype
+        global_array_to_host_local_array host_local_array_to_global_array pin relayout stage tie to_edtype unpin unreachable with_memory_space_constraint
+        """.split(),
+        _INSIDE,
+    ),
+    **dict.fromkeys("addupdate get swap".split(), "reads and writes of mutable arrays are made values before"),
+}

@@ -114,6 +114,11 @@ def cases(f: Callable, args: Sequence[Any], only: str = "") -> Iterator[Case]:
             yield Case(node, entry, entry.factors(node), inputs, outputs)
 
 
+def claim(case: Case, splits: Splits, axes) -> Local:
+    """What the lowering of an equation knows under these splits."""
+    return _Trial(case, splits).local(axes)
+
+
 def _claims(case: Case, axes) -> Iterator[_Trial]:
     free = _free(case)
     for splits in itertools.chain(*(_one_split(case, group, axes) for group in free), _pairs(case, free, axes)):

@@ -1,0 +1,40 @@
+"""`docs/primitives.md` is what `python -m shardax.check --page` makes, and tells of every primitive that JAX has."""
+
+import re
+
+import pytest
+
+from shardax import _jax
+from shardax.check.page import FILE, names, page
+from shardax.spmd_rules.registry import RULES
+
+TEXT = FILE.read_text()
+
+
+def test_the_page_is_current():
+    assert page(TEXT) == TEXT, "make it anew: python -m shardax.check --page"
+
+
+def test_every_primitive_of_this_jax_is_there():
+    told = set(re.findall(r"^\| `([^`]+)` ", TEXT, re.M))
+    assert told == names()
+    ours = {"abstract_state", "annotate", "partition_as", "shard_jit"}
+    assert _jax.primitive_names() - told - ours == set()
+
+
+@pytest.mark.parametrize(
+    "name, cells",
+    [
+        ("dot_general", "| b0, m1, n2 | k0: sum owed |  |"),
+        ("cumsum", "| _1 | _0: all_gather |  |"),
+        ("sort", "| k0 |  | s: each place depends on every element |"),
+        ("pallas_call", "|  |  | no rule: a kernel: put the function that calls it under partition_as |"),
+    ],
+)
+def test_rows(name, cells):
+    (row,) = re.findall(rf"^\| `{name}` .*$", TEXT, re.M)
+    assert row.endswith(cells)
+
+
+def test_nothing_is_whole_without_a_reason():
+    assert RULES and "mixed with one another" not in TEXT
