@@ -27,9 +27,9 @@ _MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 _HEAD = """# Primitives: what can be split
 
 Made by `python -m shardax.check --page`; a test holds it to what the rules say. The rule is that of an example. To split a
-*free* dim sends nothing. *At a price*: what the lowering itself sends, read off its program, or the reduction that is owed, which
-is settled once, where its result is read (`k+`, `k:max`, `k:min`). What is *whole* and comes split is moved to another dim by an
-all-to-all where there is one, and gathered where there is none.
+*free* dim sends nothing. *At a price*: what the lowering itself sends, read off its program, or the reduction that is owed,
+settled once, where its result is read (`k+`, `k:max`, `k:min`). What is *whole* and comes split is moved to another dim by
+an all-to-all where there is one, and gathered where there is none.
 
 | primitive | rule | free | at a price | whole, and why |
 |---|---|---|---|---|

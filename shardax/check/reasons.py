@@ -108,7 +108,8 @@ NO_RULE = {
     **dict.fromkeys(
         """
         after_all broadcast_to check create_linear create_token custom_lin dce_sink from_edtype
-        global_array_to_host_local_array host_local_array_to_global_array pin relayout stage tie to_edtype unpin unreachable with_memory_space_constraint
+        global_array_to_host_local_array host_local_array_to_global_array pin relayout stage tie to_edtype unpin unreachable
+        with_memory_space_constraint
         """.split(),
         _INSIDE,
     ),
