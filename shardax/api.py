@@ -148,8 +148,10 @@ class ShardJit:
     def _miss(self, /, *args, **kwargs):
         """A call whose like has not been compiled. All that is ours happens here, the following calls are `jax.jit`'s."""
         self._function.check_devices(args, kwargs)
+        given, (args, kwargs) = (args, kwargs), self._function.brought(args, kwargs)
         outs, *to_cache = self._stage(lambda jitted: _jax.cache_miss(self._told(jitted, args, kwargs)), args, kwargs)
-        if not self._function.across or not _jax.is_eager((args, kwargs)):
+        same = all(a is b for a, b in zip(jax.tree.leaves(given), jax.tree.leaves((args, kwargs)), strict=True))
+        if (same and not self._function.across) or not _jax.is_eager((args, kwargs)):
             return outs, *to_cache
         return self._function.moved(outs), None, *to_cache[1:]  # every call comes here
 
@@ -296,6 +298,13 @@ class _Function:
         own = user_mesh(sharding.mesh, self.mesh)
         return own is not None and not refinement([meshes.program_mesh(self.mesh), own]).may_rest_on(own)
 
+    def brought(self, args, kwargs) -> Any:
+        """The arguments, those that lie on the devices in another order brought to the program's: `jax.jit` takes one order."""
+        mesh = self.known_mesh()
+        if not isinstance(mesh, Mesh) or not _jax.is_eager((args, kwargs)):
+            return args, kwargs
+        return jax.tree.map(lambda x: _in_order(x, mesh), (args, kwargs))
+
     def moved(self, outs):
         """The results, those brought to such meshes, outside of the program, that divide evenly there."""
         leaves, tree = jax.tree.flatten(outs)
@@ -406,6 +415,14 @@ class _Function:
             paths, leaves, _ = flatten(tree)
             named += [(name + path, x) for path, x in zip(paths, leaves, strict=True)]
         return named
+
+
+def _in_order(x, mesh: Mesh):
+    own = transform.committed(x, mesh) if isinstance(x, jax.Array) else None
+    if own is None or not own.mesh.places:
+        return x
+    both = refinement([meshes.program_mesh(mesh), own.mesh])
+    return jax.device_put(x, both.rest(both.sharding(own), x.shape).on(mesh))
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
 from shardax.annotate import annotate, describe
@@ -36,8 +36,8 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
 def shard(x, device_assignment):
     """GShard's: `device_assignment` has a dim for each dim of `x`, and in each place the device that holds that shard.
 
-    A device is its position in the flat mesh in context, and each holds one shard. ValueError where the assignment is no
-    tiling by the mesh's axes.
+    A device is its position in the flat mesh in context, and each holds one shard. Where the assignment is no tiling by the
+    mesh's axes, it is a mesh of its own over the same devices; ValueError where not every device is in it once.
     """
     mesh, tiles = _context("shard"), np.asarray(device_assignment)
     if tiles.ndim != np.ndim(x):
@@ -49,9 +49,13 @@ def shard(x, device_assignment):
         dims = _cut(order, tiles.shape, mesh)
         if dims is not None and np.array_equal(_positions(mesh, order).reshape(tiles.shape), tiles):
             return annotate(x, PartitionSpec(*(dim or None for dim in dims)))
+    if isinstance(mesh, Mesh) and sorted(tiles.ravel().tolist()) == list(range(mesh.size)):
+        names = [f"shard.{d}" for d in range(tiles.ndim)]
+        own = Mesh(mesh.devices.ravel()[tiles], names, axis_types=(AxisType.Auto,) * tiles.ndim)
+        return annotate(x, NamedSharding(own, PartitionSpec(*names)))
     raise ValueError(
         f"shard: the device_assignment {tiles.tolist()} is no tiling by the axes of the mesh ({describe(mesh)}), whose devices "
-        f"are {_positions(mesh, mesh.axis_names).tolist()}: give one that is, or build the mesh of it"
+        f"are {_positions(mesh, mesh.axis_names).tolist()}: give one that is, or one that names each device of a mesh once"
     )
 
 

@@ -146,6 +146,16 @@ def test_committed_elsewhere_needs_no_annotation():
     same(f(x), X * 2)
 
 
+@pytest.mark.parametrize("other", [REVERSED, TRANSPOSED], ids=["reversed", "transposed"])
+def test_arguments_in_another_order_are_brought(other):
+    x = jax.device_put(X, NamedSharding(other, P(other.axis_names[0])))
+    f = sx.shard_jit(lambda x, y: jnp.sin(x) + y, mesh=A, in_shardings=(None, P("x")))
+    for _ in range(2):
+        same(f(x, X), np.sin(X) + X)
+    same(f(X, X), np.sin(X) + X)
+    same(f(x, X), np.sin(X) + X)
+
+
 def heads(count, x, p):
     b, s, m = x.shape
     q, k, v = ((x @ p[name]).reshape(b, s, count, m // count) for name in "qkv")
