@@ -145,7 +145,11 @@ def leaf_equal(path, found, expected, tolerance: float) -> None:
 
 
 def spec(x) -> tuple:
-    return tuple(x.sharding.spec) + (None,) * (x.ndim - len(x.sharding.spec))
+    return _padded(x.sharding.spec, x.ndim)
+
+
+def _padded(spec: P, rank: int) -> tuple:
+    return tuple(spec) + (None,) * (rank - len(spec))
 
 
 UNLIKE = {
@@ -156,8 +160,11 @@ UNLIKE = {
 OF_NO_PARAMETER = r"\.(ns_coeffs|key|weights_memory|[rmvs])$"  # small vectors
 
 
-def check_resting(name: str, state) -> None:
-    """Moments rest as their parameters do, what kept some of their dims as those dims do, all else whole."""
+def check_resting(name: str, number: int, state) -> None:
+    """Moments rest as their parameters do, what kept some of their dims as those dims do, all else whole.
+
+    A parameter whose annotation does not divide it rests otherwise; what kept a dim of it may rest as that dim was annotated.
+    """
     params, opt_state = state
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
     for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
@@ -167,9 +174,10 @@ def check_resting(name: str, state) -> None:
             assert not any(spec(x)), leaf
         elif name not in UNLIKE or not re.search(UNLIKE[name], leaf):
             assert key, leaf
-            kept, like = _kept(params[key].shape, x.shape), spec(params[key])
+            kept = _kept(params[key].shape, x.shape)
             assert kept is not None, leaf
-            assert spec(x) == tuple(None if d is None else like[d] for d in kept), (leaf, spec(x), like)
+            likes = [spec(params[key])] + [_padded(MESHES[number][1][key], params[key].ndim)] * (x.shape != params[key].shape)
+            assert spec(x) in [tuple(None if d is None else like[d] for d in kept) for like in likes], (leaf, spec(x), likes)
 
 
 def _kept(full: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
@@ -200,7 +208,7 @@ def trains_alike(name: str, number: int) -> None:
     if name not in MEETS_NAN:
         assert losses[-1] != losses[0]
     assert jax.tree.map(spec, state) == jax.tree.map(spec, abstract_state(name, tx, step))
-    check_resting(name, state)
+    check_resting(name, number, state)
 
 
 QUICK = {
