@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import planner
 from models import gpt2
 from models.gpt2_sharding import BATCH, param_specs
 from models.rules import on_axes
@@ -149,3 +150,25 @@ def assert_alike(found: Decisions, wanted: Decisions) -> None:
         assert replace(mine, bodies=()).__getstate__() == replace(theirs, bodies=()).__getstate__(), node.name
         for body, other in zip(mine.bodies, theirs.bodies, strict=True):
             assert_alike(body, other)
+
+
+def test_more_layers_are_no_more_to_complete():
+    """What is computed is counted, the states of all patterns: they depend on the ends of the stack, not on its length."""
+    assert states(24) < 1.5 * states(12)
+
+
+def states(layers: int) -> int:
+    weights = [(floats(16, 64), floats(64, 16))] * layers
+    made = program(mlp_step, (weights, floats(8, 16)), ([(P(None, "model"), None)] * layers, P("data")), range(2 * layers))
+    front = [pattern.root for pattern in {b.pattern for b in complete(made, [None] * len(made.inputs), SIZES).blocks}]
+    count = 0
+    while front:
+        front.extend(front.pop().next.values())
+        count += 1
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.mixed_dtypes
+def test_the_planner_keeps_its_bounds():
+    assert planner.main(["--rounds", "2"]) == 0
