@@ -13,6 +13,7 @@ import jax
 from jax import lax
 
 from shardax import _jax, annotations, graph, meshes, strict
+from shardax.associative import with_associative_scans
 from shardax.completion.complete import Completion, complete
 from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node, Value
@@ -103,15 +104,20 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
     """The shardings that completion alone gives to the results of a global jaxpr, in axes of `mesh`: of none, where it has no
     spec for them."""
     with _collector_paused():
-        whole = graph.from_jaxpr(_jax.dce(jaxpr))
+        whole = _graph(jaxpr)
         refined, _, done = _completed(whole, (None,) * len(whole.inputs), mesh)
     return tuple(refined.spelled(done.sharding(v)) or replicated(len(v.shape)) for v in whole.outputs)
+
+
+def _graph(jaxpr) -> Graph:
+    """The flat program, with what JAX only shows expanded as nodes of its own."""
+    return with_rotations(with_associative_scans(graph.from_jaxpr(_jax.dce(jaxpr))))
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
-        program = with_rotations(graph.from_jaxpr(_jax.dce(jaxpr)))
+        program = _graph(jaxpr)
     with timed(phases, "completion"):
         refined, resting, completion = _completed(program, given, mesh)
     sizes = refined.sizes

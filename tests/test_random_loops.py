@@ -162,7 +162,13 @@ def _while(x, w, row):
     return x + jnp.sin(grown)
 
 
+def _associative(x, w, row):
+    linear = lambda l, r: (l[0] * r[0], r[0] * l[1] + r[1])  # noqa: E731
+    return lax.associative_scan(linear, (jnp.tanh(x) * 0.5, x * row), axis=0, reverse=w.shape[0] == 7)[1]
+
+
 STEPS = {
+    "associative": _associative,
     "branches": _branches,
     "cumsum": lambda x, w, row: jnp.sin(lax.cumsum(x, 1)),
     "fori": lambda x, w, row: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c * row), x),

@@ -2,6 +2,7 @@
 
 from shardax.spmd_rules import (
     annotation,
+    associative,
     contraction,
     effects,
     elementwise,
@@ -21,6 +22,7 @@ from shardax.spmd_rules import (
 
 __all__ = [
     "annotation",
+    "associative",
     "contraction",
     "effects",
     "elementwise",
