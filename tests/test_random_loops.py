@@ -163,7 +163,7 @@ def _while(x, w, row):
 
 
 def _associative(x, w, row):
-    linear = lambda l, r: (l[0] * r[0], r[0] * l[1] + r[1])  # noqa: E731
+    linear = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
     return lax.associative_scan(linear, (jnp.tanh(x) * 0.5, x * row), axis=0, reverse=w.shape[0] == 7)[1]
 
 
