@@ -87,7 +87,12 @@ def with_user_frame(eqn, callers) -> Any:
 
 def is_eager(tree) -> bool:
     """Whether primitives on these values run at once: nothing is being traced. No public reader."""
-    return core.trace_ctx.is_top_level() and not any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree))
+    return core.trace_ctx.is_top_level() and is_concrete(tree)
+
+
+def is_concrete(tree) -> bool:
+    """Whether all leaves are values, not tracers."""
+    return not any(isinstance(x, core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def context_mesh() -> Any:

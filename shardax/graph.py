@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from shardax import _jax, static_updates
 from shardax.annotate import SAVED, annotate_p
 from shardax.sharding import from_spec
+from shardax.untyped import memory_of
 
 
 @dataclass(eq=False, slots=True)
@@ -168,6 +169,19 @@ def _constrained(inliner: _Inliner, eqn, values: Sequence[Value], shardings: Seq
     return [constrain(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
 
 
+def _device_put(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """A place with a spec is an annotation; what is left moves to another memory, of each device its shard."""
+    values = _constrained(inliner, eqn, inputs, eqn.params["devices"])
+    return [_moved(inliner, eqn, i, value, var.aval) for i, (value, var) in enumerate(zip(values, eqn.outvars, strict=True))]
+
+
+def _moved(inliner: _Inliner, eqn, i: int, value: Value, aval) -> Value:
+    if memory_of(value.aval) is memory_of(aval):
+        return value
+    params = {"devices": (memory_of(aval),), "srcs": (None,), "copy_semantics": eqn.params["copy_semantics"][i : i + 1]}
+    return inliner.append(eqn, eqn.primitive, params, [value], [Value(aval)])[0]
+
+
 def _remat(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """remat2: inlined behind an optimization barrier when it recomputes, or XLA shares the work with the forward pass."""
     if eqn.params["differentiated"] and eqn.params["prevent_cse"] is not False:
@@ -276,6 +290,7 @@ _CALLS = {
     "custom_vjp_call": _param("call_jaxpr"),
     "custom_vjp_call_jaxpr": _param("fun_jaxpr"),
     "custom_vmap_call": _param("call"),
+    "device_put": _device_put,
     "dynamic_update_slice": _update(lambda eqn, place: [int(x) for x in place], 2, None),
     "eval_jaxpr": _param("call_jaxpr"),
     "jit": _jit,

@@ -27,6 +27,7 @@ from shardax.refinement import Placement, Refinement, refinement
 from shardax.reshapes import split_inside
 from shardax.rotations import with_rotations
 from shardax.sharding import AxisSizes, Layout, Sharding, replicated
+from shardax.untyped import shape_of
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -198,7 +199,7 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
         return run(*itertools.compress(args, full))
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in program.inputs))
+    return jax.make_jaxpr(run)(*(shape_of(v.aval) for v in program.inputs))
 
 
 def _with_empty(full: Sequence[bool], shards: Sequence[Any], layouts: Sequence[Layout], program: Graph, sizes: AxisSizes):

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardax import _jax, meshes
 from shardax.annotate import Dims, bind, broadcast_specs, dims_of, flatten, own_mesh
 from shardax.sharding import Sharding
-from shardax.untyped import auto_mesh, explicit_sharding, shape_of, untyped
+from shardax.untyped import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Slot:
-    """A flat argument or result: how messages name it, its path, and what the user said of its sharding."""
+    """A flat argument or result: how messages name it, its path, and what the user said of its sharding and memory."""
 
     name: str
     path: str
@@ -52,6 +52,7 @@ class Slot:
     aval: Any
     dims: Dims | None
     mesh: Mesh | AbstractMesh | None = None
+    memory: Any = None  # a jax.memory.Space, or None
     donated: bool = False
 
 
@@ -92,7 +93,7 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         aval = jax.typeof(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         source = f"in_shardings{path[len('[0]') :]}"
-        slots.append(Slot(name, rest, source, aval, dims, own_mesh(spec), index in request.donated))
+        slots.append(Slot(name, rest, source, aval, dims, own_mesh(spec), _memory(spec), index in request.donated))
     return slots, leaves, tree
 
 
@@ -123,7 +124,7 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
     results = []
     for path, x, spec in zip(paths, leaves, specs, strict=True):
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
-        results.append(Slot(f"result{path}", path, f"out_shardings{path}", jax.typeof(x), dims, own_mesh(spec)))
+        results.append(Slot(f"result{path}", path, f"out_shardings{path}", jax.typeof(x), dims, own_mesh(spec), _memory(spec)))
     return results, leaves, tree
 
 
@@ -146,15 +147,16 @@ def _succeeds(result: Slot, argument: Slot, same_path: bool) -> bool:
 
 
 def _annotated(x, slot: Slot, like: int | None = None):
-    if slot.dims is None and like is None:
-        return x
-    return bind(
-        x,
-        slot.dims or (None,) * len(slot.aval.shape),
-        slot.source if slot.dims else f"{slot.name}, which succeeds an argument",
-        like,
-        slot.mesh,
-    )
+    if slot.dims is not None or like is not None:
+        dims = slot.dims or (None,) * len(slot.aval.shape)
+        x = bind(x, dims, slot.source if slot.dims else f"{slot.name}, which succeeds an argument", like, slot.mesh)
+    return x if slot.memory in (None, memory_of(jax.typeof(x))) else jax.device_put(x, slot.memory)
+
+
+def _memory(spec) -> Any:
+    """The memory that a sharding asks for, None where it does not say."""
+    kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
+    return None if kind is None else jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host
 
 
 def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], mesh: Mesh | AbstractMesh):

@@ -94,7 +94,7 @@ def _jitted(out_shardings):
 
 
 def _bound(*args, jaxpr, **params):
-    if _jax.is_eager(args):  # jax.debug_nans looks for the operation that makes them
+    if args and _jax.is_concrete(args):  # jax.debug_nans looks for the operation that makes them
         return jaxpr_as_fun(jaxpr)(*args)
     return shard_jit_p.bind(*args, jaxpr=jaxpr, **params)
 

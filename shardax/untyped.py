@@ -34,13 +34,19 @@ def explicit_sharding(x) -> Sharding | None:
     return from_spec(sharding.spec, len(sharding.spec))
 
 
-def shape_of(aval, spec: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a value without its sharding, or with another."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=spec, weak_type=getattr(aval, "weak_type", False))
+def shape_of(aval, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and memory of a value without its sharding, or with another."""
+    here = jax.sharding.get_abstract_mesh()
+    if sharding is None and memory_of(aval) is jax.memory.Space.Host and not here.empty:
+        sharding = NamedSharding(here, PartitionSpec(), memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+
+
+def memory_of(aval) -> Any:
+    return getattr(aval, "memory_space", jax.memory.Space.Device)
 
 
 _ASKED = ("out_sharding", "sharding")  # parameters by which primitives pass on the out_sharding= of JAX's functions
-
 _LAZY = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # the rules of custom derivatives
 
 

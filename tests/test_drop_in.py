@@ -1,0 +1,246 @@
+"""What runs under jax.jit runs with only the decorator changed: what is accepted, and the test that shows it.
+
+factory form, partial, methods, bound methods               test_api.TestForms
+a prefix tree of positional arguments, keyword arguments    test_api.TestArguments
+numpy, Python scalars, weak types, unused arguments, None   test_api.TestArguments
+NamedSharding with a memory kind                            TestMemory
+PartitionSpec, None, UNCONSTRAINED, tuples of axes, boxes   TestLeaves
+mesh=, set_mesh, with mesh, of arguments; Auto, Explicit    test_api.TestMeshes
+reshard, out_sharding=, islands on an Explicit mesh         test_api.TestMeshes
+trace, lower, compile and what it gives, clear_cache        test_api.TestReturned, TestStages
+jax.export, serialize_executable                            TestStages
+typed and legacy keys, float0                               TestLeaves
+with_sharding_constraint, device_put, control flow          TestInside, test_loops, test_transform
+callbacks, prints; islands; kernels                         test_effects; test_islands; test_partition_as
+Flax and optax                                              test_flax, test_optax
+donation                                                    test_api.TestDonation
+default_matmul_precision, x64, debug_nans, disable_jit,
+log_compiles, debug_key_reuse, checking_leaks               TestConfiguration, test_api, test_transform
+nothing leaks; the persistent cache is hit                  TestCaches
+"""
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.experimental import serialize_executable
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+A = np.arange(32, dtype=np.float32).reshape(8, 4)
+SPLIT = NamedSharding(MESH, P("x"))
+HOST = NamedSharding(MESH, P("x"), memory_kind="pinned_host")
+
+
+def double(x):
+    return 2 * x
+
+
+class TestMemory:
+    def test_results_on_the_host(self):
+        out = sx.shard_jit(lambda x: (2 * x, x), mesh=MESH, in_shardings=P("x"), out_shardings=(HOST, P("x")))(A)
+        assert [x.sharding.memory_kind for x in out] == ["pinned_host", jax.device_put(A, SPLIT).sharding.memory_kind]
+        np.testing.assert_array_equal(out[0], 2 * A)
+
+    @pytest.mark.parametrize("given", [{"in_shardings": HOST}, {}])
+    def test_arguments_on_the_host(self, given):
+        f = sx.shard_jit(lambda x: (2 * jax.device_put(x, jax.memory.Space.Device), x), mesh=MESH, **given)
+        out = f(jax.device_put(A, HOST))
+        assert out[1].sharding.memory_kind == "pinned_host" and out[0].sharding.memory_kind != "pinned_host"
+        np.testing.assert_array_equal(out[0], 2 * A)
+
+    def test_moved_inside(self):
+        f = sx.shard_jit(lambda x: jax.device_put((2 * x, x), (SPLIT, HOST)), mesh=MESH)
+        out = f(A)
+        assert out[0].sharding.spec == out[1].sharding.spec == P("x")
+        assert out[1].sharding.memory_kind == "pinned_host"
+
+
+class TestLeaves:
+    @pytest.mark.parametrize("spec", [P(("x", "y")), SPLIT, None, P.UNCONSTRAINED, P(P.UNCONSTRAINED, "y"), P(None, "x")])
+    def test_spec(self, spec):
+        np.testing.assert_array_equal(sx.shard_jit(double, mesh=MESH, in_shardings=(spec,))(A), 2 * A)
+
+    def test_boxes(self):
+        nn = pytest.importorskip("flax.linen", reason="Flax is not installed")
+        params = {"w": nn.Partitioned(jnp.asarray(A), names=("x", None)), "b": jnp.ones(4)}
+        specs = nn.get_partition_spec(params)
+        for given in (specs, nn.get_sharding(params, MESH), {"w": specs["w"], "b": None}):
+            out = sx.shard_jit(lambda p: jax.tree.map(double, p), mesh=MESH, in_shardings=(given,))(params)
+            assert out["w"].names == ("x", None) and out["w"].value.sharding.spec == P("x")
+
+    def test_keys(self):
+        keys, legacy = jax.random.split(jax.random.key(1), 8), jax.random.PRNGKey(0)
+        f = lambda keys, legacy: (jax.vmap(jax.random.normal)(keys), jax.random.bits(legacy, (8,)))  # noqa: E731
+        for got, wanted in zip(
+            sx.shard_jit(f, mesh=MESH, in_shardings=(P("x"), None))(keys, legacy), f(keys, legacy), strict=True
+        ):
+            np.testing.assert_array_equal(got, wanted)
+
+    def test_float0(self):
+        zeros = np.zeros(3, jax.dtypes.float0)
+        out = sx.shard_jit(lambda x, z: (x, z), mesh=MESH, in_shardings=(P("x"), None))(A, zeros)
+        assert out[1].dtype == jax.dtypes.float0 and out[1].shape == (3,)
+
+
+class TestInside:
+    def test_device_put_is_an_annotation(self):
+        plan = sx.shard_jit(lambda x: jax.device_put(2 * x, SPLIT) + 1, mesh=MESH).plan(A)
+        assert plan.out_shardings.spec == P("x", None)
+
+    def test_constraint_under_vmap(self):
+        f = sx.shard_jit(jax.vmap(lambda x: jax.lax.with_sharding_constraint(2 * x, P("y")), spmd_axis_name="x"), mesh=MESH)
+        assert f(A).sharding.is_equivalent_to(NamedSharding(MESH, P("x", "y")), 2)
+
+    def test_nested_jit_with_shardings(self):
+        plan = sx.shard_jit(lambda x: jax.jit(double, out_shardings=SPLIT)(x), mesh=MESH).plan(A)
+        assert plan.out_shardings.spec == P("x", None)
+
+    @pytest.mark.parametrize("name", ["switch", "map", "associative_scan", "fori", "barrier"])
+    def test_control_flow(self, name):
+        f = {
+            "switch": lambda x: jax.lax.switch(x.sum().astype("int32") % 3, [double, jnp.sin, jnp.cos], x),
+            "map": lambda x: jax.lax.map(double, x),
+            "associative_scan": lambda x: jax.lax.associative_scan(jnp.add, x),
+            "fori": lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x + 1, x),
+            "barrier": lambda x: jax.lax.optimization_barrier((x, 2 * x))[1],
+        }[name]
+        np.testing.assert_allclose(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(A), jax.jit(f)(A), rtol=1e-6)
+
+
+class TestStages:
+    f = staticmethod(sx.shard_jit(lambda x: 2 * jnp.tanh(x), mesh=MESH, in_shardings=P("x")))
+    shape = jax.ShapeDtypeStruct((8, 4), "float32")
+
+    def test_compiled(self):
+        compiled = self.f.lower(self.shape).compile()
+        ((given,), _), result = compiled.input_shardings, compiled.output_shardings
+        assert given.is_equivalent_to(SPLIT, 2) and result.is_equivalent_to(SPLIT, 2)
+        assert compiled.memory_analysis().argument_size_in_bytes == A.nbytes // 4
+        assert "flops" in compiled.cost_analysis()
+        np.testing.assert_allclose(compiled(jax.device_put(A, SPLIT)), 2 * np.tanh(A), rtol=1e-6)
+
+    def test_serialized_executable(self):
+        compiled = self.f.lower(self.shape).compile()
+        loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(compiled))
+        np.testing.assert_allclose(loaded(jax.device_put(A, SPLIT)), 2 * np.tanh(A), rtol=1e-6)
+
+    @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "tpu")])
+    def test_export_and_back(self, platforms):
+        pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers, which is not installed")
+        exported = export.export(self.f, platforms=platforms)(self.shape)
+        back = export.deserialize(exported.serialize(vjp_order=1))
+        x = jax.device_put(A / 32, SPLIT)
+        np.testing.assert_allclose(back.call(x), 2 * np.tanh(A / 32), rtol=1e-5)
+        np.testing.assert_allclose(jax.grad(lambda x: back.call(x).sum())(x), 2 * (1 - np.tanh(A / 32) ** 2), rtol=1e-5)
+
+    def test_wrapped(self):
+        assert sx.shard_jit(double, mesh=MESH).__wrapped__ is double
+
+
+class TestConfiguration:
+    def test_matmul_precision(self):
+        f = sx.shard_jit(lambda x: x @ x.T, mesh=MESH, in_shardings=P("x"))
+        with jax.default_matmul_precision("highest"):
+            assert "HIGHEST" in f.lower(A).as_text()
+        assert "HIGHEST" not in f.lower(A).as_text()
+
+    def test_x64(self):
+        f, x = sx.shard_jit(double, mesh=MESH, in_shardings=P("x")), A.astype(np.float64)
+        assert f(x).dtype == np.float32
+        with jax.enable_x64(True):
+            assert f(x).dtype == np.float64
+        assert f(x).dtype == np.float32
+
+    def test_debug_nans(self):
+        f = sx.shard_jit(lambda x: jnp.log(jnp.sin(x)), mesh=MESH, in_shardings=P("x"))
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+            f(A)
+        with jax.debug_nans(True), pytest.raises(FloatingPointError):
+            jax.grad(lambda x: f(x).sum())(A)
+
+    def test_log_compiles(self, caplog):
+        with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+            sx.shard_jit(double, mesh=MESH)(A)
+        assert "jit(double)" in caplog.text
+
+    def test_debug_key_reuse(self):
+        draw = lambda key: jax.random.normal(key) + jax.random.uniform(key)  # noqa: E731
+        with jax.debug_key_reuse(True), pytest.raises(jax.errors.KeyReuseError):
+            sx.shard_jit(draw, mesh=MESH)(jax.random.key(0))
+
+    def test_key_reuse_between_calls(self):
+        draw, key = sx.shard_jit(jax.random.normal, mesh=MESH), jax.random.key(0)
+        with jax.debug_key_reuse(True):
+            draw(key)
+            with pytest.raises(jax.errors.KeyReuseError):
+                draw(key)
+
+    def test_disable_jit_goes_through_transformations(self):
+        with jax.disable_jit():
+            np.testing.assert_allclose(jax.grad(lambda x: sx.shard_jit(jnp.sin, mesh=MESH)(x).sum())(A), np.cos(A), rtol=1e-5)
+
+
+class TestCaches:
+    def test_a_thousand_calls_leave_nothing(self):
+        f = sx.shard_jit(lambda state, x: (state + x.sum(), 2 * x), mesh=MESH, in_shardings=(P(), P("x")))
+        state, x = f(jnp.float32(0), A)
+        state, x = f(state, x)
+        gc.collect()
+        arrays, programs = len(jax.live_arrays()), f.__call__._cache_size()
+        for _ in range(1000):
+            state, x = jax.block_until_ready(f(state, x))  # too many collectives in flight starve XLA's CPU threads
+        gc.collect()
+        assert (len(jax.live_arrays()), f.__call__._cache_size()) == (arrays, programs)
+
+    def test_programs_go_with_their_function(self):
+        from shardax.program import _built
+
+        def call(i):
+            np.testing.assert_array_equal(sx.shard_jit(lambda x: x + i, mesh=MESH)(A), A + i)
+
+        call(0.0)
+        jax.clear_caches()
+        gc.collect()
+        before = len(_built)
+        for i in range(3):
+            call(float(i))
+        jax.clear_caches()
+        gc.collect()
+        assert len(_built) <= before
+
+    @pytest.mark.slow
+    def test_a_second_process_hits_the_persistent_cache(self, tmp_path):
+        first, second = (self.run(tmp_path) for _ in range(2))
+        assert "miss" in first and "hit" not in first
+        assert "hit" in second and "miss" not in second
+
+    def run(self, folder) -> str:
+        env = os.environ | {
+            "JAX_COMPILATION_CACHE_DIR": str(folder),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        return subprocess.run([sys.executable, "-c", _STEP], env=env, capture_output=True, text=True, check=True).stdout
+
+
+_STEP = """
+import jax, shardax as sx
+from jax.sharding import AxisType, PartitionSpec as P
+names = {"/jax/compilation_cache/cache_hits": "hit", "/jax/compilation_cache/cache_misses": "miss"}
+mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+x = jax.device_put(jax.numpy.ones((8, 4)), jax.NamedSharding(mesh, P()))
+step = sx.shard_jit(jax.grad(lambda x: (jax.numpy.tanh(x) @ x.T).sum()), mesh=mesh, in_shardings=P("x"), donate_argnums=0)
+jax.monitoring.register_event_listener(lambda name, **kwargs: print(names.get(name, "")))
+step(x).block_until_ready()
+"""
