@@ -13,6 +13,7 @@ from shardax.names import redistribute as redistribute
 from shardax.names import shard as shard
 from shardax.names import split as split
 from shardax.options import Options as Options
+from shardax.options import Refused as Refused
 from shardax.partition_as import partition_as as partition_as
 from shardax.spmd_rules.registry import LINEAR as LINEAR
 from shardax.spmd_rules.registry import MOVES as MOVES

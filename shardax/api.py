@@ -17,7 +17,7 @@ from shardax import _jax, meshes, transform
 from shardax.annotate import broadcast_specs, describe, flatten, is_spec
 from shardax.explain.lines import line_text
 from shardax.explain.plan import AtRest, Placed, Plan, moved
-from shardax.options import Options
+from shardax.options import Options, Refused
 from shardax.program import Program
 from shardax.refinement import Placement, refinement, user_mesh
 from shardax.sharding import at_rest, from_spec
@@ -121,7 +121,7 @@ class ShardJit:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return lowered
         eqn, mesh, leaves = self._traced(self._stage(attrgetter("trace"), args, kwargs), args, kwargs)
-        phases = _built(eqn, mesh, leaves).phases
+        phases = _built(eqn, mesh, leaves, eqn.params["options"]).phases
         return _jax.TimedLowered(lowered, lambda seconds: phases.update(XLA=seconds))
 
     @_jax.boundary
@@ -136,8 +136,18 @@ class ShardJit:
         traced = self._stage(attrgetter("trace"), args, kwargs)
         phases = {"trace": time.perf_counter() - start}
         eqn, mesh, leaves = self._traced(traced, args, kwargs)
-        plan = _plan(traced, eqn, mesh, leaves, self._function.dynamic_names(len(args)), phases)
-        return replace(plan, program=self._function.place)
+        names = self._function.dynamic_names(len(args))
+
+        def plan(options: Options) -> Plan:
+            made = _plan(traced, eqn, _built(eqn, mesh, leaves, options), mesh, leaves, names, phases)
+            return replace(made, program=self._function.place)
+
+        options = eqn.params["options"]
+        try:
+            return plan(options)
+        except Refused as error:
+            error.plan = plan(replace(options, strict=False, max_gather_bytes=None, allow=("*",)))
+            raise
 
     def clear_cache(self) -> None:
         """Forgets the compiled programs."""
@@ -485,17 +495,22 @@ def _untyped(x, always: bool):
     return reshard(x, PartitionSpec()) if always or explicit_sharding(x) else x
 
 
-def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Program:
+def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any], options: Options) -> Program:
     """The program of the equation of a traced function, for arguments that are committed or not."""
     jaxpr = eqn.params["jaxpr"]
     given = (*(transform.committed(x, mesh) for x in leaves), *[None] * (len(jaxpr.in_avals) - len(leaves)))
-    return transform.build(jaxpr, given, mesh, eqn.params["options"])
+    return transform.build(jaxpr, given, mesh, options)
 
 
 def _plan(
-    traced: jax.stages.Traced, eqn, mesh: Any, leaves: Sequence[Any], names: tuple[str, ...], phases: dict[str, float]
+    traced: jax.stages.Traced,
+    eqn,
+    built: Program,
+    mesh: Any,
+    leaves: Sequence[Any],
+    names: tuple[str, ...],
+    phases: dict[str, float],
 ) -> Plan:
-    built = _built(eqn, mesh, leaves)
     structure = jax.tree.structure(traced.args_info)
     args, kwargs = structure.unflatten([placement.on(mesh) for placement in built.arguments[: len(leaves)]])
     outs = jax.tree.structure(traced.out_info).unflatten([placement.on(mesh) for placement in built.results])

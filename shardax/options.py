@@ -1,7 +1,7 @@
 """Options: what a user may decide about how programs are made. Every field has a documented default."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,9 @@ class Options:
             raise ValueError(f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None")
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
+
+
+class Refused(ValueError):
+    """What options refuse. Raised by `.plan`, it holds the plan that is refused, to be printed: `error.plan`."""
+
+    plan: Any = None

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
 from shardax.explain.words import bytes_text
-from shardax.options import Options
+from shardax.options import Options, Refused
 
 SHOWN = 8  # findings in one message
 
@@ -55,12 +55,12 @@ def check(collectives: Sequence[Collective], options: Options, asked: Collection
     """Refuses or warns of what the options do not allow. `asked`: the words of the program's annotations, as reasons begin.
 
     Raises:
-      ValueError: something is refused.
+      Refused: something is refused, a ValueError.
     """
     found = list(findings(collectives, options, asked))
     if found and options.strict != "warn":
         more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise ValueError(f"{options} refuses:" + "".join(f"\n  {x}" for x in found[:SHOWN]) + more)
+        raise Refused(f"{options} refuses:" + "".join(f"\n  {x}" for x in found[:SHOWN]) + more)
     for finding in found:
         warnings.warn(str(finding), stacklevel=2)
 

@@ -43,6 +43,15 @@ def test_strict_refuses_what_nobody_asked_for():
     )
 
 
+def test_what_is_refused_can_be_printed():
+    """The error holds the plan, of a primitive without a rule too."""
+    for options in ({"strict": True}, {"max_gather_bytes": 100}):
+        with pytest.raises(sx.Refused) as error:
+            plan(**options)
+        assert error.value.plan.diff(plan()) == ""
+        assert "all_gather over data of f32[32]" in str(error.value.plan)
+
+
 def test_strict_warns():
     with pytest.warns(UserWarning, match="sort at .*test_strict.py:.* needs an operand in P.None."):
         warned = plan(strict="warn")

@@ -8,6 +8,7 @@ from shardax import annotations, reshard
 from shardax.completion.complete import Completion
 from shardax.cost.nominal import COLLECTIVE
 from shardax.graph import Node, Value
+from shardax.options import Refused
 from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Axes, AxisSizes, shard_count
 from shardax.spmd_rules.registry import RULES
@@ -55,7 +56,7 @@ def _report(node: Node, nbytes: float, strict: bool) -> None:
         f"{_way_out(node.name)}, or allow it: Options(allow=({node.name!r},))"
     )
     if strict:
-        raise ValueError(f"Options(strict=True): {text}")
+        raise Refused(f"Options(strict=True): {text}")
     warnings.warn(text, stacklevel=2)
 
 
