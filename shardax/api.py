@@ -178,7 +178,7 @@ class ShardJit:
         eqn, mesh, leaves = self._traced(jitted.trace(*args, **kwargs), args, kwargs)
         if not meshes.others(eqn.params["jaxpr"], eqn.params["mesh"]) or isinstance(mesh, AbstractMesh):
             return jitted
-        out_shardings = tuple(placement.on(mesh) for placement in _built(eqn, mesh, leaves).results)
+        out_shardings = tuple(placement.on(mesh) for placement in _built(eqn, mesh, leaves, eqn.params["options"]).results)
         structure = jax.tree.structure(jitted.eval_shape(*args, **kwargs))
         key = (mesh, structure, out_shardings)
         if key not in self._jits:

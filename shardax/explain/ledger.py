@@ -136,7 +136,8 @@ def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
 
 def reason_of(kind: str, name_stack) -> str:
     """What stands in brackets in the innermost scope of the form `kind[reason]`; `kind` is a regular expression."""
-    scope = re.search(rf".*(?:^|[/(]){kind}\[([^/]*)\](?=[/)]|$)", str(name_stack))
+    stack = re.sub(rf"(?:^|/){kind}:[^:]*(?::\d+)?$", "", str(name_stack))  # the user's line, of passes/scopes.py
+    scope = re.search(rf".*(?:^|[/(]){kind}\[(.*)\]", stack)
     return scope[1] if scope else ""
 
 
