@@ -78,11 +78,12 @@ def gradients() -> list[tuple[int, ...]]:
 
 def test_it_sends_what_is_listed_and_nothing_else():
     lowered = default_step()[3]
-    found = Counter()
+    found, dtypes = Counter(), Counter()
     for c in hlo.lowered(lowered.compiler_ir()):
-        assert {x.dtype.name for x in c.operands} == {"float32"}
         for operand in c.operands:
             found[c.kind, c.devices, operand.shape] += c.trips
+            dtypes[operand.dtype.name] += c.trips
+    assert dtypes == {"float32": sum(found.values()) - 1, "int32": 1}  # the maximum: as integers, which no backend mistakes
     assert found == expected()
 
 

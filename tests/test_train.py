@@ -97,7 +97,7 @@ def test_dropout_is_the_same_on_every_mesh(capsys, tmp_path):
         ),
         (
             ["--coordinator", "127.0.0.1:7000", "--processes", "2", "--process", "2"],
-            "train: --process 2 is none of 0 to 1, of --processes 2",
+            "train: --process 2 is not one of 0 to 1, as --processes 2 has it",
         ),
         (
             ["--cluster", "--coordinator", "127.0.0.1:7000"],

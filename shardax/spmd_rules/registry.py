@@ -181,6 +181,7 @@ def register_rule(
       ValueError: the text does not parse; quotes the rule and the offending word.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
+    >>> del RULES["my_scale"]  # no such primitive is there
     """
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):
