@@ -1,6 +1,24 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Each entry says why the public API does not do. Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12).
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 47 entries, by what the public API lacks:
+
+Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
+equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
+    Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
+    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, without_refs, ordered_effects,
+    jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, checkpoint_rule, register_dce.
+Primitives that public functions bind and nothing public names:
+    optimization_barrier_p, sharding_constraint_p.
+Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
+    EMPTY_NAME_STACK, user_line, with_user_frame, hide_frames, boundary, prefix_error, infer_names.
+What goes on around: the mesh in context (the public reader gives the abstract one alone), whether anything is traced, the store
+that processes share:
+    context_mesh, use_abstract_mesh, is_eager, is_concrete, key_value_store.
+Dispatch: the shardings of committed arguments, which the lowering alone sees; `jax.jit`'s own C++ call, with our Python where
+its cache has nothing; the seconds of one compilation:
+    committed_dims, with_cache_miss, cache_miss, TimedLowered.
+JAX's own lists of primitives and of their test cases, and one defect:
+    primitive_names, primitive_cases, DONATING_TWICE_CRASHES.
 """
 
 import inspect
