@@ -174,7 +174,7 @@ class Chooser:
 
     def best(self, node: Node, entry: Entry, factors: Factors) -> Candidate:
         """The cheapest candidate; nodes that are alike in everything that matters share one answer."""
-        wanted = tuple(self.wanted(v) for v in node.outputs)
+        wanted = tuple(self.wanted(v) for v in (*node.inputs, *node.outputs))
         uses = tuple(min(self.uses[v], 2) for v in node.outputs)
         there = tuple(self.layouts(v) for v in node.inputs)
         sizes = tuple(v.itemsize for v in (*node.inputs, *node.outputs))
