@@ -26,10 +26,10 @@ FILE = Path(__file__).parents[2] / "docs" / "primitives.md"
 _MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 _HEAD = """# Primitives: what can be split
 
-Made by `python -m shardax.check --page`; a test holds it to what the rules say. The rule is that of an example. To split a
-*free* dim sends nothing. *At a price*: what the lowering itself sends, read off its program, or the reduction that is owed,
-settled once, where its result is read (`k+`, `k:max`, `k:min`). What is *whole* and comes split is moved to another dim by
-an all-to-all where there is one, and gathered where there is none.
+Made by `python -m shardax.check --page`; a test holds it to what the rules say. The rule is that of an example; what is
+elementwise takes as many operands as it does. To split a *free* dim sends nothing. *At a price*: what the lowering itself
+sends, read off its program, or the reduction that is owed, settled once, where its result is read (`k+`, `k:max`, `k:min`).
+What is *whole* and comes split is moved to another dim by an all-to-all where there is one, and gathered where there is none.
 
 | primitive | rule | free | at a price | whole, and why |
 |---|---|---|---|---|
@@ -65,7 +65,7 @@ def _row(name: str) -> str:
     if name in INLINED and name not in RULES:
         return _line(name, "", "what its equations allow: it is inlined", "", "")
     if RULES[name].rule is same_shape:
-        return _line(name, "a b, a b -> a b", "every dim", "", "")
+        return _line(name, "a b -> a b", "every dim", "", "")
     if name in UNCHECKED:
         rule = RULES[name].rule
         return _line(name, rule if isinstance(rule, str) else "", "", "", UNCHECKED[name])
