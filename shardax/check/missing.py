@@ -154,4 +154,12 @@ def _made_up(eqn: _Equation, has: dict[int, int], kind: str, at: int) -> bool:
 
 def _half(x: np.ndarray, d: int, at: int, kind: str, first: bool):
     inside = np.arange(x.shape[d]).reshape([-1 if e == d else 1 for e in range(x.ndim)]) < at
-    return jnp.asarray(np.where(inside == first, x, np.full_like(x, identity(kind, x.dtype))))
+    return jnp.asarray(np.where(inside == first, x, np.full_like(x, _neutral(kind, x.dtype))))
+
+
+def _neutral(kind: str, dtype):
+    """What leaves a reduction of samples unchanged: finite, for LAPACK may never end on infinities."""
+    if kind == "sum" or not jnp.issubdtype(dtype, jnp.floating):
+        return identity(kind, dtype)
+    info = jnp.finfo(dtype)
+    return np.asarray((info.min if kind == "max" else info.max) / 1024).astype(dtype)

@@ -54,10 +54,15 @@ def jax_case(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def _cases() -> dict[str, list[Any]]:
     """JAX's own test cases by primitive, the greater ones first among the small."""
     groups: dict[str, list[Any]] = defaultdict(list)
-    for case in _jax.primitive_cases():
+    for case in filter(_is_defined, _jax.primitive_cases()):
         name = str(_ITS_NAMES.get(case.group_name, case.group_name))
         groups[name.replace("scatter_", "scatter-") if name.startswith("scatter_") else name].append(case)
     return {name: sorted(cases, key=_elements, reverse=True) for name, cases in groups.items()}
+
+
+def _is_defined(case: Any) -> bool:
+    """Not so: which of two rows with equal keys an unstable sort puts first."""
+    return "isstable_False" not in case.fullname
 
 
 def _elements(case: Any) -> int:
