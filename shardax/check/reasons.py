@@ -38,6 +38,7 @@ _ALL_THE_WORK = "linear in it, but every device would do all of the work, most o
 _REASONS = (  # pattern of primitives, kind, reason
     ("gather", "windowed", "a slice at a place that is known: jnp writes it as a slice, which has a halo"),
     ("random_gamma", "*", "one key makes all of its elements, in a loop that numbers them"),
+    ("symmetric_product", "sum", "no public function makes it: dot_general is what splits contractions"),
     ("rng_uniform", "made", "the generator of the backend: which numbers it makes where is not defined"),
 )
 
