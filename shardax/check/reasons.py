@@ -20,6 +20,7 @@ UNCHECKED = {
     ),
     **dict.fromkeys("eq_to le_to lt_to".split(), "compares elementwise in total order, in the comparators of sort alone"),
     "layout_constraint": "is the identity: says how its operand lies in one device's memory",
+    "device_put": "is the identity: says in which memory its operand lies",
     **dict.fromkeys("annotate reshard sharding_constraint".split(), "an annotation: says how its operand lies on the devices"),
     **dict.fromkeys("scaled_matmul scaled_matmul_wrapper".split(), "runs on GPUs alone"),
     "associative_scan": "shardax finds it in what jax.lax.associative_scan expands into",
@@ -39,6 +40,7 @@ _REASONS = (  # pattern of primitives, kind, reason
     ("gather", "windowed", "a slice at a place that is known: jnp writes it as a slice, which has a halo"),
     ("random_gamma", "*", "one key makes all of its elements, in a loop that numbers them"),
     ("symmetric_product", "sum", "no public function makes it: dot_general is what splits contractions"),
+    ("tridiagonal_solve", "kept", "its rows are solved together, which one diagonal alone does not show"),
     ("rng_uniform", "made", "the generator of the backend: which numbers it makes where is not defined"),
 )
 
