@@ -9,7 +9,8 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,16 +21,17 @@ from shardax.program import Program
 
 PATIENCE = 300  # seconds that a process waits for the others to come to the same program
 
-_turns = itertools.count()  # programs are compared in the order in which each process lowers them
+# The programs of the same processes are compared in the order in which each lowers them.
+_turns: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 
 
 def check_agreement(program: Program, mesh: Mesh) -> None:
     """Raises ValueError, on all processes that have devices of the mesh, where their programs differ."""
-    members = sorted({device.process_index for device in mesh.devices.flat})
+    members = tuple(sorted({device.process_index for device in mesh.devices.flat}))
     store = _jax.key_value_store()
     if len(members) == 1 or store is None:
         return
-    me, turn = jax.process_index(), f"shardax/{next(_turns)}"
+    me, turn = jax.process_index(), f"shardax/{zlib.crc32(str(members).encode())}/{next(_turns[members])}"
     lines = [_place(program), _arguments(program), _devices(mesh), *_stable(str(program.jaxpr)).splitlines()]
     store.key_value_set(f"{turn}/{me}", json.dumps({"said": lines[:2], "lines": [zlib.crc32(line.encode()) for line in lines]}))
     if me == members[0]:
