@@ -129,8 +129,8 @@ use_abstract_mesh = jax.sharding.use_abstract_mesh
 
 
 def prefix_error(prefix, full, name: str, is_leaf) -> str:
-    """Where and why `prefix` is no prefix of the tree `full`."""
-    errors = tree_util.prefix_errors(prefix, full, is_leaf=is_leaf)
+    """Where and why `prefix` is no prefix of the tree `full`. JAX forgets `is_leaf` below the top."""
+    errors = tree_util.prefix_errors(jax.tree.map(lambda _: 0, prefix, is_leaf=is_leaf), full)
     return "".join(str(error(name)) for error in errors[:1])
 
 

@@ -64,6 +64,11 @@ def test_spec_tree_that_does_not_fit():
     assert "in_shardings[0]" in text and "('v',)" in text and "('w',)" in text
 
 
+def test_none_is_a_leaf_of_a_spec_tree_that_does_not_fit():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=(None, {"v": P("x")})), {"w": W}, {"w": W})
+    assert "in_shardings[1]" in text and "in_shardings[0]" not in text and "NoneType" not in text
+
+
 def test_too_many_specs():
     text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=(P("x"), P("y"))), W)
     assert "not static" in text and "length 2" in text and "length 1" in text
