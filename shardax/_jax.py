@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 47 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 48 entries, by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
 equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
@@ -13,7 +13,7 @@ Source lines and errors as JAX shows them: which frame is the user's, which are 
     EMPTY_NAME_STACK, user_line, with_user_frame, hide_frames, boundary, prefix_error, infer_names.
 What goes on around: the mesh in context (the public reader gives the abstract one alone), whether anything is traced, the store
 that processes share:
-    context_mesh, use_abstract_mesh, is_eager, is_concrete, key_value_store.
+    context_mesh, use_abstract_mesh, lowering_on, is_eager, is_concrete, key_value_store.
 Dispatch: the shardings of committed arguments, which the lowering alone sees; `jax.jit`'s own C++ call, with our Python where
 its cache has nothing; the seconds of one compilation:
     committed_dims, with_cache_miss, cache_miss, TimedLowered.
@@ -32,6 +32,7 @@ from typing import Any
 import jax
 from jax._src import api_util, core, distributed, effects, linear_util, pjit, source_info_util, traceback_util, tree_util, util
 from jax._src import mesh as mesh_lib
+from jax._src import sharding_impls as sharding_lib
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
 from jax._src.state import AbstractRef, discharge
@@ -126,6 +127,13 @@ def context_mesh() -> Any:
 
 
 use_abstract_mesh = jax.sharding.use_abstract_mesh
+
+
+def lowering_on(mesh) -> Any:
+    """A context in which a shard_map over an abstract mesh is lowered for `mesh`: JAX takes the one of jax.set_mesh, whatever
+    its axes."""
+    concrete = mesh if isinstance(mesh, jax.sharding.Mesh) else mesh_lib.empty_concrete_mesh
+    return sharding_lib._internal_use_concrete_mesh(concrete)
 
 
 def prefix_error(prefix, full, name: str, is_leaf) -> str:

@@ -126,7 +126,7 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     if isinstance(mesh, Mesh):
         check_agreement(built, mesh)
     run = functools.partial(_run, built, mesh)
-    with program.timed(built.phases, "lower"):
+    with program.timed(built.phases, "lower"), _jax.lowering_on(meshes.refined_mesh(mesh, built.refinement, concrete=True)):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -126,6 +126,18 @@ class TestMeshes:
             with jax.set_mesh(mesh):
                 is_on(jitted(A), mesh, "x")
 
+    @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (8, 1)])
+    def test_another_in_context(self, shape):
+        """Axes of the same names and other sizes; and the program's own mesh is a refined one: 4 heads on 8 devices."""
+        x, lines = np.arange(24.0).reshape(8, 3), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+        sums = sx.shard_jit(lambda x: (x.sum(0), x[::-1], jnp.cumsum(x, 0)), mesh=AUTO, in_shardings=P("x"))
+        heads = sx.shard_jit(lambda x: x.reshape(4, 2, 3).sum(1), mesh=lines, in_shardings=P("x"))
+        with jax.set_mesh(jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)):
+            for got, want in zip(
+                (*sums(x), heads(x)), (x.sum(0), x[::-1], np.cumsum(x, 0), x.reshape(4, 2, 3).sum(1)), strict=True
+            ):
+                np.testing.assert_allclose(got, want)
+
     def test_explicit_arguments_keep_their_shardings(self):
         with jax.set_mesh(EXPLICIT):
             x = jax.device_put(A, P("y", "x"))
