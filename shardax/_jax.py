@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 48 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 50 entries, by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
 equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
@@ -8,12 +8,12 @@ equations, or to tell an open one from a closed one; between 0.10 and 0.12 the t
     dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, without_refs, ordered_effects,
     jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, checkpoint_rule, register_dce.
 Primitives that public functions bind and nothing public names:
-    optimization_barrier_p, sharding_constraint_p.
+    optimization_barrier_p, sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
     EMPTY_NAME_STACK, user_line, with_user_frame, hide_frames, boundary, prefix_error, infer_names.
 What goes on around: the mesh in context (the public reader gives the abstract one alone), whether anything is traced, the store
 that processes share:
-    context_mesh, use_abstract_mesh, lowering_on, is_eager, is_concrete, key_value_store.
+    context_mesh, use_abstract_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
 Dispatch: the shardings of committed arguments, which the lowering alone sees; `jax.jit`'s own C++ call, with our Python where
 its cache has nothing; the seconds of one compilation:
     committed_dims, with_cache_miss, cache_miss, TimedLowered.
@@ -26,12 +26,15 @@ import math
 import os
 import sysconfig
 import time
+import warnings
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
 import jax
 from jax._src import api_util, core, distributed, effects, linear_util, pjit, source_info_util, traceback_util, tree_util, util
 from jax._src import mesh as mesh_lib
+from jax._src import named_sharding as named_sharding_lib
 from jax._src import sharding_impls as sharding_lib
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
@@ -42,6 +45,7 @@ from jaxlib.mlir.dialects import sdy
 Literal = core.Literal
 optimization_barrier_p = jax.lax.optimization_barrier_p
 sharding_constraint_p = pjit.sharding_constraint_p  # what with_sharding_constraint binds
+UNSPECIFIED = named_sharding_lib.UNSPECIFIED  # what a jit equation has where no sharding was given
 EMPTY_NAME_STACK = source_info_util.NameStack()
 
 
@@ -134,6 +138,18 @@ def lowering_on(mesh) -> Any:
     its axes."""
     concrete = mesh if isinstance(mesh, jax.sharding.Mesh) else mesh_lib.empty_concrete_mesh
     return sharding_lib._internal_use_concrete_mesh(concrete)
+
+
+@contextmanager
+def legacy_mesh(mesh):
+    """`with mesh:`, for which JAX warns: bare specs find it, and shard_maps may have meshes of their own all the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mesh.__enter__()
+    try:
+        yield
+    finally:
+        mesh.__exit__(None, None, None)
 
 
 def prefix_error(prefix, full, name: str, is_leaf) -> str:

@@ -137,14 +137,18 @@ def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: M
             raise ValueError(f"{what}, which uses axis {axis!r} twice: an axis splits at most one dim, drop one of its uses")
 
 
-def check_devices(own: Mesh | AbstractMesh, spec: PartitionSpec, mesh: Mesh | AbstractMesh, what: str, where: str = "") -> None:
-    """Raises ValueError where `own`, the mesh of a spec, has other devices than the program's, which `where` says who named."""
+def check_devices(
+    own: Mesh | AbstractMesh, spec: PartitionSpec | None, mesh: Mesh | AbstractMesh, what: str, where: str = ""
+) -> None:
+    """Raises ValueError where `own`, the mesh of a spec or, without one, of a shard_map, has other devices than the program's,
+    which `where` says who named."""
     known = _devices(own), _devices(mesh)
     if own.size == mesh.size and (None in known or set(known[0]) == set(known[1])):  # type: ignore[arg-type]
         return
+    way_out = "leave out its mesh=" if spec is None else f"give its spec {_text(spec)} alone"
     raise ValueError(
         f"{what} on the mesh ({describe(own)}) of devices {_ids(own)}, but the program's mesh{where} is ({describe(mesh)}) of "
-        f"devices {_ids(mesh)}: give its spec {_text(spec)} alone, or build it on the program's mesh"
+        f"devices {_ids(mesh)}: {way_out}, or build it on the program's mesh"
     )
 
 

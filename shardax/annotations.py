@@ -39,13 +39,15 @@ def of_node(node: Node) -> Annotation | None:
         return Annotation(node.params["dims"], node.params["source"], like, node.params["mesh"], node.params.get("on"))
     if name == "sharding_constraint" or name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
         sharding, rank = node.params[_SHARDING_PARAM[name]], len(node.outputs[0].shape)
-        return _of_sharding(sharding, _NAMES[name], rank, node.line)
+        return of_sharding(sharding, _NAMES[name], rank, node.line)
     return None
 
 
 def shardings_of(eqn) -> Iterator[NamedSharding]:
     """The shardings that an equation of JAX's own brings with it, each with its mesh."""
-    for name in ("sharding", "dst_sharding", "in_shardings", "out_shardings"):
+    if eqn.primitive.name == "shard_map":
+        yield NamedSharding(eqn.params["mesh"], PartitionSpec())
+    for name in ("sharding", "dst_sharding", "in_shardings", "out_shardings", "devices"):
         given = eqn.params.get(name)
         for sharding in given if isinstance(given, tuple) else (given,):
             if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
@@ -53,8 +55,8 @@ def shardings_of(eqn) -> Iterator[NamedSharding]:
 
 
 def meshes_of(eqn) -> Iterator[Mesh | AbstractMesh]:
-    """The meshes whose axes an equation names: for its own annotation or, a jit or shard_jit, for those in it."""
-    if eqn.primitive.name in ("annotate", "shard_jit") and eqn.params["mesh"] is not None:
+    """The meshes whose axes an equation names: for its own annotation or, a jit, shard_jit or shard_map, for what is in it."""
+    if eqn.primitive.name in ("annotate", "shard_jit", "shard_map") and eqn.params["mesh"] is not None:
         yield eqn.params["mesh"]
     yield from (sharding.mesh for sharding in shardings_of(eqn) if any(map(entry_axes, sharding.spec)))
 
@@ -67,7 +69,7 @@ def name_of(eqn) -> str:
 def as_annotation(eqn) -> dict[str, Any]:
     """The parameters of the `annotate` that says the same as a with_sharding_constraint or reshard."""
     name, rank = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
-    given = _of_sharding(eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info))
+    given = of_sharding(eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info))
     return {"dims": given.dims, "source": given.source, "like": None, "mesh": given.mesh}
 
 
@@ -75,6 +77,7 @@ _SHARDING_PARAM = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 _NAMES = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard"}
 
 
-def _of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
+def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
+    """The annotation that a sharding of JAX's own is, `name` at `line`."""
     dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec)
     return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", mesh=sharding.mesh)

@@ -1,6 +1,5 @@
 """Reshards as they run on the local shard, inside `jax.shard_map`: one function for each kind of step of `reshard.plan`."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from shardax.reshard import Hop, Path, hops, pairs
-from shardax.sharding import AxisSizes, shard_count
+from shardax.sharding import AxisSizes, in_mesh_order, shard_count
 
 
 def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) -> jax.Array:
@@ -45,11 +44,7 @@ def _run_ppermute(x, step, shape, sizes):
 
 def ppermute(x, axes, pairs, sizes):
     """`lax.ppermute` with `pairs` numbered along `axes` as they stand; JAX wants them in mesh order."""
-    in_mesh_order = tuple(a for a in sizes if a in axes)
-    coordinates = list(itertools.product(*(range(sizes[a]) for a in axes)))
-    renumber = {c: i for i, c in enumerate(itertools.product(*(range(sizes[a]) for a in in_mesh_order)))}
-    numbers = [renumber[tuple(c[axes.index(a)] for a in in_mesh_order)] for c in coordinates]
-    return lax.ppermute(x, in_mesh_order, [(numbers[s], numbers[r]) for s, r in pairs])
+    return lax.ppermute(x, *in_mesh_order(axes, pairs, sizes))
 
 
 def _run_slice(x, step, shape, sizes):

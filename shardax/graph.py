@@ -207,7 +207,8 @@ def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
-    params = {"dims": from_spec(spec, len(value.shape)).dims, "source": f"shard_map {words}", "like": None, "mesh": None}
+    dims = from_spec(spec, len(value.shape)).dims
+    params = {"dims": dims, "source": f"shard_map {words}", "like": None, "mesh": eqn.params["mesh"]}
     return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
 
 

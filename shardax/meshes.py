@@ -4,15 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh, AxisType, Mesh
+import jax
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax import _jax, annotations
-from shardax.annotate import annotate_p, check_devices
+from shardax.annotate import annotate_p, bind, check_devices
 from shardax.annotations import Annotation
 from shardax.graph import Graph, Node
 from shardax.refinement import Placement, Refinement, UserMesh, user_mesh
-from shardax.sharding import Axes, Sharding, entry_axes, from_spec
+from shardax.sharding import Axes, Sharding, entry_axes, from_spec, in_mesh_order
+from shardax.untyped import memory_of, shape_of
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -33,7 +35,7 @@ def sites(graph: Graph, mesh: AnyMesh) -> list[Site]:
     Raises:
       ValueError: an annotation is on a mesh that has other devices than the program's.
     """
-    return list(_sites(graph, mesh, program_mesh(mesh), inside=False))
+    return list(_sites(graph, mesh, None))
 
 
 def program_mesh(mesh: AnyMesh) -> UserMesh:
@@ -41,26 +43,32 @@ def program_mesh(mesh: AnyMesh) -> UserMesh:
     return UserMesh(tuple(mesh.shape.items()), None, mesh)
 
 
-def _sites(graph: Graph, mesh: AnyMesh, program: UserMesh, inside: bool) -> Iterator[Site]:
+def _sites(graph: Graph, mesh: AnyMesh, island: UserMesh | None) -> Iterator[Site]:
+    """`island`: the mesh of the shard_map around, whose axes collectives name."""
     for node in graph.nodes:
-        island = node.name == "shard_map"
+        own = _own_mesh(mesh, node.params["mesh"]) if node.name == "shard_map" else island
         for body in node.bodies:
-            yield from _sites(body, mesh, program, inside or island)
+            yield from _sites(body, mesh, own)
         if (given := annotations.of_node(node)) is not None:
-            yield Site(node, node.params, _mesh_of(node, given, mesh, program), given)
-        elif island or inside and _named_axes(node.params):
-            yield Site(node, node.params, program)
+            yield Site(node, node.params, _mesh_of(node, given, mesh), given)
+        elif own is not None and (node.name == "shard_map" or _named_axes(node.params)):
+            yield Site(node, node.params, own)
 
 
-def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh, program: UserMesh) -> UserMesh:
+def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
     """The mesh whose axes an annotation names: its own, that of the innermost shard_jit around it, the program's."""
     called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
     own = called if given.mesh is None else given.mesh
     if own is mesh or not any(given.dims):
-        return program
-    found = user_mesh(own, mesh)
-    if found is None:
+        return program_mesh(mesh)
+    if user_mesh(own, mesh) is None:
         check_devices(own, Sharding(tuple(dim or () for dim in given.dims)).spec, mesh, f"{given.source} asks for a sharding")
+    return _own_mesh(mesh, own)
+
+
+def _own_mesh(mesh: AnyMesh, own: AnyMesh) -> UserMesh:
+    """A mesh of the program's devices as one that the user named: the program's itself where it is that."""
+    found, program = user_mesh(own, mesh), program_mesh(mesh)
     assert found is not None
     return program if found == program else found
 
@@ -102,22 +110,69 @@ def settled(jaxpr, mesh: AnyMesh, where: str = ""):
     """
 
     def change(eqn):
-        meshes = [user_mesh(sharding.mesh, mesh) for sharding in annotations.shardings_of(eqn)]
-        if all(m is not None and not m.places for m in meshes):
+        given = list(annotations.shardings_of(eqn))
+        found = [user_mesh(sharding.mesh, mesh) for sharding in given]
+        if all(m is not None and not m.places for m in found):
             return eqn
-        line = _jax.user_line(eqn.source_info)
-        for sharding in annotations.shardings_of(eqn):
-            check_devices(
-                sharding.mesh, sharding.spec, mesh, f"{annotations.name_of(eqn)} at {line} asks for a sharding", where
-            )
-        if eqn.primitive.name not in ("sharding_constraint", "reshard"):
-            raise ValueError(
-                f"{eqn.primitive.name} at {line} has a sharding on a mesh whose devices stand in another order than the "
-                "program's: annotate its arguments and results instead, with shardax.annotate"
-            )
-        return eqn.replace(primitive=annotate_p, params=annotations.as_annotation(eqn))
+        island = eqn.primitive.name == "shard_map"
+        asks = "has shards" if island else "asks for a sharding"
+        words = f"{annotations.name_of(eqn)} at {_jax.user_line(eqn.source_info) or 'an unknown line'} {asks}"
+        for sharding in given:
+            check_devices(sharding.mesh, None if island else sharding.spec, mesh, words, where)
+        return _IN_ORDER[eqn.primitive.name](eqn)
 
     return _jax.map_eqns(jaxpr, change)
+
+
+def _annotation_in_order(eqn):
+    return eqn.replace(primitive=annotate_p, params=annotations.as_annotation(eqn))
+
+
+def _island_in_order(eqn):
+    """An island says nothing of devices, only of places on its mesh: these are any that the program has."""
+    return eqn.replace(params={**eqn.params, "mesh": eqn.params["mesh"].abstract_mesh})
+
+
+def _jit_in_order(eqn):
+    """The shardings of a jit inside become annotations inside of it."""
+    jaxpr, line = eqn.params["jaxpr"], _jax.user_line(eqn.source_info)
+
+    def run(*args):
+        outs = jaxpr_as_fun(jaxpr)(*_annotated(args, eqn.params["in_shardings"], "jit in_shardings", line))
+        return _annotated(outs, eqn.params["out_shardings"], "jit out_shardings", line)
+
+    unsaid = {side: (_jax.UNSPECIFIED,) * len(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
+    return eqn.replace(params={**eqn.params, **unsaid, "jaxpr": jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))})
+
+
+def _put_in_order(eqn):
+    """A device_put, of any number of arrays, as a jit of annotations; what moves to another memory does so after them."""
+    line, memories = _jax.user_line(eqn.source_info), [memory_of(v.aval) for v in eqn.outvars]
+
+    def run(*args):
+        placed = _annotated(args, eqn.params["devices"], "device_put", line)
+        return [x if memory_of(jax.typeof(x)) is m else jax.device_put(x, m) for x, m in zip(placed, memories, strict=True)]
+
+    (jitted,) = jax.make_jaxpr(jax.jit(run))(*(shape_of(v.aval) for v in eqn.invars)).eqns
+    return eqn.replace(primitive=jitted.primitive, params=jitted.params)
+
+
+def _annotated(xs, shardings, words: str, line: str):
+    given = [
+        annotations.of_sharding(s, words, x.ndim, line) if isinstance(s, NamedSharding) else None
+        for x, s in zip(xs, shardings, strict=True)
+    ]
+    return [x if g is None else bind(x, g.dims, g.source, mesh=g.mesh) for x, g in zip(xs, given, strict=True)]
+
+
+_IN_ORDER = {
+    "device_put": _put_in_order,
+    "jit": _jit_in_order,
+    "pjit": _jit_in_order,
+    "reshard": _annotation_in_order,
+    "shard_map": _island_in_order,
+    "sharding_constraint": _annotation_in_order,
+}
 
 
 def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
@@ -129,8 +184,7 @@ def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
         elif site.node.name == "shard_map":
             site.node.params = _island(site, refinement)
         else:
-            axes = refinement.axes[site.mesh]
-            site.node.params = {**site.params, **{k: _renamed(v, axes) for k, v in _named_axes(site.params).items()}}
+            site.node.params = _collective(site, refinement)
 
 
 def _annotation(given: Annotation, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
@@ -139,15 +193,23 @@ def _annotation(given: Annotation, mesh: UserMesh, refinement: Refinement) -> di
 
 
 def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
-    """An island over another mesh is left as it is, and refused where it is decided."""
-    if dict(site.params["mesh"].shape) != refinement.program.sizes:
-        return dict(site.params)
     mesh = refined_mesh(site.params["mesh"], refinement)
     specs = {
         side: tuple(Sharding(refinement.refined(from_spec(s, len(s)).dims, site.mesh)).spec for s in site.params[side])  # type: ignore[arg-type]
         for side in ("in_specs", "out_specs")
     }
     return {**site.params, **specs, "mesh": mesh}
+
+
+def _collective(site: Site, refinement: Refinement) -> dict[str, Any]:
+    """A collective, or index, of an island. The pairs of a ppermute count devices in the order of the mesh, whatever the order
+    in which it names axes."""
+    axes, params = refinement.axes[site.mesh], site.params
+    if "perm" not in params:
+        return {**params, **{k: _renamed(v, axes) for k, v in _named_axes(params).items()}}
+    names = sorted(entry_axes(params["axis_name"]), key=list(axes).index)
+    axes, pairs = in_mesh_order(_renamed(tuple(names), axes), params["perm"], refinement.sizes)
+    return {**params, "axis_name": axes, "perm": tuple(pairs)}
 
 
 def _named_axes(params: Mapping[str, Any]) -> dict[str, Any]:

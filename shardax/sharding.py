@@ -1,5 +1,6 @@
 """How a value lies on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and pending reductions."""
 
+import itertools
 import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,19 @@ def shard_count(axes: Axes, sizes: AxisSizes) -> int:
     8
     """
     return math.prod(sizes[a] for a in axes)
+
+
+def in_mesh_order(axes: Axes, pairs: Iterable[tuple[int, int]], sizes: AxisSizes) -> tuple[Axes, list[tuple[int, int]]]:
+    """The same axes in mesh order, and pairs of devices, counted along `axes` as they stand, counted along these.
+
+    >>> in_mesh_order(("y", "x"), [(0, 1)], {"x": 2, "y": 3})
+    (('x', 'y'), [(0, 3)])
+    """
+    ordered = tuple(a for a in sizes if a in axes)
+    coordinates = itertools.product(*(range(sizes[a]) for a in axes))
+    number = {c: i for i, c in enumerate(itertools.product(*(range(sizes[a]) for a in ordered)))}
+    numbers = [number[tuple(c[axes.index(a)] for a in ordered)] for c in coordinates]
+    return ordered, [(numbers[s], numbers[r]) for s, r in pairs]
 
 
 def round_up(size: int, count: int) -> int:

@@ -1,6 +1,7 @@
 """Function and arguments -> the global jaxpr, the shardings that the user gave recorded in it as annotation equations."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,16 +161,17 @@ def _memory(spec) -> Any:
 
 
 def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], mesh: Mesh | AbstractMesh):
-    """No one mesh context accepts all programs for an Explicit mesh.
+    """No one mesh context accepts all programs.
 
-    Auto allows a bare PartitionSpec in with_sharding_constraint, but not an Explicit array that the function closes over; the
-    empty context allows that. `reshard`, `out_sharding=` and islands with an Explicit mesh want types, as under `jax.jit`.
+    Auto allows a bare PartitionSpec in with_sharding_constraint, but no Explicit array that the function closes over, which the
+    empty context allows. `reshard`, `out_sharding=` and islands with an Explicit mesh want types, as under `jax.jit`. Islands
+    over another mesh than the program's are allowed in the empty context, and where `with mesh:` gives bare specs their mesh.
     """
-    auto = abstract_mesh(auto_mesh(mesh))
+    auto, empty = abstract_mesh(auto_mesh(mesh)), AbstractMesh((), ())
     attempts = [lambda: _traced(flat, leaves, auto)]
     if is_explicit(mesh):
         attempts += [
-            lambda: _traced(flat, leaves, AbstractMesh((), ())),
+            lambda: _traced(flat, leaves, empty),
             lambda: _traced_typed(flat, leaves, slots, abstract_mesh(mesh), auto),
         ]
     errors: list[Exception] = []
@@ -178,12 +180,13 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence
             return attempt()
         except Exception as error:
             errors.append(error)
-    if "mesh passed to shard_map" in str(errors[-1]):
-        raise ValueError(
-            f"a shard_map inside this shard_jit has a mesh of its own. {errors[-1]}. Leave out its mesh=, and it takes the one "
-            "in context; or give both the same mesh"
-        ).with_traceback(errors[-1].__traceback__)
-    raise errors[-1]
+    if not any(_OWN_MESH in str(error) for error in errors):
+        raise errors[-1]
+    with _jax.legacy_mesh(auto_mesh(mesh)) if isinstance(mesh, Mesh) else nullcontext():
+        return _traced(flat, leaves, empty)
+
+
+_OWN_MESH = "mesh passed to shard_map"  # in JAX's error, where that is not the one in context
 
 
 def _traced(flat: Callable[..., Any], leaves: Sequence[Any], context: AbstractMesh):

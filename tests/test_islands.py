@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
@@ -85,8 +85,62 @@ def test_nothing_is_sent_but_what_is_written():
     assert [(c.kind, c.axes, c.shape) for c in plan.collectives] == [("all_reduce", ("y",), (2, 8))]
 
 
-def test_other_mesh_is_refused():
-    other = jax.make_mesh((8,), ("z",), axis_types=(AxisType.Auto,))
-    f = sx.shard_jit(jax.shard_map(jnp.sin, mesh=other, in_specs=P("z"), out_specs=P("z")), mesh=MESH)
-    with pytest.raises(ValueError, match="a shard_map inside this shard_jit has a mesh of its own.*Leave out its mesh="):
+DEVICES = np.array(jax.devices())
+
+
+def _mesh(shape, names, devices=DEVICES):
+    return Mesh(devices[: int(np.prod(shape))].reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+SIX, FLAT = _mesh((2, 3), ("x", "y")), _mesh((8,), ("z",))
+MESHES = {  # (the program's, the island's)
+    "3x2 in 2x3": (SIX, _mesh((3, 2), ("x", "y"))),
+    "reversed": (MESH, _mesh((4, 2), ("x", "y"), DEVICES[::-1])),
+    "transposed": (MESH, Mesh(DEVICES.reshape(4, 2).T, ("p", "q"))),
+    "shuffled": (FLAT, _mesh((2, 4), ("u", "v"), DEVICES[[3, 1, 4, 0, 5, 7, 2, 6]])),
+    "flat": (MESH, FLAT),
+    "an axis of one": (MESH, _mesh((8, 1), ("z", "w"))),
+}
+
+
+def _everything(mesh, a):
+    """Collectives over one axis, over all, and over all in the wrong order: who has which number, and what he gets."""
+    first, *_ = names = mesh.axis_names
+    around, back = names if len(names) > 1 else first, names[::-1]
+    b = a * lax.axis_index(first).astype("float32") + lax.axis_index(around).astype("float32")
+    b = b + lax.psum(a, names[-1]) + lax.ppermute(a, first, [(0, 1)])
+    b = b + lax.ppermute(a, around, [(i, (5 * i + 1) % mesh.size) for i in range(mesh.size - 1)])
+    gathered = lax.all_gather(a, back, tiled=True)
+    return b + lax.psum_scatter(gathered, around, tiled=True) + lax.all_to_all(gathered, back, 0, 0, tiled=True)[: len(a)]
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_island_over_another_mesh(name):
+    """What an island computes depends on the places on its mesh, not on who holds them: nothing is moved for that."""
+    mesh, own = MESHES[name]
+    spec = P(own.axis_names)
+
+    def f(x):
+        y = jax.shard_map(partial(_everything, own), mesh=own, in_specs=spec, out_specs=spec, check_vma=False)(x * 2)
+        return jnp.sin(y) if mesh is SIX else jnp.sin(sx.annotate(y, P(mesh.axis_names[0])))
+
+    x = np.random.RandomState(2).randn(mesh.size**2, 3).astype("float32")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        want = jax.jit(jax.value_and_grad(lambda x: (jnp.sin(_plain(own, spec, x)) ** 2).sum()))(x)
+    step = sx.shard_jit(jax.value_and_grad(lambda x: (f(x) ** 2).sum()), mesh=mesh)
+    for _ in range(2):
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), step(x), want)
+    np.testing.assert_allclose(jax.grad(lambda x: (sx.shard_jit(f, mesh=mesh)(x) ** 2).sum())(x), want[1], rtol=1e-3, atol=1e-3)
+
+
+def _plain(own, spec, x):
+    return jax.shard_map(partial(_everything, own), mesh=own, in_specs=spec, out_specs=spec, check_vma=False)(x * 2)
+
+
+def test_island_over_other_devices_is_refused():
+    other = _mesh((4,), ("z",))
+    f = sx.shard_jit(lambda a: jax.shard_map(jnp.sin, mesh=other, in_specs=P("z"), out_specs=P("z"))(a), mesh=MESH)
+    with pytest.raises(
+        ValueError, match=r"shard_map at .*py:\d+ has shards on the mesh \(z=4\) of devices .*leave out its mesh="
+    ):
         f(A)

@@ -120,21 +120,12 @@ def _owing_in_all(chooser: "Chooser", node: Node, operands: list[Layout]) -> lis
 def _island(chooser: "Chooser", node: Node) -> Decision:
     """shard_map: its specs say how operands and results lie. To its body a shard is the whole value."""
     (body,) = node.bodies
-    _check_axes(chooser, node)
     inside = chooser.graph(body, [whole(v.shape) for v in body.inputs], [whole(v.shape) for v in body.outputs])
     operands, results = (
         [Layout(from_spec(spec, len(v.shape)), v.shape) for spec, v in zip(node.params[side], values, strict=True)]
         for side, values in (("in_specs", node.inputs), ("out_specs", node.outputs))
     )
     return _decision(chooser, node, operands, results, (inside,))
-
-
-def _check_axes(chooser: "Chooser", node: Node) -> None:
-    own, sizes = dict(node.params["mesh"].shape), dict(chooser.sizes)
-    if own != sizes:
-        raise ValueError(
-            f"shard_map at {node.line} is over a mesh with axes {own}, inside a shard_jit over {sizes}: give both the same mesh"
-        )
 
 
 def _fixpoint(
