@@ -1,7 +1,6 @@
 """shard_jit: jax.jit whose programs shardax partitions."""
 
 import functools
-import inspect
 import time
 import types
 from collections import ChainMap
@@ -21,12 +20,14 @@ from shardax.options import Options, Refused
 from shardax.program import Program
 from shardax.refinement import Placement, refinement, user_mesh
 from shardax.sharding import at_rest, from_spec
+from shardax.signature import argument_name, check_given, positional_names, shardings_by_name
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
 from shardax.untyped import auto_mesh, explicit_sharding
 
 Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
 
 
+@_jax.boundary
 def shard_jit(
     fun: Callable[..., Any] | None = None,
     *,
@@ -46,8 +47,9 @@ def shard_jit(
       fun: a function of pytrees of arrays, written for one device.
       mesh: where it runs; without one that of `in_shardings`, of the context (`jax.set_mesh`, `with mesh:`), or of the
         arguments. An AbstractMesh can be planned and lowered for, not run on.
-      in_shardings: a prefix of the tuple of positional arguments that are not static. A leaf is a PartitionSpec, a
-        NamedSharding, or None: whatever a committed argument has, else what completion decides.
+      in_shardings: a prefix of the tuple of positional arguments that are not static, however a call gives them; what is by
+        keyword only is left to completion. A leaf is a PartitionSpec, a NamedSharding, or None: whatever a committed argument
+        has, else what completion decides.
       out_shardings: a prefix of the results. None leaves them to completion, or to the donated argument that a result
         succeeds.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as for `jax.jit`.
@@ -74,6 +76,7 @@ def shard_jit(
             transforms=transforms,
             options=options,
         )
+    check_given(fun, mesh, transforms, options)
     static = _jax.infer_names(fun, static_argnums, static_argnames)
     donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
     named = {"mesh=": mesh, "in_shardings": _mesh_of(in_shardings), "out_shardings": _mesh_of(out_shardings)}
@@ -344,14 +347,18 @@ class _Function:
                 full[i] = x
             return self.fun(*full, **dynamic_kwargs, **static_kwargs)
 
+        dynamic_kwargs, names = {k: v for k, v in kwargs.items() if k not in static_names}, self.dynamic_names(len(args))
+        parameters = [name for name in positional_names(self.fun) if name not in static_names]
+        in_shardings, kw_shardings = shardings_by_name(self.in_shardings, names, parameters, dynamic_kwargs)
         return Request(
             fun=fun,
             args=tuple(args[i] for i in dynamic),
-            kwargs={k: v for k, v in kwargs.items() if k not in static_names},
-            names=self.dynamic_names(len(args)),
+            kwargs=dynamic_kwargs,
+            names=names,
             donated=self._donated_leaves(args, kwargs),
             mesh=mesh,
-            in_shardings=self.in_shardings,
+            in_shardings=in_shardings,
+            kw_shardings=kw_shardings,
             out_shardings=self.out_shardings,
             named_by=self.mesh_named_by,
         )
@@ -359,7 +366,7 @@ class _Function:
     def dynamic_names(self, count: int) -> tuple[str, ...]:
         """What messages call the first `count` positional arguments, static ones left out."""
         static = self._static_nums(count)
-        return tuple(_argument_name(self.fun, i) for i in range(count) if i not in static)
+        return tuple(argument_name(self.fun, i) for i in range(count) if i not in static)
 
     def _static_nums(self, count: int) -> set[int]:
         return {i % count for i in self.static[0] if -count <= i < count}
@@ -385,7 +392,7 @@ class _Function:
         raise ValueError(words) from None
 
     def _unhashable(self, args, kwargs) -> str | None:
-        static = [(_argument_name(self.fun, i), args[i]) for i in sorted(self._static_nums(len(args)))]
+        static = [(argument_name(self.fun, i), args[i]) for i in sorted(self._static_nums(len(args)))]
         static += [(k, v) for k, v in kwargs.items() if k in self.static[1]]
         for name, value in static:
             if not _hashable(value):
@@ -419,7 +426,7 @@ class _Function:
     def named_leaves(self, args, kwargs) -> list[tuple[str, Any]]:
         static = self._static_nums(len(args))
         named = []
-        for name, tree in [(_argument_name(self.fun, i), x) for i, x in enumerate(args) if i not in static] + [
+        for name, tree in [(argument_name(self.fun, i), x) for i, x in enumerate(args) if i not in static] + [
             (k, kwargs[k]) for k in sorted(kwargs) if k not in self.static[1]
         ]:
             paths, leaves, _ = flatten(tree)
@@ -472,16 +479,6 @@ def _hashable(x) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _argument_name(fun: Callable[..., Any], index: int) -> str:
-    """ "state", or "args[2]" where the signature does not name it."""
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (ValueError, TypeError):
-        return f"args[{index}]"
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return positional[index] if index < len(positional) else f"args[{index}]"
 
 
 def _mesh_of(tree) -> Mesh | AbstractMesh | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ class Request:
 
     `args` and `kwargs` are the dynamic arguments, `names` what messages call those in `args`, `donated` the donated flat
     arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results. `named_by` says in messages who named
-    the mesh.
+    the mesh. `kw_shardings` are those of some of `kwargs`, which in_shardings covers.
     """
 
     fun: Callable[..., Any]
@@ -32,6 +32,7 @@ class Request:
     in_shardings: Any = None
     out_shardings: Any = None
     named_by: str = ""
+    kw_shardings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,10 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
 
 
 def _argument_specs(request: Request) -> list[Any]:
-    """in_shardings covers the positional arguments; keyword arguments are left to completion."""
-    specs = request.in_shardings
-    if isinstance(specs, list):
-        specs = tuple(specs)
-    keyword = [None] * len(jax.tree.leaves(request.kwargs))
-    return broadcast_specs(specs, request.args, "in_shardings") + keyword
+    """What in_shardings does not cover is left to completion."""
+    named = {name: request.kw_shardings.get(name) for name in request.kwargs}
+    positional = broadcast_specs(request.in_shardings, request.args, "in_shardings")
+    return positional + broadcast_specs(named, request.kwargs, "in_shardings")
 
 
 def _argument_name(path: str, names: Sequence[str]) -> tuple[str, str]:

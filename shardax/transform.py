@@ -167,9 +167,7 @@ def _transpose(cts, *args, jaxpr, **params):
 
 @_jax.weakly_cached
 def _transposed(jaxpr, linear: tuple[bool, ...], nonzero: tuple[bool, ...]):
-    avals = [(a.shape, a.dtype) for a in jaxpr.in_avals]
-    shapes = [jax.ShapeDtypeStruct(*a) for a in avals]
-    out_shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.out_avals]
+    shapes, out_shapes = _shapes(jaxpr.in_avals), _shapes(jaxpr.out_avals)
     known_count = len(linear) - sum(linear)
 
     def backward(*known_and_cts):
@@ -237,8 +235,12 @@ def _with_dims(jaxpr, arguments: Sequence[Dims | None] = (), results: Sequence[D
     def annotated(xs, dims):
         return [x if d is None else bind_annotation(x, d, SAVED) for x, d in zip(xs, dims or [None] * len(xs), strict=True)]
 
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in jaxpr.in_avals]
-    return jax.make_jaxpr(lambda *args: annotated(jaxpr_as_fun(jaxpr)(*annotated(args, arguments)), results))(*shapes)
+    whole = lambda *args: annotated(jaxpr_as_fun(jaxpr)(*annotated(args, arguments)), results)  # noqa: E731
+    return jax.make_jaxpr(whole)(*_shapes(jaxpr.in_avals))
+
+
+def _shapes(avals) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
 
 
 _split = _jax.weakly_cached(_Split)

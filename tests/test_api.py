@@ -225,6 +225,15 @@ class TestArguments:
         is_on(jitted(A, b=B), AUTO, "x")
         assert set(jitted.plan(A, b=B).kw_shardings) == {"b"}
 
+    def test_in_shardings_of_arguments_by_name(self):
+        specs = (P("x"), {"w": P(None, "y")}, None)
+        jitted = sx.shard_jit(lambda a, n, b, c=1, **scale: a @ b["w"] * n, mesh=AUTO, static_argnums=1, in_shardings=specs)
+        is_on(jitted(A, 2, {"w": B}, 1), AUTO, "x", "y")
+        is_on(jitted(A, n=2, c=1, b={"w": B}, scale=3), AUTO, "x", "y")
+        is_on(jitted(n=2, c=1, b={"w": B}, a=A), AUTO, "x", "y")
+        with pytest.raises(ValueError, match=r"argument b\['w'\] of shape"):
+            sx.shard_jit(lambda a, b: a, mesh=AUTO, in_shardings=(None, P("z")))(A, b={"w": B})
+
     def test_static_by_number(self):
         jitted = sx.shard_jit(lambda n, a: n * a, mesh=AUTO, static_argnums=0, in_shardings=(P("x"),))
         is_on(jitted(3, A), AUTO, "x")

@@ -69,9 +69,31 @@ def test_none_is_a_leaf_of_a_spec_tree_that_does_not_fit():
     assert "in_shardings[1]" in text and "in_shardings[0]" not in text and "NoneType" not in text
 
 
-def test_too_many_specs():
-    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=(P("x"), P("y"))), W)
-    assert "not static" in text and "length 2" in text and "length 1" in text
+@pytest.mark.parametrize("kwargs, given", [({}, "state"), ({"other": W}, "state, other=")])
+def test_too_many_specs(kwargs, given):
+    f = sx.shard_jit(lambda state, batch=None, **other: state, mesh=MESH, in_shardings=(P("x"), P("y")))
+    assert message(f, W, **kwargs) == (
+        f"in_shardings is a tuple of 2 entries, but the arguments of this call that are not static are ({given}): give one for "
+        "each positional argument, None where it is left open, or one sharding for all of them, not in a tuple"
+    )
+
+
+def test_too_few_specs():
+    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=(P("x"),)), W, W)
+    assert "a tuple of 1 entry" in text and "are (state, batch): give" in text
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"mesh": (4, 2)}, "mesh=(4, 2) of shard_jit is no mesh: give one, such as jax.make_mesh((4, 2), ('data', 'model'))"),
+        ({"options": {"strict": True}}, "options={'strict': True} of shard_jit: must be shardax.Options, such as "),
+        ({"transforms": identity}, " of shard_jit: must be a tuple of functions of a jaxpr"),
+        ({"fun": MESH}, ", not a function: give shardings and the mesh by their names"),
+    ],
+)
+def test_what_shard_jit_is_given(given, words):
+    assert words in message(sx.shard_jit, **{"fun": identity, **given})
 
 
 def test_no_sharding():

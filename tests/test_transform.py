@@ -141,6 +141,11 @@ def test_residuals_that_are_arguments_are_not_stored_again():
     assert (forward.primitive.name, len(forward.outvars)) == ("shard_jit", 1)
 
 
+def test_cotangents_of_weak_types_are_weak():
+    gradient = jax.grad(lambda s: sx.shard_jit(lambda x, s: (x * s).sum(), mesh=MESH)(X, s))
+    assert jax.typeof(gradient(2.0)).weak_type
+
+
 def test_integer_arguments():
     f = sx.shard_jit(lambda i, x: x[i] * 2, mesh=MESH)
     check(jax.grad(lambda x: f(np.arange(3), x).sum())(X), jax.grad(lambda x: (x[np.arange(3)] * 2).sum())(X))
