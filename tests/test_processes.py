@@ -82,17 +82,44 @@ print("came to the end", flush=True)
 """
 
 
+# Programs of some of three processes, between those of all. The last program of all is not the same on the third.
+SOME = """
+import sys
+import jax, numpy as np
+address, me = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 3, me, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
+import shardax as sx
+from jax.sharding import AxisType, PartitionSpec as P
+sx.processes.PATIENCE = 20
+def total(*members, rate=1.0):
+    if me in members:
+        devices = [d for d in jax.devices() if d.process_index in members]
+        mesh = jax.make_mesh((len(devices),), ("x",), (AxisType.Auto,), devices=devices)
+        program = sx.shard_jit(lambda x: rate * (x * len(members)).sum(), mesh=mesh, in_shardings=P("x"))
+        assert program(np.arange(5, dtype=np.float32)) == rate * 10 * len(members)
+for members in [(0, 1), (0, 1), (0, 1, 2), (1, 2), (0,), (2,), (0, 2), (0, 1, 2), (1,), (0, 1)]:
+    total(*members)
+print("came so far", flush=True)
+total(0, 1, 2, rate=2.0 if me == 2 else 3.0)
+print("came to the end", flush=True)
+"""
+
+
 def disagreeing(rates=(0.1, 0.1), rows=(5, 5), stop: str = "no") -> list[str]:
     """The errors of two processes that run the same function with other constants, or on other shapes."""
-    address = f"127.0.0.1:{launch.free_port()}"
-    command = [sys.executable, "-c", WORKER, address]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = launch.environment(devices=4)
-    processes = [
-        subprocess.Popen([*command, str(i), str(rates[i]), str(rows[i]), stop], env=environment, **pipes) for i in (0, 1)
-    ]
-    texts = [process.communicate(timeout=2 * BOUND) for process in processes]
+    texts = ended(WORKER, 4, *((str(rates[i]), str(rows[i]), stop) for i in (0, 1)))
     return [error if "came to the end" not in text else "" for text, error in texts]
+
+
+def ended(program: str, devices: int, *arguments: tuple[str, ...]) -> list[tuple[str, str]]:
+    """What processes of this program, with these arguments and so many devices each, printed: their output and their errors."""
+    address = f"127.0.0.1:{launch.free_port()}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, address, str(i), *given], env=launch.environment(devices), **pipes)
+        for i, given in enumerate(arguments)
+    ]
+    return [process.communicate(timeout=2 * BOUND) for process in processes]
 
 
 def test_processes_that_agree():
@@ -114,3 +141,9 @@ def test_other_shapes_are_an_error_on_both():
 def test_a_process_that_stays_away_is_named():
     first, _ = disagreeing(stop="absent")
     assert "ValueError: process 1 did not come to the program at <string>:" in first and "within 3 s" in first
+
+
+def test_programs_of_some_processes_do_not_put_others_out_of_step():
+    for text, error in ended(SOME, 1, (), (), ()):
+        assert "came so far" in text and "came to the end" not in text, error
+        assert "ValueError: processes disagree on the program: process 2 has the program at <string>:" in error
