@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 50 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 51 entries, by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
 equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
@@ -16,7 +16,7 @@ that processes share:
     context_mesh, use_abstract_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
 Dispatch: the shardings of committed arguments, which the lowering alone sees; `jax.jit`'s own C++ call, with our Python where
 its cache has nothing; the seconds of one compilation:
-    committed_dims, with_cache_miss, cache_miss, TimedLowered.
+    Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered.
 JAX's own lists of primitives and of their test cases, and one defect:
     primitive_names, primitive_cases, DONATING_TWICE_CRASHES.
 """
@@ -39,6 +39,7 @@ from jax._src import sharding_impls as sharding_lib
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
 from jax._src.state import AbstractRef, discharge
+from jaxlib import xla_client
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
@@ -281,11 +282,15 @@ def _mapped(value, change):
     return map_eqns(value, change) if is_jaxpr(value) else value
 
 
-def committed_dims(operand, device_count: int) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, ...], ...]] | None:
-    """Where a lowered value is an argument of the program, committed to a mesh of all devices: that mesh's axes, and the axes
-    of each dim.
+Committed = tuple[tuple[tuple[str, int], ...], tuple[int, ...] | None, tuple[tuple[str, ...], ...]]
 
-    jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it.
+
+def committed_dims(operand, device_count: int) -> Committed | None:
+    """Where a lowered value is an argument of the program, committed to a mesh of all devices: that mesh's axes, the places of
+    its devices among the program's (None: in their order), and the axes of each dim.
+
+    jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it: as Shardy's attribute, or, with
+    `jax_use_shardy_partitioner` off, as GSPMD's, which knows of no axes.
     """
     if not isinstance(operand, ir.BlockArgument):
         return None
@@ -293,10 +298,12 @@ def committed_dims(operand, device_count: int) -> tuple[tuple[tuple[str, int], .
     if function.operation.name != "func.func" or "arg_attrs" not in function.operation.attributes:
         return None
     attributes = function.operation.attributes["arg_attrs"][operand.arg_number]  # type: ignore[index]
-    return _sdy_dims(attributes["sdy.sharding"], device_count) if "sdy.sharding" in attributes else None
+    if "sdy.sharding" in attributes:
+        return _sdy_dims(attributes["sdy.sharding"], device_count)
+    return _tiled_dims(attributes["mhlo.sharding"], device_count) if "mhlo.sharding" in attributes else None
 
 
-def _sdy_dims(attribute, device_count: int):
+def _sdy_dims(attribute, device_count: int) -> Committed | None:
     """None where the mesh is another number of devices, or dims have not whole axes of it."""
     sharding = sdy.TensorShardingAttr(attribute)
     if not sdy.MeshAttr.isinstance(sharding.mesh_or_ref):
@@ -306,7 +313,33 @@ def _sdy_dims(attribute, device_count: int):
     dims = [[sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in sharding.dimension_shardings]
     if any(axis.sub_axis_info is not None for dim in dims for axis in dim) or math.prod(n for _, n in axes) != device_count:
         return None
-    return axes, tuple(tuple(axis.name for axis in dim) for dim in dims)
+    return axes, None, tuple(tuple(axis.name for axis in dim) for dim in dims)
+
+
+def _tiled_dims(attribute, device_count: int) -> Committed | None:
+    """A tile assignment as a mesh of its own, with an axis for each dim. "{replicated}" has none, and no dims."""
+    sharding = _hlo_sharding(ir.StringAttr(attribute).value_bytes)
+    if sharding.is_replicated():
+        return (("all", device_count),), None, ()
+    if not sharding.is_tiled() or sharding.subgroup_types() or sharding.num_devices() != device_count:
+        return None
+    tiles, places = sharding.tile_assignment_dimensions(), tuple(sharding.tile_assignment_devices())
+    axes = tuple((f"dim{i}", size) for i, size in enumerate(tiles))
+    dims = tuple((name,) if size > 1 else () for name, size in axes)
+    return (
+        axes,
+        None if places == tuple(range(device_count)) else places,
+        dims[:-1] if sharding.replicate_on_last_tile_dim() else dims,
+    )
+
+
+def _hlo_sharding(text: bytes) -> Any:
+    """JAX writes those of many devices as protocol buffers."""
+    if text.startswith(b"{"):
+        return xla_client.HloSharding.from_string(text.decode())
+    message = xla_client.OpSharding()
+    message.ParseFromString(text)
+    return xla_client.HloSharding.from_proto(message)
 
 
 def with_cache_miss(jitted, miss) -> Any:

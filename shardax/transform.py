@@ -133,7 +133,10 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
 def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
     """The sharding in which an operand is committed. A random key has one dim more in memory than in the program."""
     found = _jax.committed_dims(operand, mesh.size)
-    return found and Placement(UserMesh(found[0]), Sharding(found[1][:rank]))
+    if found is None:
+        return None
+    axes, places, dims = found
+    return Placement(UserMesh(axes, places), Sharding((dims + ((),) * rank)[:rank]))
 
 
 def _run(built: program.Program, mesh: Mesh | AbstractMesh, *args):

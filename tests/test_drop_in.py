@@ -15,7 +15,7 @@ callbacks, prints; islands; kernels                         test_effects; test_i
 Flax and optax                                              test_flax, test_optax
 donation                                                    test_api.TestDonation
 default_matmul_precision, x64, debug_nans, disable_jit,
-log_compiles, debug_key_reuse, checking_leaks               TestConfiguration, test_api, test_transform
+log_compiles, debug_key_reuse, checking_leaks, no Shardy    TestConfiguration, test_api, test_transform
 nothing leaks; the persistent cache is hit                  TestCaches
 """
 
@@ -168,6 +168,19 @@ class TestConfiguration:
             f(A)
         with jax.debug_nans(True), pytest.raises(FloatingPointError):
             jax.grad(lambda x: f(x).sum())(A)
+
+    @pytest.mark.parametrize("spec", [P("x", "y"), P("y", "x"), P(("y", "x")), P(None, "y"), P()], ids=str)
+    def test_without_shardy(self, spec):
+        """GSPMD's attributes know of no axes: those of a committed argument are made of its tiles."""
+        f, x = sx.shard_jit(double, mesh=MESH), jax.device_put(A, NamedSharding(MESH, spec))
+        jax.config.update("jax_use_shardy_partitioner", False)
+        try:
+            out, text = f(x), f.lower(x).compile().as_text()
+        finally:
+            jax.config.update("jax_use_shardy_partitioner", True)
+        assert out.sharding.is_equivalent_to(x.sharding, 2) and f.plan(x).in_shardings[0].is_equivalent_to(x.sharding, 2)
+        assert not any(kind in text for kind in ("all-gather", "all-to-all", "collective-permute"))
+        np.testing.assert_array_equal(out, 2 * A)
 
     def test_log_compiles(self, caplog):
         with jax.log_compiles(True), caplog.at_level(logging.WARNING):
