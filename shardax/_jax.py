@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 51 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 52 entries, by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
 equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
@@ -15,8 +15,8 @@ What goes on around: the mesh in context (the public reader gives the abstract o
 that processes share:
     context_mesh, use_abstract_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
 Dispatch: the shardings of committed arguments, which the lowering alone sees; `jax.jit`'s own C++ call, with our Python where
-its cache has nothing; the seconds of one compilation:
-    Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered.
+its cache has nothing; the seconds of one compilation; shardings of what is traced already:
+    Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
 JAX's own lists of primitives and of their test cases, and one defect:
     primitive_names, primitive_cases, DONATING_TWICE_CRASHES.
 """
@@ -371,6 +371,28 @@ class TimedLowered(jax.stages.Lowered):
         compiled = super().compile(*args, **kwargs)
         self.done(time.perf_counter() - start)
         return compiled
+
+
+class PlacedTraced(jax.stages.Traced):
+    """A Traced that is lowered with the shardings of all arguments and of all results that `shardings()` gives, flat lists.
+
+    JAX's own has no other way to them than tracing the function again.
+    """
+
+    __slots__ = ("shardings",)
+
+    def __init__(self, traced: jax.stages.Traced, shardings):
+        for name in jax.stages.Traced.__slots__:
+            setattr(self, name, getattr(traced, name))
+        self.shardings = shardings
+
+    def lower(self, **kwargs):
+        arguments, results = self.shardings()
+        constants = len(self._params["in_shardings"]) - len(arguments)
+        in_shardings = (*self._params["in_shardings"][:constants], *arguments)
+        self._params = {**self._params, "in_shardings": in_shardings, "out_shardings": tuple(results)}
+        self._lojax = None
+        return super().lower(**kwargs)
 
 
 def key_value_store() -> Any:

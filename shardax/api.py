@@ -22,7 +22,7 @@ from shardax.refinement import Placement, refinement, user_mesh
 from shardax.sharding import at_rest, from_spec
 from shardax.signature import argument_name, check_given, positional_names, shardings_by_name
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
-from shardax.untyped import auto_mesh, explicit_sharding
+from shardax.untyped import auto_mesh, explicit_sharding, memory_of
 
 Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
 
@@ -114,8 +114,14 @@ class ShardJit:
 
     @_jax.boundary
     def trace(self, /, *args, **kwargs) -> jax.stages.Traced:
-        """The program before it is partitioned, as `jax.jit(fun).trace`."""
-        return self._stage(attrgetter("trace"), args, kwargs)
+        """The program before it is partitioned, as `jax.jit(fun).trace`.
+
+        What is lowered from it, by `jax.export` too, names the shardings of all arguments and results, and is bound to them.
+        """
+        traced = self._stage(attrgetter("trace"), args, kwargs)
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return traced
+        return _jax.PlacedTraced(traced, lambda: _placed(*self._traced(traced, args, kwargs)))
 
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
@@ -497,6 +503,21 @@ def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any], options: Optio
     jaxpr = eqn.params["jaxpr"]
     given = (*(transform.committed(x, mesh) for x in leaves), *[None] * (len(jaxpr.in_avals) - len(leaves)))
     return transform.build(jaxpr, given, mesh, options)
+
+
+def _placed(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> tuple[list[NamedSharding], list[NamedSharding]]:
+    """The shardings of all arguments and of all results, once arguments are bound to those."""
+    jaxpr, options, constants = eqn.params["jaxpr"], eqn.params["options"], [None] * (len(eqn.invars) - len(leaves))
+    arguments = _built(eqn, mesh, leaves, options).arguments[: len(leaves)]
+    results = transform.build(jaxpr, (*arguments, *constants), mesh, options).results
+    sides = (arguments, jaxpr.in_avals[: len(leaves)]), (results, jaxpr.out_avals)
+    ins, outs = ([_kept(p.on(mesh), aval) for p, aval in zip(*side, strict=True)] for side in sides)
+    return ins, outs
+
+
+def _kept(sharding: NamedSharding, aval) -> NamedSharding:
+    """The sharding, in the memory where the value is kept."""
+    return sharding.with_memory_kind("pinned_host") if memory_of(aval) is jax.memory.Space.Host else sharding
 
 
 def _plan(

@@ -19,6 +19,7 @@ log_compiles, debug_key_reuse, checking_leaks, no Shardy    TestConfiguration, t
 nothing leaks; the persistent cache is hit                  TestCaches
 """
 
+import functools
 import gc
 import logging
 import os
@@ -37,6 +38,8 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+EXPLICIT = jax.make_mesh((4, 2), ("x", "y"))
+OTHER = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 A = np.arange(32, dtype=np.float32).reshape(8, 4)
 SPLIT = NamedSharding(MESH, P("x"))
 HOST = NamedSharding(MESH, P("x"), memory_kind="pinned_host")
@@ -140,12 +143,83 @@ class TestStages:
         pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers, which is not installed")
         exported = export.export(self.f, platforms=platforms)(self.shape)
         back = export.deserialize(exported.serialize(vjp_order=1))
-        x = jax.device_put(A / 32, SPLIT)
+        (given,), (result,) = back.in_shardings_jax(MESH), back.out_shardings_jax(MESH)
+        assert back.nr_devices == 8 and given.is_equivalent_to(SPLIT, 2) and result.is_equivalent_to(SPLIT, 2)
+        x = jax.device_put(A / 32, given)
         np.testing.assert_allclose(back.call(x), 2 * np.tanh(A / 32), rtol=1e-5)
         np.testing.assert_allclose(jax.grad(lambda x: back.call(x).sum())(x), 2 * (1 - np.tanh(A / 32) ** 2), rtol=1e-5)
 
+    @pytest.mark.parametrize("name", ["uneven", "keywords", "keys", "unused", "host", "explicit", "committed", "other mesh"])
+    def test_what_is_exported_names_the_shardings_of_the_plan(self, name):
+        call, args, kwargs, mesh = _exported(name)
+        exported, plan = export.export(call)(*args, **kwargs), call.plan(*args, **kwargs)
+        meshes = {s.mesh for s in jax.tree.leaves((plan.in_shardings, plan.out_shardings))}
+        if len(meshes) > 1:  # JAX gives those on one mesh
+            assert "sdy.sharding" in exported.mlir_module() and exported.nr_devices == 8
+            return
+        kept = [i in exported.module_kept_var_idx for i in range(len(exported.in_avals))]
+        found = exported.in_shardings_jax(mesh), exported.out_shardings_jax(mesh)
+        wanted = jax.tree.leaves((plan.in_shardings, plan.kw_shardings)), jax.tree.leaves(plan.out_shardings)
+        assert [s and s.spec for s in found[0]] == [s.spec if k else None for s, k in zip(wanted[0], kept, strict=True)]
+        assert [s.spec for s in found[1]] == [s.spec for s in wanted[1]]
+        placed = [jax.device_put(x, s) for x, s in zip(jax.tree.leaves((args, kwargs)), found[0], strict=True)]
+        args, kwargs = exported.in_tree.unflatten(placed)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), exported.call(*args, **kwargs), call(*args, **kwargs)
+        )
+
+    def test_a_second_process_calls_what_was_exported(self, tmp_path):
+        """It need not know shardax."""
+        pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers, which is not installed")
+        f = sx.shard_jit(lambda x, w: jnp.cumsum(jnp.tanh(x @ w), 0), mesh=MESH, in_shardings=(P("x"), P(None, "y")))
+        x, w = A[:7] / 32, A[:4] / 32
+        (tmp_path / "f").write_bytes(export.export(f)(x, w).serialize(vjp_order=1))
+        np.savez(tmp_path / "given", x=x, w=w)
+        subprocess.run([sys.executable, "-c", _CALLER, str(tmp_path)], check=True)
+        found = np.load(tmp_path / "found.npz")
+        plain = f.__wrapped__
+        np.testing.assert_allclose(found["y"], plain(x, w), rtol=1e-5)
+        for name, wanted in zip("xw", jax.grad(lambda x, w: (plain(x, w) ** 2).sum(), (0, 1))(x, w), strict=True):
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-5)
+
     def test_wrapped(self):
         assert sx.shard_jit(double, mesh=MESH).__wrapped__ is double
+
+
+_CALLER = """
+import sys, jax, numpy as np
+from jax import export
+folder = sys.argv[1]
+f = export.deserialize(open(folder + "/f", "rb").read())
+mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+given = np.load(folder + "/given.npz")
+x, w = (jax.device_put(given[name], s) for name, s in zip("xw", f.in_shardings_jax(mesh), strict=True))
+grads = jax.grad(lambda x, w: (f.call(x, w) ** 2).sum(), (0, 1))(x, w)
+assert "shardax" not in sys.modules and f.nr_devices == 8
+np.savez(folder + "/found", y=f.call(x, w), x=grads[0], w=grads[1])
+"""
+
+
+def _exported(name: str):
+    """A sharded function, its arguments, and the mesh that its shardings are asked for."""
+    on = functools.partial(sx.shard_jit, mesh=MESH, in_shardings=P("x"))
+    x, odd = A, A[:7]
+    draw = jax.vmap(lambda key: jax.random.normal(key, (3,)))
+    call, args, kwargs = {
+        "uneven": (on(lambda x: jnp.cumsum(x, 0) @ x.T), (odd,), {}),
+        "keywords": (on(lambda x, *, y: x + y), (odd,), {"y": odd}),
+        "keys": (on(draw), (jax.random.split(jax.random.key(0), 8),), {}),
+        "unused": (on(lambda unused, x: 2 * x), (odd, x), {}),
+        "host": (
+            on(lambda x: (jax.device_put(x, jax.memory.Space.Device), x), in_shardings=HOST),
+            (jax.device_put(x, HOST),),
+            {},
+        ),
+        "explicit": (on(lambda x: (x @ x.T).T, mesh=EXPLICIT), (x,), {}),
+        "committed": (on(double, in_shardings=None), (jax.device_put(x, NamedSharding(MESH, P("y", "x"))),), {}),
+        "other mesh": (on(double, out_shardings=NamedSharding(OTHER, P("a"))), (x,), {}),
+    }[name]
+    return call, args, kwargs, EXPLICIT if name == "explicit" else MESH
 
 
 class TestConfiguration:
