@@ -23,7 +23,7 @@ from shardax.processes import check_agreement
 from shardax.refinement import Placement, UserMesh, refinement, user_mesh
 from shardax.sharding import Sharding, at_rest, from_spec
 from shardax.trace import abstract_mesh
-from shardax.untyped import auto_mesh
+from shardax.untyped import auto_mesh, memory_of, shape_of
 
 shard_jit_p = Primitive("shard_jit")
 shard_jit_p.multiple_results = True
@@ -164,23 +164,28 @@ def _transpose(cts, *args, jaxpr, **params):
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not ad.Zero for ct in cts)
     known = [x for x, is_linear in zip(args, linear, strict=True) if not is_linear]
-    results = iter(_rebind([*known, *_where(nonzero, cts)], params, _transposed(jaxpr, linear, nonzero)))
+    results = iter(_rebind([*known, *_where(nonzero, cts)], params, _transposed(jaxpr, linear, nonzero, params["mesh"])))
     return [next(results) if is_linear else None for is_linear in linear]
 
 
 @_jax.weakly_cached
-def _transposed(jaxpr, linear: tuple[bool, ...], nonzero: tuple[bool, ...]):
-    shapes, out_shapes = _shapes(jaxpr.in_avals), _shapes(jaxpr.out_avals)
+def _transposed(jaxpr, linear: tuple[bool, ...], nonzero: tuple[bool, ...], mesh: Mesh | AbstractMesh):
+    shapes, out_shapes = _shapes(jaxpr.in_avals, mesh), _shapes(jaxpr.out_avals, mesh)
     known_count = len(linear) - sum(linear)
 
     def backward(*known_and_cts):
         known, cts = known_and_cts[:known_count], iter(known_and_cts[known_count:])
-        full = [next(cts) if nz else jax.numpy.zeros(s.shape, s.dtype) for nz, s in zip(nonzero, out_shapes, strict=True)]
+        full = [next(cts) if nz else _zeros(aval) for nz, aval in zip(nonzero, jaxpr.out_avals, strict=True)]
         forward = lambda *moving: jaxpr_as_fun(jaxpr)(*_merge(linear, moving, known))  # noqa: E731
         return jax.linear_transpose(forward, *_where(linear, shapes))(full)
 
     fixed = [not is_linear for is_linear in linear]
     return jax.make_jaxpr(backward)(*_where(fixed, shapes), *_where(nonzero, out_shapes))
+
+
+def _zeros(aval):
+    zeros = jax.numpy.zeros(aval.shape, aval.dtype)
+    return zeros if memory_of(aval) is jax.memory.Space.Device else jax.device_put(zeros, memory_of(aval))
 
 
 def _batch(axis_data, args, dims, *, jaxpr, **params):
@@ -216,10 +221,10 @@ class _Split:
         self.forwarded = [None if f is None else f - len(jaxpr.consts) for f in forwarded]
         known = _reindexed(known, _positions([not u for u in unknown]))
         saved = _saved_dims(known, self.residuals, mesh)
-        self.known = _with_dims(known, results=[None] * (len(known.out_avals) - self.residuals) + saved)
+        self.known = _with_dims(known, mesh, results=[None] * (len(known.out_avals) - self.residuals) + saved)
         fresh = iter(saved)
         entering = [next(fresh) if source is None else None for source in self.forwarded]
-        self.later = _with_dims(later, arguments=entering + [None] * sum(unknown))
+        self.later = _with_dims(later, mesh, arguments=entering + [None] * sum(unknown))
 
 
 def _saved_dims(known, count: int, mesh: Mesh | AbstractMesh) -> list[Dims | None]:
@@ -230,7 +235,7 @@ def _saved_dims(known, count: int, mesh: Mesh | AbstractMesh) -> list[Dims | Non
     return [tuple(axes or None for axes in sharding.dims) if sharding.axes else None for sharding in shardings]
 
 
-def _with_dims(jaxpr, arguments: Sequence[Dims | None] = (), results: Sequence[Dims | None] = ()):
+def _with_dims(jaxpr, mesh: Mesh | AbstractMesh, arguments: Sequence[Dims | None] = (), results: Sequence[Dims | None] = ()):
     """The jaxpr with annotations on some arguments and results."""
     if not any(arguments) and not any(results):
         return jaxpr
@@ -239,11 +244,13 @@ def _with_dims(jaxpr, arguments: Sequence[Dims | None] = (), results: Sequence[D
         return [x if d is None else bind_annotation(x, d, SAVED) for x, d in zip(xs, dims or [None] * len(xs), strict=True)]
 
     whole = lambda *args: annotated(jaxpr_as_fun(jaxpr)(*annotated(args, arguments)), results)  # noqa: E731
-    return jax.make_jaxpr(whole)(*_shapes(jaxpr.in_avals))
+    return jax.make_jaxpr(whole)(*_shapes(jaxpr.in_avals, mesh))
 
 
-def _shapes(avals) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+def _shapes(avals, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtypeStruct]:
+    """Each in the memory where it is kept, which only shapes on a mesh can say."""
+    with _jax.use_abstract_mesh(abstract_mesh(mesh)):
+        return list(map(shape_of, avals))
 
 
 _split = _jax.weakly_cached(_Split)

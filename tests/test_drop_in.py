@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import serialize_executable
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -67,6 +68,45 @@ class TestMemory:
         out = f(A)
         assert out[0].sharding.spec == out[1].sharding.spec == P("x")
         assert out[1].sharding.memory_kind == "pinned_host"
+
+    def test_gradient_of_an_argument_on_the_host(self):
+        f = lambda x: jnp.sin(jax.device_put(x, jax.memory.Space.Device)).sum()  # noqa: E731
+        x = jax.device_put(A, HOST)
+        for grad in (jax.grad(sx.shard_jit(f, mesh=MESH)), sx.shard_jit(jax.grad(f), mesh=MESH)):
+            out = grad(x)
+            assert out.sharding.memory_kind == "pinned_host"
+            np.testing.assert_allclose(out, np.cos(A), rtol=1e-5)
+
+    def test_residuals_that_a_policy_offloads(self):
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+        )
+        f = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "h")), policy=policy)
+        out, pullback = jax.vjp(sx.shard_jit(f, mesh=MESH, in_shardings=P("x")), A)
+        kept = [x for x in jax.tree.leaves(pullback) if x.sharding.memory_kind == "pinned_host"]
+        assert [x.sharding.shard_shape(x.shape) for x in kept] == [(2, 4)]
+        np.testing.assert_allclose(kept[0], np.sin(A), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(pullback(out)[0], jax.vjp(f, A)[1](np.array(out))[0], rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize(
+        "space", [jax.memory.Space.Host, jax.memory.Space.Device, HOST], ids=["host", "device", "sharding"]
+    )
+    def test_gradient_through_a_move_is_as_jit_has_it(self, space):
+        """JAX itself cannot transpose a move to the host: then the error is its own."""
+
+        def f(x):
+            return jnp.sin(jax.device_put(jax.device_put(jnp.sin(x), space), jax.memory.Space.Device)).sum()
+
+        plain, ours = (_outcome(jax.grad(g), jax.device_put(A, SPLIT)) for g in (jax.jit(f), sx.shard_jit(f, mesh=MESH)))
+        assert type(plain) is type(ours)
+        assert plain == ours if isinstance(plain, str) else np.allclose(plain, ours, rtol=1e-5)
+
+
+def _outcome(f, x):
+    try:
+        return np.array(f(x))
+    except ValueError as error:
+        return str(error)
 
 
 class TestLeaves:
@@ -189,6 +229,7 @@ class TestStages:
 _CALLER = """
 import sys, jax, numpy as np
 from jax import export
+from jax.ad_checkpoint import checkpoint_name
 folder = sys.argv[1]
 f = export.deserialize(open(folder + "/f", "rb").read())
 mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
