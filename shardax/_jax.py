@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 52 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 54 entries, by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
 equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
@@ -10,13 +10,15 @@ equations, or to tell an open one from a closed one; between 0.10 and 0.12 the t
 Primitives that public functions bind and nothing public names:
     optimization_barrier_p, sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
-    EMPTY_NAME_STACK, user_line, with_user_frame, hide_frames, boundary, prefix_error, infer_names.
+    EMPTY_NAME_STACK, user_line, with_user_frame, lines_of_their_own, hide_frames, boundary, prefix_error, infer_names.
 What goes on around: the mesh in context (the public reader gives the abstract one alone), whether anything is traced, the store
 that processes share:
     context_mesh, use_abstract_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
 Dispatch: the shardings of committed arguments, which the lowering alone sees; `jax.jit`'s own C++ call, with our Python where
 its cache has nothing; the seconds of one compilation; shardings of what is traced already:
     Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
+The rule of a custom_partitioning, which a callable of the user's may make of MLIR's types:
+    sharding_rule.
 JAX's own lists of primitives and of their test cases, and one defect:
     primitive_names, primitive_cases, DONATING_TWICE_CRASHES.
 """
@@ -36,6 +38,7 @@ from jax._src import api_util, core, distributed, effects, linear_util, pjit, so
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as named_sharding_lib
 from jax._src import sharding_impls as sharding_lib
+from jax._src.custom_partitioning_sharding_rule import SdyShardingRule, str_to_sdy_sharding_rule
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
 from jax._src.state import AbstractRef, discharge
@@ -107,6 +110,18 @@ def with_user_frame(eqn, callers) -> Any:
         if source_info_util.user_frame(e.source_info.traceback) is not None:
             return e.source_info
     return eqn.source_info
+
+
+@contextmanager
+def lines_of_their_own():
+    """Inside, what is traced has the lines of the code that is run, not that of an equation which is just lowered or emitted.
+    The public `user_context` takes a line, but cannot take one away."""
+    context = source_info_util._source_info_context
+    before, context.context = context.context, source_info_util.new_source_info()
+    try:
+        yield
+    finally:
+        context.context = before
 
 
 def is_eager(tree) -> bool:
@@ -393,6 +408,22 @@ class PlacedTraced(jax.stages.Traced):
         self._params = {**self._params, "in_shardings": in_shardings, "out_shardings": tuple(results)}
         self._lojax = None
         return super().lower(**kwargs)
+
+
+def sharding_rule(params, mesh, operands, results) -> Any:
+    """The SdyShardingRule of a custom_partitioning of these avals, None where it has none."""
+    rule = params["sharding_rule"]
+    if not callable(rule):
+        return rule
+    with mlir.make_ir_context(), ir.Location.unknown():
+        types = (
+            [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in side] for side in (operands, results)
+        )
+        rule = rule(*params["static_args"], mesh, *types)
+    rule, kinds = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (rule, {})
+    if not isinstance(rule, str | SdyShardingRule):
+        raise ValueError(f"the sharding_rule of a custom_partitioning gave {rule!r}: give a SdyShardingRule or a string")
+    return str_to_sdy_sharding_rule(rule, **kinds) if isinstance(rule, str) else rule
 
 
 def key_value_store() -> Any:

@@ -212,6 +212,22 @@ def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
     return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
 
 
+@dataclass(frozen=True)
+class Own:
+    """What belongs to one node alone and counts for nothing where nodes are compared: a jaxpr, and what was learned of it."""
+
+    jaxpr: Any = field(compare=False)
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+
+def _custom_partitioning(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """Inlined where it has no callback or, as JAX does, where its operands are shards already."""
+    if eqn.params["partition"] is None or any(call.primitive.name == "shard_map" for call in inliner.callers):
+        return inliner.call(eqn, eqn.params["call"], inputs)
+    params = {**eqn.params, "call": Own(eqn.params["call"])}
+    return inliner.append(eqn, eqn.primitive, params, inputs, [Value(v.aval) for v in eqn.outvars])
+
+
 def _while(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """A loop whose predicate has dims, as vmap makes them, becomes one whose predicate has none."""
     if not eqn.params["cond_jaxpr"].out_avals[0].shape:
@@ -287,7 +303,7 @@ _CALLS = {
     "core_call": _param("call_jaxpr"),
     "custom_jvp_call": _param("call_jaxpr"),
     "custom_linear_solve": _linear_solve,
-    "custom_partitioning": _param("call"),
+    "custom_partitioning": _custom_partitioning,
     "custom_vjp_call": _param("call_jaxpr"),
     "custom_vjp_call_jaxpr": _param("fun_jaxpr"),
     "custom_vmap_call": _param("call"),

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax import _jax, annotations
 from shardax.annotate import annotate_p, bind, check_devices
 from shardax.annotations import Annotation
-from shardax.graph import Graph, Node
+from shardax.graph import Graph, Node, Own
 from shardax.refinement import Placement, Refinement, UserMesh, user_mesh
 from shardax.sharding import Axes, Sharding, entry_axes, from_spec, in_mesh_order
 from shardax.untyped import memory_of, shape_of
@@ -30,7 +31,7 @@ class Site:
 
 
 def sites(graph: Graph, mesh: AnyMesh) -> list[Site]:
-    """The annotations, islands, and what is named in islands, in program order.
+    """The annotations, islands, what is named in islands, and custom partitionings, in program order.
 
     Raises:
       ValueError: an annotation is on a mesh that has other devices than the program's.
@@ -51,8 +52,10 @@ def _sites(graph: Graph, mesh: AnyMesh, island: UserMesh | None) -> Iterator[Sit
             yield from _sites(body, mesh, own)
         if (given := annotations.of_node(node)) is not None:
             yield Site(node, node.params, _mesh_of(node, given, mesh), given)
-        elif own is not None and (node.name == "shard_map" or _named_axes(node.params)):
+        elif own is not None and (node.name == "shard_map" or named_axes(node.params)):
             yield Site(node, node.params, own)
+        elif node.name == "custom_partitioning":
+            yield Site(node, node.params, program_mesh(mesh))
 
 
 def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
@@ -176,15 +179,20 @@ _IN_ORDER = {
 
 
 def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
-    """Lets nodes name the refined axes."""
+    """Lets nodes name the refined axes; those that call the user's functions are told which axes the user knows."""
     for site in found:
-        if site.given is not None:
+        if site.node.name == "custom_partitioning":
+            own = Own(site.params["call"].jaxpr)
+            site.node.params = {**site.params, "call": own, "on": (site.mesh.mesh, refinement)}
+        elif refinement.is_trivial:
+            continue
+        elif site.given is not None:
             site.node.primitive = annotate_p
             site.node.params = _annotation(site.given, site.mesh, refinement)
         elif site.node.name == "shard_map":
             site.node.params = _island(site, refinement)
         else:
-            site.node.params = _collective(site, refinement)
+            site.node.params = _collective(site.params, site.mesh, refinement)
 
 
 def _annotation(given: Annotation, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
@@ -201,18 +209,31 @@ def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
     return {**site.params, **specs, "mesh": mesh}
 
 
-def _collective(site: Site, refinement: Refinement) -> dict[str, Any]:
-    """A collective, or index, of an island. The pairs of a ppermute count devices in the order of the mesh, whatever the order
-    in which it names axes."""
-    axes, params = refinement.axes[site.mesh], site.params
+def in_refined_axes(jaxpr, refinement: Refinement):
+    """A jaxpr of shards that names axes of the program's own mesh, in the refined ones."""
+
+    def change(eqn):
+        params = _collective(eqn.params, refinement.program, refinement) if named_axes(eqn.params) else eqn.params
+        if eqn.primitive.name != "axis_index" or len(params["axis_name"]) == 1:
+            return eqn.replace(params=params)
+        index = jax.make_jaxpr(jax.jit(lambda: lax.axis_index(params["axis_name"])), axis_env=list(refinement.sizes.items()))()
+        return eqn.replace(primitive=index.eqns[0].primitive, params=index.eqns[0].params)
+
+    return jaxpr if refinement.is_trivial else _jax.map_eqns(jaxpr, change)
+
+
+def _collective(params: Mapping[str, Any], mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
+    """A collective, or index, of shards. The pairs of a ppermute count devices in the order of the mesh, whatever the order in
+    which it names axes."""
+    axes = refinement.axes[mesh]
     if "perm" not in params:
-        return {**params, **{k: _renamed(v, axes) for k, v in _named_axes(params).items()}}
+        return {**params, **{k: _renamed(v, axes) for k, v in named_axes(params).items()}}
     names = sorted(entry_axes(params["axis_name"]), key=list(axes).index)
     axes, pairs = in_mesh_order(_renamed(tuple(names), axes), params["perm"], refinement.sizes)
     return {**params, "axis_name": axes, "perm": tuple(pairs)}
 
 
-def _named_axes(params: Mapping[str, Any]) -> dict[str, Any]:
+def named_axes(params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a collective that name axes."""
     named = {k: params[k] for k in ("axes", "axis_name") if k in params}
     return {k: v for k, v in named.items() if any(isinstance(a, str) for a in (v if isinstance(v, tuple | list) else (v,)))}

@@ -156,8 +156,7 @@ def _completed(
     committed = [p.mesh for p in given if isinstance(p, Placement)]
     refined = refinement([meshes.program_mesh(mesh), *(site.mesh for site in found)], committed)
     while True:
-        if not refined.is_trivial:
-            meshes.rewrite(found, refined)
+        meshes.rewrite(found, refined)
         resting = meshes.placements(program, given, found, refined)
         done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes)
         finer = refined.cut(split_inside(program, done))

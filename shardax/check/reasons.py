@@ -27,6 +27,7 @@ UNCHECKED = {
     "copy_p": "another name of copy",
     "rotate": "shardax makes it of the slices and the concatenation of a roll",
     "random_gamma_grad": "lax.random_gamma_grad is made of other primitives",
+    "custom_partitioning": "its rule is the sharding_rule that it brings",
     "partition_as": "its rule is that of a user's function",
     "xla_metadata_value": "is the identity: carries a note for the compiler",
     "platform_index": "says on which platform it runs",

@@ -9,7 +9,7 @@ cheapest is taken; among equals the one that sends least at once, then the one t
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -179,7 +179,7 @@ class Chooser:
         there = tuple(self.layouts(v) for v in node.inputs)
         sizes = tuple(v.itemsize for v in (*node.inputs, *node.outputs))
         same = tuple(node.inputs.index(v) for v in node.inputs)
-        sends = tuple(node.params.items()) if entry.sends else ()
+        sends = _said(node) if entry.sends or entry.ways else ()
         key = (entry.name, id(factors), wanted, uses, there, sizes, same, tuple(entry.passes_of(node)), sends, self.hidden)
         if key not in self.memo:
             self.memo[key] = self.cheapest(node, entry, factors)
@@ -214,6 +214,14 @@ class Chooser:
         return (held, -ways if node.name in _MULTIPLY else 0)
 
     def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:
+        found = self.of_rule(node, entry, factors)
+        if entry.ways is None:
+            yield from found
+        else:
+            locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
+            yield from (Candidate(x.splits, x.operands, x.results) for x in entry.ways(locals_, self.padding))
+
+    def of_rule(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:
         results = [[self.wanted(v)] for v in node.outputs]
         made = [[self.layouts(v)[0], self.wanted(v)] for v in node.inputs]
         suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding)
@@ -247,6 +255,16 @@ class Chooser:
             ranges = {tie(f): f for f in factors.sizes}.values()
             flops = 2.0 * math.prod(_local_size(f, factors, candidate.splits, self.sizes) for f in ranges)
         return nbytes * MEMORY_BYTE + flops * FLOP
+
+
+def _said(node: Node) -> Hashable:
+    """A node's parameters; where they cannot be compared, the node itself."""
+    said = tuple(node.params.items())
+    try:
+        hash(said)
+    except TypeError:
+        return id(node)
+    return said
 
 
 def _made_anywhere(graph: Graph) -> set[Value]:

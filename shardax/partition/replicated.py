@@ -78,7 +78,8 @@ def replicated(decisions: Decisions, completion: Completion) -> Iterator[tuple[N
     for node, decision in decisions.pairs():
         for body in decision.bodies:
             yield from replicated(body, completion)
-        used = {a for split in decision.splits.values() for a in split.axes}
+        lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
+        used = {a for split in decision.splits.values() for a in split.axes} & lie
         gathers = [] if decision.bodies or annotations.of_node(node) else list(_gathers(node, decision, sizes))
         nbytes = sum(step.nbytes for step in gathers if not used.issuperset(step.axes))
         axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))

@@ -6,7 +6,7 @@ A registration has up to three parts:
   passes  through which operands a pending reduction may stay pending, see `LINEAR` and `MOVES`
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from jax import lax
 
 from shardax import _jax
 from shardax.graph import Node
-from shardax.sharding import Axes, AxisSizes, Layout, shard_count
-from shardax.spmd_rules.rule import Factors, bind, parse
+from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
+from shardax.spmd_rules.rule import Factors, Rule, bind, parse
 
-RuleText = str | Callable[[Node], str]
+RuleText = str | Callable[[Node], str | Rule]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,10 @@ def mask_padding(shard, layout: Layout, shape: tuple[int, ...], fill, sizes: Axi
     return shard
 
 
+Ways = Callable[[Iterator[Local], Padding], Iterator[Local]]
+"""`ways(candidates, padding)` gives those candidates that can run, with other layouts of operands and results where need be."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One registration."""
@@ -138,10 +142,11 @@ class Entry:
     passes: PassesOf = ()
     in_place: tuple[int, int] | None = None
     sends: Callable[[Local], Iterable[float]] | None = None
+    ways: Ways | None = None
 
     def factors(self, node: Node) -> Factors:
-        text = self.rule if isinstance(self.rule, str) else self.rule(node)
-        return bind(parse(text), node.in_shapes, node.out_shapes)
+        rule = self.rule if isinstance(self.rule, str) else self.rule(node)
+        return bind(parse(rule) if isinstance(rule, str) else rule, node.in_shapes, node.out_shapes)
 
     def factors_in_place(self, factors: Factors) -> frozenset[str]:
         """The factors of the table's indexed dims."""
@@ -165,6 +170,7 @@ def register_rule(
     passes: PassesOf = (),
     in_place: tuple[int, int] | None = None,
     sends: Callable[[Local], Iterable[float]] | None = None,
+    ways: Ways | None = None,
 ) -> None:
     """Registers how a primitive is partitioned.
 
@@ -176,6 +182,7 @@ def register_rule(
       in_place: (table, payload), as places among operands and results: the dims of the table that the payload does not have,
         those that are indexed, stay split as they are if there is any way: the rows of a gather's table, of an updated buffer.
       sends: the bytes that one device sends in each collective of `local`, for the price of its splits; none by default.
+      ways: which splits the primitive takes, where rule and shapes do not tell; all by default.
 
     Raises:
       ValueError: the text does not parse; quotes the rule and the offending word.
@@ -186,7 +193,7 @@ def register_rule(
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):
         parse(rule)
-    RULES[name] = Entry(name, rule, local, passes, in_place, sends)
+    RULES[name] = Entry(name, rule, local, passes, in_place, sends, ways)
 
 
 def whole_rule(node: Node) -> str:

@@ -35,12 +35,16 @@ _FACTOR = re.compile(r"([A-Za-z_][A-Za-z_0-9]*~?)(\+|!|:max|:min|)")
 
 @dataclass(frozen=True)
 class Rule:
-    """A parsed rule. `kinds` holds the factors that are not plainly kept; it prints itself back as text."""
+    """A parsed rule. `kinds` holds the factors that are not plainly kept; it prints itself back as text.
+
+    `sizes`: of factors whose size no shape tells; text has no word for it.
+    """
 
     operands: tuple[tuple[object, ...], ...]
     results: tuple[tuple[object, ...], ...]
     kinds: tuple[tuple[str, str], ...]
     text: str = field(compare=False)
+    sizes: tuple[tuple[str, int], ...] = ()
 
     def __str__(self):
         return self.text
@@ -180,7 +184,7 @@ def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
             raise _complain(rule.text, "->", f"it has {len(tensors)} {what}, the equation has {len(shapes)}")
     operands = tuple(_expand(t, s, rule.text) for t, s in zip(rule.operands, in_shapes, strict=True))
     results = tuple(_expand(t, s, rule.text) for t, s in zip(rule.results, out_shapes, strict=True))
-    sizes = _sizes(operands + results, in_shapes + out_shapes, rule.text)
+    sizes = _sizes(operands + results, in_shapes + out_shapes, rule)
     kinds = dict(rule.kinds)
     kinds = {f: kinds[tie(f)] for f in sizes if tie(f) in kinds}
     return Factors(operands, results, MappingProxyType(sizes), MappingProxyType(kinds))
@@ -203,9 +207,9 @@ def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
     return tuple((f"{dim[0]}{n}",) if dim and dim[0][-1] == "~" else dim for dim, n in zip(tensor, shape, strict=True))
 
 
-def _sizes(tensors, shapes, text: str) -> dict[str, int]:
+def _sizes(tensors, shapes, rule: Rule) -> dict[str, int]:
     """The size of every factor: from dims of one factor, then, as often as that tells more, from groups with one unknown."""
-    sizes: dict[str, int] = {}
+    sizes, text = dict(rule.sizes), rule.text
     groups = []
     for dim, n in ((d, n) for tensor, shape in zip(tensors, shapes, strict=True) for d, n in zip(tensor, shape, strict=True)):
         if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:

@@ -1,0 +1,327 @@
+"""jax.experimental.custom_partitioning: completed through its rule, run on shards as its `partition` callback says.
+
+The callback is asked with the shardings that a way to split the rule's factors gives to operands and results, on the mesh that
+the user named, and answers with those that it takes and makes, and a function of shards, which may send by the axes' names. The
+answer is priced as any way to run a node: what it takes to bring operands there and results on, and what the function sends.
+
+    rule ──▶ splits of factors ──▶ shardings ──partition──▶ lower_fn, operands' and results' shardings ──▶ the candidate
+
+A function sees no sizes but those of its shards. So an uneven dim stays whole where the function names an axis that splits it,
+or where not each of its places depends on the same place alone; elsewhere it sees zeros past the end. Where the callback wants
+what cannot be had so, even with everything whole, the function that it is about runs itself, whole.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import NamedSharding
+
+from shardax import _jax, meshes
+from shardax.explain.ledger import collectives
+from shardax.graph import Node
+from shardax.sharding import Layout, Padding, Sharding, entry_axes, from_spec
+from shardax.spmd_rules.localize import tensor_layout
+from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule, whole_rule
+from shardax.spmd_rules.rule import KEEP, Factors, Rule
+from shardax.spmd_rules.shardy import as_rule
+
+NAME = "custom_partitioning"
+
+Sides = tuple[tuple[Sharding, ...], tuple[Sharding, ...]]  # of operands, of results
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What `partition` gave back, in the axes of the program's mesh."""
+
+    lower: Callable[..., Any]
+    sides: Sides
+
+
+# The rule
+
+
+def _rule(node: Node) -> str | Rule:
+    """The sharding_rule; without one, the factors that infer_sharding_from_operands shows; else nothing is split."""
+    memo = node.params["call"].memo
+    if "rule" not in memo and "on" not in node.params:
+        return whole_rule(node)  # its mesh is not known yet
+    if "rule" not in memo:
+        memo["rule"] = _read_rule(node)
+    return memo["rule"]
+
+
+def _read_rule(node: Node) -> str | Rule:
+    p = node.params
+    mesh, _ = p["on"]
+    given = _jax.sharding_rule(p, mesh, *([v.aval for v in values] for values in (node.inputs, node.outputs)))
+    if given is None:
+        return whole_rule(node) if p["infer_sharding_from_operands"] is None else _inferred(node)
+    try:
+        return as_rule(given, node.in_shapes, node.out_shapes)
+    except ValueError as error:
+        raise ValueError(f"{_what(node)}: {error}") from None
+
+
+def _inferred(node: Node) -> str:
+    """Each dim of the operands is split alone, over one axis: it shares a factor with those of the results that then are split.
+    Those of the results that none reaches are whole."""
+    mesh, _ = node.params["on"]
+    axis = next((a for a, n in mesh.shape.items() if n > 1), mesh.axis_names[0])
+    names: dict[tuple[int, int], str] = {}  # of the results' dims
+    operands = []
+    for i, shape in enumerate(node.in_shapes):
+        dims: list[str] = []
+        for d in range(len(shape)):
+            reached = [at for at in _reached(node, i, d, axis) if node.out_shapes[at[0]][at[1]] == shape[d]]
+            known = (names[at] for at in reached if at in names and names[at] not in dims)
+            dims.append(next(known, f"_{i}_{d}"))
+            names |= dict.fromkeys((at for at in reached if at not in names), dims[-1])
+        operands.append(" ".join(dims))
+    results = (" ".join(names.get((r, e), f"w{r}_{e}!") for e in range(len(s))) for r, s in enumerate(node.out_shapes))
+    return f"{', '.join(operands)} -> {', '.join(results)}"
+
+
+def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
+    """(result, dim) of each dim that is split where dim d of operand i alone is, no result twice."""
+    p = node.params
+    mesh, _ = p["on"]
+    split = [[(axis,) if (i, d) == (j, e) else () for e in range(len(s))] for j, s in enumerate(node.in_shapes)]
+    shapes = _shapes(node.inputs, p["in_tree"], [Sharding(tuple(dims)) for dims in split], mesh)
+    results = p["out_tree"].unflatten([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in node.outputs])
+    found = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
+    shardings = _read_shardings(node, p["out_tree"], found, node.out_shapes, "infer_sharding_from_operands", mesh)
+    return [(r, s.dims.index((axis,))) for r, s in enumerate(shardings) if (axis,) in s.dims]
+
+
+# The callback
+
+
+def _asked(local: Local) -> Sides:
+    """The shardings that the splits of factors give."""
+    factors = RULES[NAME].factors(local.node)
+    operands, results = (
+        tuple(tensor_layout(dims, factors, local.splits).sharding for dims in side)
+        for side in (factors.operands, factors.results)
+    )
+    return operands, results
+
+
+def _answer(local: Local) -> _Answer | None:
+    """What `partition` answers; None where it is not asked: on one device, as JAX does, and where a part of an axis has no name
+    in the user's mesh."""
+    asked, memo = _asked(local), local.params["call"].memo
+    if asked not in memo:
+        memo[asked] = _ask(local, asked) if math.prod(local.sizes.values()) > 1 else None
+    return memo[asked]
+
+
+def _taken(local: Local) -> _Answer | None:
+    """The answer by which operands and results lie as they do; None where the function itself runs."""
+    answer = _answer(local)
+    lie = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
+    return answer if answer is not None and answer.sides == lie else None
+
+
+def _ask(local: Local, asked: Sides) -> _Answer | None:
+    node, p = local.node, local.params
+    mesh, refined = p["on"]
+    operands, results = ([refined.spelled(s) for s in side] for side in asked)
+    if None in operands or None in results:
+        return None
+    shapes = _shapes(node.inputs, p["in_tree"], operands, mesh), _shapes(node.outputs, p["out_tree"], results, mesh)
+    try:
+        named, lower, made, taken = p["partition"](*p["static_args"], mesh, *shapes)
+    except Exception as error:
+        error.add_note(f"in the partition callback of {_what(node)}, asked for {operands} -> {results}")
+        raise
+    if dict(named.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"{_what(node)}: partition gave back a mesh with axes {dict(named.shape)}, the program's has {dict(mesh.shape)}: "
+            "give back the one that it is called with"
+        )
+    sides = ((p["in_tree"], taken, node.in_shapes), (p["out_tree"], made, node.out_shapes))
+    found = [_read_shardings(node, *side, "partition", mesh) for side in sides]
+    return _Answer(lower, tuple(tuple(Sharding(refined.refined(s.dims, refined.program)) for s in side) for side in found))  # type: ignore[arg-type]
+
+
+def _shapes(values, tree, shardings, mesh):
+    leaves = [
+        jax.ShapeDtypeStruct(v.shape, v.aval.dtype, sharding=NamedSharding(mesh, s.spec))
+        for v, s in zip(values, shardings, strict=True)
+    ]
+    return tree.unflatten(leaves)
+
+
+def _read_shardings(node: Node, tree, found, shapes, callback: str, mesh) -> list[Sharding]:
+    """The leaves of what a callback gave back."""
+    leaves = tree.flatten_up_to(found)
+    for leaf in leaves:
+        if not isinstance(leaf, NamedSharding) or dict(leaf.mesh.shape) != dict(mesh.shape):
+            raise ValueError(
+                f"{_what(node)}: {callback} gave back {leaf}: give a NamedSharding on the mesh of {dict(mesh.shape)}"
+            )
+    return [from_spec(leaf.spec, len(shape)) for leaf, shape in zip(leaves, shapes, strict=True)]
+
+
+def _what(node: Node) -> str:
+    return f"custom_partitioning at {node.line or 'an unknown line'}"
+
+
+# The ways to run it
+
+
+def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
+    """The candidates that the callback takes, each where it wants its operands and results.
+
+    To refuse the first, which splits as much as can be, is an error, as under JAX's own partitioner; to refuse others only
+    where there is none that it takes.
+    """
+    refused, taken = None, 0
+    for i, local in enumerate(candidates):
+        try:
+            placed = _placed(local, padding)
+        except Exception as error:
+            if not i:
+                raise
+            refused, placed = refused or error, None
+        if placed is not None:
+            taken += 1
+            yield placed
+    if not taken and refused:
+        raise refused
+
+
+def _placed(local: Local, padding: Padding) -> Local | None:
+    """The candidate as its answer wants it; None where that cannot run. With nothing split there is always a way."""
+    answer = _answer(local)
+    if answer is not None and not _torn(local):
+        operands, results = (
+            tuple(_layout(s, have, v.shape, padding) for s, have, v in zip(side, layouts, values, strict=True))
+            for side, layouts, values in zip(
+                answer.sides, (local.operands, local.results), (local.node.inputs, local.node.outputs), strict=True
+            )
+        )
+        placed = replace(local, operands=operands, results=results)
+        if _runs(placed, answer):
+            return placed
+    return None if local.splits else local
+
+
+def _layout(sharding: Sharding, have: Layout, shape, padding: Padding) -> Layout:
+    padded = (
+        there if axes == before else padding.padded(n, axes)
+        for axes, before, there, n in zip(sharding.dims, have.dims, have.padded, shape, strict=True)
+    )
+    return Layout(sharding, tuple(padded))
+
+
+def _torn(local: Local) -> bool:
+    """Whether of a factor of several sizes only some are split."""
+    groups = RULES[NAME].factors(local.node).tied
+    return any(0 < sum(f in local.splits for f in group) < len(group) for group in groups)
+
+
+def _runs(local: Local, answer: _Answer) -> bool:
+    uneven = list(_uneven(local))
+    try:
+        program = _program(local, answer)
+        _check_types(local, program)
+    except Exception:
+        if not uneven:
+            raise
+        return False  # how long the blocks of an uneven dim are is no fault of the user's
+    named = {a for eqn in _eqns(program.jaxpr) for names in meshes.named_axes(eqn.params).values() for a in entry_axes(names)}
+    factors = RULES[NAME].factors(local.node)
+    return all(named.isdisjoint(axes) and _is_local(factor, axes, factors, local) for factor, axes in uneven)
+
+
+def _uneven(local: Local) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """(factors, axes) of each dim that is split unevenly."""
+    factors, layouts = RULES[NAME].factors(local.node), (*local.operands, *local.results)
+    for dims, layout, shape in zip(factors.tensors, layouts, (*local.node.in_shapes, *local.node.out_shapes), strict=True):
+        for dim, axes, padded, n in zip(dims, layout.dims, layout.padded, shape, strict=True):
+            if padded != n:
+                yield dim, axes
+
+
+def _is_local(dim: Sequence[str], axes: Sequence[str], factors: Factors, local: Local) -> bool:
+    """Whether by the rule each place along a dim depends on the same place alone: its one factor is kept, has one size, is in
+    all results, and is split so wherever it is."""
+    if len(dim) != 1 or factors.kind(dim[0]) != KEEP or "~" in dim[0]:
+        return False
+    if not all(dim in tensor for tensor in factors.results):
+        return False
+    there = zip(factors.tensors, (*local.operands, *local.results), strict=True)
+    split = [layout.dims[d] for dims, layout in there for d, at in enumerate(dims) if dim[0] in at]
+    return all(have == axes for have in split)
+
+
+# On shards
+
+
+def _local(local: Local, *shards):
+    answer = _taken(local)
+    if answer is None:
+        return jaxpr_as_fun(_jax.under_local_mesh(local.params["call"].jaxpr))(*shards)
+    shards = [_cleared(local, i, shard) for i, shard in enumerate(shards)]
+    return jaxpr_as_fun(_jax.under_local_mesh(_program(local, answer)))(*shards)
+
+
+def _cleared(local: Local, i: int, shard):
+    if jax.numpy.issubdtype(shard.dtype, jax.dtypes.extended):
+        return shard
+    return mask_padding(shard, local.operands[i], local.node.in_shapes[i], 0, local.sizes)
+
+
+def _program(local: Local, answer: _Answer) -> Any:
+    """The callback's function on shards of this candidate, as a jaxpr in the axes of the program's mesh."""
+    memo = local.params["call"].memo
+    key = (_asked(local), tuple(map(local.in_shape, range(len(local.operands)))))
+    if key not in memo:
+        memo[key] = _trace(local, answer)
+    return memo[key]
+
+
+def _trace(local: Local, answer: _Answer):
+    mesh, refined = local.params["on"]
+    shards = [jax.ShapeDtypeStruct(local.in_shape(i), v.aval.dtype) for i, v in enumerate(local.node.inputs)]
+    args = local.params["in_tree"].unflatten(shards)
+    try:
+        with _jax.lines_of_their_own(), local.node.eqn.ctx.manager:
+            jaxpr = jax.make_jaxpr(answer.lower, axis_env=list(mesh.shape.items()))(*args)
+    except Exception as error:
+        error.add_note(f"in the lower_fn of {_what(local.node)}, on shards of shapes {[x.shape for x in shards]}")
+        raise
+    return meshes.in_refined_axes(jaxpr, refined)
+
+
+def _check_types(local: Local, program) -> None:
+    got = [f"{x.dtype}{list(x.shape)}" for x in program.out_avals]
+    meant = [f"{v.aval.dtype}{list(local.out_shape(i))}" for i, v in enumerate(local.node.outputs)]
+    if got != meant:
+        shards = ", ".join(str(local.in_shape(i)) for i in range(len(local.operands)))
+        raise ValueError(
+            f"{_what(local.node)}: lower_fn makes {', '.join(got)} of shards of shapes {shards}, the shardings that partition "
+            f"gave back promise {', '.join(meant)}"
+        )
+
+
+def _eqns(jaxpr) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from itertools.chain.from_iterable(_eqns(body) for body in jaxprs_in_params(eqn.params))
+
+
+def _sends(local: Local) -> list[int]:
+    """What the callback's function sends, in each of its collectives."""
+    answer = _taken(local)
+    return [c.total for c in collectives(_program(local, answer), local.sizes)] if answer else []
+
+
+register_rule(NAME, _rule, _local, sends=_sends, ways=_ways)
