@@ -254,6 +254,13 @@ ROWS = {
         P(None, "x"),
         [("all_gather", 3 * 64), ("all_to_all", 3 * 512 // 4)],
     ),
+    "gradients of a convolution of patches": (
+        gradients(lambda x, k: lax.conv_general_dilated(x, k, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))),
+        [IMAGE, ramp(4, 4, 4, 8)],
+        (P(None, "x"), P()),
+        (P(None, "x"), P()),
+        [("all_reduce", 2 * 3 * 2048 // 4)],
+    ),
     "pooling": (pool, [IMAGE], P(None, "x"), P(None, "x"), []),
     "reshape, no factors in common": (lambda x: x.reshape(24, 8), [X[:, :12].copy()], P("x"), P("x"), []),
     "reshape, blocks of other sizes": (

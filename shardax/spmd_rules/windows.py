@@ -139,7 +139,7 @@ def conv_general_dilated(node: Node) -> str:
     """ "n c+ s~, o c+ w! -> n o s~" in the order of the dimension numbers.
 
     With feature groups "n (g c+) s~, (g o) c+ w! -> n (g o) s~", with batch groups "(g n) c+ s~, (g o) c+ w! -> n (g o) s~".
-    A window that is larger than the result, as in the gradient of a kernel, is summed over: "s~+, s~+ -> t!".
+    A window that reaches further than the results, as in the gradient of a kernel, is summed over: "s~+, s~+ -> t!".
     """
     lhs_dims, rhs_dims, out_dims = node.params["dimension_numbers"]
     by_feature, by_batch = (node.params[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
@@ -180,8 +180,9 @@ def _conv_slide(node: Node, i: int) -> _Slide:
 
 
 def _sums(node: Node, i: int) -> bool:
-    _, kernel, result = _conv_dims(node, i)
-    return node.in_shapes[1][kernel] > node.out_shapes[0][result]
+    """Whether the kernel reaches further than the results do: that of patches is a gradient's even where it has fewer rows."""
+    slide, results = _conv_slide(node, i), node.out_shapes[0][_conv_dims(node, i)[2]]
+    return (slide.size - 1) * slide.spread > (results - 1) * slide.stride
 
 
 def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:
