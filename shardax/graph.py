@@ -108,6 +108,16 @@ def from_jaxpr(jaxpr, callers: tuple[Any, ...] = ()) -> Graph:
     return graph
 
 
+def drop_unread(graph: Graph, names: Sequence[str]) -> None:
+    """Drops nodes of these names that nothing reads any more."""
+    read, kept = set(graph.outputs), []
+    for node in reversed(graph.nodes):
+        if node.name not in names or any(v in read for v in node.outputs):
+            kept.append(node)
+            read.update(node.inputs)
+    graph.nodes = kept[::-1]
+
+
 @dataclass(eq=False, slots=True)
 class _Inliner:
     """Appends equations to `nodes`, all under the name stack `scope`."""

@@ -15,6 +15,7 @@ from jax import lax
 from shardax import _jax, annotations, graph, meshes, strict
 from shardax.associative import with_associative_scans
 from shardax.completion.complete import Completion, complete
+from shardax.counted import with_batched_indices
 from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node, Value
 from shardax.options import Options
@@ -112,7 +113,7 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 
 def _graph(jaxpr) -> Graph:
     """The flat program, with what JAX only shows expanded as nodes of its own."""
-    return with_rotations(with_associative_scans(graph.from_jaxpr(_jax.dce(jaxpr))))
+    return with_batched_indices(with_rotations(with_associative_scans(graph.from_jaxpr(_jax.dce(jaxpr)))))
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:

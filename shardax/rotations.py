@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jax import lax
 from jax.extend.core import Primitive
 
-from shardax.graph import Graph, Node, Value
+from shardax.graph import Graph, Node, Value, drop_unread
 
 rotate_p = Primitive("rotate")
 """rotate x: row r of the result, along dim `dim`, is row r + `first` of x, counted around its end."""
@@ -34,7 +34,7 @@ def with_rotations(graph: Graph) -> Graph:
             with_rotations(body)
     graph.nodes = [_rotate(node, found[node]) if node in found else node for node in graph.nodes]
     if found:
-        _drop_unread(graph)
+        drop_unread(graph, ("pad", "slice", "split"))
     return graph
 
 
@@ -113,13 +113,3 @@ def _split_off(node: Node, value: Value) -> _Part:
 def _rotate(node: Node, rotation: tuple[Value, int, int]) -> Node:
     value, dim, first = rotation
     return replace(node, primitive=rotate_p, params={"dim": dim, "first": first}, inputs=[value])
-
-
-def _drop_unread(graph: Graph) -> None:
-    """Drops slices and pads that nothing reads any more."""
-    read, kept = set(graph.outputs), []
-    for node in reversed(graph.nodes):
-        if node.name not in ("pad", "slice", "split") or any(v in read for v in node.outputs):
-            kept.append(node)
-            read.update(node.inputs)
-    graph.nodes = kept[::-1]

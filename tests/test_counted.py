@@ -1,0 +1,91 @@
+"""Indices that count along a dim: nothing is sent along it, and the values are those of the plain function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.check import ramp
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+ROWS = jnp.arange
+
+
+def pick(x, i):
+    return x[ROWS(len(x)), i]
+
+
+def pick_from_behind(x, i):
+    return x.T[i, ROWS(len(x), dtype="int16")]
+
+
+def several(x, i):
+    return x[ROWS(len(x))[:, None], i[:, None] - ROWS(3)]
+
+
+def written(x, i):
+    return x.at[ROWS(len(x)), i].set(-1.0, mode="drop")
+
+
+def loss(x, i):
+    return jax.grad(lambda x: -pick(jax.nn.log_softmax(x), i).sum())(x)
+
+
+def decoded(x, i):
+    """A cache that is appended to in a loop, at an iota from outside."""
+    rows = ROWS(len(x))
+
+    def step(carry, row):
+        cache, i = carry
+        cache = cache.at[rows, i].set(row)
+        return (cache, i + 1), jnp.einsum("bt,b->b", cache, row) + cache[rows, i]
+
+    return lax.scan(step, (x, i), x.T[:3])
+
+
+def batched(x, i):
+    return jax.vmap(pick)(jnp.stack([x, 2 * x]), jnp.stack([i, i]))
+
+
+PROGRAMS = (pick, pick_from_behind, several, written, loss, decoded, batched)
+
+
+def arguments(n):
+    return ramp(n, 16), np.arange(n, dtype="int32") * 5 % 13
+
+
+def check(f, n, ins, inside=None):
+    args, wanted = arguments(n), jax.jit(f)(*arguments(n))
+
+    def annotated(x, i):
+        return f(*(lax.with_sharding_constraint(v, inside) for v in (x, i)))
+
+    sharded = sx.shard_jit(annotated if inside else f, mesh=MESH, in_shardings=ins)
+    with jax.set_mesh(MESH):
+        for got, want in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max(initial=1))
+        return sharded.plan(*args)
+
+
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+def test_sends_nothing(f):
+    assert not check(f, 8, P("x")).collectives
+
+
+@pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
+def test_uneven(f):
+    check(f, 7, None, P("x"))
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_an_iota_elsewhere(start):
+    """Rows of a part of the operand, and rows that count from one: they point."""
+
+    def f(x, i):
+        return x[start + ROWS(7), i[:7]]
+
+    np.testing.assert_array_equal(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(*arguments(8)), f(*arguments(8)))
