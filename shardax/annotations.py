@@ -23,6 +23,11 @@ class Annotation:
     mesh: Mesh | AbstractMesh | None = None
     on: UserMesh | None = None
 
+    @property
+    def names_result(self) -> bool:
+        """Whether out_shardings says it, so that the result is to lie on that very mesh."""
+        return self.source.startswith("out_shardings")
+
 
 def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
     """The annotations among these nodes; each has one operand and one result."""

@@ -1,6 +1,7 @@
 """shard_jit: jax.jit whose programs shardax partitions."""
 
 import functools
+import re
 import time
 import types
 from collections import ChainMap
@@ -12,14 +13,14 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from shardax import _jax, meshes, transform
-from shardax.annotate import broadcast_specs, describe, flatten, is_spec
+from shardax import _jax, meshes, strict, transform
+from shardax.annotate import describe, flatten
+from shardax.crossing import Crossing, entering, placed_here
 from shardax.explain.lines import line_text
 from shardax.explain.plan import AtRest, Placed, Plan, moved
 from shardax.options import Options, Refused
 from shardax.program import Program
-from shardax.refinement import Placement, refinement, user_mesh
-from shardax.sharding import at_rest, from_spec
+from shardax.refinement import Placement
 from shardax.signature import argument_name, check_given, positional_names, shardings_by_name
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
 from shardax.untyped import auto_mesh, explicit_sharding, memory_of
@@ -126,7 +127,9 @@ class ShardJit:
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
         """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it. Both add to its plan's phases."""
-        lowered = self._stage(lambda jitted: self._told(jitted, args, kwargs).lower, args, kwargs)
+        entering = self._function.entering(args, kwargs)
+        args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.abstractly)
+        lowered = self._stage(lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return lowered
         eqn, mesh, leaves = self._traced(self._stage(attrgetter("trace"), args, kwargs), args, kwargs)
@@ -147,16 +150,20 @@ class ShardJit:
         eqn, mesh, leaves = self._traced(traced, args, kwargs)
         names = self._function.dynamic_names(len(args))
 
+        entering = self._function.entering(args, kwargs)
+
         def plan(options: Options) -> Plan:
-            made = _plan(traced, eqn, _built(eqn, mesh, leaves, options), mesh, leaves, names, phases)
+            _check_entering(entering, eqn, options)
+            made = _plan(traced, eqn, _built(eqn, mesh, leaves, options), mesh, leaves, names, phases, entering)
             return replace(made, program=self._function.place)
 
         options = eqn.params["options"]
         try:
             return plan(options)
         except Refused as error:
-            error.plan = plan(replace(options, strict=False, max_gather_bytes=None, allow=("*",)))
-            raise
+            refused = self._function.naming_arguments(error, args, kwargs)
+            refused.plan = plan(replace(options, strict=False, max_gather_bytes=None, allow=("*",)))
+            raise refused from None
 
     def clear_cache(self) -> None:
         """Forgets the compiled programs."""
@@ -167,12 +174,17 @@ class ShardJit:
     def _miss(self, /, *args, **kwargs):
         """A call whose like has not been compiled. All that is ours happens here, the following calls are `jax.jit`'s."""
         self._function.check_devices(args, kwargs)
-        given, (args, kwargs) = (args, kwargs), self._function.brought(args, kwargs)
-        outs, *to_cache = self._stage(lambda jitted: _jax.cache_miss(self._told(jitted, args, kwargs)), args, kwargs)
-        same = all(a is b for a, b in zip(jax.tree.leaves(given), jax.tree.leaves((args, kwargs)), strict=True))
-        if (same and not self._function.across) or not _jax.is_eager((args, kwargs)):
+        entering = self._function.entering(args, kwargs)
+        args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.eagerly)
+
+        def calling(jitted):
+            told, leaving = self._told(jitted, args, kwargs, entering)
+            return lambda *args, **kwargs: (leaving, *_jax.cache_miss(told)(*args, **kwargs))
+
+        leaving, outs, *to_cache = self._stage(calling, args, kwargs)
+        if not entering and not leaving:
             return outs, *to_cache
-        return self._function.moved(outs), None, *to_cache[1:]  # every call comes here
+        return _across(leaving, outs, self._function.mesh_for(args, kwargs)), None, *to_cache[1:]  # every call comes here
 
     def _stage(self, stage_of: Callable[[Any], Callable[..., Any]], args, kwargs):
         try:
@@ -180,24 +192,26 @@ class ShardJit:
         except Exception as error:
             self._function.explain(error, args, kwargs)
 
-    def _told(self, jitted, args, kwargs):
-        """The jax.jit function that is told where each result lies, if there are several meshes: JAX would name one for all."""
+    def _told(self, jitted, args, kwargs, entering: Sequence[Crossing] = ()) -> tuple[Any, list[Crossing]]:
+        """The jax.jit function that is told where each result lies, if there are several meshes: JAX would name one for all.
+        With it the results that it cannot leave there, which cross after the call."""
         if not _jax.is_eager((args, kwargs)) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return jitted
+            return jitted, []
         eqn, mesh, leaves = self._traced(jitted.trace(*args, **kwargs), args, kwargs)
+        _check_entering(entering, eqn, eqn.params["options"])
         if not meshes.others(eqn.params["jaxpr"], eqn.params["mesh"]) or isinstance(mesh, AbstractMesh):
-            return jitted
-        out_shardings = tuple(placement.on(mesh) for placement in _built(eqn, mesh, leaves, eqn.params["options"]).results)
+            return jitted, []
+        built = _built(eqn, mesh, leaves, eqn.params["options"])
         structure = jax.tree.structure(jitted.eval_shape(*args, **kwargs))
-        key = (mesh, structure, out_shardings)
+        key = (mesh, structure, out_shardings := built.left(mesh))
         if key not in self._jits:
             self._jits[key] = self._function.jitted(mesh, structure.unflatten(out_shardings))
-        return self._jits[key]
+        return self._jits[key], [c for c in built.leaving if c.outside]
 
     def _traced(self, traced: jax.stages.Traced, args, kwargs) -> tuple[Any, Mesh | AbstractMesh, list[Any]]:
         """The equation of the traced program, its mesh, and the leaves of the arguments."""
         eqn = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p)
-        mesh = self._function.known_mesh() or _mesh_of((args, kwargs))
+        mesh = self._function.mesh_for(args, kwargs)
         assert mesh is not None
         return eqn, mesh, [x for _, x in self._function.named_leaves(args, kwargs)]
 
@@ -295,7 +309,7 @@ class _Function:
             outs = transform.bind(untyped, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
             built = transform.build(jaxpr, tuple(map(explicit_sharding, inputs)), mesh, self.options)
-            outs = [reshard(x, placement.on(mesh)) for x, placement in zip(outs, built.results, strict=True)]
+            outs = [reshard(x, left) for x, left in zip(outs, built.left(mesh), strict=True)]
         return traced.out_tree.unflatten(outs)
 
     def guarded(self, jitted):
@@ -306,29 +320,26 @@ class _Function:
             jitted = _before(jitted, self._check_donated)
         return jitted
 
-    @functools.cached_property
-    def across(self) -> tuple[NamedSharding, ...]:
-        """The shardings of results on meshes where no compiled program can leave them; see `Refinement.may_rest_on`."""
-        given = jax.tree.leaves(self.out_shardings, is_leaf=is_spec)
-        return tuple(s for s in given if isinstance(s, NamedSharding) and isinstance(self.mesh, Mesh) and self._is_across(s))
+    def mesh_for(self, args, kwargs) -> Mesh | AbstractMesh | None:
+        return self.known_mesh() or _mesh_of((args, kwargs))
 
-    def _is_across(self, sharding: NamedSharding) -> bool:
-        assert self.mesh is not None
-        own = user_mesh(sharding.mesh, self.mesh)
-        return own is not None and not refinement([meshes.program_mesh(self.mesh), own]).may_rest_on(own)
-
-    def brought(self, args, kwargs) -> Any:
-        """The arguments, those that lie on the devices in another order brought to the program's: `jax.jit` takes one order."""
-        mesh = self.known_mesh()
+    def entering(self, args, kwargs) -> list[Crossing]:
+        """The arguments that cross before the call: `jax.jit` takes devices in one order."""
+        mesh = self.mesh_for(args, kwargs)
         if not isinstance(mesh, Mesh) or not _jax.is_eager((args, kwargs)):
-            return args, kwargs
-        return jax.tree.map(lambda x: _in_order(x, mesh), (args, kwargs))
+            return []
+        return [c for i, (_, x) in enumerate(self.named_leaves(args, kwargs)) if (c := _entering(i, x, mesh))]
 
-    def moved(self, outs):
-        """The results, those brought to such meshes, outside of the program, that divide evenly there."""
-        leaves, tree = jax.tree.flatten(outs)
-        specs = broadcast_specs(self.out_shardings, outs, "out_shardings")
-        return tree.unflatten([_put(x, s) if s in self.across else x for x, s in zip(leaves, specs, strict=True)])
+    def crossed(self, entering: Sequence[Crossing], args, kwargs, how: Callable[..., Any]) -> Any:
+        """The arguments, after those of `entering` crossed; `how`, as a method of Crossing."""
+        if not entering:
+            return args, kwargs
+        mesh, crossings = self.mesh_for(args, kwargs), {c.number: c for c in entering}
+        leaves = [x for _, x in self.named_leaves(args, kwargs)]
+        new = iter([how(crossings[i], x, mesh) if i in crossings else x for i, x in enumerate(leaves)])
+        static_nums, static_names = self._static_nums(len(args)), self.static[1]
+        args = tuple(x if i in static_nums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args))
+        return args, {k: x if k in static_names else jax.tree.map(lambda _: next(new), x) for k, x in sorted(kwargs.items())}
 
     def check_devices(self, args, kwargs) -> None:
         if isinstance(self.mesh, AbstractMesh) and _jax.is_eager((args, kwargs)):
@@ -388,6 +399,8 @@ class _Function:
 
     def explain(self, error: Exception, args, kwargs) -> NoReturn:
         """Raises a ValueError that says more than what jax.jit raised about bad arguments, otherwise the error itself."""
+        if isinstance(error, Refused):
+            raise self.naming_arguments(error, args, kwargs) from None
         words = self._unhashable(args, kwargs)
         if words is None and "incompatible devices" in str(error):
             words = self._other_devices(args, kwargs)
@@ -396,6 +409,11 @@ class _Function:
         if words is None:
             raise error
         raise ValueError(words) from None
+
+    def naming_arguments(self, error: Refused, args, kwargs) -> Refused:
+        """The error with the names of arguments for their numbers."""
+        names = [name for name, _ in self.named_leaves(args, kwargs)]
+        return Refused(re.sub(r"(?<=argument )#(\d+)", lambda m: names[int(m[1])], str(error)))
 
     def _unhashable(self, args, kwargs) -> str | None:
         static = [(argument_name(self.fun, i), args[i]) for i in sorted(self._static_nums(len(args)))]
@@ -440,17 +458,22 @@ class _Function:
         return named
 
 
-def _in_order(x, mesh: Mesh):
-    own = transform.committed(x, mesh) if isinstance(x, jax.Array) else None
-    if own is None or not own.mesh.places:
-        return x
-    both = refinement([meshes.program_mesh(mesh), own.mesh])
-    return jax.device_put(x, both.rest(both.sharding(own), x.shape).on(mesh))
+def _entering(number: int, x, mesh: Mesh) -> Crossing | None:
+    own = transform.committed(x, mesh)
+    return entering(number, jax.typeof(x), own, mesh) if own is not None and own.mesh.places else None
 
 
-def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    own = from_spec(sharding.spec, x.ndim)
-    return jax.device_put(x, NamedSharding(sharding.mesh, at_rest(own, x.shape, sharding.mesh.shape).spec))
+def _check_entering(crossings: Sequence[Crossing], eqn, options: Options) -> None:
+    """As other unasked traffic is, unless the program itself names that mesh."""
+    if crossings and options.strict:
+        mesh = eqn.params["mesh"]
+        named = meshes.others(eqn.params["jaxpr"], mesh)
+        strict.check([x for c in crossings if c.there.mesh not in named for x in c.collectives(mesh)], options)
+
+
+def _across(leaving: Sequence[Crossing], outs, mesh):
+    crossings, (leaves, tree) = {c.number: c for c in leaving}, jax.tree.flatten(outs)
+    return tree.unflatten(crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves))
 
 
 def _before(call, check):
@@ -501,17 +524,23 @@ def _untyped(x, always: bool):
 def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any], options: Options) -> Program:
     """The program of the equation of a traced function, for arguments that are committed or not."""
     jaxpr = eqn.params["jaxpr"]
-    given = (*(transform.committed(x, mesh) for x in leaves), *[None] * (len(jaxpr.in_avals) - len(leaves)))
+    given = (*(_given(i, x, mesh) for i, x in enumerate(leaves)), *[None] * (len(jaxpr.in_avals) - len(leaves)))
     return transform.build(jaxpr, given, mesh, options)
+
+
+def _given(number: int, x, mesh: Mesh | AbstractMesh) -> Placement | None:
+    """How the program finds an argument."""
+    crossing = _entering(number, x, mesh) if isinstance(mesh, Mesh) else None
+    return placed_here(crossing, len(x.shape)) if crossing else transform.committed(x, mesh)
 
 
 def _placed(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> tuple[list[NamedSharding], list[NamedSharding]]:
     """The shardings of all arguments and of all results, once arguments are bound to those."""
     jaxpr, options, constants = eqn.params["jaxpr"], eqn.params["options"], [None] * (len(eqn.invars) - len(leaves))
     arguments = _built(eqn, mesh, leaves, options).arguments[: len(leaves)]
-    results = transform.build(jaxpr, (*arguments, *constants), mesh, options).results
-    sides = (arguments, jaxpr.in_avals[: len(leaves)]), (results, jaxpr.out_avals)
-    ins, outs = ([_kept(p.on(mesh), aval) for p, aval in zip(*side, strict=True)] for side in sides)
+    results = transform.build(jaxpr, (*arguments, *constants), mesh, options).left(mesh)
+    sides = ([p.on(mesh) for p in arguments], jaxpr.in_avals[: len(leaves)]), (results, jaxpr.out_avals)
+    ins, outs = ([_kept(sharding, aval) for sharding, aval in zip(*side, strict=True)] for side in sides)
     return ins, outs
 
 
@@ -528,9 +557,11 @@ def _plan(
     leaves: Sequence[Any],
     names: tuple[str, ...],
     phases: dict[str, float],
+    entering: Sequence[Crossing],
 ) -> Plan:
-    structure = jax.tree.structure(traced.args_info)
-    args, kwargs = structure.unflatten([placement.on(mesh) for placement in built.arguments[: len(leaves)]])
+    structure, outside = jax.tree.structure(traced.args_info), {c.number for c in entering}
+    rests = [x.sharding if i in outside else p.on(mesh) for i, (x, p) in enumerate(zip(leaves, built.arguments, strict=False))]
+    args, kwargs = structure.unflatten(rests)
     outs = jax.tree.structure(traced.out_info).unflatten([placement.on(mesh) for placement in built.results])
     plan = Plan(
         mesh,
@@ -546,6 +577,7 @@ def _plan(
         donated=frozenset(i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated),
         closed_over=_jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :]),
         refinement=built.refinement,
+        crossings=(*entering, *built.entering, *built.leaving),
     )
     arguments = _moved("argument", plan.arguments(), built.uneven_inputs())
     return replace(plan, at_rest=(*arguments, *_moved("result", plan.results(), built.uneven_outputs())))

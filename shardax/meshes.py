@@ -62,11 +62,12 @@ def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
     """The mesh whose axes an annotation names: its own, that of the innermost shard_jit around it, the program's."""
     called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
     own = called if given.mesh is None else given.mesh
-    if own is mesh or not any(given.dims):
+    if own is mesh or not any(given.dims) and not given.names_result:
         return program_mesh(mesh)
     if user_mesh(own, mesh) is None:
         check_devices(own, Sharding(tuple(dim or () for dim in given.dims)).spec, mesh, f"{given.source} asks for a sharding")
-    return _own_mesh(mesh, own)
+    found = _own_mesh(mesh, own)
+    return found if any(given.dims) or found.places else program_mesh(mesh)  # what is whole is so in any axes
 
 
 def _own_mesh(mesh: AnyMesh, own: AnyMesh) -> UserMesh:

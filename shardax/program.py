@@ -7,15 +7,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import NamedSharding
 
 from shardax import _jax, annotations, graph, meshes, strict
 from shardax.associative import with_associative_scans
 from shardax.completion.complete import Completion, complete
 from shardax.counted import with_batched_indices
+from shardax.crossing import Crossing, crossings, placed_here
 from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node, Value
 from shardax.options import Options
@@ -55,6 +58,23 @@ class Program:
     refinement: Refinement
     phases: dict[str, float] = field(default_factory=dict)
 
+    @cached_property
+    def entering(self) -> tuple[Crossing, ...]:
+        """The arguments that cross to `mesh`."""
+        return crossings("argument", self.jaxpr.in_avals, self.arguments, self.refinement)
+
+    @cached_property
+    def leaving(self) -> tuple[Crossing, ...]:
+        """The results that cross from it."""
+        return crossings("result", self.jaxpr.out_avals, self.results, self.refinement)
+
+    def left(self, mesh: AnyMesh) -> tuple[NamedSharding, ...]:
+        """How the compiled program leaves its results; those that cross outside, on the refined mesh."""
+        outside = {
+            c.number: placed_here(c, p.sharding.rank) for c in self.leaving if c.outside for p in (self.results[c.number],)
+        }
+        return tuple(outside.get(i, placement).on(mesh) for i, placement in enumerate(self.results))
+
     def uneven_inputs(self) -> Iterator[tuple[int, Placement, str]]:
         """(number, annotation, reason of what is sent to bring it there) of each argument that cannot rest as annotated."""
         numbers = {value: i for i, value in enumerate(self.graph.inputs)}
@@ -77,7 +97,7 @@ class Program:
         for node, given in annotations.among(self.graph.nodes):
             if None not in given.dims:
                 sharding = Sharding(tuple(axes or () for axes in given.dims))
-                rest = self.refinement.rest(sharding, node.outputs[0].shape, given.on)
+                rest = self.refinement.rest(sharding, node.outputs[0].shape, given.on, across=given.names_result)
                 if self.refinement.sharding(rest) != sharding:
                     yield node, self.refinement.placement(sharding, given.on), sharding
 
@@ -139,11 +159,19 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
             local = _emit(program, decisions, shardings, abstract, refined)
     with timed(phases, "passes"):
         local = scopes.named(dead.dropped(local))
-    if options.strict or options.max_gather_bytes is not None:
-        asked = {note.source for _, note in annotations.among(program.walk())}
-        strict.check(collectives(local, sizes, refined.folded), options, asked)
     (ins, outs), (arguments, results) = shardings, rests
-    return Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
+    built = Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
+    if options.strict or options.max_gather_bytes is not None:
+        _check(built, options)
+    return built
+
+
+def _check(built: Program, options: Options) -> None:
+    """Arguments that come in on a mesh which the program itself names are asked to cross."""
+    refined = built.refinement
+    asked = {note.source for _, note in annotations.among(built.graph.walk())}
+    crossed = [x for c in built.entering if c.there.mesh not in refined.named for x in c.collectives(built.mesh)]
+    strict.check([*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)], options, asked)
 
 
 def _completed(
@@ -179,7 +207,8 @@ def _resting(
 
 def _result(value: Value, note: annotations.Annotation | None, ins: Sequence[Placement], completion: Completion, refined):
     if note is None or note.like is None:
-        return refined.rest(completion.sharding(value), value.shape, note and note.on)
+        across = note is not None and note.names_result
+        return refined.rest(completion.sharding(value), value.shape, note and note.on, across)
     argument = ins[note.like]
     return argument if refined.may_rest_on(argument.mesh) else refined.rest(refined.sharding(argument), value.shape)
 

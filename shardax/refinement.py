@@ -38,7 +38,8 @@ class UserMesh:
         return dict(self.axes)
 
     def __str__(self):
-        order = "" if self.places is None else f" of devices in the order {list(self.places)}"
+        shown = ", ".join(map(str, (self.places or ())[:8])) + ", ..." * (len(self.places or ()) > 8)
+        order = "" if self.places is None else f" of devices in the order [{shown}]"
         return f"({', '.join(f'{a}={n}' for a, n in self.axes)}){order}"
 
 
@@ -125,19 +126,24 @@ class Refinement:
         """A refined sharding as a person reads it."""
         return sharding if self.is_trivial else Sharding(tuple(map(self.folded, sharding.dims)))
 
-    def rest(self, sharding: Sharding, shape: tuple[int, ...], first: UserMesh | None = None) -> Placement:
+    def rest(
+        self, sharding: Sharding, shape: tuple[int, ...], first: UserMesh | None = None, across: bool = False
+    ) -> Placement:
         """How a value of a refined sharding rests between calls: on the first mesh that has a spec for it, and divides it so.
 
-        A part of an axis has no spec: where no mesh has one, the whole axis goes to that dim, or nearest to it.
+        A part of an axis has no spec: where no mesh has one, the whole axis goes to that dim, or nearest to it. `across`: it
+        rests on `first` even where it has to be moved there.
         """
         if self.is_trivial:
             return Placement(self.program, at_rest(sharding, shape, self.sizes))
+        if across and first is not None and not self.may_rest_on(first):
+            return self._nearest(sharding, shape, first)
         order = dict.fromkeys((first or self.program, *self.meshes))
         placements = [self._nearest(sharding, shape, mesh) for mesh in order if self.may_rest_on(mesh)]
         return next((p for p in placements if self._equal(self.sharding(p), sharding)), placements[0])
 
     def may_rest_on(self, mesh: UserMesh) -> bool:
-        """Whether a compiled program can leave values there: its devices are in the program's order, its axes fit."""
+        """Whether values lie there as they are: its devices are in the program's order, its axes fit."""
         return mesh == self.program or mesh in self.named and not mesh.places and mesh not in self.boundaries
 
     def placement(self, sharding: Sharding, mesh: UserMesh | None = None) -> Placement:

@@ -51,6 +51,20 @@ class TooLarge:
         )
 
 
+@dataclass(frozen=True)
+class Crossed:
+    """An argument that comes in on a mesh which does not fit the program's."""
+
+    collective: Collective
+
+    def __str__(self):
+        return (
+            f"{self.collective.reason}, which does not fit the program's mesh: each device sends "
+            f"{bytes_text(self.collective.total)} per call to bring it there, which nobody asked for. Place it on the "
+            "program's mesh once (jax.device_put), name its mesh in in_shardings, or allow it: Options(allow=('ppermute',))"
+        )
+
+
 def check(collectives: Sequence[Collective], options: Options, asked: Collection[str] = ()) -> None:
     """Refuses or warns of what the options do not allow. `asked`: the words of the program's annotations, as reasons begin.
 
@@ -65,13 +79,16 @@ def check(collectives: Sequence[Collective], options: Options, asked: Collection
         warnings.warn(str(finding), stacklevel=2)
 
 
-def findings(collectives: Iterable[Collective], options: Options, asked: Collection[str] = ()) -> Iterator[Unasked | TooLarge]:
+def findings(
+    collectives: Iterable[Collective], options: Options, asked: Collection[str] = ()
+) -> Iterator[Unasked | TooLarge | Crossed]:
     """What these options do not allow, the dearest first."""
     limit = math.inf if options.max_gather_bytes is None else options.max_gather_bytes
     found = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _purpose(c)[0])]
     large = {c: None for c in found if c.kind == "all_gather" and gathered_bytes(c) > limit}
     yield from (TooLarge(c, int(limit)) for c in sorted(large, key=lambda c: -gathered_bytes(c)))
     if options.strict:
+        yield from (Crossed(c) for c in sorted(found, key=lambda c: -c.total) if c.reason.startswith("argument "))
         rest = unasked((c for c in found if c not in large), asked)
         yield from sorted(rest, key=lambda group: -comm_bytes(group.collectives))
 

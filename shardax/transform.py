@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardax import _jax, meshes, program
 from shardax.annotate import SAVED, Dims, annotate_p
 from shardax.annotate import bind as bind_annotation
+from shardax.crossing import Crossing
 from shardax.options import Options
 from shardax.processes import check_agreement
 from shardax.refinement import Placement, UserMesh, refinement, user_mesh
@@ -83,7 +84,7 @@ def _impl(*args, jaxpr, mesh, **params):
     if not meshes.others(jaxpr, mesh):
         return _jitted(None)(*args, **params)
     built = build(jaxpr, tuple(committed(x, mesh) for x in args), mesh, params["options"])
-    return _jitted(tuple(placement.on(mesh) for placement in built.results))(*args, **params)
+    return _jitted(built.left(mesh))(*args, **params)
 
 
 @functools.lru_cache
@@ -140,13 +141,19 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
 
 
 def _run(built: program.Program, mesh: Mesh | AbstractMesh, *args):
+    args = _crossed(args, built.entering, mesh)
     with _jax.use_abstract_mesh(built.mesh):
         results = jaxpr_as_fun(built.jaxpr)(*args)
-    if isinstance(mesh, AbstractMesh):
-        return results
-    refined = meshes.refined_mesh(mesh, built.refinement, concrete=True)
-    rests = [NamedSharding(refined, sharding.spec) for sharding in built.out_shardings]
-    return [lax.with_sharding_constraint(x, rest) for x, rest in zip(results, rests, strict=True)]
+    if isinstance(mesh, Mesh):
+        refined = meshes.refined_mesh(mesh, built.refinement, concrete=True)
+        rests = [NamedSharding(refined, sharding.spec) for sharding in built.out_shardings]
+        results = [lax.with_sharding_constraint(x, rest) for x, rest in zip(results, rests, strict=True)]
+    return _crossed(results, [c for c in built.leaving if not c.outside], mesh)
+
+
+def _crossed(xs: Sequence[Any], crossings: Sequence[Crossing], mesh: Mesh | AbstractMesh) -> list[Any]:
+    crossed = {c.number: c for c in crossings}
+    return [crossed[i].inside(x, mesh) if i in crossed else x for i, x in enumerate(xs)]
 
 
 def _jvp(primals, tangents, *, jaxpr, **params):

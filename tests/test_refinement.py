@@ -239,5 +239,5 @@ def test_calls_inside_on_another_mesh(name, meshes):
 def test_a_boundary_is_in_the_plan():
     f = sx.shard_jit(lambda x: sx.annotate(x, NamedSharding(OTHER_SIX, P("x"))), mesh=SIX, in_shardings=P("x"))
     text = " ".join(str(f.plan(X[:48])).split())
-    assert "(x=3, y=2): x is y; y is x. A boundary: inside, shards of these sizes lie on other devices than it says" in text
+    assert "(x=3, y=2): x is y; y is x. A boundary: inside, shards of these sizes lie on other devices than it says;" in text
     assert "annotate on (x=3, y=2) in P('y', None)" in text

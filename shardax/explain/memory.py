@@ -79,12 +79,13 @@ def memory(plan: "Plan", threshold: int) -> Memory:
     origins = {v: f"argument {name}" for v, name in zip(inputs, names, strict=False)}
     kept = [v for i, v in enumerate(inputs) if i not in plan.donated]
     peak, line, alive = live_peak(jaxpr, kept, jaxpr.invars)
-    tensors = [Tensor(array_text(v.aval), nbytes(v), origins.get(v, where)) for v, where in alive]
+    came = [Tensor(array_text(c.operands[0]), c.nbytes, c.reason) for c in plan.crossed("argument")]  # and stay where they were
+    tensors = [*came, *(Tensor(array_text(v.aval), nbytes(v), origins.get(v, where)) for v, where in alive)]
     return Memory(
         _by_kind(list(zip(names, map(nbytes, inputs), strict=False))),
         sum(map(nbytes, jaxpr.outvars)),
         _largest(Tensor(array_text(v.aval), nbytes(v), line, name) for v, name, line in saved(jaxpr)),
-        peak,
+        peak + sum(t.nbytes for t in came),
         line,
         _largest(tensors),
         _largest(_replicated(plan, threshold)),

@@ -12,6 +12,7 @@ import jax
 from shardax.annotate import describe
 from shardax.cost.chips import CHIPS, Chip
 from shardax.cost.roofline import Estimate, Work, estimate, work
+from shardax.crossing import Crossing
 from shardax.explain.html import html_text
 from shardax.explain.json import json_text
 from shardax.explain.ledger import Collective, collectives, comm_bytes
@@ -63,7 +64,8 @@ class Plan:
       closed_over: the arrays that the function closes over, which are the last inputs of the programs.
       program: the function's name and place, as in "train_step at models/steps.py:34".
       refinement: how the axes of the local program make up those of the meshes that the user named.
-      collectives: read off `local_jaxpr` unless given.
+      crossings: the arguments and results that rest on meshes which do not fit the program's.
+      collectives: read off the crossings and `local_jaxpr` unless given.
     """
 
     mesh: Any
@@ -81,12 +83,20 @@ class Plan:
     closed_over: tuple[Any, ...] = ()
     program: str = ""
     refinement: Refinement | None = None
+    crossings: tuple[Crossing, ...] = ()
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 
     def __post_init__(self):
         if self.collectives is None:
             sizes, folded = (self.refinement.sizes, self.refinement.folded) if self.refinement else (self.mesh.shape, tuple)
-            object.__setattr__(self, "collectives", collectives(self.local_jaxpr, sizes, folded))
+            found = (*self.crossed("argument"), *collectives(self.local_jaxpr, sizes, folded), *self.crossed("result"))
+            object.__setattr__(self, "collectives", found)
+
+    def crossed(self, side: str) -> Iterator[Collective]:
+        """What the crossings of arguments, or results, send, before and after the local program."""
+        found = [c for c in self.crossings if c.side == side]
+        names = [p.named or p.path for p in (self.arguments() if side == "argument" else self.results())] if found else []
+        return (entry for c in found for entry in c.collectives(self.mesh, names[c.number]))
 
     @property
     def comm_bytes(self) -> int:
@@ -100,10 +110,13 @@ class Plan:
     def arguments(self) -> Iterator["Placed"]:
         shardings = (self.in_shardings, dict(self.kw_shardings))
         places = placed(shardings, self.global_jaxpr.in_avals[: len(jax.tree.leaves(shardings))], first=1)
-        return (replace(self._on(place), named=self._named(place.path)) for place in places)
+        return (replace(place, named=self._named(place.path)) for place in self._on("argument", places))
 
-    def _on(self, place: "Placed") -> "Placed":
-        return replace(place, on="") if place.on == describe(self.mesh) else place
+    def _on(self, side: str, places: Iterable["Placed"]) -> Iterator["Placed"]:
+        orders = {c.number: str(c.there.mesh) for c in self.crossings if c.side == side and c.outside}
+        for i, place in enumerate(places):
+            on = "" if place.on == f"({describe(self.mesh)})" else place.on
+            yield replace(place, on=orders.get(i, on))
 
     def _named(self, path: str) -> str:
         """ "0/params/w" -> "state/params/w", by the signature."""
@@ -112,7 +125,7 @@ class Plan:
         return (self.names[int(first)] if known else first) + slash + rest
 
     def results(self) -> Iterator["Placed"]:
-        return map(self._on, placed(self.out_shardings, self.global_jaxpr.out_avals))
+        return self._on("result", placed(self.out_shardings, self.global_jaxpr.out_avals))
 
     def sharding(self, value) -> Sharding:
         """That of a value of `graph`, as a person reads it."""
@@ -135,7 +148,8 @@ class Plan:
 
     @functools.cached_property
     def _work(self) -> list[Work]:
-        return list(work(self.local_jaxpr))
+        crossed = (w for c in self.crossings if c.sends for w in work(c.jaxpr(self.mesh)))
+        return [*work(self.local_jaxpr), *crossed]
 
     def shardings(self) -> str:
         """A table of what each line of the user's code makes, and how it lies."""
@@ -216,7 +230,7 @@ class Plan:
 class Placed:
     """An argument or result with its path in the pytree.
 
-    `named`: the path with the argument's name for its number; `shards`: how many pieces it has; `on`: its mesh, "x=4, y=2",
+    `named`: the path with the argument's name for its number; `shards`: how many pieces it has; `on`: its mesh, "(x=4, y=2)",
     where that is not the program's.
     """
 
@@ -229,7 +243,7 @@ class Placed:
 
     @property
     def text(self) -> str:
-        return spec_text(self.sharding) + (f" on ({self.on})" if self.on and self.sharding.axes else "")
+        return spec_text(self.sharding) + (f" on {self.on}" if self.on and self.sharding.axes else "")
 
 
 def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:
@@ -237,7 +251,7 @@ def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(shardings)
     for (path, sharding), aval in zip(leaves, avals, strict=True):
         spec, mesh = from_spec(sharding.spec, len(aval.shape)), sharding.mesh
-        yield Placed(path_text(path[first:]), aval, spec, shard_count(spec.axes, mesh.shape), describe(mesh))
+        yield Placed(path_text(path[first:]), aval, spec, shard_count(spec.axes, mesh.shape), f"({describe(mesh)})")
 
 
 def path_text(path) -> str:

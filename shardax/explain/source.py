@@ -100,6 +100,7 @@ def _program(plan: "Plan", in_specs, out_specs) -> list[str]:
     closed = list(in_specs)[len(in_specs) - len(plan.closed_over) :]
     call = "jax.shard_map(on_shards, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)"
     return [
+        *(f"# not here: {c.reason}" for c in plan.crossed("argument")),
         *_refined(plan),
         "in_specs = (",
         *[f"    {_spec(spec)},  # {name}" for name, spec in in_specs.items()],
@@ -110,6 +111,7 @@ def _program(plan: "Plan", in_specs, out_specs) -> list[str]:
             if closed
             else [f"return {call}"]
         ),
+        *(f"# not here: {c.reason}" for c in plan.crossed("result")),
     ]
 
 

@@ -55,7 +55,7 @@ def _meshes(plan: "Plan") -> Iterator[Table]:
     yield Table(f"It runs on the common refinement, {sizes}", (Group("", tuple(rows)),))
 
 
-_BOUNDARY = ". A boundary: inside, shards of these sizes lie on other devices than it says; results are moved to it outside"
+_BOUNDARY = ". A boundary: inside, shards of these sizes lie on other devices than it says; arguments and results cross it"
 
 
 def _at_rest(plan: "Plan") -> Iterator[Table]:

@@ -1,0 +1,212 @@
+"""Crossings: what moves an argument or result between the program's mesh and one that does not fit it.
+
+Such a mesh has the same blocks on other devices, so one ppermute brings each where it belongs; a device that has its block
+keeps it, as 0 and 5 do here:
+
+    device                              0 1 2 3 4 5
+    there, x of (x=3, y=2) splits it    0 0 1 1 2 2      block
+    here, y of (x=2, y=3)               0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
+
+Between the two it is an array of the same shards, one after the other in the first dim: that lies alike on every mesh of these
+devices. Where the devices stand in the program's order, all this is part of the compiled program. `jax.jit` takes one order
+only: from another, and to it, arrays cross before and after the call.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax import _jax, meshes
+from shardax.explain.ledger import Collective, collectives
+from shardax.explain.words import spec_text
+from shardax.refinement import Placement, Refinement, UserMesh, refinement
+from shardax.sharding import AxisSizes, Sharding
+
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """An argument or result of the program, by its number, that rests `there`; the program has it in `here`, in refined axes.
+
+    `side`: "argument" or "result". `shape` and `dtype` are those of the words, where it is of random keys.
+    """
+
+    side: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: Any
+    there: Placement
+    here: Sharding
+    refinement: Refinement
+
+    @property
+    def outside(self) -> bool:
+        """Whether it crosses before or after the call, since its devices stand in another order."""
+        return self.there.mesh.places is not None
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(from, to) for every device of the program, by their numbers."""
+        there, here = _blocks_there(self.there), _blocks(self.here, self.refinement.sizes)
+        pairs = _matched(there, here) if self.side == "argument" else _matched(here, there)
+        return tuple(sorted(pairs))
+
+    @property
+    def sends(self) -> bool:
+        return math.prod(self.shape) > 0 and any(a != b for a, b in self.pairs)
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        counts = [math.prod(self.refinement.sizes[a] for a in dim) for dim in self.here.dims]
+        return tuple(n // count for n, count in zip(self.shape, counts, strict=True))
+
+    def reason(self, name: str | None = None) -> str:
+        """ "argument state/w from P('x') on (x=3, y=2)"; "#0" where no name is known."""
+        what = f"{self.side} {f'#{self.number}' if name is None else name}".rstrip()
+        toward = "from" if self.side == "argument" else "to"
+        return f"{what} {toward} {spec_text(self.there.sharding)} on {self.there.mesh}"
+
+    def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
+        """What it sends; `name` is that of the argument or result in messages."""
+        found = collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
+        return tuple(replace(c, reason=self.reason(name)) for c in found)
+
+    def jaxpr(self, mesh: AnyMesh) -> Any:
+        """What runs, from the shards one after the other, or to them."""
+        shape = self._stacked if self.side == "argument" else self.shape
+        return jax.make_jaxpr(lambda x: self._permuted(x, mesh))(jax.ShapeDtypeStruct(shape, self.dtype))
+
+    def inside(self, x, mesh: AnyMesh):
+        """The array on the other side, as a part of what is being traced."""
+        if not self.sends:
+            return x
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.random.wrap_key_data(self.inside(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+        own, every = self.there.on(mesh), PartitionSpec(tuple(self.there.mesh.sizes))
+        if self.side == "argument":
+            return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
+        return _relabelled(self._permuted(x, mesh), own.mesh, every, own.spec)
+
+    def eagerly(self, x: jax.Array, mesh: Mesh) -> jax.Array:
+        """The array on the other side: what is no array of the program's order of devices, or shall be none."""
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.random.wrap_key_data(self.eagerly(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+        refined = meshes.refined_mesh(mesh, self.refinement, concrete=True)
+        here = placed_here(self, len(self.shape)).on(mesh)
+        if not self.sends:
+            return _of_shards(x, x.shape, here if self.side == "argument" else self.there.on(mesh))
+        every = NamedSharding(refined, PartitionSpec(refined.axis_names))
+        if self.side == "argument":
+            return jax.device_put(_compiled(self, mesh)(_of_shards(x, self._stacked, every)), here)
+        return _of_shards(_compiled(self, mesh)(x), self.shape, self.there.on(mesh))
+
+    def abstractly(self, x, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """An argument on the other side, for lowering."""
+        own = placed_here(self, x.ndim).on(mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own, weak_type=getattr(x, "weak_type", False))
+
+    def _permuted(self, x, mesh: AnyMesh):
+        axes, refined = tuple(self.refinement.sizes), meshes.refined_mesh(mesh, self.refinement)
+        every, here = PartitionSpec(axes), self.here.spec
+        before, after = (every, here) if self.side == "argument" else (here, every)
+
+        def permuted(shard):
+            with jax.named_scope(f"ppermute[{self.reason()}]".replace("/", "\\")):
+                return lax.ppermute(shard, axes, self.pairs)
+
+        with _jax.use_abstract_mesh(refined):
+            return jax.shard_map(permuted, mesh=refined, in_specs=before, out_specs=after, check_vma=False)(x)
+
+    @property
+    def _stacked(self) -> tuple[int, ...]:
+        first, *others = self.shard
+        return (first * math.prod(self.refinement.sizes.values()), *others)
+
+
+def crossings(side: str, avals: Sequence[Any], rests: Sequence[Placement], refined: Refinement) -> tuple[Crossing, ...]:
+    """Those of a program's arguments or results that rest on a mesh that does not fit, or of devices in another order."""
+    return tuple(
+        _crossing(side, i, aval, placement, refined.sharding(placement), refined)
+        for i, (aval, placement) in enumerate(zip(avals, rests, strict=True))
+        if placement.mesh.places is not None or placement.mesh in refined.boundaries
+    )
+
+
+@lru_cache(1024)
+def entering(number: int, aval, own: Placement, mesh: Mesh) -> Crossing:
+    """How an argument whose devices stand in another order comes to the program's mesh, before the program is known."""
+    both = refinement([meshes.program_mesh(mesh), own.mesh])
+    return _crossing("argument", number, aval, own, both.sharding(own), both)
+
+
+def placed_here(crossing: Crossing, rank: int) -> Placement:
+    """How the program has an argument or result of this rank that crosses outside: on its own mesh if that has a spec."""
+    here, refined = Sharding(crossing.here.dims[:rank]), crossing.refinement
+    spelled = refined.spelled(here)
+    return Placement(refined.program, spelled) if spelled else Placement(UserMesh(tuple(refined.sizes.items())), here)
+
+
+def _crossing(side: str, number: int, aval, there: Placement, here: Sharding, refined: Refinement) -> Crossing:
+    """Of random keys the words cross."""
+    shape, dtype = tuple(aval.shape), aval.dtype
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        whole = ((),) * (len(words.shape) - len(shape))
+        there, here = replace(there, sharding=Sharding(there.sharding.dims + whole)), Sharding(here.dims + whole)
+        shape, dtype = words.shape, words.dtype
+    return Crossing(side, number, shape, np.dtype(dtype), there, here, refined)
+
+
+def _blocks(sharding: Sharding, sizes: AxisSizes) -> list[tuple[int, ...]]:
+    """Which block each device of a mesh holds, in the order of the mesh."""
+    if not sharding.dims:
+        return [()] * math.prod(sizes.values())
+    places = dict(zip(sizes, np.unravel_index(np.arange(math.prod(sizes.values())), tuple(sizes.values())), strict=True))
+    dims = [sum(places[a] * math.prod(sizes[b] for b in dim[k + 1 :]) for k, a in enumerate(dim)) for dim in sharding.dims]
+    return list(zip(*(np.broadcast_to(d, math.prod(sizes.values())).tolist() for d in dims), strict=True))
+
+
+def _blocks_there(there: Placement) -> list[tuple[int, ...]]:
+    """The same by the devices' numbers in the program's mesh."""
+    found = _blocks(there.sharding, there.mesh.sizes)
+    numbers = there.mesh.places or range(len(found))
+    return [block for _, block in sorted(zip(numbers, found, strict=True))]
+
+
+def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, int]]:
+    """Who sends to whom: those that want the block that they have keep it, the others of each block go by their order."""
+    holders: dict[Any, list[int]] = {}
+    for device, block in enumerate(have):
+        if want[device] == block:
+            yield device, device
+        else:
+            holders.setdefault(block, []).append(device)
+    for device, block in enumerate(want):
+        if have[device] != block:
+            yield holders[block].pop(0), device
+
+
+def _relabelled(x, mesh: AnyMesh, before: PartitionSpec, after: PartitionSpec):
+    """The same shards, by another spec, or by another mesh's: nothing moves."""
+    with _jax.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.shard_map(lambda shard: shard, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)(x)
+
+
+def _of_shards(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in x.addressable_shards])
+
+
+@lru_cache
+def _compiled(crossing: Crossing, mesh: Mesh):
+    """Told where the result lies, or JAX would find a spec of its own."""
+    refined = meshes.refined_mesh(mesh, crossing.refinement, concrete=True)
+    spec = crossing.here.spec if crossing.side == "argument" else PartitionSpec(refined.axis_names)
+    return jax.jit(lambda x: crossing._permuted(x, mesh), out_shardings=NamedSharding(refined, spec))
