@@ -1,55 +1,73 @@
 """Finds associative scans in a graph: `jax.lax.associative_scan` is a Python function, of which a jaxpr shows the expansion.
 
 That begins with strided slices and what combines them; these are taken for the elements and for a first guess of the function.
-Then JAX expands a scan with that function anew, and only where the graph goes on exactly so, equation by equation, and nothing
-else reads what is between, the whole becomes one node. A function that is not elementwise, or depends on sizes, is left alone,
-and so are scans of which a gradient reads what is between.
+Then JAX expands a scan with that function anew, and differentiates it; only what the graph computes exactly so, equation by
+equation, becomes a node for the scan and one for its gradient. A scan of which something else reads what is between is left
+alone, and so is one whose function is not associative, of which only JAX's own order of steps gives what JAX gives.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from shardax import _jax
+from shardax.associativity import has_associative_gradient, is_associative
+from shardax.combines import combine_of
 from shardax.graph import Graph, Node, Value, from_jaxpr
-from shardax.spmd_rules.associative import Combine, Constant, associative_scan_p
-from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import KEEP
+from shardax.numbering import Numbers, params_key
+from shardax.spmd_rules.associative import Combine, associative_scan_p, associative_scan_vjp_p
 
 
 def with_associative_scans(graph: Graph) -> Graph:
-    """The graph and its bodies, each expansion of an associative scan as one node."""
+    """The graph and its bodies, each expansion of an associative scan as one node, and that of its gradient."""
     for node in graph.nodes:
         for body in node.bodies:
             with_associative_scans(body)
-    at = 0
+    at, numbers = 0, None
     while at < len(graph.nodes):
-        found = _scan_at(graph, at)
-        if found:
-            node, count = found
-            graph.nodes[at : at + count] = [node]
+        guess = _guess_at(graph, at)
+        if guess:
+            numbers = numbers or Numbers(graph)
+            if _replaced(graph, _found(graph, numbers, guess), numbers):
+                numbers = None
         at += 1
     _merge_reversals(graph)
     return graph
 
 
-def _scan_at(graph: Graph, at: int) -> tuple[Node, int] | None:
-    """The node for the scan whose expansion begins at a place, and how many nodes it takes."""
+# A first guess
+
+
+@dataclass(frozen=True)
+class _Guess:
+    elements: tuple[Value, ...]
+    dim: int
+    combine: Combine
+
+    @property
+    def types(self) -> tuple[tuple[Any, Any], ...]:
+        return tuple((v.shape, v.aval.dtype) for v in self.elements)
+
+
+def _guess_at(graph: Graph, at: int) -> _Guess | None:
+    """The scan whose expansion seems to begin at a place."""
     level = _level(graph.nodes, at)
     if level is None:
         return None
     elements, dim = level
-    end = next((i for i in range(at + 2 * len(elements), len(graph.nodes)) if _is_cut(graph.nodes[i], dim, 0)), None)
+    count = len(elements)
+    end = next((i for i in range(at + 2 * count, len(graph.nodes)) if _is_cut(graph.nodes[i], dim, 0)), None)
     below = _level(graph.nodes, end) if end else None
-    if end is None or below is None or len(below[0]) != len(elements):
+    if below is None or len(below[0]) != count:
         return None
-    combine = _combine(graph.nodes[at:end], len(elements), below[0])
-    return _verified(graph, at, elements, dim, combine) if combine else None
+    lefts, rights = ([node.outputs[0] for node in graph.nodes[at + i * count :][:count]] for i in (0, 1))
+    combine = combine_of(lefts, rights, graph.nodes[at + 2 * count : end], below[0], dim)
+    return _Guess(tuple(elements), dim, combine) if combine else None
 
 
 def _level(nodes: Sequence[Node], at: int) -> tuple[list[Value], int] | None:
@@ -61,7 +79,7 @@ def _level(nodes: Sequence[Node], at: int) -> tuple[list[Value], int] | None:
     elements = [node.inputs[0] for node in cuts]
     others = nodes[at + len(cuts) :][: len(cuts)]
     same = [node.inputs[0] for node in others if _is_cut(node, dim, 1)] == elements
-    return (elements, dim) if same and len({v.shape for v in elements}) == 1 else None
+    return (elements, dim) if same and len({v.shape[dim] for v in elements}) == 1 else None
 
 
 def _cut_dim(node: Node) -> int | None:
@@ -79,117 +97,169 @@ def _is_cut(node: Node, dim: int, start: int) -> bool:
     return [*params["start_indices"]] == starts and [*params["limit_indices"]] == ends
 
 
-def _combine(nodes: Sequence[Node], count: int, made: Sequence[Value]) -> Combine | None:
-    """The function of the nodes after the first `2 * count`, the slices that it is given."""
-    numbers = {node.outputs[0]: i for i, node in enumerate(nodes[: 2 * count])}
-    steps, shape = [], nodes[0].outputs[0].shape
-    for node in nodes[2 * count :]:
-        operands = [_operand(v, numbers) for v in node.inputs]
-        if None in operands or not _is_elementwise(node, shape):
-            return None
-        params = tuple((name, None if name in ("sharding", "out_sharding") else p) for name, p in node.params.items())
-        steps.append((node.primitive, params, tuple(operands)))
-        numbers[node.outputs[0]] = len(numbers)
-    results = tuple(numbers.get(v) for v in made)
-    return None if None in results else Combine(tuple(steps), results)  # type: ignore[arg-type]
+# What the graph computes of it
 
 
-def _operand(value: Value, numbers: dict[Value, int]) -> int | Constant | None:
-    if not value.is_literal:
-        return numbers.get(value)
-    if value.shape or not isinstance(value.aval.dtype, np.dtype):
+@dataclass(frozen=True)
+class _Found:
+    """A node, the numbers of its results in the graph (None: nothing computes it), of all that is computed for them, and of
+    what of that is between."""
+
+    node: Node
+    results: list[int | None]
+    computed: set[int]
+    between: set[int]
+
+
+def _found(graph: Graph, numbers: Numbers, guess: _Guess) -> list[_Found]:
+    """The scan and its gradients, as far as the graph computes them."""
+    expected = _expansion(guess.types, guess.dim, guess.combine)
+    params = {"combine": guess.combine, "dim": guess.dim, "reverse": False}
+    scan = _computed(graph, numbers, expected, list(guess.elements), (associative_scan_p, params))
+    if scan is None or not is_associative(guess.combine, guess.types, guess.dim):
+        return []
+    same_gradient = has_associative_gradient(guess.combine, guess.types, guess.dim)
+    return [scan, *(_without_parts(_gradients(graph, numbers, guess)) if same_gradient else ())]
+
+
+def _computed(graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Value], what: tuple[Any, Any]) -> _Found | None:
+    """A node in the place of a known program, if the graph computes one of its results of `inputs`."""
+    given = [numbers.number(v) for v in inputs]
+    known = numbers.find(expected, given)
+    results = [None if known[v] in given or not numbers.same(known[v], v.shape) else known[v] for v in expected.outputs]
+    if all(n is None for n in results):
         return None
-    return Constant(value.aval.dtype, np.asarray(value.literal, value.aval.dtype).tobytes())
-
-
-def _is_elementwise(node: Node, shape: tuple[int, ...]) -> bool:
-    if node.name not in RULES or len(node.outputs) != 1 or node.outputs[0].shape != shape or node.eqn.effects:
-        return False
-    if node.name == "broadcast_in_dim":
-        return not node.inputs[0].shape and len(node.inputs) == 1
-    factors = RULES[node.name].factors(node)
-    (result,) = factors.results
-    kept = all(factors.kind(f) == KEEP for f in factors.sizes)
-    return kept and not RULES[node.name].sends and all(dims in ((), result) for dims in factors.operands)
-
-
-def _verified(graph: Graph, at: int, elements: list[Value], dim: int, combine: Combine) -> tuple[Node, int] | None:
-    """The node, where the graph goes on as JAX expands this scan, for those of its results that are read."""
-    types = tuple((v.shape, v.aval.dtype) for v in elements)
-    for used in _subsets(len(elements)):
-        match = _match(_expansion(types, dim, combine, used), graph.nodes[at:], elements)
-        if match is None:
-            continue
-        results, count = match
-        nodes = graph.nodes[at : at + count]
-        if not _read_between(graph, nodes, results):
-            outputs = iter(results)
-            found = [next(outputs) if i in used else Value(v.aval) for i, v in enumerate(elements)]
-            params = {"combine": combine, "dim": dim, "reverse": False}
-            scan = replace(nodes[0], primitive=associative_scan_p, params=params, inputs=elements, outputs=found)
-            return scan, count
-    return None
-
-
-def _subsets(count: int) -> Iterator[tuple[int, ...]]:
-    """All results, then some, of a few; of many all but one, or one."""
-    for size in range(count, 0, -1):
-        yield from itertools.combinations(range(count), size) if count <= 4 or size in (1, count - 1, count) else ()
+    near = {v for node in expected.nodes if not _is_inner(node, expected) for v in node.outputs}
+    computed = set(known.values()) - {*given}
+    between = {n for v, n in known.items() if v not in near} - {*given, *results}
+    primitive, params = what
+    first = next(node for node in graph.nodes if any(numbers.of[v] in results for v in node.outputs))
+    outputs = [Value(v.aval) for v in expected.outputs]
+    return _Found(
+        replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs), results, computed, between
+    )
 
 
 @lru_cache(maxsize=64)
-def _expansion(types: tuple[tuple[Any, Any], ...], dim: int, combine: Combine, used: tuple[int, ...]) -> Graph:
-    def scan(*elements):
-        results = combine.scan(elements, dim, reverse=False)
-        return [results[i] for i in used]
-
-    return from_jaxpr(_jax.dce(jax.make_jaxpr(scan)(*(jax.ShapeDtypeStruct(*t) for t in types))))
+def _expansion(types: tuple[tuple[Any, Any], ...], dim: int, combine: Combine) -> Graph:
+    return _traced(lambda *elements: combine.scan(elements, dim, reverse=False), types)
 
 
-def _match(expected: Graph, nodes: Sequence[Node], elements: Sequence[Value]) -> tuple[list[Value], int] | None:
-    """The values that stand for the expected results, and how many nodes make them, where the nodes are the expected ones.
-
-    What has no elements does not count: functions such as jnp.where treat it in ways of their own.
-    """
-    stands: dict[Value, Value] = dict(zip(expected.inputs, elements, strict=True))
-    numbered = iter(enumerate(nodes, 1))
-    count = 0
-    for want in filter(_makes_elements, expected.nodes):
-        count, have = next(((i, node) for i, node in numbered if _makes_elements(node)), (0, None))
-        if have is None or want.primitive is not have.primitive or not _same_params(want.params, have.params):
-            return None
-        if len(want.inputs) != len(have.inputs):
-            return None
-        if not all(_stands_for(x, y, stands) for x, y in zip(have.inputs, want.inputs, strict=True)):
-            return None
-        stands.update(zip(want.outputs, have.outputs, strict=True))
-    return [stands[v] for v in expected.outputs], count
+def _traced(function: Callable[..., Any], types) -> Graph:
+    """Under no mesh, on which JAX would note where gradients lie."""
+    with _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return from_jaxpr(_jax.dce(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*t) for t in types))))
 
 
-def _makes_elements(node: Node) -> bool:
-    return any(0 not in shape for shape in node.out_shapes)
+def _gradients(graph: Graph, numbers: Numbers, guess: _Guess) -> Iterator[_Found]:
+    """For some of the results, and what may be their cotangents: the cotangents of the elements."""
+    wanted = tuple(i for i, (_, dtype) in enumerate(guess.types) if jnp.issubdtype(dtype, jnp.inexact))
+    for seeds in _subsets(wanted):
+        expected = _gradient(guess.types, guess.dim, guess.combine, seeds, wanted)
+        params = {"combine": guess.combine, "dim": guess.dim, "reverse": False, "seeds": seeds, "wanted": wanted}
+        candidates = [_candidates(graph, numbers, expected, ct) for ct in expected.inputs[len(guess.elements) :]]
+        for cts in itertools.islice(itertools.product(*candidates), 64):
+            found = _computed(graph, numbers, expected, [*guess.elements, *cts], (associative_scan_vjp_p, params))
+            if found:
+                yield found
 
 
-def _same_params(want: dict[str, Any], have: dict[str, Any]) -> bool:
-    of_explicit_meshes = ("sharding", "out_sharding")
-    return all(name in have and (name in of_explicit_meshes or have[name] == p) for name, p in want.items())
+def _without_parts(found: Iterable[_Found]) -> Iterator[_Found]:
+    """Those that give what larger ones do not."""
+    covered: set[int | None] = {None}
+    for one in sorted(found, key=lambda one: one.results.count(None)):
+        if not covered.issuperset(one.results):
+            covered.update(one.results)
+            yield one
 
 
-def _stands_for(have: Value, want: Value, stands: dict[Value, Value]) -> bool:
-    if want.is_literal or have.is_literal:
-        alike = want.is_literal and have.is_literal and want.aval.dtype == have.aval.dtype and want.shape == have.shape
-        return bool(alike) and np.asarray(want.literal).tobytes() == np.asarray(have.literal).tobytes()
-    if 0 in want.shape:
-        return have.shape == want.shape
-    return stands.get(want) is have
+def _subsets(which: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """All, then some, of a few; of many all, all but one, or one."""
+    count = len(which)
+    for size in range(count, 0, -1):
+        yield from itertools.combinations(which, size) if count <= 4 or size in (1, count - 1, count) else ()
 
 
-def _read_between(graph: Graph, nodes: Sequence[Node], results: Sequence[Value]) -> bool:
-    """Whether something else reads what nodes make, other than their results."""
-    inside = {v for node in nodes for v in node.outputs}.difference(results)
-    own = set(nodes)
-    outside = itertools.chain(graph.outputs, *(node.inputs for node in graph.nodes if node not in own))
-    return any(v in inside for v in outside)
+@lru_cache(maxsize=64)
+def _gradient(types, dim: int, combine: Combine, seeds: tuple[int, ...], wanted: tuple[int, ...]) -> Graph:
+    def gradient(*args):
+        elements, cts = args[: len(types)], args[len(types) :]
+
+        def scan(*moving):
+            given = dict(zip(wanted, moving, strict=True))
+            results = combine.scan([given.get(i, x) for i, x in enumerate(elements)], dim, reverse=False)
+            return [results[i] for i in seeds]
+
+        return jax.vjp(scan, *(elements[i] for i in wanted))[1](list(cts))
+
+    return _traced(gradient, (*types, *(types[i] for i in seeds)))
+
+
+def _candidates(graph: Graph, numbers: Numbers, expected: Graph, ct: Value) -> list[Value]:
+    """The values to which the graph does all that is expected to be done to a cotangent at first."""
+    found: dict[int, Value] | None = None
+    for want in expected.nodes:
+        if ct in want.inputs:
+            at, key = want.inputs.index(ct), params_key(want.params)
+            alike = (n for n in graph.nodes if n.primitive is want.primitive and n.in_shapes == want.in_shapes)
+            here = [n.inputs[at] for n in alike if params_key(n.params) == key and not n.inputs[at].is_literal]
+            values = {numbers.of[v]: v for v in here}
+            found = values if found is None else {n: v for n, v in found.items() if n in values}
+    return list((found or {}).values())
+
+
+def _is_inner(node: Node, graph: Graph) -> bool:
+    """Whether a node needs what is between: neither a piece of an input, nor a constant."""
+    return any(not v.is_literal and v not in graph.inputs for v in node.inputs)
+
+
+# Putting it in
+
+
+def _replaced(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> bool:
+    """Puts nodes in for what they compute, if then nothing reads what is between any more."""
+    stands = {
+        old: new
+        for one in found
+        for new, number in zip(one.node.outputs, one.results, strict=True)
+        for old in (numbers.same(number, new.shape) if number is not None else ())
+    }
+    read = [replace(n, inputs=[stands.get(v, v) for v in n.inputs]) for n in _inserted(graph.nodes, found)]
+    outputs = [stands.get(v, v) for v in graph.outputs]
+    computed = set().union(*(one.computed for one in found))
+    between = set().union(*(one.between for one in found)) - {n for one in found for n in one.results}
+    nodes = _without_unread(read, outputs, lambda v: numbers.of.get(v) in computed)
+    if not found or any(numbers.of.get(v) in between for n in nodes for v in n.outputs) or not _in_order(graph.inputs, nodes):
+        return False
+    graph.nodes[:], graph.outputs[:] = nodes, outputs
+    return True
+
+
+def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> list[Node]:
+    """The nodes, each new one after those that make what it reads."""
+    places = {v: i for i, node in enumerate(nodes, 1) for v in node.outputs}
+    after: dict[int, list[Node]] = {}
+    for one in found:
+        after.setdefault(max(places.get(v, 0) for v in one.node.inputs), []).append(one.node)
+    return [*after.get(0, ()), *itertools.chain.from_iterable([node, *after.get(i, ())] for i, node in enumerate(nodes, 1))]
+
+
+def _without_unread(nodes: Sequence[Node], outputs: Sequence[Value], may_drop: Callable[[Value], bool]) -> list[Node]:
+    read, kept = set(outputs), []
+    for node in reversed(nodes):
+        if any(v in read for v in node.outputs) or not all(map(may_drop, node.outputs)):
+            kept.append(node)
+            read.update(node.inputs)
+    return kept[::-1]
+
+
+def _in_order(inputs: Sequence[Value], nodes: Sequence[Node]) -> bool:
+    made = set(inputs)
+    for node in nodes:
+        if any(v not in made and not v.is_literal for v in node.inputs):
+            return False
+        made.update(node.outputs)
+    return True
 
 
 def _merge_reversals(graph: Graph) -> None:
@@ -199,18 +269,20 @@ def _merge_reversals(graph: Graph) -> None:
     for node in graph.nodes:
         for v in node.inputs:
             readers.setdefault(v, []).append(node)
+    turned: dict[Node, Node] = {}
     dropped: set[Node] = set()
-    for i, node in enumerate(graph.nodes):
-        if node.primitive is associative_scan_p and (turned := _turned(node, makers, readers)):
-            before, after = turned
+    for node in graph.nodes:
+        if node.primitive in (associative_scan_p, associative_scan_vjp_p) and (ends := _reversals(node, makers, readers)):
+            before, after = ends
             outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
             inputs = [rev.inputs[0] for rev in before]
-            graph.nodes[i] = replace(node, params={**node.params, "reverse": True}, inputs=inputs, outputs=outputs)
-            dropped.update(after.values(), (rev for rev in before if readers[rev.outputs[0]] == [node]))
-    graph.nodes = [node for node in graph.nodes if node not in dropped]
+            turned[node] = replace(node, params={**node.params, "reverse": True}, inputs=inputs, outputs=outputs)
+            dropped.update(after.values())
+    nodes = [turned.get(node, node) for node in graph.nodes if node not in dropped]
+    graph.nodes[:] = _without_unread(nodes, graph.outputs, lambda v: makers.get(v) is not None and makers[v].name == "rev")
 
 
-def _turned(
+def _reversals(
     node: Node, makers: dict[Value, Node], readers: dict[Value, list[Node | None]]
 ) -> tuple[list[Node], dict[Value, Node]] | None:
     """The reversals of a scan's elements and of its results, if that is all that is there."""

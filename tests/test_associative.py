@@ -27,6 +27,16 @@ def linear(left, right):
     return left[0] * right[0], right[0] * left[1] + right[1]
 
 
+def matrices(left, right):
+    """h = A h + b."""
+    return right[0] @ left[0], jnp.einsum("nij,nj->ni", right[0], left[1]) + right[1]
+
+
+def segmented(left, right):
+    """Sums that begin anew."""
+    return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
+
+
 def latest(left, right):
     """The latest that is large, else the first: not commutative."""
     return jnp.where(right > 0.6, right, left)
@@ -55,10 +65,14 @@ def test_found(name, n):
 
 
 NOT_SCANS = {
-    "a product of matrices": lambda a: lax.associative_scan(jnp.matmul, a),
     "depends on the place": lambda a: lax.associative_scan(lambda x, y: x + y * jnp.arange(len(x))[:, None, None], a),
     "depends on the size": lambda a: lax.associative_scan(lambda x, y: x + y * len(x), a),
-    "between is read": lambda a: jax.grad(lambda a: (lax.associative_scan(jnp.multiply, a) ** 2).sum())(a),
+    "mixes rows": lambda a: lax.associative_scan(lambda x, y: x + y[::-1], a),
+    "sums over rows": lambda a: lax.associative_scan(lambda x, y: x + y.sum(0), a),
+    "not associative": lambda a: lax.associative_scan(jnp.subtract, a),
+    "associative where positive": lambda a: lax.associative_scan(lambda x, y: jnp.minimum(x + y, 1), a),
+    "associative but for a millionth": lambda a: lax.associative_scan(lambda x, y: x + y * 1.0001, a),
+    "ties": lambda a: jax.grad(lambda a: (lax.associative_scan(jnp.maximum, a) ** 2).sum())(a),
     "other slices": lambda a: a[0:-1:2] + a[1::2],
 }
 
@@ -66,7 +80,72 @@ NOT_SCANS = {
 @pytest.mark.mixed_dtypes
 @pytest.mark.parametrize("name", NOT_SCANS)
 def test_not_found(name):
-    assert found(NOT_SCANS[name], array(9, 3, 3)[: 8 if name == "other" else 9]) == []
+    assert found(NOT_SCANS[name], array(8 if name.startswith("other") else 9, 3, 3)) == []
+
+
+def test_what_is_between_may_be_read():
+    """Then only what is below is a scan."""
+
+    def f(a):
+        return lax.associative_scan(jnp.multiply, a), a[0:-1:2] * a[1::2] + 1
+
+    assert found(f, array(16)) == [(0, False)]
+    np.testing.assert_array_equal(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(array(16))[0], f(array(16))[0])
+
+
+def cubes(a):
+    return a[..., None] * array(4, 4)
+
+
+GRADIENTS = {
+    "multiply": lambda a, b, **how: lax.associative_scan(jnp.multiply, a, **how),
+    "linear": lambda a, b, **how: lax.associative_scan(linear, (a, b), **how)[1],
+    "both": lambda a, b, **how: sum(lax.associative_scan(linear, (a, b), **how)),
+    "latest": lambda a, b, **how: lax.associative_scan(latest, a, **how) * b,
+    "matmul": lambda a, b, **how: lax.associative_scan(jnp.matmul, cubes(a) / 2, **how)[:, 0] * b,
+    "matrices": lambda a, b, **how: lax.associative_scan(matrices, (cubes(a) / 2, b), **how)[1],
+    "segmented": lambda a, b, **how: lax.associative_scan(segmented, (b[:, :1] > 0.7, a), **how)[1],
+}
+
+
+def loss(name, **how):
+    return lambda a, b: (GRADIENTS[name](a, b, **how) ** 2).sum()
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("n", [8, 31])
+def test_found_in_gradients(name, n):
+    """Nothing of the expansion is left: no slices with strides, no paddings."""
+    x, f = array(n, 4), loss(name)
+    for grad in (jax.grad(f), jax.value_and_grad(f, (0, 1)), jax.grad(jax.checkpoint(f))):
+        graph = with_associative_scans(from_jaxpr(_jax.dce(jax.make_jaxpr(grad)(x, x))))
+        names = [node.name for node in graph.nodes]
+        assert names.count("associative_scan") == names.count("associative_scan_vjp") == 1
+        assert not [node for node in graph.nodes if node.name == "slice" and 2 in (node.params["strides"] or ())]
+
+
+@pytest.mark.parametrize("name, n, spec, reverse", [
+    ("multiply", 16, P("y", "x"), False),
+    ("linear", 9, P(("x", "y")), True),
+    ("linear", 13, P("x"), False),
+    ("both", 13, P("x", "y"), True),
+    ("latest", 9, P(("x", "y")), False),
+    ("matmul", 13, P("x"), True),
+    ("matrices", 9, P("x"), False),
+    ("segmented", 13, P(("x", "y")), True),
+])  # fmt: skip
+def test_same_gradients(name, n, spec, reverse):
+    args = array(n, 4), array(n, 4)
+
+    def f(constrain):
+        moved = lambda a, b: loss(name, reverse=reverse)(constrain(a), constrain(b))  # noqa: E731
+        return lambda a, b: jax.tree.map(constrain, jax.grad(moved, (0, 1))(a, b))
+
+    wanted = jax.jit(f(lambda x: x))(*args)
+    with poisoned_padding():
+        got = sx.shard_jit(f(lambda x: sx.annotate(x, NamedSharding(MESH, spec))), mesh=MESH)(*args)
+    for have, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SCANS)

@@ -24,6 +24,7 @@ UNCHECKED = {
     **dict.fromkeys("annotate reshard sharding_constraint".split(), "an annotation: says how its operand lies on the devices"),
     **dict.fromkeys("scaled_matmul scaled_matmul_wrapper".split(), "runs on GPUs alone"),
     "associative_scan": "shardax finds it in what jax.lax.associative_scan expands into",
+    "associative_scan_vjp": "shardax finds it in the gradient of what jax.lax.associative_scan expands into",
     "copy_p": "another name of copy",
     "rotate": "shardax makes it of the slices and the concatenation of a roll",
     "random_gamma_grad": "lax.random_gamma_grad is made of other primitives",

@@ -6,7 +6,7 @@ a b c     d e f     g h i    ->  a ab abc | d de ...   abc | abcdef | ...       
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,11 @@ from shardax.spmd_rules.registry import Local, register_rule
 
 associative_scan_p = Primitive("associative_scan")
 associative_scan_p.multiple_results = True
-"""associative_scan *elements: as `jax.lax.associative_scan`, arrays of one shape, along `dim`, with the Combine `combine`."""
+"""associative_scan *elements: as `jax.lax.associative_scan`, along `dim`, with the Combine `combine`."""
+
+associative_scan_vjp_p = Primitive("associative_scan_vjp")
+associative_scan_vjp_p.multiple_results = True
+"""associative_scan_vjp *elements *cotangents: the cotangents of the elements `wanted`, given those of the results `seeds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +39,40 @@ class Constant:
         return np.frombuffer(self.word, self.dtype)[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """In a shape in a Combine: the size of dim `dim` of element `element`."""
+
+    element: int
+    dim: int
+
+
 Operand = int | Constant  # the number of a value, or a constant
 
 
 @dataclass(frozen=True, slots=True)
 class Combine:
-    """An elementwise function of two lists of arrays, as steps (primitive, parameters, operands).
+    """A function of two lists of arrays, row by row, as steps (primitive, parameters, operands).
 
     Values are numbered: those on the left, those on the right, then what the steps make, one each. `results` are some of them.
+    `words` are the dims of each element as a rule's factors.
     """
 
     steps: tuple[tuple[Any, tuple[tuple[str, Any], ...], tuple[Operand, ...]], ...]
     results: tuple[int, ...]
+    words: tuple[str, ...]
 
     def __call__(self, left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
-        values, shape = [*left, *right], left[0].shape
+        values = [*left, *right]
+
+        def sized(param):
+            if not isinstance(param, tuple):
+                return param
+            return tuple(left[p.element].shape[p.dim] if isinstance(p, Size) else p for p in param)
+
         for primitive, params, operands in self.steps:
-            given = {**dict(params), **({"shape": shape} if primitive is lax.broadcast_in_dim_p else {})}
             read = [values[x] if isinstance(x, int) else x.value for x in operands]
-            values.append(primitive.bind(*read, **given))
+            values.append(primitive.bind(*read, **{name: sized(p) for name, p in params}))
         return [values[i] for i in self.results]
 
     def scan(self, elements: Sequence[Any], dim: int, reverse: bool) -> list[Any]:
@@ -61,11 +80,21 @@ class Combine:
 
 
 def associative_scan(node: Node) -> str:
-    """ "..., ... -> ..., ..."; the lowering sends along the dim that is scanned."""
-    return f"{', '.join(['...'] * len(node.inputs))} -> {', '.join(['...'] * len(node.outputs))}"
+    """ "k0 k1, k0 k1 -> k0 k1, k0 k1"; the lowering sends along the dim that is scanned."""
+    words = ", ".join(node.params["combine"].words)
+    return f"{words} -> {words}"
+
+
+def associative_scan_vjp(node: Node) -> str:
+    words, (seeds, wanted) = node.params["combine"].words, (node.params[name] for name in ("seeds", "wanted"))
+    return f"{', '.join([*words, *(words[i] for i in seeds)])} -> {', '.join(words[i] for i in wanted)}"
 
 
 def _associative_scan_local(local: Local, *shards):
+    return _scanned(local, shards)
+
+
+def _scanned(local: Local, shards: Sequence[Any]) -> list[Any]:
     combine, dim, reverse = (local.params[name] for name in ("combine", "dim", "reverse"))
     axes = local.operands[0].dims[dim]
     if not axes:
@@ -74,15 +103,36 @@ def _associative_scan_local(local: Local, *shards):
     uneven = reverse and size % block
     scanned = _scan_valid(local, combine, shards) if uneven else combine.scan(shards, dim, reverse)
     last = (size - 1) // block  # the last block that holds more than padding
-    with jax.named_scope("all_gather[totals of associative_scan]"):
-        totals = [lax.all_gather(_end(x, dim, reverse), axes, axis=dim, tiled=True) for x in scanned]
+    totals: list[Any] = [_gathered(_end(x, dim, reverse), axes, dim) for x in scanned]
     sums = combine.scan([lax.slice_in_dim(x, 0, last + 1, axis=dim) for x in totals], dim, reverse)
     device = local.index(axes)
     before = lax.clamp(0, device + (1 if reverse else -1), last)
     prefix = [lax.dynamic_slice_in_dim(x, before, 1, axis=dim) for x in sums]
+    if last + 1 < local.count(axes):  # where there is but padding, no gradient comes from
+        prefix = [
+            lax.select(device <= last, p, lax.slice_in_dim(x, 0, 1, axis=dim)) for p, x in zip(prefix, scanned, strict=True)
+        ]
     joined = combine([lax.broadcast_in_dim(p, x.shape, range(x.ndim)) for p, x in zip(prefix, scanned, strict=True)], scanned)
     first = device == (last if reverse else 0)
     return [lax.select(first, alone, after) for alone, after in zip(scanned, joined, strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gathered(x, axes, dim: int):
+    with jax.named_scope("all_gather[totals of associative_scan]"):
+        return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def _gathered_forward(x, axes, dim: int):
+    return _gathered(x, axes, dim), None
+
+
+def _gathered_backward(axes, dim: int, _, ct):
+    with jax.named_scope("reduce_scatter[totals of associative_scan]"):
+        return (lax.psum_scatter(ct, axes, scatter_dimension=dim, tiled=True),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _end(x, dim: int, reverse: bool):
@@ -94,29 +144,71 @@ def _end(x, dim: int, reverse: bool):
 def _scan_valid(local: Local, combine: Combine, shards: Sequence[Any]) -> list[Any]:
     """A scan backwards, which would begin with padding: what is padding leaves all else as it is."""
     dim = local.params["dim"]
-    row = lax.broadcasted_iota("int32", shards[0].shape, dim) + local.start(local.operands[0], dim)
-    valid = row < local.node.in_shapes[0][dim]
+    rows = (*[1] * dim, shards[0].shape[dim])
+    valid = lax.broadcasted_iota("int32", rows, dim) + local.start(local.operands[0], dim) < local.node.in_shapes[0][dim]
     _, *scanned = lax.associative_scan(functools.partial(_valid, combine), [valid, *shards], reverse=True, axis=dim)
     return scanned
 
 
 def _valid(combine: Combine, left, right):
     (here, *ls), (there, *rs) = left, right
+
+    def where(valid, x, y):
+        return lax.select(lax.broadcast_in_dim(valid, x.shape, range(valid.ndim)), x, y)
+
     both = combine(ls, rs)
-    chosen = [lax.select(here, lax.select(there, x, a), b) for x, a, b in zip(both, ls, rs, strict=True)]
-    return [here | there, *chosen]
+    return [here | there, *(where(here, where(there, x, a), b) for x, a, b in zip(both, ls, rs, strict=True))]
+
+
+def _associative_scan_vjp_local(local: Local, *shards):
+    count = len(local.params["combine"].words)
+    elements, cts = [_safe(local, i, x) for i, x in enumerate(shards[:count])], shards[count:]
+    if local.operands[0].dims[local.params["dim"]]:
+        cts = [local.mask(count + i, ct, 0, [local.params["dim"]]) for i, ct in enumerate(cts)]
+    return _pulled_back(functools.partial(_scanned, local), local.params, elements, cts)
+
+
+def _pulled_back(scan: Callable[..., list[Any]], params, elements: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+    """The cotangents of the elements `wanted` of a scan."""
+    seeds, wanted = params["seeds"], params["wanted"]
+
+    def run(*moving):
+        given = dict(zip(wanted, moving, strict=True))
+        results = scan([given.get(i, x) for i, x in enumerate(elements)])
+        return [results[i] for i in seeds]
+
+    _, back = jax.vjp(run, *(elements[i] for i in wanted))
+    return list(back(list(cts)))
+
+
+def _safe(local: Local, i: int, x):
+    """An element whose padding repeats its first row: its gradient is zero, but garbage times zero may be NaN."""
+    dim = local.params["dim"]
+    if local.operands[i].padded[dim] == local.node.in_shapes[i][dim]:
+        return x
+    inside = lax.broadcasted_iota("int32", x.shape, dim) < local.node.in_shapes[i][dim] - local.start(local.operands[i], dim)
+    return lax.select(inside, x, lax.broadcast_in_dim(lax.slice_in_dim(x, 0, 1, axis=dim), x.shape, range(x.ndim)))
 
 
 def _sends(local: Local) -> Iterator[float]:
     dim = local.params["dim"]
     others = local.count(local.operands[0].dims[dim]) - 1
-    row = math.prod(local.in_shape()) // max(local.in_shape()[dim], 1)
-    yield from (others * row * v.itemsize for v in local.node.inputs if others)
+    for i, v in enumerate(local.node.inputs):
+        row = math.prod(local.in_shape(i)) // max(local.in_shape(i)[dim], 1)
+        yield from [others * row * v.itemsize] * bool(others)
 
 
 def _impl(*elements, combine: Combine, dim: int, reverse: bool):
     return combine.scan(elements, dim, reverse)
 
 
-associative_scan_p.def_impl(jax.jit(_impl, static_argnames=("combine", "dim", "reverse")))
+def _vjp_impl(*arrays, combine: Combine, dim: int, reverse: bool, **params):
+    scan, count = functools.partial(combine.scan, dim=dim, reverse=reverse), len(combine.words)
+    return _pulled_back(scan, params, arrays[:count], arrays[count:])
+
+
+_STATIC = ("combine", "dim", "reverse")
+associative_scan_p.def_impl(jax.jit(_impl, static_argnames=_STATIC))
+associative_scan_vjp_p.def_impl(jax.jit(_vjp_impl, static_argnames=(*_STATIC, "seeds", "wanted")))
 register_rule("associative_scan", associative_scan, _associative_scan_local, sends=_sends)
+register_rule("associative_scan_vjp", associative_scan_vjp, _associative_scan_vjp_local, sends=_sends)

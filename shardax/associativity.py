@@ -1,0 +1,99 @@
+"""Tries whether a function is associative, and its gradient: only then may a scan be split into blocks.
+
+A scan with another function has a meaning all the same, that of the order in which JAX takes steps, and so has the gradient of
+a maximum where two are equal. Tried on numbers of both signs, many of them equal; what only is associative on some is not.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardax import _jax
+from shardax.spmd_rules.associative import Combine
+
+_ROWS = 64
+_FEW = np.array([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0])
+
+
+@lru_cache(maxsize=256)
+def is_associative(combine: Combine, types: tuple[tuple[Any, Any], ...], dim: int) -> bool:
+    """Whether f(f(a, b), c) = f(a, f(b, c)), for elements of the shapes and dtypes `types`, as far as their floats tell."""
+    return _agree(_both, combine, types, dim)
+
+
+@lru_cache(maxsize=256)
+def has_associative_gradient(combine: Combine, types: tuple[tuple[Any, Any], ...], dim: int) -> bool:
+    """Whether the gradients of both with respect to a, b and c are the same."""
+    return _agree(_both_gradients, combine, types, dim)
+
+
+def _agree(both, combine: Combine, types, dim: int) -> bool:
+    random = np.random.default_rng(0)
+    *abc, cts = ([_sample(random, *t) for t in _small(combine, types, dim)] for _ in range(4))
+    no_mesh, precisely = _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.default_matmul_precision("highest")
+    with no_mesh, precisely, jax.ensure_compile_time_eval():
+        one, two = jax.tree.map(np.asarray, jax.jit(partial(both, combine))(abc, cts))
+    scale = _scale([*jax.tree.leaves(abc), *jax.tree.leaves((one, two))], dim)
+    return all(_close(x, y, scale, dim) for x, y in zip(one, two, strict=True))
+
+
+def _both(combine: Combine, abc, cts):
+    a, b, c = abc
+    return combine(combine(a, b), c), combine(a, combine(b, c))
+
+
+def _both_gradients(combine: Combine, abc, cts):
+    def inexact(xs: Sequence[Any]) -> list[Any]:
+        return [x for x in xs if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def gradient(i: int):
+        _, back = jax.vjp(lambda *abc: inexact(_both(combine, abc, None)[i]), *abc)
+        return [x for x in jax.tree.leaves(back(inexact(cts))) if x.dtype != jax.dtypes.float0]
+
+    return gradient(0), gradient(1)
+
+
+def _small(combine: Combine, types, dim: int) -> list[tuple[tuple[int, ...], Any]]:
+    """The types with a few rows, two of what else is treated alike; what is mixed has its size."""
+    rows = combine.words[0].split()[dim]
+    return [
+        (tuple(_ROWS if w == rows else n if w.endswith("!") else 2 for w, n in zip(words.split(), shape, strict=True)), dtype)
+        for words, (shape, dtype) in zip(combine.words, types, strict=True)
+    ]
+
+
+def _sample(random: np.random.Generator, shape: tuple[int, ...], dtype) -> np.ndarray:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        parts = [np.where(random.random(shape) < 0.5, random.choice(_FEW, shape), random.normal(size=shape)) for _ in range(2)]
+        return (parts[0] + (1j * parts[1] if jnp.issubdtype(dtype, jnp.complexfloating) else 0)).astype(dtype)
+    if dtype == np.bool_:
+        return random.random(shape) < 0.5
+    info = jnp.iinfo(dtype)
+    return np.where(
+        random.random(shape) < 0.5, random.integers(0, 4, shape), random.integers(info.min // 2, info.max // 2, shape)
+    ).astype(dtype)
+
+
+def _scale(arrays: Sequence[np.ndarray], dim: int) -> np.ndarray:
+    """The largest of each row."""
+    sizes = [
+        _by_row(np.abs(x.astype("complex128")), dim).max(1, initial=1) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    return np.maximum.reduce(sizes) if sizes else np.ones(_ROWS)
+
+
+def _by_row(x: np.ndarray, dim: int) -> np.ndarray:
+    return np.moveaxis(x, dim, 0).reshape(x.shape[dim], -1)
+
+
+def _close(one: np.ndarray, two: np.ndarray, scale: np.ndarray, dim: int) -> bool:
+    if not jnp.issubdtype(one.dtype, jnp.inexact):
+        return bool((one == two).all())
+    tolerance = 32 * float(jnp.finfo(one.dtype).eps) * scale[:, None]
+    one, two = (_by_row(x.astype("complex128"), dim) for x in (one, two))
+    with np.errstate(invalid="ignore"):
+        return bool(((one == two) | (np.isnan(one) & np.isnan(two)) | (np.abs(one - two) <= tolerance)).all())
