@@ -1,11 +1,12 @@
 """shard_jit: jax.jit whose programs shardax partitions."""
 
 import functools
+import itertools
 import re
 import time
 import types
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -13,11 +14,11 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from shardax import _jax, meshes, strict, transform
+from shardax import _jax, meshes, resting, strict, transform
 from shardax.annotate import describe, flatten
 from shardax.crossing import Crossing, entering, placed_here
 from shardax.explain.lines import line_text
-from shardax.explain.plan import AtRest, Placed, Plan, moved
+from shardax.explain.plan import AtRest, Placed, Plan, at_rest
 from shardax.options import Options, Refused
 from shardax.program import Program
 from shardax.refinement import Placement
@@ -579,11 +580,16 @@ def _plan(
         refinement=built.refinement,
         crossings=(*entering, *built.entering, *built.leaving),
     )
-    arguments = _moved("argument", plan.arguments(), built.uneven_inputs())
-    return replace(plan, at_rest=(*arguments, *_moved("result", plan.results(), built.uneven_outputs())))
+    moved = (
+        _moved("argument", plan.arguments(), resting.arguments(built)),
+        _moved("result", plan.results(), resting.results(built)),
+    )
+    return replace(plan, at_rest=tuple(itertools.chain(*moved)))
 
 
-def _moved(side: str, places: Iterable[Placed], annotated: Iterable[tuple[int, Placement, str]]) -> tuple[AtRest, ...]:
-    places, given = list(places), {i: (wanted.sharding, reason) for i, wanted, reason in annotated}
-    wanted, reasons = zip(*(given.get(i, (None, "")) for i in range(len(places))), strict=True) if places else ((), ())
-    return moved(side, places, wanted, reasons)
+def _moved(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
+    """What completion wants is in the program's axes, what an annotation says may be the same place in others."""
+    places = list(places)
+    for x in found:
+        if x.number < len(places) and x.wanted.sharding != places[x.number].sharding:  # the last inputs are what it closes over
+            yield at_rest(side, places[x.number], x.wanted.sharding, x.came, x.left)

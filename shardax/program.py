@@ -4,7 +4,7 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +20,11 @@ from shardax.completion.complete import Completion, complete
 from shardax.counted import with_batched_indices
 from shardax.crossing import Crossing, crossings, placed_here
 from shardax.explain.ledger import collectives
-from shardax.graph import Graph, Node, Value
+from shardax.graph import Graph, Value
 from shardax.options import Options
 from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
-from shardax.partition.emit import emit, purpose, reshard_reason
+from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
 from shardax.passes import dead, scopes
 from shardax.refinement import Placement, Refinement, refinement
@@ -74,32 +74,6 @@ class Program:
             c.number: placed_here(c, p.sharding.rank) for c in self.leaving if c.outside for p in (self.results[c.number],)
         }
         return tuple(outside.get(i, placement).on(mesh) for i, placement in enumerate(self.results))
-
-    def uneven_inputs(self) -> Iterator[tuple[int, Placement, str]]:
-        """(number, annotation, reason of what is sent to bring it there) of each argument that cannot rest as annotated."""
-        numbers = {value: i for i, value in enumerate(self.graph.inputs)}
-        for node, wanted, sharding in self._uneven():
-            if node.inputs[0] in numbers:
-                yield numbers[node.inputs[0]], wanted, self._reason(node, sharding)
-
-    def uneven_outputs(self) -> Iterator[tuple[int, Placement, str]]:
-        """The same of each result; its reason is that of the collectives that bring it to rest."""
-        uneven = {node.outputs[0]: (node, wanted) for node, wanted, _ in self._uneven()}
-        for i, (value, rest) in enumerate(zip(self.graph.outputs, self.out_shardings, strict=True)):
-            if value in uneven:
-                node, wanted = uneven[value]
-                yield i, wanted, self._reason(node, rest)
-
-    def _reason(self, node: Node, sharding: Sharding) -> str:
-        return reshard_reason(purpose(node), self.refinement.shown(sharding))
-
-    def _uneven(self) -> Iterator[tuple[Node, Placement, Sharding]]:
-        for node, given in annotations.among(self.graph.nodes):
-            if None not in given.dims:
-                sharding = Sharding(tuple(axes or () for axes in given.dims))
-                rest = self.refinement.rest(sharding, node.outputs[0].shape, given.on, across=given.names_result)
-                if self.refinement.sharding(rest) != sharding:
-                    yield node, self.refinement.placement(sharding, given.on), sharding
 
 
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()

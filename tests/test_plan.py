@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardax.cost import chips
 from shardax.cost.roofline import estimate, work
-from shardax.explain.plan import AtRest, Plan, moved, placed
+from shardax.explain.plan import AtRest, Plan, at_rest, placed
 from shardax.explain.tables import plain
 from shardax.explain.terminal import rich_text
 from shardax.explain.text import tables
@@ -65,9 +65,8 @@ def make_plan(body=shards, in_specs=IN_SPECS, out_specs=OUT_SPECS, args=(STATE, 
 
 def plan_with_embedding_moved() -> Plan:
     plan = make_plan()
-    wanted = [Sharding((("model",), ())), *(None for _ in range(2 * LAYERS + 1))]
-    reasons = [GATHERED] * len(wanted)
-    return make_plan(at_rest=moved("argument", plan.arguments(), wanted, reasons))
+    embed = next(iter(plan.arguments()))
+    return make_plan(at_rest=(at_rest("argument", embed, Sharding((("model",), ())), came=257 * 32 * 4),))
 
 
 GOLDEN = """\
@@ -147,7 +146,7 @@ def test_on_a_terminal_rich_draws_the_same():
 
 def test_at_rest():
     (embed,) = plan_with_embedding_moved().at_rest
-    assert embed == AtRest("argument 0/embed", (257, 64), Sharding((("model",), ())), Sharding(((), ("model",))), GATHERED)
+    assert embed == AtRest("argument 0/embed", (257, 64), Sharding((("model",), ())), Sharding(((), ("model",))), 257 * 32 * 4)
 
 
 def test_comm_bytes():
@@ -169,8 +168,8 @@ def test_equal_layers_and_moments_are_shown_once():
     in_specs = ({"params": split, "same": split, "weights": whole}, P("data"))
     args = (dict.fromkeys(in_specs[0], params), BATCH)
     plan = make_plan(scaled, in_specs, P("data"), args)
-    wanted = [Sharding((("data", "model"),))] * 10 + [None] * 21
-    text = (dataclasses.replace(plan, at_rest=moved("argument", plan.arguments(), wanted, [""] * 31))).text()
+    wanted = Sharding((("data", "model"),))
+    text = dataclasses.replace(plan, at_rest=tuple(at_rest("argument", p, wanted) for p in list(plan.arguments())[:10])).text()
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[2:10] == [
         "Arguments at rest: 656 B on each device",

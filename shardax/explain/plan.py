@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +32,16 @@ from shardax.sharding import Sharding, from_spec, shard_count
 class AtRest:
     """An argument or result that rests in another sharding than was wanted, which does not divide it.
 
-    `path` begins with "argument" or "result", as in "argument state/params/embed".
-    `reason` is that of the collectives that move it.
+    `path` begins with "argument" or "result", as in "argument state/params/embed". `came`: the bytes that one device sends per
+    call to have an argument as wanted; `left`: to bring a result, or what succeeds a donated argument, to rest.
     """
 
     path: str
     shape: tuple[int, ...]
     wanted: Sharding
     rests: Sharding
-    reason: str = ""
+    came: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +105,8 @@ class Plan:
         return comm_bytes(self.collectives)
 
     def cost_at_rest(self, moved: AtRest) -> int:
-        """Bytes that one device sends per call because `moved` rests where it does."""
-        return comm_bytes(c for c in self.collectives if c.reason and c.reason == moved.reason)
+        """Bytes that one device sends per call to have `moved` as wanted, and to bring it to rest again."""
+        return moved.came + moved.left
 
     def arguments(self) -> Iterator["Placed"]:
         shardings = (self.in_shardings, dict(self.kw_shardings))
@@ -262,10 +263,7 @@ def path_text(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def moved(side: str, places: Iterable[Placed], wanted: Sequence[Sharding | None], reasons: Sequence[str]) -> tuple[AtRest, ...]:
-    """Those places, of `side` "argument" or "result", that do not rest as wanted; None wants nothing."""
-    return tuple(
-        AtRest(f"{side} {place.named or place.path}".rstrip(), tuple(place.aval.shape), want, place.sharding, reason)
-        for place, want, reason in zip(places, wanted, reasons, strict=True)
-        if want is not None and want != place.sharding
-    )
+def at_rest(side: str, place: Placed, wanted: Sharding, came: int = 0, left: int = 0) -> AtRest:
+    """A place, of `side` "argument" or "result", that does not rest as wanted."""
+    path = f"{side} {place.named or place.path}".rstrip()
+    return AtRest(path, tuple(place.aval.shape), wanted, place.sharding, came, left)
