@@ -97,6 +97,15 @@ def closing_over(x):
     return (x + LARGE) * jnp.arange(32.0), x.sum() + 2.0
 
 
+LONG = ("kernel_of_a_layer_whose_name_is_so_long_that_little_fits_beside_it", "mean_of_its_gradient", "noise_added_to_it")
+
+
+def long_lines(params, x):
+    """Statements that are broken: strings with commas in calls, and parentheses that are no calls."""
+    kernel, mean, noise = params.values()
+    return kernel + 0.5 * (mean + noise), jnp.einsum("bsd,dhk->bshk", x, kernel, precision="highest")
+
+
 PROGRAMS = {
     "mlp_gradient": (mlp_gradient, ({"up": P(None, "model"), "down": P("model")}, P("data")), lambda: (
         {"up": normal(16, 32), "down": normal(32, 16)}, normal(8, 16))),
@@ -111,6 +120,8 @@ PROGRAMS = {
     "rematerialized": (rematerialized, (P("model"), P("data")), lambda: (normal(16, 16), normal(8, 16))),
     "ordered": (ordered, (P("data"),), lambda: (normal(12, 16),)),
     "scattered": (scattered, (P("data"), None), lambda: (normal(12, 4), jnp.array([1, 5, 5, 40]))),
+    "long_lines": (long_lines, (P("model"), P("data")), lambda: (
+        {name: normal(6, 3, 2) for name in LONG}, normal(8, 5, 6))),
     "closing_over": (closing_over, P("data", "model"), lambda: (normal(16, 32),)),
 }  # fmt: skip
 

@@ -378,25 +378,37 @@ def _broken(text: str) -> list[str]:
     """A statement that is too long, the arguments of its last call a line each."""
     if len(text) <= WIDTH or not text.endswith((")", "),", "):")):
         return [text]
-    end = text.rfind(")")
+    end, bare = text.rfind(")"), _without_strings(text)
     depth, start = 0, end
     for start in range(end, -1, -1):
-        depth += (text[start] == ")") - (text[start] == "(")
+        depth += (bare[start] == ")") - (bare[start] == "(")
         if depth == 0:
             break
-    arguments = [line for argument in _arguments(text[start + 1 : end]) for line in _broken(f"{argument},")]
-    return [text[: start + 1], *_indented(arguments), text[end:]]
+    arguments = list(_arguments(text[start + 1 : end]))
+    called = re.search(r"[\w)\]]$", text[:start])
+    comma = "," if called or len(arguments) > 1 else ""  # one thing in parentheses is no tuple
+    lines = [line for argument in filter(None, arguments) for line in _broken(f"{argument}{comma}")]
+    return [text[: start + 1], *_indented(lines), text[end:]]
 
 
 def _arguments(text: str) -> Iterator[str]:
     """What top-level commas part."""
     depth, begin = 0, 0
-    for i, c in enumerate(text):
+    for i, c in enumerate(_without_strings(text)):
         depth += (c in "([{") - (c in ")]}")
         if c == "," and depth == 0:
             yield text[begin:i].strip()
             begin = i + 1
     yield text[begin:].strip()
+
+
+def _without_strings(text: str) -> str:
+    """Of the same length, commas and parentheses in strings left out.
+
+    >>> _without_strings('f("ab,c->(", x)')
+    'f(_________, x)'
+    """
+    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda found: "_" * len(found[0]), text)
 
 
 _HEADS = ("carry", "xs")
