@@ -573,6 +573,7 @@ def _plan(
         kwargs,
         graph=built.graph,
         values=built.completion,
+        decisions=built.decisions,
         phases=ChainMap(built.phases, phases),  # lowering and compiling add to it
         names=names,
         donated=frozenset(i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated),

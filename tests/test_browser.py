@@ -3,9 +3,12 @@
 import shutil
 from itertools import pairwise
 
+import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
+import shardax as sx
 from models.gpt2 import program
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install shardax[browser]")
@@ -158,6 +161,25 @@ def test_replicated_groups_have_one_color(page):
     assert [d.text for d in devices if "chosen" in d.get_attribute("class")] == ["2", "6"]
     assert page.find_element(By.ID, "block-facts").text == "Block 0, 2 holds [:, 64:96]. Devices 2, 6 (2 copies)."
     assert "in_shardings[0].params['layer_0']['mlp']['up']['kernel'] says so" in page.find_element(By.ID, "why").text
+
+
+def test_blocks_of_nested_splits(page, tmp_path):
+    """257 rows, over 2 and over 2 x 4: padded once, to 8 blocks of 33, of which the first axis has 4 each: 132 and 125 rows."""
+    mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def program(x):
+        y = sx.annotate(jnp.sin(x), P("data"))
+        return sx.annotate(y * 2, P(("data", "model")))
+
+    sx.shard_jit(program, mesh=mesh).plan(jnp.ones((257, 8))).to_html(tmp_path / "nested.html")
+    page.get(f"file://{tmp_path}/nested.html")
+    click(page, next(b for b in visible(page, "button.array") if b.text.endswith("f32[257,8] P('data')")))
+    assert "2 blocks of [132, 8], 4,224 bytes each, each on 4 devices; uneven" in page.find_element(By.ID, "array-facts").text
+    blocks = page.find_elements(By.CSS_SELECTOR, "#blocks .block")
+    hatched = blocks[1].find_element(By.TAG_NAME, "i")
+    assert hatched.size["width"] / blocks[1].size["width"] == pytest.approx(7 / 132, abs=0.03)
+    click(page, blocks[1])
+    assert page.find_element(By.ID, "block-facts").text.startswith("Block 1, 0 holds [132:257, :], and 56 elements of padding.")
 
 
 @pytest.mark.parametrize("width", [1440, 1000, 500])

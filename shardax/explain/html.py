@@ -9,7 +9,7 @@ import linecache
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from shardax.cost.chips import CHIPS
 from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
 from shardax.explain.lines import code, line_text
+from shardax.explain.picture import Picture, Pictures, at_rest
 from shardax.explain.values import Story
-from shardax.explain.words import as_one, bytes_text, form, seconds_text, spec_text, times
+from shardax.explain.words import as_one, bytes_text, form, seconds_text, times
 from shardax.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def html_text(plan: "Plan") -> str:
         "STYLE": _asset("page.css"),
         "OVERVIEW": _overview(plan),
         "SECTIONS": "\n".join(sections),
-        "DATA": json.dumps({"mesh": list(plan.mesh.shape.items()), "arrays": arrays.found}).replace("<", "\\u003c"),
+        "DATA": json.dumps({"arrays": arrays.found}).replace("<", "\\u003c"),
         "SCRIPT": _asset("page.js"),
     }
     return re.sub(r"@([A-Z]+)@", lambda m: parts[m[1]], _asset("page.html"))
@@ -65,34 +66,27 @@ class _Arrays:
 
     plan: "Plan"
     found: list[dict[str, Any]] = field(default_factory=list)
-    numbers: dict[tuple[str, str, Sharding], int] = field(default_factory=dict)
+    numbers: dict[tuple[str, str, Picture], int] = field(default_factory=dict)
 
     def __post_init__(self):
         self.story = Story(self.plan) if self.plan.graph else None
+        self.pictures = Pictures(self.plan) if self.plan.graph else None
 
-    def button(self, name: str, aval, sharding: Sharding, text: str, value=None) -> str:
-        """What chooses an array. `value`: of the graph, whose story the panel tells."""
-        key = (name, array_text(aval), sharding)
+    def button(self, name: str, aval, picture: Picture, text: str, why: str = "") -> str:
+        """What chooses an array. `why`: the story that the panel tells of it."""
+        key = (name, array_text(aval), picture)
         if key not in self.numbers:
             self.numbers[key] = len(self.found)
-            why = self.why(sharding, value) if self.story and value is not None else ""
-            self.found.append(
-                {
-                    "name": name,
-                    "type": array_text(aval),
-                    "shape": list(aval.shape),
-                    "itemsize": aval.dtype.itemsize,
-                    "dims": [list(axes) for axes in sharding.dims],
-                    "sharding": spec_text(sharding),
-                    "why": why,
-                }
-            )
+            facts = {"name": name, "type": array_text(aval), "shape": aval.shape, "itemsize": aval.dtype.itemsize, "why": why}
+            self.found.append(facts | asdict(picture))
         return f'<button class="array" data-array="{self.numbers[key]}">{escape(text)}</button>'
 
-    def why(self, sharding: Sharding, value) -> str:
-        assert self.story
+    def why(self, value, rests: Sharding | None = None) -> str:
+        """The story of a value of the graph; of an argument, which `rests` so, that of what the program computes with."""
+        if self.story is None or value is None:
+            return ""
         story = self.story.tell(value)
-        if self.story.completion.sharding(value) == sharding:
+        if rests is None or self.plan.sharding(value) == rests:
             return story.split("\n", 1)[1]
         return f"It rests in the nearest sharding that divides it. In the program it is\n{story}"
 
@@ -147,7 +141,7 @@ def _places(plan: "Plan", arrays: _Arrays) -> str:
     cells = [
         [
             _short(side),
-            Cell(arrays.button(f"{side} {name}", p.aval, p.sharding, name, value)),
+            Cell(arrays.button(f"{side} {name}", p.aval, at_rest(plan, p), name, arrays.why(value, p.sharding))),
             _short(array_text(p.aval)),
             _text(p.text),
             _bytes(array_bytes(p.aval) // p.shards),
@@ -266,13 +260,16 @@ def _rows(file: str, of_program: set[int], made, sent, most: int, arrays: _Array
 
 def _makes(line: str, values, arrays: _Arrays) -> str:
     """A button for all values that are of one type and sharding."""
-    alike: dict[tuple[str, Sharding], list] = {}
+    alike: dict[tuple[str, Picture], list] = {}
     for v in values:
-        alike.setdefault((array_text(v.aval), arrays.plan.values.sharding(v)), []).append(v)
+        assert arrays.pictures
+        alike.setdefault((array_text(v.aval), arrays.pictures.of(v)), []).append(v)
     largest = sorted(alike.items(), key=lambda item: -sum(v.nbytes for v in item[1]))
     buttons = [
-        arrays.button(line_text(line), group[0].aval, sharding, f"{times(len(group))}{array} {spec_text(sharding)}", group[0])
-        for (array, sharding), group in largest
+        arrays.button(
+            line_text(line), group[0].aval, picture, f"{times(len(group))}{array} {picture.sharding}", arrays.why(group[0])
+        )
+        for (array, picture), group in largest
     ]
     more = "".join(buttons[FEW:])
     return "".join(buttons[:FEW]) + (f"<details><summary>{len(buttons) - FEW} more</summary>{more}</details>" if more else "")

@@ -1,8 +1,7 @@
 "use strict";
-const { mesh, arrays } = JSON.parse(document.getElementById("data").textContent);
+const { arrays } = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const product = (numbers) => numbers.reduce((a, b) => a * b, 1);
-const sizeOf = Object.fromEntries(mesh);
 const MOST = { rows: 32, columns: 128, facets: 16 };  // blocks that are drawn along each
 
 // ---- tables: a click on a head sorts, the search hides rows
@@ -54,35 +53,39 @@ document.addEventListener("click", (event) => {
 const colorOf = (block, count) => `hsl(${(block * 360) / Math.max(count, 1)} 65% ${count > 12 && block % 2 ? 70 : 78}%)`;
 
 function layoutOf(array) {
+  const { mesh } = array, sizeOf = Object.fromEntries(mesh);
   const counts = array.dims.map((axes) => product(axes.map((axis) => sizeOf[axis])));
-  const sizes = array.shape.map((size, d) => Math.ceil(size / counts[d]));
+  const sizes = array.padded.map((size, d) => size / counts[d]);
   const used = new Set(array.dims.flat());
-  return { array, counts, sizes, copies: product(mesh.filter(([axis]) => !used.has(axis)).map(([, size]) => size)) };
+  return { array, mesh, sizeOf, counts, sizes, copies: product(mesh.filter(([axis]) => !used.has(axis)).map(([, size]) => size)) };
 }
 
-function coordinates(device) {
+function coordinates(mesh, place) {
   const found = {};
   for (const [axis, size] of [...mesh].reverse()) {
-    found[axis] = device % size;
-    device = Math.floor(device / size);
+    found[axis] = place % size;
+    place = Math.floor(place / size);
   }
   return found;
 }
 
-function blockOf(layout, device) {
-  const at = coordinates(device);
-  return layout.array.dims.map((axes) => axes.reduce((index, axis) => index * sizeOf[axis] + at[axis], 0));
+function blockOf(layout, place) {  // on the mesh, from the first on
+  const at = coordinates(layout.mesh, place);
+  return layout.array.dims.map((axes) => axes.reduce((index, axis) => index * layout.sizeOf[axis] + at[axis], 0));
 }
+
+const deviceAt = (layout, place) => (layout.array.devices ? layout.array.devices[place] : place);
 
 const flat = (index, counts) => index.reduce((sum, i, d) => sum * counts[d] + i, 0);
 
 function holdersOf(layout) {
   const holders = new Map();
-  for (let device = 0; device < product(mesh.map(([, size]) => size)); device++) {
-    const block = flat(blockOf(layout, device), layout.counts);
+  for (let place = 0; place < product(layout.mesh.map(([, size]) => size)); place++) {
+    const block = flat(blockOf(layout, place), layout.counts);
     if (!holders.has(block)) holders.set(block, []);
-    holders.get(block).push(device);
+    holders.get(block).push(deviceAt(layout, place));
   }
+  for (const devices of holders.values()) devices.sort((a, b) => a - b);
   return holders;
 }
 
@@ -181,9 +184,10 @@ function pad(cell, layout, index, row, column) {
 function drawMesh(layout, choose) {
   const parent = byId("mesh");
   parent.replaceChildren();
-  const total = product(layout.counts), counts = mesh.map(([, size]) => size);
-  drawGrid(parent, counts, mesh.map(([axis]) => axis), (grid, index, size) => {
-    const device = flat(index, counts), at = blockOf(layout, device), block = flat(at, layout.counts);
+  const total = product(layout.counts), counts = layout.mesh.map(([, size]) => size);
+  drawGrid(parent, counts, layout.mesh.map(([axis]) => axis), (grid, index, size) => {
+    const place = flat(index, counts), device = deviceAt(layout, place);
+    const at = blockOf(layout, place), block = flat(at, layout.counts);
     const cell = element(grid, "button", "block");
     Object.assign(cell.dataset, { block, device });
     cell.style.setProperty("--color", colorOf(block, total));

@@ -59,6 +59,7 @@ class Plan:
       at_rest: what rests in another sharding than was wanted.
       graph: the global program, flat.
       values: the sharding of each value of `graph`, and where it comes from.
+      decisions: in which layouts each value of `graph` is made and read.
       phases: seconds that each phase of planning took.
       names: of the positional arguments, in the function's signature.
       donated: the numbers of the donated arguments, as leaves.
@@ -78,6 +79,7 @@ class Plan:
     at_rest: tuple[AtRest, ...] = ()
     graph: Any = None
     values: Any = None
+    decisions: Any = None
     phases: Mapping[str, float] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     donated: frozenset[int] = frozenset()
@@ -232,7 +234,7 @@ class Placed:
     """An argument or result with its path in the pytree.
 
     `named`: the path with the argument's name for its number; `shards`: how many pieces it has; `on`: its mesh, "(x=4, y=2)",
-    where that is not the program's.
+    where that is not the program's; `mesh`: that mesh itself.
     """
 
     path: str
@@ -241,6 +243,7 @@ class Placed:
     shards: int = 1
     on: str = ""
     named: str = ""
+    mesh: Any = None
 
     @property
     def text(self) -> str:
@@ -252,7 +255,7 @@ def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(shardings)
     for (path, sharding), aval in zip(leaves, avals, strict=True):
         spec, mesh = from_spec(sharding.spec, len(aval.shape)), sharding.mesh
-        yield Placed(path_text(path[first:]), aval, spec, shard_count(spec.axes, mesh.shape), f"({describe(mesh)})")
+        yield Placed(path_text(path[first:]), aval, spec, shard_count(spec.axes, mesh.shape), f"({describe(mesh)})", "", mesh)
 
 
 def path_text(path) -> str:
