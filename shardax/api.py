@@ -155,8 +155,7 @@ class ShardJit:
 
         def plan(options: Options) -> Plan:
             _check_entering(entering, eqn, options)
-            made = _plan(traced, eqn, _built(eqn, mesh, leaves, options), mesh, leaves, names, phases, entering)
-            return replace(made, program=self._function.place)
+            return _plan(traced, eqn, _built(eqn, mesh, leaves, options), mesh, leaves, names, phases, entering, self._function)
 
         options = eqn.params["options"]
         try:
@@ -246,12 +245,22 @@ class _Function:
     @property
     def place(self) -> str:
         """ "train_step at models/steps.py:34"; the name alone of what has no Python code."""
+        name, line = self._defined
+        return f"{name} at {line_text(line)}" if line else name
+
+    @property
+    def line(self) -> str:
+        """ "/home/me/models/steps.py:34", "" of what has no Python code."""
+        return self._defined[1]
+
+    @property
+    def _defined(self) -> tuple[str, str]:
         fun = self.fun
         while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
             fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
         code = getattr(fun, "__code__", getattr(type(fun).__call__, "__code__", None))
         name = getattr(fun, "__name__", type(fun).__name__)
-        return f"{name} at {line_text(f'{code.co_filename}:{code.co_firstlineno}')}" if code else name
+        return name, f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
     def jitted(self, found: Mesh | AbstractMesh | None, out_shardings: Any = None):
         """The jax.jit of it. `found` is the mesh of the arguments, where nothing else gives one."""
@@ -559,6 +568,7 @@ def _plan(
     names: tuple[str, ...],
     phases: dict[str, float],
     entering: Sequence[Crossing],
+    function: _Function,
 ) -> Plan:
     structure, outside = jax.tree.structure(traced.args_info), {c.number for c in entering}
     rests = [x.sharding if i in outside else p.on(mesh) for i, (x, p) in enumerate(zip(leaves, built.arguments, strict=False))]
@@ -580,6 +590,8 @@ def _plan(
         closed_over=_jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :]),
         refinement=built.refinement,
         crossings=(*entering, *built.entering, *built.leaving),
+        program=function.place,
+        line=function.line,
     )
     moved = (
         _moved("argument", plan.arguments(), resting.arguments(built)),

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax import _jax, meshes
+from shardax import _jax, causes, meshes
 from shardax.explain.ledger import Collective, collectives
 from shardax.explain.words import spec_text
 from shardax.refinement import Placement, Refinement, UserMesh, refinement
@@ -77,7 +77,7 @@ class Crossing:
     def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
         """What it sends; `name` is that of the argument or result in messages."""
         found = collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
-        return tuple(replace(c, reason=self.reason(name)) for c in found)
+        return tuple(replace(c, reason=self.reason(name), cause=causes.Crossed(self)) for c in found)
 
     def jaxpr(self, mesh: AnyMesh) -> Any:
         """What runs, from the shards one after the other, or to them."""

@@ -25,6 +25,7 @@ from shardax import _jax
 from shardax.collectives import identity
 from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule
 from shardax.spmd_rules.rule import Factors, Rule, bind, parse
+from shardax.spmd_rules.sends import all_gather
 
 
 def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -189,7 +190,7 @@ def _whole(local: Local, factors: Factors, uneven: list[str], i: int, shard):
     if not jax.numpy.issubdtype(shard.dtype, jax.dtypes.extended):
         shard = mask_padding(shard, layout, shape, 0, local.sizes, _kept_dims(factors, i))
     for d in _gathered_dims(factors, uneven, i):
-        shard = lax.all_gather(shard, layout.dims[d], axis=d, tiled=True)
+        shard = all_gather(local, "operand", shard, layout.dims[d], d)
         shard = lax.slice_in_dim(shard, 0, shape[d], axis=d)
     return shard
 

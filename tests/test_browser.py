@@ -120,6 +120,15 @@ def test_search_hides_the_other_rows(page):
     assert not visible(page, "section")
 
 
+def test_a_reason_opens_to_its_facts(page):
+    page.find_element(By.ID, "search").send_keys("all_gather dot_general")
+    reason = visible(page, "details.because")[0]
+    (fact, *_) = reason.find_elements(By.TAG_NAME, "div")
+    assert not fact.is_displayed()
+    click(page, reason.find_element(By.TAG_NAME, "summary"))
+    assert fact.is_displayed() and " against " in fact.text
+
+
 def test_a_line_leads_to_its_place_in_the_program(page):
     """Even where the search has hidden it."""
     page.find_element(By.ID, "search").send_keys("all_reduce gpt2.py sum of dot_general")

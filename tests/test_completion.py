@@ -514,7 +514,7 @@ def test_uneven_state_scaled_by_rows_is_updated_as_it_rests():
 def test_it_is_said_where_axes_came_from():
     program, done = completion(lambda x, w: jnp.sin(x) @ w, (8, 16), (16, 4), specs=(None, P("y")))
     (x, _), (_, sin, _) = program.inputs, program.nodes
-    chain = [origin.node.name if origin.node else origin.source for origin in done.why(x, 1)]
+    chain = [origin.source or origin.node.name for origin in done.why(x, 1)]
     assert sin.name == "sin" and chain == ["sin", "dot_general", "in_shardings[1]"]
 
 

@@ -122,6 +122,8 @@ def test_the_plan_says_it_everywhere(tmp_path):
         assert [word in text for word in words] == [True, True]
     found = json.loads(plan.to_json())["collectives"]
     assert [(c["reason"], c["total"]) for c in found] == [(word, 1536) for word in words]
+    assert {c["because"] for c in found} == {"P('x') on (x=3, y=2) against P('y') on (x=2, y=3), which do not fit each other"}
+    assert {c["line"].rsplit("/", 1)[-1].partition(":")[0] for c in found} == {"test_crossing.py"}
     assert plan.memory().peak >= 3 * 1536 and plan.estimate("v5e").links > 0
 
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from shardax.explain import hlo
-from shardax.explain.ledger import Collective, array_text, bytes_sent, collectives, comm_bytes
+from shardax.explain.ledger import AS_WRITTEN, Collective, array_text, bytes_sent, collectives, comm_bytes
 
 SIZES = {"x": 4, "y": 2}
 KIB = 1024  # a float32[16, 16]
@@ -114,7 +114,7 @@ def test_psum_of_several_operands_is_one_collective():
     (found,) = collectives(jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=[both])), {"x": 4})
     assert found.nbytes == 96 + 192
     assert (found.shape, found.dtype) == ((16,), jnp.float32)
-    assert str(found) == "all_reduce over x of f32[16], f32[2,16]"
+    assert str(found) == "all_reduce over x of f32[16], f32[2,16]: as written"
     assert hlo.counts([found]) == {("all_reduce", 4, 64, ""): 1, ("all_reduce", 4, 128, ""): 1}
 
 
@@ -258,7 +258,7 @@ def test_a_scope_of_another_kind_is_no_reason():
         with jax.named_scope("all_gather[not this]"):
             return lax.psum(v, "x")
 
-    assert ledger(body, (16, 16))[0].reason == ""
+    assert ledger(body, (16, 16))[0].reason == AS_WRITTEN
 
 
 @pytest.mark.parametrize("body", [gathered, ring, exchanged, all_reduce_both, one_sends])

@@ -96,16 +96,16 @@ Collectives, by the line that they serve                                        
     all_reduce over model of f32[4,64]                                               1.0 KiB   4.0 KiB   9.3 %
         4 trips
     3 x all_reduce over model of f32[4,64]                                           1.0 KiB   3.0 KiB   7.0 %
-  tests/test_plan.py:NN
+  tests/test_plan.py:NN: as written
     all_reduce over data of f32[4,64]                                                1.5 KiB   1.5 KiB   3.5 %
         in a while loop: counted for one iteration
-  tests/test_plan.py:NN
+  tests/test_plan.py:NN: as written
     all_reduce over data of f32[4,64]                                                1.5 KiB   1.5 KiB   3.5 %
     all_reduce over model of f32[4,64]                                               1.0 KiB       0 B   0.0 %
         in a branch of a cond that sends less than another: not counted
-  tests/test_plan.py:NN
+  tests/test_plan.py:NN: as written
     ppermute over data of f32[4,64]                                                  1.0 KiB   1.0 KiB   2.3 %
-  tests/test_plan.py:NN
+  tests/test_plan.py:NN: as written
     all_reduce over data,model of f32[]                                                  7 B       7 B   0.0 %
 
 Totals                                                                                 times     total   share

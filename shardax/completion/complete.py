@@ -20,12 +20,15 @@ from shardax.completion.repeats import REST, groups
 from shardax.graph import Graph, Node, Value
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
 
+UPDATED_AT_REST = "state is updated as it rests"
+
 Notes = Sequence[tuple[Node, annotations.Annotation]]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the axes of a dim came from: an annotation's words, or a node and the value whose sharding it passed on."""
+    """Where the axes of a dim came from: an annotation's words, and its node if it is one; or a node and the value whose
+    sharding it passed on."""
 
     source: str
     node: Node | None = None
@@ -85,8 +88,13 @@ class Completion:
             chain.append(origin)
             if origin.value is None:
                 break
-            value, dim = origin.value, self._dim_with(origin.value, self.sharding(value).dims[dim])
+            value, dim = self.told_by(origin, value, dim)
         return tuple(chain)
+
+    def told_by(self, origin: Origin, value: Value, dim: int) -> tuple[Value, int]:
+        """The value that passed its axes on to a dim of `value`, and its dim."""
+        assert origin.value is not None
+        return origin.value, self._dim_with(origin.value, self.sharding(value).dims[dim])
 
     def _dim_with(self, value: Value, axes: Axes) -> int:
         return next((d for d, have in enumerate(self.sharding(value).dims) if set(have) & set(axes)), 0)
@@ -140,7 +148,7 @@ def _spread(done: Completion, worklist: Worklist, given: Sequence["_Given"], sta
     """The phases, see `cells`."""
     ours = [(g, cells.number(Cell(g.cell_dims, g.closed, g.argument in state))) for g in given]
     for g, cell in ours:
-        done.said |= {(g.value, d): Origin(g.source) for d, axes in enumerate(g.dims) if axes}
+        done.said |= {(g.value, d): Origin(g.source, g.node) for d, axes in enumerate(g.dims) if axes}
         worklist.tell(g.value, cell, g.argument not in state)
     worklist.run(SPREAD_DATA, ELEMENTWISE + 1)
     for g, cell in ours:
@@ -247,7 +255,7 @@ def _update_at_rest(done: Completion, graph: Graph, cells: Cells, home: dict[Val
         moved += [(result, sharding)] if sharding != wanted else []
     for value, sharding in updated_at_rest(moved, done.blocks, home, fixed).items():
         done.shardings[value] = cells.sharding(cells.number(Cell(sharding.dims)))
-        done.said |= {(value, d): Origin("state is updated as it rests") for d, axes in enumerate(sharding.dims) if axes}
+        done.said |= {(value, d): Origin(UPDATED_AT_REST) for d, axes in enumerate(sharding.dims) if axes}
 
 
 def _state(graph: Graph, notes: Notes) -> set[Value]:
@@ -281,6 +289,7 @@ class _Given:
     dims: Sequence[Axes | None]
     source: str
     argument: Value | None
+    node: Node | None = None
 
     @property
     def cell_dims(self) -> tuple[Axes, ...]:
@@ -297,4 +306,4 @@ def _given(graph: Graph, done: Completion) -> Iterable[_Given]:
         if sharding is not None:
             yield _Given(value, sharding.dims, f"argument {i} rests in it", value)
     for node, given in done.notes:
-        yield _Given(node.outputs[0], given.dims, given.source, node.inputs[0])
+        yield _Given(node.outputs[0], given.dims, given.source, node.inputs[0], node)

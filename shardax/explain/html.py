@@ -110,13 +110,13 @@ def _collectives(plan: "Plan") -> str:
     alike: dict[Any, list[Collective]] = defaultdict(list)
     for c in plan.collectives:
         alike[replace(c, reason=form(c.reason))].append(c)
-    rows = [_collective(group, plan.comm_bytes) for group in sorted(alike.values(), key=lambda group: -comm_bytes(group))]
+    rows = [_collective(plan, group) for group in sorted(alike.values(), key=lambda group: -comm_bytes(group))]
     heads = ("kind", "axes", "operand", "times", "each", "per call", "share", "line", "reason")
     return _table("Collectives", heads, rows)
 
 
-def _collective(group: Sequence[Collective], total: int) -> list[Cell]:
-    c, sent, count = group[0], comm_bytes(group), sum(c.trips for c in group)
+def _collective(plan: "Plan", group: Sequence[Collective]) -> list[Cell]:
+    c, sent, count, total = group[0], comm_bytes(group), sum(c.trips for c in group), plan.comm_bytes
     notes = [" (while: one iteration)"] * c.open_loop + [" (branch: not counted)"] * c.other_branch
     share = 100 * sent / total if total else 0.0
     return [
@@ -128,8 +128,17 @@ def _collective(group: Sequence[Collective], total: int) -> list[Cell]:
         _bytes(sent),
         Cell(f"{share:.1f} %", share),
         _line(c.line),
-        _text(as_one([c.reason for c in group]) + "".join(notes)),
+        _reason(plan, group, as_one([c.reason for c in group]) + "".join(notes)),
     ]
+
+
+def _reason(plan: "Plan", group: Sequence[Collective], reason: str) -> Cell:
+    """The reason, which opens to show the facts."""
+    alike: dict[str, list[str]] = defaultdict(list)
+    for text in filter(None, map(plan.because, group)):
+        alike[form(text)].append(text)
+    facts = "".join(f"<div>{escape(as_one(texts, exact=True))}</div>" for texts in alike.values())
+    return Cell(f'<details class="because"><summary>{escape(reason)}</summary>{facts}</details>') if facts else _text(reason)
 
 
 def _places(plan: "Plan", arrays: _Arrays) -> str:

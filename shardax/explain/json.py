@@ -1,7 +1,7 @@
 """A plan as JSON: every number and text that it has, for other programs to read."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from shardax.cost.chips import CHIPS
@@ -26,7 +26,7 @@ def as_dict(plan: "Plan") -> dict[str, Any]:
         "arguments": [_place(p) for p in plan.arguments()],
         "results": [_place(p) for p in plan.results()],
         "at_rest": [{**asdict(moved), "wanted": str(moved.wanted), "rests": str(moved.rests)} for moved in plan.at_rest],
-        "collectives": [_collective(c) for c in plan.collectives],
+        "collectives": [{**_collective(c), "because": plan.because(c)} for c in plan.collectives],
         "values": [{**asdict(x), "sharding": str(x.sharding)} for x in (intermediates(plan) if plan.graph else ())],
         "memory": asdict(plan.memory()),
         "estimates": {name: asdict(plan.estimate(chip)) for name, chip in CHIPS.items()},
@@ -39,4 +39,6 @@ def _place(place: "Placed") -> dict[str, str]:
 
 
 def _collective(c: Collective) -> dict[str, Any]:
-    return {**asdict(c), "operands": list(map(array_text, c.operands)), "total": c.total}
+    fields = asdict(replace(c, operands=(), cause=None))
+    del fields["cause"]
+    return {**fields, "operands": list(map(array_text, c.operands)), "total": c.total}

@@ -3,14 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from shardax import _jax
+from shardax import _jax, causes
 from shardax.sharding import Axes, AxisSizes, shard_count
 
 
@@ -23,6 +23,7 @@ class Collective:
     `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
     `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one iteration.
     `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
+    `reason`: why, in a few words; `Plan.because` tells the facts, which `cause` holds.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Collective:
     other_branch: bool = False
     line: str = ""
     reason: str = ""
+    cause: causes.Cause | None = field(default=None, compare=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -70,12 +72,17 @@ def array_bytes(array) -> int:
     return math.prod(array.shape) * array.dtype.itemsize
 
 
-def collectives(jaxpr, axis_sizes: AxisSizes, folded: Callable[[Axes], Axes] = tuple) -> tuple[Collective, ...]:
+AS_WRITTEN = "as written"
+"""The reason of what no reshard and no lowering of ours sends: the user's own, in a shard_map or in a lowering of theirs."""
+
+
+def collectives(jaxpr, axis_sizes: AxisSizes, folded: Callable[[Axes], Axes] = tuple, line: str = "") -> tuple[Collective, ...]:
     """The collectives of a local program in program order, those in bodies included; what sends nothing is left out.
 
-    `folded`: the program's axes as a person names them.
+    `folded`: the program's axes as a person names them. `line`: that of the function, which what brings its arguments to
+    where it wants them serves.
     """
-    return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, ""))
+    return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, line))
 
 
 def comm_bytes(found: Iterable[Collective]) -> int:
@@ -119,7 +126,10 @@ def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     devices = _devices(kind, axes, eqn.params, sizes)
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
-        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason_of(kind, eqn.source_info.name_stack))
+        stack = eqn.source_info.name_stack
+        named = causes.of(stack)
+        reason, cause = (named.reason, named.cause) if named else (reason_of(kind, stack) or AS_WRITTEN, None)
+        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause)
 
 
 def _axes(params) -> Axes:

@@ -13,6 +13,7 @@ from shardax.annotate import describe
 from shardax.cost.chips import CHIPS, Chip
 from shardax.cost.roofline import Estimate, Work, estimate, work
 from shardax.crossing import Crossing
+from shardax.explain.because import Because
 from shardax.explain.html import html_text
 from shardax.explain.json import json_text
 from shardax.explain.ledger import Collective, collectives, comm_bytes
@@ -65,6 +66,7 @@ class Plan:
       donated: the numbers of the donated arguments, as leaves.
       closed_over: the arrays that the function closes over, which are the last inputs of the programs.
       program: the function's name and place, as in "train_step at models/steps.py:34".
+      line: its line, which collectives serve that serve none inside.
       refinement: how the axes of the local program make up those of the meshes that the user named.
       crossings: the arguments and results that rest on meshes which do not fit the program's.
       collectives: read off the crossings and `local_jaxpr` unless given.
@@ -85,6 +87,7 @@ class Plan:
     donated: frozenset[int] = frozenset()
     closed_over: tuple[Any, ...] = ()
     program: str = ""
+    line: str = ""
     refinement: Refinement | None = None
     crossings: tuple[Crossing, ...] = ()
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
@@ -92,14 +95,18 @@ class Plan:
     def __post_init__(self):
         if self.collectives is None:
             sizes, folded = (self.refinement.sizes, self.refinement.folded) if self.refinement else (self.mesh.shape, tuple)
-            found = (*self.crossed("argument"), *collectives(self.local_jaxpr, sizes, folded), *self.crossed("result"))
+            found = (
+                *self.crossed("argument"),
+                *collectives(self.local_jaxpr, sizes, folded, self.line),
+                *self.crossed("result"),
+            )
             object.__setattr__(self, "collectives", found)
 
     def crossed(self, side: str) -> Iterator[Collective]:
         """What the crossings of arguments, or results, send, before and after the local program."""
         found = [c for c in self.crossings if c.side == side]
         names = [p.named or p.path for p in (self.arguments() if side == "argument" else self.results())] if found else []
-        return (entry for c in found for entry in c.collectives(self.mesh, names[c.number]))
+        return (replace(entry, line=self.line) for c in found for entry in c.collectives(self.mesh, names[c.number]))
 
     @property
     def comm_bytes(self) -> int:
@@ -153,6 +160,17 @@ class Plan:
     def _work(self) -> list[Work]:
         crossed = (w for c in self.crossings if c.sends for w in work(c.jaxpr(self.mesh)))
         return [*work(self.local_jaxpr), *crossed]
+
+    def because(self, collective: Collective) -> str:
+        """The facts behind one of `collectives`: which two shardings clashed and where each came from, which dims are summed.
+
+        "" where nothing more is known than its `reason`.
+        """
+        return self._because.of(collective) if self._because else ""
+
+    @functools.cached_property
+    def _because(self) -> Because | None:
+        return Because(self) if self.graph else None
 
     def shardings(self) -> str:
         """A table of what each line of the user's code makes, and how it lies."""

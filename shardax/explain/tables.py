@@ -10,11 +10,16 @@ LEAST = 24  # columns of a row's own text
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: its text, the cells at its right, and a piece of code, of which as much is shown as fits."""
+    """A line of a table: its text, the cells at its right, and a piece of code, of which as much is shown as fits.
+
+    `remark`: the text is about the rows below. `one_line`: of it, too, as much is shown as fits.
+    """
 
     text: str
     cells: tuple[str, ...] = ()
     code: str = ""
+    remark: bool = False
+    one_line: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def _lines(table: Table, width: int) -> Iterator[str]:
         if group.heading:
             yield from _with_code(f"  {group.heading}", group.code, width)
         for row in group.rows:
-            text = f"    {row.text}"
+            text = f"    {shortened(row, width - 4)}"
             yield from _row(cut(text, row.code, left) if row.code else text, row.cells, sizes, table.texts, left)
 
 
@@ -81,6 +86,14 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 def _with_code(text: str, code: str, width: int) -> list[str]:
     return [cut(text, code, width)] if code else _wrapped(text, width)
+
+
+def shortened(row: Row, width: int) -> str:
+    """
+    >>> shortened(Row("over dim 0 of x", one_line=True), 11)
+    'over dim 0…'
+    """
+    return cut(row.text, "", width) if row.one_line else row.text
 
 
 def cut(text: str, code: str, width: int) -> str:

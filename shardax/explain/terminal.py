@@ -2,12 +2,13 @@
 
 import importlib.util
 import io
+import itertools
 import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardax.explain.tables import WIDTH, Group, Row, Table, cut, plain, rest
+from shardax.explain.tables import WIDTH, Group, Row, Table, cut, plain, rest, shortened
 
 LEAST, MOST = 60, 140  # columns: numbers too far from their text are hard to follow
 
@@ -48,10 +49,20 @@ def _parts(table: Table, width: int) -> list[Any]:
     for group in table.groups:
         if group.heading:
             parts.append(_heading(group, width))
-        rows = [(_text(row, left), row.cells or ("",) * len(sizes)) for row in group.rows]
-        if rows:
-            parts.append(_grid(table, sizes, left, rows))
+        for is_remark, rows in itertools.groupby(group.rows, lambda row: row.remark):
+            if is_remark:
+                parts += [_remark(row, width) for row in rows]
+            else:
+                cells = [(_text(row, left), row.cells or ("",) * len(sizes)) for row in rows]
+                parts.append(_grid(table, sizes, left, cells))
     return parts
+
+
+def _remark(row: Row, width: int):
+    from rich.padding import Padding
+    from rich.text import Text
+
+    return Padding(Text(shortened(row, width - 4), style="dim"), (0, 0, 0, 4))
 
 
 def _grid(table: Table, sizes: Sequence[int], left: int, rows: Sequence[tuple[Any, Sequence[Any]]]):

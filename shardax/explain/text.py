@@ -1,10 +1,11 @@
 """A plan as tables: what rests how, what is sent and why, how every value lies, memory, seconds."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shardax.causes import Resharded
 from shardax.cost.chips import CHIPS
 from shardax.explain.ledger import Collective, array_text, comm_bytes
 from shardax.explain.lines import line_text
@@ -79,12 +80,26 @@ def _collectives(plan: "Plan") -> Iterator[Table]:
     groups = []
     for (line, _), group in sorted(reasons.items(), key=lambda item: -comm_bytes(item[1])):
         heading = ": ".join(filter(None, (line_text(line), as_one([c.reason for c in group])))) or "(unknown line)"
-        counted = Counter(replace(c, reason="") for c in group)
-        dearest = sorted(counted.items(), key=lambda item: -item[0].total * item[1])
-        rows = [row for c, count in dearest for row in _rows(c, count, plan.comm_bytes)]
-        groups.append(Group(heading, tuple(rows)))
+        groups.append(Group(heading, tuple(_of_reason(plan, group))))
     if groups:
         yield Table("Collectives, by the line that they serve", tuple(groups), MONEY)
+
+
+def _of_reason(plan: "Plan", group: Sequence[Collective]) -> Iterator[Row]:
+    """The facts, of which equal layers differ in numbers only, and under them what is sent because of them.
+
+    A line of what was summed or exchanged is enough; of two facts that clashed both are shown.
+    """
+    facts = defaultdict(list)
+    for c in group:
+        facts[form(plan.because(c))].append(c)
+    for because, alike in sorted(facts.items(), key=lambda item: -comm_bytes(item[1])):
+        if because:
+            clash = isinstance(alike[0].cause, Resharded)
+            yield Row(as_one([plan.because(c) for c in alike], exact=True), remark=True, one_line=not clash)
+        counted = Counter(replace(c, reason="") for c in alike)
+        for c, count in sorted(counted.items(), key=lambda item: -item[0].total * item[1]):
+            yield from _rows(c, count, plan.comm_bytes)
 
 
 def _rows(c: Collective, count: int, total: int) -> Iterator[Row]:

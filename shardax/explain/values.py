@@ -93,14 +93,15 @@ def _of_line(line: str, counted: Counter) -> Group:
 
 
 def why(plan: "Plan", what: str) -> str:
-    """What led to the shardings of an argument, or of the values of a line or of a name, in words.
+    """What led to the shardings of an argument, or of the values of a line or a name, in words; what a line sends, and why.
 
     Raises:
       ValueError: there is no such value.
     """
     story = Story(plan)
     found = story.find(what)
-    if not found:
+    sent = [c for c in plan.collectives if ":" in what and is_at(c.line, what)]
+    if not found and not sent:
         raise ValueError(
             f"why({what!r}): no argument, line or variable of this program is called so. Give an argument's path "
             f"({story.example()!r}), a line of the program ('model.py:12'), or a variable that a line of it assigns"
@@ -108,7 +109,9 @@ def why(plan: "Plan", what: str) -> str:
     alike: dict[tuple, list[Value]] = {}
     for value in found:
         alike.setdefault((story.line(value), array_text(value.aval), plan.sharding(value)), []).append(value)
-    return "\n".join(story.tell(values[0], len(values)) for values in alike.values())
+    sends = Counter(f"{c}\n    {plan.because(c)}".rstrip() for c in sent)
+    told = [story.tell(values[0], len(values)) for values in alike.values()]
+    return "\n".join([*told, *(times(n) + text for text, n in sends.items())])
 
 
 class Story:
@@ -180,14 +183,15 @@ class Story:
     def facts(self, value: Value, dim: int) -> Iterator[str]:
         """A line of text for each line of the user's code that the axes came by, the last for the annotation."""
         subject = "it"
-        for line, origins in itertools.groupby(self.completion.why(value, dim), lambda o: o.node.line if o.node else None):
+        chain = self.completion.why(value, dim)
+        ties = [origin for origin in chain if origin.value is not None]
+        for line, origins in itertools.groupby(ties, lambda o: o.node.line if o.node else None):
             *_, last = origins = list(origins)
-            if last.value is None:
-                yield self.said(last.source)
-                continue
             primitives = ", ".join(dict.fromkeys(o.node.name for o in origins if o.node))
+            assert last.value
             yield f"{line_text(line or '') or 'an unknown line'} ({primitives}) ties {subject} to {self.name(last.value)}"
             subject = "that"
+        yield from (self.said(told.source) for told in chain[len(ties) :])
 
     def said(self, source: str) -> str:
         """Completion counts arguments, people name them."""

@@ -51,13 +51,22 @@ def form(text: str) -> str:
     return re.sub(r"\d+", "0", text)
 
 
-def as_one(texts: Sequence[str]) -> str:
-    """Texts of one form, as one.
+def as_one(texts: Sequence[str], exact: bool = False) -> str:
+    """Texts of one form, as one. `exact`: what few numbers there are is listed; else they may stand for those between.
 
     >>> as_one(["0/layer_0/w", "0/layer_1/w", "0/layer_2/w"])
     '0/layer_{0..2}/w'
+    >>> as_one(["gpt2.py:55", "gpt2.py:80"], exact=True)
+    'gpt2.py:{55,80}'
     """
     words = re.split(r"\d+", texts[0])
     columns = zip(*(map(int, re.findall(r"\d+", text)) for text in texts), strict=True)
-    ranges = [f"{min(c)}" if min(c) == max(c) else f"{{{min(c)}..{max(c)}}}" for c in columns]
-    return "".join(word + number for word, number in zip(words, [*ranges, ""], strict=True))
+    return "".join(word + number for word, number in zip(words, [*(_numbers(c, exact) for c in columns), ""], strict=True))
+
+
+def _numbers(column: Sequence[int], exact: bool) -> str:
+    numbers = sorted(set(column))
+    if len(numbers) == 1:
+        return f"{numbers[0]}"
+    few = exact and len(numbers) <= 3 and numbers[-1] - numbers[0] >= len(numbers)
+    return f"{{{','.join(map(str, numbers))}}}" if few else f"{{{numbers[0]}..{numbers[-1]}}}"

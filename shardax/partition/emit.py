@@ -5,13 +5,14 @@ Called inside `shard_map`; every value is kept in all the layouts in which somet
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from shardax import _jax, annotations, collectives, reshard
+from shardax import _jax, annotations, causes, collectives, reshard
 from shardax.graph import Node, Value
 from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
 from shardax.partition.emit_loops import emit_structured
@@ -35,13 +36,23 @@ def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -
     return emitter.env
 
 
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who reads a value: operand `place` of a node, decided so; without a node, result `place` of the graph at hand."""
+
+    node: Node | None
+    decision: Decision | None = None
+    place: int = 0
+
+
 class Emitter:
     def __init__(self, sizes: AxisSizes, shown: Shown = lambda s: s):
         self.sizes = sizes
         self.shown = shown
         self.env: dict[Value, Shards] = {}
         self.makers: dict[Value, Node] = {}
-        self.debtors: dict[Value, Node] = {}  # where what a pending value owes arose
+        self.debtors: dict[Value, tuple[Node, Decision]] = {}  # where what a pending value owes arose
+        self.around: Node | None = None  # whose body this is
         self.stack = source_info_util.current_name_stack()
 
     def graph(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
@@ -56,20 +67,24 @@ class Emitter:
         for node, decision in decisions.pairs():
             with _user_context(node, self.stack):
                 self.node(node, decision)
-        return [self.output(value, move) for value, move in zip(decisions.graph.outputs, decisions.outputs, strict=True)]
+        outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
+        return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]
 
-    def output(self, value: Value, move: Move):
+    def output(self, value: Value, move: Move, i: int):
         """An output's shard; what it takes to leave in the asked layout is accounted to the line that made it."""
         maker = self.makers.get(value)
         if maker is None:
-            return self.read(value, move, None)
+            return self.read(value, move, Reader(None, None, i))
         with _user_context(maker, self.stack):
-            return self.read(value, move, maker if annotations.of_node(maker) else None)
+            return self.read(value, move, Reader(maker if annotations.of_node(maker) else None, None, i))
 
     def node(self, node: Node, decision: Decision) -> None:
-        shards = [self.read(v, move, node) for v, move in zip(node.inputs, decision.moves, strict=True)]
+        moves = zip(node.inputs, decision.moves, strict=True)
+        shards = [self.read(v, move, Reader(node, decision, i)) for i, (v, move) in enumerate(moves)]
         if node.bodies:
+            around, self.around = self.around, node
             results = emit_structured(self, node, decision, shards)
+            self.around = around
         else:
             assert decision.entry and decision.factors
             results = run_local(decision.entry, decision.local(node, self.sizes), decision.factors, shards)
@@ -79,16 +94,16 @@ class Emitter:
             if layout.pending:
                 self.debtors[value] = self.debtor(node, decision, i)
             if i in decision.settled:
-                self.read(value, Move(layout, decision.settled[i]), node)
+                self.read(value, Move(layout, decision.settled[i]), Reader(node))
 
-    def debtor(self, node: Node, decision: Decision, i: int) -> Node:
+    def debtor(self, node: Node, decision: Decision, i: int) -> tuple[Node, Decision]:
         """Where what result i owes arose: in an operand that came in pending, in a loop's body, else here."""
         owing = [v for v, move in zip(node.inputs, decision.moves, strict=True) if move.target.pending]
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
-        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), node)
+        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), (node, decision))
 
-    def read(self, value: Value, move: Move, reader: Node | None):
-        """The shard of a value in the layout of `move`, resharded if it is not there yet. Results have no reader."""
+    def read(self, value: Value, move: Move, reader: Reader):
+        """The shard of a value in the layout of `move`, resharded if it is not there yet."""
         if value.is_literal:
             return self.moved(value, _literal(value), move, reader)
         shards = self.env[value]
@@ -105,28 +120,32 @@ class Emitter:
         assert node.name in MADE_ANYWHERE, node.name
         scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
         local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
-        shards = [self.read(v, Move(lay, lay), node) for v, lay in zip(node.inputs, local.operands, strict=True)]
+        shards = [self.read(v, Move(lay, lay), Reader(node)) for v, lay in zip(node.inputs, local.operands, strict=True)]
         entry = RULES[node.name]
         return run_local(entry, local, entry.factors(node), shards)[0]
 
-    def moved(self, value: Value, shard, move: Move, reader: Node | None):
+    def moved(self, value: Value, shard, move: Move, reader: Reader):
         if move.source == move.target:
             return shard
         path = reshard.plan(move.source, move.target, value.shape, value.itemsize, self.sizes)
         for step in path.steps:
-            kind = "ppermute" if step.kind == "halo" else step.kind
-            settled, debtor = _settles(step), self.debtors.get(value)
-            reason = (
-                f"{settled} of {debtor.name if debtor else 'carry'}"
-                if settled
-                else reshard_reason(purpose(reader), self.shown(move.target.sharding))
-            )
+            node, decision = self.debtors.get(value, (None, None)) if _settles(step) else (None, None)
+            reason, cause = self.reason(value, move, step, reader, node, decision)
             with (
-                _user_context(debtor, self.stack) if settled and debtor else nullcontext(),
-                jax.named_scope(f"{kind}[{reason}]"),
+                _user_context(node, self.stack) if node else nullcontext(),
+                causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
             ):
                 shard = collectives.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
         return shard
+
+    def reason(self, value: Value, move: Move, step: reshard.Step, reader: Reader, debtor: Node | None, owing: Decision | None):
+        """Why a step of a move is taken: the words, and the facts."""
+        if settled := _settles(step):
+            return f"{settled} of {debtor.name if debtor else 'carry'}", causes.Settled(step.axes, debtor, owing)
+        around = None if reader.node else self.around
+        cause = causes.Resharded(value, move.source, move.target, step.axes, reader.node, reader.decision, reader.place, around)
+        words = f"what {around.name} gives back" if around else purpose(reader.node)
+        return reshard_reason(words, self.shown(move.target.sharding)), cause
 
 
 def _settles(step: reshard.Step) -> str | None:
@@ -151,8 +170,8 @@ def purpose(reader: Node | None) -> str:
 
 
 def reshard_reason(purpose: str, sharding: Sharding) -> str:
-    """The reason, in the plan's words, of a reshard to this sharding. A scope's name has no slashes: they part scopes."""
-    return f"{purpose} in {sharding}".replace("/", "\\")
+    """The reason, in the plan's words, of a reshard to this sharding."""
+    return f"{purpose} in {sharding}"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 
 from shardax.graph import Node
 from shardax.spmd_rules.registry import Local, register_rule
+from shardax.spmd_rules.sends import all_gather, reduce_scatter
 
 associative_scan_p = Primitive("associative_scan")
 associative_scan_p.multiple_results = True
@@ -103,7 +104,7 @@ def _scanned(local: Local, shards: Sequence[Any]) -> list[Any]:
     uneven = reverse and size % block
     scanned = _scan_valid(local, combine, shards) if uneven else combine.scan(shards, dim, reverse)
     last = (size - 1) // block  # the last block that holds more than padding
-    totals: list[Any] = [_gathered(_end(x, dim, reverse), axes, dim) for x in scanned]
+    totals: list[Any] = [_gathered(_end(x, dim, reverse), local, dim) for x in scanned]
     sums = combine.scan([lax.slice_in_dim(x, 0, last + 1, axis=dim) for x in totals], dim, reverse)
     device = local.index(axes)
     before = lax.clamp(0, device + (1 if reverse else -1), last)
@@ -118,18 +119,16 @@ def _scanned(local: Local, shards: Sequence[Any]) -> list[Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x, axes, dim: int):
-    with jax.named_scope("all_gather[totals of associative_scan]"):
-        return lax.all_gather(x, axes, axis=dim, tiled=True)
+def _gathered(x, local: Local, dim: int):
+    return all_gather(local, "totals", x, local.operands[0].dims[dim], dim)
 
 
-def _gathered_forward(x, axes, dim: int):
-    return _gathered(x, axes, dim), None
+def _gathered_forward(x, local: Local, dim: int):
+    return _gathered(x, local, dim), None
 
 
-def _gathered_backward(axes, dim: int, _, ct):
-    with jax.named_scope("reduce_scatter[totals of associative_scan]"):
-        return (lax.psum_scatter(ct, axes, scatter_dimension=dim, tiled=True),)
+def _gathered_backward(local: Local, dim: int, _, ct):
+    return (reduce_scatter(local, "totals", ct, local.operands[0].dims[dim], dim),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from shardax.graph import Node
 from shardax.sharding import Axes
 from shardax.spmd_rules.registry import Local, register_rule, whole_rule
+from shardax.spmd_rules.sends import all_reduce
 
 
 def _once_local(local: Local, *shards):
@@ -21,7 +22,8 @@ def _once_local(local: Local, *shards):
     axes: Axes = tuple(local.sizes)
     call, zeros = lambda: _as_bits(local.bind(*shards)), lambda: _as_bits(_zeros(local.node))
     words = lax.cond(local.index(axes) == 0, call, zeros)
-    return [_from_bits(lax.psum(word, axes), v.aval) for word, v in zip(words, local.node.outputs, strict=True)]
+    words = [all_reduce(local, "result", word, axes) for word in words]
+    return [_from_bits(word, v.aval) for word, v in zip(words, local.node.outputs, strict=True)]
 
 
 def _zeros(node: Node) -> list[Any]:

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.collectives import ppermute
 from shardax.graph import Node
 from shardax.sharding import Axes, Layout
 from shardax.spmd_rules.registry import Local
+from shardax.spmd_rules.sends import ppermute
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +214,7 @@ def _brought(local: Local, want: Wanted, piece: Piece, shard):
     if not piece.distance:
         return shard
     part = slice_by_device(shard, piece.starts, piece.rows, want.dim, local.index(want.axes))
-    with jax.named_scope(f"ppermute[halo of {local.node.name}]"):
-        return ppermute(part, want.axes, piece.pairs, local.sizes)
+    return ppermute(local, "halo", part, want.axes, piece.pairs)
 
 
 def _filling(shard, rows: int, dim: int):

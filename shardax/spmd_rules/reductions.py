@@ -18,6 +18,7 @@ from shardax.collectives import identity
 from shardax.graph import Node
 from shardax.sharding import Axes
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
+from shardax.spmd_rules.sends import all_gather
 
 
 def _reduction(mark: str) -> Callable[[Node], str]:
@@ -65,7 +66,7 @@ def _exchanged(neutral: Callable) -> Callable:
         if not axes or _waits(local.node):
             return local.bind(shard)
         (found,) = local.bind(local.mask(0, shard, neutral(shard.dtype), local.params["axes"]))
-        return local.bind(lax.all_gather(found, axes), axes=(0,))
+        return local.bind(all_gather(local, "parts", found, axes), axes=(0,))
 
     return lowering
 
@@ -81,7 +82,7 @@ def _arg_local(kind: str) -> Callable:
         (place,) = local.bind(shard)
         value = _at(shard, place, dim)
         place += lax.convert_element_type(local.start(local.operands[0], dim), place.dtype)
-        values, places = (lax.all_gather(x, axes) for x in (value, place))
+        values, places = (all_gather(local, "bests", x, axes) for x in (value, place))
         (best,) = local.bind(values, axes=(0,))
         return [_at(places, best, 0)]
 
@@ -118,7 +119,7 @@ def _reduce_local(local: Local, *shards):
     inside = local.mask(0, lax.full(operands[0].shape, True), False, gone)
     combine = jaxpr_as_fun(_jax.closed(local.params["jaxpr"]))
     found = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
-    found = [lax.all_gather(x, axes) for x in found]
+    found = [all_gather(local, "parts", x, axes) for x in found]
     return lax.reduce(tuple(found), (*starts, np.True_), skipping(combine), (0,))[:-1]
 
 

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardax.collectives import ppermute
 from shardax.graph import Node
 from shardax.rotations import rotated
 from shardax.spmd_rules.halo import Wanted, sent, take, wanted
 from shardax.spmd_rules.registry import MOVES, Local, register_rule
+from shardax.spmd_rules.sends import ppermute
 
 
 def rotate(node: Node) -> str:
@@ -64,9 +64,8 @@ def _from(local: Local, distance: int, piece):
     _, count = _block(local)
     if not distance:
         return piece
-    with jax.named_scope(f"ppermute[{local.node.name}]"):
-        pairs = [((i + distance) % count, i) for i in range(count)]
-        return ppermute(piece, local.operands[0].dims[local.params["dim"]], pairs, local.sizes)
+    pairs = [((i + distance) % count, i) for i in range(count)]
+    return ppermute(local, "rows", piece, local.operands[0].dims[local.params["dim"]], pairs)
 
 
 def _halos(local: Local) -> list[Wanted]:

@@ -14,6 +14,7 @@ from jax import lax
 
 from shardax.collectives import identity
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
+from shardax.spmd_rules.sends import all_gather
 
 
 def _cumulative_local(combine: Callable, neutral_of: Callable[[Any], Any], local: Local, shard):
@@ -24,7 +25,7 @@ def _cumulative_local(combine: Callable, neutral_of: Callable[[Any], Any], local
         return local.bind(shard)
     neutral = neutral_of(shard.dtype)
     (scanned,) = local.bind(local.mask(0, shard, neutral, [axis]))
-    totals = lax.all_gather(_total(local, scanned), axes, axis=axis, tiled=True)
+    totals = all_gather(local, "totals", _total(local, scanned), axes, axis)
     place = lax.broadcasted_iota("int32", totals.shape, axis)
     before = place > local.index(axes) if reverse else place < local.index(axes)
     (sums,) = local.bind(lax.select(before, totals, lax.full_like(totals, neutral)))

@@ -5,17 +5,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.collectives import ppermute
 from shardax.graph import Node
 from shardax.spmd_rules.halo import Wanted, halo_sends, sent, slice_by_device, take, wanted, window_of
 from shardax.spmd_rules.indexing import owner_mark
 from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, whole_rule
 from shardax.spmd_rules.rule import Shape
+from shardax.spmd_rules.sends import ppermute
 
 
 def bitcast_convert_type(node: Node) -> str:
@@ -195,8 +194,7 @@ def _rev_local(local: Local, shard):
     for d in local.params["dimensions"]:
         if axes := local.operands[0].dims[d]:
             last = local.count(axes) - 1
-            with jax.named_scope("ppermute[rev]"):
-                shard = ppermute(shard, axes, [(i, last - i) for i in range(last + 1)], local.sizes)
+            shard = ppermute(local, "blocks", shard, axes, [(i, last - i) for i in range(last + 1)])
     (shard,) = local.bind(shard)
     for want in _rev_wants(local):
         shard = take(local, want, shard)

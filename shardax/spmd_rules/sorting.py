@@ -13,15 +13,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.collectives import identity, ppermute
+from shardax.collectives import identity
 from shardax.graph import Node
 from shardax.spmd_rules.halo import slice_by_device
 from shardax.spmd_rules.registry import Local, register_rule
+from shardax.spmd_rules.sends import all_gather, ppermute
 
 
 def _kept(node: Node) -> list[str]:
@@ -92,8 +92,7 @@ def _merge_and_split(local: Local, rows, pairs: Sequence[tuple[int, int]], by: C
     axes = local.operands[0].dims[dim]
     upper, paired = {hi for _, hi in pairs}, {i for pair in pairs for i in pair}
     both_ways = [way for lo, hi in pairs for way in ((lo, hi), (hi, lo))]
-    with jax.named_scope("ppermute[sort]"):
-        others = [ppermute(x, axes, both_ways, local.sizes) for x in rows]
+    others = [ppermute(local, "blocks", x, axes, both_ways) for x in rows]
     merged = by([lax.concatenate(pair, dim) for pair in zip(rows, others, strict=True)])
     devices, index = range(local.count(axes)), local.index(axes)
     halves = [slice_by_device(x, [block * (i in upper) for i in devices], block, dim, index) for x in merged]
@@ -161,7 +160,7 @@ def _pick(local: Local, shard, axis: int, fill, first: Callable, last: Callable)
     shard = local.mask(0, shard, fill, [axis])
     values, places = first(shard, k=min(local.params["k"], shard.shape[axis]))
     places = places + lax.convert_element_type(local.start(layout, axis), places.dtype)
-    values, places = (lax.all_gather(x, axes, axis=axis, tiled=True) for x in (values, places))
+    values, places = (all_gather(local, "candidates", x, axes, axis) for x in (values, places))
     values, among = last(values)
     return [values, _take_along(places, among, axis)]
 

@@ -1,0 +1,85 @@
+"""Causes: why a collective is there, noted as facts where it is made; `explain/because.py` tells them when a plan is read.
+
+A cause rides on the name of the scope around its collective, `all_gather[dot_general in P('data', None)]`. XLA sees the text.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+import jax
+
+from shardax import _jax
+from shardax.sharding import Axes, Layout
+
+if TYPE_CHECKING:
+    from shardax.crossing import Crossing
+    from shardax.graph import Node, Value
+    from shardax.partition.decisions import Decision
+    from shardax.spmd_rules.registry import Local
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resharded:
+    """A value went from layout `source` to `target`, for operand `place` of `reader`; without a reader, for result `place` of
+    the program, or of the bodies of the node `around`. `axes`: those that this collective is over. `decision`: the reader's."""
+
+    value: "Value"
+    source: Layout
+    target: Layout
+    axes: Axes
+    reader: "Node | None" = None
+    decision: "Decision | None" = None
+    place: int = 0
+    around: "Node | None" = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settled:
+    """What a node, run so, left owing over `axes` was reduced; None: what came in owing with a loop's carry."""
+
+    axes: Axes
+    node: "Node | None"
+    decision: "Decision | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A lowering itself sent it, over `axes`."""
+
+    local: "Local"
+    axes: Axes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Crossed:
+    """It moves an argument or result between the program's mesh and its own, which does not fit."""
+
+    crossing: "Crossing"
+
+
+Cause = Union[Resharded, Settled, Sent, Crossed]  # noqa: UP007 (the parts' annotations are text)
+
+
+class Named(str):
+    """The name of a scope around a collective, with the reason in words and its cause."""
+
+    reason: str
+    cause: Cause
+
+
+def scope(kind: str, reason: str, cause: Cause) -> AbstractContextManager:
+    """What is made inside has this reason. In the scope's name there are no slashes: they part scopes."""
+    name = Named(f"{kind}[{reason}]".replace("/", "\\"))
+    name.reason, name.cause = reason, cause
+    return jax.named_scope(name)
+
+
+def sent(kind: str, what: str, local: "Local", axes: Axes) -> AbstractContextManager:
+    """The scope around what a lowering sends: "halo", "totals"."""
+    return scope(kind, f"{what} of {local.node.name}", Sent(local, axes))
+
+
+def of(name_stack) -> Named | None:
+    """The innermost reason around an equation."""
+    return next((name for name in reversed(_jax.scope_names(name_stack)) if isinstance(name, Named)), None)

@@ -1,0 +1,359 @@
+"""Because: the facts behind a collective, in words: which two shardings clashed, what was summed, what a lowering exchanged.
+
+A sharding is a fact with the value that has it and the annotation, by completion's chain of facts, that it came from.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardax import _jax, annotations, causes
+from shardax.completion.complete import UPDATED_AT_REST, Origin
+from shardax.explain.ledger import AS_WRITTEN, Collective, array_text
+from shardax.explain.lines import assigned
+from shardax.explain.values import Story
+from shardax.explain.words import as_one, form, spec_text
+from shardax.graph import Node, Value
+from shardax.partition.decisions import Decision, Decisions
+from shardax.sharding import Axes, Layout, Sharding, shard_count
+from shardax.spmd_rules.rule import REDUCTIONS, WHOLE, Factors, TensorFactors
+
+if TYPE_CHECKING:
+    from shardax.explain.plan import Plan
+
+
+DEPTH = 50  # operations through which a layout is followed that completion did not ask for
+
+
+class Because:
+    """Tells the causes of a plan's collectives, each once."""
+
+    def __init__(self, plan: "Plan"):
+        self.plan = plan
+        self.story = Story(plan)
+        self.completion = plan.values
+        self.told: dict[causes.Cause, str] = {}
+        self.makers = dict(_makers(plan.decisions)) if plan.decisions else {}
+        self.roots: dict[tuple[Value, int], Origin | None] = {}
+        self.results = [place.path for place in plan.results()]
+        self.last = set(_last_of_lines(self.story.nodes))
+        self.called = functools.cache(self.story.called)
+
+    def of(self, c: Collective) -> str:
+        if c.cause is None:
+            return "the program sends it itself" if c.reason == AS_WRITTEN else ""
+        if c.cause not in self.told:
+            tell: Callable[[Any], str] = _TOLD[type(c.cause)]
+            self.told[c.cause] = tell(_Teller(self, c.line), c.cause)  # type: ignore[call-arg]
+        return self.told[c.cause]
+
+    def origin(self, value: Value, dim: int, axes: set[str], depth: int = DEPTH) -> Origin | None:
+        """The annotation that axes of a dim came from: by completion, or else by an operand that it was made of."""
+        if axes <= {*self.completion.sharding(value).dims[dim]}:
+            return self.root(value, dim)
+        node, decision = self.makers.get(value, (None, None))
+        if node is None or decision is None or decision.factors is None or not depth:
+            return None
+        made = {*decision.factors.results[node.outputs.index(value)][dim]}
+        operands = zip(node.inputs, decision.factors.operands, decision.operands, decision.moves, strict=True)
+        for operand, tensor, layout, move in operands:
+            for d, dim_factors in enumerate(tensor):
+                if made & {*dim_factors} and axes <= {*layout.dims[d]} & {*move.source.dims[d]}:
+                    if found := self.origin(operand, d, axes, depth - 1):
+                        return found
+        return None
+
+    def root(self, value: Value, dim: int) -> Origin | None:
+        """The annotation that led completion to the axes of a dim."""
+        way, at = [], (value, dim)
+        while at not in self.roots and at not in way:
+            way.append(at)
+            origin = self.completion.origin(*at)
+            if origin is None or origin.value is None:
+                self.roots[at] = origin
+            else:
+                at = self.completion.told_by(origin, *at)
+        found = self.roots.get(at)
+        self.roots.update(dict.fromkeys(way, found))
+        return found
+
+
+SAME = ("optimization_barrier", "reshard")
+MOVERS = ("convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose")
+"""What these make of an argument is called by its path."""
+
+
+def _makers(decisions: Decisions) -> Iterator[tuple[Value, tuple[Node, Decision]]]:
+    for node, decision in decisions.pairs():
+        yield from ((value, (node, decision)) for value in node.outputs)
+        for body in decision.bodies:
+            yield from _makers(body)
+
+
+def _last_of_lines(nodes: Iterable[Node]) -> Iterator[Value]:
+    """What a line of the user's code makes last is what it assigns; not where it is differentiated: more comes after that."""
+    before: Node | None = None
+    for node in (*(n for n in nodes if annotations.of_node(n) is None), None):
+        if before is not None and (node is None or node.line != before.line) and "jvp(" not in str(before.scope):
+            yield from before.outputs
+        before = node
+
+
+class _Teller:
+    """Tells one cause; `here` is the line of its collective, which names need not repeat."""
+
+    def __init__(self, because: Because, here: str):
+        self.all, self.plan, self.story, self.completion = because, because.plan, because.story, because.completion
+        self.here = here
+
+    # Names and facts
+
+    def name(self, value: Value) -> str:
+        """A path, a variable, or what makes it: short, and with its line where that is another one."""
+        if value in self.story.arguments:
+            return self.story.arguments[value].named or self.story.arguments[value].path
+        node = self.story.makers.get(value)
+        if node is None:
+            return self.inner(value) if value in self.story.owners else f"a constant {array_text(value.aval)}"
+        if annotations.of_node(node) or node.name in SAME:
+            return self.name(node.inputs[node.outputs.index(value)])
+        if node.name in MOVERS and (path := self.path(node.inputs[0])):
+            return f"{path}'s {node.name}"
+        variable = assigned(node.line)
+        if variable and value in self.all.last:
+            return variable
+        made = f"{variable}'s {node.name}" if variable else node.name
+        place = f" at {node.line.rpartition('/')[2]}" if node.line not in ("", self.here) else ""
+        return f"the gradient's {node.name}{place}" if "transpose(" in str(node.scope) else made + place
+
+    def path(self, value: Value) -> str:
+        """Of an argument, annotated or not."""
+        node = self.story.makers.get(value)
+        if node is not None:
+            return self.path(node.inputs[0]) if annotations.of_node(node) else ""
+        return self.name(value) if value in self.story.arguments else ""
+
+    def inner(self, value: Value) -> str:
+        """What a body calls what it is given."""
+        node = self.story.owners[value]
+        i = next(i for body in node.bodies for i, v in enumerate(body.inputs) if v is value)
+        return _INNER[node.name](self, node, i, value)
+
+    def spec(self, sharding: Sharding) -> str:
+        return spec_text(self.shown(sharding))
+
+    def shown(self, sharding: Sharding) -> Sharding:
+        return self.plan.refinement.shown(sharding) if self.plan.refinement else sharding
+
+    def axes(self, axes: Axes) -> str:
+        return ", ".join(self.plan.refinement.folded(axes) if self.plan.refinement else axes)
+
+    def fact(self, value: Value, sharding: Sharding, axes: Iterable[str]) -> str:
+        """A value, how it lies, and where these axes of it come from."""
+        by = _by(self.sources(value, sharding, axes))
+        if not by and sharding.axes and sharding != self.completion.sharding(value):
+            by = f" {AS_IT_RESTS}" if self.path(value) else " as it is made"
+        return f"{self.name(value)} {self.spec(sharding)}{by}"
+
+    def sources(self, value: Value, sharding: Sharding, axes: Iterable[str], own: bool = True) -> dict[str, str]:
+        """The annotations that these axes of a value come from, each with the words for it. `own`: that of an argument itself
+        is not called by the argument's path."""
+        found: dict[str, str] = {}
+        for d, have in enumerate(sharding.dims):
+            mine = {*have} & {*axes}
+            if mine and (origin := self.all.origin(value, d, mine)):
+                found.setdefault(origin.source, self.source(origin, self.name(value) if own else ""))
+        return found
+
+    def source(self, origin: Origin, own: str) -> str:
+        """ "in_shardings[1]" of the argument itself, whose path is `own`, "x" of what x led to."""
+        if origin.source == UPDATED_AT_REST:
+            return "how the state rests"
+        called = self.all.called(origin.source)
+        if called == own:
+            return AS_IT_RESTS if origin.source.startswith("argument ") else _head(origin.source)
+        return called if called != origin.source else self.words(origin.source, origin.node)
+
+    def words(self, source: str, node: Node | None) -> str:
+        """An annotation's words, with its line."""
+        bare = node is not None and node.line and " at " not in source and not source.startswith("out_shardings")
+        return f"{source} at {node.line.rpartition('/')[2]}" if node and bare else source
+
+    # Reshards
+
+    def resharded(self, c: causes.Resharded) -> str:
+        if c.source.sharding == c.target.sharding and c.source.pending == c.target.pending:
+            sizes = [",".join(map(str, layout.padded)) for layout in (c.source, c.target)]
+            return f"{self.fact(c.value, c.source.sharding, c.axes)}, padded to [{sizes[0]}], against [{sizes[1]}]"
+        own = c.source.sharding.axes
+        if not {*c.axes} & {*own}:  # on the way; all that changes place
+            c = replace(c, axes=tuple(a for a in own if _place(c.source, a) != _place(c.target, a)) or own)
+        return f"{self.fact(c.value, c.source.sharding, c.axes)} against {self.other(c)}"
+
+    def other(self, c: causes.Resharded) -> str:
+        """The fact that clashed with how the value lay."""
+        if c.reader is None:
+            return self.given_back(c)
+        if given := annotations.of_node(c.reader):
+            return self.annotated(c, given)
+        if c.decision is None:
+            wanted = self.completion.sharding(c.value)
+            return f"the wanted {self.spec(c.target.sharding)}{_by(self.sources(c.value, wanted, wanted.axes))}"
+        if c.decision.factors is None:
+            trips = c.reader.name == "scan" and c.place >= sum(_jax.scan_counts(c.reader.params)) and not c.target.dims[0]
+            what = "whose trips are not split" if trips else f"which takes it {self.spec(c.target.sharding)}"
+            return f"{c.reader.name}, {what}"
+        return self.needed(c, c.reader, c.decision, c.decision.factors)
+
+    def given_back(self, c: causes.Resharded) -> str:
+        spec = self.spec(c.target.sharding)
+        if c.around is not None:
+            return f"{spec}, in which {c.around.name} gives it back"
+        wanted = self.completion.sharding(c.value)
+        path = self.all.results[c.place]
+        result = f"result {path}".rstrip() if len(self.all.results) > 1 else "the result"
+        if wanted == c.target.sharding:
+            return f"{result} {spec}{_by(self.sources(c.value, wanted, wanted.axes))}"
+        return f"{result} {spec}{self.undivided(c.value, wanted)}"
+
+    def annotated(self, c: causes.Resharded, given: annotations.Annotation) -> str:
+        assert c.reader is not None
+        sharding = Sharding(tuple(axes or () for axes in given.dims))
+        if c.target.sharding != sharding and given.like is None and None not in given.dims:
+            return f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by {_head(given.source)}"
+        if "which succeeds an argument" in given.source:
+            return f"{self.spec(c.target.sharding)}, as the argument rests that it succeeds"
+        words = _head(self.words(given.source, c.reader))
+        why_moved = ", which does not divide" if c.value in self.story.arguments and self.undivided(c.value, sharding) else ""
+        return f"{self.spec(c.target.sharding)} by {words}{why_moved}"
+
+    def undivided(self, value: Value, wanted: Sharding) -> str:
+        """Why a value does not rest as wanted."""
+        sizes = zip(value.shape, wanted.dims, strict=True)
+        if all(n % shard_count(axes, self.completion.sizes) == 0 for n, axes in sizes):
+            return ""
+        return f", for {self.spec(wanted)} does not divide [{','.join(map(str, value.shape))}]"
+
+    def needed(self, c: causes.Resharded, node: Node, decision: Decision, factors: Factors) -> str:
+        """What an operand's sharding clashed with: what must be whole, another operand, a result."""
+        mine = factors.operands[c.place]
+        lost = {f: axes for f, axes in _split(mine, c.source.sharding) if {*axes} & {*c.axes}}
+        dims = [d for d, dim in enumerate(mine) if {*lost} & {*dim} and any(factors.kind(f) == WHOLE for f in dim)]
+        if dims:
+            return f"{node.name}, which needs dim {' and '.join(map(str, dims))} whole"
+        values = list(zip((*node.inputs, *node.outputs), factors.tensors, strict=True))
+        known = [*(move.source.sharding for move in decision.moves), *map(self.completion.sharding, node.outputs)]
+        for clash in (_held_elsewhere, _split_otherwise):
+            for i, ((value, tensor), sharding) in enumerate(zip(values, known, strict=True)):
+                result = i >= len(node.inputs)
+                if value is not c.value and clash(tensor, sharding, lost, c.axes, result):
+                    by = tuple(a for a in sharding.axes if a in c.axes) or sharding.axes
+                    if not result:
+                        return self.fact(value, sharding, by)
+                    return f"its result {self.spec(sharding)}{_by(self.sources(value, sharding, by))}"
+        if any(factors.kind(f) in REDUCTIONS for f in lost):
+            return f"{node.name}, which would owe a {factors.kind(next(iter(lost)))} over {self.axes(c.axes)}"
+        return f"{node.name}, which takes it {self.spec(c.target.sharding)}"
+
+    # Reductions and lowerings
+
+    def settled(self, c: causes.Settled) -> str:
+        if c.node is None or c.decision is None:
+            return f"what each trip leaves owing over {self.axes(c.axes)}"
+        if "trips" in c.decision.splits:
+            return f"over the trips, split over {self.axes(c.axes)}"
+        return self.along(c.node, c.decision.operands, c.axes, "over", c.decision.factors) or "owed in its body"
+
+    def sent(self, c: causes.Sent) -> str:
+        return self.along(c.local.node, c.local.operands, c.axes, "along") or f"to all devices along {self.axes(c.axes)}"
+
+    def crossed(self, c: causes.Crossed) -> str:
+        there, refined = c.crossing.there, c.crossing.refinement
+        here = spec_text(refined.shown(c.crossing.here))
+        return f"{spec_text(there.sharding)} on {there.mesh} against {here} on {refined.program}, which do not fit each other"
+
+    def along(self, node: Node, layouts, axes: Axes, word: str, factors: Factors | None = None) -> str:
+        """The dims of the operands that are split over the axes, the reduced ones if there are factors, and by whom."""
+        dims: dict[str, None] = {}
+        values: dict[Value, Layout] = {}
+        for i, (value, layout) in enumerate(zip(node.inputs, layouts, strict=True)):
+            for d, have in enumerate(layout.dims):
+                if {*have} & {*axes} and (factors is None or {*factors.operands[i][d]} & {*factors.reduced}):
+                    dims[f"dim {d} of {self.name(value)}"] = None
+                    values[value] = layout
+        own = len({self.name(value) for value in values}) == 1
+        sources: dict[str, str] = {}
+        for value, layout in values.items():
+            sources |= self.sources(value, layout.sharding, axes, own)
+        return f"{word} {_listed(list(dims))}, split{_by(sources)}" if dims else ""
+
+
+def _held_elsewhere(tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool) -> bool:
+    """Whether a tensor has the axes in dims that do not go with those that lose them."""
+    return any({*have} & {*axes} for f, have in _split(tensor, sharding) if f not in lost)
+
+
+def _split_otherwise(tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool) -> bool:
+    """Whether a tensor has the dims that lose the axes, split in another way. What an operand has whole is cut for nothing."""
+    dims = zip(tensor, sharding.dims, strict=True)
+    return any(f in lost and have != lost[f] and (have or result) for dim, have in dims for f in dim)
+
+
+def _place(layout: Layout, axis: str) -> int | None:
+    return next((d for d, axes in enumerate(layout.dims) if axis in axes), None)
+
+
+AS_IT_RESTS = "as it rests"
+
+
+def _by(sources: Mapping[str, str]) -> str:
+    words = dict.fromkeys(sources.values())
+    if [*words] == [AS_IT_RESTS]:
+        return f" {AS_IT_RESTS}"
+    return f" by {' and '.join(words)}" if words else ""
+
+
+def _split(tensor: TensorFactors, sharding: Sharding) -> Iterator[tuple[str, Axes]]:
+    """The factors of the dims that are split."""
+    return ((f, axes) for dim, axes in zip(tensor, sharding.dims, strict=True) if axes for f in dim)
+
+
+def _head(source: str) -> str:
+    """The argument that an annotation is of; the path inside it is the value's name.
+
+    >>> _head("in_shardings[0].params['up']"), _head("with_sharding_constraint at model.py:12")
+    ('in_shardings[0]', 'with_sharding_constraint at model.py:12')
+    """
+    return re.sub(r"^(in_shardings\[\d+\]).*", r"\1", source)
+
+
+def _listed(names: list[str]) -> str:
+    return as_one(names, exact=True) if len({*map(form, names)}) == 1 and len(names) > 2 else " and ".join(names)
+
+
+def _of_scan(teller: _Teller, node: Node, i: int, value: Value) -> str:
+    consts, carries = _jax.scan_counts(node.params)
+    outer = teller.name(node.inputs[i])
+    return outer if i < consts else f"the carry {array_text(value.aval)}" if i < consts + carries else f"a trip's {outer}"
+
+
+def _of_while(teller: _Teller, node: Node, i: int, value: Value) -> str:
+    cond, body = node.params["cond_nconsts"], node.params["body_nconsts"]
+    count, start = (cond, 0) if value in node.bodies[0].inputs else (body, cond)
+    return teller.name(node.inputs[start + i]) if i < count else f"the carry {array_text(value.aval)}"
+
+
+_INNER = {
+    "cond": lambda teller, node, i, value: teller.name(node.inputs[i + 1]),
+    "scan": _of_scan,
+    "shard_map": lambda teller, node, i, value: f"a shard of {teller.name(node.inputs[i])}",
+    "while": _of_while,
+}
+_TOLD = {
+    causes.Crossed: _Teller.crossed,
+    causes.Resharded: _Teller.resharded,
+    causes.Sent: _Teller.sent,
+    causes.Settled: _Teller.settled,
+}

@@ -1,0 +1,36 @@
+"""What lowerings send: every collective of theirs is made here, with the reason that plans show.
+
+`what` is a word for what is sent, "halo" or "totals"; the reason names the primitive with it: "halo of slice".
+"""
+
+from collections.abc import Sequence
+
+from jax import lax
+
+from shardax import causes, collectives
+from shardax.sharding import Axes
+from shardax.spmd_rules.registry import Local
+
+
+def all_gather(local: Local, what: str, x, axes: Axes, axis: int | None = None):
+    """What every device has, joined along `axis`, or without one stacked in front."""
+    with causes.sent("all_gather", what, local, axes):
+        return lax.all_gather(x, axes) if axis is None else lax.all_gather(x, axes, axis=axis, tiled=True)
+
+
+def all_reduce(local: Local, what: str, x, axes: Axes):
+    """The sum of what every device has."""
+    with causes.sent("all_reduce", what, local, axes):
+        return lax.psum(x, axes)
+
+
+def ppermute(local: Local, what: str, x, axes: Axes, pairs: Sequence[tuple[int, int]]):
+    """What the sender of the pair (sender, receiver) has, zeros where there is none."""
+    with causes.sent("ppermute", what, local, axes):
+        return collectives.ppermute(x, axes, pairs, local.sizes)
+
+
+def reduce_scatter(local: Local, what: str, x, axes: Axes, axis: int):
+    """This device's part along `axis` of the sum of what every device has."""
+    with causes.sent("reduce_scatter", what, local, axes):
+        return lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
