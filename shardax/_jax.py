@@ -21,7 +21,7 @@ its cache has nothing; the seconds of one compilation; shardings of what is trac
 The rule of a custom_partitioning, which a callable of the user's may make of MLIR's types:
     sharding_rule.
 JAX's own lists of primitives and of their test cases, and one defect:
-    primitive_names, primitive_cases, DONATING_TWICE_CRASHES.
+    primitive_names, primitive_cases, DONATED_AGAIN_CRASHES.
 """
 
 import inspect
@@ -482,6 +482,6 @@ def boundary(fun):
     return call
 
 
-DONATING_TWICE_CRASHES = jax.__version_info__ < (0, 11)  # a segmentation fault on several CPU devices; later an error
+DONATED_AGAIN_CRASHES = jax.__version_info__ < (0, 11)  # what was donated, given again: a segmentation fault; later an error
 traceback_util.register_exclusion(os.path.dirname(__file__))  # our frames are hidden as JAX's are
 source_info_util.register_exclusion(os.path.dirname(__file__))  # and are no user's lines

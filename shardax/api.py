@@ -326,7 +326,7 @@ class _Function:
         """What a call runs: the jitted function itself, unless something that Python does not see there must be checked."""
         if any(self.static):
             jitted = _otherwise(jitted, self.explain)
-        if any(self.donated) and _jax.DONATING_TWICE_CRASHES:
+        if any(self.donated) and _jax.DONATED_AGAIN_CRASHES:
             jitted = _before(jitted, self._check_donated)
         return jitted
 
@@ -362,6 +362,12 @@ class _Function:
         words = self._donated_twice(args, kwargs) if len(set(map(id, leaves))) < len(leaves) else None
         if words:
             raise ValueError(words)
+        if any(map(_is_deleted, leaves)):
+            name, x = next((name, x) for name, x in self.named_leaves(args, kwargs) if _is_deleted(x))
+            raise RuntimeError(  # as later versions of JAX do
+                f"Array has been deleted with shape={x.aval.str_short()}. It is argument {name}, and was donated to a call "
+                "before: pass what that call returned, or do not donate it"
+            )
 
     def _request(self, mesh: Mesh | AbstractMesh, args, kwargs) -> Request:
         static_nums, static_names = self._static_nums(len(args)), self.static[1]
@@ -484,6 +490,10 @@ def _check_entering(crossings: Sequence[Crossing], eqn, options: Options) -> Non
 def _across(leaving: Sequence[Crossing], outs, mesh):
     crossings, (leaves, tree) = {c.number: c for c in leaving}, jax.tree.flatten(outs)
     return tree.unflatten(crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves))
+
+
+def _is_deleted(x) -> bool:
+    return hasattr(x, "is_deleted") and x.is_deleted()
 
 
 def _before(call, check):

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax import _jax
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 ELSEWHERE = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[2:4])
@@ -151,6 +152,16 @@ def test_donated_twice(donate):
         "argument state['w'] of shape (8, 4) is donated, and the same array is passed as argument batch['w'] too: "
         "pass a copy (jax.numpy.copy), or do not donate it"
     )
+
+
+def test_donated_before():
+    """The words are ours where JAX would crash."""
+    state = {"w": jax.device_put(W, NamedSharding(MESH, P("x")))}
+    jitted = sx.shard_jit(lambda state: {"w": state["w"] + 1}, mesh=MESH, donate_argnums=0)
+    jitted(state)
+    with pytest.raises(RuntimeError, match=r"Array has been deleted with shape=float32\[8,4\]") as caught:
+        jitted(state)
+    assert not _jax.DONATED_AGAIN_CRASHES or "It is argument state['w'], and was donated to a call before" in str(caught.value)
 
 
 def test_static_that_cannot_be_hashed():

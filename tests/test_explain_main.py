@@ -102,6 +102,7 @@ def test_against_another_mesh_and_a_file(tmp_path, capsys):
         (["mine:refused", "--mesh", "data=2"], "mine:refused on the mesh data=2: this program wants an axis 'expert'"),
         (["mine:nothing", "--mesh", "data=2"], "mine:nothing returned 3: it must return (what shard_jit made, the tuple of"),
         (["mine.py", "--mesh", "data=2"], "'mine.py' is a file: give the module as Python imports it, such as mine"),
+        (["./models/mine.py", "--mesh", "data=2"], "is a file: give the module as Python imports it, such as models.mine"),
         (["theirs", "--mesh", "data=2"], "no module 'theirs' in "),
         (["broken", "--mesh", "data=2"], "broken imports not_there, which is not installed"),
         (

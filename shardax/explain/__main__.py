@@ -82,7 +82,8 @@ def _function(name: str) -> Callable[..., Any]:
 
 def _module(name: str):
     if name.endswith(".py") or "/" in name:
-        stop(f"{name!r} is a file: give the module as Python imports it, such as {name.removesuffix('.py').replace('/', '.')}")
+        module = os.path.relpath(name).removesuffix(".py").replace("/", ".")
+        stop(f"{name!r} is a file: give the module as Python imports it, such as {module}")
     sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
@@ -151,8 +152,8 @@ def _write(plan, options) -> None:
 
 def _setting(text: str) -> tuple[str, Any]:
     """
-    >>> _setting("batch=64"), _setting("size=tiny")
-    (('batch', 64), ('size', 'tiny'))
+    >>> _setting("batch=64"), _setting("size=tiny"), _setting("remat=false")
+    (('batch', 64), ('size', 'tiny'), ('remat', False))
     """
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
@@ -162,7 +163,7 @@ def _setting(text: str) -> tuple[str, Any]:
             return name, number(value)
         except ValueError:
             pass
-    return name, {"True": True, "False": False, "None": None}.get(value, value)
+    return name, {"true": True, "false": False, "none": None}.get(value.lower(), value)
 
 
 def _text(mesh: AbstractMesh) -> str:
