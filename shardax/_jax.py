@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 55 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 56 entries, by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
 equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
@@ -10,8 +10,8 @@ equations, or to tell an open one from a closed one; between 0.10 and 0.12 the t
 Primitives that public functions bind and nothing public names:
     optimization_barrier_p, sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
-    EMPTY_NAME_STACK, scope_names, user_line, with_user_frame, lines_of_their_own, hide_frames, boundary, prefix_error,
-    infer_names.
+    EMPTY_NAME_STACK, scope_names, user_line, current_line, with_user_frame, lines_of_their_own, hide_frames, boundary,
+    prefix_error, infer_names.
 What goes on around: the mesh in context (the public reader gives the abstract one alone), whether anything is traced, the store
 that processes share:
     context_mesh, use_abstract_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
@@ -108,6 +108,11 @@ def user_line(source_info) -> str:
 
 
 _LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+
+
+def current_line() -> str:
+    """The same of the call that is being made now."""
+    return user_line(source_info_util.current())
 
 
 def with_user_frame(eqn, callers) -> Any:

@@ -134,20 +134,30 @@ def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: M
                 f"{what}, but the mesh ({describe(mesh)}) has no axis {axis!r}: name one of its axes, or give a mesh with it"
             )
         if axes.count(axis) > 1:
-            raise ValueError(f"{what}, which uses axis {axis!r} twice: an axis splits at most one dim, drop one of its uses")
+            places = " and ".join(str(d) for d, dim in enumerate(dims) for a in dim or () if a == axis)
+            raise ValueError(
+                f"{what}, which uses axis {axis!r} twice, for dims {places}: an axis splits at most one dim, "
+                "drop one of its uses"
+            )
 
 
-def check_devices(
-    own: Mesh | AbstractMesh, spec: PartitionSpec | None, mesh: Mesh | AbstractMesh, what: str, where: str = ""
-) -> None:
-    """Raises ValueError where `own`, the mesh of a spec or, without one, of a shard_map, has other devices than the program's,
-    which `where` says who named."""
+class OtherDevices(ValueError):
+    """An annotation is on a mesh that has other devices than the program's."""
+
+    def program_named(self, where: str) -> "OtherDevices":
+        """The same with the words that say who named the program's mesh."""
+        self.args = (self.args[0].replace("the program's mesh is (", f"the program's mesh{where} is ("),)
+        return self
+
+
+def check_devices(own: Mesh | AbstractMesh, spec: PartitionSpec | None, mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Raises OtherDevices where `own`, the mesh of a spec or, without one, of a shard_map, has not the program's devices."""
     known = _devices(own), _devices(mesh)
     if own.size == mesh.size and (None in known or set(known[0]) == set(known[1])):  # type: ignore[arg-type]
         return
     way_out = "leave out its mesh=" if spec is None else f"give its spec {_text(spec)} alone"
-    raise ValueError(
-        f"{what} on the mesh ({describe(own)}) of devices {_ids(own)}, but the program's mesh{where} is ({describe(mesh)}) of "
+    raise OtherDevices(
+        f"{what} on the mesh ({describe(own)}) of devices {_ids(own)}, but the program's mesh is ({describe(mesh)}) of "
         f"devices {_ids(mesh)}: {way_out}, or build it on the program's mesh"
     )
 
@@ -173,7 +183,8 @@ def _record(x, spec, what: str):
     mesh = _jax.context_mesh() or (spec.mesh if isinstance(spec, NamedSharding) else None)
     if mesh is None:
         raise ValueError(_no_mesh(what))
-    dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
+    mesh = own_mesh(spec) or mesh  # whose devices are looked at where the program's are known
+    dims = dims_of(spec, jax.numpy.shape(x), mesh, f"{what} at {_jax.current_line() or 'an unknown line'}")
     return x if dims is None else bind(x, dims, "annotate", mesh=own_mesh(spec))
 
 

@@ -24,6 +24,11 @@ class Annotation:
     on: UserMesh | None = None
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the function itself says it, of a value that it computes with."""
+        return self.source.startswith(("annotate", "with_sharding_constraint"))
+
+    @property
     def names_result(self) -> bool:
         """Whether out_shardings says it, so that the result is to lie on that very mesh."""
         return self.source.startswith("out_shardings")

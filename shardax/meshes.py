@@ -105,15 +105,17 @@ def _own_meshes(jaxpr, seen: set[int]) -> Iterator[AnyMesh]:
                 yield from _own_meshes(body, seen)
 
 
-def settled(jaxpr, mesh: AnyMesh, where: str = ""):
+def settled(jaxpr, mesh: AnyMesh):
     """The jaxpr with JAX's own annotations as ours where their meshes have the program's devices in another order: `jax.jit`
     looks into programs for shardings, and takes those of one order only.
 
     Raises:
-      ValueError: a mesh has other devices than the program's, which `where` says who named.
+      OtherDevices: a mesh has other devices than the program's.
     """
 
     def change(eqn):
+        if eqn.primitive is annotate_p:
+            return _checked(eqn, mesh)
         given = list(annotations.shardings_of(eqn))
         found = [user_mesh(sharding.mesh, mesh) for sharding in given]
         if all(m is not None and not m.places for m in found):
@@ -122,10 +124,19 @@ def settled(jaxpr, mesh: AnyMesh, where: str = ""):
         asks = "has shards" if island else "asks for a sharding"
         words = f"{annotations.name_of(eqn)} at {_jax.user_line(eqn.source_info) or 'an unknown line'} {asks}"
         for sharding in given:
-            check_devices(sharding.mesh, None if island else sharding.spec, mesh, words, where)
+            check_devices(sharding.mesh, None if island else sharding.spec, mesh, words)
         return _IN_ORDER[eqn.primitive.name](eqn)
 
     return _jax.map_eqns(jaxpr, change)
+
+
+def _checked(eqn, mesh: AnyMesh):
+    """An annotation of our own, which may be on a mesh of the program's devices in any order."""
+    own, dims, line = eqn.params["mesh"], eqn.params["dims"], _jax.user_line(eqn.source_info)
+    if own is not None:
+        spec = Sharding(tuple(dim or () for dim in dims)).spec
+        check_devices(own, spec, mesh, f"{eqn.params['source']} at {line or 'an unknown line'} asks for a sharding")
+    return eqn
 
 
 def _annotation_in_order(eqn):

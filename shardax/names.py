@@ -115,10 +115,13 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
 
 
 def _annotate_on(x, mesh: AnyMesh, entries: Sequence[Any], what: str):
-    axes = [a for entry in entries for a in entry_axes(entry)]
-    for axis in axes:
-        if axes.count(axis) > 1:
-            raise ValueError(f"{what} uses {axis!r} of the mesh ({describe(mesh)}) twice: it splits at most one dim of x")
+    uses = [(a, d) for d, entry in enumerate(entries) for a in entry_axes(entry)]
+    for axis, _ in uses:
+        if len(dims := [str(d) for a, d in uses if a == axis]) > 1:
+            where = f"for dims {' and '.join(dims)}"
+            raise ValueError(
+                f"{what} uses {axis!r} of the mesh ({describe(mesh)}) twice, {where}: it splits at most one dim of x"
+            )
     return annotate(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 

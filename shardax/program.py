@@ -4,7 +4,8 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from shardax.completion.complete import Completion, complete
 from shardax.counted import with_batched_indices
 from shardax.crossing import Crossing, crossings, placed_here
 from shardax.explain.ledger import collectives
-from shardax.graph import Graph, Value
+from shardax.graph import Graph, Node, Value
 from shardax.options import Options
 from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
@@ -145,7 +146,29 @@ def _check(built: Program, options: Options) -> None:
     refined = built.refinement
     asked = {note.source for _, note in annotations.among(built.graph.walk())}
     crossed = [x for c in built.entering if c.there.mesh not in refined.named for x in c.collectives(built.mesh)]
-    strict.check([*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)], options, asked)
+    found = [*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)]
+    strict.check(found, options, asked, dict.fromkeys(_conflicts(built.graph, refined)))
+
+
+def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
+    """Annotations that are read by one that says otherwise, and by nothing else. Arguments may rest otherwise than they are
+    used, and so may results."""
+    makers = {node.outputs[0]: node for node, note in annotations.among(graph.nodes) if note.is_inside}
+    reads = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
+    for node, note in annotations.among(graph.nodes):
+        maker = makers.get(node.inputs[0])
+        if maker is not None and note.is_inside and reads[node.inputs[0]] == 1:
+            before = annotations.of_node(maker)
+            assert before is not None
+            if any(None not in pair and pair[0] != pair[1] for pair in zip(before.dims, note.dims, strict=True)):
+                yield strict.Conflict(*(_said(n, x, refined) for n, x in ((maker, before), (node, note))))
+    for body in (body for node in graph.nodes for body in node.bodies):
+        yield from _conflicts(body, refined)
+
+
+def _said(node: Node, note: annotations.Annotation, refined: Refinement) -> tuple[str, str, str]:
+    words = note.source if " at " in note.source else f"{note.source} at {node.line or 'an unknown line'}"
+    return words, node.line, str(refined.shown(Sharding(tuple(dim or () for dim in note.dims))))
 
 
 def _completed(

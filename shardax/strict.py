@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
 from shardax.explain.words import bytes_text
@@ -65,13 +66,32 @@ class Crossed:
         )
 
 
-def check(collectives: Sequence[Collective], options: Options, asked: Collection[str] = ()) -> None:
+@dataclass(frozen=True)
+class Conflict:
+    """Two annotations of one value that ask for different shardings: (words, line, sharding) of each."""
+
+    first: tuple[str, str, str]
+    second: tuple[str, str, str]
+
+    def __str__(self):
+        (one, line, wanted), (other, _, last) = self.first, self.second
+        return (
+            f"{one} asks for {wanted}, and {other} for {last}, of one value: nothing is computed between them, so that "
+            f"the first only moves it. Drop one of them, or allow it: Options(allow=({'*/' + line.rsplit('/', 1)[-1]!r},))"
+        )
+
+
+def check(
+    collectives: Sequence[Collective], options: Options, asked: Collection[str] = (), conflicts: Iterable[Conflict] = ()
+) -> None:
     """Refuses or warns of what the options do not allow. `asked`: the words of the program's annotations, as reasons begin.
 
     Raises:
       Refused: something is refused, a ValueError.
     """
-    found = list(findings(collectives, options, asked))
+    found: list[Any] = list(findings(collectives, options, asked))
+    if options.strict:
+        found += [c for c in conflicts if not allowed(options.allow, c.first[1], c.second[1])]
     if found and options.strict != "warn":
         more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise Refused(f"{options} refuses:" + "".join(f"\n  {x}" for x in found[:SHOWN]) + more)

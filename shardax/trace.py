@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax, meshes
-from shardax.annotate import Dims, bind, broadcast_specs, dims_of, flatten, own_mesh
+from shardax.annotate import Dims, OtherDevices, bind, broadcast_specs, dims_of, flatten, own_mesh
 from shardax.sharding import Sharding
 from shardax.untyped import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
 
@@ -63,6 +63,13 @@ def trace(request: Request) -> Traced:
 
     Raises ValueError where a sharding tree does not fit; what the function itself raises comes through as it is.
     """
+    try:
+        return _trace(request)
+    except OtherDevices as error:
+        raise error.program_named(request.named_by) from None
+
+
+def _trace(request: Request) -> Traced:
     slots, leaves, tree = _arguments(request)
     out_trees: list[Any] = []
 
@@ -74,7 +81,7 @@ def trace(request: Request) -> Traced:
         likes = _successors(slots, results)
         return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)]
 
-    jaxpr = meshes.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh, request.named_by)
+    jaxpr = meshes.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
     return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1])
 
 

@@ -133,3 +133,39 @@ def test_primitives_without_a_rule():
 def test_bad_options(options, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         sx.Options(**options)
+
+
+def conflicting(x):
+    y = sx.annotate(jnp.sin(x), P("data"))
+    z = jax.lax.with_sharding_constraint(y, P(None, "data"))
+    return (z * 2).sum()
+
+
+@pytest.mark.parametrize(
+    "f", [conflicting, jax.grad(conflicting), lambda x: jax.lax.scan(lambda c, _: (c + conflicting(x), None), 0.0, None, 2)]
+)
+def test_conflicting_annotations_of_one_value(f):
+    """Both places are named. Where something is computed between, or reads the first, each has its use."""
+    x = jnp.ones((8, 16))
+    with pytest.raises(sx.Refused) as caught:
+        sx.shard_jit(f, mesh=MESH, options=sx.Options(strict=True)).plan(x)
+    both = re.search(
+        r" (\w+) at .*test_strict.py:(\d+) asks for (.*), and (\w+) at .*:(\d+) for (.*), of one value", str(caught.value)
+    )
+    assert both
+    (one, first, wanted), (other, second, last) = sorted((both.groups()[:3], both.groups()[3:]))  # backward they are turned
+    assert (one, other, int(second)) == ("annotate", "with_sharding_constraint", int(first) + 1)
+    assert (wanted, last) == ("P('data', None)", "P(None, 'data')")
+    sx.shard_jit(f, mesh=MESH, options=sx.Options(strict=True, allow=(f"*/test_strict.py:{first}",))).plan(x)
+    sx.shard_jit(f, mesh=MESH).plan(x)
+
+
+def test_annotations_that_do_not_conflict():
+    def f(x):
+        y = sx.annotate(sx.annotate(x, P("data", P.UNCONSTRAINED)), P("data", "model"))
+        z = sx.annotate(jnp.sin(y), P("data"))
+        return sx.annotate(z, P(None, "data")) + z, sx.annotate(x, P())
+
+    sx.shard_jit(f, mesh=MESH, in_shardings=P("model"), out_shardings=P(), options=sx.Options(strict=True)).plan(
+        jnp.ones((8, 16))
+    )

@@ -45,8 +45,7 @@ class Pictures:
     def of(self, value: Value) -> Picture:
         """As it is made, where that is what completion wants; else as it is read so."""
         sharding, made = self.plan.values.sharding(value), self.made.get(value)
-        as_made = made is not None and made.sharding == sharding
-        layout = made if as_made else self.padding.layout(sharding, value.shape)
+        layout = made if made and made.sharding == sharding else self.padding.layout(sharding, value.shape)
         return Picture(spec_text(self.plan.sharding(value)), sharding.dims, layout.padded, self.mesh)
 
 
