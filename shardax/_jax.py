@@ -274,6 +274,26 @@ def replaced_eqns(jaxpr, eqns) -> Any:
     return with_eqns(jaxpr, eqns) if open_jaxpr is not jaxpr else jaxpr.replace(eqns=eqns)
 
 
+def with_eqns_and_results(jaxpr, eqns, outvars) -> Any:
+    """The same jaxpr, closed or open, with other equations and results."""
+    new = (jaxpr.jaxpr if hasattr(jaxpr, "consts") else jaxpr).replace(eqns=eqns, outvars=outvars)
+    return _with_consts(new, jaxpr) if hasattr(jaxpr, "consts") else new
+
+
+new_variable = core.Var
+
+
+def with_bodies(eqn, change) -> Any:
+    """An equation, each jaxpr in its parameters as `change` returns it."""
+
+    def changed(value):
+        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            return tuple(map(changed, value))
+        return change(value) if is_jaxpr(value) else value
+
+    return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()}) if has_bodies(eqn) else eqn
+
+
 def under_local_mesh(param) -> Any:
     """A parameter that is a jaxpr, its equations as if traced under the mesh in context; any other as it is.
 

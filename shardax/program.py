@@ -27,7 +27,7 @@ from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
-from shardax.passes import dead, scopes
+from shardax.passes import dead, scopes, share
 from shardax.refinement import Placement, Refinement, refinement
 from shardax.reshapes import split_inside
 from shardax.rotations import with_rotations
@@ -133,7 +133,7 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
         with _jax.use_abstract_mesh(abstract):
             local = _emit(program, decisions, shardings, abstract, refined)
     with timed(phases, "passes"):
-        local = scopes.named(dead.dropped(local))
+        local = scopes.named(dead.dropped(share.shared(local)))
     (ins, outs), (arguments, results) = shardings, rests
     built = Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
     if options.strict or options.max_gather_bytes is not None:

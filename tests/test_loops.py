@@ -166,3 +166,42 @@ def test_which_scans_are_maps(body, kinds):
     graph = from_jaxpr(jax.make_jaxpr(lambda c, xs: lax.scan(body, c, xs))(1.0, np.ones(4, "float32")))
     found = carries_of_map(next(node for node in graph.nodes if node.name == "scan"))
     assert (found if found is None else [c.kind for c in found if c.kind != "same"]) == kinds
+
+
+def _recurrence(x, h, **how):
+    def trip(h, x):
+        h = jnp.tanh(0.9 * h + x)
+        return h, (h, h.sum(), h > 0)
+
+    return lax.scan(trip, h, x, **how)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("n", [64, 8, 61])
+def test_a_recurrence_keeps_the_block_of_its_stack(n, reverse):
+    """Every device does all trips; of what they stack it keeps what is to lie there, and nothing is sent for that."""
+    x, h = np.random.default_rng(0).normal(size=(n, 256)).astype("float32"), np.ones(256, "float32")
+    f = lambda x, h: _recurrence(x, h, reverse=reverse)  # noqa: E731
+    step = sx.shard_jit(f, mesh=mesh_of(4), in_shardings=(P(), P()), out_shardings=(P(), P("x")))
+    plan = step.plan(x, h)
+    assert not plan.collectives
+    for have, want in zip(jax.tree.leaves(step(x, h)), jax.tree.leaves(f(x, h)), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-5)
+    stacks = [v.aval.shape for eqn in _scans(plan) for v in eqn.outvars if len(v.aval.shape) == 2]
+    assert stacks == [(n // 4 if n % 4 == 0 else n, 256)] * 2
+
+
+def _scans(plan):
+    (whole,) = (eqn for eqn in plan.local_jaxpr.eqns if eqn.primitive.name == "shard_map")
+    return [eqn for eqn in whole.params["jaxpr"].eqns if eqn.primitive.name == "scan"]
+
+
+def test_the_gradient_of_a_recurrence_keeps_its_block():
+    """What the way back reads is whole; the gradient of the stack is not."""
+    x, h = np.random.default_rng(0).normal(size=(64, 256)).astype("float32"), np.ones(256, "float32")
+    f = jax.grad(lambda x, h: (_recurrence(x, h)[1][0] ** 2).sum())
+    step = sx.shard_jit(f, mesh=mesh_of(4), in_shardings=(P("x"), P()), out_shardings=P("x"))
+    plan = step.plan(x, h)
+    assert [(c.kind, c.trips) for c in plan.collectives] == [("all_gather", 1)]
+    assert [v.aval.shape for v in _scans(plan)[-1].outvars if v.aval.shape[:1] == (16,)] == [(16, 256)]
+    np.testing.assert_allclose(step(x, h), f(x, h), rtol=1e-4, atol=1e-5)

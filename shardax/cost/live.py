@@ -30,9 +30,13 @@ class Life:
         self.birth: dict[Any, int] = dict.fromkeys(stored, 0)
         self.makers: dict[Any, Any] = {}
         self.fused: dict[Any, Any] = {}
+        self.roots: dict[Any, Any] = {}  # the variable whose memory another one has
         users = self._users(jaxpr)
         for i in range(len(self.eqns), 0, -1):
             self._see(i, self.eqns[i - 1], users)
+        for i, eqn in enumerate(self.eqns, 1):
+            for old, new in _in_place(eqn):
+                self._reuse(i, old, new)
 
     def _see(self, i: int, eqn, users) -> None:
         fused = _is_fused(eqn, users)
@@ -43,6 +47,13 @@ class Life:
         (self.fused if fused else self.makers).update(dict.fromkeys(eqn.outvars, eqn))
         if not fused:
             self.birth |= dict.fromkeys(eqn.outvars, i)
+
+    def _reuse(self, i: int, old, new) -> None:
+        """Where equation i is the last to read an array, what it makes of it lies there."""
+        if not _jax.is_literal(old) and self.death[old] == i and self.eqns[i - 1].invars.count(old) == 1:
+            root = self.roots[new] = self.roots.get(old, old)
+            self.death[root] = max(self.death[root], self.death.get(new, i))
+            self.birth.pop(new, None)
 
     def _users(self, jaxpr) -> dict[Any, list[Any]]:
         users: dict[Any, list[Any]] = {v: [None] for v in jaxpr.outvars if not _jax.is_literal(v)}
@@ -79,6 +90,18 @@ class Life:
             else:
                 found.add(v)
         return found
+
+
+def _in_place(eqn) -> Iterator[tuple[Any, Any]]:
+    """(operand, result) of updates, and of what a loop carries."""
+    name = eqn.primitive.name
+    if name in _UPDATES:
+        yield eqn.invars[0], eqn.outvars[0]
+    elif name == "scan":
+        consts, carries = _jax.scan_counts(eqn.params)
+        yield from zip(eqn.invars[consts:][:carries], eqn.outvars[:carries], strict=True)
+    elif name == "while":
+        yield from zip(eqn.invars[-len(eqn.outvars) :], eqn.outvars, strict=True)
 
 
 def nbytes(v) -> int:

@@ -69,6 +69,7 @@ class Chooser:
         self.equal: dict[Layouts, Layouts] = {}
         self.anywhere = _made_anywhere(graph)
         self.uses = _count_uses(graph)
+        self.looped = _read_by_loops(graph)
         self.memo: dict[tuple, Candidate] = {}
         self.chosen: dict[tuple, _Chosen] = {}
         self.whole = graph
@@ -282,6 +283,16 @@ def _count_uses(graph: Graph) -> Counter[Value]:
         for body in node.bodies:
             uses.update(body.outputs)
     return uses
+
+
+def _read_by_loops(graph: Graph) -> set[Value]:
+    """The values that loops and branches take, as they are or annotated."""
+    nodes = list(graph.walk())
+    found = {v for node in nodes if node.bodies for v in node.inputs}
+    for node in reversed(nodes):
+        if annotations.of_node(node) and node.outputs[0] in found:
+            found.add(node.inputs[0])
+    return found
 
 
 def _local_size(factor: str, factors: Factors, splits: Splits, sizes: AxisSizes) -> int:

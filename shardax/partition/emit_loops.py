@@ -10,6 +10,7 @@ from shardax import _jax
 from shardax.graph import Node, Value
 from shardax.partition.decisions import Decision
 from shardax.partition.trials import local_trips
+from shardax.sharding import Layout
 from shardax.spmd_rules.registry import Local, Split
 from shardax.trips import LAST, SAME, STEPS, Carry, carries_of_map
 
@@ -37,8 +38,37 @@ def _scan(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[A
     how = {"length": length, "reverse": params["reverse"], "unroll": min(params["unroll"], max(length, 1))}
     if split := decision.splits.get("trips"):
         return _split_scan(decision.local(node, emitter.sizes), split, trip, init, xs, how)
-    carry, ys = lax.scan(trip, init, xs, **how)
+    kept = {i: lay for i, lay in enumerate(decision.results[carries:]) if lay.dims[0]}
+    carry, ys = _scan_keeping(decision.local(node, emitter.sizes), kept, trip, init, xs, how)
     return [*carry, *ys]
+
+
+def _scan_keeping(local: Local, kept: dict[int, Layout], trip, init, xs, how) -> tuple[Sequence[Any], Sequence[Any]]:
+    """A scan whose results `kept` each device keeps a block of: it writes those of its own trips."""
+    if not kept:
+        return lax.scan(trip, init, xs, **how)
+    outputs = local.node.outputs[len(init) :]
+    blocks = [lax.full(lay.local_shape(local.sizes), 0, outputs[i].aval.dtype) for i, lay in kept.items()]
+
+    def step(state, xs):
+        carry, at, blocks = state
+        carry, ys = trip(carry, xs)
+        firsts = [local.start(lay, 0) for lay in kept.values()]
+        blocks = [_written(b, ys[i], at - first) for b, i, first in zip(blocks, kept, firsts, strict=True)]
+        return (carry, at + (-1 if how["reverse"] else 1), blocks), [y for i, y in enumerate(ys) if i not in kept]
+
+    first = np.int32(how["length"] - 1 if how["reverse"] else 0)
+    (carry, _, blocks), rest = lax.scan(step, (list(init), first, blocks), xs, **how)
+    others, blocks = iter(rest), iter(blocks)
+    return carry, [next(blocks) if i in kept else next(others) for i in range(len(outputs))]
+
+
+def _written(block, row, at):
+    """The block with a row at a place, if that is inside."""
+    place = lax.clamp(0, at, block.shape[0] - 1)
+    first = (place, *[0] * row.ndim)
+    old = lax.dynamic_slice(block, first, (1, *row.shape))
+    return lax.dynamic_update_slice(block, lax.select(at == place, row[None], old), first)
 
 
 def _split_scan(local: Local, split: Split, trip, init, xs, how) -> list[Any]:

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import jax
+import jax.numpy as jnp
+
 from shardax import _jax
 from shardax.cost.nominal import COLLECTIVE
 from shardax.graph import Graph, Node, Value
@@ -51,10 +54,9 @@ def _scan_split(chooser: "Chooser", node: Node, split: Split | None) -> Decision
         xs = [_unstacked(chooser, outer, inner, split) for outer, inner in _pairs(node.inputs, body.inputs, consts + count)]
         stacks = [chooser.wanted(v) for v in node.outputs[count:]]
         carry, ys, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:count], xs, stacks, [True] * count)
-    stacked_xs, stacked_ys = (
-        [_stacked(lay, outer, split) for lay, outer in zip(lays, values, strict=True)]
-        for lays, values in ((xs, node.inputs[consts + count :]), (ys, node.outputs[count:]))
-    )
+    stacked_xs = [_stacked(lay, v, split) for lay, v in zip(xs, node.inputs[consts + count :], strict=True)]
+    made = zip(ys, node.outputs[count:], strict=True)
+    stacked_ys = [_stacked(lay, v, split or _kept_block(chooser, lay, v)) for lay, v in made]
     start, end = _owed_by_trips(node, carry, split)
     operands, results = [*const_layouts, *start, *stacked_xs], [*end, *stacked_ys]
     return _decision(chooser, node, operands, results, (decisions,), {"trips": split} if split else {})
@@ -194,6 +196,16 @@ def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
     """How a stack of values lies of which each lies so."""
     axes, padded = (split.axes, split.padded) if split else ((), outer.shape[0])
     return Layout(Sharding((axes, *layout.dims)), (padded, *layout.padded), layout.pending)
+
+
+def _kept_block(chooser: "Chooser", layout: Layout, stack: Value) -> Split | None:
+    """How each device keeps but its block of what all of them make trip by trip: where no loop reads the whole stack, and it
+    may rest so."""
+    wanted, there = chooser.wanted(stack), {*layout.sharding.axes, *layout.pending_axes}
+    even = wanted.padded[0] == stack.shape[0] and not jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended)
+    if not wanted.dims[0] or not even or stack in chooser.looped or not there.isdisjoint(wanted.dims[0]):
+        return None
+    return Split(wanted.dims[0], wanted.padded[0])
 
 
 def _pairs(outer: Sequence[Value], inner: Sequence[Value], start: int):

@@ -92,10 +92,10 @@ def associative_scan_vjp(node: Node) -> str:
 
 
 def _associative_scan_local(local: Local, *shards):
-    return _scanned(local, shards)
+    return _scanned(local, _all_gathered, shards)
 
 
-def _scanned(local: Local, shards: Sequence[Any]) -> list[Any]:
+def _scanned(local: Local, gathered: Callable[..., Any], shards: Sequence[Any]) -> list[Any]:
     combine, dim, reverse = (local.params[name] for name in ("combine", "dim", "reverse"))
     axes = local.operands[0].dims[dim]
     if not axes:
@@ -104,7 +104,7 @@ def _scanned(local: Local, shards: Sequence[Any]) -> list[Any]:
     uneven = reverse and size % block
     scanned = _scan_valid(local, combine, shards) if uneven else combine.scan(shards, dim, reverse)
     last = (size - 1) // block  # the last block that holds more than padding
-    totals: list[Any] = [_gathered(_end(x, dim, reverse), local, dim) for x in scanned]
+    totals = [gathered(_end(x, dim, reverse), local, dim) for x in scanned]
     sums = combine.scan([lax.slice_in_dim(x, 0, last + 1, axis=dim) for x in totals], dim, reverse)
     device = local.index(axes)
     before = lax.clamp(0, device + (1 if reverse else -1), last)
@@ -118,13 +118,16 @@ def _scanned(local: Local, shards: Sequence[Any]) -> list[Any]:
     return [lax.select(first, alone, after) for alone, after in zip(scanned, joined, strict=True)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gathered(x, local: Local, dim: int):
+def _all_gathered(x, local: Local, dim: int):
     return all_gather(local, "totals", x, local.operands[0].dims[dim], dim)
 
 
+_gathered: Callable[..., Any] = jax.custom_vjp(_all_gathered, nondiff_argnums=(1, 2))
+"""The same; what its gradient sends has a reason too."""
+
+
 def _gathered_forward(x, local: Local, dim: int):
-    return _gathered(x, local, dim), None
+    return _all_gathered(x, local, dim), None
 
 
 def _gathered_backward(local: Local, dim: int, _, ct):
@@ -164,7 +167,7 @@ def _associative_scan_vjp_local(local: Local, *shards):
     elements, cts = [_safe(local, i, x) for i, x in enumerate(shards[:count])], shards[count:]
     if local.operands[0].dims[local.params["dim"]]:
         cts = [local.mask(count + i, ct, 0, [local.params["dim"]]) for i, ct in enumerate(cts)]
-    return _pulled_back(functools.partial(_scanned, local), local.params, elements, cts)
+    return _pulled_back(functools.partial(_scanned, local, _gathered), local.params, elements, cts)
 
 
 def _pulled_back(scan: Callable[..., list[Any]], params, elements: Sequence[Any], cts: Sequence[Any]) -> list[Any]:

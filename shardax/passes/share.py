@@ -1,0 +1,144 @@
+"""Sends once what is sent twice: equal collectives of a local program, and halos of one value that overlap or touch.
+
+A convolution and the gradient of its kernel want the same rows from their neighbours, a stencil by slices one row here and two
+rows there. Equal computations make one value, so that slices of one shard are known to be such; only collectives are left out.
+What stands behind an optimization barrier is another value: what is recomputed there is sent again, as remat wants it.
+
+    ppermute x[14:16]    ppermute x[15:16]    ->    h = ppermute x[14:16]    h    h[1:2]
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax import lax
+
+from shardax import _jax
+from shardax.explain.ledger import KINDS
+from shardax.numbering import params_key
+
+
+def shared(jaxpr):
+    """The same jaxpr, closed or open, without collectives that send what is there already; so are its bodies."""
+    eqns = [_jax.with_bodies(eqn, shared) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
+    if not any(eqn.primitive.name in KINDS for eqn in eqns):
+        return _jax.replaced_eqns(jaxpr, eqns)
+    sharer = _Sharer(eqns)
+    kept = [new for eqn in eqns for new in sharer.eqn(eqn)]
+    return _jax.with_eqns_and_results(jaxpr, kept, [sharer.read(v) for v in _jax.closed(jaxpr).jaxpr.outvars])
+
+
+@dataclass(frozen=True)
+class _Halo:
+    """A ppermute of rows `first` to before `end` along `dim` of a value. `sends`: of which value, and who sends to whom."""
+
+    sends: Hashable
+    dim: int
+    first: int
+    end: int
+
+    @property
+    def group(self) -> Hashable:
+        return self.sends, self.dim
+
+
+class _Sharer:
+    def __init__(self, eqns):
+        self.values: dict[Any, Any] = {}  # the first variable of the same value
+        self.computed: dict[Hashable, Any] = {}
+        self.makers: dict[Any, Any] = {}
+        self.stands: dict[Any, Any] = {}
+        self.sent: dict[Hashable, Any] = {}
+        for eqn in eqns:
+            self._number(eqn)
+        self.parts = _joined(filter(None, map(self._halo, eqns)))
+
+    def read(self, atom):
+        return atom if _jax.is_literal(atom) else self.stands.get(atom, atom)
+
+    def eqn(self, eqn) -> Iterator[Any]:
+        """What is left of an equation."""
+        eqn = eqn.replace(invars=list(map(self.read, eqn.invars)))
+        halo, key = self._halo(eqn), self._key(eqn)
+        if halo:
+            yield from self._cut(eqn, halo, *self.parts[halo])
+        elif eqn.primitive.name in KINDS and key in self.sent:
+            self.stands.update(zip(eqn.outvars, self.sent[key], strict=True))
+        else:
+            if eqn.primitive.name in KINDS and key:
+                self.sent[key] = eqn.outvars
+            yield eqn
+
+    def _cut(self, eqn, halo: _Halo, first: int, end: int) -> Iterator[Any]:
+        """The rows of a halo out of those, `first` to before `end`, that are sent of this value this way."""
+        key = (halo.group, first, end)
+        if key not in self.sent:
+            cut = self.makers[eqn.invars[0]]
+            whole = cut.invars[0].aval.shape
+            part = _sliced(cut, self.read(cut.invars[0]), halo.dim, first, end, whole)
+            sent = eqn.replace(invars=part.outvars, outvars=[_jax.new_variable(part.outvars[0].aval)])
+            self.sent[key] = sent.outvars
+            yield from (part, sent)
+        (there,) = self.sent[key]
+        if (first, end) == (halo.first, halo.end):
+            self.stands[eqn.outvars[0]] = there
+        else:
+            cut = self.makers[eqn.invars[0]]
+            rows = _sliced(cut, there, halo.dim, halo.first - first, halo.end - first, there.aval.shape)
+            yield rows.replace(outvars=eqn.outvars)
+
+    def _number(self, eqn) -> None:
+        key = self._key(eqn)
+        first = self.computed.setdefault(key, eqn) if key else eqn
+        for v, same in zip(eqn.outvars, first.outvars, strict=True):
+            self.values[v] = self.values.get(same, same)
+            self.makers[v] = eqn
+
+    def _key(self, eqn) -> Hashable | None:
+        """What an equation computes; None where it only equals itself."""
+        params = params_key(eqn.params)
+        if params is None or _jax.has_effects(eqn) or eqn.primitive.name == "optimization_barrier" or _jax.has_bodies(eqn):
+            return None
+        return eqn.primitive, params, tuple(map(self._operand, eqn.invars))
+
+    def _operand(self, atom) -> Hashable:
+        return ("literal", str(atom.aval), repr(atom.val)) if _jax.is_literal(atom) else self.values.get(atom, atom)
+
+    def _halo(self, eqn) -> _Halo | None:
+        """A ppermute of a slice along one dim."""
+        cut = self.makers.get(eqn.invars[0]) if eqn.primitive is lax.ppermute_p else None
+        if cut is None or cut.primitive is not lax.slice_p or set(cut.params["strides"] or (1,)) != {1}:
+            return None
+        shape, result = cut.invars[0].aval.shape, cut.outvars[0].aval.shape
+        dims = [d for d, (n, k) in enumerate(zip(shape, result, strict=True)) if n != k]
+        if len(dims) != 1:
+            return None
+        (dim,) = dims
+        sends = (params_key(eqn.params), self._operand(cut.invars[0]))
+        return _Halo(sends, dim, cut.params["start_indices"][dim], cut.params["limit_indices"][dim])
+
+
+def _joined(halos) -> dict[_Halo, tuple[int, int]]:
+    """For each halo the rows of those that overlap or touch."""
+    groups: dict[Hashable, list[_Halo]] = {}
+    for halo in halos:
+        groups.setdefault(halo.group, []).append(halo)
+    found: dict[_Halo, tuple[int, int]] = {}
+    for group in groups.values():
+        part: list[_Halo] = []
+        for halo in sorted(group, key=lambda h: h.first):
+            if part and halo.first > max(h.end for h in part):
+                part = []
+            part.append(halo)
+            rows = part[0].first, max(h.end for h in part)
+            found.update(dict.fromkeys(part, rows))
+    return found
+
+
+def _sliced(like, operand, dim: int, first: int, end: int, shape):
+    """An equation for rows of a value; `like` is some slice."""
+    starts, ends = [0] * len(shape), list(shape)
+    starts[dim], ends[dim] = first, end
+    params = {**like.params, "start_indices": tuple(starts), "limit_indices": tuple(ends)}
+    aval = like.outvars[0].aval.update(shape=tuple(e - s for s, e in zip(starts, ends, strict=True)))
+    return like.replace(invars=[operand], outvars=[_jax.new_variable(aval)], params=params)
