@@ -247,7 +247,7 @@ def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> list[Node]:
 def _without_unread(nodes: Sequence[Node], outputs: Sequence[Value], may_drop: Callable[[Value], bool]) -> list[Node]:
     read, kept = set(outputs), []
     for node in reversed(nodes):
-        if any(v in read for v in node.outputs) or not all(map(may_drop, node.outputs)):
+        if not node.outputs or any(v in read for v in node.outputs) or not all(map(may_drop, node.outputs)):
             kept.append(node)
             read.update(node.inputs)
     return kept[::-1]
