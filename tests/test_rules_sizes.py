@@ -69,7 +69,8 @@ def test_families(dtype):
 def _moved_keys(keys):
     moved = [keys[1:], keys[::-1], jnp.roll(keys, 1), jnp.concatenate([keys, keys]), keys.reshape(5, 1), jnp.stack([keys] * 2)]
     picked = [keys[3], keys[jnp.array([4, 0])], jnp.broadcast_to(keys, (2, 5))]
-    return [jax.random.key_data(x) for x in (*moved, *picked)]
+    put = [keys.at[jnp.array([4, 0])].set(keys[1:3]), jax.vmap(lambda k: k.at[1:3].set(k[:2]))(jnp.stack([keys] * 2))]
+    return [jax.random.key_data(x) for x in (*moved, *picked, *put)]
 
 
 def test_keys():

@@ -10,6 +10,7 @@ Indices may be out of range, and `mode` says what happens then. It must happen o
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -195,12 +196,13 @@ def _gather_passes(node: Node) -> tuple[Passes, ...]:
 def _scatter(mark: str) -> Callable[[Node], str]:
     """The rule of a scatter whose updates may be split with this mark: "x0 o1, u0+ v!, u0+ o1 -> x0 o1".
 
-    No collective adds booleans or orders complex numbers.
+    No collective adds booleans or orders complex numbers, or does either with keys.
     """
+    kept_whole = (np.bool_ if mark == "+" else np.complexfloating, jax.dtypes.extended)
 
     def rule(node: Node) -> str:
         windows = _scatter_windows(node)
-        reducible = node.inputs[0].aval.dtype.kind not in ("b" if mark == "+" else "c")
+        reducible = not any(jnp.issubdtype(node.inputs[0].aval.dtype, kind) for kind in kept_whole)
         indices = windows.indices(len(node.inputs[1].shape), mark if reducible else "!")
         operand = " ".join(windows.operand(""))
         return f"{operand}, {' '.join(indices)}, {' '.join(windows.slices(indices))} -> {operand}"
