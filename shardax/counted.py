@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from shardax import _jax
-from shardax.graph import Graph, Node, Value, drop_unread
+from shardax.graph import Graph, Node, Value
 
 _INDEXED = ("gather", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 Counts = dict[Value, int]
@@ -32,7 +32,6 @@ def with_batched_indices(graph: Graph, outer: Counts | None = None) -> Graph:
         makers.update(dict.fromkeys(node.outputs, node))
         _follow(node, counts, unsigned)
     graph.nodes = nodes
-    drop_unread(graph, ("concatenate", *_KEEPS))
     return graph
 
 

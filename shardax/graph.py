@@ -108,14 +108,17 @@ def from_jaxpr(jaxpr, callers: tuple[Any, ...] = ()) -> Graph:
     return graph
 
 
-def drop_unread(graph: Graph, names: Sequence[str]) -> None:
-    """Drops nodes of these names that nothing reads any more."""
+def without_unread(graph: Graph) -> Graph:
+    """The graph and its bodies without what nothing reads, once nodes were replaced; what has effects stays."""
     read, kept = set(graph.outputs), []
     for node in reversed(graph.nodes):
-        if node.name not in names or any(v in read for v in node.outputs):
+        if node.eqn.effects or any(v in read for v in node.outputs):
             kept.append(node)
             read.update(node.inputs)
+            for body in node.bodies:
+                without_unread(body)
     graph.nodes = kept[::-1]
+    return graph
 
 
 @dataclass(eq=False, slots=True)
@@ -262,14 +265,22 @@ def _while_any(params: dict[str, Any], *args):
     return lax.while_loop(lambda carry: on(carry).any(), step, list(args[last:]))
 
 
-def _folded(evaluate: Callable[..., Any]):
+def _concatenate(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """Without operands that are empty along the dim, as a roll by zero places has one; one that is left is the result."""
+    full = [v for v in inputs if v.shape[eqn.params["dimension"]]] or inputs[:1]
+    if len(full) == 1:
+        return full
+    return inliner.append(eqn, eqn.primitive, eqn.params, full, [Value(v.aval) for v in eqn.outvars])
+
+
+def _folded(evaluate: Callable[..., Any], otherwise=_plain):
     """Equations that make a few integers of literals, as indices are made: a literal too."""
 
     def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
         aval = eqn.outvars[0].aval
         few = len(aval.shape) == 1 and aval.shape[0] <= _FEW and jax.numpy.issubdtype(aval.dtype, np.integer)
         if not few or not all(v.is_literal for v in inputs):
-            return _plain(inliner, eqn, inputs)
+            return otherwise(inliner, eqn, inputs)
         return [Value(aval, np.asarray(evaluate(eqn.params, *(v.literal for v in inputs)), aval.dtype), True)]
 
     return call
@@ -309,7 +320,7 @@ _CALLS = {
     "checkpoint": _remat,
     "closed_call": _param("call_jaxpr"),
     "composite": _call(lambda eqn: eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]),
-    "concatenate": _folded(lambda params, *parts: np.concatenate(parts)),
+    "concatenate": _folded(lambda params, *parts: np.concatenate(parts), _concatenate),
     "core_call": _param("call_jaxpr"),
     "custom_jvp_call": _param("call_jaxpr"),
     "custom_linear_solve": _linear_solve,

@@ -108,7 +108,8 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 
 def _graph(jaxpr) -> Graph:
     """The flat program, with what JAX only shows expanded as nodes of its own."""
-    return with_batched_indices(with_rotations(with_associative_scans(graph.from_jaxpr(_jax.dce(jaxpr)))))
+    flat = graph.from_jaxpr(_jax.dce(jaxpr))
+    return graph.without_unread(with_batched_indices(with_rotations(with_associative_scans(flat))))
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:

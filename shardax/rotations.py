@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jax import lax
 from jax.extend.core import Primitive
 
-from shardax.graph import Graph, Node, Value, drop_unread
+from shardax.graph import Graph, Node, Value
 
 rotate_p = Primitive("rotate")
 """rotate x: row r of the result, along dim `dim`, is row r + `first` of x, counted around its end."""
@@ -26,15 +26,13 @@ def rotated(x, *, dim: int, first: int):
 
 
 def with_rotations(graph: Graph) -> Graph:
-    """The graph and its bodies with `rotate` nodes for what rotates, and without what only they were made of."""
+    """The graph and its bodies with `rotate` nodes for what rotates."""
     makers = {value: node for node in graph.nodes for value in node.outputs}
     found = {node: rotation for node in graph.nodes if (rotation := _rotation(node, makers))}
     for node in graph.nodes:
         for body in node.bodies:
             with_rotations(body)
     graph.nodes = [_rotate(node, found[node]) if node in found else node for node in graph.nodes]
-    if found:
-        drop_unread(graph, ("pad", "slice", "split"))
     return graph
 
 

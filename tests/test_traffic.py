@@ -114,6 +114,13 @@ ROWS = {
         [("ppermute", ROW)] * 2 + [("all_reduce", 96)],
     ),
     "roll": (lambda x: jnp.roll(x, -3, 0), [X], P("x"), P("x"), [("ppermute", 3 * ROW)]),
+    "roll by nothing along one dim": (
+        lambda x: jnp.roll(x, (0, -3), (1, 0)) + jnp.roll(x, 0, 0),
+        [X],
+        P("x", "y"),
+        P("x", "y"),
+        [("ppermute", 3 * ROW // 2)],
+    ),
     "roll far": (lambda x: jnp.roll(x, 6, 0), [X], P("x"), P("x"), [("ppermute", 2 * ROW)] * 2),
     "gradient of roll": (gradients(lambda x: jnp.roll(x, 1, 0)), [X], P("x"), P("x"), [("ppermute", ROW)] * 2),
     "layers split by layer": (layers, [LAYERS, X], (P("x"), P("x")), P("x"), [("all_gather", 6 * LAYER)]),
