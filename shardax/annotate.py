@@ -1,5 +1,6 @@
 """Annotations: what the user says about the sharding of a value, as an equation of the global program."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -214,6 +215,19 @@ def own_mesh(spec) -> Mesh | AbstractMesh | None:
 def bind(x, dims: Dims, source: str, like: int | None = None, mesh: Mesh | AbstractMesh | None = None):
     """The equation itself."""
     return annotate_p.bind(x, dims=dims, source=source, like=like, mesh=mesh)
+
+
+def renumbered(jaxpr, kept: Sequence[bool]):
+    """A jaxpr that has lost some inputs, those not `kept`: `like` names an input by its number."""
+    numbers = {old: new for new, old in enumerate(i for i, keep in enumerate(kept) if keep)}
+    return _jax.replaced_eqns(jaxpr, [_renumbered(eqn, numbers) for eqn in jaxpr.eqns])
+
+
+def _renumbered(eqn, numbers: dict[int, int]):
+    like = eqn.params["like"] if eqn.primitive is annotate_p else None
+    if like is None or numbers.get(like) == like:
+        return eqn
+    return eqn.replace(params={**eqn.params, "like": numbers.get(like)})
 
 
 def _transpose(ct, x, *, dims, source, like, mesh):

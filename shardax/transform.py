@@ -15,16 +15,15 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax import _jax, meshes, program
-from shardax.annotate import SAVED, Dims, annotate_p
-from shardax.annotate import bind as bind_annotation
+from shardax import _jax, meshes, program, residuals
+from shardax.annotate import renumbered
 from shardax.crossing import Crossing
 from shardax.options import Options
 from shardax.processes import check_agreement
 from shardax.refinement import Placement, UserMesh, refinement, user_mesh
 from shardax.sharding import Sharding, at_rest, from_spec
 from shardax.trace import abstract_mesh
-from shardax.untyped import auto_mesh, memory_of, shape_of
+from shardax.untyped import auto_mesh, memory_of
 
 shard_jit_p = Primitive("shard_jit")
 shard_jit_p.multiple_results = True
@@ -177,7 +176,7 @@ def _transpose(cts, *args, jaxpr, **params):
 
 @_jax.weakly_cached
 def _transposed(jaxpr, linear: tuple[bool, ...], nonzero: tuple[bool, ...], mesh: Mesh | AbstractMesh):
-    shapes, out_shapes = _shapes(jaxpr.in_avals, mesh), _shapes(jaxpr.out_avals, mesh)
+    shapes, out_shapes = residuals.shapes(jaxpr.in_avals, mesh), residuals.shapes(jaxpr.out_avals, mesh)
     known_count = len(linear) - sum(linear)
 
     def backward(*known_and_cts):
@@ -203,64 +202,17 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
 def _partial_eval(trace, *tracers, jaxpr, **params):
     """Two programs: what is known runs now, and gives what the other needs of it. An input that it needs is passed as it is."""
     unknown = tuple(not t.is_known() for t in tracers)
-    split = _split(jaxpr, unknown, params["mesh"])
+    split = residuals.split(jaxpr, unknown, params["mesh"])
     known = [t.pval.get_known() for t in tracers if t.is_known()]
     outs = _rebind(known, params, split.known)
-    count = len(outs) - split.residuals
+    count = len(outs) - split.saved
     fresh = iter(outs[count:])
-    residuals = [next(fresh) if source is None else known[source] for source in split.forwarded]
+    entering = [next(fresh) if source is None else known[source] for source in split.sources]
     later = []
     if any(split.unknown_outs):
-        inputs = [*map(trace.new_instantiated_const, residuals), *_where(unknown, tracers)]
+        inputs = [*map(trace.new_instantiated_const, entering), *_where(unknown, tracers)]
         later = trace.default_process_primitive(shard_jit_p, inputs, {**params, "jaxpr": split.later})
     return _merge(split.unknown_outs, later, outs[:count])
-
-
-class _Split:
-    """A jaxpr as two. `later` takes residuals first: the last results of `known`, or inputs of it that are `forwarded`.
-
-    The residuals lie as the forward part leaves them, and so they enter the later one: both say so, as annotations.
-    """
-
-    def __init__(self, jaxpr, unknown: tuple[bool, ...], mesh: Mesh | AbstractMesh):
-        known, later, self.unknown_outs, avals, forwarded = _jax.partial_eval_jaxpr(jaxpr, unknown, instantiate=False)
-        self.residuals = len(avals)
-        self.forwarded = [None if f is None else f - len(jaxpr.consts) for f in forwarded]
-        known = _reindexed(known, _positions([not u for u in unknown]))
-        saved = _saved_dims(known, self.residuals, mesh)
-        self.known = _with_dims(known, mesh, results=[None] * (len(known.out_avals) - self.residuals) + saved)
-        fresh = iter(saved)
-        entering = [next(fresh) if source is None else None for source in self.forwarded]
-        self.later = _with_dims(later, mesh, arguments=entering + [None] * sum(unknown))
-
-
-def _saved_dims(known, count: int, mesh: Mesh | AbstractMesh) -> list[Dims | None]:
-    """What completion gives to each of the last `count` results; a dim that it does not split stays open."""
-    if not count or mesh.size == 1:
-        return [None] * count
-    shardings = program.completed_results(known, mesh)[-count:]
-    return [tuple(axes or None for axes in sharding.dims) if sharding.axes else None for sharding in shardings]
-
-
-def _with_dims(jaxpr, mesh: Mesh | AbstractMesh, arguments: Sequence[Dims | None] = (), results: Sequence[Dims | None] = ()):
-    """The jaxpr with annotations on some arguments and results."""
-    if not any(arguments) and not any(results):
-        return jaxpr
-
-    def annotated(xs, dims):
-        return [x if d is None else bind_annotation(x, d, SAVED) for x, d in zip(xs, dims or [None] * len(xs), strict=True)]
-
-    whole = lambda *args: annotated(jaxpr_as_fun(jaxpr)(*annotated(args, arguments)), results)  # noqa: E731
-    return jax.make_jaxpr(whole)(*_shapes(jaxpr.in_avals, mesh))
-
-
-def _shapes(avals, mesh: Mesh | AbstractMesh) -> list[jax.ShapeDtypeStruct]:
-    """Each in the memory where it is kept, which only shapes on a mesh can say."""
-    with _jax.use_abstract_mesh(abstract_mesh(mesh)):
-        return list(map(shape_of, avals))
-
-
-_split = _jax.weakly_cached(_Split)
 
 
 def _dce(used_outputs, eqn):
@@ -283,24 +235,7 @@ def _pruned(jaxpr, used_outputs: tuple[bool, ...]):
     pruned, used = _jax.prune(jaxpr, used_outputs)
     if all(used) and all(used_outputs) and len(pruned.eqns) == len(jaxpr.eqns):
         return None, used
-    return _reindexed(pruned, _positions(used)), used
-
-
-def _reindexed(jaxpr, positions: dict[int, int]):
-    """`annotate` names the donated argument that a result succeeds by its index, which moves when inputs are dropped."""
-    eqns = [_reindexed_eqn(eqn, positions) for eqn in jaxpr.eqns]
-    return _jax.with_eqns(jaxpr, eqns) if any(new is not old for new, old in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr
-
-
-def _reindexed_eqn(eqn, positions: dict[int, int]):
-    like = eqn.params["like"] if eqn.primitive is annotate_p else None
-    if like is None or positions.get(like) == like:
-        return eqn
-    return eqn.replace(params={**eqn.params, "like": positions.get(like)})
-
-
-def _positions(kept) -> dict[int, int]:
-    return {old: new for new, old in enumerate(i for i, keep in enumerate(kept) if keep)}
+    return renumbered(pruned, used), used
 
 
 def _where(mask, xs) -> list[Any]:
