@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
@@ -259,9 +260,17 @@ def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> Non
             )
 
 
+def _again(saveable, unknown, there, eqn):
+    """Policies of `jax.checkpoint` save what is annotated, not that it is: the backward pass annotates it again."""
+    if unknown[0]:
+        return None, eqn, [True], [True], []
+    return eqn, eqn, [False], [True], [v for v in eqn.invars if not there[0] and not _jax.is_literal(v)]
+
+
 annotate_p.def_impl(lambda x, **params: x)
 annotate_p.def_abstract_eval(lambda x, **params: x)
 ad.primitive_jvps[annotate_p] = _jvp
 ad.primitive_transposes[annotate_p] = _transpose
 batching.fancy_primitive_batchers[annotate_p] = _batch
+pe.partial_eval_jaxpr_custom_rules[annotate_p] = _again
 mlir.register_lowering(annotate_p, lambda ctx, x, **params: [x])

@@ -123,11 +123,12 @@ def without_unread(graph: Graph) -> Graph:
 
 @dataclass(eq=False, slots=True)
 class _Inliner:
-    """Appends equations to `nodes`, all under the name stack `scope`."""
+    """Appends equations to `nodes`, all under the name stack `scope`. `made`: values that need not be made again."""
 
     nodes: list[Node]
     scope: Any
     callers: tuple[Any, ...] = ()
+    made: dict[Any, Value] = field(default_factory=dict)
 
     def run(self, closed, inputs: Sequence[Value]) -> list[Value]:
         """Appends the nodes of `closed` and returns the values of its results."""
@@ -145,7 +146,7 @@ class _Inliner:
         return list(map(read, closed.jaxpr.outvars))
 
     def call(self, eqn, jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        return _Inliner(self.nodes, self.scope_of(eqn), (eqn, *self.callers)).run(_jax.closed(jaxpr), inputs)
+        return _Inliner(self.nodes, self.scope_of(eqn), (eqn, *self.callers), self.made).run(_jax.closed(jaxpr), inputs)
 
     def scope_of(self, eqn):
         return self.scope + eqn.source_info.name_stack
@@ -307,8 +308,30 @@ def _param(name: str):
 
 
 def _annotation(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """What lies between a forward and a backward program is one value where both are part of this one."""
-    return inputs if inliner.callers and eqn.params["source"] == SAVED else _plain(inliner, eqn, inputs)
+    """What lies between a forward and a backward program is one value where both are part of this one, and so is an argument
+    that both annotate."""
+    params = eqn.params
+    if inliner.callers and params["source"] == SAVED:
+        return inputs
+    key = (inputs[0], params["dims"], params["mesh"], params["like"])
+    if key not in inliner.made:
+        (inliner.made[key],) = _plain(inliner, eqn, inputs)
+    return [inliner.made[key]]
+
+
+def _pad(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """Remembers what a value was before it was padded at its ends."""
+    (result,) = _plain(inliner, eqn, inputs)
+    if all(low == within == 0 <= high for low, high, within in eqn.params["padding_config"]):
+        inliner.made[result, inputs[0].shape] = inputs[0]
+    return [result]
+
+
+def _slice(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """What was padded and is cropped is what it was."""
+    whole = not any(eqn.params["start_indices"]) and eqn.params["strides"] is None
+    found = inliner.made.get((inputs[0], eqn.params["limit_indices"])) if whole else None
+    return _plain(inliner, eqn, inputs) if found is None else [found]
 
 
 _FEW = 16
@@ -333,6 +356,7 @@ _CALLS = {
     "eval_jaxpr": _param("call_jaxpr"),
     "jit": _jit,
     "linear_call": _call(lambda eqn: eqn.params["callee"]),
+    "pad": _pad,
     "pjit": _jit,
     "remat2": _remat,
     "scatter": _update(_scatter_starts, 1, 2),
@@ -340,6 +364,7 @@ _CALLS = {
     "remat_opt": _param("fwd_jaxpr"),
     "shard_jit": _param("jaxpr"),
     "shard_map": _island,
+    "slice": _slice,
     "while": _while,
     "xla_metadata_call": _param("jaxpr"),
 }

@@ -118,7 +118,7 @@ def _saved(sharding: Sharding, aval, mesh: AnyMesh) -> _Saved:
     if not sharding.axes:
         return _Saved(None, aval.shape, aval.shape)
     dims = tuple(axes or None for axes in sharding.dims)
-    fixed = memory_of(aval) is jax.memory.Space.Host or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+    fixed = memory_of(aval) is jax.memory.Space.Host or jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
     return _Saved(dims, aval.shape, aval.shape if fixed else _padded(dims, aval.shape, mesh))
 
 
