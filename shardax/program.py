@@ -22,6 +22,7 @@ from shardax.counted import with_batched_indices
 from shardax.crossing import Crossing, crossings, placed_here
 from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node, Value
+from shardax.merged import with_unmerged_contractions
 from shardax.options import Options
 from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
@@ -109,7 +110,7 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 def _graph(jaxpr) -> Graph:
     """The flat program, with what JAX only shows expanded as nodes of its own."""
     flat = graph.from_jaxpr(_jax.dce(jaxpr))
-    return graph.without_unread(with_batched_indices(with_rotations(with_associative_scans(flat))))
+    return graph.without_unread(with_unmerged_contractions(with_batched_indices(with_rotations(with_associative_scans(flat)))))
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:

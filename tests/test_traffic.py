@@ -218,6 +218,14 @@ ROWS = {
         P(),
         [("all_reduce", 2 * 7 * 256 // 8)],
     ),
+    "vdot": (jnp.vdot, [X, X[::-1].copy()], P("x", "y"), P(), [("all_reduce", 2 * 7 * 4 // 8)]),
+    "vdot of rows": (
+        lambda x, y: jnp.einsum("in,in->i", x.reshape(4, -1), y.reshape(4, -1)),
+        [X.reshape(4, 16, 16), X.reshape(4, 16, 16)[::-1].copy()],
+        P("y", None, "x"),
+        P("y"),
+        [("all_reduce", 2 * 3 * 8 // 4)],
+    ),
     "result wanted sharded": (jnp.matmul, [A, B], (P(None, "x"), P("x")), P("x"), [("reduce_scatter", 3 * 256 // 4)]),
     "unused results": (unused, [A, B], (P(None, "x"), P("x")), P(None, "x"), []),
     "sum of products": (
