@@ -150,7 +150,10 @@ def identity(kind: str, dtype) -> Any:
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
         return np.asarray(info.min if kind == "max" else info.max, dtype)
-    return np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype)
+    endless, info = np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
+    if np.isinf(endless.astype("float32")):
+        return endless
+    return np.asarray(info.min if kind == "max" else info.max, dtype)  # some floats of one byte have no infinity
 
 
 def _pad_whole_dim(x, step):

@@ -2,11 +2,17 @@
 
     concatenate(x[k:], x[:k])              jnp.roll(x, -k), rotating buffers of a pipeline
     pad(x[:-k], low k) + pad(x[-k:])       their transpose
+    concatenate(x[:k], x[k:])              x itself, rotated by nothing
 
 Each becomes one `rotate` node, which sends a shard's rows once: as slices and a concatenation they would be two shifts, with
-what goes around the end in sums over all devices.
+what goes around the end in sums over all devices. Where k is known when the program runs, JAX writes a window of twice the
+array, and each becomes one `rotate_by` node:
+
+    dynamic_slice(concatenate(x, x), k)    jnp.roll(x, -k)
+    dynamic_update_slice(zeros, x, k)      its transpose: the two halves added
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -25,14 +31,19 @@ def rotated(x, *, dim: int, first: int):
     return lax.concatenate([lax.slice_in_dim(x, first, size, axis=dim), lax.slice_in_dim(x, 0, first, axis=dim)], dim)
 
 
+rotate_by_p = Primitive("rotate_by")
+"""rotate_by x first: row r of the result, along dim `dim`, is row r + first of x, counted around its end; with `back` row
+r - first. What is below 0 or above the size of the dim counts as that."""
+
+
 def with_rotations(graph: Graph) -> Graph:
     """The graph and its bodies with `rotate` nodes for what rotates."""
     makers = {value: node for node in graph.nodes for value in node.outputs}
-    found = {node: rotation for node in graph.nodes if (rotation := _rotation(node, makers))}
+    found = {node: new for node in graph.nodes if (new := _rotate(node, makers) or _rotate_by(node, makers))}
     for node in graph.nodes:
         for body in node.bodies:
             with_rotations(body)
-    graph.nodes = [_rotate(node, found[node]) if node in found else node for node in graph.nodes]
+    graph.nodes = [found.get(node, node) for node in graph.nodes]
     return graph
 
 
@@ -49,25 +60,35 @@ class _Part:
 Makers = dict[Value, Node]
 
 
-def _rotation(node: Node, makers: Makers) -> tuple[Value, int, int] | None:
-    """(value, dim, first) where a node's result is a rotation of the value."""
-    parts = _placed_parts(node, makers)
-    if len(parts) != 2 or None in parts:
+def _rotate(node: Node, makers: Makers) -> Node | None:
+    """The `rotate` for a node whose result is a rotation of a value."""
+    found = _rotation(_placed_parts(node, makers))
+    if found is None:
         return None
-    one, two = sorted((p for p in parts if p), key=lambda p: p[0])
-    (_, first), (place, last) = one, two
-    size = first.value.shape[first.dim]
-    around = (first.value, first.dim, last.start, last.stop) == (last.value, last.dim, 0, first.start)
-    whole = first.stop == size and place == size - first.start and 0 < first.start < size
-    return (first.value, first.dim, first.start) if around and whole and one[0] == 0 else None
+    value, dim, first = found
+    return replace(node, primitive=rotate_p, params={"dim": dim, "first": first}, inputs=[value])
+
+
+def _rotation(parts: Sequence[tuple[int, _Part] | None]) -> tuple[Value, int, int] | None:
+    """(value, dim, first) where parts, put side by side, are a rotation of the value that they all are of."""
+    if len(parts) < 2 or None in parts:
+        return None
+    placed = sorted((p for p in parts if p), key=lambda p: p[0])
+    one, rows = placed[0][1], 0
+    size, first = one.value.shape[one.dim], one.start
+    for place, part in placed:
+        if (part.value, part.dim, part.start) != (one.value, one.dim, (first + rows) % size) or place != rows:
+            return None
+        rows += part.stop - part.start
+    return (one.value, one.dim, first) if rows == size else None
 
 
 def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | None]:
-    """(row of the result, part) of the two parts that a node puts side by side."""
-    if node.name == "concatenate" and len(node.inputs) == 2:
-        one, two = (_part(v, makers) for v in node.inputs)
-        if one and two and one.dim == two.dim == node.params["dimension"]:
-            return [(0, one), (one.stop - one.start, two)]
+    """(row of the result, part) of the parts that a node puts side by side."""
+    if node.name == "concatenate":
+        places = itertools.accumulate([0, *(v.shape[node.params["dimension"]] for v in node.inputs[:-1])])
+        parts = [_part(v, makers) for v in node.inputs]
+        return [(at, p) if p and p.dim == node.params["dimension"] else None for at, p in zip(places, parts, strict=True)]
     if node.name in ("add_any", "add"):
         return [_padded_part(v, makers) for v in node.inputs]
     return []
@@ -108,6 +129,33 @@ def _split_off(node: Node, value: Value) -> _Part:
     return _Part(node.inputs[0], node.params["axis"], start, start + sizes[i])
 
 
-def _rotate(node: Node, rotation: tuple[Value, int, int]) -> Node:
-    value, dim, first = rotation
-    return replace(node, primitive=rotate_p, params={"dim": dim, "first": first}, inputs=[value])
+def _rotate_by(node: Node, makers: Makers) -> Node | None:
+    """The `rotate_by` for a window of a value beside itself, and for its transpose."""
+    found = _window_of_two(node, makers) if node.name == "dynamic_slice" else _sum_of_halves(node, makers)
+    if found is None:
+        return None
+    value, first, dim, back = found
+    return replace(node, primitive=rotate_by_p, params={"dim": dim, "back": back}, inputs=[value, first])
+
+
+def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
+    both = makers.get(node.inputs[0])
+    if both is None or both.name != "concatenate" or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
+        return None
+    value, dim = both.inputs[0], both.params["dimension"]
+    return (value, node.inputs[1 + dim], dim, False) if node.outputs[0].shape == value.shape else None
+
+
+def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
+    split = makers.get(node.inputs[0]) if node.name in ("add", "add_any") else None
+    if split is None or split.name != "split" or sorted(map(id, split.outputs)) != sorted(map(id, node.inputs)):
+        return None
+    update, dim = makers.get(split.inputs[0]), split.params["axis"]
+    if update is None or update.name != "dynamic_update_slice" or update.inputs[1].shape != node.outputs[0].shape:
+        return None
+    return (update.inputs[1], update.inputs[2 + dim], dim, True) if _is_zero(update.inputs[0], makers) else None
+
+
+def _is_zero(value: Value, makers: Makers) -> bool:
+    node = makers.get(value)
+    return node is not None and node.name == "broadcast_in_dim" and node.inputs[0].is_literal and node.inputs[0].literal == 0

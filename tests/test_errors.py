@@ -121,7 +121,8 @@ def test_annotation_on_other_devices(annotate, program):
     text = message(f, W)
     assert re.search(r" at .*tests/test_errors.py:\d+ asks for a sharding on the mesh \(x=2\) of devices \[2, 3\], but", text)
     assert re.search(
-        r"mesh, named by in_shardings of shard_jit, is \(.*\) of devices \[0, 1.*\]: give its spec P\('x'(, None)?\) alone", text
+        r"mesh, named by in_shardings of shard_jit, is \(.*\) of devices \[0, 1.*\]: give its spec P\('x'(, None)?\) alone",
+        text,
     )
 
 

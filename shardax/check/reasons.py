@@ -26,7 +26,7 @@ UNCHECKED = {
     "associative_scan": "shardax finds it in what jax.lax.associative_scan expands into",
     "associative_scan_vjp": "shardax finds it in the gradient of what jax.lax.associative_scan expands into",
     "copy_p": "another name of copy",
-    "rotate": "shardax makes it of the slices and the concatenation of a roll",
+    **dict.fromkeys("rotate rotate_by".split(), "shardax makes it of the slices and the concatenation of a roll"),
     "random_gamma_grad": "lax.random_gamma_grad is made of other primitives",
     "custom_partitioning": "its rule is the sharding_rule that it brings",
     "partition_as": "its rule is that of a user's function",

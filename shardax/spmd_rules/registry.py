@@ -146,7 +146,10 @@ class Entry:
 
     def factors(self, node: Node) -> Factors:
         rule = self.rule if isinstance(self.rule, str) else self.rule(node)
-        return bind(parse(rule) if isinstance(rule, str) else rule, node.in_shapes, node.out_shapes)
+        try:
+            return bind(parse(rule) if isinstance(rule, str) else rule, node.in_shapes, node.out_shapes)
+        except ValueError as error:
+            raise ValueError(f"{node.name} at {node.line or 'an unknown line'}: {error}") from None
 
     def factors_in_place(self, factors: Factors) -> frozenset[str]:
         """The factors of the table's indexed dims."""
@@ -185,14 +188,17 @@ def register_rule(
       ways: which splits the primitive takes, where rule and shapes do not tell; all by default.
 
     Raises:
-      ValueError: the text does not parse; quotes the rule and the offending word.
+      ValueError: the text does not parse, or has another number of results than the primitive; quotes the rule and the
+        offending word. What only shapes tell is raised where the rule is used, with the user's line.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
     >>> del RULES["my_scale"]  # no such primitive is there
     """
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):
-        parse(rule)
+        results = len(parse(rule).results)
+        if results != 1 and not getattr(primitive, "multiple_results", True):
+            raise ValueError(f"rule {rule!r}: at '->': it has {results} results, {name} has one")
     RULES[name] = Entry(name, rule, local, passes, in_place, sends, ways)
 
 

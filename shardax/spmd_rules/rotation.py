@@ -7,12 +7,17 @@ device's new block is
 
 one ppermute each, none where that is the device itself. Where the last block is padded, the end is not at the end of a block:
 then what comes before it and what comes around it are two halos.
+
+Where `first` is only known when the program runs, blocks go q devices on in steps of 1, 2, 4, ..., each taken or not, and once
+more for the next ones. Where that is no less than to gather the dim, it is gathered.
 """
 
+import math
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardax.graph import Node
@@ -26,12 +31,12 @@ def rotate(node: Node) -> str:
     """ "k0 k1 -> k0 k1"; nothing can be sent of random keys, which stay whole."""
     dim, key = node.params["dim"], jnp.issubdtype(node.inputs[0].aval.dtype, jax.dtypes.extended)
     names = " ".join(f"k{d}{'!' if key and d == dim else ''}" for d in range(len(node.inputs[0].shape)))
-    return f"{names} -> {names}"
+    return f"{names}{', ' * (len(node.inputs) - 1)} -> {names}"
 
 
 def _rotate_local(local: Local, shard):
     dim = local.params["dim"]
-    if not local.operands[0].dims[dim]:
+    if not local.operands[0].dims[dim] or not local.params["first"]:
         return [rotated(shard, **local.params)]
     if not _even(local):
         before, around = (take(local, want, shard) for want in _halos(local))
@@ -76,15 +81,73 @@ def _halos(local: Local) -> list[Wanted]:
 
 
 def _sends(local: Local) -> Iterator[float]:
-    if not local.operands[0].dims[local.params["dim"]]:
+    if not local.operands[0].dims[local.params["dim"]] or not local.params["first"]:
         return
     if not _even(local):
         yield from sent(local, _halos(local))
         return
-    row = local.node.inputs[0].itemsize
-    for d, n in enumerate(local.in_shape()):
-        row *= n if d != local.params["dim"] else 1
-    yield from (row * (end - start) for distance, (start, end) in _pieces(local) if distance)
+    yield from (_row_bytes(local) * (end - start) for distance, (start, end) in _pieces(local) if distance)
+
+
+def _row_bytes(local: Local) -> int:
+    shape = local.in_shape()
+    return math.prod(n for d, n in enumerate(shape) if d != local.params["dim"]) * local.node.inputs[0].itemsize
+
+
+# By what is known when the program runs
+
+
+def _rotate_by_local(local: Local, shard, first):
+    dim, size = local.params["dim"], local.node.in_shapes[0][local.params["dim"]]
+    first = _within(first, size)
+    first = lax.rem(size - first if local.params["back"] else first, size)
+    if not _hops(local):
+        return [_window(local, shard, first)]
+    if _even(local):
+        return [_moved(local, shard, first)]
+    block, count = _block(local)
+    before, around = _moved(local, shard, first), _moved(local, shard, lax.rem(first - size + block * count, block * count))
+    row = lax.broadcasted_iota("int32", before.shape, dim) + local.start(local.results[0], dim)
+    return [lax.select(row < size - first, before, around)]
+
+
+def _within(first, size: int):
+    most = min(size, np.iinfo(first.dtype).max)
+    return lax.convert_element_type(lax.clamp(first.dtype.type(0), first, first.dtype.type(most)), "int32")
+
+
+def _window(local: Local, shard, first):
+    """The rows of this device's block, cut out of the gathered dim."""
+    dim, size = local.params["dim"], local.node.in_shapes[0][local.params["dim"]]
+    (block, count), axes = _block(local), local.operands[0].dims[local.params["dim"]]
+    if count > 1:
+        shard = lax.slice_in_dim(lax.all_gather(shard, axes, axis=dim, tiled=True), 0, size, axis=dim)
+    copies = lax.concatenate([shard] * -(-(size - 1 + block) // size), dim)
+    return lax.dynamic_slice_in_dim(copies, lax.rem(first + local.index(axes) * block, size), block, axis=dim)
+
+
+def _moved(local: Local, shard, first):
+    """The rows from `first` on behind where this device's block begins, counted around the end of the last block."""
+    (block, count), dim = _block(local), local.params["dim"]
+    for bit in range((count - 1).bit_length()):
+        on = lax.bitwise_and(lax.shift_right_logical(lax.div(first, block), bit), 1) == 1
+        shard = lax.select(lax.broadcast(on, shard.shape), _from(local, 1 << bit, shard), shard)
+    both = lax.concatenate([shard, _from(local, 1, shard)], dim)
+    return lax.dynamic_slice_in_dim(both, lax.rem(first, block), block, axis=dim)
+
+
+def _hops(local: Local) -> int:
+    """How often each device sends its block; 0 where it is gathered, as that sends no more."""
+    _, count = _block(local)
+    hops = ((count - 1).bit_length() + 1) * (1 if _even(local) else 2)
+    return hops if hops < count - 1 else 0
+
+
+def _by_sends(local: Local) -> Iterator[float]:
+    block, count = _block(local)
+    nbytes = _row_bytes(local) * block
+    yield from [nbytes] * _hops(local) or [nbytes * (count - 1)] * (count > 1)
 
 
 register_rule("rotate", rotate, _rotate_local, passes=(MOVES(0),), sends=_sends)
+register_rule("rotate_by", rotate, _rotate_by_local, passes=(MOVES(0),), sends=_by_sends)

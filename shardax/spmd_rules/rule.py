@@ -134,6 +134,8 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
         elif token == "," and group is None:
             tensors.append([])
         elif token == "..." and group is None:
+            if "..." in tensors[-1]:
+                raise _complain(text, token, "a tensor has at most one")
             tensors[-1].append("...")
         elif token == "1" and group is None:
             tensors[-1].append(())

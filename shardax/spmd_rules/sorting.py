@@ -145,8 +145,9 @@ def _top_k_local(local: Local, shard):
 
 
 def _least(dtype):
-    """What top_k puts last: it takes floats in total order, in which -NaN comes before -inf."""
-    if not jnp.issubdtype(dtype, jnp.floating):
+    """What top_k puts last: it takes floats in total order, in which -NaN comes before -inf. Those of one byte it widens, and
+    NaN loses its sign."""
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
         return identity("max", dtype)
     return np.full((), 0xFF, np.uint8).repeat(np.dtype(dtype).itemsize).view(dtype)[0]
 

@@ -1,0 +1,87 @@
+"""Rules that are registered: what is refused when, and what a primitive without one costs."""
+
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.spmd_rules.registry import RULES
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+X = np.ones((8, 4), "float32")
+double_p = Primitive("double")
+double_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(double_p, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+
+
+def _step(**options):
+    return sx.shard_jit(lambda x: double_p.bind(x) + 1, mesh=MESH, in_shardings=P("x"), options=sx.Options(**options))
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    yield
+    RULES.pop("double", None)
+
+
+AT_REGISTRATION = [
+    ("a b", "at '->': a rule has operands, an arrow '->' and results"),
+    ("a ? -> a", "at '?': expected a factor"),
+    ("a+ -> a+", "at 'a': a reduced factor cannot appear in a result"),
+    ("a+ b, a -> b", "at 'a': the factor 'a' was marked as sum before"),
+    ("(a b -> a b", "at '(': this parenthesis is not closed"),
+    ("a (b~ c) -> a", "at 'b~': a windowed factor must have a dim to itself"),
+    ("... ... -> ...", "at '...': a tensor has at most one"),
+    ("a b -> a b, a", "at '->': it has 2 results, double has one"),
+]
+
+
+@pytest.mark.parametrize("rule, why", AT_REGISTRATION)
+def test_refused_at_registration(rule, why):
+    with pytest.raises(ValueError) as error:
+        sx.register_rule(double_p, rule)
+    assert str(error.value).startswith(f"rule {rule!r}: {why}")
+    assert "double" not in RULES
+
+
+AT_USE = [
+    ("a b, a b -> a b", "at '->': it has 2 operands, the equation has 1"),
+    ("a -> a", "at 'a': it names 1 dims, the shape is (8, 4)"),
+    ("a b -> b b", "at 'b': this factor has size 4 in one place and 8 in another"),
+    ("a a -> a a", "at 'a': this factor has size 8 in one place and 4 in another"),
+    ("(a b) c -> (a b) c", "at '(a b)': its factors do not multiply to the dim's size 8"),
+]
+
+
+@pytest.mark.parametrize("rule, why", AT_USE)
+def test_what_shapes_contradict_is_refused_with_the_line(rule, why):
+    sx.register_rule(double_p, rule)
+    with pytest.raises(ValueError, match=r"double at .*test_registry.py:\d+: rule ") as error:
+        _step().plan(X)
+    assert f"rule {rule!r}: {why}" in str(error.value)
+
+
+def test_no_rule_is_one_priced_warning_or_refused():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        np.testing.assert_array_equal(_step()(X), 2 * X + 1)
+    words = [str(w.message) for w in said if "double" in str(w.message)]
+    assert len(words) == 1 and "no sharding rule: it runs replicated, each device sends 96 bytes" in words[0]
+    assert "test_registry.py:" in words[0]
+    with pytest.raises(sx.Refused, match=r"double at .* Register one, shardax.register_rule\('double', ...\)"):
+        _step(strict=True).plan(X)
+    sx.register_rule(double_p, "... -> ...")
+    assert not _step(strict=True).plan(X).collectives
+
+
+def test_results_by_the_number():
+    """Of a primitive that is named only, and of one of several results, the number is not known before it is used."""
+    sx.register_rule("double", "a b -> a b, a")
+    with pytest.raises(ValueError, match="it has 2 results, the equation has 1"):
+        _step().plan(X)

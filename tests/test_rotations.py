@@ -1,0 +1,58 @@
+"""Rotations: rolls, static and by traced amounts, and parts put together again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.spmd_rules import rotation
+
+ROLLS = {
+    "rows": lambda x, k: jnp.roll(x, k, 0),
+    "both": lambda x, k: jnp.roll(x, (k, -k), (0, 1)),
+    "flat": lambda x, k: jnp.roll(x, k),
+    "gradient": lambda x, k: jax.grad(lambda x: (jnp.roll(x, k, 0) * jnp.cos(x)).sum())(x),
+}
+
+
+@pytest.mark.parametrize("name", ROLLS)
+@pytest.mark.parametrize("rows", [16, 13, 3])
+def test_rotations_by_what_is_known_when_they_run(name, rows):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = np.random.RandomState(0).randn(rows, 4096).astype("float32")
+    step = sx.shard_jit(ROLLS[name], mesh=mesh, in_shardings=(P("x"), None), out_shardings=P("x"))
+    for k in (0, 1, -1, 5, rows, 1000):
+        np.testing.assert_allclose(step(x, k), jax.jit(ROLLS[name])(x, k), rtol=1e-5, atol=1e-6, err_msg=str(k))
+    if rows == 16 and name in ("rows", "gradient"):  # blocks go on by 1, 2, 4 devices and to the next; to gather them is 7
+        sent = [(c.kind, c.nbytes) for c in step.plan(x, 1).collectives]
+        assert sent == [("ppermute", 2 * 4096 * 4)] * (8 if name == "gradient" else 4)  # the gradient rolls there and back
+
+
+def test_uneven_rotations_step_by_step(monkeypatch):
+    """On as many devices as there are here, to gather sends less."""
+    monkeypatch.setattr(rotation, "_hops", lambda local: 1)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x = np.random.RandomState(0).randn(13, 4096).astype("float32")
+    step = sx.shard_jit(ROLLS["rows"], mesh=mesh, in_shardings=(P(("y", "x")), None), out_shardings=P(("y", "x")))
+    for k in range(14):
+        np.testing.assert_array_equal(step(x, k), jnp.roll(x, k, 0), err_msg=str(k))
+    assert {c.kind for c in step.plan(x, 1).collectives} >= {"ppermute"}
+
+
+def test_parts_put_together_again_send_nothing():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    parts = {
+        "two": lambda x: jnp.concatenate([x[:3], x[3:]]),
+        "many": lambda x: jnp.concatenate(jnp.split(x, [1, 4, 7])),
+        "turned": lambda x: jnp.concatenate([x[5:], x[:2], x[2:5]]),
+        "no rotation": lambda x: jnp.concatenate([x[2:5], x[5:], x[:3]]),
+    }
+    x = np.arange(8 * 4096.0, dtype="float32").reshape(8, 4096)
+    for name, f in parts.items():
+        step = sx.shard_jit(f, mesh=mesh, in_shardings=P("x"))
+        np.testing.assert_array_equal(step(x), f(x))
+        sends = step.plan(x).comm_bytes / (4096 * 4)  # rows
+        assert sends == {"two": 0, "many": 0, "turned": 2}.get(name, sends), (name, sends)
