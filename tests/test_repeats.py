@@ -6,12 +6,14 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+import shardax as sx
 from benchmarks import planner
 from models import gpt2
 from models.gpt2_sharding import BATCH, param_specs
@@ -91,6 +93,40 @@ def scans(weights, x):
     return x
 
 
+def branches(weights, x):
+    """A branch, with a loop in it; every layer annotates in its scan, some otherwise than others."""
+    for i, (up, down) in enumerate(weights):
+        x = lax.cond(
+            x[0, 0] > 0,
+            lambda x, up=up, down=down: jnp.tanh(x @ up) @ down,
+            lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x),
+            x,
+        )
+        spec = P("data") if i % 6 else P("data", "model")
+        x, _ = lax.scan(lambda x, _, spec=spec: (lax.with_sharding_constraint(x * 2, spec), x.sum()), x, None, length=2)
+    return x
+
+
+def scanned_attention(weights, x):
+    """Each layer goes over its keys in blocks, as attention without the whole matrix of weights does, and is recomputed."""
+
+    @jax.checkpoint
+    def layer(up, down, x):
+        keys = (x @ up).reshape(8, 4, 16)
+
+        def block(carry, k):
+            most, total = carry
+            scores = jnp.exp(x @ k.T)
+            return (jnp.maximum(most, scores.max()), total + scores @ k), scores.sum()
+
+        (most, total), sums = lax.scan(block, (jnp.zeros(()), jnp.zeros_like(x)), keys)
+        return x + total @ up[:, :16] @ down[:16] / most + sums.sum()
+
+    for up, down in weights:
+        x = layer(up, down, x)
+    return x
+
+
 def conflicts(weights, x):
     """Rows and columns want the same axis in turn."""
     for i, (up, down) in enumerate(weights):
@@ -114,9 +150,23 @@ PROGRAMS = {
         jax.grad(lambda w, x: shared_weights(w, x).sum()), (BIASES, floats(8, 16)), (None, P("data", "model"))
     ),
     "loops": lambda: program(jax.grad(lambda w, x: scans(w, x).sum()), (MLP, floats(8, 16)), (None, P("data", "model"))),
+    "branches": lambda: program(branches, (MLP, floats(8, 16)), ([(P(None, "model"), P("model"))] * LAYERS, P("data"))),
+    "scanned attention": lambda: program(
+        jax.grad(lambda w, x: scanned_attention(w, x).sum()), (MLP, floats(8, 16)), (SPLIT, P("data"))
+    ),
     "conflicts": lambda: program(partial(conflicts), (MLP, floats(16, 16)), ([(P(None, "data"), P("model"))] * LAYERS, None)),
 }
-ONCE = {"gradient", "update", "Adam", "Adam, stored split", "GPT-2 and AdamW", "GPT-2 with remat", "shared weights"}
+ONCE = {
+    "gradient",
+    "update",
+    "Adam",
+    "Adam, stored split",
+    "GPT-2 and AdamW",
+    "GPT-2 with remat",
+    "shared weights",
+    "loops",
+    "scanned attention",
+}
 
 
 def both(name: str) -> tuple[Graph, Completion, Completion]:
@@ -148,8 +198,22 @@ def assert_alike(found: Decisions, wanted: Decisions) -> None:
     assert (found.inputs, found.outputs, len(found.steps)) == (wanted.inputs, wanted.outputs, len(wanted.steps))
     for (node, mine), (_, theirs) in zip(found.pairs(), wanted.pairs(), strict=True):
         assert replace(mine, bodies=()).__getstate__() == replace(theirs, bodies=()).__getstate__(), node.name
-        for body, other in zip(mine.bodies, theirs.bodies, strict=True):
+        for inside, body, other in zip(node.bodies, mine.bodies, theirs.bodies, strict=True):
+            assert body.graph is other.graph is inside
             assert_alike(body, other)
+
+
+@pytest.mark.parametrize("f", [scanned_attention, branches])
+def test_layers_with_loops_compute_the_same(f):
+    """What was decided for one layer's loop runs the others', on their own weights."""
+    mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = [(jax.random.normal(k, (16, 64)) / 4, jax.random.normal(k, (64, 16)) / 8) for k in keys[:4]]
+    x = jax.random.normal(keys[4], (8, 16))
+    sharded = sx.shard_jit(f, mesh=mesh, in_shardings=([(P(None, "model"), P("model"))] * 4, P("data")))
+    with jax.set_mesh(mesh):
+        want = jax.jit(f)(jax.device_get(weights), jax.device_get(x))
+    np.testing.assert_allclose(sharded(weights, x), want, rtol=1e-4, atol=1e-4)
 
 
 def test_more_layers_are_no_more_to_complete():

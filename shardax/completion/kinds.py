@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardax import annotations
+from shardax import _jax, annotations
 from shardax.completion.edges import Edge, edges_of
 from shardax.graph import Node, Value
 from shardax.spmd_rules.registry import RULES
@@ -42,20 +42,19 @@ class Kind:
 
 
 class Kinds:
-    """The kinds of a program's nodes. Nodes with bodies are each of a kind of their own."""
+    """The kinds of a program's nodes. Nodes with bodies are of one kind where these are the same node by node."""
 
     def __init__(self):
         self.found: dict[Hashable, Kind] = {}
         self.types: dict[Hashable, int] = {}
         self.type_of: dict[Value, int] = {}
+        self.structured: dict[Hashable, tuple[Kind, list[int]]] = {}
 
     def of(self, node: Node) -> tuple[Kind, list[Value]]:
         """The kind of a node, and its values: inputs, outputs, then those of its bodies."""
-        values = node.inputs + node.outputs
         if node.bodies:
-            edges = list(edges_of(node))
-            values = list(dict.fromkeys([*values, *(v for edge in edges for v in edge.values)]))
-            return self.add(id(node), None, edges, values), values
+            return self._structured(node)
+        values = node.inputs + node.outputs
         key = self._key(node, values)
         try:
             kind = self.found.get(key)
@@ -67,22 +66,63 @@ class Kinds:
             kind = self.add(key, entry.factors(node) if entry else None, edges_of(node), values)
         return kind, values
 
+    def _structured(self, node: Node) -> tuple[Kind, list[Value]]:
+        """Of a node with bodies: which of all values in it the edges tie is found once for each kind."""
+        numbers: dict[Value, int] = {}
+        key = self._structure(node, numbers)
+        known = self.structured.get(key) if _can_be_compared(key) else None
+        if known is None:
+            edges = list(edges_of(node))
+            values = list(dict.fromkeys([*node.inputs, *node.outputs, *(v for edge in edges for v in edge.values)]))
+            key = key if _can_be_compared(key) else id(node)
+            known = self.structured[key] = self.add(key, None, edges, values), [numbers[v] for v in values]
+        kind, places = known
+        values = list(numbers)
+        return kind, [values[place] for place in places]
+
+    def _structure(self, node: Node, numbers: dict[Value, int]) -> Hashable:
+        """What a node does, its bodies node by node, in which every value is its number: they count up as values are met."""
+
+        def met(values: Sequence[Value]) -> tuple[tuple[int, int], ...]:
+            return tuple((numbers.setdefault(v, len(numbers)), self._type_number(v)) for v in values)
+
+        said: Hashable = tuple((k, v) for k, v in sorted(node.params.items()) if not _holds_jaxpr(v))
+        if (note := annotations.of_node(node)) is not None:
+            said = note.dims
+        flag = node.name.startswith("random") and node.eqn.ctx.threefry_partitionable
+        ends = met(node.inputs), met(node.outputs)
+        bodies = ((met(b.inputs), tuple(self._structure(n, numbers) for n in b.nodes), met(b.outputs)) for b in node.bodies)
+        return node.primitive, said, flag, *ends, *bodies
+
     def add(self, key: Hashable, factors: Factors | None, edges: Iterable[Edge], values: Sequence[Value]) -> Kind:
         tensors = [i for i, v in enumerate(values) if v.shape and not v.is_literal]
         kind = Kind(len(self.found), factors, ties_of(edges, values), _taking(tensors))
         return self.found.setdefault(key, kind)
 
     def _key(self, node: Node, values: Sequence[Value]) -> Hashable:
-        type_of = self.type_of
-        for value in values:
-            if value not in type_of:
-                type_of[value] = self.types.setdefault(_type(value), len(self.types))
         name, said = node.primitive.name, node.params.values()
         if name in _SAYING and annotations.of_node(node) is not None:
             said = ()  # completion asks the annotation itself
         elif name.startswith("random"):
             said = (*said, node.eqn.ctx.threefry_partitionable)
-        return (name, len(node.inputs), *said, *map(type_of.__getitem__, values))
+        return (name, len(node.inputs), *said, *map(self._type_number, values))
+
+    def _type_number(self, value: Value) -> int:
+        if value not in self.type_of:
+            self.type_of[value] = self.types.setdefault(_type(value), len(self.types))
+        return self.type_of[value]
+
+
+def _holds_jaxpr(param: Any) -> bool:
+    return _jax.is_jaxpr(param) or isinstance(param, tuple) and any(map(_jax.is_jaxpr, param))
+
+
+def _can_be_compared(key: Hashable) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 _SAYING = frozenset(("annotate", "sharding_constraint", "reshard"))

@@ -15,7 +15,8 @@ from shardax.graph import Value
 
 REST = 1 << 30  # the block of what belongs to no repetition
 _RESTS = itertools.repeat(REST)
-_SHORTEST = 4  # items of a block
+_SHORTEST = 4  # items of a block; one with bodies, as a loop, counts as what is in it
+_OF_ONE = 3  # tensors of an item
 _FEWEST = 3  # blocks that are worth it
 
 
@@ -27,7 +28,7 @@ def groups(kinds: Sequence[int], tensors: Sequence[Sequence[Value]], arguments: 
       tensors: the values of each item that have dims, those that it makes last.
       arguments: of the program.
     """
-    run = _run(np.asarray(kinds, np.int64))
+    run = _run(np.asarray(kinds, np.int64), [max(1, len(values) // _OF_ONE) for values in tensors])
     if run is None:
         return [REST] * len(kinds)
     start, period, count = run
@@ -59,14 +60,14 @@ def _joined(found: list[int]) -> list[int]:
     return found
 
 
-def _run(kinds: np.ndarray) -> tuple[int, int, int] | None:
-    """The first long repetition: where it starts, its period, and how often it comes."""
+def _run(kinds: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | None:
+    """The first long repetition: where it starts, its period, and how often it comes. `weights`: as how many each item counts."""
     runs = [run for period in _periods(kinds) for run in _runs(kinds, period)]
     if not runs:
         return None
     most = max(length for _, _, length in runs)
     start, period, length = min(run for run in runs if 3 * run[2] >= most)
-    period *= -(-_SHORTEST // period)
+    period *= -(-_SHORTEST // sum(weights[start : start + period]))
     return (start, period, length // period) if length // period >= _FEWEST else None
 
 

@@ -95,7 +95,7 @@ class Chooser:
         chosen = self.chosen[key]
         self.stored.update(zip(segment.reads, chosen.reads, strict=True))
         self.stored.update(zip(segment.makes, chosen.makes, strict=True))
-        return chosen.steps
+        return [step.of(node) for step, node in zip(chosen.steps, segment.nodes, strict=True)]
 
     def node(self, node: Node) -> Decision:
         if node.bodies:

@@ -1,7 +1,7 @@
 """Decisions: what `choose` found and `emit` carries out, as plain data."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardax.graph import Graph, Node
 from shardax.sharding import AxisSizes, Layout
@@ -36,6 +36,12 @@ class Decision:
     settled: dict[int, Layout] = field(default_factory=dict)
     bodies: tuple["Decisions", ...] = ()
 
+    def of(self, node: Node) -> "Decision":
+        """The decision of a node that is alike, whose bodies have values and lines of their own."""
+        if not self.bodies:
+            return self
+        return replace(self, bodies=tuple(inside.of(body) for inside, body in zip(self.bodies, node.bodies, strict=True)))
+
     def local(self, node: Node, sizes: AxisSizes) -> Local:
         return Local(node, self.operands, self.results, self.splits, sizes)
 
@@ -48,6 +54,11 @@ class Decisions:
     inputs: tuple[Layout, ...]
     steps: list[Decision]
     outputs: tuple[Move, ...]
+
+    def of(self, graph: Graph) -> "Decisions":
+        """The decisions of a graph that is alike."""
+        steps = [step.of(node) for step, node in zip(self.steps, graph.nodes, strict=True)]
+        return Decisions(graph, self.inputs, steps, self.outputs)
 
     def pairs(self) -> Iterable[tuple[Node, Decision]]:
         return zip(self.graph.nodes, self.steps, strict=True)
