@@ -61,7 +61,7 @@ def _joined(found: list[int]) -> list[int]:
 
 
 def _run(kinds: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | None:
-    """The first long repetition: where it starts, its period, and how often it comes. `weights`: as how many each item counts."""
+    """The first long repetition: where it starts, its period, and how often it comes. `weights`: as how many an item counts."""
     runs = [run for period in _periods(kinds) for run in _runs(kinds, period)]
     if not runs:
         return None
