@@ -1,13 +1,13 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 59 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 60 entries, by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
 equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
     with_eqns_and_results, with_bodies, new_variable,
-    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, without_refs, ordered_effects,
-    jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, checkpoint_rule, register_dce.
+    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, without_refs,
+    ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, checkpoint_rule, register_dce.
 Primitives that public functions bind and nothing public names:
     optimization_barrier_p, sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
@@ -474,6 +474,10 @@ def primitive_names() -> set[str]:
     """The names of all primitives that this JAX can lower, on any platform."""
     tables = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
     return {primitive.name for table in tables for primitive in table}
+
+
+def is_ref(x) -> bool:
+    return isinstance(core.typeof(x), AbstractRef)
 
 
 def without_refs(jaxpr) -> Any:

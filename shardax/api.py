@@ -374,6 +374,7 @@ class _Function:
         dynamic = [i for i in range(len(args)) if i not in static_nums]
         static_kwargs = {k: v for k, v in kwargs.items() if k in static_names}
 
+        @functools.wraps(self.fun)
         def fun(*dynamic_args, **dynamic_kwargs):
             full = list(args)
             for i, x in zip(dynamic, dynamic_args, strict=True):

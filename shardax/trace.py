@@ -1,8 +1,12 @@
 """Function and arguments -> the global jaxpr, the shardings that the user gave recorded in it as annotation equations."""
 
+import functools
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from typing import Any
 
 import jax
@@ -57,6 +61,11 @@ class Slot:
     memory: Any = None  # a jax.memory.Space, or None
     donated: bool = False
 
+    @property
+    def argument(self) -> str:
+        """The name without the path."""
+        return self.name.removesuffix(self.path)
+
 
 def trace(request: Request) -> Traced:
     """The global jaxpr of a function.
@@ -73,15 +82,19 @@ def _trace(request: Request) -> Traced:
     slots, leaves, tree = _arguments(request)
     out_trees: list[Any] = []
 
-    def flat(*leaves):
-        args, kwargs = tree.unflatten(map(_annotated, leaves, slots))
+    @functools.wraps(request.fun)  # so do JAX's messages name it
+    def flat(*arguments):
+        args, kwargs = tree.unflatten(map(_annotated, jax.tree.leaves(arguments), slots))
         out = request.fun(*args, **kwargs)
         results, outs, out_tree = _results(request, slots, out)
         out_trees.append(out_tree)
         likes = _successors(slots, results)
         return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)]
 
+    flat.__signature__ = _signature(slots)  # type: ignore[attr-defined]
     jaxpr = meshes.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
+    for x in jaxpr.consts:
+        _check_no_ref(x, f"{request.fun.__name__} closes over")
     return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1])
 
 
@@ -99,11 +112,20 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
     slots = []
     for index, (path, x, spec) in enumerate(zip(paths, leaves, specs, strict=True)):
         name, rest = _argument_name(path, request.names)
+        _check_no_ref(x, f"argument {name} is")
         aval = jax.typeof(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         source = f"in_shardings{path[len('[0]') :]}"
         slots.append(Slot(name, rest, source, aval, dims, own_mesh(spec), _memory(spec), index in request.donated))
     return slots, leaves, tree
+
+
+def _check_no_ref(x, what: str) -> None:
+    if _jax.is_ref(x):
+        raise ValueError(
+            f"{what} a Ref of shape {x.shape}, which shard_jit does not write to: pass its value, ref[...], return what it "
+            "becomes, and write that back; a Ref that the function makes (jax.new_ref) needs nothing"
+        )
 
 
 def _argument_specs(request: Request) -> list[Any]:
@@ -174,10 +196,10 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence
     over another mesh than the program's are allowed in the empty context, and where `with mesh:` gives bare specs their mesh.
     """
     auto, empty = abstract_mesh(auto_mesh(mesh)), AbstractMesh((), ())
-    attempts = [lambda: _traced(flat, leaves, auto)]
+    attempts = [lambda: _traced(flat, leaves, slots, auto)]
     if is_explicit(mesh):
         attempts += [
-            lambda: _traced(flat, leaves, empty),
+            lambda: _traced(flat, leaves, slots, empty),
             lambda: _traced_typed(flat, leaves, slots, abstract_mesh(mesh), auto),
         ]
     errors: list[Exception] = []
@@ -189,22 +211,46 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence
     if not any(_OWN_MESH in str(error) for error in errors):
         raise errors[-1]
     with _jax.legacy_mesh(auto_mesh(mesh)) if isinstance(mesh, Mesh) else nullcontext():
-        return _traced(flat, leaves, empty)
+        return _traced(flat, leaves, slots, empty)
 
 
 _OWN_MESH = "mesh passed to shard_map"  # in JAX's error, where that is not the one in context
 
 
-def _traced(flat: Callable[..., Any], leaves: Sequence[Any], context: AbstractMesh):
+def _traced(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], context: AbstractMesh):
     with _jax.use_abstract_mesh(context):
-        return _jax.without_refs(jax.make_jaxpr(flat)(*(shape_of(jax.typeof(x)) for x in leaves)))
+        return _jax.without_refs(jax.make_jaxpr(flat)(*_arranged([shape_of(jax.typeof(x)) for x in leaves], slots)))
 
 
 def _traced_typed(flat, leaves: Sequence[Any], slots: Sequence[Slot], mesh: AbstractMesh, auto: AbstractMesh):
+    shapes = [shape_of(jax.typeof(x), _type(x, s, mesh)) for x, s in zip(leaves, slots, strict=True)]
     with _jax.use_abstract_mesh(mesh):
-        jaxpr = jax.make_jaxpr(flat)(*(shape_of(jax.typeof(x), _type(x, s, mesh)) for x, s in zip(leaves, slots, strict=True)))
+        jaxpr = jax.make_jaxpr(flat)(*_arranged(shapes, slots))
     with _jax.use_abstract_mesh(auto):
         return _jax.without_refs(untyped(jaxpr))
+
+
+class _Leaves(dict):
+    """The leaves of one argument by their paths, in their order: so do JAX's messages name them."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    _Leaves, lambda xs: (tuple(xs.items()), tuple(xs)), lambda paths, xs: _Leaves(zip(paths, xs, strict=True))
+)
+
+
+def _arranged(shapes: Sequence[Any], slots: Sequence[Slot]) -> list[_Leaves]:
+    """The shapes of each argument."""
+    pairs = zip(slots, shapes, strict=True)
+    groups = itertools.groupby(pairs, lambda pair: pair[0].argument)
+    return [_Leaves((slot.path, shape) for slot, shape in group) for _, group in groups]
+
+
+def _signature(slots: Sequence[Slot]) -> inspect.Signature:
+    """That of a function of `_arranged` leaves."""
+    names = list(dict.fromkeys(slot.argument for slot in slots))
+    valid = [name if name.isidentifier() and not iskeyword(name) else f"argument_{i}" for i, name in enumerate(names)]
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in valid])
 
 
 def _type(x, slot: Slot, mesh: AbstractMesh) -> NamedSharding:

@@ -213,6 +213,24 @@ def test_annotate():
     )
 
 
+class TestRefs:
+    """Mutable arrays of the caller's."""
+
+    words = " a Ref of shape (8, 4), which shard_jit does not write to: pass its value, ref[...], return what it becomes"
+
+    def test_argument(self):
+        f = sx.shard_jit(lambda state: state["w"][...].sum(), mesh=MESH)
+        assert f"argument state['w'] is{self.words}" in message(f, {"w": jax.new_ref(jnp.asarray(W))})
+
+    def test_closed_over(self):
+        ref = jax.new_ref(jnp.asarray(W))
+
+        def step(x):
+            ref[0] = x
+
+        assert f"step closes over{self.words}" in message(sx.shard_jit(step, mesh=MESH), W[0])
+
+
 class TestOwnErrors:
     """What the user's function raises is raised as it is, with the user's frames alone."""
 
@@ -237,6 +255,21 @@ class TestOwnErrors:
         with pytest.raises(TypeError, match="dot_general") as expected:
             jax.jit(f)(W)
         assert self.names(caught) == self.names(expected)
+
+    @pytest.mark.parametrize("mesh", [MESH, jax.make_mesh((4, 2), ("x", "y"))], ids=["auto", "explicit"])
+    @pytest.mark.parametrize(
+        "fun, args, kwargs, name",
+        [
+            (lambda n, state: bool(state["w"][1].sum()), (2, {"v": W, "w": [W, W]}), {}, "state['w'][1]"),
+            (lambda n, x, *rest: bool(rest[0].sum()), (2, W, W), {}, "argument_1"),
+            (lambda n, x, **more: bool(more["lr"].sum()), (2, W), {"lambda": 1.0, "lr": W}, "lr"),
+        ],
+    )
+    def test_jax_names_the_function_and_the_argument(self, mesh, fun, args, kwargs, name):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+            sx.shard_jit(fun, mesh=mesh, static_argnums=0)(*args, **kwargs)
+        assert f"depends on the value of the argument {name}." in str(caught.value)
+        assert "the function <lambda> at " in str(caught.value) and "test_errors.py" in str(caught.value)
 
     def test_inside_jit(self):
         with pytest.raises(KeyError, match="mine") as caught:
