@@ -7,10 +7,12 @@ by primitive, and fails where a case is wrong or refused, or a primitive is repl
     wrong       some result is not
     refused     shard_jit raised
     replicated  some primitive gathered an operand over an axis that then split nothing: its devices did all the same
-                (`partition.replicated`; gathers that cost less than the starts of four collectives do not count)
+                (`partition.replicated`)
+    small       the same, where it cost less than the starts of the four collectives that would have to be instead (512 B)
     sent        bytes that one device sends, all cases together
 
-The last line names those primitives, which need not be the one that a case is about, each with the bytes that it gathered.
+The last lines name those primitives, which need not be the one that a case is about, each with the bytes that it gathered;
+`carried` are those gathered along a dim that the primitive merely carries, which fails where it is not small.
 
 Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn
 from its name and the seed, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one,
@@ -28,10 +30,10 @@ import time
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -44,7 +46,7 @@ import shardax as sx
 from shardax import _jax, transform
 from shardax.explain.ledger import collectives, comm_bytes
 from shardax.graph import Node
-from shardax.partition.replicated import replicated
+from shardax.partition.replicated import Replicated, replicated
 from shardax.spmd_rules.registry import RULES
 
 MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
@@ -70,6 +72,8 @@ class Outcome:
     gathered: tuple[tuple[str, int], ...] = ()
     sent: int = 0
     note: str = ""
+    small: tuple[tuple[str, int], ...] = ()
+    carried: tuple[str, ...] = ()
 
 
 @cache
@@ -168,7 +172,7 @@ def _run_together(names: Sequence[str], seed: int) -> list[Outcome]:
     return [_judged(*x, plan, gathered) for x in zip(names, wanted, got, strict=True)]
 
 
-def _replicated_nodes(plan: Any) -> list[tuple[Node, float]]:
+def _replicated_nodes(plan: Any) -> list[Replicated]:
     """Those of the plan's program that run replicated, as `partition.replicated` defines it."""
     given = (None,) * len(plan.global_jaxpr.in_avals)
     built = transform.build(plan.global_jaxpr, given, plan.mesh, sx.Options())
@@ -202,12 +206,15 @@ def _spec(dice: random.Random, axes: int, shape: tuple[int, ...]) -> P:
     return P(*map(tuple, dims))
 
 
-def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[tuple[Node, float]]) -> Outcome:
+def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Replicated]) -> Outcome:
     pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
     different = [f"result {i}: {words}" for i, (w, g) in enumerate(pairs) if (words := _difference(w, g))]
-    gathered = tuple((_named(node), int(nbytes)) for node, nbytes in nodes if _scope(name) in str(node.scope))
+    own = [one for one in nodes if _scope(name) in str(one.node.scope)]
+    small, gathered = (tuple((_named(r.node), int(r.nbytes)) for r in own if r.small == few) for few in (True, False))
+    carried = tuple(_named(r.node) for r in own if r.carried)
     note = "; ".join(different[:1] or [f"{primitive} gathers {nbytes:,} B" for primitive, nbytes in gathered])
-    return _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(_sends(name, plan)), note)
+    outcome = _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(_sends(name, plan)), note)
+    return replace(outcome, small=small, carried=carried)
 
 
 def _named(node: Node) -> str:
@@ -251,9 +258,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
     groups: dict[str, Counter[str]] = defaultdict(Counter)
     for o in outcomes:
         for name in (o.primitive, "all"):
-            groups[name] += Counter({"cases": 1, o.verdict: 1, "replicated": int(bool(o.gathered))})
+            groups[name] += Counter(
+                {"cases": 1, o.verdict: 1, "replicated": int(bool(o.gathered)), "small": int(bool(o.small))}
+            )
             groups[name]["sent"] += o.sent
-    columns = ("cases", "equal", "wrong", "refused", "skipped", "replicated", "sent")
+    columns = ("cases", "equal", "wrong", "refused", "skipped", "replicated", "small", "sent")
     head = "".join(f"{c:>12}" for c in columns)
     rows = [
         f"{name:28}" + "".join(f"{groups[name][c]:>12,}" for c in columns)
@@ -263,19 +272,28 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def _replicated(outcomes: Sequence[Outcome]) -> str:
-    counts, nbytes = Counter(), Counter()
+    lines = [f"{line}  {MEANT.get(p, 'NOT MEANT')}" for p, line in _counted(outcomes, lambda o: o.gathered)]
+    small = [line for _, line in _counted(outcomes, lambda o: o.small)]
+    return "\n".join(["replicated by", *(lines or ["  none"]), "small", *(small or ["  none"])])
+
+
+def _counted(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[tuple[str, int], ...]]) -> Iterator[tuple[str, str]]:
+    """(primitive, cases and bytes) of what was gathered, by primitive."""
+    counts, nbytes, carried = Counter(), Counter(), Counter()
     for o in outcomes:
-        counts.update({primitive for primitive, _ in o.gathered})
-        for primitive, sent in o.gathered:
+        counts.update({primitive for primitive, _ in of(o)})
+        carried.update({primitive for primitive, _ in of(o)} & {*o.carried})
+        for primitive, sent in of(o):
             nbytes[primitive] += sent
-    lines = [f"  {p:26} {n:6} cases {nbytes[p]:>12,} B  {MEANT.get(p, 'NOT MEANT')}" for p, n in counts.most_common()]
-    return "\n".join(["replicated by", *(lines or ["  none"])])
+    for p, n in counts.most_common():
+        yield p, f"  {p:26} {n:6} cases {nbytes[p]:>12,} B {carried[p]:4} carried"
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
-    """What must not be: wrong and refused cases, and those that replicate what is not meant to be."""
+    """What must not be: wrong and refused cases, and what replicates that is not meant to, or along a dim that it carries."""
     bad = [f"{o.verdict}: {o.case}: {o.note}" for o in outcomes if o.verdict in ("wrong", "refused")]
-    return bad + [f"replicated: {o.case}: {o.note}" for o in outcomes if {p for p, _ in o.gathered} - set(MEANT)]
+    not_meant = [o for o in outcomes if {p for p, _ in o.gathered} - ({*MEANT} - {*o.carried})]
+    return bad + [f"replicated: {o.case}: {o.note}" for o in not_meant]
 
 
 def main(words: Sequence[str]) -> int:

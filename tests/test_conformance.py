@@ -39,6 +39,15 @@ def test_what_fails():
 OUTCOMES = [("equal", ()), ("skipped", ()), ("wrong", ()), ("refused", ()), ("equal", (("my_own", 800),))]
 
 
+def test_what_is_carried_is_not_meant():
+    """Rows of a sort may be gathered, its batch may not; what is small is shown, and no failure."""
+    rows, batch = (conformance.Outcome("sort", "case", "equal", (("sort", 800),), carried=c) for c in ((), ("sort",)))
+    small = conformance.Outcome("rev", "case", "equal", small=(("rev", 120),), carried=("rev",))
+    assert len(conformance.failures([rows, batch, small])) == 1
+    text = conformance.table([rows, batch, small])
+    assert [line.split() for line in text.splitlines()[-2:]] == [["small"], "rev 1 cases 120 B 1 carried".split()]
+
+
 def test_few_primitives_may_be_replicated():
     assert len(conformance.MEANT) <= 10 and all(conformance.MEANT.values())
 

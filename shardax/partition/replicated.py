@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardax import annotations, reshard
@@ -12,6 +13,7 @@ from shardax.options import Refused
 from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Axes, AxisSizes, shard_count
 from shardax.spmd_rules.registry import RULES
+from shardax.spmd_rules.rule import KEEP
 
 FEW = 4  # collectives: axes moved away and back, or pieces of a halo
 
@@ -67,31 +69,61 @@ def _way_out(name: str) -> str:
     return f"Register one, shardax.register_rule({name!r}, ...)"
 
 
-def replicated(decisions: Decisions, completion: Completion) -> Iterator[tuple[Node, float]]:
-    """The nodes that run replicated over some axis, and the bytes that one device sends for that.
+@dataclass(frozen=True)
+class Replicated:
+    """A node that runs replicated over some axis, and the bytes that one device sends for that.
+
+    `small`: less than the starts of the few collectives cost that would have to move it instead. `carried`: they are gathered
+    along a dim that the node merely carries.
+    """
+
+    node: Node
+    nbytes: float
+    small: bool
+    carried: bool
+
+
+def replicated(decisions: Decisions, completion: Completion) -> Iterator[Replicated]:
+    """The nodes that run replicated over some axis.
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
-    replication to gather no more than the results come to, where all these devices want them anyway, nor to gather what is
-    less than the starts of the few collectives cost that would have to move it instead.
+    replication to gather no more than the results come to, where all these devices want them anyway.
     """
-    sizes = completion.sizes
     for node, decision in decisions.pairs():
         for body in decision.bodies:
             yield from replicated(body, completion)
-        lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
-        used = {a for split in decision.splits.values() for a in split.axes} & lie
-        gathers = [] if decision.bodies or annotations.of_node(node) else list(_gathers(node, decision, sizes))
-        nbytes = sum(step.nbytes for step in gathers if not used.issuperset(step.axes))
-        axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))
-        if nbytes > FEW * COLLECTIVE + sum(_gathered_anyway(v, completion, axes) for v in node.outputs):
-            yield node, nbytes
+        if not decision.bodies and not annotations.of_node(node):
+            yield from _of_node(node, decision, completion)
 
 
-def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[reshard.Step]:
-    """The gathers of a node's operands. What several operands of a node share is gathered once."""
-    for value, move in dict.fromkeys(zip(node.inputs, decision.moves, strict=True)):
+def _of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[Replicated]:
+    lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
+    used = {a for split in decision.splits.values() for a in split.axes} & lie
+    gathers = [(i, step) for i, step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
+    nbytes = sum(step.nbytes for _, step in gathers)
+    axes = tuple(dict.fromkeys(a for _, step in gathers for a in step.axes if a not in used))
+    wasted = nbytes - sum(_gathered_anyway(v, completion, axes) for v in node.outputs)
+    if wasted > 0:
+        carried = any(_is_carried(node, decision, i, step.dim) for i, step in gathers)
+        yield Replicated(node, nbytes, wasted <= FEW * COLLECTIVE, carried)
+
+
+def _is_carried(node: Node, decision: Decision, operand: int, dim: int | None) -> bool:
+    """Whether a dim of an operand is one of a result too, kept as it is, and not the one that the node goes along."""
+    factors = decision.factors
+    if factors is None or dim is None or dim in [node.params.get(name) for name in ("axis", "dim", "dimension")]:
+        return False
+    results = {f for tensor in factors.results for of_dim in tensor for f in of_dim}
+    return all(factors.kind(f) == KEEP and "~" not in f and f in results for f in factors.operands[operand][dim])
+
+
+def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[tuple[int, reshard.Step]]:
+    """(operand, gather) of a node's operands. What several operands of a node share is gathered once."""
+    seen = set()
+    for i, (value, move) in enumerate(zip(node.inputs, decision.moves, strict=True)):
         path = reshard.plan(move.source, move.target, value.shape, value.itemsize, sizes)
-        yield from (step for step in path.steps if step.kind == "all_gather")
+        yield from ((i, step) for step in path.steps if step.kind == "all_gather" and (value, move) not in seen)
+        seen.add((value, move))
 
 
 def _gathered_anyway(value: Value, completion: Completion, axes: Axes) -> float:
