@@ -85,3 +85,41 @@ def test_results_by_the_number():
     sx.register_rule("double", "a b -> a b, a")
     with pytest.raises(ValueError, match="it has 2 results, the equation has 1"):
         _step().plan(X)
+
+
+def _potrf(x):
+    """A kernel of jaxlib's for CPUs: the Cholesky factor, and whether there is one."""
+    results = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape[:-2], "int32")
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", results)(x, uplo=np.uint8(ord("L")))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a kernel for CPUs")
+def test_kernels_of_others_are_whole_or_under_a_rule():
+    jax.numpy.linalg.cholesky(jax.numpy.eye(2))  # jaxlib looks for LAPACK when JAX first needs it
+    x = np.tile(np.eye(3, dtype="float32") * 4 + 1, (8, 1, 1))
+    wanted = jax.jit(_potrf)(x)
+    with pytest.warns(
+        UserWarning, match=r"ffi_call at .*test_registry.py:\d+ has no sharding rule: .* sends 216 bytes .*partition_as"
+    ):
+        got = sx.shard_jit(_potrf, mesh=MESH, in_shardings=P("x"))(x)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    by_rows = sx.shard_jit(sx.partition_as("b i! j! -> b i! j!, b")(_potrf), mesh=MESH, in_shardings=P("x"))
+    jax.tree.map(np.testing.assert_array_equal, by_rows(x), wanted)
+    assert not by_rows.plan(x).collectives
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_random_bits_inside_islands(impl):
+    def inside(key, x):
+        key = jax.random.fold_in(key, jax.lax.axis_index("x"))
+        return x + jax.random.normal(key, x.shape), jax.random.bits(key, (3,), "uint8"), jax.random.split(key, 2)
+
+    def f(data, x):
+        key = jax.random.wrap_key_data(data, impl=impl)
+        island = jax.shard_map(inside, mesh=MESH, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=False)
+        x, bits, keys = island(key, x)
+        return x, bits, jax.random.key_data(keys), jax.random.uniform(key, (6, 5))
+
+    data = jax.random.key_data(jax.random.key(3, impl=impl))
+    got = sx.shard_jit(f, mesh=MESH, in_shardings=(None, P("x")))(data, X)
+    jax.tree.map(np.testing.assert_array_equal, got, jax.jit(f)(data, X))
