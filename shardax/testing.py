@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardax.explain.ledger import Collective, comm_bytes
+from shardax.explain.ledger import KINDS, Collective, comm_bytes
 from shardax.explain.record import changes, check_same_program, read, record
 from shardax.explain.words import bytes_text
 
@@ -29,7 +29,7 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
       AssertionError: the plan is another; the text says what came and what went.
       ValueError: the file is no plan, or one of another program, mesh or types of arguments.
     """
-    path, now = Path(file), record(f.plan(*args))
+    path, now = Path(file), record(_plan(f, args))
     if update or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(now), indent=1) + "\n")
@@ -48,13 +48,18 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
         )
 
 
-def assert_no_collectives(f: Any, args: Sequence[Any], kinds: Collection[str] = ()) -> None:
+def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[str] = ()) -> None:
     """Asserts that a function sends nothing, or nothing of these kinds ("all_gather", "all_reduce", ...).
 
     Raises:
       AssertionError: it does; the text has a line for each collective, with the user's line and the reason.
+      ValueError: there is no such kind.
     """
-    found = [c for c in f.plan(*args).collectives if not kinds or c.kind in kinds]
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    for kind in kinds:
+        if kind not in KINDS.values():
+            raise ValueError(f"kinds={kinds!r}: there is no {kind!r}; give some of {', '.join(sorted(set(KINDS.values())))}")
+    found = [c for c in _plan(f, args).collectives if not kinds or c.kind in kinds]
     if found:
         raise AssertionError(f"{_name(f)} sends, {bytes_text(comm_bytes(found))} per call and device:\n{_listed(found)}")
 
@@ -65,12 +70,20 @@ def assert_max_bytes(f: Any, args: Sequence[Any], nbytes: int) -> None:
     Raises:
       AssertionError: it sends more; the text has a line for each collective, the dearest first.
     """
-    plan = f.plan(*args)
+    plan = _plan(f, args)
     if plan.comm_bytes > nbytes:
         raise AssertionError(
             f"each device sends {plan.comm_bytes:,} bytes in a call of {_name(f)}, which is more than {nbytes:,}:\n"
             + _listed(plan.collectives)
         )
+
+
+def _plan(f: Any, args: Sequence[Any]) -> Any:
+    if not hasattr(f, "plan"):
+        raise ValueError(f"{_name(f)} has no plan: give what shardax.shard_jit made of it")
+    if not isinstance(args, tuple | list):
+        raise ValueError(f"args of {_name(f)} is of type {type(args).__name__}: give the tuple of the arguments of a call")
+    return f.plan(*args)
 
 
 def _listed(collectives: Sequence[Collective]) -> str:

@@ -171,3 +171,25 @@ def test_more_bytes_are_said_first(tmp_path):
     assert "plan.json:\n  each device sends 128 bytes per call, not 64\n" in failure(
         AssertionError, on_mesh(MEGATRON), ARGS, path
     )
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, words",
+    [
+        ((mlp, ARGS), {}, "mlp has no plan: give what shardax.shard_jit made of it"),
+        (
+            (on_mesh(MEGATRON), ARGS[0]),
+            {},
+            "args of mlp is of type ShapeDtypeStruct: give the tuple of the arguments of a call",
+        ),
+        ((on_mesh(MEGATRON), ARGS), {"kinds": ("allgather",)}, "there is no 'allgather'; give some of all_gather, all_reduce,"),
+    ],
+)
+def test_what_cannot_be_asserted(args, kwargs, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        assert_no_collectives(*args, **kwargs)
+
+
+def test_one_kind():
+    with pytest.raises(AssertionError, match="all_reduce over model"):
+        assert_no_collectives(on_mesh(MEGATRON), ARGS, kinds="all_reduce")
