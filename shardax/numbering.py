@@ -99,7 +99,7 @@ def _leaf_key(value: Value) -> tuple[Any, ...]:
 def _key(node: Node, i: int, operands: Sequence[int]) -> Hashable:
     """What result i of a node computes. What has effects or bodies, or cannot be compared, only equals itself."""
     params = params_key(node.params)
-    if params is None or node.bodies or node.eqn.effects:
+    if params is None or node.bodies or node.eqn.effects or node.name == "rng_uniform":
         return "node", node, i
     if node.name == "dot_general":
         return _dot_key(node, operands)

@@ -18,6 +18,9 @@ from shardax.explain.ledger import KINDS
 from shardax.numbering import params_key
 
 
+_ANEW = {"optimization_barrier", "rng_uniform"}  # what makes another value each time
+
+
 def shared(jaxpr):
     """The same jaxpr, closed or open, without collectives that send what is there already; so are its bodies."""
     eqns = [_jax.with_bodies(eqn, shared) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
@@ -97,12 +100,14 @@ class _Sharer:
     def _key(self, eqn) -> Hashable | None:
         """What an equation computes; None where it only equals itself."""
         params = params_key(eqn.params)
-        if params is None or _jax.has_effects(eqn) or eqn.primitive.name == "optimization_barrier" or _jax.has_bodies(eqn):
+        if params is None or _jax.has_effects(eqn) or eqn.primitive.name in _ANEW or _jax.has_bodies(eqn):
             return None
         return eqn.primitive, params, tuple(map(self._operand, eqn.invars))
 
     def _operand(self, atom) -> Hashable:
-        return ("literal", str(atom.aval), repr(atom.val)) if _jax.is_literal(atom) else self.values.get(atom, atom)
+        if not _jax.is_literal(atom):
+            return self.values.get(atom, atom)
+        return ("literal", str(atom.aval), id(atom.val) if atom.aval.shape else repr(atom.val))
 
     def _halo(self, eqn) -> _Halo | None:
         """A ppermute of a slice along one dim."""
