@@ -374,10 +374,11 @@ class TestReturned:
         assert not ran
 
     def test_another_sharding_compiles_once(self):
-        jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)
-        for spec in ("x", "y", "x", "y"):
+        traced = []
+        jitted = sx.shard_jit(lambda x: traced.append(1) or 2 * x, mesh=AUTO)
+        for spec, programs in (("x", 1), ("y", 2), ("x", 2), ("y", 2)):
             jitted(on(AUTO, A, spec))
-        assert jitted.__call__._cache_size() == 2
+            assert jitted.__call__._cache_size() == programs and len(traced) <= programs
 
     def test_clear_cache(self):
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=AUTO)

@@ -284,6 +284,13 @@ class TestConfiguration:
         with jax.debug_nans(True), pytest.raises(FloatingPointError):
             jax.grad(lambda x: f(x).sum())(A)
 
+    def test_debug_nans_in_the_backward_pass(self):
+        """The operation is named, as with jax.jit."""
+        f = lambda x: (jnp.sqrt(x) * 0).sum()  # noqa: E731
+        for jitted in (jax.jit(f), sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))):
+            with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"encountered in mul"):
+                jax.grad(jitted)(A)
+
     @pytest.mark.parametrize("spec", [P("x", "y"), P("y", "x"), P(("y", "x")), P(None, "y"), P()], ids=str)
     def test_without_shardy(self, spec):
         """GSPMD's attributes know of no axes: those of a committed argument are made of its tiles."""

@@ -301,3 +301,11 @@ def _kept(f):
 @pytest.mark.leaks
 def test_leaks_no_tracer():
     check(jax.grad(loss(sx.shard_jit(layer, mesh=MESH)))(X, W), jax.grad(loss(layer))(X, W))
+
+
+@pytest.mark.leaks
+def test_a_leak_is_found():
+    """The check above can fail."""
+    kept = []
+    with pytest.raises(Exception, match="[Ll]eaked"):
+        jax.grad(lambda x: sx.shard_jit(lambda x: (kept.append(x), jnp.sin(x).sum())[1], mesh=MESH)(x))(X)
