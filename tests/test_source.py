@@ -1,6 +1,7 @@
 """`Plan.source`: executed, it gives the results of the program; its text is what a person would write."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from models import gpt2
 from shardax.explain import hlo
 
 TYPES = (AxisType.Auto,) * 2
@@ -214,3 +216,23 @@ def test_small_constants_are_text_and_large_ones_objects():
     objects = sx.shard_jit(fun, mesh=mesh(), in_shardings=specs).plan(*make()).source_objects()
     assert list(objects) == ["closed_over"]
     np.testing.assert_array_equal(objects["closed_over"], LARGE)
+
+
+@pytest.mark.slow
+@pytest.mark.mixed_dtypes
+def test_the_train_step_of_a_gpt2(monkeypatch):
+    """Its state, loss and all, from what is drawn for a tiny one of a single layer."""
+    monkeypatch.setitem(gpt2.SIZES, "tiny", replace(gpt2.SIZES["tiny"], layers=1))
+    f, shapes = gpt2.program(mesh(), size="tiny", batch=8, seq=16)
+    keys = iter(jax.random.split(jax.random.key(0), 1000))
+    args = jax.tree.map(lambda x: drawn(next(keys), x), shapes)
+    results, expected = executed(f.plan(*args))(*jax.tree.leaves(args)), jax.tree.leaves(f(*jax.tree.map(jnp.copy, args)))
+    assert len(results) == len(expected) > 50
+    for have, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
+
+
+def drawn(key, x):
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jax.random.randint(key, x.shape, 0, 5, x.dtype)
+    return 0.02 * jax.random.normal(key, x.shape, x.dtype) ** 2

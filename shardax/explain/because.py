@@ -186,7 +186,8 @@ class _Teller:
     def resharded(self, c: causes.Resharded) -> str:
         if c.source.sharding == c.target.sharding and c.source.pending == c.target.pending:
             sizes = [",".join(map(str, layout.padded)) for layout in (c.source, c.target)]
-            return f"{self.fact(c.value, c.source.sharding, c.axes)}, padded to [{sizes[0]}], against [{sizes[1]}]"
+            fact, reader = self.fact(c.value, c.source.sharding, c.axes), c.reader.name if c.reader else "the result"
+            return f"{fact}, padded to [{sizes[0]}], against [{sizes[1]}] for {reader}"
         own = c.source.sharding.axes
         if not {*c.axes} & {*own}:  # on the way; all that changes place
             c = replace(c, axes=tuple(a for a in own if _place(c.source, a) != _place(c.target, a)) or own)
