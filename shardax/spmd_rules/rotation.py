@@ -24,7 +24,7 @@ from shardax.graph import Node
 from shardax.rotations import rotated
 from shardax.spmd_rules.halo import Wanted, sent, take, wanted
 from shardax.spmd_rules.registry import MOVES, Local, register_rule
-from shardax.spmd_rules.sends import ppermute
+from shardax.spmd_rules.sends import all_gather, ppermute
 
 
 def rotate(node: Node) -> str:
@@ -121,7 +121,7 @@ def _window(local: Local, shard, first):
     dim, size = local.params["dim"], local.node.in_shapes[0][local.params["dim"]]
     (block, count), axes = _block(local), local.operands[0].dims[local.params["dim"]]
     if count > 1:
-        shard = lax.slice_in_dim(lax.all_gather(shard, axes, axis=dim, tiled=True), 0, size, axis=dim)
+        shard = lax.slice_in_dim(all_gather(local, "rows", shard, axes, dim), 0, size, axis=dim)
     copies = lax.concatenate([shard] * -(-(size - 1 + block) // size), dim)
     return lax.dynamic_slice_in_dim(copies, lax.rem(first + local.index(axes) * block, size), block, axis=dim)
 
