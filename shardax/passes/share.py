@@ -17,7 +17,6 @@ from shardax import _jax
 from shardax.explain.ledger import KINDS
 from shardax.numbering import params_key
 
-
 _ANEW = {"optimization_barrier", "rng_uniform"}  # what makes another value each time
 
 
