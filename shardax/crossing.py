@@ -8,8 +8,8 @@ keeps it, as 0 and 5 do here:
     here, y of (x=2, y=3)               0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
 
 Between the two it is an array of the same shards, one after the other in the first dim: that lies alike on every mesh of these
-devices. Where the devices stand in the program's order, all this is part of the compiled program. `jax.jit` takes one order
-only: from another, and to it, arrays cross before and after the call.
+devices. An argument whose devices stand in the program's order crosses in the compiled program. `jax.jit` takes one order only:
+from another, arrays cross before the call. Results cross after it: a `jax.jit` around names them all on one mesh.
 """
 
 import math
@@ -49,8 +49,8 @@ class Crossing:
 
     @property
     def outside(self) -> bool:
-        """Whether it crosses before or after the call, since its devices stand in another order."""
-        return self.there.mesh.places is not None
+        """Whether it crosses before or after the call: a result, or an argument whose devices stand in another order."""
+        return self.side == "result" or self.there.mesh.places is not None
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
@@ -85,15 +85,13 @@ class Crossing:
         return jax.make_jaxpr(lambda x: self._permuted(x, mesh))(jax.ShapeDtypeStruct(shape, self.dtype))
 
     def inside(self, x, mesh: AnyMesh):
-        """The array on the other side, as a part of what is being traced."""
+        """An argument on the other side, as a part of what is being traced."""
         if not self.sends:
             return x
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.random.wrap_key_data(self.inside(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
         own, every = self.there.on(mesh), PartitionSpec(tuple(self.there.mesh.sizes))
-        if self.side == "argument":
-            return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
-        return _relabelled(self._permuted(x, mesh), own.mesh, every, own.spec)
+        return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
 
     def eagerly(self, x: jax.Array, mesh: Mesh) -> jax.Array:
         """The array on the other side: what is no array of the program's order of devices, or shall be none."""

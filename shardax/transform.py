@@ -148,7 +148,7 @@ def _run(built: program.Program, mesh: Mesh | AbstractMesh, *args):
         refined = meshes.refined_mesh(mesh, built.refinement, concrete=True)
         rests = [NamedSharding(refined, sharding.spec) for sharding in built.out_shardings]
         results = [lax.with_sharding_constraint(x, rest) for x, rest in zip(results, rests, strict=True)]
-    return _crossed(results, [c for c in built.leaving if not c.outside], mesh)
+    return results
 
 
 def _crossed(xs: Sequence[Any], crossings: Sequence[Crossing], mesh: Mesh | AbstractMesh) -> list[Any]:

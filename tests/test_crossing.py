@@ -58,7 +58,7 @@ def test_there_and_back(name):
 
 
 def test_what_xla_runs_is_what_the_plan_says():
-    """Inside one program: as many permutes with as many senders, and nothing else."""
+    """An argument crosses inside the program: a permute with as many senders, and nothing else."""
     mesh, there, devices, _ = CASES["3x2 in 2x3"]
     f, x = sx.shard_jit(jnp.sin, mesh=mesh, in_shardings=there, out_shardings=there), jax.device_put(X, there)
     text = f.lower(x).compile().as_text()
@@ -66,7 +66,7 @@ def test_what_xla_runs_is_what_the_plan_says():
         sum(a != b for a, b in re.findall(r"(\d+),(\d+)", pairs))
         for pairs in re.findall(r"collective-permute\(.*source_target_pairs=\{(.*?)\}\}", text)
     ]
-    assert senders == [devices, devices] and not re.search(r"all-\w+\(", text)
+    assert senders == [devices] and not re.search(r"all-\w+\(", text)
 
 
 @pytest.mark.parametrize("name", ["3x2 in 2x3", "shuffled, part of an axis"])
@@ -80,7 +80,7 @@ def test_gradient(name):
     assert got.sharding.is_equivalent_to(there, 2)
     if there.mesh is OTHER:  # jax.jit around it takes one order of devices
         np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x), want, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(jax.jit(f)(x), f(X), rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(lambda x: f(x) + step(x).sum())(x), f(X) + want.sum(), rtol=1e-4)
 
 
 def test_uneven_results_rest_nearest():
@@ -148,7 +148,7 @@ def test_abstract_meshes():
     f = sx.shard_jit(jnp.sin, mesh=six, out_shardings=there)
     x = jax.ShapeDtypeStruct((48, 24), "float32", sharding=there)
     assert sent(f.plan(x)) == [("ppermute", 4, 16 * 24 * 4)] * 2
-    assert len(re.findall("collective_permute", f.trace(x).lower(lowering_platforms=("cpu",)).as_text())) == 2
+    assert len(re.findall("collective_permute", f.trace(x).lower(lowering_platforms=("cpu",)).as_text())) == 1
 
 
 def test_explicit_axes():
