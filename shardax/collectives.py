@@ -75,7 +75,7 @@ def _run_halo(x, step, shape, sizes):
         sent = lax.dynamic_slice_in_dim(x, _first(hop, device, old, new), hop.rows, axis=dim)
         sender = device + hop.distance
         there = sum(p.shape[dim] for p in pieces) + rows - sender * old - _first(hop, sender, old, new)
-        where = lax.select(lax.div(rows, old) == sender, there, where)
+        where = lax.select(lax.div(rows, np.int32(old)) == sender, there, where)
         pieces.append(ppermute(sent, axes, hop.pairs, sizes))
     pieces = lax.concatenate(pieces, dim)
     return pieces.at[(slice(None),) * dim + (where,)].get(mode="clip")
@@ -83,7 +83,7 @@ def _run_halo(x, step, shape, sizes):
 
 def _first(hop: Hop, sender, old: int, new: int):
     """The first row of its block that `sender` sends: where the receiver's new block begins, or earlier to fill `rows`."""
-    return lax.clamp(0, (sender - hop.distance) * new - sender * old, old - hop.rows)
+    return lax.clamp(np.int32(0), (sender - hop.distance) * new - sender * old, np.int32(old - hop.rows))
 
 
 def _run_crop(x, step, shape, sizes):

@@ -170,7 +170,7 @@ def _local(local: Local, *shards):
     shards = [_whole(local, factors, uneven, i, shard) for i, shard in enumerate(shards)]
     outs = _on_shards(local, shards)
     for factor in uneven:
-        first = lax.eq(local.index(local.splits[factor].axes), 0)
+        first = local.index(local.splits[factor].axes) == 0
         outs = [lax.select(lax.broadcast(first, x.shape), x, _nothing(factors.kind(factor), x)) for x in outs]
     return outs
 

@@ -277,6 +277,29 @@ class TestConfiguration:
             assert f(x).dtype == np.float64
         assert f(x).dtype == np.float32
 
+    def test_x64_where_devices_count(self):
+        """Places on devices are int32, whatever Python's integers become."""
+
+        def f(x, i):
+            x, i = jax.lax.with_sharding_constraint(x, P("x")), i % 5
+            loop = jax.lax.scan(lambda c, row: (c + 1, row * c), 0, x)[1]
+            moved = (
+                jax.lax.with_sharding_constraint(x * 2, P(("x", "y"))),
+                jnp.roll(x, 3, 0),
+                x[i],
+                x.at[i].add(1),
+                jnp.roll(x, i[1], 0),
+            )
+            runs = jax.lax.associative_scan(jnp.add, x, reverse=True), jnp.cumsum(x, 0), jnp.sort(x, 0), jax.lax.top_k(x.T, 3)
+            return moved, runs, loop, jnp.argmax(x, 0), jnp.diff(x, axis=0), jnp.concatenate([x[5:], x])
+
+        with jax.enable_x64(True), jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)):
+            args = np.arange(13 * 3).reshape(13, 3) * 7 % 16, np.arange(4)
+            wanted = jax.jit(f)(*args)
+        with jax.enable_x64(True), jax.set_mesh(MESH):
+            for got, want in zip(jax.tree.leaves(sx.shard_jit(f)(*args)), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_array_equal(got, want, strict=True)
+
     def test_debug_nans(self):
         f = sx.shard_jit(lambda x: jnp.log(jnp.sin(x)), mesh=MESH, in_shardings=P("x"))
         with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):

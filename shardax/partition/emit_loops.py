@@ -65,8 +65,8 @@ def _scan_keeping(local: Local, kept: dict[int, Layout], trip, init, xs, how) ->
 
 def _written(block, row, at):
     """The block with a row at a place, if that is inside."""
-    place = lax.clamp(0, at, block.shape[0] - 1)
-    first = (place, *[0] * row.ndim)
+    place = lax.clamp(np.int32(0), at, np.int32(block.shape[0] - 1))
+    first = (place, *[np.int32(0)] * row.ndim)
     old = lax.dynamic_slice(block, first, (1, *row.shape))
     return lax.dynamic_update_slice(block, lax.select(at == place, row[None], old), first)
 
@@ -79,7 +79,7 @@ def _split_scan(local: Local, split: Split, trip, init, xs, how) -> list[Any]:
     """
     total, block, reverse = local.params["length"], how["length"], how["reverse"]
     carries, first = carries_of_map(local.node) or (), local.index(split.axes) * block
-    done = total - lax.min(total, first + block) if reverse else first
+    done = total - lax.min(np.int32(total), first + block) if reverse else first
     start = [_stepped(c, x, done) for c, x in zip(carries, init, strict=True)]
     if split.padded == total:
         last, ys = lax.scan(trip, start, xs, **how)

@@ -107,7 +107,7 @@ def _scanned(local: Local, gathered: Callable[..., Any], shards: Sequence[Any]) 
     totals = [gathered(_end(x, dim, reverse), local, dim) for x in scanned]
     sums = combine.scan([lax.slice_in_dim(x, 0, last + 1, axis=dim) for x in totals], dim, reverse)
     device = local.index(axes)
-    before = lax.clamp(0, device + (1 if reverse else -1), last)
+    before = lax.clamp(np.int32(0), device + (1 if reverse else -1), np.int32(last))
     prefix = [lax.dynamic_slice_in_dim(x, before, 1, axis=dim) for x in sums]
     if last + 1 < local.count(axes):  # where there is but padding, no gradient comes from
         prefix = [

@@ -100,13 +100,14 @@ def _row_bytes(local: Local) -> int:
 def _rotate_by_local(local: Local, shard, first):
     dim, size = local.params["dim"], local.node.in_shapes[0][local.params["dim"]]
     first = _within(first, size)
-    first = lax.rem(size - first if local.params["back"] else first, size)
+    first = lax.rem(size - first if local.params["back"] else first, np.int32(size))
     if not _hops(local):
         return [_window(local, shard, first)]
     if _even(local):
         return [_moved(local, shard, first)]
     block, count = _block(local)
-    before, around = _moved(local, shard, first), _moved(local, shard, lax.rem(first - size + block * count, block * count))
+    whole = block * count
+    before, around = _moved(local, shard, first), _moved(local, shard, lax.rem(first - size + whole, np.int32(whole)))
     row = lax.broadcasted_iota("int32", before.shape, dim) + local.start(local.results[0], dim)
     return [lax.select(row < size - first, before, around)]
 
@@ -123,17 +124,17 @@ def _window(local: Local, shard, first):
     if count > 1:
         shard = lax.slice_in_dim(all_gather(local, "rows", shard, axes, dim), 0, size, axis=dim)
     copies = lax.concatenate([shard] * -(-(size - 1 + block) // size), dim)
-    return lax.dynamic_slice_in_dim(copies, lax.rem(first + local.index(axes) * block, size), block, axis=dim)
+    return lax.dynamic_slice_in_dim(copies, lax.rem(first + local.index(axes) * block, np.int32(size)), block, axis=dim)
 
 
 def _moved(local: Local, shard, first):
     """The rows from `first` on behind where this device's block begins, counted around the end of the last block."""
     (block, count), dim = _block(local), local.params["dim"]
     for bit in range((count - 1).bit_length()):
-        on = lax.bitwise_and(lax.shift_right_logical(lax.div(first, block), bit), 1) == 1
+        on = (lax.div(first, np.int32(block)) >> bit) & 1 == 1
         shard = lax.select(lax.broadcast(on, shard.shape), _from(local, 1 << bit, shard), shard)
     both = lax.concatenate([shard, _from(local, 1, shard)], dim)
-    return lax.dynamic_slice_in_dim(both, lax.rem(first, block), block, axis=dim)
+    return lax.dynamic_slice_in_dim(both, lax.rem(first, np.int32(block)), block, axis=dim)
 
 
 def _hops(local: Local) -> int:

@@ -67,7 +67,7 @@ def _concatenate_local(local: Local, *shards):
         return local.bind(*shards)
     dim, parts = local.params["dimension"], [take(local, want, x) for want, x in zip(wants, shards, strict=True)]
     place = lax.broadcasted_iota("int32", local.out_shape(), dim) + local.start(local.results[0], dim)
-    ends = np.cumsum([shape[dim] for shape in local.node.in_shapes])
+    ends = itertools.accumulate(shape[dim] for shape in local.node.in_shapes)
     result = parts[-1]
     for part, end in reversed(list(zip(parts[:-1], ends, strict=False))):
         result = lax.select(place < end, part, result)
