@@ -129,9 +129,10 @@ def _computed(graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Valu
     results = [None if known[v] in given or not numbers.same(known[v], v.shape) else known[v] for v in expected.outputs]
     if all(n is None for n in results):
         return None
+    same_everywhere = {n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()}  # no elements, or zeros
     near = {v for node in expected.nodes if not _is_inner(node, expected) for v in node.outputs}
     computed = set(known.values()) - {*given}
-    between = {n for v, n in known.items() if v not in near} - {*given, *results}
+    between = {n for v, n in known.items() if v not in near} - {*given, *results} - same_everywhere
     primitive, params = what
     first = next(node for node in graph.nodes if any(numbers.of[v] in results for v in node.outputs))
     outputs = [Value(v.aval) for v in expected.outputs]

@@ -124,6 +124,13 @@ def test_found_in_gradients(name, n):
         assert not [node for node in graph.nodes if node.name == "slice" and 2 in (node.params["strides"] or ())]
 
 
+def test_two_layers_are_found():
+    """Each with its gradient; what has no elements is the same in both."""
+    f = lambda a, b: (GRADIENTS["linear"](jnp.tanh(a), GRADIENTS["linear"](a, b)) ** 2).sum()  # noqa: E731
+    x = array(16, 4)
+    assert len(found(jax.grad(f, (0, 1)), x, x)) == 2
+
+
 @pytest.mark.parametrize("name, n, spec, reverse", [
     ("multiply", 16, P("y", "x"), False),
     ("linear", 9, P(("x", "y")), True),
