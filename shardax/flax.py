@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from shardax import _jax, api
 from shardax.abstract_state import abstract_state as abstract_arguments
 from shardax.annotate import annotate
+from shardax.signature import positional_names
 
 Rules = Sequence[tuple[str, Any]]  # (name of a dim, mesh axis or axes or None), as flax has them
 
@@ -192,11 +193,15 @@ _TAG = "shardax.flax.shard_jit"
 
 def _of_states(fun: Callable[..., Any], in_shardings: Any, out_shardings: Any) -> Callable[..., Any]:
     """The pure function: states in the places of the objects, their graphs before all other arguments and results."""
+    names = positional_names(fun)
 
     def pure(graphs, *states, **kwstates):
-        states = tuple(x if said else _annotated(x) for x, said in zip(states, _said(in_shardings, len(states)), strict=True))
+        said = _said(in_shardings, len(states))
+        by_name = dict(zip(names[len(states) :], said[len(states) :], strict=False))
+        states = tuple(x if s else _annotated(x) for x, s in zip(states, said, strict=False))
+        kwstates = {name: x if by_name.get(name) else _annotated(x) for name, x in kwstates.items()}
         with nnx.merge_context(_TAG, True) as context:
-            args, kwargs = _merge(context, graphs, (states, _annotated(kwstates)))
+            args, kwargs = _merge(context, graphs, (states, kwstates))
         out = fun(*args, **kwargs)
         with nnx.split_context(_TAG) as context:
             graphs, (objects, results) = _split(context, (_objects((args, kwargs)), out))
@@ -216,7 +221,7 @@ def _with_graphs(fun: Callable[..., Any]) -> inspect.Signature:
 
 
 def _said(in_shardings: Any, count: int) -> list[bool]:
-    """Of which positional arguments the user has said how they rest."""
+    """Of which arguments the user has said how they rest: of the first `count`, and of more that have one."""
     if isinstance(in_shardings, tuple) and not isinstance(in_shardings, PartitionSpec):
         return [s is not None for s in in_shardings] + [False] * (count - len(in_shardings))
     return [in_shardings is not None] * count

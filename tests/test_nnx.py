@@ -205,3 +205,17 @@ def test_plan_and_lower():
 def test_not_of_nnx():
     with pytest.raises(ValueError, match="which shardax.flax.shard_jit did not make"):
         sx.flax.abstract_state(sx.shard_jit(lambda x: x, mesh=make_mesh(MESH)), X)
+
+
+def test_arguments_by_name():
+    """in_shardings says how they rest too; others rest as their metadata says."""
+
+    def scaled(model, x, scale=None):
+        return 2 * model(x)
+
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    step = shardax.flax.shard_jit(scaled, mesh=make_mesh(MESH), in_shardings=(None, P("data"), None))
+    x = np.ones((6, 8), np.float32)
+    wanted = 2 * model(x)
+    for got in (step(model, x=x, scale=1.0), step(x=x, scale=1.0, model=model), step(model, x, 1.0)):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
