@@ -1,4 +1,4 @@
-"""Random programs under random meshes and shardings, against the same function under plain `jax.jit`.
+"""Random programs under random meshes and shardings, against the same function under plain `jax.jit`, on one device.
 
 A program is text, so that a failure prints what reproduces it. In CI a few dozen, always the same; by hand as many as wanted:
 
@@ -52,14 +52,33 @@ def poisoned_padding():
 
 
 def check(program: Program) -> None:
-    """Raises, with the program as a note, where shard_jit and jax.jit differ."""
+    """Raises, with the program as a note, where shard_jit and the plain function differ."""
     try:
         wanted = _called(program, jax.jit, lambda x, spec: x)(*program.arguments())
         got = _called(program, _shard_jit(program), lax.with_sharding_constraint)(*program.arguments())
-        _compare(got, wanted, program.scale)
+        if not _agree(got, wanted, program.scale):
+            _compare(got, _one_by_one(program, wanted), program.scale)
     except Exception as error:
         error.add_note(str(program))
         raise
+
+
+def _agree(got, wanted, scale: float) -> bool:
+    try:
+        _compare(got, wanted, scale)
+    except AssertionError:
+        return False
+    return True
+
+
+def _one_by_one(program: Program, compiled):
+    """What decides where the compiled program and ours differ: XLA's CPU compiler fuses some of them wrongly, as a reversed
+    slice that is written back before a convolution (`jax.jit` alone, on one device)."""
+    with jax.disable_jit():
+        wanted = _called(program, jax.jit, lambda x, spec: x)(*program.arguments())
+    if not _agree(compiled, wanted, program.scale):
+        print(f"# jax.jit itself differs from the same operations one by one:\n{program}\n")
+    return wanted
 
 
 def _called(program: Program, jit: Callable[..., Any], constrain: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import shardax as sx
 from shardax.check import check_rule, ramp
 from shardax.graph import from_jaxpr
 from shardax.spmd_rules import indexing
@@ -147,6 +150,15 @@ def test_claims(name):
     f, *args = CASES[name]
     primitive = _indexing_node(f, args).name
     assert check_rule(f, *args, only=primitive)[primitive]
+
+
+@pytest.mark.parametrize("start", (1, 4, 7))
+def test_a_window_that_is_clamped_and_then_cut(start):
+    """jaxlib 0.10 adds the two starts without clamping the first."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    f = sx.shard_jit(lambda x, i: cut(x, (i,), (4,)), mesh=mesh, out_shardings=P("x"))
+    start = np.int32(start)
+    np.testing.assert_array_equal(f(ramp(6), start), cut(ramp(6), (start,), (4,)))
 
 
 @pytest.mark.parametrize(

@@ -266,8 +266,15 @@ def _dynamic_slice_local(local: Local, operand, *starts):
     if any(windows.sizes[d] > 1 for d in windows.pointed(local)):
         return [_gather_owned(local, windows, operand, jnp.stack(starts), clips=True)]
     starts, inside = _own(local, windows, starts)
-    (part,) = local.bind(operand, *starts, slice_sizes=windows.local_sizes(local))
+    sizes = windows.local_sizes(local)
+    (part,) = local.bind(operand, *_within(local.in_shape(), sizes, starts), slice_sizes=sizes)
     return [part if inside is True else lax.select(inside, part, lax.full_like(part, 0))]
+
+
+def _within(shape: Sequence[int], sizes: Sequence[int], starts):
+    """Starts in range, said outright: jaxlib 0.10 forgets to clamp them where the window is then cut, as by a reshard."""
+    lasts = (min(n - size, np.iinfo(start.dtype).max) for n, size, start in zip(shape, sizes, starts, strict=True))
+    return [_clip(start, np.asarray(last, start.dtype)) for start, last in zip(starts, lasts, strict=True)]
 
 
 def _own(local: Local, windows: _Windows, starts):
