@@ -124,7 +124,7 @@ def shard_jit(
         )
     given = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     step = api.shard_jit(
-        _of_states(fun, given, out_shardings),
+        _of_states(fun, given, out_shardings, *_jax.infer_names(fun, static_argnums, options.get("static_argnames"))),
         in_shardings=(None, *given) if isinstance(given, tuple) else given,
         out_shardings=(None, None, out_shardings),
         static_argnums=_shifted(static_argnums),
@@ -191,14 +191,18 @@ class NnxShardJit:
 _TAG = "shardax.flax.shard_jit"
 
 
-def _of_states(fun: Callable[..., Any], in_shardings: Any, out_shardings: Any) -> Callable[..., Any]:
+def _of_states(
+    fun: Callable[..., Any], in_shardings: Any, out_shardings: Any, static_nums: Sequence[int], static_names: Sequence[str]
+) -> Callable[..., Any]:
     """The pure function: states in the places of the objects, their graphs before all other arguments and results."""
-    names = positional_names(fun)
+    names = [name for name in positional_names(fun) if name not in static_names]
 
     def pure(graphs, *states, **kwstates):
-        said = _said(in_shardings, len(states))
-        by_name = dict(zip(names[len(states) :], said[len(states) :], strict=False))
-        states = tuple(x if s else _annotated(x) for x, s in zip(states, said, strict=False))
+        given = [i for i in range(len(states)) if i not in static_nums and i - len(states) not in static_nums]
+        said = _said(in_shardings, len(given))
+        by_name = dict(zip(names[len(given) :], said[len(given) :], strict=False))
+        by_number = dict(zip(given, said, strict=False))
+        states = tuple(x if by_number.get(i, True) else _annotated(x) for i, x in enumerate(states))
         kwstates = {name: x if by_name.get(name) else _annotated(x) for name, x in kwstates.items()}
         with nnx.merge_context(_TAG, True) as context:
             args, kwargs = _merge(context, graphs, (states, kwstates))

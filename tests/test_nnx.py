@@ -154,6 +154,12 @@ def test_arguments_of_every_kind():
         np.testing.assert_allclose(step(*args, **options), f(*args, **options), rtol=1e-5)
 
 
+def test_in_shardings_count_what_is_not_static():
+    """Said of an object, a sharding holds instead of its metadata: nothing is brought to that."""
+    step = on_mesh(lambda power, model, x: model.up(x) ** power, static_argnums=0, in_shardings=(P(), None))
+    assert not step.plan(3, Block(nnx.Rngs(0)), X).collectives
+
+
 def test_shardings_of_an_object():
     """A spec for all of it, or a State of specs, instead of its metadata."""
     model = Block(nnx.Rngs(0))
