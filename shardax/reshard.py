@@ -155,7 +155,7 @@ def _dims(src: Layout, dst: Layout, shape: tuple[int, ...], paddings: tuple[tupl
     an all_to_all brings y to dim 0. (More dims would win a little only where several are uneven, and cost the search much.)
     """
     used = [d for d in range(len(shape)) if src.dims[d] or dst.dims[d]]
-    others = [d for d in range(len(shape)) if d not in used]
+    others = [d for d in range(len(shape)) if d not in used and shape[d] > 1]
     others.sort(key=lambda d: (max(paddings[d], default=0) / shape[d], -shape[d]))
     enough = 1 if others and paddings[others[0]] == (shape[others[0]],) else 2
     return tuple(sorted(used + others[:enough]))
