@@ -151,7 +151,7 @@ def identity(kind: str, dtype) -> Any:
         info = jnp.iinfo(dtype)
         return np.asarray(info.min if kind == "max" else info.max, dtype)
     endless, info = np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
-    if np.isinf(endless.real.astype("float32")):
+    if np.isinf(np.real(endless).astype("float32")):
         return endless
     return np.asarray(info.min if kind == "max" else info.max, dtype)  # some floats of one byte have no infinity
 

@@ -14,10 +14,10 @@ from shardax.graph import Node, Value
 from shardax.spmd_rules.associative import Combine, Constant, Operand, Size
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import KEEP
+from shardax.untyped import ASKED
 
 _SHAPES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes", "slice": "limit_indices"}  # hold sizes
 _SIZELESS = {"concatenate", "dot_general", "pad", "reduce_max", "reduce_min", "reduce_sum", "squeeze", "transpose"}
-_UNNEEDED = ("sharding", "out_sharding")
 
 Dim = tuple[Value, int]
 
@@ -131,7 +131,7 @@ def _is_by_row(classes: _Classes, lefts: Sequence[Value], dim: int) -> bool:
 
 def _params(node: Node, classes: _Classes, sizes: dict[Dim, Size]) -> tuple[tuple[str, Any], ...]:
     """A node's parameters, its shape as sizes of what the function is given."""
-    params: dict[str, Any] = {name: None if name in _UNNEEDED else p for name, p in node.params.items()}
+    params: dict[str, Any] = {name: None if name in ASKED else p for name, p in node.params.items()}
     if node.name in _SHAPES:
         (out,), name = node.outputs, _SHAPES[node.name]
         params[name] = tuple(sizes.get(classes.of((out, d)), n) for d, n in enumerate(params[name]))

@@ -27,7 +27,7 @@ from shardax import _jax, causes, meshes
 from shardax.explain.ledger import Collective, collectives
 from shardax.explain.words import spec_text
 from shardax.refinement import Placement, Refinement, UserMesh, refinement
-from shardax.sharding import AxisSizes, Sharding
+from shardax.sharding import AxisSizes, Sharding, shard_count
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -65,8 +65,8 @@ class Crossing:
 
     @property
     def shard(self) -> tuple[int, ...]:
-        counts = [math.prod(self.refinement.sizes[a] for a in dim) for dim in self.here.dims]
-        return tuple(n // count for n, count in zip(self.shape, counts, strict=True))
+        dims = zip(self.shape, self.here.dims, strict=True)
+        return tuple(n // shard_count(axes, self.refinement.sizes) for n, axes in dims)
 
     def reason(self, name: str | None = None) -> str:
         """ "argument state/w from P('x') on (x=3, y=2)"; "#0" where no name is known."""
@@ -77,7 +77,7 @@ class Crossing:
     def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
         """What it sends; `name` is that of the argument or result in messages."""
         found = collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
-        return tuple(replace(c, reason=self.reason(name), cause=causes.Crossed(self)) for c in found)
+        return tuple(replace(c, reason=self.reason(name)) for c in found)
 
     def jaxpr(self, mesh: AnyMesh) -> Any:
         """What runs, from the shards one after the other, or to them."""
@@ -117,7 +117,7 @@ class Crossing:
         before, after = (every, here) if self.side == "argument" else (here, every)
 
         def permuted(shard):
-            with jax.named_scope(f"ppermute[{self.reason()}]".replace("/", "\\")):
+            with causes.scope("ppermute", self.reason(), causes.Crossed(self)):
                 return lax.ppermute(shard, axes, self.pairs)
 
         with _jax.use_abstract_mesh(refined):
@@ -168,7 +168,7 @@ def _blocks(sharding: Sharding, sizes: AxisSizes) -> list[tuple[int, ...]]:
     if not sharding.dims:
         return [()] * math.prod(sizes.values())
     places = dict(zip(sizes, np.unravel_index(np.arange(math.prod(sizes.values())), tuple(sizes.values())), strict=True))
-    dims = [sum(places[a] * math.prod(sizes[b] for b in dim[k + 1 :]) for k, a in enumerate(dim)) for dim in sharding.dims]
+    dims = [sum(places[a] * shard_count(dim[k + 1 :], sizes) for k, a in enumerate(dim)) for dim in sharding.dims]
     return list(zip(*(np.broadcast_to(d, math.prod(sizes.values())).tolist() for d in dims), strict=True))
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from shardax.graph import Graph, Node, Value
+from shardax.untyped import ASKED
 
 _COMMUTATIVE = frozenset({"add", "and", "max", "min", "mul", "or", "xor"})
 _MOVES_DIMS = frozenset({"broadcast_in_dim", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"})
-_OF_EXPLICIT_MESHES = ("sharding", "out_sharding")
 
 Shape = tuple[int, ...]
 
@@ -156,7 +156,7 @@ def _squeezed(shape: Shape) -> Shape:
 
 def params_key(params: dict[str, Any]) -> Hashable | None:
     """Parameters as one value, those aside that only matter on Explicit meshes; None where they cannot be compared."""
-    key = tuple((name, p) for name, p in sorted(params.items()) if name not in _OF_EXPLICIT_MESHES)
+    key = tuple((name, p) for name, p in sorted(params.items()) if name not in ASKED)
     try:
         hash(key)
     except TypeError:

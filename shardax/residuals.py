@@ -5,7 +5,6 @@ saved padded, for otherwise it would have to rest in another sharding. What is a
 later part takes it once more.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax, program
 from shardax.annotate import SAVED, Dims, annotate_p, renumbered
 from shardax.annotate import bind as bind_annotation
-from shardax.sharding import Sharding
+from shardax.sharding import Sharding, round_up, shard_count
 from shardax.trace import abstract_mesh
 from shardax.untyped import memory_of, shape_of
 
@@ -101,16 +100,12 @@ def _taken(var, makers, arguments, mesh: AnyMesh) -> _Taken | None:
 
 
 def _rests(eqn, mesh: AnyMesh) -> bool:
-    return eqn.params["like"] is None and _even(eqn.params["dims"], eqn.outvars[0].aval.shape, eqn.params["mesh"] or mesh)
-
-
-def _even(dims: Dims, shape: tuple[int, ...], mesh: AnyMesh) -> bool:
-    return _padded(dims, shape, mesh) == shape
+    shape = eqn.outvars[0].aval.shape
+    return eqn.params["like"] is None and _padded(eqn.params["dims"], shape, eqn.params["mesh"] or mesh) == shape
 
 
 def _padded(dims: Dims, shape: tuple[int, ...], mesh: AnyMesh) -> tuple[int, ...]:
-    counts = [math.prod(mesh.shape[axis] for axis in axes or ()) for axes in dims]
-    return tuple(-(-size // count) * count for size, count in zip(shape, counts, strict=True))
+    return tuple(round_up(n, shard_count(axes or (), mesh.shape)) for n, axes in zip(shape, dims, strict=True))
 
 
 def _saved(sharding: Sharding, aval, mesh: AnyMesh) -> _Saved:

@@ -46,7 +46,7 @@ def memory_of(aval) -> Any:
     return getattr(aval, "memory_space", jax.memory.Space.Device)
 
 
-_ASKED = ("out_sharding", "sharding")  # parameters by which primitives pass on the out_sharding= of JAX's functions
+ASKED = ("out_sharding", "sharding")  # parameters by which primitives pass on the out_sharding= of JAX's functions
 _LAZY = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # the rules of custom derivatives
 
 
@@ -82,7 +82,7 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
         return [_annotated(args[0], params["dst_sharding"].spec, "reshard", eqn)]
     bind_params = eqn.primitive.get_bind_params(_untyped_params(eqn))
     results = eqn.primitive.bind(*args, **bind_params)
-    asked = next((params[key] for key in _ASKED if isinstance(params.get(key), NamedSharding)), None)
+    asked = next((params[key] for key in ASKED if isinstance(params.get(key), NamedSharding)), None)
     if asked is None:
         return results if eqn.primitive.multiple_results else [results]
     return [_annotated(results, asked.spec, f"out_sharding of {name}", eqn)]
@@ -101,7 +101,7 @@ def _untyped_params(eqn) -> dict[str, Any]:
 def _untyped_param(key: str, value, ctx):
     if key in _LAZY:
         return _jax.lazy_derivative(value, ctx, _untyped_here())
-    if key in _ASKED and isinstance(value, NamedSharding):
+    if key in ASKED and isinstance(value, NamedSharding):
         return None
     if isinstance(value, Mesh | AbstractMesh):
         return auto_mesh(value)

@@ -16,6 +16,7 @@ from shardax import _jax
 from shardax.graph import Node
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.rule import Factors, Rule, bind, parse
+from shardax.untyped import ASKED
 
 RuleText = str | Callable[[Node], str | Rule]
 
@@ -96,7 +97,7 @@ class Local:
 
         Parameters that hold global shardings (on meshes with Explicit axes) mean nothing on shards: they are dropped.
         """
-        given = {name: None if name in ("sharding", "out_sharding") else p for name, p in self.node.params.items()}
+        given = {name: None if name in ASKED else p for name, p in self.node.params.items()}
         out = self.node.primitive.bind(*shards, **{**given, **params})
         return list(out) if self.node.primitive.multiple_results else [out]
 
