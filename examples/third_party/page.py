@@ -52,11 +52,11 @@ ROWS = {
 }
 HEAD = f"""# Ten train steps after other people's
 
-Each has the structure of a public example, in our own words and sizes, which no mesh divides, and on made-up data. It is
-written for one device. On a mesh of {mesh_text(MESH)} the decorator alone is another: `jax.jit` (`nnx.jit`) became the one
-below, with the mesh and the shardings of batch and parameters. Losses are those of steps {", ".join(map(str, SHOWN))}, on the
-mesh and on one device; the bytes are what a device sends in a step, by the plan. `python -m examples.third_party.page` writes
-this page, and the tests run all of it again.
+Each train step has the structure of a public example, with our own code, made-up data, and sizes that no mesh divides. It is
+written for one device. To run it on a mesh of {mesh_text(MESH)}, only the decorator was changed: `jax.jit` (or `nnx.jit`)
+became the one below, with the mesh and the shardings of batch and parameters. The losses are those of steps
+{", ".join(map(str, SHOWN))}, on the mesh and on one device. The bytes are what a device sends in a step, by the plan.
+`python -m examples.third_party.page` writes this page, and the tests run all of it again.
 
 """
 

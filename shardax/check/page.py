@@ -26,10 +26,11 @@ FILE = Path(__file__).parents[2] / "docs" / "primitives.md"
 _MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 _HEAD = """# Primitives: what can be split
 
-Made by `python -m shardax.check --page`; a test holds it to what the rules say. The rule is that of an example; what is
-elementwise takes as many operands as it does. To split a *free* dim sends nothing. *At a price*: what the lowering itself
-sends, read off its program, or the reduction that is owed, settled once, where its result is read (`k+`, `k:max`, `k:min`).
-What is *whole* and comes split is moved to another dim by an all-to-all where there is one, and gathered where there is none.
+`python -m shardax.check --page` makes this page from the rules, and a test checks that it is current. Each rule is that of
+one example; see `shardax/spmd_rules/rule.py` for how to read it. To split a *free* dim sends nothing. To split a dim *at a
+price* makes the collectives that are named, which the lowering itself sends, or leaves a reduction owed (`k+`, `k:max`,
+`k:min`), which is settled once, where the result is read. A *whole* dim is never split. If an operand comes in with such a
+dim split, its axes are moved to another dim by an all_to_all where there is one, and gathered where there is none.
 
 | primitive | rule | free | at a price | whole, and why |
 |---|---|---|---|---|
