@@ -1,9 +1,9 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). 60 entries, by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 60 entries, here by what the public API lacks:
 
-Jaxprs as data. There is no public way to prune one, to split or batch or differentiate one and keep its like, to change its
-equations, or to tell an open one from a closed one; between 0.10 and 0.12 the types, and some parameters, became others:
+Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to change its
+equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some parameters, have changed:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
     with_eqns_and_results, with_bodies, new_variable,
     dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, without_refs,
@@ -13,13 +13,13 @@ Primitives that public functions bind and nothing public names:
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
     EMPTY_NAME_STACK, scope_names, user_line, current_line, with_user_frame, lines_of_their_own, hide_frames, boundary,
     prefix_error, infer_names.
-What goes on around: the mesh in context (the public reader gives the abstract one alone), whether anything is traced, the store
-that processes share:
+The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether anything is being
+traced, the store that processes share:
     context_mesh, use_abstract_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
-Dispatch: the shardings of committed arguments, which the lowering alone sees; `jax.jit`'s own C++ call, with our Python where
-its cache has nothing; the seconds of one compilation; shardings of what is traced already:
+Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with our Python where
+its cache has nothing; the seconds of one compilation; shardings given to what is traced already:
     Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
-The rule of a custom_partitioning, which a callable of the user's may make of MLIR's types:
+The rule of a custom_partitioning, which may be a callable of the user's that wants MLIR types:
     sharding_rule.
 JAX's own lists of primitives and of their test cases, and one defect:
     primitive_names, primitive_cases, DONATED_AGAIN_CRASHES.

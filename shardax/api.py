@@ -1,4 +1,4 @@
-"""shard_jit: jax.jit whose programs shardax partitions."""
+"""shard_jit: stands where jax.jit stood, and partitions the function's program over a mesh."""
 
 import functools
 import itertools

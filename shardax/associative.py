@@ -1,9 +1,10 @@
-"""Finds associative scans in a graph: `jax.lax.associative_scan` is a Python function, of which a jaxpr shows the expansion.
+"""Finds associative scans in a graph. `jax.lax.associative_scan` is a Python function, so a jaxpr only has its expansion.
 
-That begins with strided slices and what combines them; these are taken for the elements and for a first guess of the function.
-Then JAX expands a scan with that function anew, and differentiates it; only what the graph computes exactly so, equation by
-equation, becomes a node for the scan and one for its gradient. A scan of which something else reads what is between is left
-alone, and so is one whose function is not associative, of which only JAX's own order of steps gives what JAX gives.
+An expansion begins with strided slices and the nodes that combine them: these give the elements, and a first guess of the
+function. JAX then expands a scan with that function anew, and differentiates it. Only where the graph has exactly these
+equations does a node for the scan, and one for its gradient, take their place. A scan is left as it is where something else
+reads its intermediates, and where its function is not associative, because then only JAX's own order of steps gives the
+result that JAX gives.
 """
 
 import itertools

@@ -1,7 +1,8 @@
-"""Tries whether a function is associative, and its gradient: only then may a scan be split into blocks.
+"""Tests on numbers whether a function, and its gradient, are associative: only then may a scan be split into blocks.
 
-A scan with another function has a meaning all the same, that of the order in which JAX takes steps, and so has the gradient of
-a maximum where two are equal. Tried on numbers of both signs, many of them equal; what only is associative on some is not.
+A scan with another function is meaningful too, but its result depends on the order in which JAX takes steps. So does the
+gradient of a maximum of two equal numbers. The numbers have both signs, and many of them are equal; a function has to be
+associative on all.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
-"""Causes: why a collective is there, noted as facts where it is made; `explain/because.py` tells them when a plan is read.
+"""Causes: why a collective is there. The facts are noted where it is made; `explain/because.py` words them when a plan is read.
 
-A cause rides on the name of the scope around its collective, `all_gather[dot_general in P('data', None)]`. XLA sees the text.
+A cause is an attribute of the name of the scope around its collective, such as `all_gather[dot_general in P('data', None)]`.
+XLA sees only the text.
 """
 
 from contextlib import AbstractContextManager

@@ -1,8 +1,8 @@
-"""Reads the function of an associative scan off the nodes of one application: steps, and which dims it treats alike.
+"""Reads the function of an associative scan off the nodes of one application of it: its steps, and which dims it ties together.
 
-A scan may run on blocks only if row i of what its function gives is made of rows i of what it is given. That, and which other
-dims may be split, the rules of its steps say: dims that a rule ties together are one class, and a class is split where all
-steps keep it.
+A scan may run on blocks only if the function makes row i of its result of rows i of its operands. The rules of the steps tell
+whether it does, and which other dims may be split: dims that a rule ties together are one class, and a class may be split if
+every step keeps it.
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Finds indices that only count, as in `x[jnp.arange(8), i]`: the dim that they index is a batch dim, nothing points into it.
+"""Finds indices that only count, as in `x[jnp.arange(8), i]`, and makes the dim that they index a batch dim.
 
     gather x[8, 64] at indices[8, 2], whose row r is (r, i[r])     gather x at i[8, 1], dims 0 of both being batched
     x.at[jnp.arange(8), i].set(y)                                  likewise
 
-XLA's partitioner calls such dims index-parallel. Counts are followed from iotas through what leaves
-them as they are, into the bodies of loops too: caches are often appended to at an iota from outside.
+XLA's partitioner calls such dims index-parallel. Counts are followed from iotas through operations that leave them unchanged,
+and into the bodies of loops, because caches are often appended to at an iota from outside the loop.
 """
 
 from collections.abc import Callable, Iterator, Sequence

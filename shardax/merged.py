@@ -1,8 +1,8 @@
-"""Finds contractions over dims that were only merged for them, as `jnp.vdot` and `x.ravel() @ y.ravel()` merge all.
+"""Finds contractions over dims that were merged only for that, as by `jnp.vdot`, and contracts the dims themselves instead.
 
-    reshape x[64, 16] to [1024], y likewise, contract 1024     contract x and y over 64 and 16
+    reshape x[64, 16] to [1024], y likewise, contract 1024     ->     contract x and y over 64 and 16
 
-Merged dims can be split over the major one's axes alone; the minor one's would be gathered.
+A merged dim can only be split over the axes of its major part, so those of its minor part would be gathered.
 """
 
 from collections.abc import Sequence

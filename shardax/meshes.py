@@ -1,4 +1,4 @@
-"""The annotations of a program, each in the axes of its own mesh, rewritten to the one mesh that the program runs on."""
+"""Rewrites the annotations of a program, each in the axes of a mesh of its own, to the one mesh that the program runs on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
-"""Numbers the values of a graph so that equal computations have equal numbers: how a known program is found inside of another.
+"""Numbers the values of a graph so that equal computations have equal numbers. This finds a known program inside of another.
 
-What a known program computes of given values is looked up equation by equation, in whatever order and among whatever else the
-graph has them. A number stands for elements, whatever dims of size one are there: functions treat a single row in ways of their
-own. Sums of gradients count as sets without zeros, products and maxima are commutative, values without elements are all alike.
+The values that a known program computes are looked up equation by equation, whatever their order, and whatever else the graph
+has among them. A number stands for the elements of a value; dims of size one do not count, because functions treat a single
+row differently. Sums of gradients count as sets without zeros, products and maxima are commutative, and all values without
+elements are equal.
 """
 
 from collections.abc import Hashable, Sequence

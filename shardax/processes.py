@@ -1,8 +1,8 @@
-"""Several processes compile one program. That it is one is checked first, so that a mistake is an error and not a hang.
+"""Checks that several processes compile the same program, so that a mistake is an error and not a hang.
 
-Every process that has devices of the mesh posts what it is about to compile where all can read it (the key-value store of
-`jax.distributed`); the first compares, and posts its verdict, which all wait for. It happens when a program is lowered, never
-when it is called again. Lowering is therefore something that processes do together, in the same order; planning is not.
+Every process that has devices of the mesh posts what it is about to compile in the key-value store of `jax.distributed`,
+where all can read it. The first process compares, and posts a verdict for which all wait. This happens when a program is
+lowered, not when it is called again. So all processes have to lower together, in the same order; each may plan alone.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""build: the middle of the way, from a global jaxpr with annotations in it to the program that every device runs."""
+"""build: makes the program that every device runs of a global jaxpr with annotations in it."""
 
 import gc
 import itertools

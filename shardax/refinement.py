@@ -5,10 +5,10 @@ Devices are numbered along the flat mesh of the program, and each axis of each m
     8 devices, number = 4 a + 2 b + c      (x=2, y=4):  x is a, y is b c          (x=4, y=2):  x is a b, y is c
     refined: (x=2, y.0=2, y.1=2)           (8,) "z":    z is a b c                transposed:  an axis has its digits elsewhere
 
-Each digit is one axis of the program's mesh, and each axis of the user's a tuple of these: no later step meets a part of an
-axis. Meshes fit one another where all places at which digits begin divide one another. One that does not fit (3·2 beside 2·3,
-devices in an order that is none of digits) is a *boundary*: its axes stand for digits of the same sizes, so that values are cut
-into the blocks that it says, which lie on other devices than it says.
+Each digit is one axis of the refined mesh, and each axis of the user's is a tuple of these, so no later step meets a part of
+an axis. Meshes fit one another where all places at which digits begin divide one another. One that does not fit (3·2 beside
+2·3, or devices in an order that digits cannot describe) is a *boundary*: its axes stand for digits of the same sizes, so
+values are cut into the blocks that it asks for, but these lie on other devices than it says.
 """
 
 import math

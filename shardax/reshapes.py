@@ -1,7 +1,7 @@
-"""Reshapes that split a dim inside an axis: 16 heads that an axis of 32 devices splits need it as 16 times 2.
+"""Finds reshapes that split a dim inside an axis: for 16 heads, an axis of 32 devices has to become one of 16 and one of 2.
 
-A dim made of factors (heads h) lies split over an axis, and its heads alone are to be split over as much of it as they can be:
-gcd(heads, devices). The minor part of the axis goes on to split h. Without that, the whole dim would be gathered.
+A dim (heads h) is split over an axis, and a reshape takes it apart. The heads are split over a part of the axis, of gcd(heads,
+devices) devices, and h over the rest. Without that, the whole dim would be gathered.
 """
 
 import math

@@ -1,16 +1,17 @@
-"""Resharding: the cheapest sequence of collectives that brings a value from one layout to another, as a shortest path.
+"""Resharding: the cheapest sequence of collectives that brings a value from one layout to another, found as a shortest path.
 
-The nodes are layouts, the edges are the steps that `steps_from` yields, each with the bytes that one device sends (V bytes in
-the whole group of n devices, ring algorithms):
+The nodes are layouts, and the edges are the steps that `steps_from` yields, each with the bytes that one device sends (V is the
+bytes in the whole group of n devices; ring algorithms):
 
     all_gather, reduce_scatter   V (n-1)/n          all_to_all   (V/n) (n-1)/n        slice, crop, owe   0
     all_reduce                  2V (n-1)/n          ppermute     the shard            halo               the rows that move
 
-Cheapest is: fewest bytes, where each collective counts an eighth of the first shard more, for its start: one more is worth it
-only where it saves that much; then fewest collectives, then fewest steps, then the first found. Costs are exact, so that plans
-are deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside `jax.shard_map`.
+The cheapest path sends the fewest bytes, where the start of each collective counts as an eighth of the first shard: one more
+collective has to save that much. Among equals it has the fewest collectives, then the fewest steps, then it is the first
+found. Costs are exact, so that plans are deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local
+shard, inside `jax.shard_map`.
 
-After GSPMD, section 3.5 (resharding always succeeds) and 3.2 (halo exchange); a list of special cases is what this is not.
+After GSPMD, sections 3.5 (resharding always succeeds) and 3.2 (halo exchange), but without a list of special cases.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""What rests otherwise than wanted, because its sharding does not divide it or has no spec, and what it sends in and out."""
+"""Finds what rests otherwise than wanted, because its sharding does not divide it or has no spec, and what is sent for that."""
 
 import math
 from collections.abc import Iterator

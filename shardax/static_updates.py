@@ -1,7 +1,7 @@
-"""Updates of a part of an array that is known when the program is traced, `x.at[3:21].add(y)`, as padding and adding.
+"""Rewrites updates at a place that is known when the program is traced, such as `x.at[3:21].add(y)`, as padding and adding.
 
-So written they are split like any window: y's rows come from the neighbours. What is small beside x stays an update: it is
-cheap to have everywhere, and x is updated in place.
+Written so, they are split like any window: the rows of y come from the neighbours. Where y is small beside x, the update
+stays as it is: y is cheap to have on every device, and x is then updated in place.
 """
 
 from collections.abc import Sequence

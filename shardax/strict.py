@@ -1,4 +1,4 @@
-"""Strictness: what nobody asked for is refused, warned of or allowed. Read off the ledger of the final local program."""
+"""Strict mode: refuses, warns of or allows what nobody asked for. It is read off the collectives of the final local program."""
 
 import math
 import re

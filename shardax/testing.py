@@ -1,4 +1,4 @@
-"""For users' own tests: a plan is compared with a file in their repository, so that a new collective fails their CI."""
+"""Assertions for users' own tests: a plan is compared with a file of theirs, so that a new collective fails their CI."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Function and arguments -> the global jaxpr, the shardings that the user gave recorded in it as annotation equations."""
+"""Traces a function to the global jaxpr, in which the shardings that the user gave are recorded as annotation equations."""
 
 import functools
 import inspect

@@ -1,7 +1,8 @@
-"""The primitive: it carries the global jaxpr, and transforms by transforming that. Only its lowering partitions.
+"""The shard_jit primitive. It carries the global jaxpr: JAX's transformations change that, and its lowering partitions it.
 
-What is differentiated or batched is a global program again, its shardings recorded inside it as `annotate` equations: no rule
-here keeps books of shardings. Every derived jaxpr is memoized on the one that it comes from, so that nothing compiles twice.
+So the derivative, or the batched form, of a global program is a global program again. Its shardings are recorded inside it as
+`annotate` equations, so no rule here has to keep track of them. Every derived jaxpr is memoized on the one that it comes
+from, so that nothing compiles twice.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""Annotations pass a value on; completion fixes its sharding, and partition lays it out so.
+"""Annotations pass a value on. Completion fixes the sharding of the value, and partition brings it to that sharding.
 
-A `reshard` that names no axes (gradients have them) says nothing: it is no annotation, only the value again.
+A `reshard` that names no axes, as gradients have them, says nothing: it is not an annotation, but only passes its value on.
 """
 
 from shardax.spmd_rules.registry import MOVES, register_rule

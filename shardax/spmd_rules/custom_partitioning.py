@@ -1,14 +1,16 @@
-"""jax.experimental.custom_partitioning: completed through its rule, run on shards as its `partition` callback says.
+"""jax.experimental.custom_partitioning: completion reads its rule, and it runs on shards as its `partition` callback says.
 
-The callback is asked with the shardings that a way to split the rule's factors gives to operands and results, on the mesh that
-the user named, and answers with those that it takes and makes, and a function of shards, which may send by the axes' names. The
-answer is priced as any way to run a node: what it takes to bring operands there and results on, and what the function sends.
+Each way to split the factors of the rule gives shardings to operands and results. The callback is called with these, on the
+mesh that the user named. It answers with the shardings that it takes and makes, and a function of shards, which may send over
+axes by their names. The answer is priced as any way to run a node is: by what it takes to reshard operands and results, and
+what the function sends.
 
     rule ──▶ splits of factors ──▶ shardings ──partition──▶ lower_fn, operands' and results' shardings ──▶ the candidate
 
-A function sees no sizes but those of its shards. So an uneven dim stays whole where the function names an axis that splits it,
-or where not each of its places depends on the same place alone; elsewhere it sees zeros past the end. Where the callback wants
-what cannot be had so, even with everything whole, the function that it is about runs itself, whole.
+A function knows only the sizes of its shards. So an uneven dim stays whole where the function names an axis that splits it,
+or where a place along the dim depends on other places than its own; elsewhere the function sees zeros past the end. Where the
+callback wants shardings that this does not allow, even with everything whole, the original function runs instead, on whole
+operands.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Callbacks and prints: Python is called once, on the global value, as under `jax.jit`.
 
-The operands are gathered, the first device calls, and what it gets back is broadcast. Also a pure callback is called once: a
-device more would wait for the same Python interpreter, and what is sent is only the result.
+The operands are gathered, the first device calls, and its results are broadcast. A pure callback is called once too: other
+devices would have to wait for the same Python interpreter, and only the result is sent.
 """
 
 from collections.abc import Sequence

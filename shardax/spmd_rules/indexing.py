@@ -1,4 +1,4 @@
-"""gather, scatter, dynamic_slice: what an index points to in a split dim is answered by the shard that holds its place.
+"""gather, scatter, dynamic_slice: where an index points into a split dim, the shard that holds the place answers.
 
     gather     each shard subtracts the start of its block from the indices, and gives zeros where they then lie outside it:
                the pending sum is the result. A lookup in a split vocabulary costs one reduction of what was looked up.

@@ -1,6 +1,6 @@
-"""What users write inside their own shard_maps: collectives, bound as they are. Nothing in there is left to split.
+"""Collectives that users write inside their own shard_maps. They are bound as they are, because nothing is left to split there.
 
-Our shard_map does not check which values vary over which axes, so primitives that only say so are identities here.
+Our shard_map does not check which values vary over which axes, so primitives that only declare that are identities here.
 """
 
 from jax import lax

@@ -1,5 +1,6 @@
-"""Reductions over whole dims. Sums, maxima and minima over a split dim stay pending. Of the others the devices exchange what
-each has found, and reduce that: for argmax the greatest value of each shard and its place. Those of users' own reducers too.
+"""Reductions over dims. Sums, maxima and minima over a split dim stay pending; for others, devices exchange what they found.
+
+So do reductions with a reducer of the user's. For argmax each device finds the greatest value of its shard, and its place:
 
     shard 0   shard 1   shard 2       values found, gathered     their argmax     its place
     3 1 4     1 5 9     2 6 5    ->   4 9 6                  ->  1            ->  5

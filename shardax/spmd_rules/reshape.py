@@ -1,7 +1,7 @@
 """reshape: dims are made of the factors that both shapes share. Where they share none, blocks are flat ranges of elements.
 
-(6, 4) -> (8, 3) over 2 devices: both begin with a dim that is split, so each device has 12 elements in a row, and wants 12.
-Where the blocks are not as large as one another, what is lacking comes from the neighbours, as for any window.
+(6, 4) -> (8, 3) over 2 devices: both shapes begin with the dim that is split, so each device has 12 consecutive elements, and
+wants 12. Where the blocks differ in size, the elements that a device lacks come from its neighbours, as for any window.
 """
 
 import math

@@ -5,11 +5,12 @@ device's new block is
 
     rows s.. of the block q devices on | rows ..s of the block q + 1 devices on
 
-one ppermute each, none where that is the device itself. Where the last block is padded, the end is not at the end of a block:
-then what comes before it and what comes around it are two halos.
+one ppermute each, and none where that is the device itself. Where the last block is padded, the dim does not end at the end
+of a block: the rows before the end and those around it are then two halos.
 
-Where `first` is only known when the program runs, blocks go q devices on in steps of 1, 2, 4, ..., each taken or not, and once
-more for the next ones. Where that is no less than to gather the dim, it is gathered.
+Where `first` is only known when the program runs, blocks are sent q devices on, in steps of 1, 2, 4, ... of which each is
+taken or not, and once more for the blocks after these. Where that sends no less than a gather of the dim, the dim is
+gathered.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What lowerings send: every collective of theirs is made here, with the reason that plans show.
+"""Every collective that a lowering sends is made here, with the reason that plans show.
 
 `what` is a word for what is sent, "halo" or "totals"; the reason names the primitive with it: "halo of slice".
 """

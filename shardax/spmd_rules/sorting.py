@@ -1,11 +1,14 @@
-"""sort and top_k. `top_k` picks on each device, then among what the devices picked. `sort` wants the sorted dim whole, where
-there is another dim to split instead. A lone dim is sorted in place, block by block, the blocks by a sorting network:
+"""sort and top_k. `top_k` picks on each device, then among what the devices picked. `sort` wants the sorted dim whole.
+
+That is where another dim can be split. Where there is none, blocks are sorted, and a sorting network merges them:
 
     blocks, each sorted    two exchange what they have: one keeps the lower half, one the upper
     3 7 | 1 9 | 0 4 | 2 8  ->  0 1 | 7 9 ...
 
-That sends the shard for each of the network's log n (log n + 1) / 2 layers, and never holds more than two. By its price it
-begins to pay at 8 devices for integers, at 32 where places go along to keep the sort stable; else the dim is gathered.
+Each of the network's log n (log n + 1) / 2 layers sends the shard once, and no device ever holds more than two shards. By its
+price this pays from 8 devices on for integers, and from 32 on where places are sent along to keep the sort stable. Else the
+dim is gathered.
+
 After Knuth, The Art of Computer Programming 3: 5.2.2, algorithm M, and 5.3.4, exercise 38.
 """
 

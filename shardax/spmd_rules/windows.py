@@ -1,7 +1,7 @@
-"""Convolutions and windowed reductions. A dim along which the window slides is split too: the halo comes from the neighbours.
+"""Convolutions and windowed reductions. A dim along which the window slides may be split: the halo comes from the neighbours.
 
-Where the operand is dilated, its rows lie `holes` apart, and the first that a device wants lies some places into its window,
-as many as the device decides (GSPMD, section 3.2, the three cases of base dilation):
+Where the operand is dilated, its rows lie `holes` apart. The first row that a device wants lies some places into its window,
+and how many depends on the device (GSPMD, section 3.2, the three cases of base dilation):
 
     window of device 0    x . . x . . x         all alike: the padding is that for all
     window of device 1    . x . . x . .         stride 1: the most padding for all, then each cuts its results out of more
