@@ -1,4 +1,4 @@
-"""abstract_state: how the arguments of a sharded function rest, as shapes with shardings, before any of them exists."""
+"""abstract_state: the shapes and shardings in which the arguments of a sharded function rest, before any of them exists."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -23,8 +23,9 @@ class Planned(Protocol):
 def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kwargs: Any) -> Any:
     """Argument `argnums` of a sharded function as it rests: a `jax.ShapeDtypeStruct` with its sharding for each array.
 
-    That is what a checkpoint is restored into (orbax), and a value for `out_shardings=` of the function that makes the
-    state: then no device ever holds more of it than its shards. Optimizer states follow their parameters by completion.
+    Give it to orbax to restore a checkpoint into it, or as `out_shardings=` to the function that makes the state, so that no
+    device ever holds more of the state than its shards. The shardings of optimizer states follow from the parameters by
+    completion.
 
     Args:
       step: what `shard_jit` returned.

@@ -17,7 +17,7 @@ Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where com
 
 @_jax.boundary
 def annotate(x, spec):
-    """`x`, its arrays split as `spec` says: inside `shard_jit` an annotation, outside of it the arrays are placed so.
+    """`x` with its arrays split as `spec` says. Inside `shard_jit` this is an annotation; outside, it places the arrays.
 
     Args:
       x: a pytree of arrays.
@@ -38,7 +38,12 @@ def annotate(x, spec):
 
 
 def replicate(x):
-    """`x`, every device holding all of it. See `annotate`."""
+    """`x`, of which every device holds all. See `annotate`.
+
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+    ...     replicate(jax.numpy.zeros((8, 4))).sharding.is_fully_replicated
+    True
+    """
     return annotate(x, PartitionSpec())
 
 
@@ -106,7 +111,7 @@ class Box(Protocol):
 
 
 def _said(spec, shape: tuple[int, ...], what: str):
-    """What a box or an abstract array says about sharding."""
+    """The spec in a box or an abstract array; any other spec as it is."""
     if isinstance(spec, Box):
         from shardax.flax import box_spec  # flax is an extra, and there where its boxes are
 
@@ -144,10 +149,10 @@ def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: M
 
 
 class OtherDevices(ValueError):
-    """An annotation is on a mesh that has other devices than the program's."""
+    """Raised where an annotation is on a mesh that has other devices than the program's."""
 
     def program_named(self, where: str) -> "OtherDevices":
-        """The same with the words that say who named the program's mesh."""
+        """The same error, with words that say who named the program's mesh."""
         self.args = (self.args[0].replace("the program's mesh is (", f"the program's mesh{where} is ("),)
         return self
 
@@ -214,12 +219,12 @@ def own_mesh(spec) -> Mesh | AbstractMesh | None:
 
 
 def bind(x, dims: Dims, source: str, like: int | None = None, mesh: Mesh | AbstractMesh | None = None):
-    """The equation itself."""
+    """The `annotate` equation itself, without any check."""
     return annotate_p.bind(x, dims=dims, source=source, like=like, mesh=mesh)
 
 
 def renumbered(jaxpr, kept: Sequence[bool]):
-    """A jaxpr that has lost some inputs, those not `kept`: `like` names an input by its number."""
+    """A jaxpr that has lost the inputs that are not `kept`, its `like`s, which are numbers of inputs, adapted to that."""
     numbers = {old: new for new, old in enumerate(i for i, keep in enumerate(kept) if keep)}
     return _jax.replaced_eqns(jaxpr, [_renumbered(eqn, numbers) for eqn in jaxpr.eqns])
 
@@ -261,7 +266,9 @@ def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> Non
 
 
 def _again(saveable, unknown, there, eqn):
-    """Policies of `jax.checkpoint` save what is annotated, not that it is: the backward pass annotates it again."""
+    """The rule for policies of `jax.checkpoint`. What they save is the value, not its annotation, so the backward pass
+    annotates again.
+    """
     if unknown[0]:
         return None, eqn, [True], [True], []
     return eqn, eqn, [False], [True], [v for v in eqn.invars if not there[0] and not _jax.is_literal(v)]

@@ -14,8 +14,10 @@ from shardax.sharding import Axes, entry_axes
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """Per dim the axes, or None where it is open; the words that messages use; the input that a result succeeds; the mesh whose
-    axes they are, None for the program's; where all axes are the program's, the mesh that the user named, if another."""
+    """What an annotation says: `dims`, for each dim its axes, or None where it is open; `source`, the words that messages
+    use; `like`, the number of the argument that a result succeeds; `mesh`, whose axes they are (None: the program's); `on`,
+    once all axes are the program's, the mesh that the user named, if another.
+    """
 
     dims: tuple[Axes | None, ...]
     source: str
@@ -25,17 +27,17 @@ class Annotation:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the function itself says it, of a value that it computes with."""
+        """Whether it stands inside the function, on a value that the function computes with."""
         return self.source.startswith(("annotate", "with_sharding_constraint"))
 
     @property
     def names_result(self) -> bool:
-        """Whether out_shardings says it, so that the result is to lie on that very mesh."""
+        """Whether it is from out_shardings, so that the result has to lie on that very mesh."""
         return self.source.startswith("out_shardings")
 
 
 def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
-    """The annotations among these nodes; each has one operand and one result."""
+    """The annotations among these nodes, each with its node, which has one operand and one result."""
     for node in nodes:
         if (given := of_node(node)) is not None:
             yield node, given
@@ -72,7 +74,7 @@ def meshes_of(eqn) -> Iterator[Mesh | AbstractMesh]:
 
 
 def name_of(eqn) -> str:
-    """What the user calls it."""
+    """What the user calls the annotation that an equation is."""
     return _NAMES.get(eqn.primitive.name) or eqn.primitive.name
 
 
@@ -88,6 +90,6 @@ _NAMES = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard
 
 
 def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
-    """The annotation that a sharding of JAX's own is, `name` at `line`."""
+    """A sharding of JAX's own as an annotation, which messages call `name` at `line`."""
     dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec)
     return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", mesh=sharding.mesh)

@@ -38,22 +38,22 @@ def shard_jit(
     transforms: Sequence[Transform] = (),
     options: Options = Options(),  # noqa: B008  (frozen)
 ) -> Any:
-    """`jax.jit(fun)`, partitioned over a mesh. Without `fun`, the decorator.
+    """`jax.jit(fun)`, partitioned over a mesh. Without `fun` it returns a decorator.
 
     Args:
       fun: a function of pytrees of arrays, written for one device.
-      mesh: where it runs; without one that of `in_shardings`, of the context (`jax.set_mesh`, `with mesh:`), or of the
-        arguments. An AbstractMesh can be planned and lowered for, not run on.
-      in_shardings: a prefix of the tuple of positional arguments that are not static, however a call gives them; what is by
-        keyword only is left to completion. A leaf is a PartitionSpec, a NamedSharding, or None: whatever a committed argument
-        has, else what completion decides.
-      out_shardings: a prefix of the results. None leaves them to completion, or to the donated argument that a result
-        succeeds.
+      mesh: the devices that it runs on. Without it, the mesh of `in_shardings`, of the context (`jax.set_mesh`, `with
+        mesh:`), or of the arguments. An AbstractMesh can be planned and lowered for, but not run on.
+      in_shardings: a tree that is a prefix of the tuple of positional arguments that are not static, whether a call gives
+        them by position or by name. Keyword-only arguments are left to completion. A leaf is a PartitionSpec, a
+        NamedSharding, or None, which means the sharding of a committed argument, and else leaves it to completion.
+      out_shardings: a tree that is a prefix of the results. None leaves a result to completion, or, where it succeeds a donated
+        argument, gives it the sharding of that argument.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as for `jax.jit`.
-      transforms: functions of the global jaxpr, applied in their order before it is partitioned.
+      transforms: functions from global jaxpr to global jaxpr, applied in order before it is partitioned.
       options: see `Options`.
 
-    Bad input raises ValueError, when the function is first called on arguments of these types.
+    Raises ValueError for bad input, when the function is first called on arguments of these types.
 
     >>> from jax.sharding import PartitionSpec as P
     >>> double = shard_jit(lambda x: 2 * x, mesh=jax.make_mesh((1,), ("x",)), in_shardings=P("x"))
@@ -83,17 +83,14 @@ def shard_jit(
 
 
 class ShardJit:
-    """What `shard_jit` returns: called as the function is.
+    """What `shard_jit` returns. It is called as the function is.
 
     `plan`, `lower`, `trace` and `eval_shape` take the arguments of a call, which may be `jax.ShapeDtypeStruct`s.
     `__wrapped__` is the function itself.
     """
 
-    __slots__ = (
-        "__call__",
-        "__dict__",
-        "__weakref__",
-    )  # a call is that of jax.jit's own C++ function: no frame of ours, no lookup
+    # `__call__` is a slot that holds jax.jit's own C++ function, so that a call has no frame of ours and no lookup.
+    __slots__ = ("__call__", "__dict__", "__weakref__")
 
     def __init__(self, function: Function):
         wrapper: Any = self
@@ -113,7 +110,7 @@ class ShardJit:
     def trace(self, /, *args, **kwargs) -> jax.stages.Traced:
         """The program before it is partitioned, as `jax.jit(fun).trace`.
 
-        What is lowered from it, by `jax.export` too, names the shardings of all arguments and results, and is bound to them.
+        What is lowered from it, also by `jax.export`, names the shardings of all arguments and results, and takes no others.
         """
         traced = self._stage(attrgetter("trace"), args, kwargs)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -122,7 +119,7 @@ class ShardJit:
 
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
-        """The partitioned program in StableHLO, as `jax.jit(fun).lower`; `.compile()` it. Both add to its plan's phases."""
+        """The partitioned program in StableHLO, as `jax.jit(fun).lower`. It and its `.compile()` add to `Plan.phases`."""
         entering = self._function.entering(args, kwargs)
         args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.abstractly)
         lowered = self._stage(lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs)
@@ -167,7 +164,7 @@ class ShardJit:
 
     @_jax.boundary
     def _miss(self, /, *args, **kwargs):
-        """A call whose like has not been compiled. All that is ours happens here, the following calls are `jax.jit`'s."""
+        """Handles a call for which nothing is compiled yet. All our work happens here; later calls are `jax.jit`'s alone."""
         self._function.check_devices(args, kwargs)
         entering = self._function.entering(args, kwargs)
         args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.eagerly)
@@ -188,8 +185,11 @@ class ShardJit:
             self._function.explain(error, args, kwargs)
 
     def _told(self, jitted, args, kwargs, entering: Sequence[Crossing] = ()) -> tuple[Any, list[Crossing]]:
-        """The jax.jit function that is told where each result lies, if there are several meshes: JAX would name one for all.
-        With it the results that it cannot leave there, which cross after the call."""
+        """The `jax.jit` function to call, and the results that have to cross to another mesh after the call.
+
+        JAX would name one mesh for all results. Where the program has several, the function is told the sharding of each
+        result.
+        """
         if not _jax.is_eager((args, kwargs)) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return jitted, []
         eqn, mesh, leaves = self._traced(jitted.trace(*args, **kwargs), args, kwargs)
@@ -220,7 +220,7 @@ class ShardJit:
 
 
 def _check_entering(crossings: Sequence[Crossing], eqn, options: Options) -> None:
-    """As other unasked traffic is, unless the program itself names that mesh."""
+    """Strict mode refuses what arguments send to come from another mesh, unless the program itself names that mesh."""
     if crossings and options.strict:
         mesh = eqn.params["mesh"]
         named = meshes.others(eqn.params["jaxpr"], mesh)
@@ -233,20 +233,20 @@ def _across(leaving: Sequence[Crossing], outs, mesh):
 
 
 def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any], options: Options) -> Program:
-    """The program of the equation of a traced function, for arguments that are committed or not."""
+    """The partitioned program of a traced function, for these arguments, some of which may be committed to a sharding."""
     jaxpr = eqn.params["jaxpr"]
     given = (*(_given(i, x, mesh) for i, x in enumerate(leaves)), *[None] * (len(jaxpr.in_avals) - len(leaves)))
     return transform.build(jaxpr, given, mesh, options)
 
 
 def _given(number: int, x, mesh: Mesh | AbstractMesh) -> Placement | None:
-    """How the program finds an argument."""
+    """The sharding in which the program finds an argument, None where it is not committed to one."""
     crossing = crossing_of(number, x, mesh) if isinstance(mesh, Mesh) else None
     return placed_here(crossing, len(x.shape)) if crossing else transform.committed(x, mesh)
 
 
 def _placed(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> tuple[list[NamedSharding], list[NamedSharding]]:
-    """The shardings of all arguments and of all results, once arguments are bound to those."""
+    """The shardings of all arguments, and those of all results when each argument comes in its own."""
     jaxpr, options, constants = eqn.params["jaxpr"], eqn.params["options"], [None] * (len(eqn.invars) - len(leaves))
     arguments = _built(eqn, mesh, leaves, options).arguments[: len(leaves)]
     results = transform.build(jaxpr, (*arguments, *constants), mesh, options).left(mesh)

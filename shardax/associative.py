@@ -56,7 +56,7 @@ class _Guess:
 
 
 def _guess_at(graph: Graph, at: int) -> _Guess | None:
-    """The scan whose expansion seems to begin at a place."""
+    """The scan whose expansion may begin at a node."""
     level = _level(graph.nodes, at)
     if level is None:
         return None
@@ -72,7 +72,7 @@ def _guess_at(graph: Graph, at: int) -> _Guess | None:
 
 
 def _level(nodes: Sequence[Node], at: int) -> tuple[list[Value], int] | None:
-    """The elements of one level of the recursion, of which x[0:-1:2], then x[1::2] are cut, and their dim."""
+    """The elements of one level of the recursion, and their dim: those from which x[0:-1:2], then x[1::2] are cut."""
     dim = _cut_dim(nodes[at])
     if dim is None or not _is_cut(nodes[at], dim, 0):
         return None
@@ -148,7 +148,7 @@ def _expansion(types: tuple[tuple[Any, Any], ...], dim: int, combine: Combine) -
 
 
 def _traced(function: Callable[..., Any], types) -> Graph:
-    """Under no mesh, on which JAX would note where gradients lie."""
+    """Traces under no mesh, because under one JAX would note the shardings of gradients."""
     with _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return from_jaxpr(_jax.dce(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*t) for t in types))))
 
@@ -167,7 +167,7 @@ def _gradients(graph: Graph, numbers: Numbers, guess: _Guess) -> Iterator[_Found
 
 
 def _without_parts(found: Iterable[_Found]) -> Iterator[_Found]:
-    """Those that give what larger ones do not."""
+    """Without those whose results a larger one of them gives too."""
     covered: set[int | None] = {None}
     for one in sorted(found, key=lambda one: one.results.count(None)):
         if not covered.issuperset(one.results):
@@ -176,7 +176,7 @@ def _without_parts(found: Iterable[_Found]) -> Iterator[_Found]:
 
 
 def _subsets(which: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All, then some, of a few; of many all, all but one, or one."""
+    """Subsets of `items`, the largest first: of a few all subsets, of many only all, all but one, and single ones."""
     count = len(which)
     for size in range(count, 0, -1):
         yield from itertools.combinations(which, size) if count <= 4 or size in (1, count - 1, count) else ()
@@ -211,7 +211,7 @@ def _candidates(graph: Graph, numbers: Numbers, expected: Graph, ct: Value) -> l
 
 
 def _is_inner(node: Node, graph: Graph) -> bool:
-    """Whether a node needs what is between: neither a piece of an input, nor a constant."""
+    """Whether a node needs intermediates of the scan: something that is neither a piece of an input nor a constant."""
     return any(not v.is_literal and v not in graph.inputs for v in node.inputs)
 
 
@@ -219,7 +219,7 @@ def _is_inner(node: Node, graph: Graph) -> bool:
 
 
 def _replaced(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> bool:
-    """Puts nodes in for what they compute, if then nothing reads what is between any more."""
+    """Puts nodes in the place of what they compute, unless something would still read an intermediate."""
     stands = {
         old: new
         for one in found
@@ -238,7 +238,7 @@ def _replaced(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> bool:
 
 
 def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> list[Node]:
-    """The nodes, each new one after those that make what it reads."""
+    """The nodes of the graph and the new ones, each new one right after the nodes that make what it reads."""
     places = {v: i for i, node in enumerate(nodes, 1) for v in node.outputs}
     after: dict[int, list[Node]] = {}
     for one in found:
@@ -265,7 +265,7 @@ def _in_order(inputs: Sequence[Value], nodes: Sequence[Node]) -> bool:
 
 
 def _merge_reversals(graph: Graph) -> None:
-    """A scan of reversed elements, whose results are reversed: a scan from the other end."""
+    """Makes a scan of reversed elements, whose results are reversed again, a scan from the other end."""
     makers = {v: node for node in graph.nodes for v in node.outputs}
     readers: dict[Value, list[Node | None]] = {v: [None] for v in graph.outputs}
     for node in graph.nodes:
@@ -287,7 +287,7 @@ def _merge_reversals(graph: Graph) -> None:
 def _reversals(
     node: Node, makers: dict[Value, Node], readers: dict[Value, list[Node | None]]
 ) -> tuple[list[Node], dict[Value, Node]] | None:
-    """The reversals of a scan's elements and of its results, if that is all that is there."""
+    """The reversals of a scan's elements and of its results, if nothing else reads either."""
 
     def is_reversal(other: Node | None) -> bool:
         return other is not None and other.name == "rev" and tuple(other.params["dimensions"]) == (node.params["dim"],)

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Resharded:
-    """A value went from layout `source` to `target`, for operand `place` of `reader`; without a reader, for result `place` of
-    the program, or of the bodies of the node `around`. `axes`: those that this collective is over. `decision`: the reader's."""
+    """A value was resharded from layout `source` to `target`, over `axes` in this collective.
+
+    `reader` is the node that wanted it, as operand `place`, by its `decision`. Without a reader it was result `place` of the
+    program, or of a body of the node `around`.
+    """
 
     value: "Value"
     source: Layout
@@ -37,7 +40,9 @@ class Resharded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled:
-    """What a node, run so, left owing over `axes` was reduced; None: what came in owing with a loop's carry."""
+    """The reduction over `axes` that a node, run by this decision, left owed was settled. Without a node it came in with the
+    carry of a loop.
+    """
 
     axes: Axes
     node: "Node | None"
@@ -46,7 +51,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A lowering itself sent it, over `axes`."""
+    """The lowering of a node itself sent it, over `axes`."""
 
     local: "Local"
     axes: Axes
@@ -54,7 +59,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Crossed:
-    """It moves an argument or result between the program's mesh and its own, which does not fit."""
+    """It moves an argument or result between the program's mesh and a mesh that does not fit it."""
 
     crossing: "Crossing"
 
@@ -70,17 +75,17 @@ class Named(str):
 
 
 def scope(kind: str, reason: str, cause: Cause) -> AbstractContextManager:
-    """What is made inside has this reason. In the scope's name there are no slashes: they part scopes."""
+    """Collectives that are made inside have this reason and cause. (Slashes part the names of scopes, so the name has none.)"""
     name = Named(f"{kind}[{reason}]".replace("/", "\\"))
     name.reason, name.cause = reason, cause
     return jax.named_scope(name)
 
 
 def sent(kind: str, what: str, local: "Local", axes: Axes) -> AbstractContextManager:
-    """The scope around what a lowering sends: "halo", "totals"."""
+    """The scope around what a lowering sends; `what` is a word for that, such as "halo" or "totals"."""
     return scope(kind, f"{what} of {local.node.name}", Sent(local, axes))
 
 
 def of(name_stack) -> Named | None:
-    """The innermost reason around an equation."""
+    """The innermost name around an equation that has a cause."""
     return next((name for name in reversed(_jax.scope_names(name_stack)) if isinstance(name, Named)), None)

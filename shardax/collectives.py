@@ -43,7 +43,7 @@ def _run_ppermute(x, step, shape, sizes):
 
 
 def ppermute(x, axes, pairs, sizes):
-    """`lax.ppermute` with `pairs` numbered along `axes` as they stand; JAX wants them in mesh order."""
+    """`lax.ppermute`, where `pairs` are numbered along `axes` in the order given; JAX wants them in mesh order."""
     return lax.ppermute(x, *in_mesh_order(axes, pairs, sizes))
 
 
@@ -109,8 +109,9 @@ RUN: dict[str, Callable] = {
 
 
 def _extremum(reduce: Callable, kind: str) -> Callable:
-    """Maxima and minima of floats, as of the integers in the same order, where NaN is beyond all others as XLA has it within a
-    device: collectives may lose it."""
+    """The maximum or minimum of floats over devices, taken of integers that have the same order, with NaN beyond all others,
+    as XLA has it within a device. Collectives on floats may lose a NaN.
+    """
 
     def reduced(x, axes):
         if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -128,7 +129,9 @@ def _extremum(reduce: Callable, kind: str) -> Callable:
 
 
 def _turned(bits):
-    """The bits of floats as integers that grow as those do, and back: the greater a negative float's bits, the less it is."""
+    """The bits of floats as integers in the same order, and back. (The greater the bits of a negative float, the less the
+    float.)
+    """
     low = np.asarray(jnp.iinfo(bits.dtype).max, bits.dtype)
     return lax.select(bits < 0, bits ^ low, bits)
 
@@ -157,7 +160,7 @@ def identity(kind: str, dtype) -> Any:
 
 
 def _pad_whole_dim(x, step):
-    """The dim at which axes arrive, padded first where it was whole."""
+    """Pads the dim at which axes arrive, if it was whole before."""
     to = step.to
     if to is None or step.source.dims[to]:
         return x
@@ -184,5 +187,5 @@ def _repeat_last(x, shape):
 
 
 def _garbage(dtype):
-    """What padding holds: nobody may care what."""
+    """What padding is filled with. Its value must not matter to anybody."""
     return jnp.zeros((), dtype)

@@ -23,7 +23,9 @@ Dim = tuple[Value, int]
 
 
 def combine_of(lefts: Sequence[Value], rights: Sequence[Value], nodes: Sequence[Node], made: Sequence[Value], dim: int):
-    """The function of nodes that make `made` of two rows of values each, row by row along `dim`; None where it is no such."""
+    """The function of the nodes that make `made` of two lists of values, row by row along `dim`; None where they are no such
+    function.
+    """
     nodes = _needed(nodes, made)
     numbers = {v: i for i, v in enumerate([*lefts, *rights, *(node.outputs[0] for node in nodes)])}
     operands = [[_operand(v, numbers) for v in node.inputs] for node in nodes]
@@ -43,7 +45,7 @@ def combine_of(lefts: Sequence[Value], rights: Sequence[Value], nodes: Sequence[
 
 
 def _needed(nodes: Sequence[Node], made: Sequence[Value]) -> list[Node]:
-    """Those that values are made of: in a gradient, nodes for the way back stand among them."""
+    """The nodes that `made` needs: in a gradient, nodes for the way back stand among them."""
     needed, kept = set(made), []
     for node in reversed(nodes):
         if any(v in needed for v in node.outputs):
@@ -74,7 +76,7 @@ def _operand(value: Value, numbers: dict[Value, int]) -> Operand | None:
 
 
 class _Classes:
-    """Dims that rules tie together. `mixed` are those whose positions a step does not keep apart."""
+    """Classes of dims that rules tie together. `mixed` holds the dims whose positions some step does not keep apart."""
 
     def __init__(self, nodes: Sequence[Node]):
         self.parent: dict[Dim, Dim] = {}
@@ -130,7 +132,7 @@ def _is_by_row(classes: _Classes, lefts: Sequence[Value], dim: int) -> bool:
 
 
 def _params(node: Node, classes: _Classes, sizes: dict[Dim, Size]) -> tuple[tuple[str, Any], ...]:
-    """A node's parameters, its shape as sizes of what the function is given."""
+    """The parameters of a node, in which sizes of its shape refer to the sizes of the function's operands."""
     params: dict[str, Any] = {name: None if name in ASKED else p for name, p in node.params.items()}
     if node.name in _SHAPES:
         (out,), name = node.outputs, _SHAPES[node.name]
@@ -139,7 +141,9 @@ def _params(node: Node, classes: _Classes, sizes: dict[Dim, Size]) -> tuple[tupl
 
 
 def _words(classes: _Classes, lefts: Sequence[Value]) -> tuple[str, ...]:
-    """What a rule says of each element: one factor for each class of dims; whole are those that mix."""
+    """The dims of each element as factors of a rule: one factor for each class of dims, whole where a step mixes its
+    positions.
+    """
     names: dict[Dim, str] = {}
     dims = [[classes.of((v, d)) for d in range(len(v.shape))] for v in lefts]
     whole = classes.mixed.union(c for own in dims for c in own if own.count(c) > 1)

@@ -36,7 +36,7 @@ def with_batched_indices(graph: Graph, outer: Counts | None = None) -> Graph:
 
 
 def _constants(node: Node) -> Iterator[tuple[Graph, list[tuple[Value, Value]]]]:
-    """(body, its inputs with what they are outside) of a loop's constants and a branch's operands."""
+    """For each body of a node, its inputs that are constants of a loop or operands of a branch, with their values outside."""
     for body, given in zip(node.bodies, _GIVEN.get(node.name, lambda node: [])(node), strict=False):
         yield body, list(zip(body.inputs, given, strict=False))
 
@@ -91,14 +91,14 @@ def _broadcast_in_dim(node: Node, dim: int | None) -> int | None:
 
 
 def _if_it_fits(node: Node, dim: int | None) -> int | None:
-    """Positions that the result's dtype cannot hold do not count."""
+    """Counts only where the dtype of the result can hold all positions."""
     dtype = node.outputs[0].aval.dtype
     fits = dim is not None and np.issubdtype(dtype, np.integer) and node.out_shapes[0][dim] - 1 <= np.iinfo(dtype).max
     return dim if fits else None
 
 
 def _reshape(node: Node, dim: int | None) -> int | None:
-    """Dims of size one come and go."""
+    """Follows a count through a reshape that adds or drops dims of size one."""
     kept = [[d for d, n in enumerate(shape) if n != 1] for shape in (*node.in_shapes, *node.out_shapes)]
     sizes = [[shape[d] for d in dims] for shape, dims in zip((*node.in_shapes, *node.out_shapes), kept, strict=True)]
     return kept[1][kept[0].index(dim)] if dim in kept[0] and sizes[0] == sizes[1] else None
@@ -118,7 +118,7 @@ _KEEPS: dict[str, Callable[[Node, int | None], int | None]] = {
 
 
 def _batched(node: Node, makers: dict[Value, Node], counts: Counts) -> list[Node]:
-    """The node, its indices without those that count: if there were such, after the node that puts the others together."""
+    """The node with a batch dim, and without the indices that count; and, if indices are left, the nodes that make them."""
     columns = makers.get(node.inputs[1])
     if columns is None or columns.name != "concatenate" or columns.params["dimension"] != len(node.in_shapes[1]) - 1:
         return [node]

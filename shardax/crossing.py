@@ -34,9 +34,9 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclass(frozen=True)
 class Crossing:
-    """An argument or result of the program, by its number, that rests `there`; the program has it in `here`, in refined axes.
+    """Argument or result `number` of the program, which rests `there`; the program has it in `here`, in refined axes.
 
-    `side`: "argument" or "result". `shape` and `dtype` are those of the words, where it is of random keys.
+    `side` is "argument" or "result". `shape` and `dtype` are those of the array; of random keys, those of their words.
     """
 
     side: str
@@ -49,7 +49,7 @@ class Crossing:
 
     @property
     def outside(self) -> bool:
-        """Whether it crosses before or after the call: a result, or an argument whose devices stand in another order."""
+        """Whether it crosses outside the compiled program: a result, or an argument whose devices are in another order."""
         return self.side == "result" or self.there.mesh.places is not None
 
     @cached_property
@@ -75,17 +75,17 @@ class Crossing:
         return f"{what} {toward} {spec_text(self.there.sharding)} on {self.there.mesh}"
 
     def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
-        """What it sends; `name` is that of the argument or result in messages."""
+        """The collectives of the crossing; `name` is that of the argument or result in messages."""
         found = collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
         return tuple(replace(c, reason=self.reason(name)) for c in found)
 
     def jaxpr(self, mesh: AnyMesh) -> Any:
-        """What runs, from the shards one after the other, or to them."""
+        """The program that runs, from or to the array that has the shards one after the other."""
         shape = self._stacked if self.side == "argument" else self.shape
         return jax.make_jaxpr(lambda x: self._permuted(x, mesh))(jax.ShapeDtypeStruct(shape, self.dtype))
 
     def inside(self, x, mesh: AnyMesh):
-        """An argument on the other side, as a part of what is being traced."""
+        """An argument, brought to the program's mesh as a part of what is being traced."""
         if not self.sends:
             return x
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
@@ -94,7 +94,7 @@ class Crossing:
         return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
 
     def eagerly(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """The array on the other side: what is no array of the program's order of devices, or shall be none."""
+        """The array on the other side, moved now. Its devices are not, or shall not be, in the program's order."""
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
             return jax.random.wrap_key_data(self.eagerly(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
         refined = meshes.refined_mesh(mesh, self.refinement, concrete=True)
@@ -107,7 +107,7 @@ class Crossing:
         return _of_shards(_compiled(self, mesh)(x), self.shape, self.there.on(mesh))
 
     def abstractly(self, x, mesh: Mesh) -> jax.ShapeDtypeStruct:
-        """An argument on the other side, for lowering."""
+        """The shape of an argument on the other side, for lowering."""
         own = placed_here(self, x.ndim).on(mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own, weak_type=getattr(x, "weak_type", False))
 
@@ -130,7 +130,7 @@ class Crossing:
 
 
 def crossings(side: str, avals: Sequence[Any], rests: Sequence[Placement], refined: Refinement) -> tuple[Crossing, ...]:
-    """Those of a program's arguments or results that rest on a mesh that does not fit, or of devices in another order."""
+    """The crossings of a program's arguments or results: those that rest on a mesh that does not fit, or has another order."""
     return tuple(
         _crossing(side, i, aval, placement, refined.sharding(placement), refined)
         for i, (aval, placement) in enumerate(zip(avals, rests, strict=True))
@@ -140,20 +140,22 @@ def crossings(side: str, avals: Sequence[Any], rests: Sequence[Placement], refin
 
 @lru_cache(1024)
 def entering(number: int, aval, own: Placement, mesh: Mesh) -> Crossing:
-    """How an argument whose devices stand in another order comes to the program's mesh, before the program is known."""
+    """The crossing of an argument whose devices are in another order than the program's. It needs no program to be known."""
     both = refinement([meshes.program_mesh(mesh), own.mesh])
     return _crossing("argument", number, aval, own, both.sharding(own), both)
 
 
 def placed_here(crossing: Crossing, rank: int) -> Placement:
-    """How the program has an argument or result of this rank that crosses outside: on its own mesh if that has a spec."""
+    """The placement that the program sees of an argument or result that crosses outside: on its own mesh if that has a spec
+    for it.
+    """
     here, refined = Sharding(crossing.here.dims[:rank]), crossing.refinement
     spelled = refined.spelled(here)
     return Placement(refined.program, spelled) if spelled else Placement(UserMesh(tuple(refined.sizes.items())), here)
 
 
 def _crossing(side: str, number: int, aval, there: Placement, here: Sharding, refined: Refinement) -> Crossing:
-    """Of random keys the words cross."""
+    """The crossing of one argument or result. Of random keys, their words cross."""
     shape, dtype = tuple(aval.shape), aval.dtype
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -180,7 +182,7 @@ def _blocks_there(there: Placement) -> list[tuple[int, ...]]:
 
 
 def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, int]]:
-    """Who sends to whom: those that want the block that they have keep it, the others of each block go by their order."""
+    """Who sends to whom: devices that have the block that they want keep it; the others get it from its holders, in order."""
     holders: dict[Any, list[int]] = {}
     for device, block in enumerate(have):
         if want[device] == block:
@@ -193,7 +195,7 @@ def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, in
 
 
 def _relabelled(x, mesh: AnyMesh, before: PartitionSpec, after: PartitionSpec):
-    """The same shards, by another spec, or by another mesh's: nothing moves."""
+    """The same shards under another spec, or another mesh; nothing moves."""
     with _jax.use_abstract_mesh(AbstractMesh((), ())):
         return jax.shard_map(lambda shard: shard, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)(x)
 
@@ -204,7 +206,7 @@ def _of_shards(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) ->
 
 @lru_cache
 def _compiled(crossing: Crossing, mesh: Mesh):
-    """Told where the result lies, or JAX would find a spec of its own."""
+    """The compiled crossing. It is told the sharding of its result, or JAX would choose a spec itself."""
     refined = meshes.refined_mesh(mesh, crossing.refinement, concrete=True)
     spec = crossing.here.spec if crossing.side == "argument" else PartitionSpec(refined.axis_names)
     return jax.jit(lambda x: crossing._permuted(x, mesh), out_shardings=NamedSharding(refined, spec))

@@ -1,7 +1,7 @@
 """Flax: shardings from the names that its modules give to dims, and shard_jit for functions of nnx objects.
 
-Linen's variables are pytrees, so `shardax.shard_jit` takes them as they are; boxes (`nn.Partitioned`,
-`nn.LogicallyPartitioned`) may stand in trees of shardings, or be turned into them by `specs`.
+Linen's variables are pytrees, so `shardax.shard_jit` takes them as they are. Boxes (`nn.Partitioned`,
+`nn.LogicallyPartitioned`) may stand in trees of shardings, and `specs` turns them into PartitionSpecs.
 """
 
 import functools
@@ -27,13 +27,14 @@ Rules = Sequence[tuple[str, Any]]  # (name of a dim, mesh axis or axes or None),
 def specs(tree: Any, rules: Rules | None = None) -> Any:
     """The shardings that the names in a pytree of Flax variables ask for: a PartitionSpec where there are names, else None.
 
-    None leaves an array to completion, where `nn.get_partition_spec` would have it whole. The state of an optimizer has none
-    of its own, names that nnx copied from the parameters included: it follows them, whatever its shapes.
+    None leaves an array to completion, where `nn.get_partition_spec` would keep it whole. Arrays in the state of an optimizer
+    get None, even where nnx copied the names of a parameter to them: their shardings follow from the parameters by
+    completion.
 
     Args:
-      tree: linen variables with boxes, an `nnx.State`, or pytrees of such, of arrays or of shapes (`jax.eval_shape`).
-      rules: from names to mesh axes; without them those of a box or Variable, then those in context
-        (`nn.logical_axis_rules`). Names of `nn.Partitioned` and of Variables are axes, where there are no rules.
+      tree: linen variables with boxes, an `nnx.State`, or pytrees of these, of arrays or of shapes (`jax.eval_shape`).
+      rules: pairs of a name and a mesh axis. Without them, the rules of a box or Variable are taken, then those in context
+        (`nn.logical_axis_rules`). Where there are no rules, the names of `nn.Partitioned` and of Variables are mesh axes.
 
     Raises ValueError where there are no rules for `nn.LogicallyPartitioned`.
 
@@ -96,11 +97,11 @@ def shard_jit(
     donate_argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Any:
-    """`shardax.shard_jit` for functions of nnx objects: as `nnx.jit`, what the function changes in them is written back.
+    """`shardax.shard_jit` for functions of nnx objects. As by `nnx.jit`, what the function changes in them is written back.
 
     Modules, optimizers, `Rngs` and metrics may stand anywhere in the arguments and the results, shared or not. Where
-    `in_shardings` says nothing about an argument (None), its Variables rest as their metadata asks for (`specs`); so do those
-    of results. Other leaves of shardings: a PartitionSpec for all of an object, or the `nnx.State` that `specs` makes.
+    `in_shardings` says nothing about an argument (None), its Variables rest as their metadata says (see `specs`), and so for
+    results. Other leaves of the shardings are a PartitionSpec for all of an object, or the `nnx.State` that `specs` makes.
 
     Args:
       fun: a function of pytrees of arrays and nnx objects. Without it, the decorator.

@@ -17,10 +17,11 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
-    """GShard's: dim `dim` of the array `x` is split over an axis, over several, or in so many shards; its other dims are not.
+    """GShard's: splits dim `dim` of the array `x` over an axis, over several, or into so many shards; its other dims stay
+    whole.
 
-    A count stands for the one run of neighbouring axes of the mesh in context that has so many devices; where there is none,
-    or more than one, ValueError.
+    A count means the run of neighbouring axes of the mesh in context that has so many devices. Raises ValueError where there
+    is none, or more than one.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("x",))
@@ -36,8 +37,9 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
 def shard(x, device_assignment):
     """GShard's: `device_assignment` has a dim for each dim of `x`, and in each place the device that holds that shard.
 
-    A device is its position in the flat mesh in context, and each holds one shard. Where the assignment is no tiling by the
-    mesh's axes, it is a mesh of its own over the same devices; ValueError where not every device is in it once.
+    A device is named by its position in the flat mesh in context, and each holds one shard. An assignment that the axes of
+    the mesh cannot express becomes a mesh of its own over the same devices. Raises ValueError where it does not name every
+    device once.
     """
     mesh, tiles = _context("shard"), np.asarray(device_assignment)
     if tiles.ndim != np.ndim(x):
@@ -60,7 +62,13 @@ def shard(x, device_assignment):
 
 
 def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
-    """GSPMD's: `dims_mapping` gives for each dim of `x` the dim of the mesh that splits it, or -1."""
+    """GSPMD's: `dims_mapping` gives for each dim of `x` the dim of the mesh that splits it, or -1.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> mesh_split(jax.numpy.zeros((8, 4)), mesh, [0, -1]).sharding.spec == PartitionSpec("x", None)
+    True
+    """
     what = f"mesh_split(x, mesh, dims_mapping={list(dims_mapping)})"
     if len(dims_mapping) != np.ndim(x):
         raise ValueError(f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, -1 where it is not split")
@@ -68,7 +76,13 @@ def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
 
 
 def mark_sharding(x, mesh: AnyMesh, spec: Sequence[Any]):
-    """PyTorch/XLA's: for each dim of `x` a dim of the mesh, by number or by name, a tuple of them, or None."""
+    """PyTorch/XLA's: `spec` has for each dim of `x` a dim of the mesh, by number or by name, a tuple of them, or None.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> mark_sharding(jax.numpy.zeros((8, 4)), mesh, ("x", None)).sharding.spec == PartitionSpec("x", None)
+    True
+    """
     what = f"mark_sharding(x, mesh, {tuple(spec)})"
     if len(spec) != np.ndim(x):
         raise ValueError(f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, None where it is not split")
@@ -95,7 +109,14 @@ class Partial:
 
 
 def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
-    """DTensor's: `placements` says for each dim of the mesh what it does to `x`; a dim split twice is split left to right."""
+    """DTensor's: `placements` says for each dim of the mesh what it does to `x`. A dim that is split twice is split left to
+    right.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> redistribute(jax.numpy.zeros((8, 4)), mesh, [Shard(0)]).sharding.spec == PartitionSpec("x", None)
+    True
+    """
     what = f"redistribute(x, mesh, {list(placements)})"
     names = mesh.axis_names
     if len(placements) != len(names):

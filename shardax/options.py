@@ -8,14 +8,14 @@ from typing import Any, Literal
 class Options:
     """Frozen and hashable; the same options and the same program give the same plan.
 
-    strict (False): what happens to what nobody asked for: a primitive without a sharding rule, which runs replicated, and the
-      collectives that bring an operand to the sharding that its primitive needs. False: the former warns. "warn": both warn,
-      once for each line of the user's. True: both are refused, with a ValueError. What annotations ask for, the sums that split
-      contractions owe, and what halos and scans exchange are not meant. See `docs/strict.md`.
+    strict (False): what to do about what nobody asked for. That is a primitive without a rule, which runs replicated, and the
+      collectives that bring an operand to the sharding that its primitive needs. It is not what annotations ask for, the sums
+      that split contractions owe, or what halos and scans exchange. False: the primitive warns. "warn": both warn, once for
+      each line of the user's. True: both are refused with a ValueError. See `docs/strict.md`.
     max_gather_bytes (None): the largest array, in bytes on each device, that an all_gather may make, asked for or not. Larger
       ones are refused; with `strict="warn"` they warn.
-    allow (()): patterns, as of file names, of what is exempt from both: of primitives ("sort"), collectives ("all_to_all"),
-      or the user's lines ("*/gpt2.py:41").
+    allow (()): what is exempt from both, as patterns with the wildcards of file names: primitives ("sort"), collectives
+      ("all_to_all"), or the user's lines ("*/gpt2.py:41").
 
     Raises ValueError for other values.
 
@@ -37,6 +37,6 @@ class Options:
 
 
 class Refused(ValueError):
-    """What options refuse. Raised by `.plan`, it holds the plan that is refused, to be printed: `error.plan`."""
+    """Raised where `Options` refuse a program. If `.plan` raised it, `error.plan` is the plan that was refused."""
 
     plan: Any = None

@@ -29,18 +29,20 @@ from shardax.spmd_rules.sends import all_gather
 
 
 def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorator of a function of pytrees of arrays that may be split as `rule` says; outside `shard_jit`, of itself.
+    """A decorator for a function of pytrees of arrays that may be split as `rule` says. Outside `shard_jit` it changes nothing.
 
-    The leaves of the arguments, in order, are the rule's operands; the leaves of the result are its results. What is no array
-    belongs into a `functools.partial` below. The marks are those of `register_rule`, with two differences:
+    The leaves of the arguments, in order, are the operands of the rule; the leaves of the result are its results. Arguments
+    that are not arrays have to be bound before, by a `functools.partial`. The marks are those of `register_rule`, with two
+    differences:
 
-    - A factor without a mark that some result, or every operand, lacks is whole, as if marked `!`: the dim over which a softmax
-      runs needs no mark where the result does not have it.
-    - Windowed factors (`h~`) are refused: the function sees its own shard alone.
+    - A factor without a mark that is missing in some result, or in every operand, is whole, as if marked `!`. So the dim over
+      which a softmax runs needs no mark where the result does not have it.
+    - Windowed factors (`h~`) are refused, because the function sees only its own shard.
 
-    A plain factor that a result has promises that each place along it depends on the same place of the operands alone. Where a
-    size is uneven, the function sees zeros past the end, and what it makes of them is dropped. Along a reduced factor (`k+`)
-    zeros may count (exp(0) is 1): there an uneven dim is gathered, and the first device computes the whole reduction.
+    A factor without a mark that a result has is a promise: each place along it depends only on the same place of the
+    operands. Where its size is uneven, the function sees zeros past the end, and what it makes of them is dropped. Along a
+    reduced factor (`k+`) zeros might count (exp(0) is 1), so an uneven dim is gathered there, and the first device computes
+    the whole reduction.
 
     Raises ValueError, which quotes the rule and the offending word: here if it does not parse, at the call if it does not fit.
 

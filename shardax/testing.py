@@ -16,18 +16,25 @@ from shardax.explain.words import bytes_text
 def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update: bool = False) -> None:
     """Asserts that what a function sends, and how its arguments and results rest, is as a file says.
 
-    Where there is no file, or with `update`, it is written, and a warning says so: commit it. Lines of the user's code count by
-    their file only, so that edits above them change nothing.
+    Where there is no file, or with `update`, the file is written, and a warning says so: commit it. Lines of the user's code
+    count by their file only, so that edits above them change nothing.
 
     Args:
       f: what `shard_jit` returned. It may be on an AbstractMesh: no devices are needed.
-      args: of a call, a tuple; they may be `jax.ShapeDtypeStruct`s.
+      args: the tuple of the arguments of a call; they may be `jax.ShapeDtypeStruct`s.
       file: JSON, such as "tests/plans/train_step.json".
       update: write the file anew.
 
     Raises:
-      AssertionError: the plan is another; the text says what came and what went.
-      ValueError: the file is no plan, or one of another program, mesh or types of arguments.
+      AssertionError: the plan is another; the text has a line for each difference.
+      ValueError: the file is not a plan, or is one of another program, mesh or types of arguments.
+
+    >>> import tempfile, jax, shardax as sx
+    >>> f = sx.shard_jit(lambda x: 2 * x, mesh=jax.sharding.AbstractMesh((4,), ("x",)), in_shardings=jax.P("x"))
+    >>> file = Path(tempfile.mkdtemp(), "plan.json")
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     assert_plan(f, (jax.ShapeDtypeStruct((8,), "float32"),), file)
+    >>> assert_plan(f, (jax.ShapeDtypeStruct((8,), "float32"),), file)
     """
     path, now = Path(file), record(_plan(f, args))
     if update or not path.exists():
@@ -52,8 +59,12 @@ def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[s
     """Asserts that a function sends nothing, or nothing of these kinds ("all_gather", "all_reduce", ...).
 
     Raises:
-      AssertionError: it does; the text has a line for each collective, with the user's line and the reason.
+      AssertionError: it sends some; the text has a line for each collective, with the user's line and the reason.
       ValueError: there is no such kind.
+
+    >>> import jax, shardax as sx
+    >>> f = sx.shard_jit(jax.numpy.sum, mesh=jax.sharding.AbstractMesh((4,), ("x",)), in_shardings=jax.P("x"))
+    >>> assert_no_collectives(f, (jax.ShapeDtypeStruct((8,), "float32"),), kinds="all_gather")
     """
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     for kind in kinds:
@@ -65,10 +76,14 @@ def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[s
 
 
 def assert_max_bytes(f: Any, args: Sequence[Any], nbytes: int) -> None:
-    """Asserts that each device sends at most so many bytes per call (`Plan.comm_bytes`).
+    """Asserts that each device sends at most `nbytes` bytes per call (`Plan.comm_bytes`).
 
     Raises:
       AssertionError: it sends more; the text has a line for each collective, the dearest first.
+
+    >>> import jax, shardax as sx
+    >>> f = sx.shard_jit(jax.numpy.sum, mesh=jax.sharding.AbstractMesh((4,), ("x",)), in_shardings=jax.P("x"))
+    >>> assert_max_bytes(f, (jax.ShapeDtypeStruct((8,), "float32"),), 6)
     """
     plan = _plan(f, args)
     if plan.comm_bytes > nbytes:

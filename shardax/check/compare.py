@@ -1,4 +1,4 @@
-"""compare: a function without shardings and under sampled ones. Where they differ, it names the first equation that does."""
+"""compare: runs a function without shardings and under sampled ones, and names the first equation whose results differ."""
 
 import functools
 import itertools
@@ -26,7 +26,7 @@ _SIZES = (2, 3, 4, 5, 8)
 
 
 class Different(AssertionError):
-    """A function gives other numbers under some shardings. `first` is the first equation that does, where one was found."""
+    """A function gives other numbers under some shardings. `first` is the first equation that differs, where one was found."""
 
     def __init__(self, text: str, first: First | None = None):
         super().__init__(text)
@@ -54,7 +54,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` tried; all of it was equal. Print it."""
+    """What `compare` tried, all of which was equal. `print` shows it."""
 
     name: str
     trials: tuple[Trial, ...]
@@ -82,18 +82,18 @@ def compare(
 
     Args:
       f: a function of pytrees of arrays, which may have annotations inside, as for `shard_jit`; or what `shard_jit` returned.
-      args: the tuple of its arguments. Sizes that no axis divides try the most: 5 and 6 rather than 64.
-      meshes: meshes, or mappings of axis names to sizes; by default all of up to three axes of 2, 3, 4, 5 or 8 for which there
-        are devices. Trial i takes mesh i, and after the last the first again.
+      args: the tuple of its arguments. Sizes that no axis divides test the most: 5 and 6 rather than 64.
+      meshes: meshes, or mappings of axis names to sizes; by default all with up to three axes of 2, 3, 4, 5 or 8 for which
+        there are devices. Trial i takes mesh i, beginning again after the last.
       n: how many trials.
       seed: of the shardings that are drawn.
-      slack: ulps that another order of sums may cost: sums of many numbers of both signs may need more.
+      slack: ulps that another order of sums may cost. Sums of many numbers of both signs may need more.
       options: for `shard_jit`.
 
     Raises:
       Different: an AssertionError. Its text has the shardings, the first equation that differs with its line, layouts and
-        greatest error, and a program that shows it. What `shard_jit` itself raises comes through, with that program as a note.
-      ValueError: `args` is no tuple, or there are not enough devices for a mesh.
+        greatest error, and a program that reproduces it. What `shard_jit` itself raises is raised, with that program as a note.
+      ValueError: `args` is not a tuple, or there are not enough devices for a mesh.
 
     >>> print(compare(lambda x: x * 2, (np.arange(5),), meshes=[{"x": 1}], n=1))
     <lambda>: equal under 1 shardings

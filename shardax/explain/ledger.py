@@ -1,4 +1,4 @@
-"""What a local program sends: its collectives, read off the jaxpr, with bytes, trips, source lines and reasons."""
+"""Reads the collectives of a local program off its jaxpr, with bytes, trips, source lines and reasons."""
 
 import math
 import re

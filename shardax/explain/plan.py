@@ -31,10 +31,11 @@ from shardax.sharding import Sharding, from_spec, shard_count
 
 @dataclass(frozen=True)
 class AtRest:
-    """An argument or result that rests in another sharding than was wanted, which does not divide it.
+    """An argument or result that rests in another sharding than was wanted, because the wanted one does not divide it.
 
-    `path` begins with "argument" or "result", as in "argument state/params/embed". `came`: the bytes that one device sends per
-    call to have an argument as wanted; `left`: to bring a result, or what succeeds a donated argument, to rest.
+    `path` begins with "argument" or "result", as in "argument state/params/embed". `came` is the bytes that one device sends
+    per call to bring an argument to the wanted sharding; `left`, to bring a result, or the successor of a donated argument,
+    to rest.
     """
 
     path: str
@@ -47,7 +48,7 @@ class AtRest:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What runs on each device, what it sends and why. `print` it.
+    """What runs on each device, what it sends and why. `print(plan)` shows all of it.
 
     Args:
       mesh: the mesh, abstract or not.
@@ -66,7 +67,7 @@ class Plan:
       donated: the numbers of the donated arguments, as leaves.
       closed_over: the arrays that the function closes over, which are the last inputs of the programs.
       program: the function's name and place, as in "train_step at models/steps.py:34".
-      line: its line, which collectives serve that serve none inside.
+      line: its line; collectives that serve no line inside, such as those for `in_shardings`, serve this one.
       refinement: how the axes of the local program make up those of the meshes that the user named.
       crossings: the arguments and results that rest on meshes which do not fit the program's.
       collectives: read off the crossings and `local_jaxpr` unless given.
@@ -110,11 +111,11 @@ class Plan:
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes that one device sends per call: loops by trip count, `while` per iteration, `cond` its dearest branch."""
+        """Bytes that one device sends per call. A scan counts all its trips, a `while` one, a `cond` its dearest branch."""
         return comm_bytes(self.collectives)
 
     def cost_at_rest(self, moved: AtRest) -> int:
-        """Bytes that one device sends per call to have `moved` as wanted, and to bring it to rest again."""
+        """Bytes that one device sends per call to bring `moved` to the wanted sharding, and back to where it rests."""
         return moved.came + moved.left
 
     def arguments(self) -> Iterator["Placed"]:
@@ -138,7 +139,7 @@ class Plan:
         return self._on("result", placed(self.out_shardings, self.global_jaxpr.out_avals))
 
     def sharding(self, value) -> Sharding:
-        """That of a value of `graph`, as a person reads it."""
+        """The sharding of a value of `graph`, as a person reads it."""
         sharding = self.values.sharding(value)
         return self.refinement.shown(sharding) if self.refinement else sharding
 
@@ -173,13 +174,13 @@ class Plan:
         return Because(self) if self.graph else None
 
     def shardings(self) -> str:
-        """A table of what each line of the user's code makes, and how it lies."""
+        """A table of what each line of the user's code makes, and of its sharding."""
         return shardings_text(self)
 
     def memory(self, threshold: int = 1 << 20) -> Memory:
-        """Bytes on each device: arguments by kind, the most that lives at once and what that is, what is replicated.
+        """Bytes on each device: arguments by kind, the peak and the arrays that live then, and what is replicated.
 
-        `threshold`: bytes, from which on a replicated array counts. See `shardax.explain.memory` for how it is reckoned.
+        Replicated arrays are listed from `threshold` bytes on. `shardax.explain.memory` says how the peak is computed.
         """
         return memory(self, threshold)
 
@@ -195,9 +196,9 @@ class Plan:
         return why(self, what)
 
     def diff(self, other: "Plan | str | os.PathLike") -> str:
-        """What `other` sends, and how its arguments and results rest, that is different here; "" where nothing is.
+        """The differences in what this plan and `other` send, and in how arguments and results rest; "" where there are none.
 
-        - is of this plan alone, + of the other alone. Lines of the user's code count by their file only.
+        Lines with - are in this plan alone, those with + in the other. Lines of the user's code count by their file only.
 
         Args:
           other: a plan, or the file of one that `to_json` or `shardax.testing.assert_plan` wrote.
@@ -221,9 +222,9 @@ class Plan:
         Path(path).write_text(html_text(self), encoding="utf-8")
 
     def source(self) -> str:
-        """The local program as Python. Executed with `source_objects`, it defines `program`, of the mesh.
+        """The local program as Python. Executed with `source_objects`, it defines a function `program` of the mesh.
 
-        `program(mesh)` takes the leaves of the arguments, and returns those of the results.
+        `program(mesh)` is a function that takes the leaves of the arguments, and returns those of the results.
 
         >>> import shardax as sx
         >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -236,11 +237,11 @@ class Plan:
         return source(self).text
 
     def source_objects(self) -> dict[str, Any]:
-        """What the text of `source` names but does not make, large constants above all: the names to execute it with."""
+        """The names with which to execute `source`: what its text uses but does not make, above all large constants."""
         return source(self).objects
 
     def text(self, width: int = WIDTH) -> str:
-        """What `print` shows, as plain text of so many columns; on a terminal `print` takes its width, and colors if it can."""
+        """What `print` shows, as plain text of `width` columns. (On a terminal, `print` takes its width, and colors.)"""
         return plain(tables(self), width)
 
     def __str__(self):

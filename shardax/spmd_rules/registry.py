@@ -23,9 +23,9 @@ RuleText = str | Callable[[Node], str | Rule]
 
 @dataclass(frozen=True)
 class Passes:
-    """The result is pending over an axis if exactly the operands of `operands` are, with a kind of `kinds`.
+    """The result is pending over an axis, with a kind of `kinds`, if exactly the operands numbered `operands` are.
 
-    The operands count jointly: all of them are pending, or none. Other operands are the same on every device along that axis.
+    All of these operands are pending, or none is. The other operands are the same on every device along that axis.
     """
 
     kinds: tuple[str, ...]
@@ -38,7 +38,7 @@ def LINEAR(*operands: int) -> Passes:
 
 
 def MOVES(*operands: int) -> Passes:
-    """The result only holds elements of these operands, whatever they are: any reduction may wait."""
+    """The result holds only elements of these operands, whatever their values are, so any reduction may wait."""
     return Passes(("sum", "max", "min"), operands)
 
 
@@ -57,9 +57,9 @@ class Split:
 class Local:
     """What a local lowering may know: the node, and how its operands and results lie on the devices.
 
-    `splits` gives the Split of every factor that is split. Shards come with the layouts of `operands`, and the lowering
-    returns shards with the layouts of `results`; pending reductions over the axes of reduced factors are recorded there
-    already, so the lowering sends nothing for them.
+    `splits` has the Split of every factor that is split. The shards that the lowering takes have the layouts `operands`, those
+    that it returns the layouts `results`. These already say what is pending over the axes of reduced factors, so the lowering
+    sends nothing for that.
     """
 
     node: Node
@@ -119,7 +119,7 @@ def axis_position(axes: Axes, sizes: AxisSizes):
 
 
 def mask_padding(shard, layout: Layout, shape: tuple[int, ...], fill, sizes: AxisSizes, dims: Iterable[int] | None = None):
-    """`shard` with `fill` at the positions past the true `shape` along `dims`: they held garbage."""
+    """`shard` with `fill` instead of the garbage at the positions past the true `shape` along `dims`."""
     local = layout.local_shape(sizes)
     for d in range(len(shape)) if dims is None else dims:
         if layout.padded[d] != shape[d]:
@@ -181,16 +181,16 @@ def register_rule(
     Args:
       primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
       rule: text (see `rule.py`), or a function of the node (`.params`, `.inputs[i].shape`) that gives it.
-      local: how it is written on shards (a `LocalLowering`); by default the primitive is bound on them as it is.
+      local: a `LocalLowering`, which writes the primitive on shards; by default the primitive is bound on them as it is.
       passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a function of the node.
-      in_place: (table, payload), as places among operands and results: the dims of the table that the payload does not have,
-        those that are indexed, stay split as they are if there is any way: the rows of a gather's table, of an updated buffer.
-      sends: the bytes that one device sends in each collective of `local`, for the price of its splits; none by default.
-      ways: which splits the primitive takes, where rule and shapes do not tell; all by default.
+      in_place: (table, payload), as places among operands and results. The dims of the table that the payload does not have are
+        indexed; they stay split if that is possible at all, as the rows of a gather's table or of an updated buffer do.
+      sends: gives the bytes that one device sends in each collective of `local`, so that splits can be priced; by default none.
+      ways: picks the splits that the primitive takes, where rule and shapes do not tell; by default all.
 
     Raises:
-      ValueError: the text does not parse, or has another number of results than the primitive; quotes the rule and the
-        offending word. What only shapes tell is raised where the rule is used, with the user's line.
+      ValueError: the text does not parse, or has another number of results than the primitive. The error quotes the rule and
+        the offending word. Where the rule does not fit shapes, the error comes when it is used, with the user's line.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
     >>> del RULES["my_scale"]  # no such primitive is there
@@ -216,6 +216,6 @@ def whole_rule(node: Node) -> str:
 
 
 def run_whole(local: Local, *operands):
-    """The lowering of a primitive that has none: as it is, a kernel in its parameters as if traced here."""
+    """The lowering of a primitive that has none: binds it as it is, a kernel in its parameters as if traced here."""
     jaxprs = {name: _jax.under_local_mesh(p) for name, p in local.params.items() if _jax.is_jaxpr(p)}
     return local.bind(*operands, **jaxprs)
