@@ -176,7 +176,7 @@ def _without_parts(found: Iterable[_Found]) -> Iterator[_Found]:
 
 
 def _subsets(which: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Subsets of `items`, the largest first: of a few all subsets, of many only all, all but one, and single ones."""
+    """Subsets of `which`, the largest first: of up to four all subsets, of more only all, all but one, and single ones."""
     count = len(which)
     for size in range(count, 0, -1):
         yield from itertools.combinations(which, size) if count <= 4 or size in (1, count - 1, count) else ()

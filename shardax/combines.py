@@ -99,9 +99,6 @@ class _Classes:
     def mix(self, dim: Dim) -> None:
         self.mixed.add(self.of(dim))
 
-    def is_mixed(self, dim: Dim) -> bool:
-        return self.of(dim) in self.mixed
-
     def _add(self, node: Node) -> None:
         factors = RULES[node.name].factors(node)
         values = [*node.inputs, *node.outputs]

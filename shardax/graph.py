@@ -26,7 +26,7 @@ from shardax.untyped import memory_of
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """One array of the global program. `literal` is its value where the jaxpr holds one."""
+    """One array of the global program. A literal of the jaxpr has its value in `literal`."""
 
     aval: Any
     literal: Any = None
@@ -109,7 +109,7 @@ def from_jaxpr(jaxpr, callers: tuple[Any, ...] = ()) -> Graph:
 
 
 def without_unread(graph: Graph) -> Graph:
-    """The graph and its bodies without what nothing reads, once nodes were replaced; what has effects stays."""
+    """The graph and its bodies without what nothing reads, as after nodes were replaced; nodes with effects stay."""
     read, kept = set(graph.outputs), []
     for node in reversed(graph.nodes):
         if node.eqn.effects or any(v in read for v in node.outputs):
@@ -123,7 +123,9 @@ def without_unread(graph: Graph) -> Graph:
 
 @dataclass(eq=False, slots=True)
 class _Inliner:
-    """Appends equations to `nodes`, all under the name stack `scope`. `made`: values that need not be made again."""
+    """Appends the equations of jaxprs to `nodes`, all under the name stack `scope`. `made` remembers values, so that they are
+    not made again.
+    """
 
     nodes: list[Node]
     scope: Any
@@ -169,7 +171,7 @@ def _call(get_jaxpr: Callable[[Any], Any]):
 
 
 def _jit(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """A jit inside: its shardings, where it has any, are annotations."""
+    """A jit inside: it is inlined, and its shardings, where it has any, become annotations."""
     inputs = _constrained(inliner, eqn, inputs, eqn.params["in_shardings"])
     return _constrained(inliner, eqn, inliner.call(eqn, eqn.params["jaxpr"], inputs), eqn.params["out_shardings"])
 
@@ -184,7 +186,7 @@ def _constrained(inliner: _Inliner, eqn, values: Sequence[Value], shardings: Seq
 
 
 def _device_put(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """A place with a spec is an annotation; what is left moves to another memory, of each device its shard."""
+    """A place with a spec becomes an annotation. What is left moves to another memory, of each device its shard."""
     values = _constrained(inliner, eqn, inputs, eqn.params["devices"])
     return [_moved(inliner, eqn, i, value, var.aval) for i, (value, var) in enumerate(zip(values, eqn.outvars, strict=True))]
 
@@ -204,14 +206,14 @@ def _remat(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _linear_solve(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """custom_linear_solve: only its `solve` runs; the other programs are for differentiation."""
+    """custom_linear_solve: only its `solve` is run; its other programs are there for differentiation."""
     lengths = eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     return inliner.call(eqn, eqn.params["jaxprs"].solve, inputs[first : first + lengths.solve] + inputs[sum(lengths) :])
 
 
 def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """shard_map: what goes in and comes out is annotated with its specs, the body is a graph over shards."""
+    """shard_map: its operands and results are annotated with its specs, and its body is a graph over shards."""
 
     def annotated(values: list[Value], side: str) -> list[Value]:
         specs = enumerate(eqn.params[side])
@@ -228,14 +230,16 @@ def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
 
 @dataclass(frozen=True)
 class Own:
-    """What belongs to one node alone and counts for nothing where nodes are compared: a jaxpr, and what was learned of it."""
+    """Something that belongs to one node alone, a jaxpr and what was learned of it. It does not count where nodes are
+    compared.
+    """
 
     jaxpr: Any = field(compare=False)
     memo: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 def _custom_partitioning(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """Inlined where it has no callback or, as JAX does, where its operands are shards already."""
+    """It is inlined where it has no callback and, as JAX does, where its operands are shards already."""
     if eqn.params["partition"] is None or any(call.primitive.name == "shard_map" for call in inliner.callers):
         return inliner.call(eqn, eqn.params["call"], inputs)
     params = {**eqn.params, "call": Own(eqn.params["call"])}
@@ -243,7 +247,7 @@ def _custom_partitioning(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Va
 
 
 def _while(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """A loop whose predicate has dims, as vmap makes them, becomes one whose predicate has none."""
+    """A loop whose predicate has dims, as vmap makes them, becomes a loop whose predicate is a scalar."""
     if not eqn.params["cond_jaxpr"].out_avals[0].shape:
         return _plain(inliner, eqn, inputs)
     types = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in inputs]
@@ -251,7 +255,7 @@ def _while(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _while_any(params: dict[str, Any], *args):
-    """The loop goes on while one of its predicates holds; the carries whose own does not stay as they are."""
+    """The loop goes on while any of its predicates holds; carries whose own predicate does not hold stay as they are."""
     cond, body = (jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
@@ -267,7 +271,9 @@ def _while_any(params: dict[str, Any], *args):
 
 
 def _concatenate(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """Without operands that are empty along the dim, as a roll by zero places has one; one that is left is the result."""
+    """Drops operands that are empty along the dim, as a roll by zero places has one. If one operand is left, it is the
+    result.
+    """
     full = [v for v in inputs if v.shape[eqn.params["dimension"]]] or inputs[:1]
     if len(full) == 1:
         return full
@@ -275,7 +281,7 @@ def _concatenate(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _folded(evaluate: Callable[..., Any], otherwise=_plain):
-    """Equations that make a few integers of literals, as indices are made: a literal too."""
+    """An equation that makes a few integers of literals, as indices are made, becomes a literal too."""
 
     def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
         aval = eqn.outvars[0].aval
@@ -288,7 +294,7 @@ def _folded(evaluate: Callable[..., Any], otherwise=_plain):
 
 
 def _update(starts_of: Callable[[Any, Sequence[Any]], Sequence[int] | None], first: int, last: int | None):
-    """An update whose place, operands `first` to `last`, is known."""
+    """An update at a place that is known, from operands `first` to `last`, becomes padding and adding."""
 
     def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
         place = inputs[first:last]
@@ -308,8 +314,9 @@ def _param(name: str):
 
 
 def _annotation(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """What lies between a forward and a backward program is one value where both are part of this one, and so is an argument
-    that both annotate."""
+    """An annotation that was made already is not made again. Annotations of residuals, which lie between a forward and a
+    backward program, say nothing where both are part of one program.
+    """
     params = eqn.params
     if inliner.callers and params["source"] == SAVED:
         return inputs
@@ -328,7 +335,7 @@ def _pad(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _slice(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """What was padded and is cropped is what it was."""
+    """A crop of what was padded is the value before it was padded."""
     whole = not any(eqn.params["start_indices"]) and eqn.params["strides"] is None
     found = inliner.made.get((inputs[0], eqn.params["limit_indices"])) if whole else None
     return _plain(inliner, eqn, inputs) if found is None else [found]

@@ -40,12 +40,12 @@ def sites(graph: Graph, mesh: AnyMesh) -> list[Site]:
 
 
 def program_mesh(mesh: AnyMesh) -> UserMesh:
-    """The program's own mesh as one that the user named."""
+    """The program's own mesh, as a mesh that the user named."""
     return UserMesh(tuple(mesh.shape.items()), None, mesh)
 
 
 def _sites(graph: Graph, mesh: AnyMesh, island: UserMesh | None) -> Iterator[Site]:
-    """`island`: the mesh of the shard_map around, whose axes collectives name."""
+    """`island` is the mesh of the shard_map around, whose axes collectives name."""
     for node in graph.nodes:
         own = _own_mesh(mesh, node.params["mesh"]) if node.name == "shard_map" else island
         for body in node.bodies:
@@ -59,7 +59,7 @@ def _sites(graph: Graph, mesh: AnyMesh, island: UserMesh | None) -> Iterator[Sit
 
 
 def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
-    """The mesh whose axes an annotation names: its own, that of the innermost shard_jit around it, the program's."""
+    """The mesh whose axes an annotation names: its own, else that of the innermost shard_jit around it, else the program's."""
     called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
     own = called if given.mesh is None else given.mesh
     if own is mesh or not any(given.dims) and not given.names_result:
@@ -71,14 +71,14 @@ def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
 
 
 def _own_mesh(mesh: AnyMesh, own: AnyMesh) -> UserMesh:
-    """A mesh of the program's devices as one that the user named: the program's itself where it is that."""
+    """A mesh over the program's devices as one that the user named; the program's own if it is that."""
     found, program = user_mesh(own, mesh), program_mesh(mesh)
     assert found is not None
     return program if found == program else found
 
 
 def refined_mesh(mesh: AnyMesh, refinement: Refinement, concrete: bool = False) -> Any:
-    """The program's mesh with the refined axes, as an AbstractMesh unless told otherwise."""
+    """The program's mesh with the refined axes: an AbstractMesh, unless `concrete`."""
     if refinement.is_trivial:
         return mesh if concrete or isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     names, sizes = tuple(refinement.sizes), tuple(refinement.sizes.values())
@@ -144,12 +144,12 @@ def _annotation_in_order(eqn):
 
 
 def _island_in_order(eqn):
-    """An island says nothing of devices, only of places on its mesh: these are any that the program has."""
+    """An island over an abstract mesh: what it computes depends only on the places on its mesh, not on devices."""
     return eqn.replace(params={**eqn.params, "mesh": eqn.params["mesh"].abstract_mesh})
 
 
 def _jit_in_order(eqn):
-    """The shardings of a jit inside become annotations inside of it."""
+    """A jit inside, whose shardings become annotations in its body."""
     jaxpr, line = eqn.params["jaxpr"], _jax.user_line(eqn.source_info)
 
     def run(*args):
@@ -161,7 +161,7 @@ def _jit_in_order(eqn):
 
 
 def _put_in_order(eqn):
-    """A device_put, of any number of arrays, as a jit of annotations; what moves to another memory does so after them."""
+    """A device_put of any number of arrays, as a jit of annotations; what moves to another memory does so after them."""
     line, memories = _jax.user_line(eqn.source_info), [memory_of(v.aval) for v in eqn.outvars]
 
     def run(*args):
@@ -191,7 +191,9 @@ _IN_ORDER = {
 
 
 def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
-    """Lets nodes name the refined axes; those that call the user's functions are told which axes the user knows."""
+    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions are also told the axes that the
+    user knows.
+    """
     for site in found:
         if site.node.name == "custom_partitioning":
             own = Own(site.params["call"].jaxpr)
@@ -222,7 +224,7 @@ def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
 
 
 def in_refined_axes(jaxpr, refinement: Refinement):
-    """A jaxpr of shards that names axes of the program's own mesh, in the refined ones."""
+    """A jaxpr over shards that names axes of the program's own mesh, rewritten to the refined ones."""
 
     def change(eqn):
         params = _collective(eqn.params, refinement.program, refinement) if named_axes(eqn.params) else eqn.params

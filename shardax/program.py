@@ -71,7 +71,9 @@ class Program:
         return crossings("result", self.jaxpr.out_avals, self.results, self.refinement)
 
     def left(self, mesh: AnyMesh) -> tuple[NamedSharding, ...]:
-        """How the compiled program leaves its results; those that cross outside, on the refined mesh."""
+        """The shardings in which the compiled program leaves its results. Those that cross outside are left on the refined
+        mesh.
+        """
         outside = {
             c.number: placed_here(c, p.sharding.rank) for c in self.leaving if c.outside for p in (self.results[c.number],)
         }
@@ -108,7 +110,7 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 
 
 def _graph(jaxpr) -> Graph:
-    """The flat program, with what JAX only shows expanded as nodes of its own."""
+    """The flat program, in which what JAX shows only expanded is a node of its own."""
     flat = graph.from_jaxpr(_jax.dce(jaxpr))
     return graph.without_unread(with_unmerged_contractions(with_batched_indices(with_rotations(with_associative_scans(flat)))))
 
@@ -144,7 +146,7 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
 
 
 def _check(built: Program, options: Options) -> None:
-    """Arguments that come in on a mesh which the program itself names are asked to cross."""
+    """Checks the program against strict mode. An argument that comes in on a mesh which the program itself names may cross."""
     refined = built.refinement
     asked = {note.source for _, note in annotations.among(built.graph.walk())}
     crossed = [x for c in built.entering if c.there.mesh not in refined.named for x in c.collectives(built.mesh)]
@@ -153,8 +155,9 @@ def _check(built: Program, options: Options) -> None:
 
 
 def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
-    """Annotations that are read by one that says otherwise, and by nothing else. Arguments may rest otherwise than they are
-    used, and so may results."""
+    """The annotations that are only read by another annotation, which asks for something else. Arguments may rest in another
+    sharding than they are used in, and so may results.
+    """
     makers = {node.outputs[0]: node for node, note in annotations.among(graph.nodes) if note.is_inside}
     reads = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
     for node, note in annotations.among(graph.nodes):
@@ -250,7 +253,7 @@ def _collector_paused():
 
 @contextmanager
 def timed(phases: dict[str, float], name: str):
-    """Notes the seconds of what is done inside."""
+    """Notes in `phases` the seconds of what is done inside."""
     start = time.perf_counter()
     yield
     phases[name] = time.perf_counter() - start

@@ -58,7 +58,7 @@ class Placement:
 
 @lru_cache
 def user_mesh(mesh: Mesh | AbstractMesh, program: Mesh | AbstractMesh) -> UserMesh | None:
-    """`mesh` beside the program's; None where it has other devices."""
+    """`mesh` relative to the program's; None where it has other devices."""
     if mesh.size != program.size:
         return None
     axes = tuple(mesh.shape.items())
@@ -101,12 +101,12 @@ class Refinement:
 
     @cached_property
     def boundaries(self) -> frozenset[UserMesh]:
-        """The meshes whose blocks lie on other devices than they say."""
+        """The meshes whose blocks lie on other devices than the meshes say."""
         return frozenset(mesh for mesh in self.meshes if not _fits(self.cuts, _digits_of(mesh)))
 
     @cached_property
     def is_trivial(self) -> bool:
-        """Whether the program's mesh is as the user named it, and nothing else is named."""
+        """Whether the refined mesh is the program's, and no other mesh is named."""
         return len(self.meshes) == 1 and tuple(self.sizes.items()) == self.program.axes
 
     def refined(self, dims: Sequence[Axes | None], mesh: UserMesh) -> tuple[Axes | None, ...]:
@@ -115,7 +115,9 @@ class Refinement:
         return tuple(None if dim is None else tuple(sub for axis in dim for sub in axes[axis]) for dim in dims)
 
     def folded(self, axes: Axes) -> Axes:
-        """Refined axes as a person reads them: those that make a whole axis of the user's, in its order, as that axis."""
+        """Refined axes as a person reads them: refined axes that together make an axis of the user's, in order, are that
+        axis.
+        """
         left, found = axes, ()
         while left:
             taken, name = next(((subs, name) for subs, name in self._wholes if left[: len(subs)] == subs), (left[:1], left[0]))
@@ -143,15 +145,15 @@ class Refinement:
         return next((p for p in placements if self._equal(self.sharding(p), sharding)), placements[0])
 
     def may_rest_on(self, mesh: UserMesh) -> bool:
-        """Whether values lie there as they are: its devices are in the program's order, its axes fit."""
+        """Whether values can lie on a mesh as they are, because its devices are in the program's order and its axes fit."""
         return mesh == self.program or mesh in self.named and not mesh.places and mesh not in self.boundaries
 
     def placement(self, sharding: Sharding, mesh: UserMesh | None = None) -> Placement:
-        """A refined sharding in the axes of a mesh, the program's by default, that has a spec for it."""
+        """A refined sharding in the axes of a mesh, by default the program's, that has a spec for it."""
         return self._nearest(sharding, None, mesh or self.program)
 
     def spelled(self, sharding: Sharding) -> Sharding | None:
-        """A refined sharding in the axes of the program's mesh, None where it has no spec for it."""
+        """A refined sharding in the axes of the program's mesh, None where there is no spec for it."""
         placement = self.placement(sharding)
         return placement.sharding if self._equal(self.sharding(placement), sharding) else None
 
@@ -178,7 +180,7 @@ class Refinement:
         return Placement(mesh, whole if shape is None else at_rest(whole, shape, mesh.sizes))
 
     def _equal(self, one: Sharding, other: Sharding) -> bool:
-        """Axes of one device split nothing."""
+        """Whether two shardings are the same; axes of one device split nothing."""
         return all(
             [a for a in mine if self.sizes[a] > 1] == [a for a in theirs if self.sizes[a] > 1]
             for mine, theirs in zip(one.dims, other.dims, strict=True)
@@ -216,7 +218,9 @@ class Refinement:
 
     @cached_property
     def _wholes(self) -> list[tuple[Axes, str]]:
-        """(refined axes, axis of the user's): of the program's mesh, then of other meshes where their names are clear."""
+        """The pairs (refined axes, user's axis): those of the program's mesh, then of other meshes where their names are
+        clear.
+        """
         wholes = {subs: name for name, subs in self.axes[self.program].items() if len(subs) > 1}
         names = [name for mesh in self.meshes for name in mesh.sizes]
         for mesh in self.meshes[1:]:
@@ -257,7 +261,7 @@ def _axes_of(mesh: UserMesh, refined: Refinement) -> Mapping[str, Digits]:
 
 
 def _digits_of(mesh: UserMesh) -> dict[str, Digits] | None:
-    """The digits of each axis, None where the order of the devices is none of digits."""
+    """The digits of each axis, None where digits cannot describe the order of the devices."""
     if mesh.places is None:
         return _flat_digits(mesh.axes)
     places = np.asarray(mesh.places).reshape([size for _, size in mesh.axes])
@@ -315,7 +319,7 @@ def _fits(cuts: Iterable[int], digits: Mapping[str, Digits] | None) -> bool:
 
 
 def _dealt(mesh: UserMesh, cuts: Sequence[int]) -> dict[str, Digits]:
-    """Digits of the sizes of a mesh's axes, wherever they stand, those with a divisor in common cut where need be.
+    """Digits of the sizes of a mesh's axes, wherever their places are. Those with a common divisor are cut where need be.
 
     >>> _dealt(UserMesh((("a", 3), ("b", 2))), (1, 3, 6))
     {'a': [(1, 3)], 'b': [(3, 2)]}

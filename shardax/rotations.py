@@ -70,7 +70,7 @@ def _rotate(node: Node, makers: Makers) -> Node | None:
 
 
 def _rotation(parts: Sequence[tuple[int, _Part] | None]) -> tuple[Value, int, int] | None:
-    """(value, dim, first) where parts, put side by side, are a rotation of the value that they all are of."""
+    """(value, dim, first) where parts, side by side, are a rotation of the one value that they are all cut from."""
     if len(parts) < 2 or None in parts:
         return None
     placed = sorted((p for p in parts if p), key=lambda p: p[0])
@@ -95,7 +95,7 @@ def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | No
 
 
 def _padded_part(value: Value, makers: Makers) -> tuple[int, _Part] | None:
-    """The part of a value that stands among zeros, and from where on."""
+    """The part of a value that stands among zeros, and the row at which it begins."""
     pad = makers.get(value)
     if pad is None or pad.name != "pad" or not pad.inputs[1].is_literal or pad.inputs[1].literal != 0:
         return None

@@ -114,7 +114,7 @@ def findings(
 
 
 def unasked(collectives: Iterable[Collective], asked: Collection[str] = ()) -> list[Unasked]:
-    """The collectives that a primitive's operands need, by primitive, line and sharding."""
+    """The collectives that the operands of primitives need, grouped by primitive, line and sharding."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
         primitive, needs = _purpose(c)

@@ -129,7 +129,7 @@ def _check_no_ref(x, what: str) -> None:
 
 
 def _argument_specs(request: Request) -> list[Any]:
-    """What in_shardings does not cover is left to completion."""
+    """The sharding of each flat argument. What in_shardings does not cover is left to completion."""
     named = {name: request.kw_shardings.get(name) for name in request.kwargs}
     positional = broadcast_specs(request.in_shardings, request.args, "in_shardings")
     return positional + broadcast_specs(named, request.kwargs, "in_shardings")
@@ -231,7 +231,7 @@ def _traced_typed(flat, leaves: Sequence[Any], slots: Sequence[Slot], mesh: Abst
 
 
 class _Leaves(dict):
-    """The leaves of one argument by their paths, in their order: so do JAX's messages name them."""
+    """The leaves of one argument by their paths, in order, so that JAX's messages name the paths."""
 
 
 jax.tree_util.register_pytree_with_keys(
@@ -247,7 +247,7 @@ def _arranged(shapes: Sequence[Any], slots: Sequence[Slot]) -> list[_Leaves]:
 
 
 def _signature(slots: Sequence[Slot]) -> inspect.Signature:
-    """That of a function of `_arranged` leaves."""
+    """The signature of a function of `_arranged` leaves, so that JAX's messages name the user's arguments."""
     names = list(dict.fromkeys(slot.argument for slot in slots))
     valid = [name if name.isidentifier() and not iskeyword(name) else f"argument_{i}" for i, name in enumerate(names)]
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in valid])

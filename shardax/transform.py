@@ -75,9 +75,9 @@ def _rebind(args, params, jaxpr) -> list[Any]:
 
 
 def _impl(*args, jaxpr, mesh, **params):
-    """Under `jax.disable_jit` one operation after the other, as what is jitted is.
+    """Runs the program eagerly; under `jax.disable_jit`, one operation after the other.
 
-    Where the program names several meshes, each result is named on the one that it lies on; JAX would guess.
+    Where the program names several meshes, JAX is told on which one each result lies, because it would guess.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return jaxpr_as_fun(jaxpr)(*args)
@@ -113,7 +113,9 @@ def committed(x, mesh: Mesh | AbstractMesh) -> Placement | None:
 
 
 def _abstract_eval(*avals, jaxpr, mesh, **params):
-    """Types name a mesh: where the program names several, one that has a spec for whatever lies on one of them."""
+    """The types of the results name a mesh. Where the program names several, it is one that has a spec for what lies on any
+    of them.
+    """
     others = meshes.others(jaxpr, mesh)
     if not others and all(a.sharding.mesh.empty or a.sharding.mesh == abstract_mesh(mesh) for a in jaxpr.out_avals):
         return list(jaxpr.out_avals), jaxpr.effects
@@ -168,7 +170,7 @@ def _jvp(primals, tangents, *, jaxpr, **params):
 
 
 def _transpose(cts, *args, jaxpr, **params):
-    """The cotangents of the linear arguments: of a jaxpr that is linear in those that are undefined here."""
+    """The cotangents of the linear arguments, which are those that are undefined here."""
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not ad.Zero for ct in cts)
     known = [x for x, is_linear in zip(args, linear, strict=True) if not is_linear]
@@ -202,7 +204,9 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
 
 
 def _partial_eval(trace, *tracers, jaxpr, **params):
-    """Two programs: what is known runs now, and gives what the other needs of it. An input that it needs is passed as it is."""
+    """Splits the program in two: the first runs now, on what is known, and makes the residuals; an input that the second
+    needs is passed on as it is.
+    """
     unknown = tuple(not t.is_known() for t in tracers)
     split = residuals.split(jaxpr, unknown, params["mesh"])
     known = [t.pval.get_known() for t in tracers if t.is_known()]

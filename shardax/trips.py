@@ -57,7 +57,7 @@ def _needs_all_devices(node: Node) -> bool:
 
 
 def _can_wait(value: Value) -> bool:
-    """Whether zeros may be added to such values: not to random keys and booleans."""
+    """Whether values of this type may be pending: random keys and booleans cannot be added."""
     dtype = value.aval.dtype
     return isinstance(dtype, np.dtype) and dtype != np.bool_
 
@@ -69,7 +69,7 @@ _NAMES = ("annotate", "convert_element_type", "copy", "name", "sharding_constrai
 
 @dataclass(eq=False, slots=True)
 class _Flow:
-    """Follows values through graphs; remembers who reads what."""
+    """Follows values through graphs, and remembers who reads what."""
 
     readers: dict[Graph, dict[Value, list[Reader]]] = field(default_factory=dict)
 
@@ -115,7 +115,9 @@ class _Flow:
         return None
 
     def through(self, node: Node, i: int) -> tuple[Value, str] | None:
-        """What operand i of a node goes on as, and what it is reduced with there; None where it is read otherwise."""
+        """The result of a node in which operand i goes on, and what it is reduced with there; None where it is read
+        otherwise.
+        """
         if node.name in _KINDS or (node.name == "sub" and i == 0):
             return node.outputs[0], _KINDS.get(node.name, "sum")
         if node.name in _NAMES and node.outputs[0].aval.dtype == node.inputs[0].aval.dtype:
@@ -135,7 +137,7 @@ class _Flow:
 
 
 def _one(kinds: Set[str | None]) -> str | None:
-    """The kind that all agree on; passing through agrees with any."""
+    """The kind on which all agree; passing through agrees with every kind."""
     others = [*(kinds - {SAME}), SAME]
     return others[0] if len(others) <= 2 else None
 

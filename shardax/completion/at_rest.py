@@ -19,7 +19,7 @@ Moved = Sequence[tuple[Value, Sharding]]
 
 
 def successors(graph: Graph, notes: Iterable[tuple[Node, Annotation]]) -> list[tuple[Value, Value]]:
-    """(argument, result that succeeds it) of every donated argument."""
+    """The pairs (argument, the result that succeeds it) of all donated arguments."""
     return [(graph.inputs[note.like], node.outputs[0]) for node, note in notes if note.like is not None]
 
 
@@ -60,7 +60,7 @@ def _taken(moved: Moved, blocks: Sequence[Block], fixed: set[Value]) -> dict[Val
 
 
 def _neighbours(value: Value, blocks: Sequence[Block]) -> Iterator[Value]:
-    """The values that elementwise equations of one shape tie a value to."""
+    """The values that elementwise equations of one shape tie to a value."""
     for block in blocks:
         place = block.place.get(value)
         for _, code in block.pattern.touching[place] if place is not None else ():

@@ -23,7 +23,7 @@ Changes = tuple[tuple[int, int], ...]  # a value's place in the block, its new c
 
 
 class Pattern:
-    """What blocks of the same shape have in common. `shared`: the places whose values other blocks know too."""
+    """What blocks of the same shape have in common. `shared` holds the places of the values that other blocks know too."""
 
     def __init__(self, kinds: Sequence[Kind], wiring: Sequence[Sequence[int]], blanks: Sequence[int], shared: Sequence[bool]):
         self.blanks, self.shared = blanks, shared
@@ -166,7 +166,7 @@ _EVENTS: dict[str, Callable[..., Changes]] = {"release": Work.release, "run": Wo
 
 
 class Worklist:
-    """The blocks that have visits due, the earliest first: by level, then in program order."""
+    """The blocks that have visits due, the earliest visit first: by level, then in program order."""
 
     def __init__(self, blocks: Sequence[Block], homes: Mapping[Value, Sequence[tuple[Block, int]]]):
         self.blocks, self.homes = blocks, homes

@@ -16,7 +16,9 @@ from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The axes of each dim; which dims an annotation closes; whether it is held: it neither speaks nor learns for now."""
+    """What is known of a value: the axes of each dim; which dims an annotation closes; whether it is held, so that it neither
+    tells nor learns anything for now.
+    """
 
     dims: tuple[Axes, ...]
     closed: tuple[bool, ...] = ()
@@ -35,7 +37,9 @@ Claims = dict[str, tuple[Axes, int]]
 
 
 class Cells:
-    """The cells of a program on a mesh, by number, and the steps that were taken. Cell 0 is that of literals: it stays."""
+    """The cells of a program on a mesh, by number, and the steps that were already taken. Cell 0 is that of literals; it
+    never changes.
+    """
 
     def __init__(self, sizes: AxisSizes):
         self.sizes = sizes
@@ -63,7 +67,9 @@ class Cells:
         return self.number(replace(cell, held=False)) if cell.held and number else number
 
     def step(self, tie: Tie, forward: bool, phase: int, twins: tuple[int, ...], cells: tuple[int, ...]) -> tuple[Lesson, ...]:
-        """What a tie teaches its results, or else its operands. `twins`: for each position the first one of the same value."""
+        """What a tie teaches its results, or else its operands. `twins` has for each position the first position of the same
+        value.
+        """
         key = (forward, phase, twins, cells)
         known = tie.memo.get(key)
         if known is None:
@@ -84,7 +90,9 @@ class Cells:
                 yield twins[at], number, tuple(learned)
 
     def _claims(self, tie: Tie, phase: int, cells: Sequence[int]) -> Claims:
-        """For each factor the axes that its values agree on, heaviest value first: the price of moving decides conflicts."""
+        """For each factor the axes on which its values agree. The heaviest value speaks first: the price of moving decides
+        conflicts.
+        """
         claims: Claims = {}
         factors, tensors = tie.factors, tie.factors.tensors
         for at in tie.heaviest:
@@ -103,7 +111,9 @@ class Cells:
         return claims
 
     def _refined(self, tie: Tie, at: int, cell: Cell, claims: Claims) -> tuple[tuple[Axes, ...], list[tuple[int, int]]]:
-        """The dims of a value, extended by what its factors agreed on; which of them grew, and whom they learned it from."""
+        """The dims of a value, extended by what its factors agreed on; which dims grew, and from which positions they learned
+        it.
+        """
         tensor, shape, dims = tie.factors.tensors[at], tie.shapes[at], list(cell.dims)
         used = {a for axes in dims for a in axes}
         learned = []
@@ -124,7 +134,7 @@ def _free_prefix(axes: Axes, used: set[str]) -> Axes:
 
 
 def _agree_tied(claims: Claims, group: Sequence[str]) -> None:
-    """Windowed factors are split over the same axes: what the heaviest value has, or more."""
+    """Gives windowed factors that are split over the same axes one list of axes: that of the heaviest value, or more."""
     agreed = None
     for axes, at in [claim for factor, claim in claims.items() if factor in group]:
         if agreed is None or axes[: len(agreed[0])] == agreed[0]:
@@ -134,7 +144,9 @@ def _agree_tied(claims: Claims, group: Sequence[str]) -> None:
 
 
 def _dim_axes(dim: DimFactors, claims: Claims, factors: Factors, sizes: AxisSizes) -> Axes:
-    """The axes of a dim from those of its factors: a minor one's only where the major ones are split to single positions."""
+    """The axes of a dim, from those of its factors. A minor factor counts only where the major ones are split to single
+    positions.
+    """
     axes: Axes = ()
     majors = 1
     for factor in dim:

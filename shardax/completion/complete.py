@@ -27,8 +27,9 @@ Notes = Sequence[tuple[Node, annotations.Annotation]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the axes of a dim came from: an annotation's words, and its node if it is one; or a node and the value whose
-    sharding it passed on."""
+    """Where the axes of a dim came from: the words of an annotation, with its node if it has one, or a node and the value
+    whose axes it passed on.
+    """
 
     source: str
     node: Node | None = None
@@ -60,7 +61,7 @@ class Completion:
         return [of[i] for i in range(self.items.count)]
 
     def wanted(self, block: Block) -> tuple[int, ...]:
-        """Equal for alike blocks in which every value has the same sharding."""
+        """A key that is equal for alike blocks in which every value has the same sharding."""
         return tuple(map(id, map(self.shardings.__getitem__, block.values)))
 
     def splits(self) -> set[tuple[int, Axes]]:
@@ -92,7 +93,7 @@ class Completion:
         return tuple(chain)
 
     def told_by(self, origin: Origin, value: Value, dim: int) -> tuple[Value, int]:
-        """The value that passed its axes on to a dim of `value`, and its dim."""
+        """The value, and its dim, from which a dim of `value` learned its axes."""
         assert origin.value is not None
         return origin.value, self._dim_with(origin.value, self.sharding(value).dims[dim])
 
@@ -145,7 +146,7 @@ def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSize
 
 
 def _spread(done: Completion, worklist: Worklist, given: Sequence["_Given"], state: set[Value], cells: Cells) -> None:
-    """The phases, see `cells`."""
+    """Spreads the annotations in phases, see `cells`."""
     ours = [(g, cells.number(Cell(g.cell_dims, g.closed, g.argument in state))) for g in given]
     for g, cell in ours:
         done.said |= {(g.value, d): Origin(g.source, g.node) for d, axes in enumerate(g.dims) if axes}
@@ -161,7 +162,7 @@ def _spread(done: Completion, worklist: Worklist, given: Sequence["_Given"], sta
 
 
 def _shardings(block: Block, cells: Cells) -> list[Sharding]:
-    """Of a block's values; blocks in one state share the list."""
+    """The shardings of a block's values. Blocks in one state share the list."""
     if block.state.shardings is None:
         known = zip(block.live().cells, block.values, strict=True)
         block.state.shardings = [cells.sharding(cell or cells.blank(len(v.shape))) for cell, v in known]
@@ -212,8 +213,9 @@ def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block
 
 
 class _Part:
-    """The items of a block, and the places of its values. `wiring` is equal for parts whose items are of the same kinds and
-    have their values at the same places."""
+    """The items of a block, and the places of its values. `wiring` is equal for parts whose items have the same kinds and
+    whose values are at the same places.
+    """
 
     def __init__(self, mine: list[int], items: Items, numbers: Sequence[int]):
         self.items, self.place = mine, {}
@@ -283,7 +285,7 @@ def _resting(graph: Graph, arguments: Sequence[Sharding | None], notes: Notes, s
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What an annotation says of a value; `argument` is the one that it is about, if any."""
+    """What an annotation says of a value. `argument` is the input that it annotates, if it annotates one."""
 
     value: Value
     dims: Sequence[Axes | None]
@@ -301,7 +303,7 @@ class _Given:
 
 
 def _given(graph: Graph, done: Completion) -> Iterable[_Given]:
-    """Every annotation. An annotated argument itself rests in the nearest sharding that divides."""
+    """What every annotation says. An annotated argument itself rests in the nearest sharding that divides it."""
     for i, (value, sharding) in enumerate(zip(graph.inputs, done.resting, strict=True)):
         if sharding is not None:
             yield _Given(value, sharding.dims, f"argument {i} rests in it", value)

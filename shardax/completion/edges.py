@@ -64,8 +64,9 @@ def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
 
 
 def _components(factors: Factors) -> Iterator[tuple[list[int], list[int]]]:
-    """(operands, results) that share factors, directly or by others: what an optimization barrier passes on has nothing to
-    do with what else it passes on. Scalars have no part in anything."""
+    """The groups of (operands, results) that share factors, directly or through others. An optimization barrier, say, has a
+    group for each operand, and scalars are in none.
+    """
     count = len(factors.operands)
     groups: list[tuple[set[str], list[int]]] = []
     for i, dims in enumerate(factors.tensors):
@@ -79,7 +80,9 @@ def _components(factors: Factors) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _stretched(factors: Factors) -> tuple[list[int], list[int]]:
-    """Of an elementwise equation: the operands of the result's shape (or scalars), and those of size one where it is not."""
+    """For an elementwise equation: the operands that have the result's shape or are scalars, and those with a dim of size one
+    where the result has none.
+    """
     result = factors.results[0] if factors.results else ()
     stretched = [i for i, dims in enumerate(factors.operands) if dims and dims != result and _stretches(dims, result)]
     full = [i for i, dims in enumerate(factors.operands) if dims in ((), result)]
@@ -113,7 +116,7 @@ def _only_moves(factors: Factors) -> bool:
 
 
 def _same(values: list[Value], node: Node) -> Edge:
-    """One value under several names."""
+    """The edge of one value that has several names."""
     operand, *others = values
     text = f"... -> {', '.join('...' for _ in others)}"
     factors = bind(parse(text), (operand.shape,), tuple(v.shape for v in others))
@@ -121,7 +124,7 @@ def _same(values: list[Value], node: Node) -> Edge:
 
 
 def _stacked(outer: Value, inner: Value, node: Node) -> Edge:
-    """The values of all trips of a scan, and that of one."""
+    """The edge between the stacked values of all trips of a scan, and the value of one trip."""
     factors = bind(parse("trips! ... -> ..."), (outer.shape,), (inner.shape,))
     return Edge([outer], [inner], factors, ELEMENTWISE, ELEMENTWISE, node)
 
@@ -142,7 +145,7 @@ def _scan_flow(node: Node) -> Iterator[Edge]:
 
 
 def _map_flow(node: Node, xs: list[Value], ys: list[Value]) -> Iterator[Edge]:
-    """The stacks of a map may be split alike over its trips."""
+    """The edge between the stacks of a scan that is a map, which may be split alike over its trips."""
     if xs and ys and carries_of_map(node) is not None:
         names = (f"k{i}!" for i in range(10**6))
         operands, results = (
@@ -172,7 +175,7 @@ def _cond_flow(node: Node) -> Iterator[Edge]:
 
 
 def _island_flow(node: Node) -> Iterator[Edge]:
-    """Nothing flows into a shard_map: its specs are annotations around it."""
+    """A shard_map has no edges. The annotations around it, made of its specs, say all."""
     return iter(())
 
 

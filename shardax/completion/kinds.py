@@ -16,9 +16,8 @@ from shardax.spmd_rules.rule import Factors
 
 @dataclass(eq=False, slots=True)
 class Tie:
-    """An edge without its values: `places` says which of a node's values stand at its positions, operands first.
-
-    `heaviest`: the positions by bytes. `memo`: what was learned from which cells.
+    """An edge without its values. `places` says which of a node's values are at its positions, operands first; `heaviest` are
+    the positions by bytes; `memo` is what was learned from which cells.
     """
 
     factors: Factors
@@ -32,8 +31,9 @@ class Tie:
 
 @dataclass(eq=False, slots=True)
 class Kind:
-    """`factors`: of nodes with a rule and without bodies. `ties`: of their edges, those of bodies included. `tensors`: takes
-    those of a node's values that have dims and are no literals."""
+    """What alike nodes share: `factors`, of nodes with a rule and without bodies; `ties`, of their edges, those of bodies
+    included; `tensors`, which picks those of a node's values that have dims and are no literals.
+    """
 
     number: int
     factors: Factors | None
@@ -81,7 +81,7 @@ class Kinds:
         return kind, [values[place] for place in places]
 
     def _structure(self, node: Node, numbers: dict[Value, int]) -> Hashable:
-        """What a node does, its bodies node by node, in which every value is its number: they count up as values are met."""
+        """What a node does, its bodies node by node. In it every value is a number, in the order in which values are met."""
 
         def met(values: Sequence[Value]) -> tuple[tuple[int, int], ...]:
             return tuple((numbers.setdefault(v, len(numbers)), self._type_number(v)) for v in values)
@@ -133,7 +133,7 @@ def _taking(places: Sequence[int]) -> Callable[[Sequence[Value]], Sequence[Value
 
 
 def _type(value: Value) -> Hashable:
-    """Rules may ask for the values of small literals."""
+    """The type of a value, with its number if it is a small literal, because rules may ask for that."""
     aval, literal = value.aval, value.literal
     if not value.is_literal:
         return aval.shape, aval.dtype

@@ -48,7 +48,7 @@ def groups(kinds: Sequence[int], tensors: Sequence[Sequence[Value]], arguments: 
 
 
 def _joined(found: list[int]) -> list[int]:
-    """What belongs nowhere, between two items of one block, goes with them."""
+    """Items that are in no block, but between two items of one block, join that block."""
     last, waiting = REST, 0
     for i, block in enumerate(found):
         if block == REST:
@@ -61,7 +61,9 @@ def _joined(found: list[int]) -> list[int]:
 
 
 def _run(kinds: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | None:
-    """The first long repetition: where it starts, its period, and how often it comes. `weights`: as how many an item counts."""
+    """The first long repetition: where it starts, its period, and how often it repeats. An item counts as many times as its
+    weight.
+    """
     runs = [run for period in _periods(kinds) for run in _runs(kinds, period)]
     if not runs:
         return None
@@ -72,7 +74,7 @@ def _run(kinds: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | No
 
 
 def _periods(kinds: np.ndarray) -> list[int]:
-    """The distances at which many items come again, thrice in a row at least: the most promising few."""
+    """The distances at which many items repeat, at least three times in a row: the most promising few."""
     order = np.argsort(kinds, kind="stable")
     same = kinds[order][1:] == kinds[order][:-1]
     gaps = np.where(same, np.diff(order), 0)

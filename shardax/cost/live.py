@@ -49,7 +49,7 @@ class Life:
             self.birth |= dict.fromkeys(eqn.outvars, i)
 
     def _reuse(self, i: int, old, new) -> None:
-        """Where equation i is the last to read an array, what it makes of it lies there."""
+        """Where an equation is the last to read an array, its result takes the memory of that array."""
         if not _jax.is_literal(old) and self.death[old] == i and self.eqns[i - 1].invars.count(old) == 1:
             root = self.roots[new] = self.roots.get(old, old)
             self.death[root] = max(self.death[root], self.death.get(new, i))
@@ -93,7 +93,7 @@ class Life:
 
 
 def _in_place(eqn) -> Iterator[tuple[Any, Any]]:
-    """(operand, result) of updates, and of what a loop carries."""
+    """The pairs (operand, result) that share memory: of updates, and of what a loop carries."""
     name = eqn.primitive.name
     if name in _UPDATES:
         yield eqn.invars[0], eqn.outvars[0]
@@ -105,12 +105,14 @@ def _in_place(eqn) -> Iterator[tuple[Any, Any]]:
 
 
 def nbytes(v) -> int:
-    """Bytes of a variable; what has no size, such as a token, has none."""
+    """Bytes of a variable. What has no size, such as a token, has none."""
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize if hasattr(v.aval, "shape") else 0
 
 
 def live_peak(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> tuple[int, str, list[tuple[Any, str]]]:
-    """The most bytes that live at once, the line there, and the variables, each with its line. See `Life`."""
+    """The most bytes that live at once, the line where that is, and the variables that live then, each with its line. See
+    `Life`.
+    """
     life = Life(jaxpr, kept, stored)
     inner = {i: _bodies(eqn) for i, eqn in enumerate(jaxpr.eqns) if any(True for _ in jaxprs_in_params(eqn.params))}
     totals = life.totals()
@@ -123,7 +125,7 @@ def live_peak(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> tu
 
 
 def _bodies(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
-    """The dearest body of an equation, beyond what it is given: the slices that a scan takes are new."""
+    """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are new arrays."""
     found = []
     for body in jaxprs_in_params(eqn.params):
         jaxpr = _jax.closed(body).jaxpr

@@ -86,7 +86,7 @@ def _dot_flops(eqn) -> int:
 
 
 def _conv_flops(eqn) -> int:
-    """Each output takes every input channel of its group at every place of the window."""
+    """FLOPs of a convolution: each output reads every input channel of its group at every place of the window."""
     out_channel_dim = eqn.params["dimension_numbers"].rhs_spec[0]
     kernel = eqn.invars[1]
     return 2 * _size(eqn.outvars[0]) * _size(kernel) // kernel.aval.shape[out_channel_dim]

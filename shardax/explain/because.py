@@ -93,7 +93,9 @@ def _makers(decisions: Decisions) -> Iterator[tuple[Value, tuple[Node, Decision]
 
 
 def _last_of_lines(nodes: Iterable[Node]) -> Iterator[Value]:
-    """What a line of the user's code makes last is what it assigns; not where it is differentiated: more comes after that."""
+    """For each line of the user's code the value that it makes last, which is the one that it assigns. Not where it is
+    differentiated: the gradient comes after that.
+    """
     before: Node | None = None
     for node in (*(n for n in nodes if annotations.of_node(n) is None), None):
         if before is not None and (node is None or node.line != before.line) and "jvp(" not in str(before.scope):
@@ -136,7 +138,7 @@ class _Teller:
         return self.name(value) if value in self.story.arguments else ""
 
     def inner(self, value: Value) -> str:
-        """What a body calls what it is given."""
+        """The name of what a body is given, from outside of the body."""
         node = self.story.owners[value]
         i = next(i for body in node.bodies for i, v in enumerate(body.inputs) if v is value)
         return _INNER[node.name](self, node, i, value)
@@ -151,7 +153,7 @@ class _Teller:
         return ", ".join(self.plan.refinement.folded(axes) if self.plan.refinement else axes)
 
     def fact(self, value: Value, sharding: Sharding, axes: Iterable[str]) -> str:
-        """A value, how it lies, and where these axes of it come from."""
+        """A value with its sharding, and the annotations that these axes come from."""
         by = _by(self.sources(value, sharding, axes))
         if not by and sharding.axes and sharding != self.completion.sharding(value):
             by = f" {AS_IT_RESTS}" if self.path(value) else " as it is made"
@@ -194,7 +196,7 @@ class _Teller:
         return f"{self.fact(c.value, c.source.sharding, c.axes)} against {self.other(c)}"
 
     def other(self, c: causes.Resharded) -> str:
-        """The fact that clashed with how the value lay."""
+        """What clashed with the sharding that the value had."""
         if c.reader is None:
             return self.given_back(c)
         if given := annotations.of_node(c.reader):
@@ -238,7 +240,7 @@ class _Teller:
         return f", for {self.spec(wanted)} does not divide [{','.join(map(str, value.shape))}]"
 
     def needed(self, c: causes.Resharded, node: Node, decision: Decision, factors: Factors) -> str:
-        """What an operand's sharding clashed with: what must be whole, another operand, a result."""
+        """What clashed with an operand's sharding: a dim that must be whole, another operand, or a result."""
         mine = factors.operands[c.place]
         lost = {f: axes for f, axes in _split(mine, c.source.sharding) if {*axes} & {*c.axes}}
         dims = [d for d, dim in enumerate(mine) if {*lost} & {*dim} and any(factors.kind(f) == WHOLE for f in dim)]
@@ -292,12 +294,14 @@ class _Teller:
 
 
 def _held_elsewhere(tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool) -> bool:
-    """Whether a tensor has the axes in dims that do not go with those that lose them."""
+    """Whether a tensor has the axes in dims that do not share factors with the dims that lose them."""
     return any({*have} & {*axes} for f, have in _split(tensor, sharding) if f not in lost)
 
 
 def _split_otherwise(tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool) -> bool:
-    """Whether a tensor has the dims that lose the axes, split in another way. What an operand has whole is cut for nothing."""
+    """Whether a tensor has the dims that lose the axes, but splits them differently. Where an operand is whole does not
+    count, because to cut it is free.
+    """
     dims = zip(tensor, sharding.dims, strict=True)
     return any(f in lost and have != lost[f] and (have or result) for dim, have in dims for f in dim)
 
@@ -317,12 +321,12 @@ def _by(sources: Mapping[str, str]) -> str:
 
 
 def _split(tensor: TensorFactors, sharding: Sharding) -> Iterator[tuple[str, Axes]]:
-    """The factors of the dims that are split."""
+    """The factors of the dims of a tensor that are split."""
     return ((f, axes) for dim, axes in zip(tensor, sharding.dims, strict=True) if axes for f in dim)
 
 
 def _head(source: str) -> str:
-    """The argument that an annotation is of; the path inside it is the value's name.
+    """The argument that an annotation is of, without the path inside it, which is in the value's name already.
 
     >>> _head("in_shardings[0].params['up']"), _head("with_sharding_constraint at model.py:12")
     ('in_shardings[0]', 'with_sharding_constraint at model.py:12')

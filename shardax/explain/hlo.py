@@ -35,7 +35,9 @@ def compiled(text: str) -> tuple[Collective, ...]:
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction of compiled HLO: its opcode, the scopes that it was made in, the lines ("file.py:12"), innermost first."""
+    """An instruction of compiled HLO: its opcode, the scopes in which it was made, and its lines ("file.py:12"), innermost
+    first.
+    """
 
     opcode: str
     scopes: str
@@ -269,7 +271,7 @@ def _instructions(text: str) -> Iterator[Collective]:
 
 
 def _is_new(attributes: str, chains: set[str]) -> bool:
-    """False for the instructions of a chain but its first; `chains` collects those seen."""
+    """False for all instructions of a chain but the first one; `chains` collects the chains that were seen."""
     chain = _one(r'chain_id="(\d+)"', attributes, "")
     if chain in chains:
         return False

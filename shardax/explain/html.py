@@ -82,7 +82,9 @@ class _Arrays:
         return f'<button class="array" data-array="{self.numbers[key]}">{escape(text)}</button>'
 
     def why(self, value, rests: Sharding | None = None) -> str:
-        """The story of a value of the graph; of an argument, which `rests` so, that of what the program computes with."""
+        """The story of a value of the graph. An argument that `rests` so has the story of the value that the program computes
+        with.
+        """
         if self.story is None or value is None:
             return ""
         story = self.story.tell(value)
@@ -106,7 +108,7 @@ def _overview(plan: "Plan") -> str:
 
 
 def _collectives(plan: "Plan") -> str:
-    """Those that are alike, as in equal layers, in one row."""
+    """The table of collectives. Those that are alike, as in equal layers, share a row."""
     alike: dict[Any, list[Collective]] = defaultdict(list)
     for c in plan.collectives:
         alike[replace(c, reason=form(c.reason))].append(c)
@@ -174,7 +176,7 @@ def _memory(plan: "Plan") -> Iterator[str]:
 
 
 def _tensor(t: "Tensor", n: int, named: bool) -> list[Cell]:
-    """A row for `n` that are alike."""
+    """A row of a table of arrays, for `n` arrays that are alike."""
     from_argument = t.origin.startswith("argument")
     where = _text(t.origin) if from_argument else _line(t.origin)
     name = [_short(t.name)] * named

@@ -18,7 +18,7 @@ def json_text(plan: "Plan") -> str:
 
 
 def as_dict(plan: "Plan") -> dict[str, Any]:
-    """The plan in lists, dicts, numbers and strings. Bytes are those on, or sent by, one device; phases are seconds."""
+    """The plan in lists, dicts, numbers and strings. Bytes are those that one device holds or sends; phases are in seconds."""
     return {
         "record": asdict(record(plan)),
         "mesh": dict(plan.mesh.shape),

@@ -100,7 +100,9 @@ def bytes_sent(kind: str, nbytes: int, devices: int) -> int:
 
 
 def other_branches(branches: Iterable[Iterable]) -> Iterator:
-    """All entries of a cond's branches, those outside of the dearest (the first of the dearest) marked as `other_branch`."""
+    """All entries of the branches of a `cond`. Those outside of the dearest branch are marked as `other_branch`; among equals
+    the first branch is the dearest.
+    """
     found = [list(branch) for branch in branches]
     dearest = max(range(len(found)), key=lambda i: (comm_bytes(found[i]), -i))
     for i, branch in enumerate(found):
@@ -108,7 +110,7 @@ def other_branches(branches: Iterable[Iterable]) -> Iterator:
 
 
 def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
-    """`line` is that of the innermost equation around this body that has one."""
+    """The collectives of a body. `line` is that of the innermost equation around the body that has one."""
     jaxpr = _jax.closed(jaxpr).jaxpr
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     for eqn in jaxpr.eqns:
@@ -190,7 +192,7 @@ def counted_trips(eqn, makers) -> int | None:
 
 
 def _constant(atom, makers) -> int | None:
-    """An integer that is known, cast at most."""
+    """A known integer, which at most was cast."""
     while not _jax.is_literal(atom) and atom in makers and makers[atom].primitive.name == "convert_element_type":
         atom = makers[atom].invars[0]
     is_integer = _jax.is_literal(atom) and np.issubdtype(atom.aval.dtype, np.integer)
@@ -198,7 +200,7 @@ def _constant(atom, makers) -> int | None:
 
 
 def _step(body, number_in: int, number_out: int) -> int | None:
-    """What a loop's body adds to a carry, where that is a positive constant."""
+    """What the body of a loop adds to a carry, if that is a positive constant."""
     out = body.outvars[number_out]
     eqn = next((e for e in body.eqns if out in e.outvars and e.primitive.name == "add"), None)
     if eqn is None or eqn.invars[0] is not body.invars[number_in]:

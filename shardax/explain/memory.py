@@ -98,7 +98,7 @@ def _largest(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _kinds(sizes: dict[str, int]) -> list[tuple[str, int]]:
-    """The kinds of arguments, those that differ in their numbers only as one, the dearest first."""
+    """The kinds of arguments, the dearest first. Kinds whose names differ only in numbers are one."""
     alike: dict[str, list[str]] = {}
     for path in sizes:
         alike.setdefault(form(path), []).append(path)
@@ -128,7 +128,9 @@ def _replicated(plan: "Plan", threshold: int) -> Iterator[Tensor]:
 
 
 def _groups(heading: str, tensors: Sequence[Tensor]) -> Iterator[Group]:
-    """A row for all that are of one type and of one name or line, or of arguments whose paths differ in numbers only."""
+    """Rows of arrays: one for all arrays of one type that share a name or line, or come from arguments whose paths differ
+    only in numbers.
+    """
     alike: dict[tuple[str, str], list[Tensor]] = {}
     for t in tensors:
         origin = form(t.origin) if t.origin.startswith("argument") else t.origin

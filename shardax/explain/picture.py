@@ -27,7 +27,7 @@ class Picture:
 
 
 def at_rest(plan: "Plan", place: "Placed") -> Picture:
-    """Of an argument or result, which is even."""
+    """The picture of an argument or result, which is even."""
     own = user_mesh(place.mesh, plan.mesh)
     assert own is not None
     return Picture(place.text, place.sharding.dims, tuple(place.aval.shape), own.axes, own.places)
@@ -43,7 +43,9 @@ class Pictures:
         self.made = dict(_made(plan.graph, plan.decisions)) if plan.decisions else {}
 
     def of(self, value: Value) -> Picture:
-        """As it is made, where that is what completion wants; else as it is read so."""
+        """The picture of a value in the layout in which it is made, if that is what completion wants; else in the one in
+        which it is read.
+        """
         sharding, made = self.plan.values.sharding(value), self.made.get(value)
         layout = made if made and made.sharding == sharding else self.padding.layout(sharding, value.shape)
         return Picture(spec_text(self.plan.sharding(value)), sharding.dims, layout.padded, self.mesh)

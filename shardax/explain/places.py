@@ -29,7 +29,9 @@ def arguments(plan: "Plan") -> Iterator[Table]:
 
 
 def results(plan: "Plan") -> Iterator[Table]:
-    """Those that lie as the argument of the same path, as a state does that is passed on, are only counted."""
+    """Rows of the results. Those that rest as the argument of the same path, such as a state that is passed on, are only
+    counted.
+    """
     known = {(p.path, *_how(p)) for p in plan.arguments()}
     places = list(plan.results())
     other = [p for p in places if (p.path, *_how(p)) not in known]
@@ -49,7 +51,7 @@ def _by_sharding(places: Iterable["Placed"]) -> Iterator[Group]:
 
 
 def _alike(places: Iterable["Placed"]) -> Iterator[Row]:
-    """One row for all places whose paths differ in their numbers only, as those of equal layers do."""
+    """One row for all places whose paths differ only in their numbers, as those of equal layers do."""
     groups = defaultdict(list)
     for place in places:
         groups[form(place.path), array_text(place.aval)].append(place)

@@ -84,7 +84,7 @@ def check_same_program(before: Record, now: Record, where: str, way_out: str) ->
 
 
 def rows(collectives: Sequence[Collective]) -> list[str]:
-    """A text for all collectives that are alike but for the lines of the user's code."""
+    """One text for all collectives that differ only in the lines of the user's code."""
     alike = defaultdict(list)
     for c in collectives:
         alike[_row(c)].append(c)
@@ -101,7 +101,7 @@ def _row(c: Collective) -> str:
 
 
 def changes(before: Record, now: Record) -> list[str]:
-    """What is different, a line each; + came, - went."""
+    """The differences, a line each: - is of the first record, + of the second."""
     old, new = Counter(before.collectives), Counter(now.collectives)
     lines = [f"- {row}" for row in old - new] + [f"+ {row}" for row in new - old]
     for side in ("arguments", "results"):

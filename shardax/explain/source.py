@@ -332,7 +332,7 @@ def _base_of(text: Text) -> str:
 
 
 def _live(jaxpr) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """The equations that some result needs, and those that send or have effects; and who uses each variable."""
+    """The equations that some result needs, or that send or have effects; and the users of each variable."""
     users: dict[Any, list[Any]] = {v: [None, None] for v in jaxpr.outvars if not _jax.is_literal(v)}
     live = []
     for eqn in reversed(jaxpr.eqns):
@@ -345,7 +345,7 @@ def _live(jaxpr) -> tuple[list[Any], dict[Any, list[Any]]]:
 
 
 def _is_same(eqn, operands: Sequence[Text]) -> bool:
-    """Whether the result is the first operand: annotations, and what only changes whether a type is weak."""
+    """Whether the result equals the first operand: so do annotations, and what only changes whether a type is weak."""
     match eqn.primitive.name:
         case "name" | "pvary" | "reshard" | "stop_gradient":
             return True
@@ -356,7 +356,9 @@ def _is_same(eqn, operands: Sequence[Text]) -> bool:
 
 
 def _stands_alone(eqn, text: Text, users) -> bool:
-    """Whether an equation becomes a statement: unless it is cheap, and either a number or used once, by the same line."""
+    """Whether an equation becomes a statement of its own. It does not if it is cheap, and is either a number or used once, by
+    the same line.
+    """
     if len(eqn.outvars) != 1 or eqn.effects or text.several or eqn.primitive.name not in _INLINE:
         return True
     if text.scalar is not None:
@@ -403,7 +405,7 @@ def _arguments(text: str) -> Iterator[str]:
 
 
 def _without_strings(text: str) -> str:
-    """Of the same length, commas and parentheses in strings left out.
+    """A text of the same length, in which strings are blanked out.
 
     >>> _without_strings('f("ab,c->(", x)')
     'f(_________, x)'

@@ -152,7 +152,7 @@ def _infix(symbol: str, level: int) -> Spelling:
 
 
 def _neutral(symbol: str, left: Text, right: Text) -> Text | None:
-    """The other operand where one changes nothing: positions are often counted from 0, by 1."""
+    """The other operand, where one operand changes nothing: positions are often counted from 0, by 1."""
     if symbol in "+*" and left.text == _NEUTRAL[symbol]:
         return right
     if symbol in "+-*" and right.text == _NEUTRAL[symbol]:
@@ -182,7 +182,7 @@ def _function(name: str, *params: str) -> Spelling:
 
 
 def _plain(name: str) -> Spelling:
-    """An elementwise function; an accuracy that was asked for has to be bound."""
+    """An elementwise function. With an accuracy that was asked for, the primitive is bound instead."""
     return lambda call: call.call(name) if call.params.get("accuracy") is None else None
 
 

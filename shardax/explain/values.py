@@ -67,7 +67,7 @@ def _row(sharding: Sharding, values: Sequence[Value], story: "Story") -> Row:
 
 
 def _bare(sharding: Sharding) -> Sharding:
-    """Without the whole dims at its end: values of several ranks lie alike."""
+    """A sharding without the whole dims at its end, so that values of several ranks count as alike."""
     dims = sharding.dims
     while dims and not dims[-1]:
         dims = dims[:-1]

@@ -43,7 +43,7 @@ def times(count: int) -> str:
 
 
 def form(text: str) -> str:
-    """What texts that differ in their numbers only have in common.
+    """A text with its numbers replaced by a mark: equal for texts that differ only in their numbers.
 
     >>> form("layer_3/w") == form("layer_12/w")
     True

@@ -31,7 +31,7 @@ def _zeros(node: Node) -> list[Any]:
 
 
 def _as_bits(results: Sequence[Any]) -> list[Any]:
-    """As unsigned integers: sums of floats would lose the sign of zero and the payload of NaN."""
+    """Floats as unsigned integers, because sums of floats would lose the sign of zero and the payload of NaN."""
     return [_bits(jnp.asarray(x)) for x in results]
 
 

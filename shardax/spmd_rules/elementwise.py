@@ -9,7 +9,9 @@ from shardax.spmd_rules.registry import LINEAR, MOVES, Local, Passes, register_r
 
 
 def same_shape(node: Node) -> str:
-    """Every dim is kept. Operands may be scalars, or have size one where the result does not: the same for all positions."""
+    """Every dim is kept. Operands may be scalars, or have dims of size one where the result does not; these are the same for
+    all positions.
+    """
     shape = node.outputs[0].shape
 
     def dims(operand: tuple[int, ...]) -> str:
@@ -35,19 +37,19 @@ _MOVES = "copy copy_p device_put layout_constraint name xla_metadata_value".spli
 
 
 def _select_passes(node: Node) -> tuple[Passes, ...]:
-    """A choice between pending values is pending, whatever the reduction is: the predicate is the same everywhere."""
+    """A choice between pending values is pending, for any reduction, because the predicate is the same everywhere."""
     return (MOVES(*range(1, len(node.inputs))),)
 
 
 def _convert_passes(node: Node) -> tuple[Passes, ...]:
-    """Sums may wait while a float widens; when it narrows they would be rounded before they are added."""
+    """Sums may wait while a float widens. Where it narrows, the parts would be rounded before they are added."""
     old, new = node.inputs[0].aval.dtype, node.outputs[0].aval.dtype
     floats = all(d.kind in "fcV" for d in (old, new))
     return (LINEAR(0),) if floats and new.itemsize >= old.itemsize else ()
 
 
 def _div_passes(node: Node) -> tuple[Passes, ...]:
-    """Integer division rounds each summand."""
+    """Integer division may not wait, because it would round each part of a sum."""
     return (LINEAR(0),) if node.outputs[0].aval.dtype.kind not in "iu" else ()
 
 

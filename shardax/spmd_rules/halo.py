@@ -151,7 +151,9 @@ def _distances(needs: Sequence[tuple[int, int]], block: int) -> dict[int, dict[i
 
 
 def _piece(distance: int, needs: dict[int, tuple[int, int]], block: int, count: int) -> Piece:
-    """Who wants less than the whole piece gets rows before what it wants where that ends the shard, else rows after it."""
+    """The piece that comes from `distance` devices further on. A device that wants less than a whole piece gets more rows
+    before it if the shard ends there, else after it.
+    """
     if not distance:
         return Piece(0, block, (0,) * count, ())
     rows = max(end - first for first, end in needs.values())
@@ -170,7 +172,9 @@ def _offsets(want: Wanted, needs, pieces: Sequence[Piece], block: int) -> list[i
 
 
 def _offset(i: int, first: int, inside: int, pieces: Sequence[Piece], block: int) -> int:
-    """Where device i finds row `first`; `inside` is the first of its rows in the value. No block: all is in its shard."""
+    """Where device i finds row `first` in its pieces; `inside` is the first of its rows that is in the value. Without blocks
+    (`block` is 0) all rows are in its own shard.
+    """
     if not block:
         return first
     holder = inside // block
@@ -222,7 +226,9 @@ def _filling(shard, rows: int, dim: int):
 
 
 def _shows_garbage(local: Local, want: Wanted, exchange: Exchange, fill) -> bool:
-    """Zeros are there already, from the filling and from ppermutes that bring nothing, unless the last shard is padded."""
+    """Whether garbage may show. Zeros need no mask, because filling and ppermutes that bring nothing give zeros, unless the
+    last shard is padded.
+    """
     even = want.size == local.operands[want.operand].padded[want.dim] * want.unit
     zeros = isinstance(fill, int) and fill == 0 and even and not exchange.far
     return exchange.outside and not zeros
@@ -242,7 +248,7 @@ def slice_by_device(x, starts: Sequence[int], rows: int, dim: int, device):
 
 
 def by_device(values: Sequence[int], device):
-    """`values[device]`: a number where all are alike, a formula where they grow evenly, else looked up."""
+    """`values[device]`: a number where all are equal, a formula where they grow evenly, else a lookup."""
     first, steps = values[0], set(np.diff(values).tolist())
     if len(steps) > 1:
         return jnp.asarray(np.array(values, np.int32))[device]

@@ -94,7 +94,9 @@ class _Windows:
 
 
 def owner_mark(dtype) -> str:
-    """The mark of a factor where one shard has the result and the others give zeros: booleans do not add, keys neither."""
+    """The mark of a factor where one shard has the result and the others give zeros. Booleans and random keys cannot be
+    added.
+    """
     if dtype == np.bool_:
         return ":max"
     return "+" if jnp.issubdtype(dtype, np.number) else "!"
@@ -115,7 +117,7 @@ def _signed(indices):
 
 
 def _localize(local: Local, windows: _Windows, indices, clips: bool):
-    """The windows and where they lie in this device's shard: what other shards answer comes to lie outside of it."""
+    """The windows in this device's shard, with indices relative to it; what other shards answer has indices outside of it."""
     pointed, layout = windows.pointed(local), local.operands[0]
     longer = [d for d in pointed if windows.sizes[d] > 1]
     outside = _outside(windows, indices)
@@ -186,7 +188,9 @@ def _is_first(local: Local, dims: Sequence[int]):
 
 
 def _gather_passes(node: Node) -> tuple[Passes, ...]:
-    """The fill value would be added once for each device; and not all backends keep NaN in a maximum over devices."""
+    """A fill value would be added once for each device, so sums may wait only where it is 0 or NaN. Maxima may not wait where
+    it is NaN, because not all backends keep NaN in a maximum over devices.
+    """
     fill = node.params["fill_value"] if node.params["mode"] == _DROP else 0
     if fill == 0:
         return (MOVES(0),)
@@ -220,7 +224,7 @@ def _scatter_windows(node: Node) -> _Windows:
 
 
 def _scatter_local(local: Local, operand, indices, updates):
-    """Positions are not clipped into the shard, so that unique indices stay unique and sorted ones sorted."""
+    """Positions outside of the shard are not clipped, so that unique indices stay unique, and sorted ones sorted."""
     windows = _scatter_windows(local.node)
     if not windows.pointed(local):
         return local.bind(operand, indices, updates)
@@ -232,7 +236,7 @@ def _scatter_local(local: Local, operand, indices, updates):
 
 
 def _scatter_add_local(local: Local, operand, indices, updates):
-    """Where updates are split the operand counts once."""
+    """Where updates are split over devices, the operand must count only once."""
     axes: Axes = tuple(a for factor, split in local.splits.items() if factor[0] == "u" for a in split.axes)
     if axes:
         operand = lax.select(local.index(axes) == 0, operand, lax.full_like(operand, 0))
@@ -240,7 +244,9 @@ def _scatter_add_local(local: Local, operand, indices, updates):
 
 
 def _scatter_passes(node: Node) -> tuple[Passes, ...]:
-    """Only if nothing is computed, as `x.at[i].apply(f)` does, and no two updates compete: each device might choose another."""
+    """Reductions may wait only if nothing is computed (as `x.at[i].apply(f)` does) and no two updates compete, for then each
+    device might choose another.
+    """
     moves = node.params["update_jaxpr"] is None and node.params["unique_indices"]
     return (MOVES(0, 2),) if moves else ()
 
@@ -272,13 +278,13 @@ def _dynamic_slice_local(local: Local, operand, *starts):
 
 
 def _within(shape: Sequence[int], sizes: Sequence[int], starts):
-    """Starts in range, said outright: jaxlib 0.10 forgets to clamp them where the window is then cut, as by a reshard."""
+    """Starts clamped into range. jaxlib 0.10 forgets to clamp them where the window is then cut, as by a reshard."""
     lasts = (min(n - size, np.iinfo(start.dtype).max) for n, size, start in zip(shape, sizes, starts, strict=True))
     return [_clip(start, np.asarray(last, start.dtype)) for start, last in zip(starts, lasts, strict=True)]
 
 
 def _own(local: Local, windows: _Windows, starts):
-    """The starts of windows of one position in this device's shard, and whether it has them."""
+    """The starts of windows of one position relative to this device's shard, and whether the shard has them."""
     starts, inside = list(starts), True
     for d in windows.pointed(local):
         position = _signed(_clip(starts[d], windows.last(starts[d].dtype)[d]))

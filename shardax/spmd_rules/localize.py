@@ -31,7 +31,7 @@ def tensor_layout(dims: TensorFactors, factors: Factors, splits: Splits, pending
 
 
 def project(dim: DimFactors, axes: Axes, padded: int, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
-    """The splits of factors that a dim, split over `axes` and padded so, has or comes nearest to.
+    """The splits of factors that a dim has which is split over `axes` and padded so, or the nearest ones.
 
     >>> from shardax.spmd_rules.rule import bind, parse
     >>> factors = bind(parse("(h w) -> h w"), ((24,),), ((2, 12),))

@@ -38,7 +38,7 @@ def _shared_sizes(node: Node) -> bool:
 
 
 def _dims_before(node: Node) -> list[int]:
-    """The dims of lhs for each position of which there is a list of group sizes."""
+    """The dims of lhs that have a list of group sizes for each of their positions."""
     dims = node.params["ragged_dot_dimension_numbers"]
     (contract, _), (batch, _) = dims.dot_dimension_numbers
     rows = dims.lhs_ragged_dimensions[0]
@@ -68,7 +68,7 @@ def _ragged_dot_local(local: Local, lhs, rhs, sizes):
 
 
 def _sizes_here(sizes, first, count: int):
-    """How many of the rows first … first + count - 1 each group has."""
+    """For each group, how many of its rows are among rows first … first + count - 1."""
     ends = jnp.cumsum(sizes, dtype=sizes.dtype)
     inside = [jnp.clip(edge - first, 0, count) for edge in (ends - sizes, ends)]
     return inside[1] - inside[0]

@@ -20,7 +20,7 @@ _THREEFRY = "key<fry>"
 
 
 def _per_key(node: Node) -> bool:
-    """Whether each key's result is a function of that key alone: under vmap, rbg draws for all keys from the first."""
+    """Whether the result of each key depends on that key alone. Under vmap, rbg draws for all keys from the first."""
     return node.inputs[0].aval.dtype.name == _THREEFRY
 
 
@@ -116,7 +116,7 @@ def _iota_2x32_shape_local(local: Local):
 
 
 def random_gamma(node: Node) -> str:
-    """Samples of one key stay together: each is drawn from keys split off inside the primitive."""
+    """Dims of the samples of one key stay whole: each sample is drawn from keys that are split off inside the primitive."""
     if not _per_key(node):
         return whole_rule(node)
     keys = _names("k", len(node.inputs[0].shape))

@@ -44,7 +44,7 @@ def _waits(node: Node) -> bool:
 
 
 def _over(local: Local) -> Axes:
-    """The axes that split reduced dims."""
+    """The axes that split the reduced dims."""
     gone = local.params["dimensions" if local.node.name == "reduce" else "axes"]
     return tuple(a for d in gone for a in local.operands[0].dims[d])
 
@@ -112,7 +112,9 @@ def reduce(node: Node) -> str:
 
 
 def _reduce_local(local: Local, *shards):
-    """What the devices found is reduced in their order, and only there does the initial value count: it need not be neutral."""
+    """The devices' results are reduced in the order of devices. Only there does the initial value count, because it need not
+    be neutral.
+    """
     count = len(local.node.outputs)
     operands, starts, gone = shards[:count], shards[count:], local.params["dimensions"]
     if not (axes := _over(local)):  # behind a barrier: XLA loses the initial value of a reduction of what was concatenated
@@ -125,7 +127,7 @@ def _reduce_local(local: Local, *shards):
 
 
 def skipping(combine: Callable) -> Callable:
-    """The reducer of (values, flag) that reduces the values whose flag is set by `combine`, and is neutral to the others."""
+    """A reducer of pairs (values, flag): it combines the values whose flag is set by `combine`, and skips the others."""
 
     def reducer(a, b):
         (*xs, one), (*ys, other) = a, b

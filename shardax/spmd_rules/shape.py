@@ -47,7 +47,7 @@ def concatenate(node: Node) -> str:
 
 
 def _concatenate_wants(local: Local) -> Iterator[Wanted]:
-    """Of each operand what it gives to this device's part of the result; `before`: where it begins there."""
+    """What each operand gives to this device's part of the result; `before` is where the operand begins there."""
     dim, before = local.params["dimension"], 0
     for i, shape in enumerate(local.node.in_shapes if local.results[0].dims[dim] else ()):
         size, start = shape[dim], before
@@ -57,7 +57,7 @@ def _concatenate_wants(local: Local) -> Iterator[Wanted]:
 
 
 def _clipped(first, end, size: int):
-    """Rows from `first` on, those before `end` mattering as far as there are any."""
+    """Rows from `first` on; those before `end` matter, as far as there are any."""
     return first, np.where((end > 0) & (first < size), np.minimum(end, size), first)
 
 
@@ -160,7 +160,7 @@ def _padded_inside(local: Local, want: Wanted, rows, value):
 
 
 def _pad_passes(node: Node) -> tuple[Passes, ...]:
-    """A fixed padding value leaves maxima as they are, zero sums too."""
+    """Maxima may wait where the padding is a fixed value, and sums where it is zero."""
     return (MOVES(0, 1), MOVES(0) if _pads_zero(node) else Passes(("max", "min"), (0,)))
 
 
@@ -175,7 +175,7 @@ def rev(node: Node) -> str:
 
 
 def _rev_wants(local: Local) -> Iterator[Wanted]:
-    """What is left to send when each shard has changed places with the one opposite: the padding came to the front."""
+    """What is left to send after each shard has changed places with the opposite one: the padding is now in front."""
     layout = local.operands[0]
     for d in local.params["dimensions"]:
         size, behind = local.node.in_shapes[0][d], layout.padded[d] - local.node.in_shapes[0][d]
@@ -225,7 +225,7 @@ def _slice_wants(local: Local) -> Iterator[Wanted]:
 
 
 def _slice_local(local: Local, shard):
-    """Each shard takes the position that the owner of the wanted one takes; all but the owner then give zeros."""
+    """Each shard takes the position that the owner of the wanted one takes; then all but the owner give zeros."""
     first, last = list(local.params["start_indices"]), list(local.params["limit_indices"])
     layout, inside = local.operands[0], True
     for want in _slice_wants(local):

@@ -85,12 +85,16 @@ def _is_padded(local: Local) -> bool:
 
 
 def _shows_places(local: Local) -> bool:
-    """Whether it shows which of two rows with the same keys comes first: it does not of integers. Floats have two zeros."""
+    """Whether the result shows which of two rows with equal keys comes first. For integers it does not; floats have two
+    zeros.
+    """
     return local.params["num_keys"] < len(local.node.inputs) or any(v.aval.dtype.kind not in "iub" for v in local.node.inputs)
 
 
 def _merge_and_split(local: Local, rows, pairs: Sequence[tuple[int, int]], by: Callable):
-    """The pairs exchange their blocks; of what both have together the first keeps the lower half, the second the upper."""
+    """The pairs exchange their blocks. Of what both have together, the first device keeps the lower half, the second the
+    upper.
+    """
     dim, block = local.params["dimension"], local.in_shape()[local.params["dimension"]]
     axes = local.operands[0].dims[dim]
     upper, paired = {hi for _, hi in pairs}, {i for pair in pairs for i in pair}
@@ -132,7 +136,9 @@ def _sort_sends(local: Local) -> Iterator[float]:
 
 
 def _approx_top_k_local(local: Local, shard):
-    """The recall is that of the whole dim; what is lost, the devices lose."""
+    """The recall is that of the whole dim. Elements are lost only where each device picks its candidates; the last pick is
+    exact.
+    """
     axis, fill = (
         local.params["reduction_dimension"] % shard.ndim,
         identity("max" if local.params["is_max_k"] else "min", shard.dtype),
@@ -156,7 +162,7 @@ def _least(dtype):
 
 
 def _pick(local: Local, shard, axis: int, fill, first: Callable, last: Callable):
-    """Gathers k candidates from each device. In their order equal values stay in global order, so ties are decided alike."""
+    """Gathers k candidates from each device. They come in the order of devices, so ties are decided as on one device."""
     layout = local.operands[0]
     axes = layout.dims[axis]
     if not axes:

@@ -186,7 +186,7 @@ def _sums(node: Node, i: int) -> bool:
 
 
 def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:
-    """(spatial dim, what is taken of it) for those that are split."""
+    """The pairs (spatial dim, what is taken of it) of the spatial dims that are split."""
     node = local.node
     for i in range(len(node.params["padding"])):
         lhs, rhs, out = _conv_dims(node, i)
@@ -198,7 +198,7 @@ def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:
 
 
 def _summed_part(local: Local, slide: _Slide, lhs: int, rhs: int, results: int) -> _Part:
-    """What this device's block of the kernel sees: its window begins where the block does."""
+    """The part that this device's block of the kernel sees. Its window begins where the block does."""
     block = local.in_shape(1)[rhs]
     own = _Slide(block, slide.stride, slide.low, slide.high, slide.holes, slide.spread)
 
@@ -216,7 +216,7 @@ def _conv_wants(local: Local) -> Iterator[Wanted]:
 
 
 def _conv_local(local: Local, lhs, rhs):
-    """Devices hold whole groups: there are fewer of them."""
+    """The lowering on shards. Devices hold whole feature or batch groups, so there are fewer groups."""
     padding, dilation = list(local.params["padding"]), list(local.params["lhs_dilation"])
     parts = list(_conv_parts(local))
     for i, part in parts:
@@ -296,8 +296,9 @@ def _initial_values(local: Local, shards) -> Sequence[Any]:
 
 
 def _bind_skipping(local: Local, *shards, padding, base_dilation):
-    """XLA combines no padding, whatever the initial value. Nor is what was filled in: a flag goes along, what has none is left
-    out."""
+    """Runs the reduction with a flag beside the values, which leaves out what has no flag. XLA does not combine padding,
+    whatever the initial value is; so what was filled in must not be combined either.
+    """
     parts, count = [part for part in _window_parts(local) if part.shows_filling(local)], len(local.node.outputs)
     if not parts:
         return local.bind(*shards, padding=padding, base_dilation=base_dilation)
