@@ -7,12 +7,12 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_program import mesh_of
 
 import shardax as sx
 from shardax import _jax
 from shardax.associative import with_associative_scans
 from shardax.graph import from_jaxpr
+from tests.test_program import mesh_of
 from tests.test_random_programs import poisoned_padding
 
 MESH = mesh_of(4, 2)

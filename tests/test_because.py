@@ -226,7 +226,12 @@ def test_axes_are_those_that_the_user_named():
         return sx.annotate(v, jax.sharding.NamedSharding(other, P(None, "b"))).sum(1)
 
     told = tell(plan(f, P("x"), (16, 8), mesh=mesh))
-    assert told and all("." in facts or "x" in facts for _, _, facts in told)
+    assert [collective for collective, _, _ in told] == ["all_to_all over b", "all_gather over a", "all_reduce over b"]
+    asked = "annotate on (a=2, b=4)"
+    assert [facts.rsplit(" at ", 1)[0] for _, _, facts in told] == [
+        *[f"v P('x') by in_shardings[0] against P(None, 'b') by {asked}"] * 2,
+        f"over dim 1 of v, split by {asked}",
+    ]
     check(plan(f, P("x"), (16, 8), mesh=mesh))
 
 

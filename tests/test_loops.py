@@ -9,11 +9,11 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_program import mesh_of, same
 
 import shardax as sx
 from shardax.graph import from_jaxpr
 from shardax.trips import carries_of_map
+from tests.test_program import mesh_of, same
 
 
 def array(*shape):
