@@ -61,10 +61,11 @@ def _both_gradients(combine: Combine, abc, cts):
 def _small(combine: Combine, types, dim: int) -> list[tuple[tuple[int, ...], Any]]:
     """The types with a few rows, two of what else is treated alike; what is mixed has its size."""
     rows = combine.words[0].split()[dim]
-    return [
-        (tuple(_ROWS if w == rows else n if w.endswith("!") else 2 for w, n in zip(words.split(), shape, strict=True)), dtype)
-        for words, (shape, dtype) in zip(combine.words, types, strict=True)
-    ]
+
+    def size(word: str, n: int) -> int:
+        return _ROWS if word == rows else n if word.endswith("!") else 2
+
+    return [(tuple(map(size, words.split(), shape)), dtype) for words, (shape, dtype) in zip(combine.words, types, strict=True)]
 
 
 def _sample(random: np.random.Generator, shape: tuple[int, ...], dtype) -> np.ndarray:

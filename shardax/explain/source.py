@@ -24,7 +24,7 @@ from jax.extend.core import jaxprs_in_params
 from shardax import _jax
 from shardax.explain.ledger import KINDS, array_text, reason_of
 from shardax.explain.lines import assigned, code, line_text
-from shardax.explain.spelling import SPELLINGS, Call, Text, expression, literal, object_text
+from shardax.explain.spelling import SPELLINGS, Call, Text, expression, literal, object_text, packed
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Plan
@@ -290,13 +290,13 @@ def _scan(body: _Body, eqn, operands: Sequence[Text]) -> None:
         _jax.closed(eqn.params["jaxpr"]),
         operands[:consts],
         [init, xs],
-        lambda out: f"{_tuple(out[:carries])}, {_tuple(out[carries:])}",
+        lambda out: f"{packed(out[:carries])}, {packed(out[carries:])}",
     )
     carry = [body.define([v], _base_of(x))[0] for v, x in zip(eqn.outvars[:carries], init, strict=True)]
     stacked = body.define(eqn.outvars[carries:], "stacked")
     options = [f"length={eqn.params['length']}"] + ["reverse=True"] * bool(eqn.params["reverse"])
     options += [f"unroll={eqn.params['unroll']}"] * (eqn.params["unroll"] != 1)
-    inputs = f"{_tuple(init)}, {_tuple(xs) if xs else 'None'}"
+    inputs = f"{packed(init)}, {packed(xs) if xs else 'None'}"
     body.statement(f"{_left(carry)}, {_left(stacked)} = lax.scan({step}, {inputs}, {', '.join(options)})")
 
 
@@ -305,21 +305,16 @@ def _while(body: _Body, eqn, operands: Sequence[Text]) -> None:
     start = cond_consts + body_consts
     init, closed = operands[start:], [_jax.closed(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr")]
     condition = body.function("condition", closed[0], operands[:cond_consts], [init], lambda out: str(out[0]))
-    step = body.function("step", closed[1], operands[cond_consts:start], [init], _tuple)
+    step = body.function("step", closed[1], operands[cond_consts:start], [init], packed)
     carry = [body.define([v], _base_of(x))[0] for v, x in zip(eqn.outvars, init, strict=True)]
-    body.statement(f"{_left(carry)} = lax.while_loop({condition}, {step}, {_tuple(init)})")
+    body.statement(f"{_left(carry)} = lax.while_loop({condition}, {step}, {packed(init)})")
 
 
 def _cond(body: _Body, eqn, operands: Sequence[Text]) -> None:
     index, *inputs = operands
-    branches = [body.function(f"branch_{i}", _jax.closed(b), inputs, [], _tuple) for i, b in enumerate(eqn.params["branches"])]
+    branches = [body.function(f"branch_{i}", _jax.closed(b), inputs, [], packed) for i, b in enumerate(eqn.params["branches"])]
     results = body.define(eqn.outvars, "chosen")
     body.statement(f"{_left(results)} = lax.switch({index}, [{', '.join(branches)}])")
-
-
-def _tuple(texts: Sequence[Text]) -> str:
-    """One value as it is, several as a tuple."""
-    return str(texts[0]) if len(texts) == 1 else f"({', '.join(map(str, texts))})"
 
 
 def _left(names: Sequence[str]) -> str:

@@ -336,11 +336,11 @@ def _concatenate(call: Call) -> Text:
 
 def _sort(call: Call) -> Text:
     options = call.spelled("dimension", "is_stable", "num_keys")
-    return Text(f"lax.sort({_packed(call.operands)}, {options})", call.out)
+    return Text(f"lax.sort({packed(call.operands)}, {options})", call.out)
 
 
-def _packed(operands: Sequence[Text]) -> str:
-    """One operand as it is, several as a tuple: so take and give them sort and the reducing collectives."""
+def packed(operands: Sequence[Text]) -> str:
+    """One operand as it is, several as a tuple: sort, the reducing collectives and loops take and give them so."""
     return str(operands[0]) if len(operands) == 1 else f"({', '.join(map(str, operands))})"
 
 
@@ -366,7 +366,7 @@ def _several(name: str, param: str) -> Spelling:
     def spelling(call: Call) -> Text | None:
         if call.params.get("axis_index_groups") is not None:
             return None
-        return Text(f"{name}({_packed(call.operands)}, {_axes(call.params[param])})", call.out)
+        return Text(f"{name}({packed(call.operands)}, {_axes(call.params[param])})", call.out)
 
     return spelling
 
@@ -398,7 +398,7 @@ def _random_bits(call: Call) -> Text:
 
 
 def _barrier(call: Call) -> Text:
-    return Text(f"lax.optimization_barrier({_packed(call.operands)})", call.out)
+    return Text(f"lax.optimization_barrier({packed(call.operands)})", call.out)
 
 
 def _bound(call: Call) -> Text:
