@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from shardax import _jax, static_updates
 from shardax.annotate import SAVED, annotate_p
 from shardax.sharding import from_spec
-from shardax.untyped import memory_of
+from shardax.untyped import memory_of, shape_of
 
 
 @dataclass(eq=False, slots=True)
@@ -280,6 +280,23 @@ def _concatenate(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     return inliner.append(eqn, eqn.primitive, eqn.params, full, [Value(v.aval) for v in eqn.outvars])
 
 
+def _over_dims(reduce: Callable[..., Any]):
+    """A collective over dims, as vmap makes it of an axis_name, is a reduction; then comes what is over axes of a shard_map."""
+
+    def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+        dims, axes = ([a for a in eqn.params["axes"] if isinstance(a, int) is over] for over in (True, False))
+        if not dims:
+            return _plain(inliner, eqn, inputs)
+        reduced = jax.make_jaxpr(lambda *xs: [reduce(x, dims) for x in xs])(*(shape_of(v.aval) for v in inputs))
+        values = inliner.call(eqn, reduced, inputs)
+        if not axes:
+            return values
+        params = {**eqn.params, "axes": tuple(axes)}
+        return inliner.append(eqn, eqn.primitive, params, values, [Value(v.aval) for v in eqn.outvars])
+
+    return call
+
+
 def _folded(evaluate: Callable[..., Any], otherwise=_plain):
     """An equation that makes a few integers of literals, as indices are made, becomes a literal too."""
 
@@ -365,6 +382,10 @@ _CALLS = {
     "linear_call": _call(lambda eqn: eqn.params["callee"]),
     "pad": _pad,
     "pjit": _jit,
+    "pmax": _over_dims(lax.reduce_max),
+    "pmin": _over_dims(lax.reduce_min),
+    "psum": _over_dims(lax.reduce_sum),
+    "psum_invariant": _over_dims(lax.reduce_sum),
     "remat2": _remat,
     "scatter": _update(_scatter_starts, 1, 2),
     "scatter-add": _update(_scatter_starts, 1, 2),

@@ -123,10 +123,56 @@ def test_spmd_axis_name():
     assert out.sharding.is_equivalent_to(NamedSharding(MESH, P("x", None, "y")), 3)
 
 
-@pytest.mark.filterwarnings("ignore:psum")  # over a dim, once it is batched: no rule yet
-def test_axis_name():
-    f = sx.shard_jit(lambda x: x / lax.psum(x, "batch"), mesh=MESH)
-    check(jax.vmap(f, axis_name="batch")(X + 3), (X + 3) / (X + 3).sum(0))
+def over_a_named_dim(x):
+    """Each of JAX's collectives that a vmap with an axis_name takes."""
+    whole = (10 * x).astype("int32")
+    return {
+        "sum": lax.psum((x, whole), "batch"),
+        "mean": x - lax.pmean(x, "batch"),
+        "greatest": (lax.pmax(whole, "batch"), lax.pmin(x, "batch")),
+        "place": x * lax.axis_index("batch").astype("float32") / lax.axis_size("batch"),
+        "gathered": lax.all_gather(x, "batch") @ x,
+        "moved": lax.ppermute(x, "batch", [(i, (i + 1) % 7) for i in range(7)]),
+        "turned": lax.all_to_all(jnp.outer(jnp.arange(7.0), x), "batch", 0, 0),
+        "scattered": lax.psum_scatter(jnp.outer(jnp.arange(7.0), x), "batch"),
+        "carried": lax.scan(lambda c, row: (c + lax.psum(row, "batch"), c), jnp.zeros(()), x)[1],
+        "sent": jax.grad(lambda x: (lax.psum(x, "batch") ** 2).sum())(x),
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda f: jax.vmap(sx.shard_jit(f, mesh=MESH, in_shardings=P("y")), axis_name="batch"),
+        lambda f: jax.jit(jax.vmap(sx.shard_jit(f, mesh=MESH, in_shardings=P("y")), axis_name="batch", spmd_axis_name="x")),
+        lambda f: sx.shard_jit(jax.vmap(f, axis_name="batch"), mesh=MESH, in_shardings=P("x")),
+        lambda f: jax.vmap(lambda x: f(sx.shard_jit(jnp.positive, mesh=MESH)(x)), axis_name="batch"),
+        lambda f: jax.vmap(sx.shard_jit(f, mesh=MESH), in_axes=1, axis_name="batch")
+    ],
+    ids=["inside", "split", "around", "outside", "columns"],
+)  # fmt: skip
+def test_axis_name(request, make):
+    x = ramp(7, 7)
+    turned = x.T if request.node.callspec.id == "columns" else x
+    check(make(over_a_named_dim)(turned), jax.vmap(over_a_named_dim, axis_name="batch")(x))
+
+
+@pytest.mark.parametrize("reduce", [lax.psum, lax.pmax])
+def test_a_sum_over_a_named_dim_is_a_sum_over_devices(reduce):
+    f = jax.vmap(lambda x: x / reduce(x, "batch"), axis_name="batch")
+    plan = sx.shard_jit(f, mesh=MESH, in_shardings=P("x", "y")).plan(X)
+    assert [(c.kind, c.axes, c.operands[0].size) for c in plan.collectives] == [("all_reduce", ("x",), 2)]
+
+
+def test_a_sum_over_a_named_dim_and_an_axis():
+    """Of a shard_map, which a vmap is around."""
+
+    def f(x):
+        mapped = jax.shard_map(lambda x: lax.psum(x, ("x", "batch")), mesh=MESH, in_specs=P("x"), out_specs=P())
+        return mapped(x)
+
+    f = jax.vmap(f, axis_name="batch")
+    check(sx.shard_jit(f, mesh=MESH, in_shardings=P("y"))(X.T), jnp.broadcast_to(X.reshape(4, 2, 4).sum((0, 2)), (4, 2)))
 
 
 def test_unused_results_and_arguments_are_dropped():
