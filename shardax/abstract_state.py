@@ -1,11 +1,12 @@
 """abstract_state: the shapes and shardings in which the arguments of a sharded function rest, before any of them exists."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from shardax import _jax
+from shardax.given import require_numbers
 
 
 @runtime_checkable
@@ -46,12 +47,14 @@ def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kw
     """
     if not isinstance(step, Planned):
         raise ValueError(f"abstract_state: step is {step!r}, which shard_jit did not make: give it shard_jit(fun, ...)")
+    require_numbers(argnums, "argnums of abstract_state", or_none=False)
     shardings = step.plan(*args, **kwargs).in_shardings
     infos = step.trace(*args, **kwargs).args_info[0]
     resting = jax.tree.map(_resting, infos, tuple(shardings))
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
     _check(numbers, len(resting))
-    return resting[argnums] if isinstance(argnums, int) else tuple(resting[i] for i in numbers)
+    found = tuple(resting[i] for i in numbers)
+    return found if isinstance(argnums, Iterable) else found[0]
 
 
 def _resting(info, sharding) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
+from shardax.given import require_array
 from shardax.sharding import Axes, entry_axes
 
 Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where completion decides
@@ -32,9 +33,10 @@ def annotate(x, spec):
     place = _put if _jax.is_eager(x) else _record
     paths, leaves, tree = flatten(x)
     specs = broadcast_specs(spec, x, "spec")
-    return tree.unflatten(
-        [place(leaf, s, f"annotate's {p or 'value'}") for leaf, s, p in zip(leaves, specs, paths, strict=True)]
-    )
+    names = [f"annotate's {path or 'value'}" for path in paths]
+    for leaf, name in zip(leaves, names, strict=True):
+        require_array(leaf, name)
+    return tree.unflatten(map(place, leaves, specs, names))
 
 
 def replicate(x):
@@ -72,10 +74,14 @@ def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) 
         check_devices(spec.mesh, spec.spec, mesh, f"{what} is given a NamedSharding")
         spec, mesh = spec.spec, spec.mesh
     if not isinstance(spec, PartitionSpec):
-        raise ValueError(f"{what}: {spec!r} is no sharding; give a PartitionSpec, a NamedSharding or None")
+        raise _no_sharding(spec, what)
     dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
     _check_dims(dims, spec, shape, mesh, what)
     return dims + ((),) * (len(shape) - len(dims))
+
+
+def _no_sharding(spec, what: str) -> ValueError:
+    return ValueError(f"{what}: {spec!r} is no sharding; give a PartitionSpec, a NamedSharding or None")
 
 
 def flatten(tree):
@@ -198,6 +204,8 @@ def _record(x, spec, what: str):
 def _put(x, spec, what: str):
     if spec is None:
         return x
+    if not is_spec(spec):
+        raise _no_sharding(spec, what)
     mesh = spec.mesh if isinstance(spec, NamedSharding) else _jax.context_mesh()
     if mesh is None or isinstance(mesh, AbstractMesh):
         raise ValueError(_no_mesh(what))

@@ -73,7 +73,9 @@ def shard_jit(
             transforms=transforms,
             options=options,
         )
-    check_given(fun, mesh, transforms, options)
+    numbers = {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
+    names = {"static_argnames": static_argnames, "donate_argnames": donate_argnames}
+    check_given(fun, mesh, transforms, options, numbers, names)
     static = _jax.infer_names(fun, static_argnums, static_argnames)
     donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
     named = {"mesh=": mesh, "in_shardings": mesh_of(in_shardings), "out_shardings": mesh_of(out_shardings)}

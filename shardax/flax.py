@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from shardax import _jax, api
 from shardax.abstract_state import abstract_state as abstract_arguments
 from shardax.annotate import annotate
+from shardax.given import require, require_function, require_names, require_numbers
 from shardax.signature import positional_names
 
 Rules = Sequence[tuple[str, Any]]  # (name of a dim, mesh axis or axes or None), as flax has them
@@ -42,6 +43,9 @@ def specs(tree: Any, rules: Rules | None = None) -> Any:
     >>> specs({"kernel": box, "bias": jax.ShapeDtypeStruct((4,), "float32")})
     {'bias': None, 'kernel': P('data', None)}
     """
+    pairs = isinstance(rules, Sequence) and all(isinstance(r, tuple | list) and len(r) == 2 for r in rules)
+    words = "pairs of the name of a dim and mesh axes, such as [('embed', None), ('mlp', 'model')]"
+    require(pairs or rules is None, "rules of shardax.flax.specs", rules, words)
     return jax.tree.map(functools.partial(_spec, rules=rules), tree, is_leaf=_names_dims)
 
 
@@ -88,6 +92,7 @@ def _variable_spec(variable: nnx.Variable, rules: Rules | None) -> PartitionSpec
     return nnx.spmd.get_var_pspec(variable)
 
 
+@_jax.boundary
 def shard_jit(
     fun: Callable[..., Any] | None = None,
     *,
@@ -123,6 +128,10 @@ def shard_jit(
             donate_argnums=donate_argnums,
             **options,
         )
+    require_function(fun, "fun of shardax.flax.shard_jit", "a function: give shardings and the mesh by their names")
+    require_numbers(static_argnums, "static_argnums of shardax.flax.shard_jit")
+    require_numbers(donate_argnums, "donate_argnums of shardax.flax.shard_jit")
+    require_names(options.get("static_argnames"), "static_argnames of shardax.flax.shard_jit")
     given = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     step = api.shard_jit(
         _of_states(fun, given, out_shardings, *_jax.infer_names(fun, static_argnums, options.get("static_argnames"))),
@@ -151,6 +160,7 @@ def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kw
         raise ValueError(
             f"abstract_state: step is {step!r}, which shardax.flax.shard_jit did not make: give it shard_jit(fun, ...)"
         )
+    require_numbers(argnums, "argnums of abstract_state", or_none=False)
     return step._of_states(functools.partial(abstract_arguments, step._step, argnums=_shifted(argnums)), args, kwargs)
 
 
@@ -264,6 +274,6 @@ def _is_whole(x) -> bool:
 
 def _shifted(numbers: Any) -> Any:
     """Numbers of positional arguments, after one more in front."""
-    if numbers is None or isinstance(numbers, int):
-        return numbers if numbers is None or numbers < 0 else numbers + 1
-    return tuple(map(_shifted, numbers))
+    if isinstance(numbers, Iterable):
+        return tuple(map(_shifted, numbers))
+    return numbers if numbers is None or numbers < 0 else numbers + 1

@@ -13,6 +13,7 @@ from shardax import _jax, transform
 from shardax.annotate import describe, flatten
 from shardax.crossing import Crossing, entering
 from shardax.explain.lines import line_text
+from shardax.given import require
 from shardax.options import Options, Refused
 from shardax.signature import argument_name, positional_names, shardings_by_name
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
@@ -110,7 +111,7 @@ class Function:
         with _jax.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
             request = self._request(mesh, args, kwargs)
             traced = trace(request)
-            jaxpr = functools.reduce(lambda jaxpr, change: change(jaxpr), self.transforms, traced.jaxpr)
+            jaxpr = functools.reduce(_transformed, enumerate(self.transforms), traced.jaxpr)
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in inputs]
             outs = transform.bind(untyped, jaxpr, mesh, self.options)
@@ -281,6 +282,21 @@ def mesh_of(tree) -> Mesh | AbstractMesh | None:
 def crossing_of(number: int, x, mesh: Mesh) -> Crossing | None:
     own = transform.committed(x, mesh)
     return entering(number, jax.typeof(x), own, mesh) if own is not None and own.mesh.places else None
+
+
+def _transformed(jaxpr, numbered: tuple[int, Transform]):
+    i, transform = numbered
+    new = transform(jaxpr)
+    argument = f"the result of transforms[{i}] of shard_jit"
+    require(_jax.is_jaxpr(new) and hasattr(new, "consts"), argument, new, "a ClosedJaxpr, as that function gets one")
+    for side, before, after in (("inputs", jaxpr.in_avals, new.in_avals), ("results", jaxpr.out_avals, new.out_avals)):
+        types = [[(a.shape, a.dtype) for a in avals] for avals in (before, after)]
+        if types[0] != types[1]:
+            texts = (", ".join(a.str_short(short_dtypes=True) for a in avals) or "none" for avals in (after, before))
+            raise ValueError(
+                "{} has other {}, {}, than the jaxpr that it was given, {}: keep them".format(argument, side, *texts)
+            )
+    return new
 
 
 def _is_deleted(x) -> bool:

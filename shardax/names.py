@@ -11,11 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax import _jax
 from shardax.annotate import annotate, describe
+from shardax.given import is_whole, require, require_array, require_mesh
 from shardax.sharding import Axes, entry_axes
 
 AnyMesh = Mesh | AbstractMesh
 
 
+@_jax.boundary
 def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
     """GShard's: splits dim `dim` of the array `x` over an axis, over several, or into so many shards; its other dims stay
     whole.
@@ -29,11 +31,17 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
     ...     split(jax.numpy.zeros((8, 4)), -1, "x").sharding.spec == PartitionSpec(None, "x")
     True
     """
-    axes = _axes_of_count(axis_or_count) if isinstance(axis_or_count, int) else axis_or_count
+    require_array(x, "x of split")
+    require(is_whole(dim), "dim of split", dim, "the number of a dim, such as 0")
+    names = axis_or_count if isinstance(axis_or_count, tuple | list) else (axis_or_count,)
+    ok = is_whole(axis_or_count, 1) or all(isinstance(name, str) for name in names)
+    require(ok, "axis_or_count of split", axis_or_count, "an axis, such as 'x', a tuple of axes, or a number of shards")
+    axes = _axes_of_count(int(axis_or_count)) if is_whole(axis_or_count) else names  # type: ignore[arg-type]
     before = _dim(dim, np.ndim(x), f"split(x, {dim}, {axis_or_count!r})")
-    return annotate(x, PartitionSpec(*[None] * before, axes if isinstance(axes, str) else tuple(axes) or None))
+    return annotate(x, PartitionSpec(*[None] * before, axes[0] if len(axes) == 1 else tuple(axes) or None))
 
 
+@_jax.boundary
 def shard(x, device_assignment):
     """GShard's: `device_assignment` has a dim for each dim of `x`, and in each place the device that holds that shard.
 
@@ -41,7 +49,8 @@ def shard(x, device_assignment):
     the mesh cannot express becomes a mesh of its own over the same devices. Raises ValueError where it does not name every
     device once.
     """
-    mesh, tiles = _context("shard"), np.asarray(device_assignment)
+    require_array(x, "x of shard")
+    mesh, tiles = _context("shard"), _assignment(device_assignment)
     if tiles.ndim != np.ndim(x):
         raise ValueError(
             f"shard: a device_assignment of shape {tiles.shape} for an array of shape {np.shape(x)}: give it a dim for each "
@@ -61,6 +70,7 @@ def shard(x, device_assignment):
     )
 
 
+@_jax.boundary
 def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
     """GSPMD's: `dims_mapping` gives for each dim of `x` the dim of the mesh that splits it, or -1.
 
@@ -69,12 +79,14 @@ def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
     >>> mesh_split(jax.numpy.zeros((8, 4)), mesh, [0, -1]).sharding.spec == PartitionSpec("x", None)
     True
     """
+    _check_given(x, mesh, dims_mapping, "dims_mapping", "mesh_split", "such as [0, -1]")
     what = f"mesh_split(x, mesh, dims_mapping={list(dims_mapping)})"
     if len(dims_mapping) != np.ndim(x):
         raise ValueError(f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, -1 where it is not split")
-    return _annotate_on(x, mesh, [None if i == -1 else _axis(i, mesh, what) for i in dims_mapping], what)
+    return _annotate_on(x, mesh, [None if is_whole(i) and i == -1 else _axis(i, mesh, what) for i in dims_mapping], what)
 
 
+@_jax.boundary
 def mark_sharding(x, mesh: AnyMesh, spec: Sequence[Any]):
     """PyTorch/XLA's: `spec` has for each dim of `x` a dim of the mesh, by number or by name, a tuple of them, or None.
 
@@ -83,6 +95,7 @@ def mark_sharding(x, mesh: AnyMesh, spec: Sequence[Any]):
     >>> mark_sharding(jax.numpy.zeros((8, 4)), mesh, ("x", None)).sharding.spec == PartitionSpec("x", None)
     True
     """
+    _check_given(x, mesh, spec, "spec", "mark_sharding", "such as (0, None)")
     what = f"mark_sharding(x, mesh, {tuple(spec)})"
     if len(spec) != np.ndim(x):
         raise ValueError(f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, None where it is not split")
@@ -94,6 +107,9 @@ class Shard:
     """DTensor's: this dim of the mesh splits dim `dim` of the array."""
 
     dim: int
+
+    def __post_init__(self):
+        require(is_whole(self.dim), "dim of Shard", self.dim, "the number of a dim, such as 0")
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,7 @@ class Partial:
     reduce_op: str = "sum"
 
 
+@_jax.boundary
 def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     """DTensor's: `placements` says for each dim of the mesh what it does to `x`. A dim that is split twice is split left to
     right.
@@ -117,6 +134,7 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     >>> redistribute(jax.numpy.zeros((8, 4)), mesh, [Shard(0)]).sharding.spec == PartitionSpec("x", None)
     True
     """
+    _check_given(x, mesh, placements, "placements", "redistribute", "such as [Shard(0), Replicate()]")
     what = f"redistribute(x, mesh, {list(placements)})"
     names = mesh.axis_names
     if len(placements) != len(names):
@@ -133,6 +151,22 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
         elif not isinstance(placement, Replicate):
             raise ValueError(f"{what}: {placement!r} is no placement; give Shard(dim) or Replicate()")
     return _annotate_on(x, mesh, [dim or None for dim in dims], what)
+
+
+def _check_given(x, mesh: AnyMesh, entries, argument: str, function: str, example: str) -> None:
+    require_array(x, f"x of {function}")
+    require_mesh(mesh, function)
+    ok = isinstance(entries, Sequence) and not isinstance(entries, str)
+    require(ok, f"{argument} of {function}", entries, f"a sequence, {example}")
+
+
+def _assignment(given) -> np.ndarray:
+    try:
+        tiles = np.asarray(given)
+    except ValueError:
+        tiles = np.asarray(None)  # rows of different lengths
+    require(tiles.dtype.kind in "iu", "device_assignment of shard", given, "an array of the numbers of devices")
+    return tiles
 
 
 def _annotate_on(x, mesh: AnyMesh, entries: Sequence[Any], what: str):
@@ -156,9 +190,9 @@ def _entry(entry, mesh: AnyMesh, what: str):
 
 def _axis(dim, mesh: AnyMesh, what: str) -> str:
     """The name of a dim of the mesh."""
-    if dim in mesh.axis_names:
+    if isinstance(dim, str) and dim in mesh.axis_names:
         return dim
-    if not isinstance(dim, int) or not 0 <= dim < len(mesh.axis_names):
+    if not is_whole(dim) or not 0 <= dim < len(mesh.axis_names):
         raise ValueError(
             f"{what}: the mesh ({describe(mesh)}) has no dim {dim!r}: give the number or the name of one of its dims"
         )
@@ -167,7 +201,9 @@ def _axis(dim, mesh: AnyMesh, what: str) -> str:
 
 def _dim(dim: int, rank: int, what: str) -> int:
     if not -rank <= dim < rank:
-        raise ValueError(f"{what}: x has {rank} dims, none of them is {dim}")
+        raise ValueError(
+            f"{what}: x has {rank} dims, none of them is {dim}" + f": give a number from {-rank} to {rank - 1}" * (rank > 0)
+        )
     return dim % rank
 
 

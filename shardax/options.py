@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardax.given import is_whole
+
 
 @dataclass(frozen=True)
 class Options:
@@ -28,9 +30,9 @@ class Options:
     allow: tuple[str, ...] = ()
 
     def __post_init__(self):
-        if self.strict not in (False, True, "warn"):
+        if not isinstance(self.strict, bool | str) or self.strict not in (False, True, "warn"):
             raise ValueError(f'Options(strict={self.strict!r}): must be False, "warn" or True')
-        if self.max_gather_bytes is not None and not (isinstance(self.max_gather_bytes, int) and self.max_gather_bytes >= 0):
+        if self.max_gather_bytes is not None and not is_whole(self.max_gather_bytes, 0):
             raise ValueError(f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None")
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")

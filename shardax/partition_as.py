@@ -23,11 +23,13 @@ from jax.sharding import AxisType
 
 from shardax import _jax
 from shardax.collectives import identity
+from shardax.given import require, require_array, require_function
 from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule
 from shardax.spmd_rules.rule import Factors, Rule, bind, parse
 from shardax.spmd_rules.sends import all_gather
 
 
+@_jax.boundary
 def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator for a function of pytrees of arrays that may be split as `rule` says. Outside `shard_jit` it changes nothing.
 
@@ -50,9 +52,13 @@ def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     >>> double(jax.numpy.ones((2, 2))).sum()
     Array(8., dtype=float32)
     """
+    require(isinstance(rule, str), "rule of partition_as", rule, "text, such as 'b s d! -> b s d!'")
     text = _closed(rule)
 
+    @_jax.boundary
     def decorate(fn):
+        require_function(fn, f"what partition_as({rule!r}) is given")
+
         @functools.wraps(fn)
         @_jax.boundary
         def call(*args, **kwargs):
@@ -81,7 +87,7 @@ class _Flat:
     structure: Any
 
     def __call__(self, *leaves):
-        return jax.tree.leaves(self.tree(*leaves))
+        return list(map(jax.numpy.asarray, jax.tree.leaves(self.tree(*leaves))))
 
     def tree(self, *leaves):
         args, kwargs = self.structure.unflatten(leaves)
@@ -145,8 +151,8 @@ def _trace(fun: _Flat, leaves, rule: str) -> tuple[Any, tuple[Any, ...]]:
     """The tree of the function's results, and their avals."""
     what = f"partition_as({rule!r})({fun})"
     for i, leaf in enumerate(leaves):
-        _check_array(leaf, f"{what}: operand {i}")
-    jaxpr, shapes = jax.make_jaxpr(fun.tree, return_shape=True)(*leaves)
+        require_array(leaf, f"operand {i} of {what}", "an array: bind what is none below with functools.partial")
+    jaxpr, shapes = jax.make_jaxpr(lambda *xs: _arrays(fun.tree(*xs), what), return_shape=True)(*leaves)
     if any(isinstance(const, Tracer) for const in jaxpr.consts):
         raise ValueError(f"{what} closes over a traced value, which would not be split: pass it as an argument, with a rule")
     if jaxpr.effects:
@@ -155,11 +161,10 @@ def _trace(fun: _Flat, leaves, rule: str) -> tuple[Any, tuple[Any, ...]]:
     return shapes, tuple(jaxpr.out_avals)
 
 
-def _check_array(leaf, what: str) -> None:
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        raise ValueError(f"{what} is {leaf!r}, no array: bind it below with functools.partial") from None
+def _arrays(results, what: str):
+    for leaf in jax.tree.leaves(results):
+        require_array(leaf, f"a result of {what}")
+    return results
 
 
 def _bind(args, **params) -> list[Any]:

@@ -1,17 +1,21 @@
 """What `shard_jit` is given: whether it is of the right kinds, and which argument a name, a number or a sharding means."""
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from shardax.annotate import is_spec
+from shardax.given import require_names, require_numbers
 from shardax.options import Options
 
 
-def check_given(fun, mesh, transforms, options) -> None:
-    """Raises ValueError where an argument of `shard_jit` is of another kind than it must be."""
+def check_given(fun, mesh, transforms, options, numbers: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    """Raises ValueError where an argument of `shard_jit` is of another kind than it must be.
+
+    `numbers` and `names`: those that say which arguments are meant.
+    """
     if not callable(fun) or isinstance(fun, Mesh):
         raise ValueError(f"shard_jit's first argument is {fun!r}, not a function: give shardings and the mesh by their names")
     if not isinstance(mesh, Mesh | AbstractMesh | None):
@@ -20,6 +24,10 @@ def check_given(fun, mesh, transforms, options) -> None:
         raise ValueError(f"transforms={transforms!r} of shard_jit: must be a tuple of functions of a jaxpr")
     if not isinstance(options, Options):
         raise ValueError(f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)")
+    for name, given in numbers.items():
+        require_numbers(given, f"{name} of shard_jit")
+    for name, given in names.items():
+        require_names(given, f"{name} of shard_jit")
 
 
 def positional_names(fun: Callable[..., Any]) -> list[str]:

@@ -8,11 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shardax import _jax
 from shardax.explain.ledger import KINDS, Collective, comm_bytes
 from shardax.explain.record import changes, check_same_program, read, record
 from shardax.explain.words import bytes_text
+from shardax.given import is_number, require
 
 
+@_jax.boundary
 def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update: bool = False) -> None:
     """Asserts that what a function sends, and how its arguments and results rest, is as a file says.
 
@@ -36,6 +39,7 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
     ...     assert_plan(f, (jax.ShapeDtypeStruct((8,), "float32"),), file)
     >>> assert_plan(f, (jax.ShapeDtypeStruct((8,), "float32"),), file)
     """
+    require(isinstance(file, str | os.PathLike), "file of assert_plan", file, "a path, such as 'tests/plans/train_step.json'")
     path, now = Path(file), record(_plan(f, args))
     if update or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +59,7 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
         )
 
 
+@_jax.boundary
 def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[str] = ()) -> None:
     """Asserts that a function sends nothing, or nothing of these kinds ("all_gather", "all_reduce", ...).
 
@@ -67,6 +72,8 @@ def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[s
     >>> assert_no_collectives(f, (jax.ShapeDtypeStruct((8,), "float32"),), kinds="all_gather")
     """
     kinds = (kinds,) if isinstance(kinds, str) else kinds
+    ok = isinstance(kinds, Collection) and all(isinstance(kind, str) for kind in kinds)
+    require(ok, "kinds of assert_no_collectives", kinds, "a kind of collective, such as 'all_gather', or a tuple of them")
     for kind in kinds:
         if kind not in KINDS.values():
             raise ValueError(f"kinds={kinds!r}: there is no {kind!r}; give some of {', '.join(sorted(set(KINDS.values())))}")
@@ -75,6 +82,7 @@ def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[s
         raise AssertionError(f"{_name(f)} sends, {bytes_text(comm_bytes(found))} per call and device:\n{_listed(found)}")
 
 
+@_jax.boundary
 def assert_max_bytes(f: Any, args: Sequence[Any], nbytes: int) -> None:
     """Asserts that each device sends at most `nbytes` bytes per call (`Plan.comm_bytes`).
 
@@ -85,6 +93,7 @@ def assert_max_bytes(f: Any, args: Sequence[Any], nbytes: int) -> None:
     >>> f = sx.shard_jit(jax.numpy.sum, mesh=jax.sharding.AbstractMesh((4,), ("x",)), in_shardings=jax.P("x"))
     >>> assert_max_bytes(f, (jax.ShapeDtypeStruct((8,), "float32"),), 6)
     """
+    require(is_number(nbytes, 0), "nbytes of assert_max_bytes", nbytes, "a number of bytes")
     plan = _plan(f, args)
     if plan.comm_bytes > nbytes:
         raise AssertionError(

@@ -110,7 +110,11 @@ def test_what_shard_jit_raises_comes_with_the_program():
     "args, meshes, words",
     [
         (np.ones(3), None, r"args is ndarray: give the tuple"),
-        ((np.ones(3), "a"), None, r"args\[1\] is 'a', no array"),
+        (
+            (np.ones(3), "a"),
+            None,
+            r"args\[1\] of compare is 'a', of type str: give an array: bind what is none with functools.partial",
+        ),
         ((np.ones(3),), [{"x": 99}], r"the mesh \(x=99\) needs 99 devices, there are 8"),
     ],
 )

@@ -20,6 +20,7 @@ from shardax.api import shard_jit
 from shardax.check.first import First, first_difference
 from shardax.check.shards import SLACK, difference, greatest_error, is_key, words
 from shardax.explain.words import bytes_text
+from shardax.given import is_number, is_whole, require, require_array, require_function
 from shardax.options import Options
 
 _SIZES = (2, 3, 4, 5, 8)
@@ -65,6 +66,7 @@ class Comparison:
         return "\n".join(lines)
 
 
+@_jax.boundary
 def compare(
     f: Callable[..., Any],
     args: Sequence[Any],
@@ -99,6 +101,7 @@ def compare(
     <lambda>: equal under 1 shardings
       greatest error 0.0e+00, sends       0 B: x=1: in_shardings=(P(None,),), out_shardings=P(None,)
     """
+    _check_given(f, meshes, n, seed, slack)
     case = _case(f, args, slack, options)
     found = list(map(_mesh, meshes)) if meshes is not None else _default_meshes()
     return Comparison(case.name, tuple(case.tried(found[i % len(found)], seed + i) for i in range(n)))
@@ -164,6 +167,19 @@ class _Case:
         )
 
 
+def _check_given(f, meshes, n, seed, slack) -> None:
+    require_function(f, "f of compare")
+    require(is_whole(n, 0), "n of compare", n, "how many trials, such as 8")
+    require(is_whole(seed), "seed of compare", seed, "a whole number")
+    require(is_number(slack, 0), "slack of compare", slack, "a number of ulps, such as 64")
+    example = "meshes, or mappings of axis names to sizes, such as [{'x': 4, 'y': 2}]"
+    listed = isinstance(meshes, Sequence) and not isinstance(meshes, str) and len(meshes)
+    require(listed or meshes is None, "meshes of compare", meshes, example)
+    for mesh in meshes or ():
+        sizes = isinstance(mesh, Mapping) and all(isinstance(a, str) and is_whole(k, 1) for a, k in mesh.items())
+        require(sizes or isinstance(mesh, Mesh), "one of meshes of compare", mesh, example)
+
+
 def _case(f: Callable[..., Any], args: Sequence[Any], slack: float, options: Options) -> _Case:
     if not isinstance(args, tuple | list):
         raise ValueError(f"compare: args is {type(args).__name__}: give the tuple of the arguments, such as (x,)")
@@ -175,11 +191,8 @@ def _case(f: Callable[..., Any], args: Sequence[Any], slack: float, options: Opt
 
 def _on_host(leaf: Any, path: str):
     """An argument that is committed to no device."""
-    try:
-        aval = jax.typeof(leaf)
-    except TypeError:
-        raise ValueError(f"compare: args{path} is {leaf!r}, no array: bind it with functools.partial") from None
-    return leaf if is_key(aval) or not hasattr(leaf, "dtype") else np.asarray(leaf)
+    require_array(leaf, f"args{path} of compare", "an array: bind what is none with functools.partial")
+    return leaf if is_key(jax.typeof(leaf)) or not hasattr(leaf, "dtype") else np.asarray(leaf)
 
 
 def _error(got: Any, wanted: Any) -> float:

@@ -25,11 +25,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardax import spmd_rules  # noqa: F401  (registers the built-in rules)
+from shardax import _jax, spmd_rules  # noqa: F401  (registers the built-in rules)
 from shardax.check.first import evaluate
 from shardax.check.missing import Missing, missing
 from shardax.check.shards import difference, is_key, with_garbage, words
 from shardax.collectives import identity
+from shardax.given import is_whole, require, require_array, require_function
 from shardax.graph import Node, from_jaxpr
 from shardax.sharding import Layout, round_up, shard_count
 from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
@@ -41,6 +42,7 @@ _SETTLE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
 _SLACK = 64  # ulps of the greatest result that reassociation may cost at the sizes that cases have
 
 
+@_jax.boundary
 def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "") -> Counter[str]:
     """Checks the rules of every equation of `f(*args)`; returns how many splits of each primitive were tried.
 
@@ -51,6 +53,9 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
     Raises:
       AssertionError: a split, or a claim of `passes`, gives another result than the primitive does, or an error.
     """
+    _check_given(f, args, only)
+    ok = isinstance(axes, Mapping) and len(axes) > 1 and all(isinstance(a, str) and is_whole(n, 1) for a, n in axes.items())
+    require(ok, "axes of check_rule", axes, "a mapping of at least two axes to sizes, such as {'x': 2, 'y': 2}")
     trials = [trial for case in cases(f, args, only) for trial in _claims(case, axes)]
     wrong = [f"{trial}: {problem}" for trial, problem in zip(trials, _run(trials, axes), strict=True) if problem]
     if wrong:
@@ -58,9 +63,18 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
     return Counter(trial.case.node.name for trial in trials)
 
 
+@_jax.boundary
 def missing_claims(f: Callable, *args, only: str = "") -> list[str]:
     """What the rules of `f(*args)` do not claim and could: dims that are whole and need not be. See `shardax.check.missing`."""
+    _check_given(f, args, only)
     return list(map(str, missing_of(f, args, only)[0]))
+
+
+def _check_given(f, args, only) -> None:
+    require_function(f, "f of a check")
+    for i, leaf in enumerate(jax.tree.leaves(args)):
+        require_array(leaf, f"argument {i} of a check")
+    require(isinstance(only, str), "only of a check", only, "the name of a primitive, such as 'dot_general'")
 
 
 def missing_of(f: Callable, args: Sequence[Any], only: str = "") -> tuple[list[Missing], int]:

@@ -19,6 +19,7 @@ from jax.extend.random import threefry2x32_p
 from jax.lax import linalg
 
 from shardax import _jax
+from shardax.given import is_whole, require
 
 SMALL = 2000  # elements in all operands of a case of JAX's that is tried
 _ITS_NAMES = {"reduce_window_add": "reduce_window_sum", "reduce_window_mul": "reduce_window"}
@@ -69,15 +70,26 @@ def _elements(case: Any) -> int:
     return sum(math.prod(getattr(arg, "shape", ())) for arg in case.arg_descriptors)
 
 
+@_jax.boundary
 def ramp(*shape: int, dtype: Any = "float32") -> np.ndarray:
     """Different numbers of both signs around zero, in no order: an argument for cases.
 
     >>> ramp(5).tolist()
     [0.0, -0.5, -0.25, 0.25, 0.5]
     """
+    require(all(is_whole(n, 0) for n in shape), "the shape of ramp", shape, "sizes of dims, such as 5, 6")
+    require(_is_dtype(dtype), "dtype of ramp", dtype, "a dtype, such as 'float32'")
     n = math.prod(shape)
     shuffled = np.random.RandomState(0).permutation(n) - n // 2
     return (shuffled if np.issubdtype(dtype, np.integer) else shuffled / 4).astype(dtype).reshape(shape)
+
+
+def _is_dtype(dtype: Any) -> bool:
+    try:
+        np.dtype(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 _X, _Y, _T = ramp(5, 6), ramp(5, 6) + np.float32(0.125), ramp(3, 5, 8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from shardax import _jax
 from shardax.annotate import describe
 from shardax.cost.chips import CHIPS, Chip
 from shardax.cost.roofline import Estimate, Work, estimate, work
@@ -25,6 +26,8 @@ from shardax.explain.terminal import shown
 from shardax.explain.text import tables
 from shardax.explain.values import shardings_text, why
 from shardax.explain.words import spec_text
+from shardax.given import is_number, is_whole, require
+from shardax.graph import Value
 from shardax.refinement import Refinement
 from shardax.sharding import Sharding, from_spec, shard_count
 
@@ -114,8 +117,10 @@ class Plan:
         """Bytes that one device sends per call. A scan counts all its trips, a `while` one, a `cond` its dearest branch."""
         return comm_bytes(self.collectives)
 
+    @_jax.boundary
     def cost_at_rest(self, moved: AtRest) -> int:
         """Bytes that one device sends per call to bring `moved` to the wanted sharding, and back to where it rests."""
+        require(isinstance(moved, AtRest), "moved of Plan.cost_at_rest", moved, "one of Plan.at_rest")
         return moved.came + moved.left
 
     def arguments(self) -> Iterator["Placed"]:
@@ -138,11 +143,14 @@ class Plan:
     def results(self) -> Iterator["Placed"]:
         return self._on("result", placed(self.out_shardings, self.global_jaxpr.out_avals))
 
+    @_jax.boundary
     def sharding(self, value) -> Sharding:
         """The sharding of a value of `graph`, as a person reads it."""
+        require(isinstance(value, Value), "value of Plan.sharding", value, "a value of Plan.graph")
         sharding = self.values.sharding(value)
         return self.refinement.shown(sharding) if self.refinement else sharding
 
+    @_jax.boundary
     def estimate(self, chip: Chip | str) -> Estimate:
         """Seconds of a call on this chip, by roofline: see `shardax.cost.roofline`.
 
@@ -151,6 +159,9 @@ class Plan:
 
         Raises ValueError where there is no such chip.
         """
+        require(
+            isinstance(chip, str | Chip), "chip of Plan.estimate", chip, f"one of {', '.join(CHIPS)}, or a Chip of your own"
+        )
         if isinstance(chip, str) and chip not in CHIPS:
             raise ValueError(
                 f"estimate({chip!r}): there is no such chip; give one of {', '.join(CHIPS)}, or a Chip of your own"
@@ -162,11 +173,13 @@ class Plan:
         crossed = (w for c in self.crossings if c.sends for w in work(c.jaxpr(self.mesh)))
         return [*work(self.local_jaxpr), *crossed]
 
+    @_jax.boundary
     def because(self, collective: Collective) -> str:
         """The facts behind one of `collectives`: which two shardings clashed and where each came from, which dims are summed.
 
         "" where nothing more is known than its `reason`.
         """
+        require(isinstance(collective, Collective), "collective of Plan.because", collective, "one of Plan.collectives")
         return self._because.of(collective) if self._because else ""
 
     @functools.cached_property
@@ -177,13 +190,16 @@ class Plan:
         """A table of what each line of the user's code makes, and of its sharding."""
         return shardings_text(self)
 
+    @_jax.boundary
     def memory(self, threshold: int = 1 << 20) -> Memory:
         """Bytes on each device: arguments by kind, the peak and the arrays that live then, and what is replicated.
 
         Replicated arrays are listed from `threshold` bytes on. `shardax.explain.memory` says how the peak is computed.
         """
+        require(is_number(threshold, 0), "threshold of Plan.memory", threshold, "a number of bytes, such as 1 << 20")
         return memory(self, threshold)
 
+    @_jax.boundary
     def why(self, what: str) -> str:
         """The chain of facts that led to a sharding, in words.
 
@@ -193,8 +209,11 @@ class Plan:
 
         Raises ValueError where nothing is called so.
         """
+        wanted = "the path of an argument ('state/params/w'), a line ('model.py:12'), or the name of a variable"
+        require(isinstance(what, str), "what of Plan.why", what, wanted)
         return why(self, what)
 
+    @_jax.boundary
     def diff(self, other: "Plan | str | os.PathLike") -> str:
         """The differences in what this plan and `other` send, and in how arguments and results rest; "" where there are none.
 
@@ -205,6 +224,9 @@ class Plan:
 
         Raises ValueError where the file is no plan, or one of another program or other arguments.
         """
+        require(
+            isinstance(other, Plan | str | os.PathLike), "other of Plan.diff", other, "a plan, or the path of the file of one"
+        )
         now = record(self)
         if isinstance(other, Plan):
             return "\n".join(changes(now, record(other)))
@@ -217,8 +239,10 @@ class Plan:
         """All that the plan says, for other programs to read."""
         return json_text(self)
 
+    @_jax.boundary
     def to_html(self, path: str | os.PathLike) -> None:
         """Writes one HTML file that needs no network: the program, what each line costs, sortable ledgers."""
+        require(isinstance(path, str | os.PathLike), "path of Plan.to_html", path, "the path of a file, such as 'plan.html'")
         Path(path).write_text(html_text(self), encoding="utf-8")
 
     def source(self) -> str:
@@ -240,8 +264,10 @@ class Plan:
         """The names with which to execute `source`: what its text uses but does not make, above all large constants."""
         return source(self).objects
 
+    @_jax.boundary
     def text(self, width: int = WIDTH) -> str:
         """What `print` shows, as plain text of `width` columns. (On a terminal, `print` takes its width, and colors.)"""
+        require(is_whole(width, 1), "width of Plan.text", width, "a number of columns, such as 120")
         return plain(tables(self), width)
 
     def __str__(self):

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax import lax
+from jax.extend.core import Primitive
 
 from shardax import _jax
+from shardax.given import is_whole, require, require_function
 from shardax.graph import Node
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.rule import Factors, Rule, bind, parse
@@ -32,14 +34,23 @@ class Passes:
     operands: tuple[int, ...]
 
 
+@_jax.boundary
 def LINEAR(*operands: int) -> Passes:
     """f(Σa, Σb) = Σ f(a, b), the other operands held fixed: add is LINEAR(0, 1), mul is LINEAR(0) and also LINEAR(1)."""
+    _check_operands(operands, "LINEAR")
     return Passes(("sum",), operands)
 
 
+@_jax.boundary
 def MOVES(*operands: int) -> Passes:
     """The result holds only elements of these operands, whatever their values are, so any reduction may wait."""
+    _check_operands(operands, "MOVES")
     return Passes(("sum", "max", "min"), operands)
+
+
+def _check_operands(operands, what: str) -> None:
+    for i in operands:
+        require(is_whole(i, 0), f"an operand of {what}", i, "the number of an operand, such as 0")
 
 
 PassesOf = Sequence[Passes] | Callable[[Node], Sequence[Passes]]
@@ -166,6 +177,7 @@ class Entry:
 RULES: dict[str, Entry] = {}
 
 
+@_jax.boundary
 def register_rule(
     primitive,
     rule: RuleText,
@@ -195,12 +207,27 @@ def register_rule(
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
     >>> del RULES["my_scale"]  # no such primitive is there
     """
+    _check_given(primitive, rule, passes, in_place)
+    for argument, given in (("local", local), ("sends", sends), ("ways", ways)):
+        require_function(given, f"{argument} of register_rule", or_none=True)
     name = primitive if isinstance(primitive, str) else primitive.name
     if isinstance(rule, str):
         results = len(parse(rule).results)
         if results != 1 and not getattr(primitive, "multiple_results", True):
             raise ValueError(f"rule {rule!r}: at '->': it has {results} results, {name} has one")
     RULES[name] = Entry(name, rule, local, passes, in_place, sends, ways)
+
+
+def _check_given(primitive, rule, passes, in_place) -> None:
+    require(isinstance(primitive, str | Primitive), "primitive of register_rule", primitive, "a primitive, or its name")
+    text = "text, such as 'm k+, k+ n -> m n', or a function of the node that returns it"
+    require(isinstance(rule, str) or callable(rule), "rule of register_rule", rule, text)
+    listed = isinstance(passes, Sequence) and all(isinstance(p, Passes) for p in passes)
+    words = "a sequence of LINEAR(...) and MOVES(...), or a function of the node that returns it"
+    require(listed or callable(passes), "passes of register_rule", passes, words)
+    pair = isinstance(in_place, tuple) and len(in_place) == 2 and all(map(is_whole, in_place))
+    words = "the places of the table and of the payload, such as (0, 2), or None"
+    require(pair or in_place is None, "in_place of register_rule", in_place, words)
 
 
 def whole_rule(node: Node) -> str:

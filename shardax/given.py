@@ -1,0 +1,76 @@
+"""Whether what a user gives is of the right kind: ValueErrors that name the argument, what it is, and what to give."""
+
+import operator
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+
+def require(ok: Any, argument: str, found: Any, wanted: str) -> None:
+    """Raises ValueError unless `ok`.
+
+    >>> require(False, "threshold of Plan.memory", "1 MB", "a number of bytes")
+    Traceback (most recent call last):
+    ValueError: threshold of Plan.memory is '1 MB', of type str: give a number of bytes
+    """
+    if not ok:
+        raise ValueError(f"{argument} is {_shown.repr(found)}, of type {type(found).__name__}: give {wanted}")
+
+
+_shown = reprlib.Repr()
+_shown.maxother = _shown.maxstring = 80
+
+
+def is_whole(x: Any, least: float = -np.inf) -> TypeGuard[int]:
+    """Whether it is a whole number, Python's or numpy's, and no bool."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= least)
+
+
+def is_number(x: Any, least: float = -np.inf) -> TypeGuard[float]:
+    """Whether it is a real number, and no bool."""
+    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool) and bool(x >= least)
+
+
+def require_mesh(mesh: Any, what: str) -> None:
+    require(isinstance(mesh, Mesh | AbstractMesh), f"mesh of {what}", mesh, "a mesh, such as jax.make_mesh((4, 2), ('x', 'y'))")
+
+
+def require_function(f: Any, argument: str, wanted: str = "a function", or_none: bool = False) -> None:
+    require(callable(f) and not isinstance(f, Mesh) or or_none and f is None, argument, f, wanted + " or None" * or_none)
+
+
+def require_array(x: Any, argument: str, wanted: str = "an array or a number") -> None:
+    try:
+        jax.typeof(x)
+    except TypeError:
+        require(False, argument, x, wanted)
+
+
+def require_numbers(numbers: Any, argument: str, or_none: bool = True) -> None:
+    """Those of arguments: one, several, or None."""
+    ok = or_none if numbers is None else _all(numbers, _is_index)
+    require(ok, argument, numbers, "the number of an argument, such as 0, or a tuple of them")
+
+
+def require_names(names: Any, argument: str) -> None:
+    """Those of arguments: one, several, or None."""
+    ok = names is None or _all(names, lambda x: isinstance(x, str))
+    require(ok, argument, names, "the name of an argument, or a tuple of them")
+
+
+def _all(given: Any, is_one: Callable[[Any], bool]) -> bool:
+    if is_one(given):
+        return True
+    return isinstance(given, Iterable) and not isinstance(given, str | Mapping) and all(map(is_one, given))
+
+
+def _is_index(x: Any) -> bool:
+    try:
+        operator.index(x)
+    except TypeError:
+        return False
+    return not isinstance(x, np.ndarray)
