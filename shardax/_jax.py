@@ -7,7 +7,8 @@ equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the t
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
     with_eqns_and_results, with_bodies, new_variable,
     dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, without_refs,
-    ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, checkpoint_rule, register_dce.
+    ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
+    register_dce.
 Primitives that public functions bind and nothing public names:
     optimization_barrier_p, sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
@@ -40,6 +41,7 @@ from jax._src import api_util, core, distributed, effects, linear_util, pjit, so
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as named_sharding_lib
 from jax._src import sharding_impls as sharding_lib
+from jax._src.custom_derivatives import SymbolicZero
 from jax._src.custom_partitioning_sharding_rule import SdyShardingRule, str_to_sdy_sharding_rule
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
@@ -227,10 +229,68 @@ def lazy_derivative(thunk, ctx, change) -> Any:
     def traced(*zeros):
         with ctx.manager:
             jaxpr, consts, *rest = thunk.call_wrapped(*zeros)
-        changed = change(core.ClosedJaxpr(jaxpr, consts) if hasattr(core, "ClosedJaxpr") else jaxpr.replace(consts=consts))
+        changed = change(_closed_over(jaxpr, consts))
         return changed.jaxpr, changed.consts, *rest
 
     return linear_util.wrap_init(traced, debug_info=thunk.debug_info)
+
+
+def _closed_over(jaxpr, consts) -> Any:
+    return core.ClosedJaxpr(jaxpr, consts) if hasattr(core, "ClosedJaxpr") else jaxpr.replace(consts=consts)
+
+
+def lazy_vjp(eqn, change) -> dict[str, Any]:
+    """Both rules of a custom_vjp equation likewise, as parameters. What the backward rule is given has the types that the
+    forward rule gave it in the equation's own context, and they are known when that has been traced."""
+    forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
+    made: list[Any] = []
+
+    def noted(jaxpr):
+        made[:] = [v.aval for v in jaxpr.jaxpr.outvars]
+        return change(jaxpr)
+
+    def avals() -> list[Any]:
+        _, tree, taken = eqn.params["out_trees"]()
+        assert len(taken) == tree.num_leaves
+        outs = iter(made)
+        residuals = [next(outs) if i is None else eqn.invars[i].aval for i in taken]
+        return residuals + [aval.to_ct_aval() for aval in eqn.params["call_jaxpr"].out_avals]
+
+    def traced(*args):
+        with eqn.ctx.manager:
+            jaxpr, tree, moving = _backward_jaxpr(backward, args, avals())
+        changed = change(jaxpr)
+        found = tree.unflatten(core.eval_jaxpr(changed.jaxpr, changed.consts, *(args[i] for i in moving)))
+        return jax.tree.map(
+            lambda x: _untyped_zero(x) if type(x) is ad.Zero else x, found, is_leaf=lambda x: type(x) is ad.Zero
+        )
+
+    return {
+        "fwd_jaxpr_thunk": lazy_derivative(forward, eqn.ctx, noted),
+        "bwd": linear_util.wrap_init(traced, debug_info=backward.debug_info),
+    }
+
+
+def _backward_jaxpr(backward, args, avals) -> tuple[Any, Any, list[int]]:
+    """Of those arguments that are no zeros, which are given by their numbers; and the structure of its results, in which zeros
+    have no leaves."""
+    moving = [i for i, x in enumerate(args) if not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0]
+    full = [SymbolicZero(a) if isinstance(x, SymbolicZero) else x for x, a in zip(args, avals, strict=True)]
+    trees: list[Any] = []
+
+    def run(*xs):
+        given = dict(zip(moving, xs, strict=True))
+        leaves, tree = jax.tree.flatten(backward.call_wrapped(*(given.get(i, x) for i, x in enumerate(full))))
+        trees.append(tree)
+        return leaves
+
+    wrapped = linear_util.wrap_init(run, debug_info=backward.debug_info.with_unknown_names())
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, [avals[i] for i in moving])
+    return _closed_over(jaxpr, consts), trees[-1], moving
+
+
+def _untyped_zero(zero) -> Any:
+    return ad.Zero(core.ShapedArray(zero.aval.shape, zero.aval.dtype))
 
 
 def register_dce(primitive, rule) -> None:

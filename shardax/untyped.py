@@ -47,7 +47,6 @@ def memory_of(aval) -> Any:
 
 
 ASKED = ("out_sharding", "sharding")  # parameters by which primitives pass on the out_sharding= of JAX's functions
-_LAZY = ("fwd_jaxpr_thunk", "jvp_jaxpr_fun")  # the rules of custom derivatives
 
 
 def untyped(jaxpr) -> Any:
@@ -94,13 +93,20 @@ def _annotated(x, spec: PartitionSpec, name: str, eqn):
 
 def _untyped_params(eqn) -> dict[str, Any]:
     """A shard_map keeps its jaxpr: in there all is local."""
-    kept = ("jaxpr",) if eqn.primitive.name == "shard_map" else ()
-    return {key: value if key in kept else _untyped_param(key, value, eqn.ctx) for key, value in eqn.params.items()}
+    kept = {"jaxpr": eqn.params["jaxpr"]} if eqn.primitive.name == "shard_map" else _rules(eqn)
+    return {key: kept[key] if key in kept else _untyped_param(key, value) for key, value in eqn.params.items()}
 
 
-def _untyped_param(key: str, value, ctx):
-    if key in _LAZY:
-        return _jax.lazy_derivative(value, ctx, _untyped_here())
+def _rules(eqn) -> dict[str, Any]:
+    """The rules of a custom derivative, which JAX traces when it differentiates."""
+    if "fwd_jaxpr_thunk" in eqn.params:
+        return _jax.lazy_vjp(eqn, _untyped_here())
+    if "jvp_jaxpr_fun" in eqn.params:
+        return {"jvp_jaxpr_fun": _jax.lazy_derivative(eqn.params["jvp_jaxpr_fun"], eqn.ctx, _untyped_here())}
+    return {}
+
+
+def _untyped_param(key: str, value):
     if key in ASKED and isinstance(value, NamedSharding):
         return None
     if isinstance(value, Mesh | AbstractMesh):
@@ -108,7 +114,7 @@ def _untyped_param(key: str, value, ctx):
     if hasattr(value, "eqns"):
         made = untyped(_jax.closed(value))
         return made if hasattr(value, "consts") else made.jaxpr
-    return tuple(_untyped_param("", v, ctx) for v in value) if isinstance(value, tuple) and _has_jaxprs(value) else value
+    return tuple(_untyped_param("", v) for v in value) if isinstance(value, tuple) and _has_jaxprs(value) else value
 
 
 def _untyped_here():

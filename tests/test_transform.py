@@ -98,6 +98,53 @@ def test_custom_derivatives_inside():
     check(jax.grad(lambda x: sx.shard_jit(clipped, mesh=MESH)(3 * x).sum())(X), jax.grad(lambda x: clipped(3 * x).sum())(X))
 
 
+def projected(symbolic_zeros: bool, **asked):
+    """Rows of x times w, and their sum: residuals that are arguments and that are not, integers, a zero cotangent."""
+    spec = asked.get("out_sharding", P()) or P()
+
+    @jax.custom_vjp
+    def f(x, w, rows):
+        return forward(x, w, rows)[0]
+
+    def forward(x, w, rows):
+        x, w, rows = (getattr(a, "value", a) for a in (x, w, rows))
+        out = jnp.einsum("ab,bc->ac", x.at[rows].get(**asked), w, **asked)
+        return (out, out.sum()), (x, w, rows, jnp.tanh(w))
+
+    def backward(saved, cts):
+        x, w, rows, slope = saved
+        ct = cts[0]
+        drawn = x.at[rows].get(**asked)
+        if asked:
+            ct = jax.sharding.reshard(ct, spec)
+        dx = jnp.zeros(x.shape, x.dtype, **asked).at[rows].add(jnp.einsum("ac,bc->ab", ct, w, **asked), **asked)
+        dw = jnp.einsum("ab,ac->bc", drawn, ct, **({"out_sharding": P()} if asked else {}))
+        ones = jnp.reshape(jnp.broadcast_to(jnp.ones(4), x.shape, **asked), x.shape)
+        return dx * ones, dw * slope, None
+
+    f.defvjp(forward, backward, symbolic_zeros=symbolic_zeros)
+    return lambda x, w: (f(x, w, np.array([3, 0, 7, 5, 1, 2, 6, 4]))[0] ** 2).sum()
+
+
+@pytest.mark.parametrize("symbolic_zeros", [False, True])
+@pytest.mark.parametrize("name", ["grad", "jit", "nested", "checkpoint", "one", "vmap"])
+def test_a_backward_rule_that_asks_for_shardings(name, symbolic_zeros):
+    """It is traced under the Explicit mesh that it was written for, whenever that is."""
+    make = {
+        "grad": lambda f: jax.grad(f, (0, 1)),
+        "jit": lambda f: jax.jit(jax.grad(f, (0, 1))),
+        "nested": lambda f: sx.shard_jit(jax.grad(f, (0, 1))),
+        "checkpoint": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+        "one": lambda f: jax.grad(f, 1),
+        "vmap": lambda f: lambda x, w: jax.vmap(jax.grad(f, (0, 1)), (0, None))(jnp.stack([x, 2 * x]), w),
+    }[name]
+    with jax.set_mesh(EXPLICIT):
+        f = sx.shard_jit(projected(symbolic_zeros, out_sharding=P("x")), in_shardings=(P("x"), P(None, "y")))
+        got = make(f)(X, W)
+    plain = projected(symbolic_zeros)
+    check(got, (make(plain) if name != "nested" else jax.grad(plain, (0, 1)))(jnp.asarray(X), jnp.asarray(W)))
+
+
 def test_gradients_keep_the_annotation():
     grads = jax.jit(jax.grad(loss(sharded), (0, 1)))(X, W)
     assert grads[0].sharding.is_equivalent_to(NamedSharding(MESH, P("x")), 2)
@@ -167,11 +214,8 @@ def test_a_sum_over_a_named_dim_is_a_sum_over_devices(reduce):
 def test_a_sum_over_a_named_dim_and_an_axis():
     """Of a shard_map, which a vmap is around."""
 
-    def f(x):
-        mapped = jax.shard_map(lambda x: lax.psum(x, ("x", "batch")), mesh=MESH, in_specs=P("x"), out_specs=P())
-        return mapped(x)
-
-    f = jax.vmap(f, axis_name="batch")
+    total = functools.partial(lax.psum, axis_name=("x", "batch"))
+    f = jax.vmap(jax.shard_map(total, mesh=MESH, in_specs=P("x"), out_specs=P(), check_vma=False), axis_name="batch")
     check(sx.shard_jit(f, mesh=MESH, in_shardings=P("y"))(X.T), jnp.broadcast_to(X.reshape(4, 2, 4).sum((0, 2)), (4, 2)))
 
 
