@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 60 entries, here by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 61 entries, here by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to change its
 equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some parameters, have changed:
@@ -37,7 +37,19 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
-from jax._src import api_util, core, distributed, effects, linear_util, pjit, source_info_util, traceback_util, tree_util, util
+from jax._src import (
+    ad_util,
+    api_util,
+    core,
+    distributed,
+    effects,
+    linear_util,
+    pjit,
+    source_info_util,
+    traceback_util,
+    tree_util,
+    util,
+)
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as named_sharding_lib
 from jax._src import sharding_impls as sharding_lib
@@ -262,7 +274,7 @@ def lazy_vjp(eqn, change) -> dict[str, Any]:
         changed = change(jaxpr)
         found = tree.unflatten(core.eval_jaxpr(changed.jaxpr, changed.consts, *(args[i] for i in moving)))
         return jax.tree.map(
-            lambda x: _untyped_zero(x) if type(x) is ad.Zero else x, found, is_leaf=lambda x: type(x) is ad.Zero
+            lambda x: _untyped_zero(x) if type(x) is ad_util.Zero else x, found, is_leaf=lambda x: type(x) is ad_util.Zero
         )
 
     return {
@@ -290,7 +302,7 @@ def _backward_jaxpr(backward, args, avals) -> tuple[Any, Any, list[int]]:
 
 
 def _untyped_zero(zero) -> Any:
-    return ad.Zero(core.ShapedArray(zero.aval.shape, zero.aval.dtype))
+    return ad_util.Zero(core.ShapedArray(zero.aval.shape, zero.aval.dtype))
 
 
 def register_dce(primitive, rule) -> None:
