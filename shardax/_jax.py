@@ -53,7 +53,6 @@ from jax._src import (
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as named_sharding_lib
 from jax._src import sharding_impls as sharding_lib
-from jax._src.custom_derivatives import SymbolicZero
 from jax._src.custom_partitioning_sharding_rule import SdyShardingRule, str_to_sdy_sharding_rule
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
@@ -286,8 +285,8 @@ def lazy_vjp(eqn, change) -> dict[str, Any]:
 def _backward_jaxpr(backward, args, avals) -> tuple[Any, Any, list[int]]:
     """Of those arguments that are no zeros, which are given by their numbers; and the structure of its results, in which zeros
     have no leaves."""
-    moving = [i for i, x in enumerate(args) if not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0]
-    full = [SymbolicZero(a) if isinstance(x, SymbolicZero) else x for x, a in zip(args, avals, strict=True)]
+    moving = [i for i, x in enumerate(args) if not isinstance(x, ad_util.SymbolicZero) and x.dtype != jax.dtypes.float0]
+    full = [ad_util.SymbolicZero(a) if isinstance(x, ad_util.SymbolicZero) else x for x, a in zip(args, avals, strict=True)]
     trees: list[Any] = []
 
     def run(*xs):
