@@ -181,6 +181,22 @@ def test_heads_inside_an_axis(name):
     assert plan.in_shardings[1]["q"].spec == P(None, "model")
 
 
+def test_the_scores_of_long_sequences_are_not_reduced():
+    """The minor part of a cut axis splits a product only where that sends less: here queries and keys are gathered over it."""
+    mesh, count = HEADS["4 on 8"]
+    p = {n: np.random.RandomState(i).randn(32, 32).astype("float32") / 6 for i, n in enumerate("qkvo")}
+    x = np.random.RandomState(9).randn(4, 128, 32).astype("float32")
+    specs = P(), {**dict.fromkeys("qkv", P(None, "model")), "o": P("model")}
+    f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs)
+    same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
+    halves = "all_gather over model.1 of f32[4,128,1,4]: dot_general in P(None, None, 'model.0', None)"
+    assert [str(c) for c in f.plan(x, p).collectives] == [
+        halves,
+        halves,
+        "all_reduce over model of f32[4,128,32]: sum of dot_general",
+    ]
+
+
 def test_no_reshape_in_need_changes_nothing():
     f = sx.shard_jit(lambda x: x.reshape(8, 8, 48), mesh=A, in_shardings=P(("x", "y")))
     assert f.plan(X).refinement.is_trivial

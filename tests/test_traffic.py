@@ -1,5 +1,7 @@
 """What programs send where XLA's partitioner sends more than it must: kinds and bytes of each collective, and right results."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -350,3 +352,23 @@ def test_uneven_and_far(n, spec):
 
     with jax.set_mesh(MESH):
         check(MESH, f, [ramp(n, 64)], None, None)
+
+
+def attention(split, w, x):
+    q, k, v = jnp.einsum("bsm,mtnd->tbsnd", x, split(w["qkv"], P(None, None, "y")))
+    weights = jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q, k))
+    y = jnp.einsum("bnst,btnd->bsnd", weights, v)
+    return jnp.einsum("bsnd,ndm->bsm", y, split(w["out"], P("y")))
+
+
+@pytest.mark.parametrize("heads", [3, 6, 7])
+def test_fewer_heads_than_devices(heads):
+    """Some devices have no head then, and those that have one send what they would if there were enough heads for all."""
+    mesh = jax.make_mesh((1, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    w, x = {"qkv": ramp(16, 3, heads, 4) / 512, "out": ramp(heads, 4, 16) / 512}, ramp(2, 12, 16) / 64
+    split, plain = partial(attention, sx.annotate), partial(attention, lambda w, _: w)
+    how = {"mesh": mesh, "in_shardings": P()}
+    f, close = sx.shard_jit(split, **how), partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+    close(f(w, x), jax.jit(plain)(w, x))
+    assert [str(c) for c in f.plan(w, x).collectives] == ["all_reduce over y of f32[2,12,16]: sum of dot_general"]
+    jax.tree.map(close, sx.shard_jit(gradients(split), **how)(w, x), jax.jit(gradients(plain))(w, x))

@@ -122,11 +122,19 @@ class Cells:
         for d in sorted(asked, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
             axes, have = _dim_axes(tensor[d], claims, tie.factors, self.sizes), dims[d]
             new = _free_prefix(axes[len(have) :], used)
-            if axes[: len(have)] == have and new and shape[d] >= shard_count(have + new, self.sizes):
+            count = shard_count(have + new, self.sizes)
+            if axes[: len(have)] == have and new and (shape[d] >= count or _asked_small(tie, tensor[d], claims)):
                 dims[d] = have + new
                 used |= set(new)
                 learned.append((d, next(claims[f][1] for f in tensor[d] if f in claims)))
         return tuple(dims), learned
+
+
+def _asked_small(tie: Tie, dim: DimFactors, claims: Claims) -> bool:
+    """Whether axes come from a dim of the same few positions: somebody annotated it so, and some devices have none of it."""
+    factor = dim[0]
+    at = claims[factor][1] if len(dim) == 1 and factor in claims else None
+    return at is not None and tie.factors.sizes[factor] > 1 and dim in tie.factors.tensors[at]
 
 
 def _free_prefix(axes: Axes, used: set[str]) -> Axes:

@@ -40,9 +40,18 @@ from shardax.spmd_rules.rule import Factors, tie
 _MULTIPLY = ("conv_general_dilated", "dot_general", "fft", *MATRIX)
 
 
-def choose(graph: Graph, completion: Completion, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
-    """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in."""
-    return Chooser(graph, completion).graph(graph, inputs, outputs)
+def choose(
+    graph: Graph,
+    completion: Completion,
+    inputs: Sequence[Layout],
+    outputs: Sequence[Layout],
+    spare: frozenset[str] = frozenset(),
+) -> Decisions:
+    """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in.
+
+    `spare`: axes that nobody named, the minor parts of those that a reshape cut.
+    """
+    return Chooser(graph, completion, spare).graph(graph, inputs, outputs)
 
 
 Layouts = tuple[Layout, ...]
@@ -60,7 +69,8 @@ class _Chosen:
 class Chooser:
     """The state of a walk over the program: in which layouts each value is there, and what was chosen for alike nodes."""
 
-    def __init__(self, graph: Graph, completion: Completion):
+    def __init__(self, graph: Graph, completion: Completion, spare: frozenset[str] = frozenset()):
+        self.spare = spare
         self.completion = completion
         self.sizes: AxisSizes = completion.sizes
         self.kinds: Kinds = completion.items.known
@@ -195,8 +205,8 @@ class Chooser:
         for candidate in self.candidates(node, entry, factors):
             reads = self.reads(node, candidate) + self.sends(node, entry, candidate)
             owed = self.owed(node, candidate)
-            reluctance = self.reluctance(node, entry, candidate, factors)
-            order = (*reluctance, reads + owed, reads, self.compute(node, candidate, factors))
+            reluctance, compute = self.reluctance(node, entry, candidate, factors), self.compute(node, candidate, factors)
+            order = (*reluctance, reads + owed + (compute if self.spare and node.name in _MULTIPLY else 0), reads, compute)
             if order < least:
                 best, least = candidate, order
             if best is candidate and not reads + owed + reluctance[0]:
@@ -205,14 +215,19 @@ class Chooser:
         return best
 
     def reluctance(self, node: Node, entry: Entry, candidate: Candidate, factors: Factors) -> tuple[float, ...]:
-        """What counts before bytes: indexed dims are not gathered, and multiplications are split as far as may be."""
+        """What counts before bytes: indexed dims are not gathered, and multiplications are split as far as may be.
+
+        Over an axis that nobody named they are split where that is worth it.
+        """
         held = 0
         if (stay := entry.factors_in_place(factors)) and whole(node.inputs[0].shape) not in self.layouts(node.inputs[0]):
             made = project_all([self.layouts(node.inputs[0])[0]], factors.operands[:1], factors, self.sizes)
             held = sum(not set(made[f].axes) <= set(candidate.operands[0].sharding.axes) for f in stay if f in made)
-        parts = {tie(f): min(factors.sizes[f], shard_count(s.axes, self.sizes)) for f, s in candidate.splits.items()}
-        ways = math.prod(parts.values())
-        return (held, -ways if node.name in _MULTIPLY else 0)
+        if node.name not in _MULTIPLY:
+            return (held, 0)
+        named = {f: tuple(a for a in s.axes if a not in self.spare) for f, s in candidate.splits.items()}
+        parts = {tie(f): min(factors.sizes[f], shard_count(axes, self.sizes)) for f, axes in named.items()}
+        return (held, -math.prod(parts.values()))
 
     def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:
         found = self.of_rule(node, entry, factors)
