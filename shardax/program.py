@@ -129,7 +129,7 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
             [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
-        decisions = choose(program, completion, *layouts, refined.spare)
+        decisions = choose(program, completion, *layouts, spare=refined.spare)
     options = options or Options()
     report_replicated(decisions, sizes, strict=options.strict is True, allow=options.allow)
     with timed(phases, "emission"):
