@@ -58,7 +58,7 @@ def found(f, *args):
 
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("n", [8, 31])
-def test_found(name, n):
+def test_scans_are_found(name, n):
     x = array(3, n)
     assert found(lambda a, b: SCANS[name](a, b, axis=1), x, x) == [(1, False)]
     assert found(lambda a, b: SCANS[name](a, b, axis=1, reverse=True), x, x) == [(1, True)]
@@ -157,7 +157,7 @@ def test_same_gradients(name, n, spec, reverse):
 
 @pytest.mark.parametrize("name", SCANS)
 @pytest.mark.parametrize("n, spec", [(16, P("y", "x")), (13, P("x")), (9, P(("x", "y")))])
-def test_same(name, n, spec):
+def test_scans_on_blocks_give_what_scans_on_one_device_give(name, n, spec):
     """Blocks of one row, padded ones, such as hold nothing but padding; both ways."""
     args = array(n, 4), array(n, 4)
 

@@ -100,7 +100,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_same(name):
+def test_loops_give_what_they_give_on_one_device(name):
     f, args, specs = PROGRAMS[name]
     same(f, args, specs)
 

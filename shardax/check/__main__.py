@@ -1,12 +1,13 @@
-"""`python -m shardax.check`: tries what the registered rules claim, and what they do not claim and could.
+"""`python -m shardax.check`: tests what the registered rules claim, and finds claims that they could make and do not.
 
     python -m shardax.check sort cumsum              these primitives
     python -m shardax.check --all                    every registered rule
     python -m shardax.check --module my.rules        those that importing my.rules registers, and no others
     python -m shardax.check --page                   writes docs/primitives.md
 
-A module of rules has SAMPLES, for each primitive a function in which it is and its arguments: {"my_scale": (f, x, y)}. Prints a
-line for each primitive; exits with 1 where a claim is wrong, one is missing that is not on the list, or a rule has no sample.
+A module of rules has SAMPLES, which has for each primitive a function that uses it, and its arguments: {"my_scale": (f, x,
+y)}. The command prints a line for each primitive. It exits with 1 where a claim is wrong, where a claim is missing that is
+not on the list of those that are meant to be (`check/reasons.py`), or where a rule has no sample.
 """
 
 import argparse

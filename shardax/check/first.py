@@ -1,8 +1,8 @@
-"""The first equation whose value on the devices is not the plain one: every intermediate of a partitioned program is kept.
+"""Finds the first equation of a partitioned program whose value on the devices is not that of plain evaluation.
 
 The program runs as it was decided, on operands with garbage in their padding, and gives all its intermediates as they lie on
-the devices. They are put together on the host and compared, in program order, with those of plain evaluation, one by one. A
-loop or branch in which the first difference arises is searched in turn, trip by trip, from carries that are right.
+the devices. These are put together on the host and compared, in program order, with those of plain evaluation. If the first
+difference is in a loop or branch, that is searched too, trip by trip, from carries that are right.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -157,7 +157,7 @@ def _type(value: Value) -> str:
 
 
 def _bodies(node: Node, decision: Decision, operands: Sequence[Any]) -> Iterator[tuple[str, Decisions, list[Any]]]:
-    """The bodies that an equation runs, in order, with their inputs by plain evaluation, and words for which it is."""
+    """The bodies that an equation runs, in order, each with its inputs by plain evaluation and words that say which it is."""
     return _BODIES.get(node.name, lambda *_: iter(()))(node, decision, list(operands))
 
 

@@ -1,6 +1,6 @@
-"""Missing claims: dims that a rule declares whole and that could be split. Found by what the results depend on, no rule asked.
+"""Finds missing claims: dims that a rule declares whole although they could be split. No rule is asked for that.
 
-A slice of an operand is exchanged for another one, and the results are looked at. A dim is
+A slice of an operand is exchanged for another one, to see which parts of the results depend on it. A dim is
 
     kept      if slice j of the operand changes slice j of each result that it changes at all: results are concatenated
     windowed  if it changes slices near j: a halo would do
@@ -30,9 +30,8 @@ _PUT_TOGETHER = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 @dataclass(frozen=True)
 class Missing:
-    """`kind`: "kept", "windowed", "sum", "max", "min" or "made". `place`: the operand's or result's number and dim.
-
-    `passes`: its rule lets such a reduction pass through the operand, so that zeros in place of other parts are no news.
+    """A claim that a rule could make: `kind` is "kept", "windowed", "sum", "max", "min" or "made". `place` is the number of
+    an operand or result, and its dim. `passes` says that the rule already lets such a reduction pass through the operand.
     """
 
     primitive: str
@@ -52,7 +51,7 @@ class Missing:
 
 
 def missing(node: Node, entry: Entry, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Missing]:
-    """What could be split of one equation, given its operands and results, and is declared whole."""
+    """The dims of one equation that could be split and are declared whole, given its operands and results."""
     factors = entry.factors(node)
     if any(0 in shape for shape in node.in_shapes + node.out_shapes):
         return
@@ -96,7 +95,9 @@ def _kind(eqn: _Equation, i: int, d: int) -> str:
 
 
 def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
-    """For each result that depends on the operand: how far from a slice along d those lie that it changes, if that is near."""
+    """For each result that depends on the operand, how far the changes lie from the exchanged slice along d; only if that is
+    near.
+    """
     n = eqn.inputs[i].shape[d]
     changes: list[list[tuple[int, np.ndarray]]] = [[] for _ in eqn.outputs]
     for j in range(n) if n <= PLACES else np.linspace(0, n - 1, PLACES, dtype=int):
@@ -135,7 +136,9 @@ def _changed(result, wanted) -> np.ndarray:
 
 
 def _adds_up(eqn: _Equation, i: int, d: int, kind: str) -> bool:
-    """Whether the results of two parts, of all operands that have the factor, split at several places, make up the result."""
+    """Whether the results of two parts make up the whole result. All operands that have the factor are parted, at several
+    places.
+    """
     (factor,), n = [f for f in eqn.factors.operands[i][d] if eqn.factors.sizes[f] > 1][:1], eqn.inputs[i].shape[d]
     has = {i: dims.index((factor,)) for i, dims in enumerate(eqn.factors.operands) if (factor,) in dims}
     values = [*(eqn.inputs[i] for i in has), *eqn.outputs]
@@ -158,7 +161,7 @@ def _half(x: np.ndarray, d: int, at: int, kind: str, first: bool):
 
 
 def _neutral(kind: str, dtype):
-    """What leaves a reduction of samples unchanged: finite, for LAPACK may never end on infinities."""
+    """What leaves a reduction of the samples unchanged. It is finite, because LAPACK may never end on infinities."""
     if kind == "sum" or not jnp.issubdtype(dtype, jnp.floating):
         return identity(kind, dtype)
     info = jnp.finfo(dtype)

@@ -1,7 +1,7 @@
-"""The page of primitives, `docs/primitives.md`: what of each can be split, with which communication, and what not and why.
+"""Writes `docs/primitives.md`: which dims of each primitive can be split, at which price, and which cannot, and why.
 
-Read off the registered rules, bound to the samples that the checker tries, and off their lowerings. Rows of primitives that the
-JAX at hand does not have stay as they are.
+All of it is read off the registered rules, bound to the samples that the checker tries, and off their lowerings. Rows of
+primitives that the installed JAX does not have stay as they are.
 """
 
 import re
@@ -97,7 +97,7 @@ def _of_case(case: Case) -> str:
 
 
 def _price(case: Case, group: tuple[str, ...]) -> str:
-    """What splitting a factor takes: "" nothing, WHOLE that it cannot be."""
+    """What it costs to split a factor: "" for nothing, WHOLE where it cannot be split."""
     kind = case.factors.kind(group[0])
     if kind == WHOLE or kind in REDUCTIONS:
         return WHOLE if kind == WHOLE else f"{kind} owed"

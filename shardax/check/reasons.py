@@ -1,4 +1,4 @@
-"""What the checker does not ask for, with why: primitives that cannot be tried alone, and missing claims that are meant."""
+"""What the checker leaves out, and why: primitives that cannot be tried alone, and claims that are missing on purpose."""
 
 from fnmatch import fnmatchcase
 

@@ -1,4 +1,4 @@
-"""Values to shards and back, on the host: it shares no code with what it checks. And whether two values are alike."""
+"""Takes values apart to shards and puts them together, on the host, and compares values. Shares no code with what it checks."""
 
 import itertools
 import math
@@ -17,7 +17,8 @@ _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def scatter(value: np.ndarray, layout: Layout, sizes: AxisSizes) -> np.ndarray:
-    """What each device holds, stacked in mesh order: garbage in the padding; what is pending, the first device along its axes.
+    """What each device holds, stacked in mesh order. Padding holds garbage; of what is pending, the first device along its
+    axes holds all.
 
     >>> from shardax.sharding import Sharding
     >>> scatter(np.arange(3), Layout(Sharding((("x",),)), (4,)), {"x": 2})[0]
@@ -28,7 +29,7 @@ def scatter(value: np.ndarray, layout: Layout, sizes: AxisSizes) -> np.ndarray:
 
 
 def gather(shards: np.ndarray, layout: Layout, shape: tuple[int, ...], sizes: AxisSizes) -> tuple[np.ndarray, str]:
-    """The value that stacked shards make, and where devices that hold the same part of it disagree, or ""."""
+    """The value that stacked shards make; and where devices that should hold the same part of it disagree, or ""."""
     value, seen, problem = np.zeros(shape + shards.shape[layout.sharding.rank + 1 :], shards.dtype), set(), ""
     for part, at in _settled(shards, layout, sizes):
         where = _block(layout, at, sizes)
@@ -42,7 +43,7 @@ def gather(shards: np.ndarray, layout: Layout, shape: tuple[int, ...], sizes: Ax
 
 
 def with_garbage(value: np.ndarray, padded: tuple[int, ...]) -> np.ndarray:
-    """Padded at the end of each dim with NaN, the greatest integer, or the negation of the last boolean."""
+    """A value padded at the end of each dim with NaN, the greatest integer, or the negation of its last boolean."""
     shape = padded + value.shape[len(padded) :]
     widths = [(0, p - n) for p, n in zip(shape, value.shape, strict=True)]
     if value.dtype == bool:
@@ -64,7 +65,7 @@ def is_key(value: Any) -> bool:
 
 
 def difference(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> str:
-    """Where two values differ, or "". Floats may by `slack` ulps of the greatest number of `wanted`.
+    """Where two values differ, or "". Floats may differ by `slack` ulps of the greatest number of `wanted`.
 
     >>> difference(np.asarray([1, 2, 3]), np.asarray([1, 2, 4]))
     '1 of 3 differ, by at most 1, first at (2,): 3, not 4'

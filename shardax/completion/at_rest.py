@@ -1,9 +1,9 @@
-"""The last strategy: state that rests otherwise than it is annotated is updated as it rests.
+"""The last phase of completion: state that cannot rest in the sharding of its annotation is updated as it rests.
 
-A parameter of 257 rows that is annotated P("model", None) rests in P(None, "model"), because a `jax.Array` between calls has
-shards of one size. Its moments rest likewise, and so would each be resharded on the way in and on the way out if the optimizer
-followed the annotation. Instead the elementwise neighbourhood of the result takes the sharding at rest, as far as the values
-that something fixed; then only the gradient is resharded, and the parameter once, for the forward pass.
+A parameter of 257 rows that is annotated P("model", None) rests in P(None, "model"), because all shards of a `jax.Array` have
+one size. Its moments rest likewise. If the optimizer followed the annotation, each of them would be resharded on the way in
+and on the way out. Instead the elementwise neighbourhood of the new parameter, up to values that an annotation fixes, takes
+the sharding at rest. Then only the gradient is resharded, and the parameter once, for the forward pass.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

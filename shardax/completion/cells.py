@@ -1,7 +1,7 @@
-"""Cells: what is known of a value's sharding; and the one step of completion: what a tie teaches its values.
+"""Cells, which hold what is known of a value's sharding, and the one step of completion: what a tie teaches its values.
 
-Cells are numbered, and a step is a function of numbers: equal steps, of which a program of alike layers has many, are taken
-once.
+Cells are numbered, and a step is a function from numbers to numbers. Equal steps, of which a program with alike layers has
+many, are taken once.
 """
 
 import itertools

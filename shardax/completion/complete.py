@@ -1,6 +1,6 @@
 """Sharding completion: every value gets a sharding, from the few that the user gave (GSPMD, section 3.5).
 
-Shardings travel along factors, both ways, to a fixed point. A sharding is only ever refined: an axis that a dim has, it keeps.
+Shardings spread along factors, in both directions, to a fixed point. They are only refined: a dim keeps the axes that it has.
 The worklist is ordered by level, then by place in the program, so the result depends on nothing else.
 """
 

@@ -1,5 +1,8 @@
-"""Edges: what ties the shardings of values together. One or more for each equation with a rule, and the data-flow edges of
-loops, branches and calls, along which a value is simply the same (carry in = carry out = body in = body out)."""
+"""Edges tie the shardings of values together. Each equation with a rule has one or more.
+
+Loops, branches and calls have data-flow edges, along which a value is simply the same (carry in = carry out = body in = body
+out).
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

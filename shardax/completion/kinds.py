@@ -1,4 +1,4 @@
-"""Kinds: what nodes that are alike in everything that completion and choice read of them have in common, found once."""
+"""Kinds of nodes. Nodes are of one kind if all that completion and choice read of them is equal; what follows is found once."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass

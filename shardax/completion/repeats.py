@@ -1,8 +1,9 @@
-"""Repeats: which items (nodes, by their numbers) of a program make alike blocks, as the layers of an unrolled model do.
+"""Finds which items (nodes, by their numbers) of a program make alike blocks, as the layers of an unrolled model do.
 
-The longest run of kinds that repeats itself, the forward pass of the layers, is cut into blocks. What comes later belongs to
-the first of the blocks that its operands come from: a layer's backward pass, and its part of the optimizer, lie far away in
-the program and belong to it all the same. Which block an item belongs to changes no result, only how often one is computed.
+The longest run of kinds that repeats itself, which is the forward pass of the layers, is cut into blocks. A later item
+belongs to the first of the blocks that its operands come from. So a layer's backward pass and its part of the optimizer
+belong to the layer's block, although they are far away in the program. The choice of blocks changes no result, only how often
+a result is computed.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""What of a local program is stored, when it lives, and what moves to and from memory: the basis of peaks and estimates.
+"""Which arrays of a local program are stored, when they live, and what moves to and from memory: for peaks and estimates.
 
-An array lives from the equation that makes it to the last that reads it; inputs that are kept, and results, to the end. What is
-computed elementwise and used once, by an elementwise equation or a reduction, is taken to be fused into that: it is never
-stored, and its operands live on instead. XLA may reorder and fuse more, and pads.
+An array lives from the equation that makes it to the last one that reads it. Results, and inputs that are kept, live to the
+end. A value that is computed elementwise and used once, by an elementwise equation or a reduction, counts as fused into that:
+it is never stored, and its operands live longer instead. XLA may reorder and fuse more, and it pads.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The nominal prices by which alternatives are compared, in bytes sent: the same for every chip, so that programs are too.
+"""The nominal prices, in bytes sent, by which alternatives are compared. All chips have the same, and so the same programs.
 
 A chip of the v4 to v6e generations does about 4,000 bf16 FLOPs and moves about 20 bytes of HBM in the time in which a link
 carries one byte (275 TF, 1200 GB/s and 50 GB/s on v4). Starting a collective costs about a microsecond, tens of kilobytes on

@@ -1,7 +1,7 @@
-"""Seconds of a local program by roofline: products at the chip's FLOP/s, what moves in memory, and what is sent.
+"""Estimates the seconds of a local program by roofline, from its FLOPs, its memory traffic, and the bytes that it sends.
 
-Each equation takes the longer of its FLOPs and its memory traffic (Williams et al. 2009), then comes what is sent: nothing is
-overlapped. Only matrix products and convolutions count FLOPs: what else there is is bound by memory.
+Each equation takes the longer of the times of its FLOPs and of its memory traffic (Williams et al. 2009). The time of what is
+sent is added, as if nothing were overlapped. Only matrix products and convolutions count FLOPs; all else is bound by memory.
 """
 
 import math

@@ -1,13 +1,14 @@
 """python -m shardax.explain models.gpt2 --mesh data=16,model=128: the plan of a program, without devices.
 
-The program is a function of a module, `models.gpt2:program` here, `program` unless another is named: it takes the mesh, an
-AbstractMesh, and returns what `shard_jit` made and the arguments to plan it for, a tuple of arrays or `jax.ShapeDtypeStruct`s:
+The program is a function of a module, here `models.gpt2:program`. It is called `program` unless another name is given. It
+takes the mesh, an AbstractMesh, and returns a function that `shard_jit` made, and the tuple of arguments to plan it for
+(arrays or `jax.ShapeDtypeStruct`s):
 
     def program(mesh, batch=64):
         step = shardax.shard_jit(train_step, mesh=mesh, in_shardings=...)
         return step, (state_shapes, batch_shape)
 
-Further parameters of it are options: `--set batch=256`.
+Its further parameters are set by options: `--set batch=256`.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Because: the facts behind a collective, in words: which two shardings clashed, what was summed, what a lowering exchanged.
+"""The facts behind a collective, in words: which two shardings clashed, what was summed, what a lowering exchanged.
 
-A sharding is a fact with the value that has it and the annotation, by completion's chain of facts, that it came from.
+A fact about a sharding names the value that has it, and the annotation that it came from, which completion's origins tell.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""A plan as one HTML file that needs no network: ledgers that sort, the program with what each line makes and sends beside it,
-and a picture of how a chosen array lies on the mesh.
+"""A plan as one HTML file that needs no network: tables that sort, the program with its costs, a picture of any array.
 
-All text is in the HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as JSON.
+The program has beside each line what it makes and sends; the picture shows how an array lies on the mesh. All text is in the
+HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as JSON.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The memory of a plan, in bytes on each device: arguments by kind, what is saved, the most that lives at once, what is whole.
+"""The memory of a plan, in bytes on each device: arguments by kind, what is saved, the peak, and what is replicated.
 
-The live set is read off the local jaxpr in program order, see `shardax.cost.live`; the compiled program's `memory_analysis()`
-is what it really takes.
+This is an estimate, read off the local jaxpr in program order (see `shardax.cost.live`). The `memory_analysis()` of the
+compiled program says what it really takes.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What of a plan is compared with another one, or with a file: what is sent, and how arguments and results rest."""
+"""The parts of a plan that are compared with another plan, or with a file: what is sent, and how arguments and results rest."""
 
 import json
 import re

@@ -1,7 +1,7 @@
 """How a person would write one equation: a table from primitives to expressions in jax.numpy and jax.lax.
 
-An expression keeps how tightly it binds, so that parentheses stand only where they are needed. What the table does not have is
-bound as it is: `lax.<name>_p.bind(...)`, its objects from the namespace where no text makes them.
+An expression knows how tightly it binds, so that parentheses stand only where they are needed. A primitive that is not in the
+table is written as `lax.<name>_p.bind(...)`; parameters that no text can make are objects of the namespace.
 """
 
 import json

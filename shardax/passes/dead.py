@@ -1,4 +1,4 @@
-"""Drops from a local program what nothing reads: layouts that an annotation asked for, and no reader took."""
+"""Drops from a local program what nothing reads, such as a layout that an annotation asked for and that no reader took."""
 
 from shardax import _jax
 

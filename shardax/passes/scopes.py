@@ -1,6 +1,6 @@
 """Names every collective of a local program by the user's line: `all_gather:models/gpt2.py:41`, as HLO and profiles show it.
 
-Here and not where they are made: rules make collectives too, and none may be forgotten.
+This is a pass, and not done where collectives are made, because many rules make them, and none may be forgotten.
 """
 
 from typing import Any

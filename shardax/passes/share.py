@@ -1,8 +1,8 @@
 """Sends once what is sent twice: equal collectives of a local program, and halos of one value that overlap or touch.
 
-A convolution and the gradient of its kernel want the same rows from their neighbours, a stencil by slices one row here and two
-rows there. Equal computations make one value, so that slices of one shard are known to be such; only collectives are left out.
-What stands behind an optimization barrier is another value: what is recomputed there is sent again, as remat wants it.
+A convolution and the gradient of its kernel want the same rows from their neighbours; a stencil by slices wants one row in
+one place and two rows in another. To see that slices are of one shard, equal computations count as one value, but only
+collectives are left out. A value behind an optimization barrier is another value: what remat recomputes is sent again.
 
     ppermute x[14:16]    ppermute x[15:16]    ->    h = ppermute x[14:16]    h    h[1:2]
 """
