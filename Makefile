@@ -4,6 +4,7 @@
 #   make train ARGS="--steps 50"     options of the job: python -m models.train --help
 #   make test PYTHON=python3         use that interpreter with the packages it has, and fetch nothing
 #   make test-latest LATEST=python3  likewise, for the newest JAX
+#   make -j environments             all environments at once
 
 RUN := $(or $(PYTHON),.venv/bin/python)
 ENV := $(if $(PYTHON),,.venv/ready)
@@ -18,10 +19,12 @@ PROGRAMS ?= 2000
 PYTEST := -m pytest -n 2
 TPU_WITHOUT_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8
 
-.PHONY: help train train-distributed test test-slow test-processes test-kill conformance check fuzz test-latest test-browser test-tpu lint format clean
+.PHONY: help environments train train-distributed test test-slow test-processes test-kill conformance check fuzz test-latest test-browser test-tpu lint format clean
 
 help:
 	@echo "make train | train-distributed | test | test-slow | test-processes | test-kill | conformance | check | fuzz | test-latest | test-browser | test-tpu | lint | format | clean"
+
+environments: $(ENV) $(LATEST_ENV) $(TPU_ENV)
 
 train: $(ENV)
 	$(RUN) -m models.train $(ARGS)
@@ -56,7 +59,7 @@ ifeq ($(LATEST),)
 	@echo "test-latest SKIPPED: the newest JAX needs Python >= 3.12, and none is on PATH or in pyenv's versions"
 else
 	$(LATEST) -c "import jax, sys; print('test-latest: JAX', jax.__version__, 'on Python', sys.version.split()[0])"
-	$(LATEST) $(PYTEST) shardax models tests
+	$(LATEST) $(PYTEST) $(ARGS) shardax models tests
 endif
 
 test-browser: $(ENV)

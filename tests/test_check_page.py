@@ -12,6 +12,7 @@ from shardax.spmd_rules.registry import RULES
 TEXT = FILE.read_text()
 
 
+@pytest.mark.once
 def test_the_page_is_current():
     assert page(TEXT) == TEXT, "make it anew: python -m shardax.check --page"
 

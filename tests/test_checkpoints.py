@@ -40,6 +40,7 @@ def losses(options: Options, stop_at: int | None = None):
         return train.run(replace(trainer, step=step), options, CORPUS, kept)[1]
 
 
+@pytest.mark.once
 def test_a_run_goes_on_where_it_stopped_on_other_meshes(tmp_path):
     whole = losses(replace(options(tmp_path), checkpoints=None))
     with pytest.raises(Stopped):
@@ -55,6 +56,7 @@ def test_a_run_goes_on_where_it_stopped_on_other_meshes(tmp_path):
     assert kill.saved_log(tmp_path / "kept")["losses"] == curve
 
 
+@pytest.mark.once
 def test_another_run_is_refused(tmp_path):
     losses(options(tmp_path, "--steps", "2"))
     with pytest.raises(SystemExit) as error:
@@ -65,6 +67,7 @@ def test_another_run_is_refused(tmp_path):
     )
 
 
+@pytest.mark.once
 def test_what_is_saved_is_the_state_of_that_step(tmp_path):
     """The next step is given the buffers of the state while they are still being written."""
     some = options(tmp_path, "--steps", "4", "--save-every", "1")

@@ -224,6 +224,7 @@ def random_like(tree, seed: int):
     return structure.unflatten([np.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype) for leaf in leaves])
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("dims", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("attempt", [*(pytest.param(a, marks=pytest.mark.slow) for a in [*ATTEMPTS][:2]), "finalized"])
 def test_train_steps_are_those_of_one_device(attempt, dims):

@@ -206,6 +206,7 @@ def compare(got, wanted) -> None:
         np.testing.assert_allclose(have, want, rtol=0, atol=atol)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(12))
 def test_random_loops(seed):
     with poisoned_padding():

@@ -33,7 +33,8 @@ from shardax import collectives
 from tests.programs import WAYS, Program, random_program
 
 
-@hypothesis.settings(max_examples=60, derandomize=True, deadline=None, database=None, print_blob=False)
+@pytest.mark.once
+@hypothesis.settings(max_examples=30, derandomize=True, deadline=None, database=None, print_blob=False)
 @hypothesis.given(st.randoms(use_true_random=False))
 def test_random_programs(rng):
     with poisoned_padding():

@@ -176,6 +176,7 @@ def both(name: str) -> tuple[Graph, Completion, Completion]:
     return made, *(complete(made, [None] * len(made.inputs), SIZES, reuse=reuse) for reuse in (True, False))
 
 
+@pytest.mark.once
 @pytest.mark.mixed_dtypes
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_same_plan(name):

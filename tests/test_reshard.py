@@ -125,6 +125,7 @@ def run_paths(cases, sizes):
 SHAPES = [(8, 8), (5, 12), (3, 7), (16,), (9,), (4, 6, 2), (), (0, 4), (1, 13)]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dtype", [np.int32, np.float32, np.bool_])
 def test_paths_bring_values_where_they_should_be(mesh, dtype):

@@ -134,6 +134,7 @@ def executed(plan):
     return jax.jit(namespace["program"](mesh()))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_executing_the_source_gives_the_results(name):
     fun, specs, make = PROGRAMS[name]

@@ -44,7 +44,8 @@ def test_main_job(capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2", "data=5"])
+@pytest.mark.once
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,model=2", pytest.param("data=5", marks=pytest.mark.slow)])
 def test_compare(capsys, tmp_path, mesh):
     out = run(capsys, tmp_path, "--mesh", mesh, "--steps", "10", "--compare")
     (difference,) = re.findall(r"largest relative difference of the losses: (\S+)", out)
@@ -58,12 +59,14 @@ def test_xla_says_what_it_drops(capsys, tmp_path):
     assert "plan" not in out
 
 
+@pytest.mark.once
 def test_speeds(capsys, tmp_path):
     out = run(capsys, tmp_path, "--steps", "1", "--partitioner", "both")
     assert len(re.findall(r"tokens/s, the median of [\d,]+, [\d,]+, [\d,]+", out)) == 2
     assert re.search(r"^shardax / xla: \d+\.\d+$", out, re.MULTILINE)
 
 
+@pytest.mark.once
 def test_dropout_is_the_same_on_every_mesh(capsys, tmp_path):
     out = run(capsys, tmp_path, "--steps", "3", "--dropout", "0.5", "--compare")
     np.testing.assert_allclose(losses(out, "shardax"), losses(out, "one device"), rtol=1e-4)
@@ -188,6 +191,7 @@ def test_stacked_layers_stay_whole():
     assert specs["layers"]["mlp"]["down"]["kernel"] == P(None, "model", None)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("changes", [{"scan": True}, {"remat": True}, {"scan": True, "remat": True}])
 def test_scan_and_remat_train_alike(changes):
     config = gpt2.Config(layers=2, heads=2, model=16, seq=8)
@@ -213,6 +217,7 @@ def small_models():
     ]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("model, config, batch", small_models())
 def test_small_models_train_as_on_one_device(model, config, batch):
     init, step = model.train(config, optax.adamw(1e-2))

@@ -157,24 +157,25 @@ def leaf_equal(path, found, expected, tolerance: float) -> None:
 
 def cases(*rows):
     return pytest.mark.parametrize(
-        ("job", "mesh"), [pytest.param(job, m, id=f"{name}-{mesh_text(m)}") for name, job, m in rows]
+        ("job", "mesh"), [pytest.param(job, m, id=f"{name}-{mesh_text(m)}", marks=marks) for name, job, m, *marks in rows]
     )
 
 
 @cases(
-    ("unrolled", lambda: transformer(adamw, 10), MESHES[0]),
+    ("unrolled", lambda: transformer(adamw, 10), MESHES[0], pytest.mark.once),
     ("scanned-remat", lambda: transformer(adamw, 6, scan=True, remat=True), MESHES[1]),
     (
         "three-heads-legacy-keys",
         lambda: transformer(adafactor, 7, "legacy", heads=3, model=33, scan=True, dropout=0.2),
         MESHES[3],
     ),
-    ("dropout", lambda: transformer(adafactor, 8, remat=True, dropout=0.2), MESHES[2]),
+    ("dropout", lambda: transformer(adafactor, 8, remat=True, dropout=0.2), MESHES[2], pytest.mark.once),
 )
 def test_transformer(job, mesh):
     trains_alike(job(), mesh)
 
 
+@pytest.mark.once
 @cases(
     ("adamw", lambda: perceptron(adamw), MESHES[0]),
     ("adafactor", lambda: perceptron(adafactor), MESHES[3]),
@@ -185,6 +186,7 @@ def test_perceptron(job, mesh):
     trains_alike(job(), mesh)
 
 
+@pytest.mark.once
 @cases(
     ("adamw", lambda: convolutional(adamw), MESHES[0]),
     ("adafactor-pool", lambda: convolutional(adafactor, pool=True), MESHES[3]),
@@ -193,6 +195,7 @@ def test_convolutional(job, mesh):
     trains_alike(job(), mesh)
 
 
+@pytest.mark.once
 def test_transformer_in_bfloat16():
     job = transformer(coarse_adamw, 10, dtype=jax.numpy.bfloat16, scan=True, remat=True, dropout=0.1)
     trains_alike(job, MESHES[0], 6e-2)
@@ -241,6 +244,7 @@ def trains_alike_anyhow(job: Job, mesh, seed: int) -> None:
     trains_alike(job, mesh, specs=specs)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(2))
 def test_any_annotations(seed):
     trains_alike_anyhow(perceptron(adamw), MESHES[seed], seed)
