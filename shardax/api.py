@@ -1,27 +1,22 @@
 """shard_jit: stands where jax.jit stood, and partitions the function's program over a mesh."""
 
 import functools
-import itertools
 import time
 import types
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
-from shardax import _jax, meshes, resting, strict, transform
-from shardax.crossing import Crossing, placed_here
-from shardax.explain.plan import AtRest, Placed, Plan, at_rest
-from shardax.function import Function, Transform, crossing_of, mesh_of
+from shardax import _jax
+from shardax.call import Call
+from shardax.crossing import Crossing
+from shardax.function import Function, Transform, mesh_of
 from shardax.options import Options, Refused
-from shardax.program import Program
-from shardax.refinement import Placement
 from shardax.signature import check_given
-from shardax.untyped import memory_of
 
 
 @_jax.boundary
@@ -117,7 +112,7 @@ class ShardJit:
         traced = self._stage(attrgetter("trace"), args, kwargs)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return traced
-        return _jax.PlacedTraced(traced, lambda: _placed(*self._traced(traced, args, kwargs)))
+        return _jax.PlacedTraced(traced, lambda: self._call(traced, args, kwargs).placed())
 
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
@@ -127,8 +122,7 @@ class ShardJit:
         lowered = self._stage(lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return lowered
-        eqn, mesh, leaves = self._traced(self._stage(attrgetter("trace"), args, kwargs), args, kwargs)
-        phases = _built(eqn, mesh, leaves, eqn.params["options"]).phases
+        phases = self._call(self._stage(attrgetter("trace"), args, kwargs), args, kwargs).built().phases
         return _jax.TimedLowered(lowered, lambda seconds: phases.update(XLA=seconds))
 
     @_jax.boundary
@@ -142,21 +136,14 @@ class ShardJit:
         start = time.perf_counter()
         traced = self._stage(attrgetter("trace"), args, kwargs)
         phases = {"trace": time.perf_counter() - start}
-        eqn, mesh, leaves = self._traced(traced, args, kwargs)
+        call = self._call(traced, args, kwargs, self._function.entering(args, kwargs))
         names = self._function.dynamic_names(len(args))
-
-        entering = self._function.entering(args, kwargs)
-
-        def plan(options: Options) -> Plan:
-            _check_entering(entering, eqn, options)
-            return _plan(traced, eqn, _built(eqn, mesh, leaves, options), mesh, leaves, names, phases, entering, self._function)
-
-        options = eqn.params["options"]
         try:
-            return plan(options)
+            return call.plan(names, phases, call.options)
         except Refused as error:
             refused = self._function.naming_arguments(error, args, kwargs)
-            refused.plan = plan(replace(options, strict=False, max_gather_bytes=None, allow=("*",)))
+            allowing = replace(call.options, strict=False, max_gather_bytes=None, allow=("*",))
+            refused.plan = call.plan(names, phases, allowing)
             raise refused from None
 
     def clear_cache(self) -> None:
@@ -194,23 +181,21 @@ class ShardJit:
         """
         if not _jax.is_eager((args, kwargs)) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return jitted, []
-        eqn, mesh, leaves = self._traced(jitted.trace(*args, **kwargs), args, kwargs)
-        _check_entering(entering, eqn, eqn.params["options"])
-        if not meshes.others(eqn.params["jaxpr"], eqn.params["mesh"]) or isinstance(mesh, AbstractMesh):
+        call = self._call(jitted.trace(*args, **kwargs), args, kwargs, entering)
+        call.check_entering(call.options)
+        if not call.other_meshes or isinstance(call.mesh, AbstractMesh):
             return jitted, []
-        built = _built(eqn, mesh, leaves, eqn.params["options"])
+        built = call.built()
         structure = jax.tree.structure(jitted.eval_shape(*args, **kwargs))
-        key = (mesh, structure, out_shardings := built.left(mesh))
+        key = (call.mesh, structure, out_shardings := built.left(call.mesh))
         if key not in self._jits:
-            self._jits[key] = self._function.jitted(mesh, structure.unflatten(out_shardings))
+            self._jits[key] = self._function.jitted(call.mesh, structure.unflatten(out_shardings))
         return self._jits[key], [c for c in built.leaving if c.outside]
 
-    def _traced(self, traced: jax.stages.Traced, args, kwargs) -> tuple[Any, Mesh | AbstractMesh, list[Any]]:
-        """The equation of the traced program, its mesh, and the leaves of the arguments."""
-        eqn = next(e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p)
+    def _call(self, traced: jax.stages.Traced, args, kwargs, entering: Sequence[Crossing] = ()) -> Call:
         mesh = self._function.mesh_for(args, kwargs)
         assert mesh is not None
-        return eqn, mesh, [x for _, x in self._function.named_leaves(args, kwargs)]
+        return Call(self._function, traced, mesh, [x for _, x in self._function.named_leaves(args, kwargs)], entering)
 
     def _jit_for(self, args, kwargs):
         return self._on(None if self._function.known_mesh() else mesh_of((args, kwargs)))
@@ -221,91 +206,6 @@ class ShardJit:
         return self._jits[mesh]
 
 
-def _check_entering(crossings: Sequence[Crossing], eqn, options: Options) -> None:
-    """Strict mode refuses what arguments send to come from another mesh, unless the program itself names that mesh."""
-    if crossings and options.strict:
-        mesh = eqn.params["mesh"]
-        named = meshes.others(eqn.params["jaxpr"], mesh)
-        strict.check([x for c in crossings if c.there.mesh not in named for x in c.collectives(mesh)], options)
-
-
 def _across(leaving: Sequence[Crossing], outs, mesh):
     crossings, (leaves, tree) = {c.number: c for c in leaving}, jax.tree.flatten(outs)
     return tree.unflatten(crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves))
-
-
-def _built(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any], options: Options) -> Program:
-    """The partitioned program of a traced function, for these arguments, some of which may be committed to a sharding."""
-    jaxpr = eqn.params["jaxpr"]
-    given = (*(_given(i, x, mesh) for i, x in enumerate(leaves)), *[None] * (len(jaxpr.in_avals) - len(leaves)))
-    return transform.build(jaxpr, given, mesh, options)
-
-
-def _given(number: int, x, mesh: Mesh | AbstractMesh) -> Placement | None:
-    """The sharding in which the program finds an argument, None where it is not committed to one."""
-    crossing = crossing_of(number, x, mesh) if isinstance(mesh, Mesh) else None
-    return placed_here(crossing, len(x.shape)) if crossing else transform.committed(x, mesh)
-
-
-def _placed(eqn, mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> tuple[list[NamedSharding], list[NamedSharding]]:
-    """The shardings of all arguments, and those of all results when each argument comes in its own."""
-    jaxpr, options, constants = eqn.params["jaxpr"], eqn.params["options"], [None] * (len(eqn.invars) - len(leaves))
-    arguments = _built(eqn, mesh, leaves, options).arguments[: len(leaves)]
-    results = transform.build(jaxpr, (*arguments, *constants), mesh, options).left(mesh)
-    sides = ([p.on(mesh) for p in arguments], jaxpr.in_avals[: len(leaves)]), (results, jaxpr.out_avals)
-    ins, outs = ([_kept(sharding, aval) for sharding, aval in zip(*side, strict=True)] for side in sides)
-    return ins, outs
-
-
-def _kept(sharding: NamedSharding, aval) -> NamedSharding:
-    """The sharding, in the memory where the value is kept."""
-    return sharding.with_memory_kind("pinned_host") if memory_of(aval) is jax.memory.Space.Host else sharding
-
-
-def _plan(
-    traced: jax.stages.Traced,
-    eqn,
-    built: Program,
-    mesh: Any,
-    leaves: Sequence[Any],
-    names: tuple[str, ...],
-    phases: dict[str, float],
-    entering: Sequence[Crossing],
-    function: Function,
-) -> Plan:
-    structure, outside = jax.tree.structure(traced.args_info), {c.number for c in entering}
-    rests = [x.sharding if i in outside else p.on(mesh) for i, (x, p) in enumerate(zip(leaves, built.arguments, strict=False))]
-    args, kwargs = structure.unflatten(rests)
-    outs = jax.tree.structure(traced.out_info).unflatten([placement.on(mesh) for placement in built.results])
-    plan = Plan(
-        mesh,
-        eqn.params["jaxpr"],
-        built.jaxpr,
-        args,
-        outs,
-        kwargs,
-        graph=built.graph,
-        values=built.completion,
-        decisions=built.decisions,
-        phases=ChainMap(built.phases, phases),  # lowering and compiling add to it
-        names=names,
-        donated=frozenset(i for i, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated),
-        closed_over=_jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :]),
-        refinement=built.refinement,
-        crossings=(*entering, *built.entering, *built.leaving),
-        program=function.place,
-        line=function.line,
-    )
-    moved = (
-        _moved("argument", plan.arguments(), resting.arguments(built)),
-        _moved("result", plan.results(), resting.results(built)),
-    )
-    return replace(plan, at_rest=tuple(itertools.chain(*moved)))
-
-
-def _moved(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
-    """What completion wants is in the program's axes, what an annotation says may be the same place in others."""
-    places = list(places)
-    for x in found:
-        if x.number < len(places) and x.wanted.sharding != places[x.number].sharding:  # the last inputs are what it closes over
-            yield at_rest(side, places[x.number], x.wanted.sharding, x.came, x.left)
