@@ -78,6 +78,40 @@ class _Saved:
         return x if self.dims is None else bind_annotation(x, self.dims, SAVED)
 
 
+def by_policy(saveable, unknown: list[bool], there: list[bool], eqn):
+    """The same for policies of `jax.checkpoint`, which see inside: the two equations, and what JAX asks for besides."""
+    known, later, unknown_outs, there_outs, new = _by_policy(saveable, unknown, there, eqn)
+    saved = known.outvars[len(unknown_outs) - sum(unknown_outs) :]
+    if not saved:
+        return known, later, unknown_outs, there_outs, new
+    places = tuple(map(later.invars.index, saved))
+    first, second = _agreed(known.params["jaxpr"], later.params["jaxpr"], places, eqn.params["mesh"])
+    stored = dict(zip(saved, map(_jax.new_variable, first.out_avals[-len(saved) :]), strict=True))
+    known = known.replace(outvars=[stored.get(v, v) for v in known.outvars], params={**known.params, "jaxpr": first})
+    later = later.replace(invars=_instead(later.invars, stored), params={**later.params, "jaxpr": second})
+    return known, later, unknown_outs, there_outs, _instead(new, stored)
+
+
+_by_policy = _jax.checkpoint_rule("jaxpr")
+
+
+def _instead(atoms, new: dict[Any, Any]) -> list[Any]:
+    return [atom if _jax.is_literal(atom) else new.get(atom, atom) for atom in atoms]
+
+
+@_jax.weakly_cached
+def _agreed(known, later, places: tuple[int, ...], mesh: AnyMesh) -> tuple[Any, Any]:
+    """The two programs, once they say the same of the last results of the one: the arguments of the other at these places."""
+    count = len(places)
+    shardings = program.completed_results(known, mesh)[-count:]
+    ways = [_saved(s, aval, mesh) for s, aval in zip(shardings, known.out_avals[-count:], strict=True)]
+    entering = dict(zip(places, ways, strict=True))
+    return (
+        _changed(known, mesh, results=[None] * (len(known.out_avals) - count) + ways),
+        _changed(later, mesh, arguments=[entering.get(i) for i in range(len(later.in_avals))]),
+    )
+
+
 def _ways(known, count: int, mesh: AnyMesh) -> list[_Taken | _Saved]:
     """How each of the last `count` results gets to the later part: as an argument, or as completion has it."""
     if not count:

@@ -261,5 +261,5 @@ ad.primitive_jvps[shard_jit_p] = _jvp
 ad.primitive_transposes[shard_jit_p] = _transpose
 batching.fancy_primitive_batchers[shard_jit_p] = _batch
 pe.custom_partial_eval_rules[shard_jit_p] = _partial_eval
-pe.partial_eval_jaxpr_custom_rules[shard_jit_p] = _jax.checkpoint_rule("jaxpr")
+pe.partial_eval_jaxpr_custom_rules[shard_jit_p] = residuals.by_policy
 _jax.register_dce(shard_jit_p, _dce)
