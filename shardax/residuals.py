@@ -78,7 +78,7 @@ class _Saved:
         return x if self.dims is None else bind_annotation(x, self.dims, SAVED)
 
 
-def by_policy(saveable, unknown: list[bool], there: list[bool], eqn):
+def by_policy(saveable, unknown: Any, there: Any, eqn):
     """The same for policies of `jax.checkpoint`, which see inside: the two equations, and what JAX asks for besides."""
     known, later, unknown_outs, there_outs, new = _by_policy(saveable, unknown, there, eqn)
     saved = known.outvars[len(unknown_outs) - sum(unknown_outs) :]

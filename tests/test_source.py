@@ -92,6 +92,7 @@ def scattered(x, at):
     return x.at[at].add(1.0), x.at[2:5].set(0.0), jnp.concatenate([x[3:], x[:3]]), x.astype(jnp.bfloat16).sum(0)
 
 
+X = np.ones((8, 4), np.float32)
 LARGE = np.linspace(0, 1, 16 * 32, dtype=np.float32).reshape(16, 32)
 
 
@@ -132,6 +133,24 @@ def executed(plan):
     namespace = plan.source_objects()
     exec(plan.source(), namespace)
     return jax.jit(namespace["program"](mesh()))
+
+
+@pytest.mark.parametrize(
+    "fun, args",
+    [
+        (lambda s, x: (s * 2, s.astype(jnp.float32) * 2.0, x * s, jnp.broadcast_to(s, (8, 4)), s * 1j), (2.0, X)),
+        (lambda i, x: (i / 2, i % 3, jnp.full((8, 4), 0.5), 3.0, True, x.sum()), (3, X)),
+        (lambda s: lax.fori_loop(0, 3, lambda i, c: c * 2, s), (1.0,)),
+        (lambda x, s: (jnp.where(x[0, 0] > 0, s, 0.0), jnp.asarray(s, jnp.bfloat16)), (X, 1.5)),
+    ],
+)
+def test_results_are_of_weak_types_where_they_were(fun, args):
+    plan = sx.shard_jit(fun, mesh=mesh(), in_shardings=None).plan(*args)
+    results, expected = executed(plan)(*args), jax.tree.leaves(jax.jit(fun)(*args))
+    assert [jax.typeof(x).weak_type for x in results] == [jax.typeof(x).weak_type for x in expected]
+    for have, want in zip(results, expected, strict=True):
+        assert have.dtype == want.dtype
+        np.testing.assert_array_equal(have, want)
 
 
 @pytest.mark.once

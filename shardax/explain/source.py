@@ -24,7 +24,7 @@ from jax.extend.core import jaxprs_in_params
 from shardax import _jax
 from shardax.explain.ledger import KINDS, array_text, reason_of
 from shardax.explain.lines import assigned, code, line_text
-from shardax.explain.spelling import SPELLINGS, Call, Text, expression, literal, object_text, packed
+from shardax.explain.spelling import SPELLINGS, Call, Text, dtype_text, expression, literal, object_text, packed
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Plan
@@ -52,11 +52,25 @@ def source(plan: "Plan") -> Source:
         outer[var] = names.constant(const)
     inner = _jax.closed(eqn.params["jaxpr"])
     arguments = [Text(outer[v], i.aval) for v, i in zip(eqn.invars, inner.jaxpr.invars, strict=True)]
-    body = _Body(names)
-    results = body.run(inner, arguments)
+    body = _Body(names, lines=[f"{x} = {x}.astype({dtype_text(x.aval.dtype)})" for x in arguments if x.aval.weak_type])
+    results = list(map(_weak, body.run(inner, arguments), plan.global_jaxpr.out_avals))
     in_specs = {outer[v]: spec for v, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True) if outer[v] in parameters}
     text = _module(plan, in_specs, eqn.params["out_specs"], body.lines, results, names)
     return Source(text, names.objects | _closed(plan, parameters))
+
+
+def _weak(result: Text, aval) -> Text:
+    """Inside, all types are strong: bare numbers stand beside arrays only."""
+    return Text(f"weak({result})", result.aval) if aval.weak_type else result
+
+
+_WEAK = [
+    "def weak(x):",
+    '    """`x`, its type as weak as that of a Python number."""',
+    "    return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)",
+    "",
+    "",
+]
 
 
 def _closed(plan: "Plan", parameters: Sequence[str]) -> dict[str, Any]:
@@ -83,6 +97,7 @@ def _module(plan: "Plan", in_specs, out_specs, lines: Sequence[str], results: Se
             "",
             *constants,
             *[""] * (1 + bool(constants)),
+            *_WEAK * any(aval.weak_type for aval in plan.global_jaxpr.out_avals),
             *_broken(f"def on_shards({', '.join(in_specs)}):"),
             *_indented(body),
             "",
@@ -149,7 +164,7 @@ class _Names:
     """Hands out names, none twice in a module, so that nested functions may use those of the functions around them."""
 
     def __init__(self):
-        self.taken = {*keyword.kwlist, *dir(builtins), "jax", "jnp", "lax", "P", "on_shards", "program", "mesh"}
+        self.taken = {*keyword.kwlist, *dir(builtins), "jax", "jnp", "lax", "P", "on_shards", "program", "mesh", "weak"}
         self.constants: dict[str, str] = {}  # name by text
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
