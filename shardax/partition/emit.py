@@ -30,7 +30,7 @@ def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes, shown: S
 
 
 def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> dict[Value, Shards]:
-    """As `emit`, and returns what every value is on shards, in each layout in which something read it."""
+    """As `emit`, but returns what every value is on shards, in each layout in which something read it."""
     emitter = Emitter(sizes)
     emitter.graph(decisions, shards)
     return emitter.env
@@ -38,7 +38,9 @@ def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who reads a value: operand `place` of a node, decided so; without a node, result `place` of the graph at hand."""
+    """Who reads a value: operand `place` of a node, which runs by this decision; without a node, result `place` of the graph
+    at hand.
+    """
 
     node: Node | None
     decision: Decision | None = None
@@ -71,7 +73,7 @@ class Emitter:
         return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]
 
     def output(self, value: Value, move: Move, i: int):
-        """An output's shard; what it takes to leave in the asked layout is accounted to the line that made it."""
+        """The shard of an output. The collectives that bring it to the asked layout count for the line that made it."""
         maker = self.makers.get(value)
         if maker is None:
             return self.read(value, move, Reader(None, None, i))
@@ -97,7 +99,7 @@ class Emitter:
                 self.read(value, Move(layout, decision.settled[i]), Reader(node))
 
     def debtor(self, node: Node, decision: Decision, i: int) -> tuple[Node, Decision]:
-        """Where what result i owes arose: in an operand that came in pending, in a loop's body, else here."""
+        """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's body, or else here."""
         owing = [v for v, move in zip(node.inputs, decision.moves, strict=True) if move.target.pending]
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
         return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), (node, decision))
@@ -114,7 +116,7 @@ class Emitter:
         return shards[move.target]
 
     def made_whole(self, node: Node):
-        """The result of a node that is `MADE_ANYWHERE`, or its annotation, on a device that makes all of it."""
+        """The result of a node that is `MADE_ANYWHERE`, or of its annotation, on a device that makes all of it."""
         if annotations.of_node(node):
             return self.made_whole(self.makers[node.inputs[0]])
         assert node.name in MADE_ANYWHERE, node.name
@@ -149,20 +151,20 @@ class Emitter:
 
 
 def _settles(step: reshard.Step) -> str | None:
-    """The kind of reduction that a step settles, if it does."""
+    """The kind of the reduction that a step settles, None if it settles none."""
     return next(
         (kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes), None
     )
 
 
 def _literal(value: Value):
-    """As a numpy array, which has no mesh: one made inside a shard_map is typed by that one's."""
+    """A literal as a numpy array, which has no mesh. One made inside a shard_map would have the type of its mesh."""
     is_key = jax.numpy.issubdtype(value.aval.dtype, jax.dtypes.extended)
     return value.literal if is_key else np.asarray(value.literal, value.aval.dtype)
 
 
 def purpose(reader: Node | None) -> str:
-    """Who wants a value resharded: an annotation by its words, any other node by its name."""
+    """Who wants a value resharded: an annotation is named by its words, any other node by its name."""
     if reader is None:
         return "result"
     given = annotations.of_node(reader)

@@ -44,7 +44,7 @@ def _scan(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[A
 
 
 def _scan_keeping(local: Local, kept: dict[int, Layout], trip, init, xs, how) -> tuple[Sequence[Any], Sequence[Any]]:
-    """A scan whose results `kept` each device keeps a block of: it writes those of its own trips."""
+    """A scan of whose stacked results `kept` each device keeps only a block, by writing the rows of its own trips."""
     if not kept:
         return lax.scan(trip, init, xs, **how)
     outputs = local.node.outputs[len(init) :]
@@ -64,7 +64,7 @@ def _scan_keeping(local: Local, kept: dict[int, Layout], trip, init, xs, how) ->
 
 
 def _written(block, row, at):
-    """The block with a row at a place, if that is inside."""
+    """The block with a row written at a place, if the place is inside of it."""
     place = lax.clamp(np.int32(0), at, np.int32(block.shape[0] - 1))
     first = (place, *[np.int32(0)] * row.ndim)
     old = lax.dynamic_slice(block, first, (1, *row.shape))
@@ -91,7 +91,7 @@ def _split_scan(local: Local, split: Split, trip, init, xs, how) -> list[Any]:
 
 
 def _stepped(carry: Carry, start, trips):
-    """What a counter is after so many trips."""
+    """The value of a counter after so many trips."""
     return start + lax.convert_element_type(trips * carry.step, start.dtype) if carry.kind == STEPS else start
 
 
@@ -105,7 +105,7 @@ def _guarded(trip, carries: Sequence[Carry]):
 
 
 def _end(carry: Carry, start, end, total: int, holds_last):
-    """A carry after all trips, from that after this device's."""
+    """The value of a carry after all trips, from its value after this device's trips."""
     if carry.kind == LAST:
         return lax.select(holds_last, end, lax.full_like(end, 0))
     return _stepped(carry, start, total) if carry.kind == STEPS else end
@@ -137,7 +137,7 @@ def _cond(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[A
 
 
 def _of_dtype(shard, value: Value):
-    """Loops want their carries' types exactly: a weakly typed start would change on the way."""
+    """A start of exactly the carry's type: a weakly typed one would change its type on the way."""
     return shard if not isinstance(shard, np.ndarray) else lax.convert_element_type(shard, value.aval.dtype)
 
 

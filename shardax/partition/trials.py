@@ -33,14 +33,14 @@ def _stored(chooser: "Chooser", values: Sequence["Value"]) -> dict["Value", tupl
 
 
 def _price(chooser: "Chooser", node: "Node", decision: Decision) -> float:
-    """What a node costs, its results brought to where completion wants them."""
+    """The price of a node, its results brought to where completion wants them."""
     results = zip(node.outputs, decision.results, strict=True)
     owed = (chooser.price(v, made, chooser.destination(v, made)) for v, made in results if chooser.uses[v])
     return _spent(chooser, node, decision) + sum(owed)
 
 
 def _spent(chooser: "Chooser", node: "Node", decision: Decision) -> float:
-    """What a node itself sends and computes."""
+    """The price of what a node itself sends and computes."""
     sent = sum(_moves(chooser, node.inputs, decision.moves))
     if decision.factors is None or decision.entry is None:
         return sent + _of_bodies(chooser, node, decision)
@@ -49,7 +49,7 @@ def _spent(chooser: "Chooser", node: "Node", decision: Decision) -> float:
 
 
 def _of_bodies(chooser: "Chooser", node: "Node", decision: Decision) -> float:
-    """A scan's body for each of its trips, a `while`'s once, the dearest branch of a `cond`."""
+    """The price of the bodies: a scan's for each of its trips, a `while`'s once, and of a `cond` the dearest branch."""
     bodies = [_of_body(chooser, body) for body in decision.bodies]
     if node.name == "scan":
         return sum(bodies) * local_trips(node, decision, chooser.sizes)

@@ -105,7 +105,7 @@ def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
 
 
 def _asked(local: Local) -> Sides:
-    """The shardings that the splits of factors give."""
+    """The shardings that the splits of factors give to operands and results."""
     factors = RULES[NAME].factors(local.node)
     operands, results = (
         tuple(tensor_layout(dims, factors, local.splits).sharding for dims in side)
@@ -124,7 +124,7 @@ def _answer(local: Local) -> _Answer | None:
 
 
 def _taken(local: Local) -> _Answer | None:
-    """The answer by which operands and results lie as they do; None where the function itself runs."""
+    """The answer by which operands and results lie as they do; None where the function itself runs, on whole operands."""
     answer = _answer(local)
     lie = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
     return answer if answer is not None and answer.sides == lie else None
@@ -200,7 +200,9 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
 
 
 def _placed(local: Local, padding: Padding) -> Local | None:
-    """The candidate as its answer wants it; None where that cannot run. With nothing split there is always a way."""
+    """The candidate with the shardings that its answer wants; None where that cannot run. With nothing split there is always
+    a way.
+    """
     answer = _answer(local)
     if answer is not None and not _torn(local):
         operands, results = (
@@ -224,7 +226,7 @@ def _layout(sharding: Sharding, have: Layout, shape, padding: Padding) -> Layout
 
 
 def _torn(local: Local) -> bool:
-    """Whether of a factor of several sizes only some are split."""
+    """Whether only some of the factors of a group that has to be split together are split."""
     groups = RULES[NAME].factors(local.node).tied
     return any(0 < sum(f in local.splits for f in group) < len(group) for group in groups)
 

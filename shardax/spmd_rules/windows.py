@@ -28,8 +28,9 @@ from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 @dataclass(frozen=True)
 class _Slide:
-    """How a window moves along a dim: result r sees the places r·stride - low + k·spread, k < size, of an operand whose rows
-    lie `holes` apart."""
+    """How a window moves along a dim. Result r sees the places r·stride - low + k·spread, for k < size, of an operand whose
+    rows lie `holes` apart.
+    """
 
     size: int
     stride: int = 1
@@ -180,7 +181,9 @@ def _conv_slide(node: Node, i: int) -> _Slide:
 
 
 def _sums(node: Node, i: int) -> bool:
-    """Whether the kernel reaches further than the results do: that of patches is a gradient's even where it has fewer rows."""
+    """Whether the kernel reaches further than the results do. The gradient of patches has such a kernel even where it has
+    fewer rows.
+    """
     slide, results = _conv_slide(node, i), node.out_shapes[0][_conv_dims(node, i)[2]]
     return (slide.size - 1) * slide.spread > (results - 1) * slide.stride
 
@@ -244,7 +247,7 @@ def _slides(node: Node) -> list[_Slide]:
 
 
 def _windowed(node: Node) -> str:
-    """The factors of each dim, before its window and after it."""
+    """The factors of the dims, as text of a rule: the same for the operand of the windows and for the result."""
     return " ".join(_window_factor(node, i, slide) for i, slide in enumerate(_slides(node)))
 
 
