@@ -53,7 +53,7 @@ class TooLarge:
 
 
 @dataclass(frozen=True)
-class Crossed:
+class Entered:
     """An argument that comes in on a mesh which does not fit the program's."""
 
     collective: Collective
@@ -101,14 +101,14 @@ def check(
 
 def findings(
     collectives: Iterable[Collective], options: Options, asked: Collection[str] = ()
-) -> Iterator[Unasked | TooLarge | Crossed]:
+) -> Iterator[Unasked | TooLarge | Entered]:
     """What these options do not allow, the dearest first."""
     limit = math.inf if options.max_gather_bytes is None else options.max_gather_bytes
     found = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _purpose(c)[0])]
     large = {c: None for c in found if c.kind == "all_gather" and gathered_bytes(c) > limit}
     yield from (TooLarge(c, int(limit)) for c in sorted(large, key=lambda c: -gathered_bytes(c)))
     if options.strict:
-        yield from (Crossed(c) for c in sorted(found, key=lambda c: -c.total) if c.reason.startswith("argument "))
+        yield from (Entered(c) for c in sorted(found, key=lambda c: -c.total) if c.reason.startswith("argument "))
         rest = unasked((c for c in found if c not in large), asked)
         yield from sorted(rest, key=lambda group: -comm_bytes(group.collectives))
 
