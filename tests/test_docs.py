@@ -54,6 +54,12 @@ def test_files_that_a_page_names_are_there(page):
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
+def test_the_layout_names_every_file():
+    layout = (ROOT / "docs" / "design.md").read_text().split("## 8. Layout")[1].split("\n## ")[0]
+    files = re.findall(r"`(\w+\.py)`", layout)
+    assert sorted(files) == sorted(path.name for path in (ROOT / "shardax").glob("*.py"))
+
+
 def test_what_a_page_says_is_checked():
     page = "```python exec\nx = 3\n```\n\n```pycon\n>>> x + 1\n{}\n\n```\n"
     assert [run(page.format(n), "a page") for n in (4, 5)] == [0, 1]
