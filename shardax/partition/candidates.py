@@ -60,8 +60,8 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
 
 def _moved(splits: Splits, dims: TensorFactors, factors: Factors, padding: Padding) -> Iterator[tuple[str, Split]]:
     """The splits of a tensor's kept factors that take in the axes of those that must be whole: all of them, or one."""
-    homeless = tuple(a for f, split in splits.items() if factors.kind(f) == WHOLE for a in split.axes)
-    kept = dict.fromkeys(f for dim in dims for f in dim if factors.kind(f) == KEEP) if homeless else ()
+    homeless = tuple(a for f, split in splits.items() if factors.kind(f) == WHOLE or "~" in f for a in split.axes)
+    kept = dict.fromkeys(f for dim in dims for f in dim if factors.kind(f) == KEEP and "~" not in f) if homeless else ()
     for factor in kept:
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         for more in dict.fromkeys((homeless, *((a,) for a in homeless))):

@@ -29,6 +29,7 @@ from shardax.partition.candidates import (
     waits,
 )
 from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
+from shardax.partition.evened import evened
 from shardax.partition.loops import choose_structured
 from shardax.partition.segments import Segment, segments
 from shardax.sharding import AxisSizes, Layout, Padding, shard_count, whole
@@ -38,6 +39,7 @@ from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_ru
 from shardax.spmd_rules.rule import Factors, tie
 
 _MULTIPLY = ("conv_general_dilated", "dot_general", "fft", *MATRIX)
+_ROOMY = 1.5  # times as large as they need be: blocks that many devices have nothing of
 
 
 def choose(
@@ -80,6 +82,7 @@ class Chooser:
         self.anywhere = _made_anywhere(graph)
         self.uses = _count_uses(graph)
         self.looped = _read_by_loops(graph)
+        self.evened = evened(graph, _MULTIPLY)
         self.memo: dict[tuple, Candidate] = {}
         self.chosen: dict[tuple, _Chosen] = {}
         self.whole = graph
@@ -89,7 +92,7 @@ class Chooser:
         """Decides a graph. An output that asks for no layout leaves in the one that it is in."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
             self.store(value, (layout,))
-        parts = segments(self.completion, self.uses) if graph is self.whole else [Segment(graph.nodes)]
+        parts = segments(self.completion, self.uses, self.evened) if graph is self.whole else [Segment(graph.nodes)]
         steps = list(itertools.chain.from_iterable(map(self.segment, parts)))
         moves = tuple(self.move(v, t or self.layouts(v)[0]) for v, t in zip(graph.outputs, outputs, strict=True))
         return Decisions(graph, tuple(inputs), steps, moves)
@@ -171,8 +174,9 @@ class Chooser:
     def destination(self, value: Value, layout: Layout) -> Layout:
         """The layout that completion wants, with the padding that the value has where the axes are the same already."""
         wanted = self.wanted(value)
+        most = _ROOMY if value in self.evened else math.inf
         same = zip(layout.dims, layout.padded, wanted.dims, wanted.padded, strict=True)
-        return Layout(wanted.sharding, tuple(have if a == b else want for a, have, b, want in same))
+        return Layout(wanted.sharding, tuple(have if a == b and have < most * want else want for a, have, b, want in same))
 
     def price(self, value: Value, source: Layout, target: Layout) -> float:
         """The price, in bytes sent, of reading a value in layout `target` when it is there in `source`."""
@@ -186,7 +190,7 @@ class Chooser:
     def best(self, node: Node, entry: Entry, factors: Factors) -> Candidate:
         """The cheapest candidate; nodes that are alike in everything that matters share one answer."""
         wanted = tuple(self.wanted(v) for v in (*node.inputs, *node.outputs))
-        uses = tuple(min(self.uses[v], 2) for v in node.outputs)
+        uses = tuple((min(self.uses[v], 2), v in self.evened) for v in node.outputs)
         there = tuple(self.layouts(v) for v in node.inputs)
         sizes = tuple(v.itemsize for v in (*node.inputs, *node.outputs))
         same = tuple(node.inputs.index(v) for v in node.inputs)

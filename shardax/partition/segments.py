@@ -1,12 +1,12 @@
 """Segments: stretches of a program that lie in one block of completion. Alike ones, as unrolled layers have, are chosen once.
 
 What is chosen for a segment follows from its nodes' kinds and wiring, the shardings that completion wants, how often its
-results are used, and the layouts in which what it reads is there. Where all of these are equal, so are the decisions.
+results are used and whether evenly, and the layouts in which what it reads is there. Where all are equal, so are the decisions.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from shardax.completion.blocks import Block, Pattern
@@ -32,7 +32,7 @@ class Segment:
     key: Hashable = None
 
 
-def segments(completion: Completion, uses: Counter[Value]) -> Iterator[Segment]:
+def segments(completion: Completion, uses: Counter[Value], evened: Set[Value]) -> Iterator[Segment]:
     """The segments of the program, in order."""
     often = Counter(block.pattern for block in completion.blocks)
     numbers: dict[tuple[int, ...], int] = {}
@@ -49,7 +49,7 @@ def segments(completion: Completion, uses: Counter[Value]) -> Iterator[Segment]:
             key = (block.pattern, start[block], count)
             stretch = stretches.get(key) or stretches.setdefault(key, _stretch(block, mine))
             reads, makes = ([block.values[p] for p in places] for places in (stretch.reads, stretch.makes))
-            yield Segment(mine, reads, makes, (stretch, wanted[block], tuple(map(uses.__getitem__, makes))))
+            yield Segment(mine, reads, makes, (stretch, wanted[block], tuple((uses[v], v in evened) for v in makes)))
         first, start[block] = first + count, start[block] + count
 
 
