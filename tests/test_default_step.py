@@ -50,7 +50,7 @@ def expected() -> Counter:
         # kind         devices  shape                   times       what for
         ("all_reduce", MODEL, x, 2 * layers),  # Megatron, forward: attention's and the feed-forward's outputs
         ("all_reduce", MODEL, x, 2 * layers),  # Megatron, backward: the gradients of their inputs
-        ("all_reduce", MODEL, x, 1),  # vocabulary, forward: each token's row, which one device has
+        ("all_gather", MODEL, (vocab, width // MODEL), 1),  # vocabulary, forward: fewer rows than a device has tokens
         ("all_reduce", MODEL, tokens, 1),  # vocabulary, forward: the softmax's maximum
         ("all_reduce", MODEL, tokens, 1),  # vocabulary, forward: the softmax's sum
         ("all_reduce", MODEL, x, 1),  # vocabulary, backward: the gradient of the logits' input

@@ -168,6 +168,13 @@ ROWS = {
         P("x"),
         [("all_to_all", 3 * ROW)] * 2 + [("all_to_all", 6 * ROW)],
     ),
+    "more lookups than rows": (
+        lambda x, i: x[i],
+        [X, np.arange(256, dtype="int32") * 7 % 16],
+        (P("x"), P("x")),
+        P("x"),
+        [("all_gather", 12 * ROW)],
+    ),
     "flip": (lambda x: x[::-1], [X], P("x"), P("x"), [("ppermute", 4 * ROW)]),
     "x.at[3:9].add": (lambda x, y: x.at[3:9].add(y), [X, X[:6]], (P("x"), P()), P("x"), []),
     "x.at[3:11].add, both sharded": (
@@ -341,7 +348,7 @@ def test_gradients_of_a_convolution():
 
 
 def test_halves_of_a_product_are_cut_into_even_blocks():
-    """As in a gated layer: the parts of a split product would lie on half of the devices each, and be moved for every reader."""
+    """As in a gated layer. Where they lie, on half of the devices each, they would be moved for every reader."""
 
     def gated(x, w, out):
         a, b = jnp.split(x @ w, 2, 1)
