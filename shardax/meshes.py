@@ -10,11 +10,11 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax import _jax, annotations
-from shardax.annotate import annotate_p, bind, check_devices
+from shardax.annotate import Dims, annotate_p, bind, check_devices
 from shardax.annotations import Annotation
 from shardax.graph import Graph, Node, Own
 from shardax.refinement import Placement, Refinement, UserMesh, user_mesh
-from shardax.sharding import Axes, Sharding, entry_axes, from_spec, in_mesh_order
+from shardax.sharding import Axes, Sharding, entry_axes, from_spec, in_mesh_order, rows_apart
 from shardax.untyped import memory_of, shape_of
 
 AnyMesh = Mesh | AbstractMesh
@@ -198,20 +198,34 @@ def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
         if site.node.name == "custom_partitioning":
             own = Own(site.params["call"].jaxpr)
             site.node.params = {**site.params, "call": own, "on": (site.mesh.mesh, refinement)}
+        elif site.given is not None:
+            dims = _needed(site, refinement)
+            if dims != site.given.dims or not refinement.is_trivial:
+                site.node.primitive = annotate_p
+                site.node.params = _annotation(site.given, dims, site.mesh, refinement)
         elif refinement.is_trivial:
             continue
-        elif site.given is not None:
-            site.node.primitive = annotate_p
-            site.node.params = _annotation(site.given, site.mesh, refinement)
         elif site.node.name == "shard_map":
             site.node.params = _island(site, refinement)
         else:
             site.node.params = _collective(site.params, site.mesh, refinement)
 
 
-def _annotation(given: Annotation, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
+def _annotation(given: Annotation, dims: Dims, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
     words = given.source if mesh == refinement.program else f"{given.source} on {mesh}"
-    return {"dims": refinement.refined(given.dims, mesh), "source": words, "like": given.like, "mesh": None, "on": mesh}
+    return {"dims": dims, "source": words, "like": given.like, "mesh": None, "on": mesh}
+
+
+def _needed(site: Site, refinement: Refinement) -> Dims:
+    """The refined axes of an annotation. Of those of a dim, the first that split it into single rows are enough.
+
+    Over the other axes its rows are replicated, for else devices would be without any. What names a result stays as it is.
+    """
+    assert site.given is not None
+    dims, shape = refinement.refined(site.given.dims, site.mesh), site.node.outputs[0].shape
+    if site.given.names_result or site.given.like is not None:
+        return dims
+    return tuple(axes and rows_apart(axes, n, refinement.sizes) for axes, n in zip(dims, shape, strict=True))
 
 
 def _island(site: Site, refinement: Refinement) -> dict[str, Any]:

@@ -11,6 +11,15 @@ Axes = tuple[str, ...]
 AxisSizes = Mapping[str, int]  # mesh axis -> number of devices along it, in mesh order
 
 
+def rows_apart(axes: Axes, size: int, sizes: AxisSizes) -> Axes:
+    """The first axes that split a dim of this size into single rows, with nothing left; all of them where there are no such.
+
+    >>> rows_apart(("x", "y"), 4, {"x": 4, "y": 2}), rows_apart(("x", "y"), 3, {"x": 4, "y": 2})
+    (('x',), ('x', 'y'))
+    """
+    return next((axes[:i] for i in range(len(axes)) if shard_count(axes[:i], sizes) == size), axes)
+
+
 def shard_count(axes: Axes, sizes: AxisSizes) -> int:
     """The number of pieces into which `axes` split a dim.
 

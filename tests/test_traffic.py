@@ -382,14 +382,42 @@ def attention(split, w, x):
     return jnp.einsum("bsnd,ndm->bsm", y, split(w["out"], P("y")))
 
 
-@pytest.mark.parametrize("heads", [3, 6, 7])
-def test_fewer_heads_than_devices(heads):
-    """Some devices have no head then, and those that have one send what they would if there were enough heads for all."""
+@pytest.mark.parametrize("heads, ways", [(3, "y"), (7, "y"), (2, "y.0"), (4, "y.0"), (1, None)])
+def test_fewer_heads_than_devices(heads, ways):
+    """Those that have one send what they would if there were enough for all.
+
+    Where a part of the axis gives each device one head, heads are replicated over the rest; else some devices have none.
+    """
     mesh = jax.make_mesh((1, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     w, x = {"qkv": ramp(16, 3, heads, 4) / 512, "out": ramp(heads, 4, 16) / 512}, ramp(2, 12, 16) / 64
     split, plain = partial(attention, sx.annotate), partial(attention, lambda w, _: w)
     how = {"mesh": mesh, "in_shardings": P()}
     f, close = sx.shard_jit(split, **how), partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
     close(f(w, x), jax.jit(plain)(w, x))
-    assert [str(c) for c in f.plan(w, x).collectives] == ["all_reduce over y of f32[2,12,16]: sum of dot_general"]
+    sent = [f"all_reduce over {ways} of f32[2,12,16]: sum of dot_general"] if ways else []
+    assert [str(c) for c in f.plan(w, x).collectives] == sent
     jax.tree.map(close, sx.shard_jit(gradients(split), **how)(w, x), jax.jit(gradients(plain))(w, x))
+
+
+def grouped(split, w, x):
+    """Attention of groups of heads that share a key and a value, as in Llama."""
+    q = jnp.einsum("bsm,mnd->bsnd", x, split(w["q"], P(None, "y")))
+    k, v = (jnp.einsum("bsm,mkd->bskd", x, split(w[name], P(None, "y"))) for name in "kv")
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    weights = jax.nn.softmax(jnp.einsum("bskgd,btkd->bkgst", q, k))
+    y = jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(*x.shape[:2], -1, q.shape[4])
+    return jnp.einsum("bsnd,ndm->bsm", y, split(w["o"], P("y")))
+
+
+@pytest.mark.parametrize("keys, heads", [(2, 8), (4, 8), (3, 9), (2, 6)])
+def test_heads_that_share_keys(keys, heads):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    shapes = {"q": (16, heads, 4), "k": (16, keys, 4), "v": (16, keys, 4), "o": (heads, 4, 16)}
+    w, x = {name: ramp(*shape) / 512 for name, shape in shapes.items()}, ramp(2, 12, 16) / 64
+    split, plain = partial(grouped, sx.annotate), partial(grouped, lambda w, _: w)
+    how, close = {"mesh": mesh, "in_shardings": (P(), P("x"))}, partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+    f = sx.shard_jit(split, **how)
+    close(f(w, x), jax.jit(plain)(w, x))
+    jax.tree.map(close, sx.shard_jit(gradients(split), **how)(w, x), jax.jit(gradients(plain))(w, x))
+    if heads % 4 == 0:
+        assert [str(c) for c in f.plan(w, x).collectives] == ["all_reduce over y of f32[1,12,16]: sum of dot_general"]
