@@ -552,7 +552,10 @@ def is_ref(x) -> bool:
 
 
 def without_refs(jaxpr) -> Any:
-    """The jaxpr with what is written into mutable arrays of its own as plain values."""
+    """The jaxpr with what is written into mutable arrays of its own as plain values.
+
+    Those that it closes over, or takes, are taken by their values, and what they become are its last results.
+    """
     if not any(isinstance(v.aval, AbstractRef) for eqn in jaxpr.eqns for v in eqn.outvars):
         return jaxpr
     return discharge.discharge_state(jaxpr)

@@ -109,6 +109,7 @@ class ShardJit:
 
         What is lowered from it, also by `jax.export`, names the shardings of all arguments and results, and takes no others.
         """
+        self._function.check_sizes(args, kwargs)
         traced = self._stage(attrgetter("trace"), args, kwargs)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return traced
@@ -117,6 +118,7 @@ class ShardJit:
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
         """The partitioned program in StableHLO, as `jax.jit(fun).lower`. It and its `.compile()` add to `Plan.phases`."""
+        self._function.check_sizes(args, kwargs)
         entering = self._function.entering(args, kwargs)
         args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.abstractly)
         lowered = self._stage(lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs)
@@ -133,6 +135,7 @@ class ShardJit:
     @_jax.boundary
     def plan(self, /, *args, **kwargs):
         """What the partitioned program does, why, and what it costs; needs no devices. See `shardax.explain.plan.Plan`."""
+        self._function.check_sizes(args, kwargs)
         start = time.perf_counter()
         traced = self._stage(attrgetter("trace"), args, kwargs)
         phases = {"trace": time.perf_counter() - start}

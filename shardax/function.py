@@ -13,7 +13,7 @@ from shardax import _jax, transform
 from shardax.annotate import describe, flatten
 from shardax.crossing import Crossing, entering
 from shardax.explain.lines import line_text
-from shardax.given import require
+from shardax.given import require, require_sizes
 from shardax.options import Options, Refused
 from shardax.signature import argument_name, positional_names, shardings_by_name
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
@@ -148,6 +148,10 @@ class Function:
         static_nums, static_names = self._static_nums(len(args)), self.static[1]
         args = tuple(x if i in static_nums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args))
         return args, {k: x if k in static_names else jax.tree.map(lambda _: next(new), x) for k, x in sorted(kwargs.items())}
+
+    def check_sizes(self, args, kwargs) -> None:
+        for name, x in self.named_leaves(args, kwargs):
+            require_sizes(getattr(x, "shape", ()), f"argument {name} of shard_jit({self.name})")
 
     def check_devices(self, args, kwargs) -> None:
         if isinstance(self.mesh, AbstractMesh) and _jax.is_eager((args, kwargs)):

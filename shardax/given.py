@@ -50,6 +50,16 @@ def require_array(x: Any, argument: str, wanted: str = "an array or a number") -
         require(False, argument, x, wanted)
 
 
+def require_sizes(shape: tuple[Any, ...], what: str) -> None:
+    """Those of a program have to be known where it is partitioned."""
+    for n in shape:
+        if not is_whole(n):
+            raise ValueError(
+                f"{what} of shape ({', '.join(map(str, shape))}) has the symbolic size {n} (jax.export), but which splits a "
+                "program takes depends on its sizes: export it for each size that you need, or pad to the next of a few"
+            )
+
+
 def require_numbers(numbers: Any, argument: str, or_none: bool = True) -> None:
     """Those of arguments: one, several, or None."""
     ok = or_none if numbers is None else _all(numbers, _is_index)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardax import _jax, meshes, program, residuals
 from shardax.annotate import renumbered
 from shardax.crossing import Crossing
+from shardax.given import require_sizes
 from shardax.options import Options
 from shardax.processes import check_agreement
 from shardax.refinement import Placement, UserMesh, refinement, user_mesh
@@ -57,6 +58,8 @@ def build(
     jaxpr, in_shardings: tuple[Sharding | Placement | None, ...], mesh: Mesh | AbstractMesh, options: Options
 ) -> program.Program:
     """The program of an equation of the primitive; see `shardax.program.build`, which memoizes it."""
+    for i, aval in enumerate(jaxpr.in_avals):
+        require_sizes(aval.shape, f"argument {i} of a shard_jit inside")
     auto = auto_mesh(mesh)
     with _jax.use_abstract_mesh(abstract_mesh(auto)):
         return program.build(jaxpr, in_shardings, auto, options)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -211,6 +212,23 @@ def test_annotate():
     assert message(sx.annotate, W, P("x")) == (
         "annotate's value: there is no mesh to place it on; enter one with jax.set_mesh, or give a NamedSharding"
     )
+
+
+def test_symbolic_sizes():
+    """Only of shapes does a function of symbolic sizes say something."""
+    (b,) = export.symbolic_shape("b")
+    shapes = {"w": jax.ShapeDtypeStruct((b, 4), "float32")}, None
+    f = sx.shard_jit(identity, mesh=MESH, in_shardings=P(None, "x"))
+    why = (
+        " of shape (b, 4) has the symbolic size b (jax.export), but which splits a program takes depends on its sizes: export "
+        "it for each size that you need, or pad to the next of a few"
+    )
+    for stage in (f.plan, f.lower, f.trace):
+        assert message(stage, *shapes) == "argument state['w'] of shard_jit(identity)" + why
+    for jitted, what in ((f, "argument state['w'] of"), (jax.jit(lambda *args: f(*args)), "argument 0 of a shard_jit inside")):
+        with pytest.raises(ValueError, match=re.escape(what)):
+            export.export(jitted)(*shapes)
+    assert f.eval_shape(*shapes)["w"].shape == (b, 4)
 
 
 class TestRefs:
