@@ -1,12 +1,12 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 61 entries, here by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 62 entries, here by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to change its
 equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some parameters, have changed:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
     with_eqns_and_results, with_bodies, new_variable,
-    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, without_refs,
+    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, value_type, without_refs,
     ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
     register_dce.
 Primitives that public functions bind and nothing public names:
@@ -551,11 +551,14 @@ def is_ref(x) -> bool:
     return isinstance(core.typeof(x), AbstractRef)
 
 
-def without_refs(jaxpr) -> Any:
-    """The jaxpr with what is written into mutable arrays of its own as plain values.
+def value_type(x) -> Any:
+    """The type of a value; of a Ref that of what it holds."""
+    aval = core.typeof(x)
+    return aval.inner_aval if isinstance(aval, AbstractRef) else aval
 
-    Those that it closes over, or takes, are taken by their values, and what they become are its last results.
-    """
+
+def without_refs(jaxpr) -> Any:
+    """The jaxpr with what is written into mutable arrays of its own as plain values."""
     if not any(isinstance(v.aval, AbstractRef) for eqn in jaxpr.eqns for v in eqn.outvars):
         return jaxpr
     return discharge.discharge_state(jaxpr)

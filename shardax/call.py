@@ -40,6 +40,11 @@ class Call:
         return self.eqn.params["jaxpr"]
 
     @property
+    def count(self) -> int:
+        """The number of results; what Refs hold in the end comes after them."""
+        return len(jax.tree.leaves(self.traced.out_info))
+
+    @property
     def options(self) -> Options:
         return self.eqn.params["options"]
 
@@ -67,14 +72,15 @@ class Call:
         arguments, constants = self.built().arguments[:count], [None] * (len(self.eqn.invars) - count)
         results = transform.build(self.jaxpr, (*arguments, *constants), self.mesh, self.options).left(self.mesh)
         ins = [_kept(p.on(self.mesh), aval) for p, aval in zip(arguments, self.jaxpr.in_avals[:count], strict=True)]
-        return ins, [_kept(sharding, aval) for sharding, aval in zip(results, self.jaxpr.out_avals, strict=True)]
+        pairs = list(zip(results, self.jaxpr.out_avals, strict=True))
+        return ins, [_kept(sharding, aval) for sharding, aval in pairs[: self.count]]
 
     def plan(self, names: tuple[str, ...], phases: dict[str, float], options: Options) -> Plan:
         """The plan; `names` are those of the positional arguments, and `phases` has the seconds that tracing took."""
         self.check_entering(options)
         built = self.built(options)
         args, kwargs = jax.tree.structure(self.traced.args_info).unflatten(self._rests(built))
-        outs = jax.tree.structure(self.traced.out_info).unflatten([p.on(self.mesh) for p in built.results])
+        outs = jax.tree.structure(self.traced.out_info).unflatten([p.on(self.mesh) for p in built.results[: self.count]])
         donated = (i for i, info in enumerate(jax.tree.leaves(self.traced.args_info)) if info.donated)
         plan = Plan(
             self.mesh,
@@ -94,6 +100,7 @@ class Call:
             crossings=(*self.entering, *built.entering, *built.leaving),
             program=self.function.place,
             line=self.function.line,
+            refs=tuple(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)),
         )
         moved = (
             _moved("argument", plan.arguments(), resting.arguments(built)),

@@ -113,12 +113,16 @@ class Function:
             traced = trace(request)
             jaxpr = functools.reduce(_transformed, enumerate(self.transforms), traced.jaxpr)
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
-            untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in inputs]
+            values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
+            untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in values]
             outs = transform.bind(untyped, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
-            built = transform.build(jaxpr, tuple(map(explicit_sharding, inputs)), mesh, self.options)
+            built = transform.build(jaxpr, tuple(map(explicit_sharding, values)), mesh, self.options)
             outs = [reshard(x, left) for x, left in zip(outs, built.left(mesh), strict=True)]
-        return traced.out_tree.unflatten(outs)
+        count = len(outs) - len(traced.refs)
+        for i, value in zip(traced.refs, outs[count:], strict=True):
+            inputs[i][...] = value
+        return traced.out_tree.unflatten(outs[:count])
 
     def guarded(self, jitted):
         """What a call runs: the jitted function itself, unless something that Python does not see there must be checked."""
@@ -249,10 +253,11 @@ class Function:
         for name, x in self.named_leaves(args, kwargs):
             if isinstance(mesh, Mesh) and getattr(x, "committed", False) and x.sharding.device_set != set(mesh.devices.flat):
                 ids = sorted(d.id for d in x.sharding.device_set)
+                moved = "make it of an array that lies there" if _jax.is_ref(x) else "move it there"
+                way_out = f"{moved} with jax.device_put" + ", or pass it as a numpy array" * (not _jax.is_ref(x))
                 return (
                     f"argument {name} of shape {x.shape} is committed to {x.sharding} on devices {ids}, but the mesh "
-                    f"({describe(mesh)}) has the devices {sorted(d.id for d in mesh.devices.flat)}: move it there with "
-                    "jax.device_put, or pass it as a numpy array"
+                    f"({describe(mesh)}) has the devices {sorted(d.id for d in mesh.devices.flat)}: {way_out}"
                 )
 
     def _donated_twice(self, args, kwargs) -> str | None:

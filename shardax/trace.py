@@ -5,7 +5,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from keyword import iskeyword
 from typing import Any
 
@@ -41,11 +41,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Traced:
-    """`jaxpr` takes the flat arguments, then `consts`, what the function closed over; `out_tree` is its results' structure."""
+    """`jaxpr` takes the flat arguments, then `consts`, what the function closed over; `out_tree` is its results' structure.
+
+    The flat arguments `refs` are Refs. It takes what they hold, and its last results are what they hold in the end.
+    """
 
     jaxpr: Any
     consts: Sequence[Any]
     out_tree: Any
+    refs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Slot:
     mesh: Mesh | AbstractMesh | None = None
     memory: Any = None  # a jax.memory.Space, or None
     donated: bool = False
+    is_ref: bool = False
 
     @property
     def argument(self) -> str:
@@ -84,18 +89,22 @@ def _trace(request: Request) -> Traced:
 
     @functools.wraps(request.fun)  # so do JAX's messages name it
     def flat(*arguments):
-        args, kwargs = tree.unflatten(map(_annotated, jax.tree.leaves(arguments), slots))
+        given = list(map(_annotated, jax.tree.leaves(arguments), slots))
+        refs = {i: jax.new_ref(given[i]) for i, slot in enumerate(slots) if slot.is_ref}
+        args, kwargs = tree.unflatten(refs.get(i, x) for i, x in enumerate(given))
         out = request.fun(*args, **kwargs)
         results, outs, out_tree = _results(request, slots, out)
         out_trees.append(out_tree)
         likes = _successors(slots, results)
-        return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)]
+        written = [_annotated(ref[...], replace(slots[i], dims=None), i) for i, ref in refs.items()]
+        return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)] + written
 
     flat.__signature__ = _signature(slots)  # type: ignore[attr-defined]
     jaxpr = meshes.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
     for x in jaxpr.consts:
-        _check_no_ref(x, f"{request.fun.__name__} closes over")
-    return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1])
+        _check_no_ref(x, f"{request.fun.__name__} closes over", "pass it as an argument")
+    refs = tuple(i for i, slot in enumerate(slots) if slot.is_ref)
+    return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1], refs)
 
 
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -112,20 +121,17 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
     slots = []
     for index, (path, x, spec) in enumerate(zip(paths, leaves, specs, strict=True)):
         name, rest = _argument_name(path, request.names)
-        _check_no_ref(x, f"argument {name} is")
-        aval = jax.typeof(x)
+        aval = _jax.value_type(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         source = f"in_shardings{path[len('[0]') :]}"
-        slots.append(Slot(name, rest, source, aval, dims, own_mesh(spec), _memory(spec), index in request.donated))
+        kinds = index in request.donated, _jax.is_ref(x)
+        slots.append(Slot(name, rest, source, aval, dims, own_mesh(spec), _memory(spec), *kinds))
     return slots, leaves, tree
 
 
-def _check_no_ref(x, what: str) -> None:
+def _check_no_ref(x, what: str, way_out: str) -> None:
     if _jax.is_ref(x):
-        raise ValueError(
-            f"{what} a Ref of shape {x.shape}, which shard_jit does not write to: pass its value, ref[...], return what it "
-            "becomes, and write that back; a Ref that the function makes (jax.new_ref) needs nothing"
-        )
+        raise ValueError(f"{what} a Ref of shape {x.shape}, which shard_jit does not write to: {way_out}")
 
 
 def _argument_specs(request: Request) -> list[Any]:
@@ -152,6 +158,7 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
     specs = broadcast_specs(request.out_shardings, out, "out_shardings")
     results = []
     for path, x, spec in zip(paths, leaves, specs, strict=True):
+        _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
         results.append(Slot(f"result{path}", path, f"out_shardings{path}", jax.typeof(x), dims, own_mesh(spec), _memory(spec)))
     return results, leaves, tree
@@ -219,11 +226,11 @@ _OWN_MESH = "mesh passed to shard_map"  # in JAX's error, where that is not the 
 
 def _traced(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], context: AbstractMesh):
     with _jax.use_abstract_mesh(context):
-        return _jax.without_refs(jax.make_jaxpr(flat)(*_arranged([shape_of(jax.typeof(x)) for x in leaves], slots)))
+        return _jax.without_refs(jax.make_jaxpr(flat)(*_arranged([shape_of(slot.aval) for slot in slots], slots)))
 
 
 def _traced_typed(flat, leaves: Sequence[Any], slots: Sequence[Slot], mesh: AbstractMesh, auto: AbstractMesh):
-    shapes = [shape_of(jax.typeof(x), _type(x, s, mesh)) for x, s in zip(leaves, slots, strict=True)]
+    shapes = [shape_of(s.aval, _type(x, s, mesh)) for x, s in zip(leaves, slots, strict=True)]
     with _jax.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(flat)(*_arranged(shapes, slots))
     with _jax.use_abstract_mesh(auto):

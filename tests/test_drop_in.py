@@ -13,12 +13,14 @@ typed and legacy keys, float0                               TestLeaves
 with_sharding_constraint, device_put, control flow          TestInside, test_loops, test_transform
 callbacks, prints; islands; kernels                         test_effects; test_islands; test_partition_as
 Flax and optax                                              test_flax, test_optax
+Refs (jax.new_ref) as arguments                             TestRefs
 donation                                                    test_api.TestDonation
 default_matmul_precision, x64, debug_nans, disable_jit,
 log_compiles, debug_key_reuse, checking_leaks, no Shardy    TestConfiguration, test_api, test_transform
 nothing leaks; the persistent cache is hit                  TestCaches
 """
 
+import contextlib
 import functools
 import gc
 import logging
@@ -159,6 +161,57 @@ class TestInside:
             "barrier": lambda x: jax.lax.optimization_barrier((x, 2 * x))[1],
         }[name]
         np.testing.assert_allclose(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(A), jax.jit(f)(A), rtol=1e-6)
+
+
+def _written(refs, x):
+    refs["w"][...] = refs["w"][...] + x @ x.T
+    refs["w"][2] *= 2
+    refs["n"][...] += 1
+    return refs["w"][0].sum(), refs["read"][1]
+
+
+class TestRefs:
+    """Mutable arrays of the caller's are read and written where they lie."""
+
+    def refs(self, rows: int, place):
+        x = np.linspace(-1, 1, rows * 4, dtype=np.float32).reshape(rows, 4)
+        made = {"w": jnp.ones((rows, rows)), "n": jnp.zeros((), "int32"), "read": jnp.asarray(x)}
+        return jax.tree.map(lambda leaf: jax.new_ref(place(leaf)), made), x
+
+    def results(self, f, refs, x):
+        outs = [f(refs, x) for _ in range(3)]
+        return jax.tree.map(np.asarray, (outs, jax.tree.map(lambda ref: ref[...], refs)))
+
+    @pytest.mark.parametrize("rows", [8, 7])
+    @pytest.mark.parametrize("kind", ["auto", "explicit", "inferred", "jit", "nested"])
+    def test_are_written(self, kind, rows):
+        mesh = EXPLICIT if kind == "explicit" else MESH
+        wanted = self.results(jax.jit(_written), *self.refs(rows, lambda x: x))
+        spec = P("x") if rows == 8 else P()
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, spec if x.ndim else P()))  # noqa: E731
+        traced = []
+        specs = None if kind == "inferred" else ({"w": P("x"), "n": None, "read": P("x", "y")}, P("x"))
+        f = sx.shard_jit(lambda *args: (traced.append(1), _written(*args))[1], mesh=mesh, in_shardings=specs)
+        call = {"jit": jax.jit(lambda *args: f(*args)), "nested": sx.shard_jit(lambda *args: f(*args), mesh=mesh)}.get(kind, f)
+        with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
+            refs, x = self.refs(rows, place)
+            got = self.results(call, refs, x)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, wanted)
+        assert refs["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        assert len(traced) == 1
+
+    def test_plan_and_stages(self):
+        refs, x = self.refs(8, lambda x: jax.device_put(x, SPLIT if x.ndim else NamedSharding(MESH, P())))
+        f = sx.shard_jit(_written, mesh=MESH, in_shardings=(None, P("x")))
+        plan = f.plan(refs, x)
+        assert [(p.path, str(p.text)) for p in plan.results()][2:] == [
+            (f"refs/{name}", "replicated" if name == "n" else "P('x')") for name in ("n", "read", "w")
+        ]
+        assert all(plan.because(c) for c in plan.collectives) and "refs/w" in str(plan)
+        compiled = f.lower(refs, x).compile()
+        assert compiled.memory_analysis().alias_size_in_bytes >= (8 * 8 * 4 + 8 * 4 * 4) // 4 + 4
+        compiled(refs, x)
+        assert refs["n"][...] == 1
 
 
 class TestStages:

@@ -234,11 +234,18 @@ def test_symbolic_sizes():
 class TestRefs:
     """Mutable arrays of the caller's."""
 
-    words = " a Ref of shape (8, 4), which shard_jit does not write to: pass its value, ref[...], return what it becomes"
+    words = " a Ref of shape (8, 4), which shard_jit does not write to: "
 
-    def test_argument(self):
-        f = sx.shard_jit(lambda state: state["w"][...].sum(), mesh=MESH)
-        assert f"argument state['w'] is{self.words}" in message(f, {"w": jax.new_ref(jnp.asarray(W))})
+    def test_result(self):
+        f = sx.shard_jit(lambda state: state, mesh=MESH)
+        ref = jax.new_ref(jax.device_put(W, NamedSharding(MESH, P("x"))))
+        assert message(f, {"w": ref}) == f"result['w'] is{self.words}return what it holds, ref[...]"
+
+    def test_elsewhere(self):
+        """A Ref is committed to its devices."""
+        text = message(sx.shard_jit(lambda ref: ref[0], mesh=MESH), jax.new_ref(jnp.asarray(W)))
+        assert text.startswith("argument ref of shape (8, 4) is committed to SingleDeviceSharding")
+        assert text.endswith(": make it of an array that lies there with jax.device_put")
 
     def test_closed_over(self):
         ref = jax.new_ref(jnp.asarray(W))
@@ -246,7 +253,7 @@ class TestRefs:
         def step(x):
             ref[0] = x
 
-        assert f"step closes over{self.words}" in message(sx.shard_jit(step, mesh=MESH), W[0])
+        assert f"step closes over{self.words}pass it as an argument" == message(sx.shard_jit(step, mesh=MESH), W[0])
 
 
 class TestOwnErrors:

@@ -73,6 +73,7 @@ class Plan:
       line: its line; collectives that serve no line inside, such as those for `in_shardings`, serve this one.
       refinement: how the axes of the local program make up those of the meshes that the user named.
       crossings: the arguments and results that rest on meshes which do not fit the program's.
+      refs: the numbers of the arguments that are Refs, as leaves. What they hold is an input, and in the end a result.
       collectives: read off the crossings and `local_jaxpr` unless given.
     """
 
@@ -94,6 +95,7 @@ class Plan:
     line: str = ""
     refinement: Refinement | None = None
     crossings: tuple[Crossing, ...] = ()
+    refs: tuple[int, ...] = ()
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 
     def __post_init__(self):
@@ -141,7 +143,11 @@ class Plan:
         return (self.names[int(first)] if known else first) + slash + rest
 
     def results(self) -> Iterator["Placed"]:
-        return self._on("result", placed(self.out_shardings, self.global_jaxpr.out_avals))
+        """The results, then the Refs among the arguments, which rest as they did."""
+        own = len(self.global_jaxpr.out_avals) - len(self.refs)
+        yield from self._on("result", placed(self.out_shardings, self.global_jaxpr.out_avals[:own]))
+        arguments = list(self.arguments()) if self.refs else []
+        yield from (replace(arguments[i], path=arguments[i].named) for i in self.refs)
 
     @_jax.boundary
     def sharding(self, value) -> Sharding:
