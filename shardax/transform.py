@@ -43,7 +43,8 @@ def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
     if auto.size > 1:
         _check_order(jaxpr)
     refined = meshes.refined_mesh(auto, refinement([meshes.program_mesh(auto), *meshes.others(jaxpr, auto)]), concrete=True)
-    return shard_jit_p.bind(*args, witness=_witness(refined), jaxpr=jaxpr, mesh=auto, options=options)
+    named = mesh if auto_mesh(refined) == auto else refined  # a gradient has no type that names the user's Explicit mesh
+    return shard_jit_p.bind(*args, witness=_witness(named), jaxpr=jaxpr, mesh=auto, options=options)
 
 
 def _check_order(jaxpr) -> None:
@@ -70,7 +71,7 @@ def _witness(mesh: Mesh | AbstractMesh):
     if isinstance(mesh, AbstractMesh):
         return None
     whole = NamedSharding(mesh, PartitionSpec())
-    return jax.make_jaxpr(lambda x: lax.with_sharding_constraint(x, whole))(jax.ShapeDtypeStruct((), "float32"))
+    return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=whole))(jax.ShapeDtypeStruct((), "float32"))
 
 
 def _rebind(args, params, jaxpr) -> list[Any]:

@@ -151,6 +151,15 @@ def test_gradients_keep_the_annotation():
     assert grads[1].sharding.is_equivalent_to(NamedSharding(MESH, P(None, "y")), 2)
 
 
+@pytest.mark.parametrize("make", [jax.grad, lambda f: jax.vmap(jax.grad(f)), lambda f: jax.jit(jax.grad(f))])
+def test_gradients_lie_on_the_mesh_that_was_named(make):
+    """An Explicit one, not its Auto twin, which nothing eager could be computed with."""
+    with jax.set_mesh(EXPLICIT):
+        grad = make(sx.shard_jit(lambda x: jnp.sin(x).sum(), in_shardings=P("x")))(np.stack([X] * 8))
+        assert grad.sharding.mesh == EXPLICIT
+        check(grad * 2, np.stack([2 * np.cos(X)] * 8))
+
+
 def test_the_second_eager_grad_compiles_nothing():
     grad = jax.grad(loss(sharded))
     grad(X, W)
