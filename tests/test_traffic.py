@@ -175,6 +175,13 @@ ROWS = {
         P("x"),
         [("all_gather", 12 * ROW)],
     ),
+    "more updates than rows": (
+        lambda x, i, y: x.at[i].add(y),
+        [X, np.arange(256, dtype="int32") * 7 % 16, np.ones((256, 64), "float32")],
+        (P("x"), P("x"), P("x")),
+        P("x"),
+        [("all_gather", 12 * ROW), ("reduce_scatter", 12 * ROW)],
+    ),
     "flip": (lambda x: x[::-1], [X], P("x"), P("x"), [("ppermute", 4 * ROW)]),
     "x.at[3:9].add": (lambda x, y: x.at[3:9].add(y), [X, X[:6]], (P("x"), P()), P("x"), []),
     "x.at[3:11].add, both sharded": (

@@ -221,13 +221,13 @@ class Chooser:
     def reluctance(self, node: Node, entry: Entry, candidate: Candidate, factors: Factors) -> tuple[float, ...]:
         """What counts before bytes: indexed dims are not gathered, and multiplications are split as far as may be.
 
-        Over an axis that nobody named products are split where that is worth it. A table that is smaller than what is looked up
-        in it may be gathered.
+        Over an axis that nobody named products are split where that is worth it. A table that is smaller than what is read or
+        written of it may be gathered.
         """
         held = 0
         if (stay := entry.factors_in_place(factors)) and whole(node.inputs[0].shape) not in self.layouts(node.inputs[0]):
             made = project_all([self.layouts(node.inputs[0])[0]], factors.operands[:1], factors, self.sizes)
-            if not self.looks_up_more(node, entry, candidate):
+            if not self.indexes_more(node, entry, candidate):
                 held = sum(not set(made[f].axes) <= set(candidate.operands[0].sharding.axes) for f in stay if f in made)
         if node.name not in _MULTIPLY:
             return (held, 0)
@@ -235,13 +235,12 @@ class Chooser:
         parts = {tie(f): min(factors.sizes[f], shard_count(axes, self.sizes)) for f, axes in named.items()}
         return (held, -math.prod(parts.values()))
 
-    def looks_up_more(self, node: Node, entry: Entry, candidate: Candidate) -> bool:
-        """Tells whether a device looks up as much as its part of the table holds, as the edges of a graph do in its nodes."""
+    def indexes_more(self, node: Node, entry: Entry, candidate: Candidate) -> bool:
+        """Tells whether a device reads or writes as much as its part of the table holds, as a graph's edges do in its nodes."""
         assert entry.in_place is not None
-        table, payload = (range(len(node.inputs) + len(node.outputs))[place] for place in entry.in_place)
         values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
-        held, read = (math.prod(layouts[i].local_shape(self.sizes)) * values[i].itemsize for i in (table, payload))
-        return payload >= len(node.inputs) and held <= read
+        table, payload = (math.prod(layouts[i].local_shape(self.sizes)) * values[i].itemsize for i in entry.in_place)
+        return table <= payload
 
     def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:
         found = self.of_rule(node, entry, factors)
