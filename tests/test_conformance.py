@@ -40,12 +40,17 @@ OUTCOMES = [("equal", ()), ("skipped", ()), ("wrong", ()), ("refused", ()), ("eq
 
 
 def test_what_is_carried_is_not_meant():
-    """Rows of a sort may be gathered, its batch may not; what is small is shown, and no failure."""
-    rows, batch = (conformance.Outcome("sort", "case", "equal", (("sort", 800),), carried=c) for c in ((), ("sort",)))
-    small = conformance.Outcome("rev", "case", "equal", small=(("rev", 120),), carried=("rev",))
-    assert len(conformance.failures([rows, batch, small])) == 1
-    text = conformance.table([rows, batch, small])
-    assert [line.split() for line in text.splitlines()[-2:]] == [["small"], "rev 1 cases 120 B 1 carried".split()]
+    """Rows of a sort may be gathered, its batch may not, however little it is, unless every other way sends more."""
+    sort = (("sort", 800),)
+    rows, batch = (conformance.Outcome("sort", "case", "equal", sort, carried=c) for c in ((), (("sort", 8.0),)))
+    forced, free, only = (
+        conformance.Outcome("rev", "case", "equal", small=(("rev", 120),), carried=(("rev", spared),))
+        for spared in (8.0, 0.0, float("inf"))
+    )
+    assert len(conformance.failures([rows, batch, forced])) == 1
+    assert len(conformance.failures([rows, forced, free, only])) == 2
+    text = conformance.table([rows, forced])
+    assert [line.split() for line in text.splitlines()[-2:]] == [["small"], "rev 1 cases 120 B 1 carried 8 B spared".split()]
 
 
 def test_few_primitives_may_be_replicated():

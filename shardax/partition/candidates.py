@@ -12,11 +12,15 @@ from shardax.spmd_rules.rule import KEEP, WHOLE, Factors, TensorFactors
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Splits of factors, and the layouts that operands and results take by them, pending reductions included."""
+    """Splits of factors, and the layouts that operands and results take by them, pending reductions included.
+
+    `spared`: as that of the `Decision` for it.
+    """
 
     splits: Splits
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
+    spared: float = 0.0
 
 
 def candidate_of(factors: Factors, splits: Splits, group: Sequence[int], pending: Pending) -> Candidate:

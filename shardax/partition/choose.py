@@ -3,7 +3,8 @@
 Nodes are taken in program order. A node's candidates are the splits that its operands suggest (as they were made, and as
 completion wants them) and its results (as completion wants them), and for pending operands both settling them and letting
 them wait. A candidate's price is what it sends: operands resharded, and results brought to the shardings wanted of them. The
-cheapest is taken; among equals the one that sends least at once, then the one that computes least.
+cheapest is taken; among equals the one that sends least at once, then the one that computes least. To save collectives alone
+operands are not gathered along a dim that the node merely carries: only if every other way sends more bytes.
 """
 
 import itertools
@@ -11,13 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardax import annotations, reshard
 from shardax.completion.complete import Completion
 from shardax.completion.kinds import Kinds
 from shardax.cost.nominal import COLLECTIVE, FLOP, MEMORY_BYTE
 from shardax.graph import Graph, Node, Value
+from shardax.partition import replicated
 from shardax.partition.candidates import (
     Candidate,
     assignments,
@@ -118,7 +120,7 @@ class Chooser:
         best = self.best(node, entry, factors)
         moves = tuple(self.move(v, t) for v, t in zip(node.inputs, best.operands, strict=True))
         settled = self.store_results(node, best.results)
-        return Decision(moves, best.operands, best.results, best.splits, factors, entry, settled)
+        return Decision(moves, best.operands, best.results, best.splits, factors, entry, settled, spared=best.spared)
 
     # What is where
 
@@ -147,11 +149,12 @@ class Chooser:
     def move(self, value: Value, target: Layout) -> Move:
         """Reads a value in a layout; from then on it is there in that layout too."""
         layouts = self.layouts(value)
-        if target in layouts:
-            return Move(target, target)
-        source = min(layouts, key=lambda source: self.price(value, source, target))
-        if not value.is_literal:
+        if target not in layouts and not value.is_literal:
             self.store(value, (*layouts, target))
+        return self.cheapest_move(value, layouts, target)
+
+    def cheapest_move(self, value: Value, layouts: Layouts, target: Layout) -> Move:
+        source = target if target in layouts else min(layouts, key=lambda source: self.price(value, source, target))
         return Move(source, target)
 
     def store_results(self, node: Node, layouts: Sequence[Layout]) -> dict[int, Layout]:
@@ -182,8 +185,11 @@ class Chooser:
         """The price, in bytes sent, of reading a value in layout `target` when it is there in `source`."""
         if source == target:
             return 0.0
-        path = reshard.plan(source, target, value.shape, value.itemsize, self.sizes)
+        path = self.path(value, source, target)
         return path.nbytes + COLLECTIVE * sum(step.kind in reshard.COLLECTIVES for step in path.steps)
+
+    def path(self, value: Value, source: Layout, target: Layout) -> reshard.Path:
+        return reshard.plan(source, target, value.shape, value.itemsize, self.sizes)
 
     # Candidates and their prices
 
@@ -216,7 +222,24 @@ class Chooser:
             if best is candidate and not reads + owed + reluctance[0]:
                 break  # the first candidate is the fullest: none sends less or splits more
         assert best is not None, f"no way to run {node.name}"
-        return best
+        return self.carrying(node, entry, factors, best)
+
+    def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate) -> Candidate:
+        """Of a candidate that gathers along dims that the node merely carries: what sends as many bytes and does not."""
+        if not self.gathers_carried(node, entry, factors, best):
+            return best
+        most = self.reluctance(node, entry, best, factors)
+        ways = [c for c in self.candidates(node, entry, factors) if self.reluctance(node, entry, c, factors) <= most]
+        others = [c for c in ways if not self.gathers_carried(node, entry, factors, c)]
+        least = min(others, key=lambda c: self.nbytes(node, entry, c), default=None)
+        spared = math.inf if least is None else self.nbytes(node, entry, least) - self.nbytes(node, entry, best)
+        return replace(best, spared=spared) if least is None or spared > 0 else least
+
+    def gathers_carried(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> bool:
+        pairs = zip(node.inputs, candidate.operands, strict=True)
+        moves = tuple(self.cheapest_move(v, self.layouts(v), t) for v, t in pairs)
+        decision = Decision(moves, candidate.operands, candidate.results, candidate.splits, factors, entry)
+        return any(r.carried for r in replicated.of_node(node, decision, self.completion))
 
     def reluctance(self, node: Node, entry: Entry, candidate: Candidate, factors: Factors) -> tuple[float, ...]:
         """What counts before bytes: indexed dims are not gathered, and multiplications are split as far as may be.
@@ -274,6 +297,16 @@ class Chooser:
         """The price of bringing the results to where completion wants them, now or by those who read them."""
         made = [(v, r) for v, r in zip(node.outputs, candidate.results, strict=True) if self.uses[v]]
         return sum(self.price(v, layout, self.destination(v, layout)) for v, layout in made)
+
+    def nbytes(self, node: Node, entry: Entry, candidate: Candidate) -> float:
+        """The bytes that a candidate sends, however many collectives that takes."""
+        reads = dict.fromkeys(zip(node.inputs, candidate.operands, strict=True))
+        made = [(v, r) for v, r in zip(node.outputs, candidate.results, strict=True) if self.uses[v]]
+        moves = [(v, self.cheapest_move(v, self.layouts(v), target)) for v, target in reads]
+        moves += [(v, Move(layout, self.destination(v, layout))) for v, layout in made]
+        local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
+        sent = sum(entry.sends(local)) if entry.sends else 0.0
+        return sent + sum(self.path(v, move.source, move.target).nbytes for v, move in moves)
 
     def compute(self, node: Node, candidate: Candidate, factors: Factors) -> float:
         """The price, in bytes sent, of a candidate's memory traffic and multiplications."""

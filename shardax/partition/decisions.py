@@ -24,7 +24,8 @@ class Move:
 class Decision:
     """How a node runs: its operands' moves, its layouts and splits, results settled at once, and its bodies' decisions.
 
-    It does not name the node: nodes that are alike in everything that matters share one.
+    It does not name the node: nodes that are alike in everything that matters share one. `spared`: the bytes that one device
+    need not send because operands are gathered along dims that the node merely carries.
     """
 
     moves: tuple[Move, ...]
@@ -35,6 +36,7 @@ class Decision:
     entry: Entry | None = None
     settled: dict[int, Layout] = field(default_factory=dict)
     bodies: tuple["Decisions", ...] = ()
+    spared: float = 0.0
 
     def of(self, node: Node) -> "Decision":
         """The decision of a node that is alike, whose bodies have values and lines of their own."""

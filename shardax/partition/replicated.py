@@ -74,13 +74,14 @@ class Replicated:
     """A node that runs replicated over some axis, and the bytes that one device sends for that.
 
     `small`: less than the starts of the few collectives cost that would have to move it instead. `carried`: they are gathered
-    along a dim that the node merely carries.
+    along a dim that the node merely carries, which spares `spared` bytes.
     """
 
     node: Node
     nbytes: float
     small: bool
     carried: bool
+    spared: float
 
 
 def replicated(decisions: Decisions, completion: Completion) -> Iterator[Replicated]:
@@ -93,10 +94,11 @@ def replicated(decisions: Decisions, completion: Completion) -> Iterator[Replica
         for body in decision.bodies:
             yield from replicated(body, completion)
         if not decision.bodies and not annotations.of_node(node):
-            yield from _of_node(node, decision, completion)
+            yield from of_node(node, decision, completion)
 
 
-def _of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[Replicated]:
+def of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[Replicated]:
+    """The same of one node, if it is one."""
     lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
     used = {a for split in decision.splits.values() for a in split.axes} & lie
     gathers = [(i, step) for i, step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
@@ -105,7 +107,7 @@ def _of_node(node: Node, decision: Decision, completion: Completion) -> Iterator
     wasted = nbytes - sum(_gathered_anyway(v, completion, axes) for v in node.outputs)
     if wasted > 0:
         carried = any(_is_carried(node, decision, i, step.dim) for i, step in gathers)
-        yield Replicated(node, nbytes, wasted <= FEW * COLLECTIVE, carried)
+        yield Replicated(node, nbytes, wasted <= FEW * COLLECTIVE, carried, decision.spared)
 
 
 def _is_carried(node: Node, decision: Decision, operand: int, dim: int | None) -> bool:
