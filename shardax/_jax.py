@@ -1,11 +1,11 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 62 entries, here by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 64 entries, here by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to change its
 equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some parameters, have changed:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
-    with_eqns_and_results, with_bodies, new_variable,
+    with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
     dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, value_type, without_refs,
     ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
     register_dce.
@@ -328,6 +328,23 @@ def _with_consts(open_jaxpr, jaxpr):
 def with_eqns(jaxpr, eqns) -> Any:
     """The same jaxpr with other equations."""
     return _with_consts(jaxpr.jaxpr.replace(eqns=eqns), jaxpr)
+
+
+def with_constants_made(jaxpr, made) -> Any:
+    """The same closed jaxpr, where closed jaxprs of one equation and no arguments make the constants of some variables."""
+    kept = [(var, const) for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True) if var not in made]
+    eqns = [one.jaxpr.eqns[0].replace(outvars=[var]) for var, one in made.items()]
+    new = {"constvars": [var for var, _ in kept], "eqns": [*eqns, *jaxpr.jaxpr.eqns]}
+    consts = [const for _, const in kept]
+    if hasattr(core, "ClosedJaxpr"):
+        return core.ClosedJaxpr(jaxpr.jaxpr.replace(**new), consts)
+    return jaxpr.jaxpr.replace(**new, consts=consts)
+
+
+def on_line_of(eqn, jaxpr) -> Any:
+    """The same closed jaxpr, its equations on the user's line of another one."""
+    traceback = eqn.source_info.traceback
+    return with_eqns(jaxpr, [e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in jaxpr.jaxpr.eqns])
 
 
 def is_jaxpr(x) -> bool:

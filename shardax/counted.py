@@ -60,6 +60,8 @@ def _follow(node: Node, counts: Counts, unsigned: set[Value]) -> None:
     """Notes whether a node's result counts; `unsigned` are the flags of what is never below zero."""
     if node.name == "lt" and node.inputs[0] in counts and _is(node.inputs[1], 0):
         unsigned.add(node.outputs[0])
+    elif node.name == "broadcast_in_dim" and _is(node.inputs[0], False):
+        unsigned.add(node.outputs[0])
     elif node.name == "select_n" and node.inputs[0] in unsigned:
         _note(node, counts, counts.get(node.inputs[1]))
     elif node.name == "add" and _is(node.inputs[1], 0):

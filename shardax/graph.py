@@ -121,6 +121,16 @@ def without_unread(graph: Graph) -> Graph:
     return graph
 
 
+def made_of(function: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
+    """The nodes of a function of values, and what it gives, in the place of a node: with its scope and line."""
+    types = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in inputs]
+    with _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # on another, JAX would note where values lie
+        jaxpr = jax.make_jaxpr(function)(*types)
+    inliner = _Inliner([], node.scope, node.callers)
+    outputs = inliner.run(_jax.on_line_of(node.eqn, jaxpr), inputs)
+    return inliner.nodes, outputs
+
+
 @dataclass(eq=False, slots=True)
 class _Inliner:
     """Appends the equations of jaxprs to `nodes`, all under the name stack `scope`. `made` remembers values, so that they are

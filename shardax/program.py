@@ -32,6 +32,7 @@ from shardax.passes import dead, scopes, share
 from shardax.refinement import Placement, Refinement, refinement
 from shardax.reshapes import split_inside
 from shardax.rotations import with_rotations
+from shardax.rows import with_scanned_rows
 from shardax.sharding import AxisSizes, Layout, Sharding, replicated
 from shardax.untyped import shape_of
 
@@ -111,8 +112,10 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 
 def _graph(jaxpr) -> Graph:
     """The flat program, in which what JAX shows only expanded is a node of its own."""
-    flat = graph.from_jaxpr(_jax.dce(jaxpr))
-    return graph.without_unread(with_unmerged_contractions(with_batched_indices(with_rotations(with_associative_scans(flat)))))
+    whole = graph.from_jaxpr(_jax.dce(jaxpr))
+    for find in (with_associative_scans, with_rotations, with_scanned_rows, with_batched_indices, with_unmerged_contractions):
+        whole = find(whole)
+    return graph.without_unread(whole)
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:

@@ -23,17 +23,19 @@ def as_padding(eqn, starts: Sequence[int]) -> Any:
     operand, updates = (eqn.invars[i].aval for i in (0, _UPDATES[eqn.primitive.name]))
     if not _worthwhile(operand, updates, starts):
         return None
-    config = [(s, n - s - u, 0) for s, n, u in zip(starts, operand.shape, updates.shape, strict=True)]
+    adds = eqn.primitive.name == "scatter-add"
 
     def update(*args):
-        x, y = args[0], args[_UPDATES[eqn.primitive.name]]
-        padded = lax.pad(y, np.zeros((), y.dtype), config)
-        return x + padded if eqn.primitive.name == "scatter-add" else lax.select(_inside(x.shape, config), padded, x)
+        return put(args[0], args[_UPDATES[eqn.primitive.name]], starts, adds)
 
-    jaxpr = jax.make_jaxpr(update)(*(v.aval for v in eqn.invars))
-    traceback = eqn.source_info.traceback
-    eqns = [e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in jaxpr.jaxpr.eqns]
-    return _jax.with_eqns(jaxpr, eqns)
+    return _jax.on_line_of(eqn, jax.make_jaxpr(update)(*(v.aval for v in eqn.invars)))
+
+
+def put(x, y, starts: Sequence[int], adds: bool = False):
+    """x with y in it, or added to it, from the positions `starts` on."""
+    config = [(s, n - s - u, 0) for s, n, u in zip(starts, x.shape, y.shape, strict=True)]
+    padded = lax.pad(y, np.zeros((), y.dtype), config)
+    return x + padded if adds else lax.select(_inside(x.shape, config), padded, x)
 
 
 def _worthwhile(operand, updates, starts: Sequence[int]) -> bool:

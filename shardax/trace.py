@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax import _jax, meshes
 from shardax.annotate import Dims, OtherDevices, bind, broadcast_specs, dims_of, flatten, own_mesh
+from shardax.constants import with_made_constants
 from shardax.sharding import Sharding
 from shardax.untyped import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
 
@@ -104,7 +105,7 @@ def _trace(request: Request) -> Traced:
     for x in jaxpr.consts:
         _check_no_ref(x, f"{request.fun.__name__} closes over", "pass it as an argument")
     refs = tuple(i for i, slot in enumerate(slots) if slot.is_ref)
-    return Traced(*_jax.hoist_consts(jaxpr), out_trees[-1], refs)
+    return Traced(*_jax.hoist_consts(with_made_constants(jaxpr)), out_trees[-1], refs)
 
 
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:

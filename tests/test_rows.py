@@ -1,0 +1,219 @@
+"""Loops that read and write rows by their index: nothing is sent, and the values are those of the plain function."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax import _jax
+from shardax.check import ramp
+from shardax.graph import from_jaxpr
+from shardax.rows import with_scanned_rows
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+
+def over(n, trip, start):
+    return lax.fori_loop(0, n, trip, start)
+
+
+def written(x, y):
+    return over(len(x), lambda i, new: new.at[i].set(jnp.sin(x[i])), jnp.zeros_like(x))
+
+
+def added(x, y):
+    return over(len(x), lambda i, y: y.at[i].add(x[i] ** 2), y)
+
+
+def twice(x, y):
+    """What is written is read again in the same trip, and a part of it written once more."""
+
+    def trip(i, y):
+        y = y.at[i].multiply(2.0)
+        return y.at[i, 3].set(y[i].sum() + x[i, 1])
+
+    return over(len(y), trip, y)
+
+
+def updated(x, y):
+    return over(len(y), lambda i, y: y.at[i].set(y[i] * x[i]), y)
+
+
+def columns(x, y):
+    return over(x.shape[0], lambda i, y: lax.dynamic_update_index_in_dim(y, x[i] + y[:, i], i, 1), y.T).T
+
+
+def picked(x, y):
+    """Other indices beside the index of the loop."""
+    j = jnp.array([3, -1, 40])
+    return over(len(x), lambda i, y: y.at[i, j].add(x[i, j[::-1]], mode="drop"), y)
+
+
+def maxima(x, y):
+    return over(len(x), lambda i, most: jnp.maximum(most, x[i].sum()), -jnp.inf)
+
+
+def mapped(x, y):
+    return lax.map(lambda i: jnp.cumsum(x[i]), jnp.arange(len(x)))
+
+
+def scanned(x, y):
+    def trip(carry, j):
+        y, total = carry
+        return (y.at[j].min(x[j]), total + y[j].sum()), j * 2
+
+    return lax.scan(trip, (y, 0.0), jnp.arange(len(x)), reverse=True)
+
+
+def counted_by_numpy(x, y):
+    return lax.scan(lambda y, j: (y.at[j].set(x[j] > 0), None), y > 0, np.arange(len(x)))[0]
+
+
+def several(x, y):
+    """Two arrays, of different types and ranks."""
+
+    def trip(i, carry):
+        y, n = carry
+        return y.at[i].set(x[i] + y[i]), n.at[i].set((x[i] > 0).sum())
+
+    return over(len(x), trip, (y, jnp.zeros(len(x), "int32")))
+
+
+def batched(x, y):
+    return jax.vmap(lambda x, y: over(len(x), lambda i, y: y.at[i].set(x[i] * y[i]), y), in_axes=1, out_axes=1)(x, y)
+
+
+def noise(x, y):
+    """The index itself is read."""
+    key = jax.random.key(0)
+    return over(len(x), lambda i, y: y.at[i].add(jax.random.normal(jax.random.fold_in(key, i), x[i].shape)), y)
+
+
+FREE = (written, added, twice, updated, columns, picked, maxima, mapped, scanned, counted_by_numpy, several, batched, noise)
+
+
+def check(f, n, spec=None, inside=None, mesh=MESH):
+    x, y = ramp(n, 16), ramp(n, 16)[::-1] * 0.5
+
+    def annotated(x, y):
+        return f(*(lax.with_sharding_constraint(v, inside) for v in (x, y)))
+
+    sharded = sx.shard_jit(annotated if inside else f, mesh=mesh, in_shardings=spec)
+    with jax.set_mesh(mesh):
+        for got, want in zip(jax.tree.leaves(sharded(x, y)), jax.tree.leaves(jax.jit(f)(x, y)), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max(initial=1))
+        return sharded.plan(x, y).collectives
+
+
+@pytest.mark.parametrize("f", FREE, ids=lambda f: f.__name__)
+def test_sends_nothing(f):
+    """Scalars that a loop adds up are reduced once."""
+    found = check(f, 8, P("x"))
+    assert [(c.kind, c.trips) for c in found] == [("all_reduce", 1)] * (f in (maxima, scanned))
+
+
+@pytest.mark.parametrize("f", FREE, ids=lambda f: f.__name__)
+def test_uneven(f):
+    check(f, 7, inside=P(("y", "x")))
+
+
+def inner(x, y):
+    """The rows at both ends are none of the loop's."""
+    return lax.fori_loop(1, len(x) - 1, lambda i, y: y.at[i].set(x[i - 1] - 2 * x[i] + x[i + 1]), y)
+
+
+@pytest.mark.parametrize("n", [8, 7])
+def test_neighbours_send_their_borders(n):
+    found = check(inner, n, P("x") if n == 8 else None, inside=P("x") if n == 7 else None)
+    assert {c.trips for c in found} == {1} and not {c.kind for c in found} & {"all_gather", "all_reduce"}
+    assert sum(c.nbytes for c in found) <= 5 * 2 * 16 * 4
+
+
+def recurrence(x, y):
+    return lax.fori_loop(1, len(y), lambda i, y: y.at[i].add(y[i - 1]), y)
+
+
+def read_elsewhere(x, y):
+    return over(len(y), lambda i, y: y.at[i].set(y.sum(0) * 0.1), y)
+
+
+def past_the_end(x, y):
+    return over(len(y), lambda i, y: y.at[i + 1].set(x[i], mode="drop"), y)
+
+
+def before_the_start(x, y):
+    return over(len(y), lambda i, y: y.at[i - 2].set(x[i]), y)
+
+
+def clamped(x, y):
+    return over(len(y), lambda i, y: lax.dynamic_update_slice(y, x[i][None], (i + 3, 0)), y)
+
+
+def returned(x, y):
+    return lax.scan(lambda y, i: (y.at[i].set(0.0), y), y, jnp.arange(3))
+
+
+def every_other(x, y):
+    return over(len(y) // 2, lambda i, y: y.at[2 * i].set(x[i]), y)
+
+
+def by_another_carry(x, y):
+    """A carry that goes by one but does not start there, and one that starts there and goes by two."""
+
+    def trip(i, carry):
+        j, k, y = carry
+        return j + 1, k + 2, y.at[(j + k) % len(y)].set(x[i])
+
+    return over(len(y), trip, (jnp.where(x[0, 0] > 0, 1, 2), 0, y))
+
+
+def wraps(x, y):
+    """An index of eight bits has come around before the last trip."""
+
+    def trip(y, i):
+        return y.at[i.astype("int32")].add(x[i.astype("int32")]), None
+
+    return lax.scan(trip, y, jnp.arange(len(y)).astype("int8"))[0]
+
+
+def few(x, y):
+    """Where it writes few rows, it does so in place."""
+    return over(2, lambda i, y: y.at[i].set(x[i]), y)
+
+
+@pytest.mark.parametrize(
+    "f, n",
+    [(f, 8) for f in (recurrence, read_elsewhere, past_the_end, before_the_start, clamped, returned, every_other)]
+    + [(by_another_carry, 8), (wraps, 200), (few, 64)],
+    ids=lambda f: getattr(f, "__name__", ""),
+)
+def test_what_no_row_is_stays(f, n):
+    """The array is still carried, whatever else is scanned, and the values are right."""
+    check(f, n, P("x"))
+    graph = with_scanned_rows(from_jaxpr(jax.make_jaxpr(f)(ramp(n, 16), ramp(n, 16))))
+    (scan,) = (node for node in graph.nodes if node.name == "scan")
+    consts, carries = _jax.scan_counts(scan.params)
+    assert (n, 16) in [v.shape for v in scan.inputs[consts : consts + carries]]
+
+
+def test_a_recurrence_gathers_once():
+    """What its trips read of a split stack is sent before the loop, not in each trip."""
+
+    def f(x, y):
+        return over(len(x), lambda i, h: jnp.tanh(h + x[i]), y[0])
+
+    assert {c.trips for c in check(f, 8, P("x"))} == {1}
+
+
+@pytest.mark.parametrize("f", [written, added, inner, updated])
+def test_gradients(f):
+    """The way back reads and writes at the index of the way there."""
+    gradient = jax.grad(lambda x, y: (f(x, y) ** 2).sum(), (0, 1))
+    found = check(gradient, 8, P("x"))
+    assert {c.kind for c in found} <= ({"ppermute"} if f is inner else set())
+    check(gradient, 7, inside=P("x"))
