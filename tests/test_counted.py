@@ -89,3 +89,28 @@ def test_an_iota_elsewhere(start):
         return x[start + ROWS(7), i[:7]]
 
     np.testing.assert_array_equal(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(*arguments(8)), f(*arguments(8)))
+
+
+COUNT = np.arange(8)
+
+
+@pytest.mark.parametrize("rows", [COUNT, jnp.arange(8), COUNT.astype("int8")], ids=["numpy", "jax", "int8"])
+def test_constants_that_count(rows):
+    """What the function closes over is known: nothing is sent, and it is no argument."""
+    f = sx.shard_jit(lambda x, i: (x[rows, i], x.at[rows, i].add(1.0)), mesh=MESH, in_shardings=P("x"))
+    args = tuple(map(jnp.asarray, arguments(8)))
+    plan = f.plan(*args)
+    assert not plan.collectives and len(plan.global_jaxpr.in_avals) == 2
+    for got, want in zip(f(*args), (args[0][COUNT, args[1]], args[0].at[COUNT, args[1]].add(1.0)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [COUNT[::-1], COUNT + 1, COUNT * 0, np.outer(COUNT, COUNT)])
+def test_constants_that_do_not_count(rows):
+    def f(x, i):
+        return x[rows, i] * (rows % 8 > -1), jnp.asarray(rows), jnp.asarray(rows > 3)
+
+    args = tuple(map(jnp.asarray, arguments(8)))
+    for got, want in zip(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(*args), f(*args), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
