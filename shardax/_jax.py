@@ -333,7 +333,7 @@ def with_eqns(jaxpr, eqns) -> Any:
 def with_constants_made(jaxpr, made) -> Any:
     """The same closed jaxpr, where closed jaxprs of one equation and no arguments make the constants of some variables."""
     kept = [(var, const) for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True) if var not in made]
-    eqns = [one.jaxpr.eqns[0].replace(outvars=[var]) for var, one in made.items()]
+    eqns = [eqn.replace(outvars=[var]) for var, one in made.items() for (eqn,) in [one.jaxpr.eqns]]
     new = {"constvars": [var for var, _ in kept], "eqns": [*eqns, *jaxpr.jaxpr.eqns]}
     consts = [const for _, const in kept]
     if hasattr(core, "ClosedJaxpr"):

@@ -26,12 +26,14 @@ def _made(aval, const) -> Any:
     """The closed jaxpr of no arguments that makes a constant; None where it takes more than an equation, or is too large."""
     if not _is_plain(aval, const):
         return None
-    array = np.asarray(const)
-    if (array == array.flat[0]).all():
-        return jax.make_jaxpr(lambda: lax.full(array.shape, array.flat[0], array.dtype))()
-    for dim, n in enumerate(array.shape if jnp.issubdtype(array.dtype, jnp.integer) else ()):
+    with jax.transfer_guard_device_to_host("allow"):
+        array = np.asarray(const)
+    first, last = array.flat[0], array.flat[-1]
+    if first == last and (array == first).all():
+        return jax.make_jaxpr(lambda: lax.full(array.shape, first, array.dtype))()
+    for dim, n in enumerate(array.shape):
         count = np.arange(n).reshape([-1 if d == dim else 1 for d in range(array.ndim)])
-        if n <= jnp.iinfo(array.dtype).max and (array == count).all():
+        if first == 0 and last == n - 1 > 1 and (array == count).all():
             return jax.make_jaxpr(lambda dim=dim: lax.broadcasted_iota(array.dtype, array.shape, dim))()
     return None
 

@@ -7,10 +7,12 @@ An array that a scan carries must be read and written at one place alone (`indic
 what another one wrote. Of one that it only reads, other reads stay as they are.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 
@@ -18,19 +20,19 @@ from shardax import _jax, static_updates
 from shardax.graph import Graph, Node, Value, made_of, without_unread
 from shardax.indices import READS, WRITES, Index, Makers, Place, first_of_iota, whole_number, zeros
 
-_SMALL = 8  # a scan that writes less than this part of an array updates it in place
+_SMALL = 8  # a scan that comes to less than this part of an array leaves it as it is
 _SUMS = {"add", "add_any"}
 
 Rows = dict[Value, Value]
 """Arrays, as they come to be in a body, and the row of each at one place: the dim is there, of size one."""
 
 
-def with_scanned_rows(graph: Graph) -> Graph:
+def with_scanned_rows(graph: Graph, in_loop: bool = False) -> Graph:
     """The graph and its bodies, where scans go over the rows that they read and write at their index."""
-    around, nodes = _Around(), []
+    around, nodes = _Around(in_loop), []
     for node in graph.nodes:
         for body in node.bodies:
-            with_scanned_rows(body)
+            with_scanned_rows(body, in_loop or node.name in ("scan", "while"))
         if not around.same.keys().isdisjoint(node.inputs):
             node = replace(node, inputs=[around.same.get(v, v) for v in node.inputs])
         made = _scanned(node, around) if node.name == "scan" else [node]
@@ -42,9 +44,13 @@ def with_scanned_rows(graph: Graph) -> Graph:
 
 @dataclass(eq=False, slots=True)
 class _Around:
-    """What is known around scans: who makes a value; what carries are that nothing changes; and of arrays whose row t is
-    first + t everywhere `first`: a scan that is differentiated passes on so what its index was."""
+    """What is known around scans.
 
+    `in_loop`: they are inside of another loop. `same`: what carries are that nothing changes. `stacks`: of arrays whose rows are
+    first + t everywhere, `first`; so a scan that is differentiated passes on what its index was.
+    """
+
+    in_loop: bool = False
     makers: Makers = field(default_factory=dict)
     same: dict[Value, Value] = field(default_factory=dict)
     stacks: dict[Value, int] = field(default_factory=dict)
@@ -52,7 +58,7 @@ class _Around:
 
 def _scanned(node: Node, around: _Around) -> list[Node]:
     """A scan over rows, with what puts these side by side before it, and into their array after it."""
-    loop = _loop(node)
+    loop = _loop(node, around.in_loop)
     _find_index(loop, around)
     around.stacks.update({outside: loop.index.firsts[v] for outside, v in loop.ys if v in loop.index.firsts})
     if not _find_accesses(loop):
@@ -81,10 +87,12 @@ class _Carry:
 class _Loop:
     """A scan while it is rewritten: what it takes and gives as (outside, inside), and what comes before and after it.
 
-    `accessed`: by the shapes of arrays, the places at which its body reads and writes some.
+    `inner`: it runs in each trip of another loop. `read` and `written`: by the shapes of arrays, the places at which its body
+    does so to some.
     """
 
     node: Node
+    inner: bool
     index: Index
     consts: list[tuple[Value, Value]]
     carries: list[_Carry]
@@ -93,8 +101,22 @@ class _Loop:
     body: list[Node]
     before: list[Node] = field(default_factory=list)
     after: list[Node] = field(default_factory=list)
-    accessed: dict[tuple[int, ...], list[Place]] = field(default_factory=dict)
+    read: dict[tuple[int, ...], list[Place]] = field(default_factory=dict)
+    written: dict[tuple[int, ...], list[Place]] = field(default_factory=dict)
     changed: bool = False
+
+    def places(self, node: Node) -> Iterator[Place]:
+        """The places at which a node reads or writes an array, if the scan comes to enough of this."""
+        if node.name in READS | WRITES:
+            yield from (place for place in self.index.accesses(node) if self._is_enough(node, place))
+
+    def _is_enough(self, node: Node, place: Place) -> bool:
+        """What is scanned is copied as a whole: inside of another loop as often as that has trips."""
+        array, length = node.inputs[0], self.index.length
+        size, rows = math.prod(array.shape), array.shape[place.dim]
+        window = _window(node) if self.inner else size // rows if node.name in WRITES else size
+        plain = length == rows or not jnp.issubdtype(array.aval.dtype, jax.dtypes.extended)
+        return plain and size <= _SMALL * length * window
 
     def reads(self, value: Value) -> int:
         """How often the body reads a value or gives it."""
@@ -115,7 +137,7 @@ class _Loop:
         return [*self.before, scan, *self.after]
 
 
-def _loop(node: Node) -> _Loop:
+def _loop(node: Node, inner: bool) -> _Loop:
     consts, carries = _jax.scan_counts(node.params)
     (body,) = node.bodies
     pairs = list(zip(node.inputs, body.inputs, strict=True))
@@ -123,7 +145,13 @@ def _loop(node: Node) -> _Loop:
     carried = [_Carry(*pair, *end) for pair, end in zip(pairs[consts:], ends[:carries], strict=False)]
     ys = [(outside, inside) for inside, outside in ends[carries:]]
     index = Index(node.params["length"], {v: inner for inner in body.nodes for v in inner.outputs})
-    return _Loop(node, index, pairs[:consts], carried, pairs[consts + carries :], ys, list(body.nodes))
+    return _Loop(node, inner, index, pairs[:consts], carried, pairs[consts + carries :], ys, list(body.nodes))
+
+
+def _window(node: Node) -> int:
+    """How many elements of an array a node reads or writes."""
+    of = node.outputs[0] if node.name in READS else node.inputs[1 if node.name == "dynamic_update_slice" else 2]
+    return math.prod(of.shape)
 
 
 def _find_index(loop: _Loop, around: _Around) -> None:
@@ -145,10 +173,10 @@ def _start_of_counter(value: Value, makers: Makers) -> int | None:
 def _find_accesses(loop: _Loop) -> bool:
     """Whether there are any."""
     for node in loop.body if loop.index.firsts and loop.index.length else ():
-        for place in loop.index.accesses(node) if node.name in READS | WRITES else ():
-            places = loop.accessed.setdefault(node.in_shapes[0], [])
+        for place in loop.places(node):
+            places = (loop.read if node.name in READS else loop.written).setdefault(node.in_shapes[0], [])
             places += [] if place in places else [place]
-    return bool(loop.accessed)
+    return bool(loop.read or loop.written)
 
 
 def _move_transposes_out(loop: _Loop) -> None:
@@ -176,7 +204,7 @@ def _without_unchanged(loop: _Loop) -> Iterator[tuple[Value, Value]]:
 
 def _scan_carry(loop: _Loop, carry: _Carry) -> bool:
     """Scans its rows, if all that is done with it is done at one place."""
-    for place in filter(_is_worthwhile(loop, carry), loop.accessed.get(carry.taken.shape, ())):
+    for place in loop.written.get(carry.taken.shape, ()):
         row, start = _row_of(loop, carry.taken, place)
         found = _narrowed(loop, carry, place, start[-1].outputs[0])
         if found is not None:
@@ -186,10 +214,6 @@ def _scan_carry(loop: _Loop, carry: _Carry) -> bool:
             _end(loop, carry, _add_ys(loop, carry.outside, end, place))
             return True
     return False
-
-
-def _is_worthwhile(loop: _Loop, carry: _Carry) -> Callable[[Place], bool]:
-    return lambda place: carry.taken.shape[place.dim] <= _SMALL * loop.index.length
 
 
 def _narrowed(loop: _Loop, carry: _Carry, place: Place, row: Value) -> tuple[list[Node], Value] | None:
@@ -251,8 +275,8 @@ def _terms(inputs: Sequence[Value], rows: Rows, sparse: Rows) -> list[Value]:
 
 def _scan_sum(loop: _Loop, carry: _Carry) -> None:
     """Adds up once the scan is over."""
-    whole, worthwhile = carry.outside, _is_worthwhile(loop, carry)
-    terms = [(node, next(filter(worthwhile, loop.index.accesses(node)), None)) for node in _terms_of(loop, carry)]
+    whole = carry.outside
+    terms = [(node, next(loop.places(node), None)) for node in _terms_of(loop, carry)]
     for node, place in terms if all(place for _, place in terms) else ():
         assert place is not None
         row = Value(ShapedArray(_row_shape(carry.taken, place, 1), carry.taken.aval.dtype))
@@ -291,9 +315,9 @@ def _scan_const(loop: _Loop, outside: Value, inside: Value) -> None:
     """Scans the rows that are read at the index."""
     rows: dict[Place, Value] = {}
     body, starts = [], []
-    for node in loop.body if inside.shape in loop.accessed else ():
+    for node in loop.body if inside.shape in loop.read else ():
         reads = node.name in READS and node.inputs[0] is inside and inside not in node.inputs[1:]
-        place = next(loop.index.accesses(node), None) if reads else None
+        place = next(loop.places(node), None) if reads else None
         if place is not None and place not in rows:
             row, start = _row_of(loop, inside, place)
             rows[place] = start[-1].outputs[0]

@@ -105,10 +105,11 @@ def test_constants_that_count(rows):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("rows", [COUNT[::-1], COUNT + 1, COUNT * 0, np.outer(COUNT, COUNT)])
+@pytest.mark.mixed_dtypes
+@pytest.mark.parametrize("rows", [COUNT[::-1], COUNT + 1, COUNT * 0, COUNT[::2]])
 def test_constants_that_do_not_count(rows):
     def f(x, i):
-        return x[rows, i] * (rows % 8 > -1), jnp.asarray(rows), jnp.asarray(rows > 3)
+        return x[rows, i[: len(rows)]] * (rows % 8 > -1), jnp.asarray(rows), jnp.asarray(rows > 3)
 
     args = tuple(map(jnp.asarray, arguments(8)))
     for got, want in zip(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(*args), f(*args), strict=True):

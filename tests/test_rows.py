@@ -186,19 +186,34 @@ def few(x, y):
     return over(2, lambda i, y: y.at[i].set(x[i]), y)
 
 
+def element_by_element(x, y):
+    """What the inner loop would copy in each trip of the outer one is more than what it comes to."""
+    return over(len(y), lambda i, y: over(y.shape[1], lambda j, y: y.at[i, j].set(x[i, j] * 2), y), y)
+
+
+def shifted(x, y):
+    """One carry is what another one was."""
+
+    def trip(carry, i):
+        old, new = carry
+        return (new, new.at[i].add(x[i])), old[i]
+
+    return lax.scan(trip, (y, y * 2), jnp.arange(len(y)))
+
+
 @pytest.mark.parametrize(
     "f, n",
-    [(f, 8) for f in (recurrence, read_elsewhere, past_the_end, before_the_start, clamped, returned, every_other)]
-    + [(by_another_carry, 8), (wraps, 200), (few, 64)],
+    [(f, 8) for f in (recurrence, read_elsewhere, past_the_end, before_the_start, clamped, returned, every_other, shifted)]
+    + [(by_another_carry, 8), (wraps, 200), (few, 64), (element_by_element, 64)],
     ids=lambda f: getattr(f, "__name__", ""),
 )
 def test_what_no_row_is_stays(f, n):
     """The array is still carried, whatever else is scanned, and the values are right."""
     check(f, n, P("x"))
     graph = with_scanned_rows(from_jaxpr(jax.make_jaxpr(f)(ramp(n, 16), ramp(n, 16))))
-    (scan,) = (node for node in graph.nodes if node.name == "scan")
-    consts, carries = _jax.scan_counts(scan.params)
-    assert (n, 16) in [v.shape for v in scan.inputs[consts : consts + carries]]
+    for scan in (node for node in graph.walk() if node.name == "scan"):
+        consts, carries = _jax.scan_counts(scan.params)
+        assert (n, 16) in [v.shape for v in scan.inputs[consts : consts + carries]]
 
 
 def test_a_recurrence_gathers_once():
