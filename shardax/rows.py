@@ -46,8 +46,8 @@ def with_scanned_rows(graph: Graph, in_loop: bool = False) -> Graph:
 class _Around:
     """What is known around scans.
 
-    `in_loop`: they are inside of another loop. `same`: what carries are that nothing changes. `stacks`: of arrays whose rows are
-    first + t everywhere, `first`; so a scan that is differentiated passes on what its index was.
+    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `stacks`: of arrays whose rows are all
+    first + t, `first`; so a scan that is differentiated passes on what its index was.
     """
 
     in_loop: bool = False
