@@ -1,5 +1,6 @@
 """What runs replicated. What has no rule is said once for each user's line, with its price, and refused in strict mode."""
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from shardax.cost.nominal import COLLECTIVE
 from shardax.graph import Node, Value
 from shardax.options import Refused
 from shardax.partition.decisions import Decision, Decisions
-from shardax.sharding import Axes, AxisSizes, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import KEEP
 
@@ -104,7 +105,8 @@ def of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[
     gathers = [(i, step) for i, step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
     nbytes = sum(step.nbytes for _, step in gathers)
     axes = tuple(dict.fromkeys(a for _, step in gathers for a in step.axes if a not in used))
-    wasted = nbytes - sum(_gathered_anyway(v, completion, axes) for v in node.outputs)
+    made = zip(node.outputs, decision.results, strict=True)
+    wasted = nbytes - sum(_gathered_anyway(v, layout, completion, axes) for v, layout in made)
     if wasted > 0:
         carried = any(_is_carried(node, decision, i, step.dim) for i, step in gathers)
         yield Replicated(node, nbytes, wasted <= FEW * COLLECTIVE, carried, decision.spared)
@@ -128,8 +130,10 @@ def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[tuple
         seen.add((value, move))
 
 
-def _gathered_anyway(value: Value, completion: Completion, axes: Axes) -> float:
-    """The bytes that one device would send to gather a result over those of `axes` over which it is wanted whole."""
+def _gathered_anyway(value: Value, layout: Layout, completion: Completion, axes: Axes) -> float:
+    """The bytes that one device would send to gather a result, padded as it is, over those of `axes` over which it is wanted
+    whole."""
     sharding = completion.sharding(value)
     over = tuple(a for a in axes if a not in sharding.axes)
-    return value.nbytes / shard_count(sharding.axes, completion.sizes) * (1 - 1 / shard_count(over, completion.sizes))
+    nbytes = math.prod(layout.padded) * value.itemsize
+    return nbytes / shard_count(sharding.axes, completion.sizes) * (1 - 1 / shard_count(over, completion.sizes))
