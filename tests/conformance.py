@@ -237,7 +237,7 @@ def _sends(name: str, plan: Any) -> tuple[Any, ...]:
     (whole,) = (eqn for eqn in plan.local_jaxpr.eqns if eqn.primitive.name == "shard_map")
     body = _jax.closed(whole.params["jaxpr"])
     own = [eqn for eqn in body.eqns if _scope(name) in str(eqn.source_info.name_stack)]
-    return collectives(_jax.with_eqns(body, own), plan.mesh.shape)
+    return collectives(_jax.with_eqns(body, own), whole.params["mesh"].shape)
 
 
 def _difference(wanted: Any, got: Any) -> str:

@@ -229,11 +229,14 @@ class Chooser:
         if not self.gathers_carried(node, entry, factors, best):
             return best
         most = self.reluctance(node, entry, best, factors)
-        ways = [c for c in self.candidates(node, entry, factors) if self.reluctance(node, entry, c, factors) <= most]
-        others = [c for c in ways if not self.gathers_carried(node, entry, factors, c)]
-        least = min(others, key=lambda c: self.nbytes(node, entry, c), default=None)
-        spared = math.inf if least is None else self.nbytes(node, entry, least) - self.nbytes(node, entry, best)
-        return replace(best, spared=spared) if least is None or spared > 0 else least
+        others = [c for c in self.candidates(node, entry, factors) if not self.gathers_carried(node, entry, factors, c)]
+        least = min(
+            others, key=lambda c: (self.reluctance(node, entry, c, factors) > most, self.nbytes(node, entry, c)), default=None
+        )
+        if least is None:
+            return replace(best, spared=math.inf)
+        spared = self.nbytes(node, entry, least) - self.nbytes(node, entry, best)
+        return replace(best, spared=spared) if spared > 0 or self.reluctance(node, entry, least, factors) > most else least
 
     def gathers_carried(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> bool:
         pairs = zip(node.inputs, candidate.operands, strict=True)
