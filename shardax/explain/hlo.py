@@ -212,9 +212,9 @@ class _Stablehlo:
         if hasattr(groups, "type") and hasattr(groups.type, "shape"):  # dense, one row per group
             return groups.type.shape[1]
         mesh = str(self.symbols[_one(r"mesh = @(\w+)", str(groups))].attributes["mesh"])
-        sizes = {name: int(size) for name, size in re.findall(r'"(\w+)"=(\d+)', mesh)}
+        sizes = {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', mesh)}
         assert "sub_axis" not in str(groups), groups
-        return math.prod(sizes[name] for name in re.findall(r'axis_ref<name = "(\w+)"', str(groups)))
+        return math.prod(sizes[name] for name in re.findall(r'axis_ref<name = "([^"]+)"', str(groups)))
 
 
 def _trip_count(loop) -> int | None:
@@ -295,7 +295,7 @@ def _arrays(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
 def _participants(kind: str, attributes: str, partitions: int) -> int:
     """Devices in a group; of a ppermute, those that send. XLA writes groups in three ways:
 
-    >>> groups = ("{{0,2},{1,3}}", "[4,2]<=[8]", "mesh['x'=4,'y'=2] {'y'}")
+    >>> groups = ("{{0,2},{1,3}}", "[4,2]<=[8]", "mesh['x'=4,'y.0'=2] {'y.0'}")
     >>> [_participants("all_reduce", f"replica_groups={g}, x", 8) for g in groups]
     [2, 2, 2]
     """
@@ -307,8 +307,8 @@ def _participants(kind: str, attributes: str, partitions: int) -> int:
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
         return int(iota[1])
     if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", named[2]))
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", named[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", named[2]))
     return partitions
 
 
