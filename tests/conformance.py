@@ -60,6 +60,7 @@ MEANT = {  # the primitives that may be replicated, at most ten, each with why
     **dict.fromkeys("cholesky eig eigh lu qr svd triangular_solve".split(), f"one matrix, {_ALONE}"),
     "fft": f"one transform, {_ALONE}",
     "sort": f"one row, {_ALONE}",
+    "gather": "a table smaller than what is looked up in it, of which a masked sum would send more",
 }
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
