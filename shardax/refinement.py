@@ -102,7 +102,7 @@ class Refinement:
     @cached_property
     def spare(self) -> frozenset[str]:
         """The axes that nobody named: the minor parts of those that were cut."""
-        uncut = refinement(self.meshes).cuts if self.meshes else ()
+        uncut = refinement(self.meshes).cuts
         return frozenset(name for name, (stride, size) in self._named.items() if stride * size not in uncut)
 
     @cached_property
