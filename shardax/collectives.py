@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.reshard import Hop, Path, hops, pairs
+from shardax.halo import bring
+from shardax.reshard import Path, next_blocks, pairs
 from shardax.sharding import AxisSizes, in_mesh_order, shard_count
 
 
@@ -60,30 +61,10 @@ def _run_owe(x, step, shape, sizes):
 
 
 def _run_halo(x, step, shape, sizes):
-    """Own rows and received rows side by side; then each row of the new block is looked up where it is.
-
-    block of device i, old:  |....i....|         row r of the value is in old block r // old
-                      new:   |.....i.....|       so it comes by the hop of distance r // old - i
-    """
-    dim, axes = step.dim, step.axes
-    count = shard_count(axes, sizes)
+    dim, axes, count = step.dim, step.axes, shard_count(step.axes, sizes)
     old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
-    device = lax.axis_index(axes)
-    rows = device * new + lax.iota(device.dtype, new)
-    pieces, where = [x], rows - device * old
-    for hop in hops(old, new, count, shape[dim]):
-        sent = lax.dynamic_slice_in_dim(x, _first(hop, device, old, new), hop.rows, axis=dim)
-        sender = device + hop.distance
-        there = sum(p.shape[dim] for p in pieces) + rows - sender * old - _first(hop, sender, old, new)
-        where = lax.select(lax.div(rows, np.int32(old)) == sender, there, where)
-        pieces.append(ppermute(sent, axes, hop.pairs, sizes))
-    pieces = lax.concatenate(pieces, dim)
-    return pieces.at[(slice(None),) * dim + (where,)].get(mode="clip")
-
-
-def _first(hop: Hop, sender, old: int, new: int):
-    """The first row of its block that `sender` sends: where the receiver's new block begins, or earlier to fill `rows`."""
-    return lax.clamp(np.int32(0), (sender - hop.distance) * new - sender * old, np.int32(old - hop.rows))
+    want = next_blocks(dim, axes, old, new, count, shape[dim])
+    return bring(want, x, lax.axis_index(axes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes))
 
 
 def _run_crop(x, step, shape, sizes):

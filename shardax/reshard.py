@@ -23,6 +23,8 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from shardax import halo
+from shardax.halo import Wanted
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 
 START = Fraction(1, 8)  # of the first shard's bytes, for each collective
@@ -351,11 +353,11 @@ def _halos(layout: Layout, problem: _Problem) -> Iterator[Step]:
         count = problem.count(layout.dims[dim])
         for padded in problem.paddings[dim] if layout.dims[dim] else ():
             if padded % count == 0 and padded != layout.padded[dim]:
-                moves = hops(layout.padded[dim] // count, padded // count, count, problem.shape[dim])
-                row = problem.nbytes(layout) * count // layout.padded[dim]
+                old, axes = layout.padded[dim] // count, layout.dims[dim]
+                rows = sum(halo.plan(next_blocks(dim, axes, old, padded // count, count, problem.shape[dim])).sent)
                 after = _with(layout, dim, (), padded)
-                kind, axes = ("halo", layout.dims[dim]) if moves else ("crop", ())
-                yield Step(kind, axes, layout, after, row * sum(h.rows for h in moves), dim=dim)
+                kind, axes = ("halo", axes) if rows else ("crop", ())
+                yield Step(kind, axes, layout, after, problem.nbytes(layout) // old * rows, dim=dim)
 
 
 def _owes(layout: Layout, problem: _Problem) -> Iterator[Step]:
@@ -453,32 +455,12 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
     return sorted([*zip(senders, receivers, strict=True), *((i, i) for i in stay)])
 
 
-@dataclass(frozen=True)
-class Hop:
-    """One ppermute of a change of block size: each device gets up to `rows` rows from the one `distance` further on."""
-
-    distance: int
-    rows: int
-    pairs: tuple[tuple[int, int], ...]
-
-
 @lru_cache(maxsize=4096)
-def hops(old: int, new: int, count: int, size: int) -> tuple[Hop, ...]:
-    """The hops that turn `count` blocks of `old` rows into blocks of `new` rows, `size` rows being true.
+def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> Wanted:
+    """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold blocks of `new` rows.
 
-    >>> [(h.distance, h.rows) for h in hops(65, 66, 4, 257)]
-    [(1, 3)]
+    >>> halo.plan(next_blocks(0, ("x",), 65, 66, 4, 257)).sent
+    [3]
     """
-    every = (_hop(d, old, new, count, size) for d in range(1 - count, count) if d)
-    return tuple(hop for hop in every if hop.rows)
-
-
-def _hop(distance: int, old: int, new: int, count: int, size: int) -> Hop:
-    pairs, rows = [], 0
-    for receiver in range(max(0, -distance), min(count, count - distance)):
-        sender = receiver + distance
-        first, end = max(receiver * new, sender * old), min((receiver + 1) * new, (sender + 1) * old, size)
-        if first < end:
-            pairs.append((sender, receiver))
-            rows = max(rows, end - first)
-    return Hop(distance, rows, tuple(pairs))
+    firsts = range(0, count * new, new)
+    return Wanted(dim, axes, tuple(firsts), tuple(min(first + new, size) for first in firsts), new, size, old)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from jax import lax
 
 from shardax.graph import Node
-from shardax.spmd_rules.halo import Wanted, halo_sends, take, wanted, window_of
+from shardax.halo import Wanted
+from shardax.spmd_rules.halo import halo_sends, take, wanted, window_of
 from shardax.spmd_rules.registry import MOVES, Local, register_rule, whole_rule
 from shardax.spmd_rules.rule import Shape
 
@@ -113,7 +114,7 @@ def _flat_ranges(local: Local) -> Iterator[tuple[_Group, Wanted]]:
             unit, row = math.prod(old[first + 1 : last + 1]), math.prod(new[to + 1 : end + 1])
             span = lambda r, e, row=row: (r * row, e * row)  # noqa: E731
             want = wanted(local, 0, first, (0, to), span, local.out_shape()[to] * row)
-            yield group, replace(want, size=want.size * unit, unit=unit)
+            yield group, replace(want, size=want.size * unit, block=want.block * unit)
 
 
 def _reshape_local(local: Local, shard):

@@ -5,8 +5,9 @@ device's new block is
 
     rows s.. of the block q devices on | rows ..s of the block q + 1 devices on
 
-one ppermute each, and none where that is the device itself. Where the last block is padded, the dim does not end at the end
-of a block: the rows before the end and those around it are then two halos.
+one ppermute each, and none where that is the device itself. (As a halo it would take twice as many, as halos do not reach
+around the end.) Where the last block is padded, the dim does not end at the end of a block: the rows before the end and those
+around it are then two halos.
 
 Where `first` is only known when the program runs, blocks are sent q devices on, in steps of 1, 2, 4, ... of which each is
 taken or not, and once more for the blocks after these. Where that sends no less than a gather of the dim, the dim is
@@ -22,8 +23,9 @@ import numpy as np
 from jax import lax
 
 from shardax.graph import Node
+from shardax.halo import Wanted
 from shardax.rotations import rotated
-from shardax.spmd_rules.halo import Wanted, sent, take, wanted
+from shardax.spmd_rules.halo import sent, take, wanted
 from shardax.spmd_rules.registry import MOVES, Local, register_rule
 from shardax.spmd_rules.sends import all_gather, ppermute
 

@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 
 from shardax.graph import Node
-from shardax.spmd_rules.halo import Wanted, halo_sends, sent, slice_by_device, take, wanted, window_of
+from shardax.halo import Wanted, slice_by_device
+from shardax.spmd_rules.halo import halo_sends, sent, take, wanted, window_of
 from shardax.spmd_rules.indexing import owner_mark
 from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, whole_rule
 from shardax.spmd_rules.rule import Shape
@@ -175,7 +176,9 @@ def rev(node: Node) -> str:
 
 
 def _rev_wants(local: Local) -> Iterator[Wanted]:
-    """What is left to send after each shard has changed places with the opposite one: the padding is now in front."""
+    """What is left to send after each shard has changed places with the opposite one: the padding is now in front. (That is one
+    ppermute; as a halo, every device would want a piece from another distance.)
+    """
     layout = local.operands[0]
     for d in local.params["dimensions"]:
         size, behind = local.node.in_shapes[0][d], layout.padded[d] - local.node.in_shapes[0][d]

@@ -22,7 +22,7 @@ from jax import lax
 
 from shardax.collectives import identity
 from shardax.graph import Node
-from shardax.spmd_rules.halo import slice_by_device
+from shardax.halo import slice_by_device
 from shardax.spmd_rules.registry import Local, register_rule
 from shardax.spmd_rules.sends import all_gather, ppermute
 

@@ -21,7 +21,8 @@ from jax.extend.core import jaxpr_as_fun
 from shardax import _jax
 from shardax.collectives import identity
 from shardax.graph import Node
-from shardax.spmd_rules.halo import Wanted, by_device, halo_sends, plan, slice_by_device, take, wanted, wanted_with, window_of
+from shardax.halo import Wanted, inside_of, plan, slice_by_device
+from shardax.spmd_rules.halo import halo_sends, take, wanted, wanted_with, window_of
 from shardax.spmd_rules.reductions import skipping
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
@@ -110,12 +111,11 @@ class _Part:
 
     def shows_filling(self, local: Local) -> bool:
         """Whether some device sees what `taken` has filled in."""
-        return self.written_out or plan(local, self.want).outside
+        return self.written_out or plan(self.want).outside
 
     def inside(self, local: Local):
         """Which of the rows that `taken` gives are the operand's."""
-        place = lax.iota("int32", self.want.rows) + by_device(self.want.firsts, local.index(self.want.axes))
-        inside = (place >= 0) & (place < self.want.size)
+        inside = inside_of(self.want, local.index(self.want.axes), (self.want.rows,), 0)
         return self._write_out(local, inside, False, 0) if self.written_out else inside
 
     def cut(self, local: Local, result, dim: int):

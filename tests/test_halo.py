@@ -1,0 +1,68 @@
+"""The halo exchange brings whatever each device wants: random windows, several shards away, outside of the value, padded."""
+
+import random
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from shardax.halo import Wanted, bring, plan
+from shardax.reshard import next_blocks
+
+COUNTS = (2, 3, 8)
+
+
+def exchanged(count, cases, garbage):
+    """What every device gets: cases are (what is wanted, the value, what fills it)."""
+    axes = ("x",)
+    mesh = Mesh(np.array(jax.devices()[:count]), axes)
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False)
+    def run(shards):
+        ways = [(want, fill) for want, _, fill in cases]
+        return [bring(w, x, lax.axis_index("x"), lax.ppermute, f) for x, (w, f) in zip(shards, ways, strict=True)]
+
+    padded = [jnp.concatenate([x, jnp.broadcast_to(garbage, (w.block * count - w.size,))]) for w, x, _ in cases]
+    return [out.reshape(count, -1) for out in run(padded)]
+
+
+def random_window(rng: random.Random, count: int) -> Wanted:
+    size, rows = rng.randint(1, 20), rng.randint(1, 12)
+    block = -(-size // count) + rng.choice((0, 0, 1, 3))
+    firsts = [rng.randint(-rows, size) for _ in range(count)]
+    ends = [first + rng.randint(0, rows) for first in firsts]
+    return Wanted(0, ("x",), tuple(firsts), tuple(ends), rows, size, block)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_device_gets_what_it_wants(count):
+    rng = random.Random(count)
+    wants = [random_window(rng, count) for _ in range(20)]
+    cases = [(want, np.arange(1, want.size + 1, dtype=np.int32), i % 2 * -7) for i, want in enumerate(wants)]
+    for (want, x, fill), out in zip(cases, exchanged(count, cases, np.int32(99)), strict=True):
+        for first, end, rows in zip(want.firsts, want.ends, out, strict=True):
+            expected = [x[r] if 0 <= r < want.size else fill for r in range(first, end)]
+            np.testing.assert_array_equal(rows[: end - first], expected, err_msg=str(want))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_blocks_of_random_keys(count):
+    """Keys have no zero that could fill anything."""
+    blocks = [(16, 9, 12), (13, 16, 14), (9, 30, 9), (5, 8, 11)]  # size, and the blocks before and after, at the least
+    wants = [next_blocks(0, ("x",), max(o // 2, -(-n // count)), max(w // 2, -(-n // count)), count, n) for n, o, w in blocks]
+    cases = [(want, jax.random.split(jax.random.key(want.size), want.size), 0) for want in wants]
+    for (want, keys, _), out in zip(cases, exchanged(count, cases, jax.random.key(99)), strict=True):
+        lengths = np.maximum(np.subtract(want.ends, want.firsts), 0)
+        got = np.concatenate([jax.random.key_data(rows)[:n] for rows, n in zip(out, lengths, strict=True)])
+        np.testing.assert_array_equal(got, jax.random.key_data(keys))
+
+
+def test_no_device_sends_what_nobody_wants():
+    """Own rows are not sent, nor the padding: 9 rows in blocks of 3 on 4 devices, wanted in blocks of 4."""
+    assert [(p.distance, p.rows) for p in plan(next_blocks(0, ("x",), 3, 4, 4, 9)).pieces] == [(0, 3), (1, 2)]
+    assert plan(next_blocks(0, ("x",), 4, 4, 4, 9)).sent == []
