@@ -46,9 +46,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax import _jax, transform
+from shardax.cost.nominal import COLLECTIVE
 from shardax.explain.ledger import collectives, comm_bytes
 from shardax.graph import Node
-from shardax.partition.replicated import Replicated, replicated
+from shardax.partition.replicated import FEW, Replicated, replicated
 from shardax.spmd_rules.registry import RULES
 
 MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
@@ -76,7 +77,7 @@ class Outcome:
     sent: int = 0
     note: str = ""
     small: tuple[tuple[str, int], ...] = ()
-    carried: tuple[tuple[str, float], ...] = ()  # (primitive, bytes spared)
+    carried: tuple[tuple[str, float, float], ...] = ()  # (primitive, bytes, bytes spared)
 
 
 @cache
@@ -214,15 +215,15 @@ def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Replica
     different = [f"result {i}: {words}" for i, (w, g) in enumerate(pairs) if (words := _difference(w, g))]
     own = [one for one in nodes if _scope(name) in str(one.node.scope)]
     small, gathered = (tuple((_named(r.node), int(r.nbytes)) for r in own if r.small == few) for few in (True, False))
-    carried = tuple((_named(r.node), r.spared) for r in own if r.carried)
+    carried = tuple((_named(r.node), r.carried, r.spared) for r in own if r.carried)
     note = "; ".join(different[:1] or [_words(r) for r in own if r.carried or not r.small])
     outcome = _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(_sends(name, plan)), note)
     return replace(outcome, small=small, carried=carried)
 
 
 def _words(one: Replicated) -> str:
-    along = f" along a dim that it carries, which spares {one.spared:,} B" if one.carried else ""
-    return f"{_named(one.node)} gathers {int(one.nbytes):,} B{along}"
+    along = f", {one.carried:,.0f} B along a dim that it carries, which spares {one.spared:,} B" if one.carried else ""
+    return f"{_named(one.node)} gathers {one.nbytes:,.0f} B{along}"
 
 
 def _named(node: Node) -> str:
@@ -291,10 +292,10 @@ def _counted(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[tuple[st
     for o in outcomes:
         own = {primitive for primitive, _ in of(o)}
         counts.update(own)
-        carried.update(own.intersection(primitive for primitive, _ in o.carried))
+        carried.update(own.intersection(primitive for primitive, *_ in o.carried))
         for primitive, sent in of(o):
             nbytes[primitive] += sent
-        spared.update({primitive: b for primitive, b in o.carried if primitive in own})
+        spared.update({primitive: b for primitive, _, b in o.carried if primitive in own})
     for p, n in counts.most_common():
         yield p, f"  {p:26} {n:6} cases {nbytes[p]:>12,} B {carried[p]:4} carried {spared[p]:>8,.0f} B spared"
 
@@ -306,9 +307,9 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _is_not_meant(o: Outcome) -> bool:
-    gathered, carried = {p for p, _ in o.gathered}, {p for p, _ in o.carried}
-    for_nothing = {p for p, spared in o.carried if not 0 < spared < math.inf}
-    return bool(gathered - {*MEANT} or gathered & carried or for_nothing)
+    gathered = {p for p, _ in o.gathered}
+    for_nothing = [p for p, nbytes, spared in o.carried if nbytes > FEW * COLLECTIVE or not 0 < spared < math.inf]
+    return bool(gathered - {*MEANT} or for_nothing)
 
 
 def main(words: Sequence[str]) -> int:

@@ -40,17 +40,34 @@ OUTCOMES = [("equal", ()), ("skipped", ()), ("wrong", ()), ("refused", ()), ("eq
 
 
 def test_what_is_carried_is_not_meant():
-    """Rows of a sort may be gathered, its batch may not, however little it is, unless every other way sends more."""
+    """Rows of a sort may be gathered, its batch may not, except a few bytes of it where every other way sends more."""
     sort = (("sort", 800),)
-    rows, batch = (conformance.Outcome("sort", "case", "equal", sort, carried=c) for c in ((), (("sort", 8.0),)))
+    rows, batch = (conformance.Outcome("sort", "case", "equal", sort, carried=c) for c in ((), (("sort", 800.0, 8.0),)))
     forced, free, only = (
-        conformance.Outcome("rev", "case", "equal", small=(("rev", 120),), carried=(("rev", spared),))
+        conformance.Outcome("rev", "case", "equal", small=(("rev", 120),), carried=(("rev", 120.0, spared),))
         for spared in (8.0, 0.0, float("inf"))
     )
     assert len(conformance.failures([rows, batch, forced])) == 1
     assert len(conformance.failures([rows, forced, free, only])) == 2
     text = conformance.table([rows, forced])
     assert [line.split() for line in text.splitlines()[-2:]] == [["small"], "rev 1 cases 120 B 1 carried 8 B spared".split()]
+
+
+# (words of the case, seed) of those that once gathered what another dim could have been split over
+SPREAD = [
+    ("conv_general_dilated_group_counts_lhs_float32_2_6_9_10_rhs_float32_6_3_4_5_", 42),
+    ("scatter_mul_no_xla_unique_indices_shape_uint8_4_2_3_5_", 42),
+    ("dot_general_different_dtypes_lhs_uint32_4_3_rhs_float32_3_6_", 1),
+    ("cholesky_shape_float32_2_5_5_", 42),
+]
+
+
+@pytest.mark.mixed_dtypes
+@pytest.mark.parametrize(("words", "seed"), SPREAD)
+def test_idle_axes_are_tried_on_other_dims(words, seed):
+    batches = conformance.batches(conformance.selected(words=words), seed)
+    outcomes = [outcome for batch in batches for outcome in conformance.run_batch(batch, seed)]
+    assert {o.verdict for o in outcomes} == {"equal"} and not conformance.failures(outcomes)
 
 
 def test_few_primitives_may_be_replicated():

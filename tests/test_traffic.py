@@ -259,6 +259,15 @@ ROWS = {
         P(None, "x"),
         [("ppermute", 2 * ROW)],
     ),
+    "convolution in groups, whose channels are split across them": (
+        lambda x, k: lax.conv_general_dilated(
+            x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=3
+        ),
+        [ramp(4, 16, 16, 12), ramp(3, 3, 4, 6)],
+        (P(None, None, None, "x"), P()),
+        P(),
+        [("all_to_all", 3 * 16 * 16 * 12 * 4 // 4), ("all_gather", 3 * 16 * 16 * 6 * 4)],
+    ),
     "sort": (lambda x: jnp.sort(x, 0), [X], P("x"), P("x"), [("all_to_all", 3 * ROW)] * 2),
     "sort, wanted by nobody": (lambda x: jnp.sort(x, 0), [X], P("x"), None, [("all_to_all", 3 * ROW)] * 2),
     "sort, both dims sharded": (

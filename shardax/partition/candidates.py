@@ -40,9 +40,12 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
     return splits
 
 
-def suggest(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padding: Padding) -> dict[str, list[Split]]:
+def suggest(
+    layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padding: Padding, idle: Axes = ()
+) -> dict[str, list[Split]]:
     """For each factor the splits that some layout of some tensor suggests, first suggested first. Last, axes that split what
-    must be whole, on the tensor's other factors: an all_to_all brings them there, and no device gets more than its part."""
+    must be whole, on the tensor's other factors: an all_to_all brings them there, and no device gets more than its part. So
+    do `idle` axes."""
     suggestions: dict[str, list[Split]] = {}
     moved: list[tuple[str, Split]] = []
     for alternatives, dims in zip(layouts, tensors, strict=True):
@@ -50,7 +53,7 @@ def suggest(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padd
             splits = project_all([layout], [dims], factors, padding.sizes)
             for factor, split in splits.items():
                 _append(suggestions, factor, split) if factors.kind(factor) != WHOLE else None
-            moved += _moved(splits, dims, factors, padding)
+            moved += _moved(splits, dims, factors, padding, idle)
     for factor, split in moved:
         _append(suggestions, factor, split)
     return suggestions
@@ -62,12 +65,16 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
         have.append(split)
 
 
-def _moved(splits: Splits, dims: TensorFactors, factors: Factors, padding: Padding) -> Iterator[tuple[str, Split]]:
-    """The splits of a tensor's kept factors that take in the axes of those that must be whole: all of them, or one."""
-    homeless = tuple(a for f, split in splits.items() if factors.kind(f) == WHOLE or "~" in f for a in split.axes)
-    kept = dict.fromkeys(f for dim in dims for f in dim if factors.kind(f) == KEEP and "~" not in f) if homeless else ()
-    for factor in kept:
+def _moved(splits: Splits, dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes) -> Iterator[tuple[str, Split]]:
+    """The splits of a tensor's kept factors that take in the axes of those that must be whole, and idle ones: all, or one.
+    Only idle axes go to windowed factors, where halos are sent."""
+    whole = tuple(a for f, split in splits.items() if factors.kind(f) == WHOLE or "~" in f for a in split.axes)
+    homeless = tuple(dict.fromkeys(whole + idle))
+    if not homeless:
+        return
+    for factor in dict.fromkeys(f for dim in dims for f in dim if factors.kind(f) == KEEP and (idle or "~" not in f)):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
+        have = tuple(a for a in have if a not in homeless)
         for more in dict.fromkeys((homeless, *((a,) for a in homeless))):
             if size > shard_count(have, padding.sizes):
                 yield factor, Split(have + more, padding.padded(size, have + more))

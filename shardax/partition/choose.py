@@ -3,8 +3,9 @@
 Nodes are taken in program order. A node's candidates are the splits that its operands suggest (as they were made, and as
 completion wants them) and its results (as completion wants them), and for pending operands both settling them and letting
 them wait. A candidate's price is what it sends: operands resharded, and results brought to the shardings wanted of them. The
-cheapest is taken; among equals the one that sends least at once, then the one that computes least. To save collectives alone
-operands are not gathered along a dim that the node merely carries: only if every other way sends more bytes.
+cheapest is taken; among equals the one that sends least at once, then the one that computes least. Where that gathers operands
+over axes which then split nothing, these axes are tried on every other dim. To save collectives alone operands are not
+gathered along a dim that the node merely carries: only if every other way sends more bytes.
 """
 
 import itertools
@@ -34,7 +35,7 @@ from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
 from shardax.partition.evened import evened
 from shardax.partition.loops import choose_structured
 from shardax.partition.segments import Segment, segments
-from shardax.sharding import AxisSizes, Layout, Padding, shard_count, whole
+from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count, whole
 from shardax.spmd_rules.linalg import MATRIX
 from shardax.spmd_rules.localize import Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
@@ -211,8 +212,16 @@ class Chooser:
             return candidate_of(
                 factors, project_all([self.wanted(node.outputs[0])], factors.results, factors, self.sizes), (), ()
             )
+        best = self.least(node, entry, factors, ())
+        idle = self.idle(node, entry, factors, best)
+        if not idle:
+            return best
+        return self.carrying(node, entry, factors, self.least(node, entry, factors, idle.axes), idle.axes)
+
+    def least(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Candidate:
+        """The cheapest candidate, with `idle` axes on whatever dim may take them."""
         best, least = None, (math.inf,)
-        for candidate in self.candidates(node, entry, factors):
+        for candidate in self.candidates(node, entry, factors, idle):
             reads = self.reads(node, candidate) + self.sends(node, entry, candidate)
             owed = self.owed(node, candidate)
             reluctance, compute = self.reluctance(node, entry, candidate, factors), self.compute(node, candidate, factors)
@@ -222,14 +231,14 @@ class Chooser:
             if best is candidate and not reads + owed + reluctance[0]:
                 break  # the first candidate is the fullest: none sends less or splits more
         assert best is not None, f"no way to run {node.name}"
-        return self.carrying(node, entry, factors, best)
+        return best
 
-    def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate) -> Candidate:
+    def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate, idle: Axes) -> Candidate:
         """Of a candidate that gathers along dims that the node merely carries: what sends as many bytes and does not."""
-        if not self.gathers_carried(node, entry, factors, best):
+        if not self.carried(node, entry, factors, best):
             return best
         most = self.reluctance(node, entry, best, factors)
-        others = [c for c in self.candidates(node, entry, factors) if not self.gathers_carried(node, entry, factors, c)]
+        others = [c for c in self.candidates(node, entry, factors, idle) if not self.carried(node, entry, factors, c)]
         least = min(
             others, key=lambda c: (self.reluctance(node, entry, c, factors) > most, self.nbytes(node, entry, c)), default=None
         )
@@ -238,11 +247,17 @@ class Chooser:
         spared = self.nbytes(node, entry, least) - self.nbytes(node, entry, best)
         return replace(best, spared=spared) if spared > 0 or self.reluctance(node, entry, least, factors) > most else least
 
-    def gathers_carried(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> bool:
+    def carried(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> float:
+        """The bytes that a candidate gathers along dims that the node merely carries."""
+        idle = self.idle(node, entry, factors, candidate)
+        return idle.carried if idle else 0.0
+
+    def idle(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> replicated.Replicated | None:
+        """What a candidate gathers over axes that then split nothing, if it does."""
         pairs = zip(node.inputs, candidate.operands, strict=True)
         moves = tuple(self.cheapest_move(v, self.layouts(v), t) for v, t in pairs)
         decision = Decision(moves, candidate.operands, candidate.results, candidate.splits, factors, entry)
-        return any(r.carried for r in replicated.of_node(node, decision, self.completion))
+        return next(replicated.of_node(node, decision, self.completion), None)
 
     def reluctance(self, node: Node, entry: Entry, candidate: Candidate, factors: Factors) -> tuple[float, ...]:
         """What counts before bytes: indexed dims are not gathered, and multiplications are split as far as may be.
@@ -268,18 +283,18 @@ class Chooser:
         table, payload = (math.prod(layouts[i].local_shape(self.sizes)) * values[i].itemsize for i in entry.in_place)
         return table <= payload
 
-    def candidates(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:
-        found = self.of_rule(node, entry, factors)
+    def candidates(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Iterator[Candidate]:
+        found = self.of_rule(node, entry, factors, idle)
         if entry.ways is None:
             yield from found
         else:
             locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
             yield from (Candidate(x.splits, x.operands, x.results) for x in entry.ways(locals_, self.padding))
 
-    def of_rule(self, node: Node, entry: Entry, factors: Factors) -> Iterator[Candidate]:
+    def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Iterator[Candidate]:
         results = [[self.wanted(v)] for v in node.outputs]
         made = [[self.layouts(v)[0], self.wanted(v)] for v in node.inputs]
-        suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding)
+        suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding, idle)
         ways = list(waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
         for splits in assignments(options_of(suggestions, factors, self.padding), factors, self.sizes):
             for group, pending in ways:

@@ -72,16 +72,17 @@ def _way_out(name: str) -> str:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A node that runs replicated over some axis, and the bytes that one device sends for that.
+    """A node that runs replicated over some axes, and the bytes that one device sends for that.
 
-    `small`: less than the starts of the few collectives cost that would have to move it instead. `carried`: they are gathered
-    along a dim that the node merely carries, which spares `spared` bytes.
+    `small`: less than the starts of the few collectives cost that would have to move it instead. `carried`: those of the bytes
+    that are gathered along a dim that the node merely carries, which spares `spared` bytes.
     """
 
     node: Node
+    axes: Axes
     nbytes: float
     small: bool
-    carried: bool
+    carried: float
     spared: float
 
 
@@ -108,17 +109,21 @@ def of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[
     made = zip(node.outputs, decision.results, strict=True)
     wasted = nbytes - sum(_gathered_anyway(v, layout, completion, axes) for v, layout in made)
     if wasted > 0:
-        carried = any(_is_carried(node, decision, i, step.dim) for i, step in gathers)
-        yield Replicated(node, nbytes, wasted <= FEW * COLLECTIVE, carried, decision.spared)
+        carried = sum(step.nbytes for i, step in gathers if _is_carried(node, decision, i, step.dim, completion.sizes))
+        yield Replicated(node, axes, nbytes, wasted <= FEW * COLLECTIVE, carried, decision.spared)
 
 
-def _is_carried(node: Node, decision: Decision, operand: int, dim: int | None) -> bool:
-    """Whether a dim of an operand is one of a result too, kept as it is, and not the one that the node goes along."""
+def _is_carried(node: Node, decision: Decision, operand: int, dim: int | None, sizes: AxisSizes) -> bool:
+    """Whether a dim of an operand is one of a result too, kept as it is, not the one that the node goes along, and still large
+    enough to be split further."""
     factors = decision.factors
     if factors is None or dim is None or dim in [node.params.get(name) for name in ("axis", "dim", "dimension")]:
         return False
+    layout, whose = decision.operands[operand], factors.operands[operand][dim]
+    if math.prod(factors.sizes[f] for f in whose) <= shard_count(layout.dims[dim], sizes):
+        return False
     results = {f for tensor in factors.results for of_dim in tensor for f in of_dim}
-    return all(factors.kind(f) == KEEP and "~" not in f and f in results for f in factors.operands[operand][dim])
+    return all(factors.kind(f) == KEEP and "~" not in f and f in results for f in whose)
 
 
 def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[tuple[int, reshard.Step]]:
