@@ -32,8 +32,8 @@ from shardax.sharding import Axes
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What each device along `axes` wants of dim `dim`: `rows` rows from `firsts[i]` on, of which those from `ends[i]` on do
-    not matter. The dim has `size` rows. Device i holds the `block` rows from i * block on; where the dim is not `split`, all
-    devices hold the same. `operand` is the operand of a node whose dim it is.
+    not matter; where it is `exact`, they are filled. The dim has `size` rows. Device i holds the `block` rows from i * block
+    on; where the dim is not `split`, all devices hold the same. `operand` is the operand of a node whose dim it is.
     """
 
     dim: int
@@ -45,6 +45,7 @@ class Wanted:
     block: int
     split: bool = True
     operand: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,8 @@ def _shows_garbage(want: Wanted, exchange: Exchange, fill) -> bool:
     """
     even = want.size == want.block * (len(want.firsts) if want.split else 1)
     zeros = isinstance(fill, int) and fill == 0 and even and not exchange.far
-    return exchange.outside and not zeros
+    cut = want.exact and any(end < first + want.rows for first, end in zip(want.firsts, want.ends, strict=True))
+    return cut or exchange.outside and not zeros
 
 
 def _filled(want: Wanted, rows, fill, device):
@@ -188,7 +190,8 @@ def _filled(want: Wanted, rows, fill, device):
 def inside_of(want: Wanted, device, shape: tuple[int, ...], dim: int):
     """Which of the rows that this device wants, along `dim` of `shape`, are inside of the value."""
     place = lax.broadcasted_iota("int32", shape, dim) + by_device(want.firsts, device)
-    return (place >= 0) & (place < want.size)
+    end = by_device([min(end, want.size) for end in want.ends], device) if want.exact else want.size
+    return (place >= 0) & (place < end)
 
 
 def slice_by_device(x, starts: Sequence[int], rows: int, dim: int, device):

@@ -4,13 +4,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
+import shardax as sx
 from shardax import spmd_rules  # noqa: F401  (registers the built-in rules)
 from shardax.check import check_rule, ramp
 from shardax.graph import from_jaxpr
 from shardax.spmd_rules.registry import RULES
+from tests.test_program import mesh_of
 
 
 def conv(x, kernel, stride=1, padding="SAME", holes=1, spread=1):
@@ -93,3 +97,13 @@ def test_rules_read(name, primitive, texts):
     f, *args = CASES[name]
     nodes = [n for n in from_jaxpr(jax.make_jaxpr(f)(*args)).nodes if n.name == primitive]
     assert [RULES[n.name].rule(n) for n, text in zip(nodes, texts, strict=True) if text] == [t for t in texts if t]
+
+
+@pytest.mark.parametrize("size, stride", [(29, 4), (31, 3), (32, 7)])
+def test_rows_outside_of_all_windows_count_for_nothing(size, stride):
+    """Their products with padding would be no zeros."""
+    x, used = jnp.ones((1, size, 2)), (size - 3) // stride * stride + 3
+    x = x.at[:, used:].set(jnp.inf)
+    gradient = jax.grad(lambda kernel, x: conv(x, kernel, stride, "VALID").sum())
+    step = sx.shard_jit(lambda kernel, x: gradient(kernel, sx.annotate(x, PartitionSpec(None, "x"))), mesh=mesh_of(4))
+    np.testing.assert_array_equal(step(K, x), gradient(K, x))

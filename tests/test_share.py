@@ -76,6 +76,16 @@ def test_a_convolution_and_its_gradient():
             np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6 * float(abs(want).max()))
 
 
+def test_a_convolution_and_its_gradient_of_uneven_blocks():
+    """The gradient masks padding only behind the halo, which is thus the same as that of the convolution."""
+    x, kernel = array(2, 29, 16, 8), array(3, 3, 8, 8)
+    gradient = jax.grad(lambda kernel, x: (conv(x, kernel) ** 2).sum())
+    step = sx.shard_jit(lambda kernel, x: gradient(kernel, sx.annotate(x, P(None, "x"))), mesh=MESH)
+    assert [c.reason for c in step.plan(kernel, x).collectives if c.kind == "ppermute"] == ["halo of conv_general_dilated"] * 2
+    wanted = gradient(kernel, x)
+    np.testing.assert_allclose(step(kernel, x), wanted, rtol=1e-5, atol=1e-6 * float(abs(wanted).max()))
+
+
 def test_what_is_recomputed_is_sent_again():
     """Behind the barrier of remat stands another value."""
     x, kernel = array(2, 32, 16, 8), array(3, 3, 8, 8)

@@ -96,7 +96,10 @@ def reduced_pending(factors: Factors, splits: Splits) -> Pending:
 
 
 def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any]) -> list[Any]:
-    """Runs a node on its shards: masks the padding of what is reduced, then calls its lowering, or binds it as it is."""
+    """Runs a node on its shards: masks the padding of what is reduced, then calls its lowering, or binds it as it is.
+
+    Windowed dims their lowering masks itself, once it has the halo: others may want that halo of the same shard.
+    """
     if all(0 in shape for shape in local.node.out_shapes) and local.node.outputs and not local.node.eqn.effects:
         avals = zip(local.results, local.node.outputs, strict=True)
         return [lax.empty(layout.local_shape(local.sizes), v.aval.dtype) for layout, v in avals]  # no lowering need know
@@ -107,7 +110,7 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
 
 def _mask_reduced(local: Local, factors: Factors, i: int, shard):
     for d, dim in enumerate(factors.operands[i]):
-        kind = next((factors.kind(f) for f in dim if f in factors.reduced), None)
+        kind = next((factors.kind(f) for f in dim if f in factors.reduced and "~" not in f), None)
         if kind:
             shard = local.mask(i, shard, identity(kind, shard.dtype), [d])
     return shard

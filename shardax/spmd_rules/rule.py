@@ -8,7 +8,7 @@ A letter is a *factor*; the same letter on several tensors means that they may b
     k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
     k!       whole: never split. A dim that has it on both sides may be split before and after: its axes go to another dim
     h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own; what a shard lacks
-             its neighbours send (a mark may follow: h~+)
+             its neighbours send (a mark may follow: h~+; then the lowering masks the padding)
     (h w)    a compound dim: factors major to minor, as a reshape makes them
     ...      one kept factor for each remaining dim, the same on every tensor that has it
 

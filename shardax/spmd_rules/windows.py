@@ -9,7 +9,7 @@ and how many depends on the device (GSPMD, section 3.2, the three cases of base 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -201,7 +201,9 @@ def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:
 
 
 def _summed_part(local: Local, slide: _Slide, lhs: int, rhs: int, results: int) -> _Part:
-    """The part that this device's block of the kernel sees. Its window begins where the block does."""
+    """The part that this device's block of the kernel sees, and no row more: its products with the kernel's padding count. Its
+    window begins where the block does.
+    """
     block = local.in_shape(1)[rhs]
     own = _Slide(block, slide.stride, slide.low, slide.high, slide.holes, slide.spread)
 
@@ -210,7 +212,7 @@ def _summed_part(local: Local, slide: _Slide, lhs: int, rhs: int, results: int) 
         width = (results - 1) * slide.stride + (end - first - 1) * slide.spread + 1
         return -(-place // slide.holes), (place + width - 1) // slide.holes + 1
 
-    want = wanted_with(local, 0, lhs, (1, rhs), span, own.rows(results))
+    want = replace(wanted_with(local, 0, lhs, (1, rhs), span, own.rows(results)), exact=True)
     return _Part(own, want, results, [i * block * slide.spread - slide.low for i in range(len(want.firsts))])
 
 
@@ -225,6 +227,7 @@ def _conv_local(local: Local, lhs, rhs):
     for i, part in parts:
         lhs = part.taken(local, lhs, 0)
         padding[i], dilation[i] = part.padding, part.holes
+        rhs = local.mask(1, rhs, 0, _conv_dims(local.node, i)[1:2]) if part.want.exact else rhs
     groups = {f"{kind}_group_count": local.params[f"{kind}_group_count"] for kind in ("feature", "batch")}
     if "g" in local.splits:
         split = local.splits["g"]
