@@ -58,6 +58,7 @@ SPREAD = [
     ("conv_general_dilated_group_counts_lhs_float32_2_6_9_10_rhs_float32_6_3_4_5_", 42),
     ("scatter_mul_no_xla_unique_indices_shape_uint8_4_2_3_5_", 42),
     ("dot_general_different_dtypes_lhs_uint32_4_3_rhs_float32_3_6_", 1),
+    ("dot_general_squeeze_lhs_float32_4_rhs_float32_4_4_", 2),
     ("cholesky_shape_float32_2_5_5_", 42),
 ]
 

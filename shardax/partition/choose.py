@@ -293,7 +293,7 @@ class Chooser:
 
     def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Iterator[Candidate]:
         results = [[self.wanted(v)] for v in node.outputs]
-        made = [[self.layouts(v)[0], self.wanted(v)] for v in node.inputs]
+        made = [[*self.layouts(v)[: None if idle else 1], self.wanted(v)] for v in node.inputs]
         suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding, idle)
         ways = list(waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
         for splits in assignments(options_of(suggestions, factors, self.padding), factors, self.sizes):
