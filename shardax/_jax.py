@@ -10,7 +10,7 @@ equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the t
     ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
     register_dce.
 Primitives that public functions bind and nothing public names:
-    optimization_barrier_p, sharding_constraint_p, UNSPECIFIED.
+    optimization_barrier_p, scan_p, sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
     EMPTY_NAME_STACK, scope_names, user_line, current_line, with_user_frame, lines_of_their_own, hide_frames, boundary,
     prefix_error, infer_names.
@@ -63,6 +63,7 @@ from jaxlib.mlir.dialects import sdy
 
 Literal = core.Literal
 optimization_barrier_p = jax.lax.optimization_barrier_p
+scan_p = jax.lax.scan_p
 sharding_constraint_p = pjit.sharding_constraint_p  # what with_sharding_constraint binds
 UNSPECIFIED = named_sharding_lib.UNSPECIFIED  # what a jit equation has where no sharding was given
 EMPTY_NAME_STACK = source_info_util.NameStack()

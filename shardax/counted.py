@@ -7,13 +7,13 @@ XLA's partitioner calls such dims index-parallel. Counts are followed from iotas
 and into the bodies of loops, because caches are often appended to at an iota from outside the loop.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from shardax import _jax
 from shardax.graph import Graph, Node, Value
+from shardax.operands import constants_of
 
 _INDEXED = ("gather", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 Counts = dict[Value, int]
@@ -26,31 +26,13 @@ def with_batched_indices(graph: Graph, outer: Counts | None = None) -> Graph:
     makers: dict[Value, Node] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
-        for body, constants in _constants(node):
-            with_batched_indices(body, {inner: counts[v] for inner, v in constants if v in counts})
+        for body, constants in zip(node.bodies, constants_of(node), strict=True):
+            with_batched_indices(body, {inner: counts[v] for v, inner in constants if v in counts})
         nodes += _batched(node, makers, counts) if node.name in _INDEXED else [node]
         makers.update(dict.fromkeys(node.outputs, node))
         _follow(node, counts, unsigned)
     graph.nodes = nodes
     return graph
-
-
-def _constants(node: Node) -> Iterator[tuple[Graph, list[tuple[Value, Value]]]]:
-    """For each body of a node, its inputs that are constants of a loop or operands of a branch, with their values outside."""
-    for body, given in zip(node.bodies, _GIVEN.get(node.name, lambda node: [])(node), strict=False):
-        yield body, list(zip(body.inputs, given, strict=False))
-
-
-def _while_constants(node: Node) -> list[list[Value]]:
-    first, second = node.params["cond_nconsts"], node.params["body_nconsts"]
-    return [node.inputs[:first], node.inputs[first : first + second]]
-
-
-_GIVEN: dict[str, Callable[[Node], Sequence[Sequence[Value]]]] = {
-    "cond": lambda node: [node.inputs[1:]] * len(node.bodies),
-    "scan": lambda node: [node.inputs[: _jax.scan_counts(node.params)[0]]],
-    "while": _while_constants,
-}
 
 
 # Which values count

@@ -1,16 +1,17 @@
 """The index of a scan: which integers in its body are it, and which reads and writes are of the row that it points to.
 
-The index is a counter that is carried, or an iota that is scanned, plus an integer: first + t in trip t. Where that lies inside
-of a dim in all trips, nothing is clamped, wrapped or dropped there.
+The index is a counter that is carried, or an iota that is scanned, plus an integer: first + t in trip t; or an integer
+less that. Where it lies inside of a dim in all trips, nothing is clamped, wrapped or dropped there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
 
 from shardax.graph import Node, Value
+from shardax.operands import constants_of
 
 READS = {"dynamic_slice", "gather"}
 WRITES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
@@ -19,68 +20,125 @@ Makers = dict[Value, Node]
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """The number first + t * step in trip t, where step is 1 or -1."""
+
+    first: int
+    step: int = 1
+
+    def within(self, trips: int) -> range:
+        """The numbers of so many trips, in ascending order."""
+        return range(self.first, self.first + trips) if self.step > 0 else range(self.first - trips + 1, self.first + 1)
+
+    def turned(self, trips: int) -> "Line":
+        """The same numbers from the last to the first."""
+        return Line(self.first + self.step * (trips - 1), -self.step)
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Row first + t of dim `dim` in trip t."""
+    """Row `line` of dim `dim`."""
 
     dim: int
-    first: int
+    line: Line
 
 
 @dataclass(eq=False, slots=True)
 class Index:
-    """What is the index in a body of so many trips, by what `first` is; `makers` are of the body's values."""
+    """What is the index, and so a `Line`, in a body of so many trips and in the bodies in it; `makers` are of all their values.
+
+    The trips are numbered by what a scan goes over: one that is reversed begins with the last.
+    """
 
     length: int
     makers: Makers
-    firsts: dict[Value, int] = field(default_factory=dict)
-    never: set[Value] = field(default_factory=set)  # flags that are always false
+    lines: dict[Value, Line] = field(default_factory=dict)
+    flags: dict[Value, bool] = field(default_factory=dict)  # what is the same in all trips
 
-    def note(self, value: Value, first: int | None) -> None:
+    def note(self, value: Value, line: Line | None) -> None:
         """Notes that a value is the index, if its dtype holds all of it."""
-        dtype = value.aval.dtype
-        if first is None or not jnp.issubdtype(dtype, jnp.integer):
-            return
-        if jnp.iinfo(dtype).min <= first and first + self.length - 1 <= jnp.iinfo(dtype).max:
-            self.firsts[value] = first
+        if line is not None and holds(value, line.within(self.length)):
+            self.lines[value] = line
 
-    def note_counter(self, taken: Value, given: Value, first: int | None) -> None:
-        """Notes a carry that the body adds one to."""
-        node = self.makers.get(given)
-        if node is not None and node.name == "add" and taken in node.inputs and 1 in map(whole_number, node.inputs):
-            self.note(taken, first)
+    def note_counter(self, taken: Value, given: Value, first: int | None, reverse: bool) -> None:
+        """Notes a carry that the body moves by one."""
+        step = step_of_counter(taken, self.makers.get(given))
+        if first is not None and step in (1, -1):
+            line = Line(first, step)
+            self.note(taken, line.turned(self.length) if reverse else line)
 
     def follow(self, node: Node) -> None:
-        """Notes whether a node's result is the index too."""
-        firsts = self.firsts
-        if node.name == "lt" and firsts.get(node.inputs[0], -1) >= 0 and whole_number(node.inputs[1]) == 0:
-            self.never.add(node.outputs[0])
-        elif node.name == "select_n" and node.inputs[0] in self.never:
-            self.note(node.outputs[0], firsts.get(node.inputs[1]))
-        elif node.name in ("add", "sub"):
-            self.note(node.outputs[0], self._shifted(node))
-        elif node.name in ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"):
-            self.note(node.outputs[0], firsts.get(node.inputs[0]))
-        elif node.name == "clamp" and node.inputs[1] in firsts:
-            low, high = map(whole_number, node.inputs[::2])
-            self.note(node.outputs[0], firsts[node.inputs[1]] if self._fits(node.inputs[1], low, high) else None)
+        """Notes whether a node's results are the index too, and what its bodies know of it."""
+        if node.name == "cond":
+            self._follow_branches(node)
+        elif node.name == "optimization_barrier":
+            for given, taken in zip(node.inputs, node.outputs, strict=True):
+                self.note(taken, self.lines.get(given))
+        elif node.bodies:
+            self._follow_bodies(node)
+        elif node.name == "lt" and node.inputs[0] in self.lines and whole_number(node.inputs[1]) == 0:
+            self._note_sign(node)
+        elif node.name == "select_n" and node.inputs[0] in self.flags:
+            self.note(node.outputs[0], self.lines.get(node.inputs[1 + self.flags[node.inputs[0]]]))
+        elif node.name in _LINES:
+            self.note(node.outputs[0], _LINES[node.name](self, node))
 
-    def _shifted(self, node: Node) -> int | None:
-        one, two = node.inputs
-        if node.name == "add" and two in self.firsts:
-            one, two = two, one
-        by = whole_number(two)
-        return None if by is None or one not in self.firsts else self.firsts[one] + (by if node.name == "add" else -by)
+    def _follow_bodies(self, node: Node) -> None:
+        for body, constants in zip(node.bodies, constants_of(node), strict=True):
+            for outer, inner in constants:
+                self.note(inner, self.lines.get(outer))
+            for one in body.nodes:
+                self.follow(one)
 
-    def _fits(self, value: Value, low: int | None, high: int | None) -> bool:
-        first = self.firsts[value]
-        return low is not None and high is not None and low <= first and first + self.length - 1 <= high
+    def _follow_branches(self, node: Node) -> None:
+        """A result is the index where all branches give the same of it; what may be anything, as what one branch saves for its
+        way back is in the others, agrees with all."""
+        self._follow_bodies(node)
+        for result, *given in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
+            lines = {self.lines.get(v) for v in given if not self._is_anything(v)}
+            self.note(result, lines.pop() if len(lines) == 1 else None)
+
+    def _is_anything(self, value: Value) -> bool:
+        node = self.makers.get(self._element(value))
+        return node is not None and node.name == "empty2"
+
+    def _element(self, value: Value) -> Value:
+        """What all elements of a value are, if it was made of a scalar."""
+        while (node := self.makers.get(value)) is not None and node.name in ("broadcast_in_dim", "reshard"):
+            (value, *_) = node.inputs
+        return value
+
+    def _note_sign(self, node: Node) -> None:
+        within = self.lines[node.inputs[0]].within(self.length)
+        if within.start >= 0 or within.stop <= 0:
+            self.flags[node.outputs[0]] = within.start < 0
+
+    def _same(self, node: Node) -> Line | None:
+        return self.lines.get(node.inputs[0])
+
+    def _moved(self, node: Node) -> Line | None:
+        return _moved(node, self.lines.get, whole_number)
+
+    def _negative(self, node: Node) -> Line | None:
+        line = self.lines.get(node.inputs[0])
+        return line and Line(-line.first, -line.step)
+
+    def _clamped(self, node: Node) -> Line | None:
+        low, high = map(whole_number, node.inputs[::2])
+        if node.inputs[1] not in self.lines or low is None or high is None:
+            return None
+        return self.lines[node.inputs[1]] if self._fits(node.inputs[1], low, high) else None
+
+    def _fits(self, value: Value, low: int, high: int) -> bool:
+        within = self.lines[value].within(self.length)
+        return low <= within.start and within.stop - 1 <= high
 
     def accesses(self, node: Node) -> Iterator[Place]:
         """The places at which a node reads or writes its first operand, and nowhere else: one for each dim that the index is
         in."""
         for dim, start in _starts(node, self.makers):
-            if start in self.firsts and self._fits(start, 0, node.in_shapes[0][dim] - 1):
-                yield Place(dim, self.firsts[start])
+            if start in self.lines and self._fits(start, 0, node.in_shapes[0][dim] - 1):
+                yield Place(dim, self.lines[start])
 
     def of_row(self, node: Node, row: Value, place: Place) -> list[Node]:
         """A node that reads or writes at a place, of that row by itself; last the one that gives the result."""
@@ -106,8 +164,7 @@ class Index:
         return [made], made.outputs[0]
 
     def is_zero(self, value: Value) -> bool:
-        node = self.makers.get(value)
-        number = node.inputs[0] if node is not None and node.name == "broadcast_in_dim" else value
+        number = self._element(value)
         return number.is_literal and not number.shape and number.literal == 0
 
 
@@ -120,24 +177,63 @@ def whole_number(value: Value) -> int | None:
     return int(value.literal) if known else None
 
 
-def first_of_iota(value: Value, makers: Makers) -> int | None:
-    """What an array of one dim counts up from."""
-    node = makers.get(value)
+def number_behind(value: Value, makers: Makers) -> int | None:
+    """The whole number that a value is, under whatever type."""
+    while value in makers and makers[value].name == "convert_element_type":
+        value = makers[value].inputs[0]
+    return whole_number(value)
+
+
+def step_of_counter(taken: Value, node: Node | None) -> int | None:
+    """What a node adds to a value to make it anew."""
+    if node is None or node.name not in ("add", "sub") or taken not in node.inputs:
+        return None
+    by = whole_number(node.inputs[1] if node.inputs[0] is taken else node.inputs[0])
+    if node.name == "sub":
+        return -by if by is not None and node.inputs[0] is taken else None
+    return by
+
+
+def line_of_stack(value: Value, makers: Makers) -> Line | None:
+    """What an array of one dim counts up or down by one."""
+    node, line = makers.get(value), None
     if node is None or len(value.shape) != 1:
         return None
     if node.name == "iota":
-        return 0
-    if node.name in ("convert_element_type", "copy"):
-        return first_of_iota(node.inputs[0], makers)
-    return _sum_of_first(node, makers) if node.name == "add" else None
+        line = Line(0)
+    elif node.name == "rev":
+        line = line_of_stack(node.inputs[0], makers)
+        line = line and line.turned(*value.shape)
+    elif node.name in ("convert_element_type", "copy"):
+        line = line_of_stack(node.inputs[0], makers)
+    elif node.name in ("add", "sub"):
+        line = _moved(node, lambda v: line_of_stack(v, makers), lambda v: _number_everywhere(v, makers))
+    return line if line and holds(value, line.within(*value.shape)) else None
 
 
-def _sum_of_first(node: Node, makers: Makers) -> int | None:
-    one, two = node.inputs if node.inputs[0].shape else node.inputs[::-1]
-    if two in makers and makers[two].name == "broadcast_in_dim":
-        two = makers[two].inputs[0]
-    first, by = first_of_iota(one, makers), whole_number(two)
-    return None if first is None or by is None else first + by
+def _moved(node: Node, line_of: Callable[[Value], Line | None], number_of: Callable[[Value], int | None]) -> Line | None:
+    """What a line and a number add up to, or differ by."""
+    one, two = node.inputs
+    sign = 1 if node.name == "add" else -1
+    if (line := line_of(one)) and (by := number_of(two)) is not None:
+        return Line(line.first + sign * by, line.step)
+    if (line := line_of(two)) and (by := number_of(one)) is not None:
+        return Line(by + sign * line.first, sign * line.step)
+    return None
+
+
+def holds(value: Value, numbers: range) -> bool:
+    """Whether a value's dtype holds all of these, in ascending order, without wrapping."""
+    dtype = value.aval.dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return False
+    return not numbers or (jnp.iinfo(dtype).min <= numbers[0] and numbers[-1] <= jnp.iinfo(dtype).max)
+
+
+def _number_everywhere(value: Value, makers: Makers) -> int | None:
+    if value in makers and makers[value].name == "broadcast_in_dim":
+        value = makers[value].inputs[0]
+    return whole_number(value)
 
 
 def _starts(node: Node, makers: Makers) -> Iterator[tuple[int, Value]]:
@@ -170,3 +266,16 @@ def _columns(indices: Value, makers: Makers) -> dict[int, Value]:
         found |= {place: part} if part.shape[-1] == 1 else {}
         place += part.shape[-1]
     return found
+
+
+_LINES: dict[str, Callable[[Index, Node], Line | None]] = {
+    "add": Index._moved,
+    "broadcast_in_dim": Index._same,
+    "clamp": Index._clamped,
+    "convert_element_type": Index._same,
+    "copy": Index._same,
+    "neg": Index._negative,
+    "reshape": Index._same,
+    "squeeze": Index._same,
+    "sub": Index._moved,
+}

@@ -35,6 +35,7 @@ from shardax.rotations import with_rotations
 from shardax.rows import with_scanned_rows
 from shardax.sharding import AxisSizes, Layout, Sharding, replicated
 from shardax.untyped import shape_of
+from shardax.whiles import with_counted_whiles
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -113,9 +114,19 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 def _graph(jaxpr) -> Graph:
     """The flat program, in which what JAX shows only expanded is a node of its own."""
     whole = graph.from_jaxpr(_jax.dce(jaxpr))
-    for find in (with_associative_scans, with_rotations, with_scanned_rows, with_batched_indices, with_unmerged_contractions):
+    for find in _FINDERS:
         whole = find(whole)
     return graph.without_unread(whole)
+
+
+_FINDERS = (
+    with_associative_scans,
+    with_rotations,
+    with_counted_whiles,
+    with_scanned_rows,
+    with_batched_indices,
+    with_unmerged_contractions,
+)
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:

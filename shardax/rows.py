@@ -2,9 +2,11 @@
 
     fori_loop(0, n, lambda i, y: y.at[i].set(f(x[i])), y)      map f over the rows of x, which gives the rows of y
     the way back of a trip that reads x[i - 1] and x[i]        give two rows for each trip, add them up once all are there
+    fori_loop(0, n, lambda i, y: y.at[n - 1 - i].set(x[i]), y)     map over the rows of x, and turn those of y around
 
 An array that a scan carries must be read and written at one place alone (`indices.py`), or only be added to: then no trip sees
-what another one wrote. Of one that it only reads, other reads stay as they are.
+what another one wrote. Of one that it only reads, other reads stay as they are. A scan that goes from the last row to the first
+is one that is reversed.
 """
 
 import math
@@ -17,27 +19,26 @@ from jax import lax
 from jax.core import ShapedArray
 
 from shardax import _jax, static_updates
+from shardax.cost.nominal import MEMORY_BYTE
 from shardax.graph import Graph, Node, Value, made_of, without_unread
-from shardax.indices import READS, WRITES, Index, Makers, Place, first_of_iota, whole_number, zeros
-
-_SMALL = 8  # a scan that comes to less than this part of an array leaves it as it is
-_SUMS = {"add", "add_any"}
-
-Rows = dict[Value, Value]
-"""Arrays, as they come to be in a body, and the row of each at one place: the dim is there, of size one."""
+from shardax.indices import READS, WRITES, Index, Line, Makers, Place, line_of_stack, number_behind
+from shardax.narrowing import SPARSE, SUMS, Narrowing
+from shardax.operands import scan_params
+from shardax.row_reads import Reading, places_read
 
 
 def with_scanned_rows(graph: Graph, in_loop: bool = False) -> Graph:
     """The graph and its bodies, where scans go over the rows that they read and write at their index."""
     around, nodes = _Around(in_loop), []
     for node in graph.nodes:
-        for body in node.bodies:
-            with_scanned_rows(body, in_loop or node.name in ("scan", "while"))
         if not around.same.keys().isdisjoint(node.inputs):
             node = replace(node, inputs=[around.same.get(v, v) for v in node.inputs])
         made = _scanned(node, around) if node.name == "scan" else [node]
         around.makers.update({v: one for one in made for v in one.outputs})
         nodes += made
+    for node in nodes:
+        for body in node.bodies:
+            with_scanned_rows(body, in_loop or node.name in ("scan", "while"))
     graph.nodes, graph.outputs = nodes, [around.same.get(v, v) for v in graph.outputs]
     return graph
 
@@ -46,27 +47,29 @@ def with_scanned_rows(graph: Graph, in_loop: bool = False) -> Graph:
 class _Around:
     """What is known around scans.
 
-    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `stacks`: of arrays whose rows are all
-    first + t, `first`; so a scan that is differentiated passes on what its index was.
+    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `stacks`: of arrays whose rows are
+    the index, its line; so a scan that is differentiated passes on what its index was.
     """
 
     in_loop: bool = False
     makers: Makers = field(default_factory=dict)
     same: dict[Value, Value] = field(default_factory=dict)
-    stacks: dict[Value, int] = field(default_factory=dict)
+    stacks: dict[Value, Line] = field(default_factory=dict)
 
 
 def _scanned(node: Node, around: _Around) -> list[Node]:
     """A scan over rows, with what puts these side by side before it, and into their array after it."""
     loop = _loop(node, around.in_loop)
     _find_index(loop, around)
-    around.stacks.update({outside: loop.index.firsts[v] for outside, v in loop.ys if v in loop.index.firsts})
+    around.stacks.update({outside: loop.index.lines[v] for outside, v in loop.ys if v in loop.index.lines})
     if not _find_accesses(loop):
         return [node]
+    _turn(loop, around)
     _move_transposes_out(loop)
+    for carries in _alike(loop):
+        _scan_carries(loop, carries)
     for carry in [c for c in loop.carries if c.given is not c.taken]:
-        if not _scan_carry(loop, carry):
-            _scan_sum(loop, carry)
+        _scan_sum(loop, carry)
     for outside, inside in [*loop.consts, *((c.outside, c.taken) for c in loop.carries if c.given is c.taken)]:
         _scan_const(loop, outside, inside)
     if not loop.changed:
@@ -110,13 +113,21 @@ class _Loop:
         if node.name in READS | WRITES:
             yield from (place for place in self.index.accesses(node) if self._is_enough(node, place))
 
+    def place(self, node: Node) -> Place | None:
+        return next(self.places(node), None)
+
     def _is_enough(self, node: Node, place: Place) -> bool:
-        """What is scanned is copied as a whole: inside of another loop as often as that has trips."""
+        """Whether to copy what is scanned, in the prices of `cost/nominal.py`, costs less than to send what is read or written.
+
+        All of an array that is written is copied. Outside of other loops whole rows count, whatever part of them is read: the
+        scan may become a map, and each device does the trips of its own rows.
+        """
         array, length = node.inputs[0], self.index.length
-        size, rows = math.prod(array.shape), array.shape[place.dim]
-        window = _window(node) if self.inner else size // rows if node.name in WRITES else size
-        plain = length == rows or not jnp.issubdtype(array.aval.dtype, jax.dtypes.extended)
-        return plain and size <= _SMALL * length * window
+        rows, plain = array.shape[place.dim], not jnp.issubdtype(array.aval.dtype, jax.dtypes.extended)
+        row = math.prod(array.shape) // rows
+        copied = row * (rows if node.name in WRITES else length)
+        used = length * (_window(node) if self.inner else row)
+        return (length == rows or plain) and 2 * copied * MEMORY_BYTE <= used
 
     def reads(self, value: Value) -> int:
         """How often the body reads a value or gives it."""
@@ -131,8 +142,7 @@ class _Loop:
         body.inputs = [*(v for _, v in consts), *taken, *(v for _, v in xs)]
         inputs = [*(v for v, _ in consts), *(c.outside for c in self.carries), *(v for v, _ in xs)]
         outputs = [*(c.result for c in self.carries), *(v for v, _ in self.ys)]
-        kept = {name: self.node.params[name] for name in ("length", "reverse", "unroll")}
-        params = {**kept, "num_consts": len(consts), "num_carry": len(taken)}
+        params = {**scan_params(self.node), "num_consts": len(consts), "num_carry": len(taken)}
         scan = replace(self.node, params=params, inputs=inputs, outputs=outputs, bodies=(body,))
         return [*self.before, scan, *self.after]
 
@@ -144,7 +154,7 @@ def _loop(node: Node, inner: bool) -> _Loop:
     ends = list(zip(body.outputs, node.outputs, strict=True))
     carried = [_Carry(*pair, *end) for pair, end in zip(pairs[consts:], ends[:carries], strict=False)]
     ys = [(outside, inside) for inside, outside in ends[carries:]]
-    index = Index(node.params["length"], {v: inner for inner in body.nodes for v in inner.outputs})
+    index = Index(node.params["length"], {v: inner for inner in body.walk() for v in inner.outputs})
     return _Loop(node, inner, index, pairs[:consts], carried, pairs[consts + carries :], ys, list(body.nodes))
 
 
@@ -155,28 +165,68 @@ def _window(node: Node) -> int:
 
 
 def _find_index(loop: _Loop, around: _Around) -> None:
-    for carry in [] if loop.node.params["reverse"] else loop.carries:
-        loop.index.note_counter(carry.taken, carry.given, _start_of_counter(carry.outside, around.makers))
+    for carry in loop.carries:
+        start = number_behind(carry.outside, around.makers)
+        loop.index.note_counter(carry.taken, carry.given, start, loop.node.params["reverse"])
     for outside, inside in loop.xs:
-        known = outside in around.stacks
-        loop.index.note(inside, around.stacks[outside] if known else first_of_iota(outside, around.makers))
-    for node in loop.body if loop.index.firsts else ():
+        line = around.stacks[outside] if outside in around.stacks else line_of_stack(outside, around.makers)
+        loop.index.note(inside, line)
+    for node in loop.body if loop.index.lines else ():
         loop.index.follow(node)
-
-
-def _start_of_counter(value: Value, makers: Makers) -> int | None:
-    while value in makers and makers[value].name == "convert_element_type":
-        value = makers[value].inputs[0]
-    return whole_number(value)
 
 
 def _find_accesses(loop: _Loop) -> bool:
     """Whether there are any."""
-    for node in loop.body if loop.index.firsts and loop.index.length else ():
+    for node in Graph([], loop.body).walk() if loop.index.lines and loop.index.length else ():
         for place in loop.places(node):
             places = (loop.read if node.name in READS else loop.written).setdefault(node.in_shapes[0], [])
             places += [] if place in places else [place]
     return bool(loop.read or loop.written)
+
+
+def _turn(loop: _Loop, around: _Around) -> None:
+    """Goes over rows in their order, if most of what is read and written is so in the other one."""
+    before = {outside: _before_turned(outside, around.makers) for outside, _ in loop.xs}
+    up = sum(outside.nbytes for outside, _ in (*loop.xs, *loop.ys) if before.get(outside) is None)
+    down = sum(v.nbytes for v in before.values() if v is not None)
+    keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v, _ in (*loop.xs, *loop.ys))
+    if keys or down + _bytes_along(loop, -1) <= up + _bytes_along(loop, 1):
+        return
+    for i, (outside, inside) in enumerate(loop.xs):
+        loop.xs[i] = (before[outside] or _turned_around(loop, outside, loop.before), inside)
+    for i, (outside, inside) in enumerate(loop.ys):
+        loop.ys[i] = (stack, _) = (Value(outside.aval), inside)
+        _turned_around(loop, stack, loop.after)
+        loop.after[-1].outputs = [outside]
+    _turn_index(loop, around)
+    loop.node = replace(loop.node, params={**loop.node.params, "reverse": not loop.node.params["reverse"]})
+
+
+def _turn_index(loop: _Loop, around: _Around) -> None:
+    index, length = loop.index, loop.index.length
+    index.lines = {v: line.turned(length) for v, line in index.lines.items()}
+    around.stacks.update({outside: index.lines[v] for outside, v in loop.ys if v in index.lines})
+    for places in (loop.read, loop.written):
+        places.update({s: [Place(p.dim, p.line.turned(length)) for p in at] for s, at in places.items()})
+
+
+def _before_turned(value: Value, makers: Makers) -> Value | None:
+    """What a stack was before it was turned around, if that was the last that was done to it."""
+    node = makers.get(value)
+    return node.inputs[0] if node is not None and node.name == "rev" and tuple(node.params["dimensions"]) == (0,) else None
+
+
+def _turned_around(loop: _Loop, stack: Value, nodes: list[Node]) -> Value:
+    made, (turned,) = made_of(lambda x: lax.rev(x, [0]), [stack], loop.node)
+    nodes += made
+    return turned
+
+
+def _bytes_along(loop: _Loop, step: int) -> int:
+    """The bytes of the arrays whose rows are read and written in that order."""
+    arrays = [(v, loop.read) for _, v in loop.consts]
+    arrays += [(c.taken, places) for c in loop.carries for places in (loop.read, loop.written)]
+    return sum(v.nbytes for v, places in arrays for place in places.get(v.shape, ()) if place.line.step == step)
 
 
 def _move_transposes_out(loop: _Loop) -> None:
@@ -199,75 +249,38 @@ def _without_unchanged(loop: _Loop) -> Iterator[tuple[Value, Value]]:
             yield carry.result, carry.outside
 
 
-# An array that is carried, and read and written at one place
+# Arrays that are carried, and read and written at one place
 
 
-def _scan_carry(loop: _Loop, carry: _Carry) -> bool:
-    """Scans its rows, if all that is done with it is done at one place."""
-    for place in loop.written.get(carry.taken.shape, ()):
-        row, start = _row_of(loop, carry.taken, place)
-        found = _narrowed(loop, carry, place, start[-1].outputs[0])
-        if found is not None:
-            nodes, end = found
-            loop.body = [*start, *nodes]
+def _alike(loop: _Loop) -> list[list[_Carry]]:
+    """The carries that change: all those of a type, then each alone."""
+    changing = [c for c in loop.carries if c.given is not c.taken]
+    types = dict.fromkeys((c.taken.shape, c.taken.aval.dtype) for c in changing)
+    groups = [[c for c in changing if (c.taken.shape, c.taken.aval.dtype) == one] for one in types]
+    return [*(group for group in groups if len(group) > 1), *([c] for c in changing)]
+
+
+def _scan_carries(loop: _Loop, carries: list[_Carry]) -> None:
+    """Scans the rows of carries of a type, if all that is done with these is done at one place."""
+    taken = carries[0].taken
+    for place in loop.written.get(taken.shape, ()) if loop.carries and {*carries} <= {*loop.carries} else ():
+        narrowing, rows = Narrowing(loop.index, place, taken.aval), [_row_of(loop, c.taken, place) for c in carries]
+        for carry, (_, start) in zip(carries, rows, strict=True):
+            narrowing.add(carry.taken, start[-1].outputs[0], carry.taken)
+        nodes = narrowing.run(loop.body)
+        if nodes is None or not _leaves_none(loop, narrowing, carries):
+            continue
+        loop.body = [*(node for _, start in rows for node in start), *nodes]
+        for carry, (row, _) in zip(carries, rows, strict=True):
             _add_xs(loop, carry.outside, row, place)
-            _end(loop, carry, _add_ys(loop, carry.outside, end, place))
-            return True
-    return False
+            _end(loop, carry, _add_ys(loop, carry.outside, narrowing.row(carry.given), place))
+        return
 
 
-def _narrowed(loop: _Loop, carry: _Carry, place: Place, row: Value) -> tuple[list[Node], Value] | None:
-    """The body, of the row instead of the array, and the row that it gives; None where something else reads the array."""
-    rows: Rows = {carry.taken: row}
-    sparse: Rows = {}  # of arrays that are zero elsewhere
-    new: list[Node] = []
-    for node in loop.body:
-        on_row = place in loop.index.accesses(node) and rows.keys().isdisjoint(node.inputs[1:])
-        if on_row and node.inputs[0] in rows:
-            new += _of_row(loop, rows, node, rows[node.inputs[0]], place)
-        elif node.name in _SUMS and (terms := _terms(node.inputs, rows, sparse)):
-            new.append(replace(node, inputs=terms, outputs=[Value(row.aval)]))
-            rows[node.outputs[0]] = new[-1].outputs[0]
-        elif not rows.keys().isdisjoint(node.inputs):
-            return None
-        else:
-            new.append(node)
-            if on_row and node.out_shapes[0] == carry.taken.shape and _is_sparse(loop, node):
-                new += _of_row(loop, sparse, node, zeros(row), place)
-    given = [c.given for c in loop.carries] + [inside for _, inside in loop.ys]
-    return (new, rows[carry.given]) if carry.given in rows and sum(v in rows for v in given) == 1 else None
-
-
-def _of_row(loop: _Loop, rows: Rows, node: Node, row: Value, place: Place) -> list[Node]:
-    """What a node that reads or writes at a place does to the row there, which is noted."""
-    if _covers(node, row):
-        update = node.inputs[1 if node.name == "dynamic_update_slice" else 2]
-        made, (end,) = made_of(lambda x: lax.reshape(x, row.shape), [update], node)
-    else:
-        made = loop.index.of_row(node, row, place)
-        (end,) = made[-1].outputs
-    if node.name in WRITES:
-        rows[node.outputs[0]] = end
-    return made
-
-
-def _covers(node: Node, row: Value) -> bool:
-    """Whether a node writes all of a row, whatever was there."""
-    if node.name == "dynamic_update_slice":
-        return node.in_shapes[1] == row.shape
-    plain = node.name == "scatter" and node.params["update_jaxpr"] is None
-    return plain and node.in_shapes[1] == (1,) and node.inputs[2].nbytes == row.nbytes
-
-
-def _is_sparse(loop: _Loop, node: Node) -> bool:
-    """Whether a node writes into zeros."""
-    return node.name in WRITES and loop.index.is_zero(node.inputs[0])
-
-
-def _terms(inputs: Sequence[Value], rows: Rows, sparse: Rows) -> list[Value]:
-    """The rows of a sum of the array and one that is zero elsewhere: so gradients of reads add up."""
-    one, two = inputs if inputs[0] in rows else inputs[::-1]
-    return [rows[one], sparse[two]] if one in rows and two in sparse else []
+def _leaves_none(loop: _Loop, narrowing: Narrowing, carries: Sequence[_Carry] = ()) -> bool:
+    """Whether these carries are given as they were taken, and nothing else gives an array that is gone."""
+    others = [*(c.given for c in loop.carries if c not in carries), *(v for _, v in loop.ys)]
+    return all(narrowing.kind(c.given) == c.taken for c in carries) and narrowing.gone.isdisjoint(others)
 
 
 # An array that is carried and only added to, at whatever places
@@ -275,37 +288,53 @@ def _terms(inputs: Sequence[Value], rows: Rows, sparse: Rows) -> list[Value]:
 
 def _scan_sum(loop: _Loop, carry: _Carry) -> None:
     """Adds up once the scan is over."""
-    whole = carry.outside
-    terms = [(node, next(loop.places(node), None)) for node in _terms_of(loop, carry)]
-    for node, place in terms if all(place for _, place in terms) else ():
-        assert place is not None
-        row = Value(ShapedArray(_row_shape(carry.taken, place, 1), carry.taken.aval.dtype))
-        rows: Rows = {}
-        loop.body += _of_row(loop, rows, node, zeros(row), place)
-        whole = _add_ys(loop, whole, rows[node.outputs[0]], place, adds=True)
-    if whole is not carry.outside:
-        _end(loop, carry, whole)
+    found = _terms_of(loop, carry)
+    if found is None:
+        return
+    terms, sums = found
+    body, rows = [node for node in loop.body if node not in sums], []
+    for term in terms:
+        narrowed = _sparse(loop, body, carry, term)
+        if narrowed is None:
+            return
+        body, row, place = narrowed
+        rows.append((row, place))
+    loop.body, whole = body, carry.outside
+    for row, place in rows:
+        whole = _add_ys(loop, whole, row, place, adds=True)
+    _end(loop, carry, whole)
 
 
-def _terms_of(loop: _Loop, carry: _Carry) -> list[Node]:
-    """The nodes that make what is added, each a write into zeros; none where the array is read otherwise."""
-    value, others = carry.taken, []
+def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | None:
+    """What is added to an array, and the nodes that add; None where it is read otherwise, or nothing is added."""
+    value, others, sums = carry.taken, [], []
     while value is not carry.given:
         reader = next((node for node in loop.body if value in node.inputs), None)
-        if reader is None or reader.name not in _SUMS or loop.reads(value) != 1:
-            return []
+        if reader is None or reader.name not in SUMS or loop.reads(value) != 1:
+            return None
         others += [v for v in reader.inputs if v is not value]
         (value,) = reader.outputs
-    found: list[Node] = []
+        sums.append(reader)
+    terms = []
     while others:
-        node = loop.index.makers.get(others.pop())
-        if node is not None and node.name in _SUMS and loop.reads(node.outputs[0]) == 1:
+        value = others.pop()
+        node = loop.index.makers.get(value)
+        if node is not None and node.name in SUMS and loop.reads(value) == 1:
             others += node.inputs
-        elif node is not None and _is_sparse(loop, node):
-            found.append(node)
+            sums.append(node)
         else:
-            return []
-    return found if loop.reads(carry.given) == 1 else []
+            terms.append(value)
+    return (terms, sums) if terms and loop.reads(carry.given) == 1 else None
+
+
+def _sparse(loop: _Loop, body: list[Node], carry: _Carry, term: Value) -> tuple[list[Node], Value, Place] | None:
+    """The body with a row in the place of what is added, which is zero elsewhere; None where it is not."""
+    for place in loop.written.get(carry.taken.shape, ()):
+        narrowing = Narrowing(loop.index, place, carry.taken.aval)
+        nodes = narrowing.run(body)
+        if nodes is not None and narrowing.kind(term) == SPARSE and _leaves_none(loop, narrowing):
+            return nodes, narrowing.row(term), place
+    return None
 
 
 # An array that is only read
@@ -313,18 +342,17 @@ def _terms_of(loop: _Loop, carry: _Carry) -> list[Node]:
 
 def _scan_const(loop: _Loop, outside: Value, inside: Value) -> None:
     """Scans the rows that are read at the index."""
-    rows: dict[Place, Value] = {}
-    body, starts = [], []
-    for node in loop.body if inside.shape in loop.read else ():
-        reads = node.name in READS and node.inputs[0] is inside and inside not in node.inputs[1:]
-        place = next(loop.places(node), None) if reads else None
-        if place is not None and place not in rows:
-            row, start = _row_of(loop, inside, place)
-            rows[place] = start[-1].outputs[0]
-            starts += start
-            _add_xs(loop, outside, row, place)
-        body += [node] if place is None else loop.index.of_row(node, rows[place], place)
-    loop.body = [*starts, *body] if rows else loop.body
+    if inside.shape not in loop.read:
+        return
+    rows, starts = {}, []
+    for place in places_read(loop.body, inside, loop.place):
+        row, start = _row_of(loop, inside, place)
+        rows[place] = start[-1].outputs[0]
+        starts += start
+        _add_xs(loop, outside, row, place)
+    if rows:
+        given = [*(c.given for c in loop.carries), *(v for _, v in loop.ys)]
+        loop.body = [*starts, *Reading(loop.index, loop.place, {inside: rows}).run(loop.body, given)]
 
 
 # What is scanned
@@ -345,7 +373,9 @@ def _add_xs(loop: _Loop, array: Value, row: Value, place: Place) -> None:
     """Scans the rows of an array at a place."""
 
     def stacked(x):
-        rows = lax.slice_in_dim(x, place.first, place.first + loop.index.length, axis=place.dim)
+        within = place.line.within(loop.index.length)
+        rows = lax.slice_in_dim(x, within.start, within.stop, axis=place.dim)
+        rows = rows if place.line.step > 0 else lax.rev(rows, [place.dim])
         return lax.transpose(rows, [place.dim, *(d for d in range(x.ndim) if d != place.dim)])
 
     made, (stack,) = made_of(stacked, [array], loop.node)
@@ -371,7 +401,9 @@ def _put_back(length: int, place: Place, adds: bool) -> Callable[..., jax.Array]
 
     def put(array, stack):
         order: Sequence[int] = [*range(1, place.dim + 1), 0, *range(place.dim + 1, array.ndim)]
-        rows, starts = lax.transpose(stack, order), [place.first if d == place.dim else 0 for d in range(array.ndim)]
+        rows, first = lax.transpose(stack, order), place.line.within(length).start
+        rows = rows if place.line.step > 0 else lax.rev(rows, [place.dim])
+        starts = [first if d == place.dim else 0 for d in range(array.ndim)]
         if length == array.shape[place.dim]:
             return array + rows if adds else rows
         return static_updates.put(array, rows, starts, adds)

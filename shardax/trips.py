@@ -16,6 +16,7 @@ import numpy as np
 
 from shardax import _jax
 from shardax.graph import Graph, Node, Value
+from shardax.indices import step_of_counter
 
 SAME, STEPS, REDUCED, LAST = "same", "steps", "reduced", "last"
 
@@ -98,8 +99,7 @@ class _Flow:
         if taken.shape or not jnp.issubdtype(taken.aval.dtype, jnp.integer):
             return None
         adds = [node for node, _ in self.of(body, taken) if node is not None and node.outputs[0] is given]
-        literals = [v for node in adds if node.name == "add" for v in node.inputs if v.is_literal]
-        return int(literals[0].literal) if literals else None
+        return step_of_counter(taken, adds[0]) if adds else None
 
     def reduction(self, graph: Graph, taken: Value, given: Value) -> str | None:
         """The reduction that makes `given` of `taken` and nothing else of it; SAME where it only passes through."""

@@ -13,6 +13,7 @@ from shardax import _jax
 from shardax.check import ramp
 from shardax.graph import from_jaxpr
 from shardax.rows import with_scanned_rows
+from shardax.whiles import with_counted_whiles
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
@@ -93,7 +94,70 @@ def noise(x, y):
     return over(len(x), lambda i, y: y.at[i].add(jax.random.normal(jax.random.fold_in(key, i), x[i].shape)), y)
 
 
+def element_by_element(x, y):
+    return over(len(y), lambda i, y: over(y.shape[1], lambda j, y: y.at[i, j].set(x[i, j] * y[i, j]), y), y)
+
+
+def backwards(x, y):
+    last = len(x) - 1
+    return over(len(x), lambda i, y: y.at[-1 - i].set(y[-1 - i] * x[last - i]), y)
+
+
+def downwards(x, y):
+    """What is scanned goes down."""
+    return lax.scan(lambda y, i: (y.at[i].add(x[i]), None), y, len(x) - 1 - jnp.arange(len(x)))[0]
+
+
+def counted(x, y):
+    def trip(carry):
+        y, i = carry
+        return y.at[i].set(jnp.sin(x[i])), i + 1
+
+    return lax.while_loop(lambda carry: carry[1] < len(x), trip, (y, 0))
+
+
+def counted_down(x, y):
+    """The last row that it writes is the first."""
+
+    def trip(carry):
+        i, y = carry
+        return i - 1, y.at[i].add(x[i])
+
+    return lax.while_loop(lambda carry: 0 <= carry[0], trip, (len(x) - 1, y))
+
+
+def in_branches(x, y):
+    def trip(i, y):
+        return lax.cond(x[i, 0] > 0, lambda: y.at[i].set(x[i] * y[i]), lambda: y)
+
+    return over(len(y), trip, y)
+
+
+def by_switch(x, y):
+    """Only some branches write, and one in an inner loop."""
+    again = [lambda i, y: y, lambda i, y: y.at[i].add(x[i]), lambda i, y: over(3, lambda j, y: y.at[i].multiply(x[i, j]), y)]
+    return over(len(y), lambda i, y: lax.switch(i % 3, again, i, y), y)
+
+
+def where(x, y):
+    return over(len(y), lambda i, y: jnp.where(x[i].sum() > 0, y.at[i].set(x[i]), y), y)
+
+
+def until(x, y):
+    """An inner loop goes on as long as what it writes is small."""
+
+    def trip(i, y):
+        return lax.while_loop(lambda y: (y[i] ** 2).sum() < 9, lambda y: y.at[i].multiply(1.5), y.at[i].add(x[i] + 0.01))
+
+    return over(len(y), trip, y)
+
+
+def remat(x, y):
+    return over(len(x), lambda i, y: y.at[i].set(jax.checkpoint(lambda x, i: jnp.sin(x[i]) * x[i, 0])(x, i)), y)
+
+
 FREE = (written, added, twice, updated, columns, picked, maxima, mapped, scanned, counted_by_numpy, several, batched, noise)
+FREE += (element_by_element, backwards, downwards, counted, counted_down, in_branches, by_switch, where, until, remat)
 
 
 def check(f, n, spec=None, inside=None, mesh=MESH):
@@ -132,6 +196,15 @@ def test_neighbours_send_their_borders(n):
     found = check(inner, n, P("x") if n == 8 else None, inside=P("x") if n == 7 else None)
     assert {c.trips for c in found} == {1} and not {c.kind for c in found} & {"all_gather", "all_reduce"}
     assert sum(c.nbytes for c in found) <= 5 * 2 * 16 * 4
+
+
+def turned(x, y):
+    return over(len(x), lambda i, y: y.at[-1 - i].set(x[i]), y)
+
+
+def test_rows_that_are_turned_around_go_to_one_device():
+    assert [(c.kind, c.nbytes, c.trips) for c in check(turned, 8, P("x"))] == [("ppermute", 2 * 16 * 4, 1)]
+    check(turned, 7, inside=P("x"))
 
 
 def recurrence(x, y):
@@ -186,9 +259,14 @@ def few(x, y):
     return over(2, lambda i, y: y.at[i].set(x[i]), y)
 
 
-def element_by_element(x, y):
-    """What the inner loop would copy in each trip of the outer one is more than what it comes to."""
-    return over(len(y), lambda i, y: over(y.shape[1], lambda j, y: y.at[i, j].set(x[i, j] * 2), y), y)
+def both_ways(x, y):
+    """Two trips meet in each row."""
+    return over(len(y), lambda i, y: y.at[i].add(y[len(y) - 1 - i] * x[i]), y)
+
+
+def in_another_type(x, y):
+    """What is not written is cut off too."""
+    return over(len(y), lambda i, y: lax.cond(x[i, 0] > 0, lambda: y.at[i].set(x[i]), lambda: jnp.floor(y)), y)
 
 
 def shifted(x, y):
@@ -204,7 +282,7 @@ def shifted(x, y):
 @pytest.mark.parametrize(
     "f, n",
     [(f, 8) for f in (recurrence, read_elsewhere, past_the_end, before_the_start, clamped, returned, every_other, shifted)]
-    + [(by_another_carry, 8), (wraps, 200), (few, 64), (element_by_element, 64)],
+    + [(by_another_carry, 8), (wraps, 200), (few, 64), (both_ways, 8), (in_another_type, 8)],
     ids=lambda f: getattr(f, "__name__", ""),
 )
 def test_what_no_row_is_stays(f, n):
@@ -225,10 +303,32 @@ def test_a_recurrence_gathers_once():
     assert {c.trips for c in check(f, 8, P("x"))} == {1}
 
 
-@pytest.mark.parametrize("f", [written, added, inner, updated])
+@pytest.mark.parametrize("f", [written, added, inner, updated, backwards, in_branches, remat])
 def test_gradients(f):
     """The way back reads and writes at the index of the way there."""
     gradient = jax.grad(lambda x, y: (f(x, y) ** 2).sum(), (0, 1))
     found = check(gradient, 8, P("x"))
     assert {c.kind for c in found} <= ({"ppermute"} if f is inner else set())
     check(gradient, 7, inside=P("x"))
+
+
+@pytest.mark.parametrize("start, stop, step", [(0, 5, 1), (3, 3, 1), (5, 0, 1), (0, 7, 3), (5, 0, -2), (1, 2, 5)])
+@pytest.mark.parametrize("test", [lax.lt, lax.le, lax.gt, lax.ge])
+def test_whiles_that_count(start, stop, step, test):
+    """Only loops that end are scans, and they have as many trips."""
+    going = range(start, stop + (test in (lax.le, lax.ge)) * (1 if step > 0 else -1), step)
+    ends = (step > 0) == (test in (lax.lt, lax.le))
+
+    def loop(x):
+        return lax.while_loop(lambda c: test(c[0], stop), lambda c: (c[0] + step, c[1] * 2), (start, x))
+
+    (node,) = with_counted_whiles(from_jaxpr(jax.make_jaxpr(loop)(1.0))).nodes
+    assert (node.name, node.params.get("length")) == (("scan", len(going)) if ends else ("while", None))
+
+
+def test_a_while_whose_counter_wraps_stays():
+    def loop(x):
+        return lax.while_loop(lambda c: c[0] <= 127, lambda c: (c[0] + np.int8(1), c[1]), (np.int8(0), x))
+
+    (node,) = with_counted_whiles(from_jaxpr(jax.make_jaxpr(loop)(1.0))).nodes
+    assert node.name == "while"
