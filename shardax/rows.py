@@ -360,13 +360,9 @@ def _scan_const(loop: _Loop, outside: Value, inside: Value) -> None:
 
 def _row_of(loop: _Loop, array: Value, place: Place) -> tuple[Value, list[Node]]:
     """A row as it is scanned, and the nodes that make of it the array's one row in this trip."""
-    row = Value(ShapedArray(_row_shape(array, place), array.aval.dtype))
+    shape = array.shape[: place.dim] + array.shape[place.dim + 1 :]
+    row = Value(ShapedArray(shape, array.aval.dtype))
     return row, made_of(lambda x: lax.expand_dims(x, [place.dim]), [row], loop.node)[0]
-
-
-def _row_shape(array: Value, place: Place, kept: int = 0) -> tuple[int, ...]:
-    """The shape of a row, with its dim of size one if that is kept."""
-    return array.shape[: place.dim] + (1,) * kept + array.shape[place.dim + 1 :]
 
 
 def _add_xs(loop: _Loop, array: Value, row: Value, place: Place) -> None:
