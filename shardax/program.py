@@ -162,10 +162,9 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
 def _check(built: Program, options: Options) -> None:
     """Checks the program against strict mode. An argument that comes in on a mesh which the program itself names may cross."""
     refined = built.refinement
-    asked = {note.source for _, note in annotations.among(built.graph.walk())}
     crossed = [x for c in built.entering if c.there.mesh not in refined.named for x in c.collectives(built.mesh)]
     found = [*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)]
-    strict.check(found, options, asked, dict.fromkeys(_conflicts(built.graph, refined)))
+    strict.check(found, options, refined.shown, dict.fromkeys(_conflicts(built.graph, refined)))
 
 
 def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:

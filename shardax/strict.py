@@ -1,16 +1,18 @@
 """Strict mode: refuses, warns of or allows what nobody asked for. It is read off the collectives of the final local program."""
 
 import math
-import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from shardax import annotations
+from shardax.causes import Crossed, Resharded
 from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
 from shardax.explain.words import bytes_text
 from shardax.options import Options, Refused
+from shardax.sharding import Sharding
 
 SHOWN = 8  # findings in one message
 
@@ -81,15 +83,17 @@ class Conflict:
         )
 
 
-def check(
-    collectives: Sequence[Collective], options: Options, asked: Collection[str] = (), conflicts: Iterable[Conflict] = ()
-) -> None:
-    """Refuses or warns of what the options do not allow. `asked`: the words of the program's annotations, as reasons begin.
+Shown = Callable[[Sharding], object]
+"""A sharding as a person reads it."""
+
+
+def check(collectives: Sequence[Collective], options: Options, shown: Shown = str, conflicts: Iterable[Conflict] = ()) -> None:
+    """Refuses or warns of what the options do not allow.
 
     Raises:
       Refused: something is refused, a ValueError.
     """
-    found: list[Any] = list(findings(collectives, options, asked))
+    found: list[Any] = list(findings(collectives, options, shown))
     if options.strict:
         found += [c for c in conflicts if not allowed(options.allow, c.first[1], c.second[1])]
     if found and options.strict != "warn":
@@ -99,27 +103,24 @@ def check(
         warnings.warn(str(finding), stacklevel=2)
 
 
-def findings(
-    collectives: Iterable[Collective], options: Options, asked: Collection[str] = ()
-) -> Iterator[Unasked | TooLarge | Entered]:
+def findings(collectives: Iterable[Collective], options: Options, shown: Shown = str) -> Iterator[Unasked | TooLarge | Entered]:
     """What these options do not allow, the dearest first."""
     limit = math.inf if options.max_gather_bytes is None else options.max_gather_bytes
-    found = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _purpose(c)[0])]
+    found = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _reader(c))]
     large = {c: None for c in found if c.kind == "all_gather" and gathered_bytes(c) > limit}
     yield from (TooLarge(c, int(limit)) for c in sorted(large, key=lambda c: -gathered_bytes(c)))
     if options.strict:
-        yield from (Entered(c) for c in sorted(found, key=lambda c: -c.total) if c.reason.startswith("argument "))
-        rest = unasked((c for c in found if c not in large), asked)
+        yield from (Entered(c) for c in sorted(found, key=lambda c: -c.total) if isinstance(c.cause, Crossed))
+        rest = unasked((c for c in found if c not in large), shown)
         yield from sorted(rest, key=lambda group: -comm_bytes(group.collectives))
 
 
-def unasked(collectives: Iterable[Collective], asked: Collection[str] = ()) -> list[Unasked]:
+def unasked(collectives: Iterable[Collective], shown: Shown = str) -> list[Unasked]:
     """The collectives that the operands of primitives need, grouped by primitive, line and sharding."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
-        primitive, needs = _purpose(c)
-        if primitive and primitive not in asked:
-            groups.setdefault((primitive, c.line, needs), []).append(c)
+        if isinstance(c.cause, Resharded) and (reader := c.cause.reader) and not annotations.of_node(reader):
+            groups.setdefault((reader.name, c.line, str(shown(c.cause.target.sharding))), []).append(c)
     return [Unasked(*key, tuple(group)) for key, group in groups.items()]
 
 
@@ -136,10 +137,9 @@ def gathered_bytes(c: Collective) -> int:
     return sum(map(array_bytes, c.operands)) * c.devices
 
 
-def _purpose(c: Collective) -> tuple[str, str]:
-    """(primitive, sharding) of a reason such as "sort in P(None)"; a result at rest is none of a primitive."""
-    match = re.fullmatch(r"([a-z][\w-]*) in (P\(.*\))", c.reason)
-    return (match[1], match[2]) if match and match[1] != "result" else ("", "")
+def _reader(c: Collective) -> str:
+    """The primitive that an operand was resharded for, "" where a result was."""
+    return c.cause.reader.name if isinstance(c.cause, Resharded) and c.cause.reader else ""
 
 
 def _listed(collectives: Sequence[Collective]) -> str:
