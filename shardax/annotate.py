@@ -1,7 +1,7 @@
 """Annotations: what the user says about the sharding of a value, as an equation of the global program."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 from jax.extend.core import Primitive
@@ -49,11 +49,15 @@ def replicate(x):
     return annotate(x, PartitionSpec())
 
 
+Role = Literal["inside", "argument", "result", "implied"]
+"""Whether an annotation stands inside the function, is that of an argument or of a result (in_shardings, out_shardings), or is
+implied: by a type, by the specs of an island or of a jit, by what the result succeeds."""
+
 annotate_p = Primitive("annotate")
-"""annotate x: the value x, with `dims`, per dim the axes that split it, or None where it is open (UNCONSTRAINED), and
-`source`, the words in which messages name the annotation, such as "in_shardings[0]['params']". The axes are those of `mesh`;
-None is the program's. Where `like` is not None, the value is a result that succeeds the donated argument of that index among
-the program's inputs, and rests as that does."""
+"""annotate x: the value x, with `dims`, per dim the axes that split it, or None where it is open (UNCONSTRAINED), its `role`,
+and `source`, the words in which messages name the annotation, such as "in_shardings[0]['params']". The axes are those of
+`mesh`; None is the program's. Where `like` is not None, the value is a result that succeeds the donated argument of that index
+among the program's inputs, and rests as that does."""
 
 SAVED = "what the forward part saved"
 """The `source` of annotations on residuals, between two programs; where both become part of one program, they say nothing."""
@@ -198,7 +202,7 @@ def _record(x, spec, what: str):
         raise ValueError(_no_mesh(what))
     mesh = own_mesh(spec) or mesh  # whose devices are looked at where the program's are known
     dims = dims_of(spec, jax.numpy.shape(x), mesh, f"{what} at {_jax.current_line() or 'an unknown line'}")
-    return x if dims is None else bind(x, dims, "annotate", mesh=own_mesh(spec))
+    return x if dims is None else bind(x, dims, "annotate", "inside", mesh=own_mesh(spec))
 
 
 def _put(x, spec, what: str):
@@ -226,9 +230,9 @@ def own_mesh(spec) -> Mesh | AbstractMesh | None:
     return spec.mesh if isinstance(spec, NamedSharding) else None
 
 
-def bind(x, dims: Dims, source: str, like: int | None = None, mesh: Mesh | AbstractMesh | None = None):
+def bind(x, dims: Dims, source: str, role: Role = "implied", like: int | None = None, mesh: Mesh | AbstractMesh | None = None):
     """The `annotate` equation itself, without any check."""
-    return annotate_p.bind(x, dims=dims, source=source, like=like, mesh=mesh)
+    return annotate_p.bind(x, dims=dims, source=source, role=role, like=like, mesh=mesh)
 
 
 def renumbered(jaxpr, kept: Sequence[bool]):
@@ -244,24 +248,25 @@ def _renumbered(eqn, numbers: dict[int, int]):
     return eqn.replace(params={**eqn.params, "like": numbers.get(like)})
 
 
-def _transpose(ct, x, *, dims, source, like, mesh):
-    return [ct if type(ct) is ad.Zero else bind(ct, dims, source, mesh=mesh)]
+def _transpose(ct, x, **params):
+    return [ct if type(ct) is ad.Zero else annotate_p.bind(ct, **{**params, "like": None})]
 
 
-def _jvp(primals, tangents, *, dims, source, like, mesh):
+def _jvp(primals, tangents, **params):
     (x,), (t,) = primals, tangents
-    return bind(x, dims, source, like, mesh), t if type(t) is ad.Zero else bind(t, dims, source, mesh=mesh)
+    return annotate_p.bind(x, **params), *_transpose(t, x, **params)
 
 
-def _batch(axis_data, args, batch_dims, *, dims, source, like, mesh):
+def _batch(axis_data, args, batch_dims, *, dims, source, mesh, **params):
     """The new dim is split over vmap's spmd_axis_name, an axis of the same mesh, and open without one."""
     (x,), (d,) = args, batch_dims
+    params |= {"source": source, "mesh": mesh}
     if d is None:
-        return bind(x, dims, source, like, mesh), d
+        return annotate_p.bind(x, dims=dims, **params), d
     name = axis_data.spmd_name
     new = None if name is None else entry_axes(name)
     _check_has(mesh, new or (), source)
-    return bind(x, (*dims[:d], new, *dims[d:]), source, like, mesh), d
+    return annotate_p.bind(x, dims=(*dims[:d], new, *dims[d:]), **params), d
 
 
 def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
+from shardax.annotate import Role
 from shardax.graph import Node
 from shardax.refinement import UserMesh
 from shardax.sharding import Axes, entry_axes
@@ -15,25 +16,21 @@ from shardax.sharding import Axes, entry_axes
 @dataclass(frozen=True, slots=True)
 class Annotation:
     """What an annotation says: `dims`, for each dim its axes, or None where it is open; `source`, the words that messages
-    use; `like`, the number of the argument that a result succeeds; `mesh`, whose axes they are (None: the program's); `on`,
-    once all axes are the program's, the mesh that the user named, if another.
+    use; its `role`; `like`, the number of the argument that a result succeeds; `mesh`, whose axes they are (None: the
+    program's); `on`, once all axes are the program's, the mesh that the user named, if another.
     """
 
     dims: tuple[Axes | None, ...]
     source: str
+    role: Role
     like: int | None = None
     mesh: Mesh | AbstractMesh | None = None
     on: UserMesh | None = None
 
     @property
-    def is_inside(self) -> bool:
-        """Whether it stands inside the function, on a value that the function computes with."""
-        return self.source.startswith(("annotate", "with_sharding_constraint"))
-
-    @property
     def names_result(self) -> bool:
         """Whether it is from out_shardings, so that the result has to lie on that very mesh."""
-        return self.source.startswith("out_shardings")
+        return self.role == "result"
 
 
 def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
@@ -47,8 +44,8 @@ def of_node(node: Node) -> Annotation | None:
     """What a node says about its result, None if it is not an annotation."""
     name = node.primitive.name
     if name == "annotate":
-        like = None if node.callers else node.params["like"]  # an inlined program's inputs are not this one's
-        return Annotation(node.params["dims"], node.params["source"], like, node.params["mesh"], node.params.get("on"))
+        params = node.params if not node.callers else {**node.params, "like": None}  # an inlined program has other inputs
+        return Annotation(**params)
     if name == "sharding_constraint" or name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
         sharding, rank = node.params[_SHARDING_PARAM[name]], len(node.outputs[0].shape)
         return of_sharding(sharding, _NAMES[name], rank, node.line)
@@ -82,7 +79,7 @@ def as_annotation(eqn) -> dict[str, Any]:
     """The parameters of the `annotate` that says the same as a with_sharding_constraint or reshard."""
     name, rank = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
     given = of_sharding(eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info))
-    return {"dims": given.dims, "source": given.source, "like": None, "mesh": given.mesh}
+    return {"dims": given.dims, "source": given.source, "role": given.role, "like": None, "mesh": given.mesh}
 
 
 _SHARDING_PARAM = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
@@ -92,4 +89,5 @@ _NAMES = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard
 def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
     """A sharding of JAX's own as an annotation, which messages call `name` at `line`."""
     dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec)
-    return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", mesh=sharding.mesh)
+    role = "inside" if name == _NAMES["sharding_constraint"] else "implied"
+    return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", role, mesh=sharding.mesh)

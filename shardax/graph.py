@@ -234,7 +234,8 @@ def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
     dims = from_spec(spec, len(value.shape)).dims
-    params = {"dims": dims, "source": f"shard_map {words}", "like": None, "mesh": eqn.params["mesh"]}
+    said = {"dims": dims, "source": f"shard_map {words}", "role": "implied"}
+    params = {**said, "like": None, "mesh": eqn.params["mesh"]}
     return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
 
 

@@ -177,7 +177,7 @@ def _annotated(xs, shardings, words: str, line: str):
         annotations.of_sharding(s, words, x.ndim, line) if isinstance(s, NamedSharding) else None
         for x, s in zip(xs, shardings, strict=True)
     ]
-    return [x if g is None else bind(x, g.dims, g.source, mesh=g.mesh) for x, g in zip(xs, given, strict=True)]
+    return [x if g is None else bind(x, g.dims, g.source, g.role, mesh=g.mesh) for x, g in zip(xs, given, strict=True)]
 
 
 _IN_ORDER = {
@@ -213,7 +213,7 @@ def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
 
 def _annotation(given: Annotation, dims: Dims, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
     words = given.source if mesh == refinement.program else f"{given.source} on {mesh}"
-    return {"dims": dims, "source": words, "like": given.like, "mesh": None, "on": mesh}
+    return {"dims": dims, "source": words, "role": given.role, "like": given.like, "mesh": None, "on": mesh}
 
 
 def _needed(site: Site, refinement: Refinement) -> Dims:

@@ -171,11 +171,11 @@ def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
     """The annotations that are only read by another annotation, which asks for something else. Arguments may rest in another
     sharding than they are used in, and so may results.
     """
-    makers = {node.outputs[0]: node for node, note in annotations.among(graph.nodes) if note.is_inside}
+    makers = {node.outputs[0]: node for node, note in annotations.among(graph.nodes) if note.role == "inside"}
     reads = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
     for node, note in annotations.among(graph.nodes):
         maker = makers.get(node.inputs[0])
-        if maker is not None and note.is_inside and reads[node.inputs[0]] == 1:
+        if maker is not None and note.role == "inside" and reads[node.inputs[0]] == 1:
             before = annotations.of_node(maker)
             assert before is not None
             if any(None not in pair and pair[0] != pair[1] for pair in zip(before.dims, note.dims, strict=True)):

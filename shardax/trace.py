@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax, meshes
-from shardax.annotate import Dims, OtherDevices, bind, broadcast_specs, dims_of, flatten, own_mesh
+from shardax.annotate import Dims, OtherDevices, Role, bind, broadcast_specs, dims_of, flatten, own_mesh
 from shardax.constants import with_made_constants
 from shardax.sharding import Sharding
 from shardax.untyped import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
@@ -60,6 +60,7 @@ class Slot:
     name: str
     path: str
     source: str
+    role: Role
     aval: Any
     dims: Dims | None
     mesh: Mesh | AbstractMesh | None = None
@@ -126,7 +127,7 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         source = f"in_shardings{path[len('[0]') :]}"
         kinds = index in request.donated, _jax.is_ref(x)
-        slots.append(Slot(name, rest, source, aval, dims, own_mesh(spec), _memory(spec), *kinds))
+        slots.append(Slot(name, rest, source, "argument", aval, dims, own_mesh(spec), _memory(spec), *kinds))
     return slots, leaves, tree
 
 
@@ -161,7 +162,8 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
     for path, x, spec in zip(paths, leaves, specs, strict=True):
         _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
-        results.append(Slot(f"result{path}", path, f"out_shardings{path}", jax.typeof(x), dims, own_mesh(spec), _memory(spec)))
+        source, aval = f"out_shardings{path}", jax.typeof(x)
+        results.append(Slot(f"result{path}", path, source, "result", aval, dims, own_mesh(spec), _memory(spec)))
     return results, leaves, tree
 
 
@@ -186,7 +188,8 @@ def _succeeds(result: Slot, argument: Slot, same_path: bool) -> bool:
 def _annotated(x, slot: Slot, like: int | None = None):
     if slot.dims is not None or like is not None:
         dims = slot.dims or (None,) * len(slot.aval.shape)
-        x = bind(x, dims, slot.source if slot.dims else f"{slot.name}, which succeeds an argument", like, slot.mesh)
+        words = (slot.source, slot.role) if slot.dims else (f"{slot.name}, which succeeds an argument", "implied")
+        x = bind(x, dims, *words, like, slot.mesh)
     return x if slot.memory in (None, memory_of(jax.typeof(x))) else jax.device_put(x, slot.memory)
 
 

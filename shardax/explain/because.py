@@ -226,7 +226,7 @@ class _Teller:
         sharding = Sharding(tuple(axes or () for axes in given.dims))
         if c.target.sharding != sharding and given.like is None and None not in given.dims:
             return f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by {_head(given.source)}"
-        if "which succeeds an argument" in given.source:
+        if given.like is not None:
             return f"{self.spec(c.target.sharding)}, as the argument rests that it succeeds"
         words = _head(self.words(given.source, c.reader))
         why_moved = ", which does not divide" if c.value in self.story.arguments and self.undivided(c.value, sharding) else ""
