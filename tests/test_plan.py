@@ -87,7 +87,7 @@ Results at rest: 224.1 KiB on each device
     1                                                                                               f32[]  4 B
 
 At rest other than wanted, where the wanted sharding does not divide                               sent for it
-    argument 0/embed [257,64]: wanted P('model', None), rests in P(None, 'model')                     32.1 KiB
+    argument 0/embed [257,64]: wanted P('model'), rests in P(None, 'model')                           32.1 KiB
 
 Collectives, by the line that they serve                                                each     total   share
   tests/test_plan.py:NN: argument 0/embed at rest in P(None, 'model')

@@ -12,7 +12,7 @@ from shardax.explain.lines import line_text
 from shardax.explain.places import arguments, results
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.values import shardings
-from shardax.explain.words import as_one, bytes_text, form, seconds_text, times
+from shardax.explain.words import as_one, bytes_text, form, seconds_text, spec_text, times
 
 if TYPE_CHECKING:
     from shardax.explain.plan import Plan
@@ -67,7 +67,8 @@ def _at_rest(plan: "Plan") -> Iterator[Table]:
     rows = []
     for cost, shape, wanted, rests, group in sorted(groups, key=lambda group: -group[0]):
         what = f"{as_one([moved.path for moved in group])} {times(len(group))}[{','.join(map(str, shape))}]"
-        rows.append(Row(f"{what}: wanted {wanted}, rests in {rests}", (bytes_text(cost),)))
+        there = f"{'in ' * bool(rests.axes)}{spec_text(rests)}"
+        rows.append(Row(f"{what}: wanted {spec_text(wanted)}, rests {there}", (bytes_text(cost),)))
     if rows:
         title = "At rest other than wanted, where the wanted sharding does not divide"
         yield Table(title, (Group("", tuple(rows)),), ("sent for it",))
