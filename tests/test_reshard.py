@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
+import shardax as sx
 from shardax import collectives, reshard
 from shardax.sharding import Layout, Sharding, round_up, shard_count
 
@@ -387,3 +388,12 @@ def test_extrema_are_those_of_one_device(dtype):
         got, wanted = jax.jit(reduced)(x), jax.jit(reduce, static_argnums=1)(x, 0)
         assert got.dtype == wanted.dtype
         np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(wanted, "float32"))
+
+
+def test_one_device_gets_all_there_is():
+    """XLA's CPU compiler refuses an all_to_all of what was transposed and is padded by whole blocks."""
+    mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
+    x = np.arange(126, dtype="float32").reshape(7, 3, 3, 2)
+    before, after = PartitionSpec(("y", "x")), PartitionSpec(("x", "y"))
+    step = sx.shard_jit(lambda x: sx.annotate(sx.annotate(x, before).swapaxes(0, 1), after) * 2, mesh=mesh)
+    np.testing.assert_array_equal(step(x), x.swapaxes(0, 1) * 2)
