@@ -24,6 +24,7 @@ from jax.sharding import AxisType
 from shardax import _jax
 from shardax.collectives import identity
 from shardax.given import require, require_array, require_function
+from shardax.spmd_rules.claims import noting
 from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule
 from shardax.spmd_rules.rule import Factors, Rule, bind, parse
 from shardax.spmd_rules.sends import all_gather
@@ -175,7 +176,8 @@ def _local(local: Local, *shards):
     """The function on shards, zeros in their tails; along uneven reduced dims on all of them, the first device's counts."""
     factors, uneven = _uneven(local)
     shards = [_whole(local, factors, uneven, i, shard) for i, shard in enumerate(shards)]
-    outs = _on_shards(local, shards)
+    with noting(lambda: f"partition_as({local.params['rule']!r})({local.params['fun']})"):
+        outs = local.params["fun"](*shards)
     for factor in uneven:
         first = local.index(local.splits[factor].axes) == 0
         outs = [lax.select(lax.broadcast(first, x.shape), x, _nothing(factors.kind(factor), x)) for x in outs]
@@ -217,26 +219,6 @@ def _sends(local: Local) -> list[float]:
         for i, value in enumerate(local.node.inputs)
         for d in _gathered_dims(factors, uneven, i)
     ]
-
-
-def _on_shards(local: Local, shards) -> list[Any]:
-    """The function's results, which must have the shapes that its rule promises."""
-    fun, rule = local.params["fun"], local.params["rule"]
-    what = f"partition_as({rule!r})({fun}) on shards of shapes {', '.join(str(x.shape) for x in shards)}"
-    try:
-        outs = fun(*shards)
-    except Exception as error:
-        error.add_note(f"in {what}")
-        raise
-    wanted = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
-    if [(x.shape, x.dtype) for x in outs] != wanted:
-        got, meant = (", ".join(f"{dtype}{list(shape)}" for shape, dtype in xs) for xs in (_types(outs), wanted))
-        raise ValueError(f"{what} gives {got}, where the rule promises {meant}: mark what cannot be split with '!'")
-    return outs
-
-
-def _types(xs) -> list[Any]:
-    return [(x.shape, x.dtype) for x in xs]
 
 
 def _jvp(primals, tangents, *, fun, **params):

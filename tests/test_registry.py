@@ -39,6 +39,12 @@ AT_REGISTRATION = [
     ("a (b~ c) -> a", "at 'b~': a windowed factor must have a dim to itself"),
     ("... ... -> ...", "at '...': a tensor has at most one"),
     ("a b -> a b, a", "at '->': it has 2 results, double has one"),
+    ("a -> a -> a", "at '->': a rule has one arrow"),
+    ("a b:sum, a -> a", "at ':sum': expected a factor"),
+    ("a k -> a", "at 'k': no result has it: mark it k+ (k:max, k:min) if results are reduced over it, k! if it must be whole"),
+    ("a -> a n", "at 'n': no operand has it, so nothing is computed in parts along it: mark it n!; or give `local`"),
+    ("a ... -> a", "at '...': only operands have it: name the dims; or give `local`"),
+    ("a~ -> a~", "at 'a~': a windowed factor needs what neighbours have: give `local`, which sends it"),
 ]
 
 
@@ -50,10 +56,67 @@ def test_refused_at_registration(rule, why):
     assert "double" not in RULES
 
 
+def test_a_lowering_may_have_factors_on_one_side():
+    sx.register_rule(double_p, "a k -> a", lambda local, x: [x.sum(1)])
+    assert "double" in RULES
+
+
+PARTS = [
+    (dict(passes=(sx.LINEAR(1),)), "passes of register_rule names operand 1, the rule 'a b -> a b' has 1: count from 0"),
+    (dict(in_place=(0, 2)), "in_place of register_rule names place 2, the rule 'a b -> a b' has 2 operands and results"),
+]
+
+
+@pytest.mark.parametrize("parts, why", PARTS)
+def test_parts_that_contradict_the_rule(parts, why):
+    with pytest.raises(ValueError) as error:
+        sx.register_rule(double_p, "a b -> a b", **parts)
+    assert str(error.value).startswith(why)
+    sx.register_rule(double_p, lambda node: "a b -> a b", **parts)
+    with pytest.raises(ValueError, match=r"double at .*test_registry.py:\d+: ") as error:
+        _step().plan(X)
+    assert why in str(error.value)
+
+
+FUNCTIONS = [
+    (dict(rule=lambda node: None), "what the function that is its rule gives is None, of type NoneType: give text"),
+    (dict(rule=lambda node: "a n -> a k"), "rule 'a n -> a k': at 'k': no operand has it"),
+    (dict(passes=lambda node: [sx.LINEAR(3)]), "a sequence of LINEAR(...) and MOVES(...), of operands below 1"),
+    (dict(sends=lambda local: 4096), "gives is 4096, of type int: give the bytes of each collective, such as [4096]"),
+    (dict(ways=lambda candidates, padding: None), "gives is None, of type NoneType: give those of the candidates"),
+    (dict(local=lambda local, x: x), "give a list with a shard for each result"),
+    (dict(local=lambda local, x: [x, x]), "gives float32[2, 4], float32[2, 4], where it promises float32[2, 4]: mark what"),
+    (dict(local=lambda local, x: [x[:1]]), "gives float32[1, 4], where it promises float32[2, 4]: mark what cannot be split"),
+    (dict(local=lambda local, x: [x > 0]), "gives bool[2, 4], where it promises float32[2, 4]"),
+]
+
+
+@pytest.mark.parametrize("parts, why", FUNCTIONS)
+def test_what_registered_functions_give(parts, why):
+    sx.register_rule(double_p, **{"rule": "a b -> a b", **parts})
+    with pytest.raises(ValueError, match=r"double at .*test_registry.py:\d+") as error:
+        _step().plan(X)
+    assert why in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "parts, where",
+    [
+        (dict(rule=lambda node: node.params["axis"]), "in the function that is the rule of double at "),
+        (dict(local=lambda local, x: [x.most]), "in the lowering of double at "),
+    ],
+)
+def test_what_registered_functions_raise_says_where(parts, where):
+    sx.register_rule(double_p, **{"rule": "a b -> a b", **parts})
+    with pytest.raises((KeyError, AttributeError)) as error:
+        _step().plan(X)
+    assert any(note.startswith(where) for note in error.value.__notes__)
+
+
 AT_USE = [
     ("a b, a b -> a b", "at '->': it has 2 operands, the equation has 1"),
     ("a -> a", "at 'a': it names 1 dims, the shape is (8, 4)"),
-    ("a b -> b b", "at 'b': this factor has size 4 in one place and 8 in another"),
+    ("a! b -> b b", "at 'b': this factor has size 4 in one place and 8 in another"),
     ("a a -> a a", "at 'a': this factor has size 8 in one place and 4 in another"),
     ("(a b) c -> (a b) c", "at '(a b)': its factors do not multiply to the dim's size 8"),
 ]

@@ -309,7 +309,7 @@ MISSING = {
 @pytest.mark.parametrize("name", MISSING)
 def test_the_checker_finds_missing_claims(name, monkeypatch):
     rule, f, args, claims = MISSING[name]
-    monkeypatch.setitem(RULES, name, Entry(name, rule))
+    monkeypatch.setitem(RULES, name, Entry(name, rule, RULES[name].local))
     assert [found.split(": ")[1] for found in missing_claims(f, *args, only=name)] == claims
 
 

@@ -112,7 +112,7 @@ class _Search:
     def first(self, node: Node, decision: Decision, what: str, problem: str) -> First:
         entry = decision.entry
         operands = [f"{_type(v)} in {move.target}" for v, move in zip(node.inputs, decision.moves, strict=True)]
-        rule = str(entry.rule if isinstance(entry.rule, str) else entry.rule(node)) if entry else ""
+        rule = str(entry.rule_of(node)) if entry else ""
         return First(node.name, node.line, what, tuple(operands), problem, rule)
 
     def inside(self, node: Node, decision: Decision, operands: Sequence[Any]) -> First | None:

@@ -83,7 +83,7 @@ def _example(name: str) -> Iterator[Case]:
 
 def _of_case(case: Case) -> str:
     factors, entry = case.factors, case.entry
-    rule = str(entry.rule if isinstance(entry.rule, str) else entry.rule(case.node))
+    rule = str(entry.rule_of(case.node))
     groups = [(f,) for f in factors.sizes if "~" not in f] + list(factors.tied)
     free, priced, whole = [], [], []
     for group in groups:

@@ -289,7 +289,7 @@ class Chooser:
             yield from found
         else:
             locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
-            yield from (Candidate(x.splits, x.operands, x.results) for x in entry.ways(locals_, self.padding))
+            yield from (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
 
     def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Iterator[Candidate]:
         results = [[self.wanted(v)] for v in node.outputs]
@@ -309,7 +309,7 @@ class Chooser:
     def sends(self, node: Node, entry: Entry, candidate: Candidate) -> float:
         """The price of what the node itself sends."""
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
-        return sum(nbytes + COLLECTIVE for nbytes in entry.sends(local)) if entry.sends else 0.0
+        return sum(nbytes + COLLECTIVE for nbytes in entry.sent(local))
 
     def owed(self, node: Node, candidate: Candidate) -> float:
         """The price of bringing the results to where completion wants them, now or by those who read them."""
@@ -323,8 +323,7 @@ class Chooser:
         moves = [(v, self.cheapest_move(v, self.layouts(v), target)) for v, target in reads]
         moves += [(v, Move(layout, self.destination(v, layout))) for v, layout in made]
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
-        sent = sum(entry.sends(local)) if entry.sends else 0.0
-        return sent + sum(self.path(v, move.source, move.target).nbytes for v, move in moves)
+        return sum(entry.sent(local)) + sum(self.path(v, move.source, move.target).nbytes for v, move in moves)
 
     def compute(self, node: Node, candidate: Candidate, factors: Factors) -> float:
         """The price, in bytes sent, of a candidate's memory traffic and multiplications."""

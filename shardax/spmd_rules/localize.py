@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from shardax.collectives import identity
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
-from shardax.spmd_rules.registry import Entry, Local, Split
+from shardax.spmd_rules.claims import noting, require_promised
+from shardax.spmd_rules.registry import Entry, Local, Split, at
 from shardax.spmd_rules.rule import DimFactors, Factors, TensorFactors
 
 Splits = Mapping[str, Split]  # only the factors that are split
@@ -105,7 +108,16 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
         return [lax.empty(layout.local_shape(local.sizes), v.aval.dtype) for layout, v in avals]  # no lowering need know
     if factors.reduced:
         shards = [_mask_reduced(local, factors, i, shard) for i, shard in enumerate(shards)]
-    return list(entry.local(local, *shards)) if entry.local else local.bind(*shards)
+    what = partial(_lowering, entry, local, shards)
+    with noting(what):
+        results = entry.local(local, *shards) if entry.local else local.bind(*shards)
+    wanted = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
+    return require_promised(results, wanted, what)
+
+
+def _lowering(entry: Entry, local: Local, shards: Sequence[Any]) -> str:
+    shapes = ", ".join(str(jnp.shape(x)) for x in shards)
+    return f"the lowering of {at(local.node)}, by the rule {str(entry.rule_of(local.node))!r}, on shards of shapes {shapes}"
 
 
 def _mask_reduced(local: Local, factors: Factors, i: int, shard):

@@ -14,10 +14,11 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from shardax import _jax
-from shardax.given import is_whole, require, require_function
+from shardax.given import is_number, is_whole, require, require_function
 from shardax.graph import Node
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
-from shardax.spmd_rules.rule import Factors, Rule, bind, parse
+from shardax.spmd_rules.claims import noting, require_operands, require_placed
+from shardax.spmd_rules.rule import Factors, Rule, bind, complain, parse
 from shardax.untyped import ASKED
 
 RuleText = str | Callable[[Node], str | Rule]
@@ -49,7 +50,7 @@ def MOVES(*operands: int) -> Passes:
 
 
 def _check_operands(operands, what: str) -> None:
-    for i in operands:
+    for i in operands or (None,):
         require(is_whole(i, 0), f"an operand of {what}", i, "the number of an operand, such as 0")
 
 
@@ -157,11 +158,28 @@ class Entry:
     ways: Ways | None = None
 
     def factors(self, node: Node) -> Factors:
-        rule = self.rule if isinstance(self.rule, str) else self.rule(node)
         try:
-            return bind(parse(rule) if isinstance(rule, str) else rule, node.in_shapes, node.out_shapes)
+            rule = self.rule_of(node)
+            factors = bind(rule, node.in_shapes, node.out_shapes)
+            self.require_fitting(rule, factors)
+            return factors
         except ValueError as error:
-            raise ValueError(f"{node.name} at {node.line or 'an unknown line'}: {error}") from None
+            raise ValueError(f"{at(node)}: {error}") from None
+
+    def rule_of(self, node: Node) -> Rule:
+        """The rule, as the node's parameters have it."""
+        if isinstance(self.rule, str):
+            return parse(self.rule)
+        with noting(lambda: f"the function that is the rule of {at(node)}"):
+            rule = self.rule(node)
+        require(isinstance(rule, str | Rule), "what the function that is its rule gives", rule, _RULE_TEXT)
+        return parse(rule) if isinstance(rule, str) else rule
+
+    def require_fitting(self, rule: Rule, factors: Factors | None = None) -> None:
+        """Where the rule is a function, with what `...` and windowed factors are."""
+        if not self.local:
+            require_placed(rule, factors or rule)
+        require_operands(rule, () if callable(self.passes) else self.passes, self.in_place)
 
     def factors_in_place(self, factors: Factors) -> frozenset[str]:
         """The factors of the table's indexed dims."""
@@ -171,10 +189,46 @@ class Entry:
         return frozenset(table - payload)
 
     def passes_of(self, node: Node) -> Sequence[Passes]:
-        return self.passes(node) if callable(self.passes) else self.passes
+        if not callable(self.passes):
+            return self.passes
+        with noting(lambda: f"the function `passes` of {at(node)}"):
+            found = self.passes(node)
+        if not _are_passes(found) or any(i >= len(node.inputs) for p in found for i in p.operands):
+            words = f"a sequence of LINEAR(...) and MOVES(...), of operands below {len(node.inputs)}"
+            require(False, f"what `passes` of {at(node)} gives", found, words)
+        return found
+
+    def sent(self, local: Local) -> list[float]:
+        """The bytes that one device sends in each collective of the lowering."""
+        if self.sends is None:
+            return []
+        with noting(lambda: f"the function `sends` of {at(local.node)}"):
+            found = self.sends(local)
+            found = list(found) if isinstance(found, Iterable) else found
+        if not isinstance(found, list) or not all(is_number(b, 0) for b in found):
+            require(False, f"what `sends` of {at(local.node)} gives", found, "the bytes of each collective, such as [4096]")
+        return found
+
+    def picked(self, candidates: Iterator[Local], node: Node, padding: Padding) -> Iterable[Local]:
+        """Those of the candidates that the primitive takes."""
+        assert self.ways
+        with noting(lambda: f"the function `ways` of {at(node)}"):
+            found = self.ways(candidates, padding)
+        require(isinstance(found, Iterable), f"what `ways` of {at(node)} gives", found, "those of the candidates that can run")
+        return found
+
+
+def at(node: Node) -> str:
+    """A node, in the words of errors."""
+    return f"{node.name} at {node.line or 'an unknown line'}"
+
+
+def _are_passes(found: Any) -> bool:
+    return isinstance(found, Sequence) and all(isinstance(p, Passes) for p in found)
 
 
 RULES: dict[str, Entry] = {}
+_RULE_TEXT = "text, such as 'm k+, k+ n -> m n'"
 
 
 @_jax.boundary
@@ -201,8 +255,9 @@ def register_rule(
       ways: picks the splits that the primitive takes, where rule and shapes do not tell; by default all.
 
     Raises:
-      ValueError: the text does not parse, or has another number of results than the primitive. The error quotes the rule and
-        the offending word. Where the rule does not fit shapes, the error comes when it is used, with the user's line.
+      ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark: without `local`,
+        a factor that one side alone has is reduced or whole. The error quotes the rule and the offending word. Where the rule
+        does not fit shapes, or a lowering gives others than it promises, the error comes when it is used, with the user's line.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
     >>> del RULES["my_scale"]  # no such primitive is there
@@ -211,20 +266,22 @@ def register_rule(
     for argument, given in (("local", local), ("sends", sends), ("ways", ways)):
         require_function(given, f"{argument} of register_rule", or_none=True)
     name = primitive if isinstance(primitive, str) else primitive.name
+    entry = Entry(name, rule, local, passes, in_place, sends, ways)
     if isinstance(rule, str):
         results = len(parse(rule).results)
         if results != 1 and not getattr(primitive, "multiple_results", True):
-            raise ValueError(f"rule {rule!r}: at '->': it has {results} results, {name} has one")
-    RULES[name] = Entry(name, rule, local, passes, in_place, sends, ways)
+            raise complain(rule, "->", f"it has {results} results, {name} has one: name one tensor after the arrow")
+        entry.require_fitting(parse(rule))
+    RULES[name] = entry
 
 
 def _check_given(primitive, rule, passes, in_place) -> None:
-    require(isinstance(primitive, str | Primitive), "primitive of register_rule", primitive, "a primitive, or its name")
-    text = "text, such as 'm k+, k+ n -> m n', or a function of the node that returns it"
+    named = isinstance(primitive, str) and primitive or isinstance(primitive, Primitive)
+    require(named, "primitive of register_rule", primitive, "a primitive, or its name")
+    text = f"{_RULE_TEXT}, or a function of the node that returns it"
     require(isinstance(rule, str) or callable(rule), "rule of register_rule", rule, text)
-    listed = isinstance(passes, Sequence) and all(isinstance(p, Passes) for p in passes)
     words = "a sequence of LINEAR(...) and MOVES(...), or a function of the node that returns it"
-    require(listed or callable(passes), "passes of register_rule", passes, words)
+    require(_are_passes(passes) or callable(passes), "passes of register_rule", passes, words)
     pair = isinstance(in_place, tuple) and len(in_place) == 2 and all(map(is_whole, in_place))
     words = "the places of the table and of the payload, such as (0, 2), or None"
     require(pair or in_place is None, "in_place of register_rule", in_place, words)

@@ -29,7 +29,7 @@ TensorFactors = tuple[DimFactors, ...]
 KEEP, WHOLE = "keep", "whole"
 REDUCTIONS = ("sum", "max", "min")
 _MARKS = {"": KEEP, "+": "sum", ":max": "max", ":min": "min", "!": WHOLE}
-_TOKEN = re.compile(r"\(|\)|\.\.\.|,|->|[A-Za-z_][A-Za-z_0-9]*~?(?:\+|!|:max|:min)?|1|\S+")
+_TOKEN = re.compile(r"\(|\)|\.\.\.|,|->|[A-Za-z_][A-Za-z_0-9]*~?(?:\+|!|:max|:min)?|1|[^\s,()]+")
 _FACTOR = re.compile(r"([A-Za-z_][A-Za-z_0-9]*~?)(\+|!|:max|:min|)")
 
 
@@ -108,17 +108,18 @@ def parse(text: str) -> Rule:
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise _complain(text, "->", "a rule has operands, an arrow '->' and results")
+        raise complain(text, "->", "a rule has operands, an arrow '->' and results, such as 'm k+, k+ n -> m n'")
     kinds: dict[str, str] = {}
     operands, results = (_parse_side(side, text, kinds) for side in (left, right))
     for tensor in results:
         for factor in _factors_of(tensor):
             if kinds.get(factor) in REDUCTIONS:
-                raise _complain(text, factor, "a reduced factor cannot appear in a result")
+                raise complain(text, factor, "a reduced factor cannot appear in a result: take it out there, or off its mark")
     return Rule(operands, results, tuple((f, k) for f, k in kinds.items() if k != KEEP), text)
 
 
-def _complain(text: str, word: str, why: str) -> ValueError:
+def complain(text: str, word: str, why: str) -> ValueError:
+    """An error that quotes the rule and the offending word."""
     return ValueError(f"rule {text!r}: at {word!r}: {why}")
 
 
@@ -135,7 +136,7 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
             tensors.append([])
         elif token == "..." and group is None:
             if "..." in tensors[-1]:
-                raise _complain(text, token, "a tensor has at most one")
+                raise complain(text, token, "a tensor has at most one: name its other dims")
             tensors[-1].append("...")
         elif token == "1" and group is None:
             tensors[-1].append(())
@@ -144,11 +145,11 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
             if group is None:
                 tensors[-1].append((factor,))
             elif "~" in factor:
-                raise _complain(text, token, "a windowed factor must have a dim to itself")
+                raise complain(text, token, "a windowed factor must have a dim to itself: take it out of the parentheses")
             else:
                 group.append(factor)
     if group is not None:
-        raise _complain(text, "(", "this parenthesis is not closed")
+        raise complain(text, "(", "this parenthesis is not closed: a compound dim is written (h w)")
     if tensors == [[]] and not side.strip():
         return ((),)
     return tuple(map(tuple, tensors))
@@ -157,10 +158,12 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
 def _parse_factor(token: str, text: str, kinds: dict[str, str]) -> str:
     match = _FACTOR.fullmatch(token)
     if match is None:
-        raise _complain(text, token, "expected a factor (a name and a mark: + ! :max :min or none), '...', '1' or a group")
+        expected = "expected a factor (a name and a mark: + ! :max :min or none), '...', '1' or a group such as (h w)"
+        raise complain(text, token, expected if token != "->" else "a rule has one arrow: separate tensors by commas")
     name, mark = match.groups()
     if kinds.setdefault(name, _MARKS[mark]) != _MARKS[mark]:
-        raise _complain(text, token, f"the factor {name!r} was marked as {kinds[name]} before")
+        before, now = (f"marked as {kind}" if kind != KEEP else "not marked" for kind in (kinds[name], _MARKS[mark]))
+        raise complain(text, token, f"the factor {name!r} was {before} before, and is {now} here: write it alike everywhere")
     return name
 
 
@@ -183,7 +186,7 @@ def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
         rule = replace(rule, results=())
     for what, tensors, shapes in (("operands", rule.operands, in_shapes), ("results", rule.results, out_shapes)):
         if len(tensors) != len(shapes):
-            raise _complain(rule.text, "->", f"it has {len(tensors)} {what}, the equation has {len(shapes)}")
+            raise complain(rule.text, "->", f"it has {len(tensors)} {what}, the equation has {len(shapes)}: name each")
     operands = tuple(_expand(t, s, rule.text) for t, s in zip(rule.operands, in_shapes, strict=True))
     results = tuple(_expand(t, s, rule.text) for t, s in zip(rule.results, out_shapes, strict=True))
     sizes = _sizes(operands + results, in_shapes + out_shapes, rule)
@@ -205,7 +208,8 @@ def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
         count = len(shape) - (len(tensor) - 1)
         tensor = tensor[:at] + tuple((f"_{i}",) for i in range(max(count, 0))) + tensor[at + 1 :]
     if len(tensor) != len(shape):
-        raise _complain(text, " ".join(map(_dim_text, tensor)), f"it names {len(tensor)} dims, the shape is {shape}")
+        out = "name each dim, or write '...' for those that are merely carried along"
+        raise complain(text, " ".join(map(_dim_text, tensor)), f"it names {len(tensor)} dims, the shape is {shape}: {out}")
     return tuple((f"{dim[0]}{n}",) if dim and dim[0][-1] == "~" else dim for dim, n in zip(tensor, shape, strict=True))
 
 
@@ -215,7 +219,8 @@ def _sizes(tensors, shapes, rule: Rule) -> dict[str, int]:
     groups = []
     for dim, n in ((d, n) for tensor, shape in zip(tensors, shapes, strict=True) for d, n in zip(tensor, shape, strict=True)):
         if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
-            raise _complain(text, dim[0], f"this factor has size {sizes[dim[0]]} in one place and {n} in another")
+            why = f"this factor has size {sizes[dim[0]]} in one place and {n} in another: give dims of two sizes two names"
+            raise complain(text, dim[0], why)
         if len(dim) != 1:
             groups.append((dim, n))
     before = -1
@@ -228,5 +233,5 @@ def _sizes(tensors, shapes, rule: Rule) -> dict[str, int]:
                 sizes[unknown[0]] = n // known
     for dim, n in groups:
         if any(f not in sizes for f in dim) or math.prod(sizes[f] for f in dim) != n:
-            raise _complain(text, f"({' '.join(dim)})" if dim else "1", f"its factors do not multiply to the dim's size {n}")
+            raise complain(text, f"({' '.join(dim)})" if dim else "1", f"its factors do not multiply to the dim's size {n}")
     return sizes
