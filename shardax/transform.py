@@ -22,6 +22,7 @@ from shardax.annotate import renumbered
 from shardax.crossing import Crossing
 from shardax.given import require_sizes
 from shardax.options import Options
+from shardax.passes import updates
 from shardax.processes import check_agreement
 from shardax.refinement import Placement, UserMesh, refinement, user_mesh
 from shardax.sharding import Sharding, at_rest, from_spec
@@ -133,7 +134,8 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     built = build(jaxpr, at_rest, mesh, options)
     if isinstance(mesh, Mesh):
         check_agreement(built, mesh)
-    run = functools.partial(_run, built, mesh)
+    local = updates.called(built.jaxpr) if "cpu" in ctx.module_context.platforms else built.jaxpr
+    run = functools.partial(_run, built, local, mesh)
     with program.timed(built.phases, "lower"), _jax.lowering_on(meshes.refined_mesh(mesh, built.refinement, concrete=True)):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
@@ -147,10 +149,10 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
     return Placement(UserMesh(axes, places), Sharding((dims + ((),) * rank)[:rank]))
 
 
-def _run(built: program.Program, mesh: Mesh | AbstractMesh, *args):
+def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
     args = _crossed(args, built.entering, mesh)
     with _jax.use_abstract_mesh(built.mesh):
-        results = jaxpr_as_fun(built.jaxpr)(*args)
+        results = jaxpr_as_fun(local)(*args)
     if isinstance(mesh, Mesh):
         refined = meshes.refined_mesh(mesh, built.refinement, concrete=True)
         rests = [NamedSharding(refined, sharding.spec) for sharding in built.out_shardings]
