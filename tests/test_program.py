@@ -95,3 +95,7 @@ def test_shardings_of_a_jit_inside_are_annotations():
     plan = sx.shard_jit(lambda x: inner(x + 1), mesh=mesh).plan(ones(16, 8))
     assert (plan.in_shardings[0].spec, plan.out_shardings.spec) == (P("x", "y"), P("y", "x"))
     same(lambda x: inner(x + 1), [ones(16, 8)])
+
+
+def test_constants_that_rest_otherwise_than_annotated():
+    same(lambda: jnp.zeros(3), [], out_shardings=P("x"))

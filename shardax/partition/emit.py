@@ -110,15 +110,18 @@ class Emitter:
             return self.moved(value, _literal(value), move, reader)
         shards = self.env[value]
         if move.source not in shards:
-            shards[move.source] = self.made_whole(self.makers[value])
+            shards[move.source] = self.made_whole(value)
         if move.target not in shards:
             shards[move.target] = self.moved(value, shards[move.source], move, reader)
         return shards[move.target]
 
-    def made_whole(self, node: Node):
-        """The result of a node that is `MADE_ANYWHERE`, or of its annotation, on a device that makes all of it."""
+    def made_whole(self, value: Value):
+        """A literal, what a `MADE_ANYWHERE` node makes, or one of them annotated, on a device that makes all of it."""
+        if value.is_literal:
+            return _literal(value)
+        node = self.makers[value]
         if annotations.of_node(node):
-            return self.made_whole(self.makers[node.inputs[0]])
+            return self.made_whole(node.inputs[0])
         assert node.name in MADE_ANYWHERE, node.name
         scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
         local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
