@@ -18,7 +18,7 @@ def test_the_page_is_current():
 
 
 def test_every_primitive_of_this_jax_is_there():
-    told = set(re.findall(r"^\| `([^`]+)` ", TEXT, re.M))
+    told = set(re.findall(r"`([\w-]+)`", TEXT.partition("\n## ")[2]))
     assert told == names()
     ours = {"abstract_state", "annotate", "partition_as", "shard_jit"}
     assert fresh_names() - told - ours == set()
@@ -37,13 +37,21 @@ def fresh_names() -> set[str]:
     [
         ("dot_general", "| b0, m1, n2 | k0: sum owed |  |"),
         ("cumsum", "| _1 | _0: all_gather |  |"),
-        ("sort", "| k0 |  | s: each place depends on every element |"),
-        ("pallas_call", "|  |  | no rule: a kernel: put the function that calls it under partition_as |"),
+        ("transpose", "| k0, k1 |  |  |"),
+        ("unstack", "| k0 |  | s: one result each |"),
     ],
 )
 def test_rows(name, cells):
-    (row,) = re.findall(rf"^\| `{name}` .*$", TEXT, re.M)
+    (row,) = re.findall(rf"^\| .*`{name}`.*$", TEXT, re.M)
     assert row.endswith(cells)
+
+
+@pytest.mark.parametrize(
+    "name, section",
+    [("add", "Elementwise"), ("all_gather", "Others"), ("pallas_call", "Without a rule"), ("scan", "With a program inside")],
+)
+def test_sections(name, section):
+    assert [text.partition("\n")[0] for text in TEXT.split("\n## ")[1:] if f"`{name}`" in text] == [section]
 
 
 def test_nothing_is_whole_without_a_reason():

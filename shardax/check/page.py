@@ -5,8 +5,10 @@ primitives that the installed JAX does not have stay as they are.
 """
 
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -26,21 +28,77 @@ FILE = Path(__file__).parents[2] / "docs" / "primitives.md"
 _MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 _HEAD = """# Primitives: what can be split
 
-`python -m shardax.check --page` makes this page from the rules, and a test checks that it is current. Each rule is that of
-one example; see `shardax/spmd_rules/rule.py` for how to read it. To split a *free* dim sends nothing. To split a dim *at a
-price* makes the collectives that are named, which the lowering itself sends, or leaves a reduction owed (`k+`, `k:max`,
-`k:min`), which is settled once, where the result is read. A *whole* dim is never split. If an operand comes in with such a
-dim split, its axes are moved to another dim by an all_to_all where there is one, and gathered where there is none.
+`python -m shardax.check --page` makes this page from the rules, and a test checks that it is current.
+
+A rule has a letter for each dim. The same letter on several arrays means that they are split alike.
+
+| in a rule | to split that dim |
+|---|---|
+| `k` | is free, or costs what the lowering sends |
+| `k+`, `k:max`, `k:min` | leaves a reduction owed, which is settled once, where the result is read |
+| `k~` | costs what neighbours send each other at the borders of their shards |
+| `k!` | is not possible: the axes of an operand that comes in so are moved to another dim by an all_to_all, or gathered |
+| `(h w)` | is one of two factors, h the major: split as h is; over w too where h is split into single positions |
+"""
+_ELEMENTWISE = """
+## Elementwise
+
+Every dim is free.
+
+"""
+_INLINED = """
+## With a program inside
+
+What the equations inside allow.
+
+"""
+_RULES = """
+## With a rule of their own
+
+Rules are those of one example; `_0 _1` are the dims of arrays that have as many as they like. To split a *free* dim sends
+nothing. To split a dim *at a price* sends the collectives that are named, or leaves a reduction owed.
 
 | primitive | rule | free | at a price | whole, and why |
 |---|---|---|---|---|
 """
+_OTHERS = """
+## Others
+
+"""
+_NONE = """
+## Without a rule
+
+Where a program has one, it runs replicated, and a warning names the line.
+
+"""
+Cells = tuple[str, ...]  # of a row, without the names
 
 
 def page(before: str) -> str:
     """The text of the page; `before` is what it was."""
-    kept = {m[1]: m[0] for m in re.finditer(r"^\| `([^`]+)` .*$", before, re.M)}
-    return _HEAD + "".join(f"{_row(name) or kept.get(name) or _absent(name)}\n" for name in sorted(names()))
+    rows = {name: _cells(name) or _kept(before).get(name) or _ABSENT for name in sorted(_ruled())}
+    table = [f"| {_listed(names)} | {' | '.join(cells)} |\n" for cells, names in _by_value(rows).items()]
+    return "".join(
+        [
+            *(_HEAD, _RULES, *table),
+            *(_ELEMENTWISE, _paragraph(_listed(sorted(_elementwise())))),
+            *(_INLINED, _paragraph(_listed(sorted(_inlined())))),
+            *(_OTHERS, *_reasons({name: why for name, why in UNCHECKED.items() if name not in _elementwise()})),
+            *(_NONE, *_reasons(NO_RULE)),
+        ]
+    )
+
+
+def _elementwise() -> set[str]:
+    return {name for name, entry in RULES.items() if entry.rule is same_shape}
+
+
+def _inlined() -> set[str]:
+    return {*BODIES, *INLINED} - RULES.keys()
+
+
+def _ruled() -> set[str]:
+    return RULES.keys() - _elementwise() - UNCHECKED.keys()
 
 
 def names() -> set[str]:
@@ -48,29 +106,40 @@ def names() -> set[str]:
     return {*RULES, *INLINED, *BODIES, *NO_RULE}
 
 
-def _absent(name: str) -> str:
-    return _line(name, "", "", "", "not in the JAX that made this page")
+def _by_value(items: Mapping[str, Any]) -> dict[Any, list[str]]:
+    """The keys that have each value, in their order."""
+    found: dict[Any, list[str]] = {}
+    for key, value in items.items():
+        found.setdefault(value, []).append(key)
+    return found
 
 
-def _line(*cells: str) -> str:
-    name, rule, *rest = cells
-    return f"| `{name}` | {f'`{rule}`' if rule else ''} | {' | '.join(rest)} |"
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
-def _row(name: str) -> str:
-    """The row of a primitive, "" where there is no example of it."""
-    if name in NO_RULE:
-        return _line(name, "", "", "", f"no rule: {NO_RULE[name]}")
-    if name in BODIES:
-        return _line(name, "", "what its body, carries and leading dims allow", "", "")
-    if name in INLINED and name not in RULES:
-        return _line(name, "", "what its equations allow: it is inlined", "", "")
-    if RULES[name].rule is same_shape:
-        return _line(name, "a b -> a b", "every dim", "", "")
-    if name in UNCHECKED:
-        rule = RULES[name].rule
-        return _line(name, rule if isinstance(rule, str) else "", "", "", UNCHECKED[name])
-    return next((_of_case(case) for case in _example(name)), "")
+def _paragraph(text: str, indent: str = "") -> str:
+    return f"{textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)}\n"
+
+
+def _reasons(why: Mapping[str, str]) -> Iterator[str]:
+    """The primitives of each reason."""
+    for reason, names in _by_value(dict(sorted(why.items()))).items():
+        yield _paragraph(f"- {_listed(names)}: {reason}.", "  ")
+
+
+def _kept(before: str) -> dict[str, Cells]:
+    """The cells of every primitive that has a row."""
+    rows = re.findall(r"^\| (`[^|]+`) \| (`.*) \|$", before, re.M)
+    return {name: tuple(cells.split(" | ")) for names, cells in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+_ABSENT = ("", "", "", "not in the JAX that made this page")
+
+
+def _cells(name: str) -> Cells | None:
+    """The row of a primitive, None where there is no example of it."""
+    return next((_of_case(case) for case in _example(name)), None)
 
 
 def _example(name: str) -> Iterator[Case]:
@@ -81,9 +150,9 @@ def _example(name: str) -> Iterator[Case]:
         return
 
 
-def _of_case(case: Case) -> str:
+def _of_case(case: Case) -> Cells:
     factors, entry = case.factors, case.entry
-    rule = str(entry.rule_of(case.node))
+    rule = str(entry.rule_of(case.node)).replace("...", " ".join(f for f in factors.sizes if f[0] == "_"))
     groups = [(f,) for f in factors.sizes if "~" not in f] + list(factors.tied)
     free, priced, whole = [], [], []
     for group in groups:
@@ -93,7 +162,7 @@ def _of_case(case: Case) -> str:
             f"{word}: {price}" if price not in ("", WHOLE) else word
         )
     because = f"{', '.join(whole)}: {WHOLE_BECAUSE.get(case.node.name, 'mixed with one another')}" if whole else ""
-    return _line(case.node.name, rule, ", ".join(free), ", ".join(priced), because)
+    return f"`{rule.strip()}`", ", ".join(free), ", ".join(priced), because
 
 
 def _price(case: Case, group: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from shardax.check.missing import Missing
 
 _ISLAND = "lives inside a shard_map alone, whose axes are split already"
-_EFFECT = "its callback is called once, on the global value: one call cannot be split"
+_EFFECT = "a callback is called once, on the global value: one call cannot be split"
 _LOWERING = "JAX makes it in the lowering of another primitive, so programs do not have it"
 
 UNCHECKED = {
@@ -83,7 +83,7 @@ WHOLE_BECAUSE = {
     "random_wrap": "the words of one key",
     "rng_bit_generator": "the generator of the backend: which numbers it makes where is not defined",
     "rng_uniform": "the generator of the backend: which numbers it makes where is not defined",
-    "sort": "each place depends on every element",
+    "sort": "each place depends on every element; the blocks of an array without other dims are merged",
     "top_k": "few, picked from the same candidates everywhere",
 }
 
