@@ -86,23 +86,26 @@ class Replicated:
     spared: float
 
 
-def replicated(decisions: Decisions, completion: Completion) -> Iterator[Replicated]:
+def replicated(decisions: Decisions, completion: Completion, spare: frozenset[str] = frozenset()) -> Iterator[Replicated]:
     """The nodes that run replicated over some axis.
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
-    replication to gather no more than the results come to, where all these devices want them anyway.
+    replication to gather no more than the results come to, where all these devices want them anyway, nor to leave `spare` axes
+    idle: the minor parts, which nobody named, of axes that were cut as their dim has fewer rows than there are devices.
     """
     for node, decision in decisions.pairs():
         for body in decision.bodies:
-            yield from replicated(body, completion)
+            yield from replicated(body, completion, spare)
         if not decision.bodies and not annotations.of_node(node):
-            yield from of_node(node, decision, completion)
+            yield from of_node(node, decision, completion, spare)
 
 
-def of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[Replicated]:
+def of_node(
+    node: Node, decision: Decision, completion: Completion, spare: frozenset[str] = frozenset()
+) -> Iterator[Replicated]:
     """The same of one node, if it is one."""
     lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
-    used = {a for split in decision.splits.values() for a in split.axes} & lie
+    used = {a for split in decision.splits.values() for a in split.axes} & lie | spare
     gathers = [(i, step) for i, step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
     nbytes = sum(step.nbytes for _, step in gathers)
     axes = tuple(dict.fromkeys(a for _, step in gathers for a in step.axes if a not in used))
