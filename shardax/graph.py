@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from shardax import _jax, static_updates
+from shardax import _jax, searches, static_updates
 from shardax.annotate import SAVED, annotate_p
 from shardax.sharding import from_spec
 from shardax.untyped import memory_of, shape_of
@@ -182,6 +182,8 @@ def _call(get_jaxpr: Callable[[Any], Any]):
 
 def _jit(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """A jit inside: it is inlined, and its shardings, where it has any, become annotations."""
+    if params := searches.search_params(eqn):
+        return inliner.append(eqn, searches.search_p, params, inputs, [Value(v.aval) for v in eqn.outvars])
     inputs = _constrained(inliner, eqn, inputs, eqn.params["in_shardings"])
     return _constrained(inliner, eqn, inliner.call(eqn, eqn.params["jaxpr"], inputs), eqn.params["out_shardings"])
 
@@ -255,6 +257,22 @@ def _custom_partitioning(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Va
         return inliner.call(eqn, eqn.params["call"], inputs)
     params = {**eqn.params, "call": Own(eqn.params["call"])}
     return inliner.append(eqn, eqn.primitive, params, inputs, [Value(v.aval) for v in eqn.outvars])
+
+
+def _platform_index(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """Which branch a platform takes. Mosaic is where a Pallas kernel runs: no program for a mesh."""
+    branches = [i for i, names in enumerate(eqn.params["platforms"]) if names is None or {*names} != {"mosaic"}]
+    known = len(branches) == 1
+    return [Value(eqn.outvars[0].aval, np.int32(*branches), True)] if known else _plain(inliner, eqn, inputs)
+
+
+def _cond(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """The branch that is taken, where that is known."""
+    index, *operands = inputs
+    if not index.is_literal:
+        return _plain(inliner, eqn, inputs)
+    branches = eqn.params["branches"]
+    return inliner.call(eqn, branches[min(max(int(index.literal), 0), len(branches) - 1)], operands)
 
 
 def _while(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
@@ -379,6 +397,7 @@ _CALLS = {
     "closed_call": _param("call_jaxpr"),
     "composite": _call(lambda eqn: eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]),
     "concatenate": _folded(lambda params, *parts: np.concatenate(parts), _concatenate),
+    "cond": _cond,
     "core_call": _param("call_jaxpr"),
     "custom_jvp_call": _param("call_jaxpr"),
     "custom_linear_solve": _linear_solve,
@@ -395,6 +414,7 @@ _CALLS = {
     "pjit": _jit,
     "pmax": _over_dims(lax.reduce_max),
     "pmin": _over_dims(lax.reduce_min),
+    "platform_index": _platform_index,
     "psum": _over_dims(lax.reduce_sum),
     "psum_invariant": _over_dims(lax.reduce_sum),
     "remat2": _remat,

@@ -51,7 +51,11 @@ def batched(x, i):
     return jax.vmap(pick)(jnp.stack([x, 2 * x]), jnp.stack([i, i]))
 
 
-PROGRAMS = (pick, pick_from_behind, several, written, loss, decoded, batched)
+def diagonal(x, i):
+    return jax.grad(lambda x: (jnp.diag(x) ** 2).sum())(x[:, : len(x)])
+
+
+PROGRAMS = (pick, pick_from_behind, several, written, loss, decoded, batched, diagonal)
 
 
 def arguments(n):

@@ -32,6 +32,7 @@ UNCHECKED = {
     "partition_as": "its rule is that of a user's function",
     "xla_metadata_value": "is the identity: carries a note for the compiler",
     "platform_index": "says on which platform it runs",
+    "search": "shardax finds it in what jnp.searchsorted expands into",
     "select_and_scatter": "no public function makes it",
     **dict.fromkeys("empty empty2".split(), "its elements are arbitrary until they are written"),
     **dict.fromkeys("geqp3 geqrf ormqr philox2x32 philox4x32 threefry4x32".split(), _LOWERING),
