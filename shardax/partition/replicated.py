@@ -105,13 +105,13 @@ def of_node(
 ) -> Iterator[Replicated]:
     """The same of one node, if it is one."""
     lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
-    used = {a for split in decision.splits.values() for a in split.axes} & lie | spare
+    used = {a for split in decision.splits.values() for a in split.axes} & lie
     gathers = [(i, step) for i, step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
     nbytes = sum(step.nbytes for _, step in gathers)
     axes = tuple(dict.fromkeys(a for _, step in gathers for a in step.axes if a not in used))
     made = zip(node.outputs, decision.results, strict=True)
     wasted = nbytes - sum(_gathered_anyway(v, layout, completion, axes) for v, layout in made)
-    if wasted > 0:
+    if wasted > 0 and not spare.issuperset(axes):
         carried = sum(step.nbytes for i, step in gathers if _is_carried(node, decision, i, step.dim, completion.sizes))
         yield Replicated(node, axes, nbytes, wasted <= FEW * COLLECTIVE, carried, decision.spared)
 
