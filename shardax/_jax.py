@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 64 entries, here by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 63 entries, here by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to change its
 equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some parameters, have changed:
@@ -10,13 +10,13 @@ equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the t
     ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
     register_dce.
 Primitives that public functions bind and nothing public names:
-    optimization_barrier_p, scan_p, sharding_constraint_p, UNSPECIFIED.
+    sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
     EMPTY_NAME_STACK, scope_names, user_line, current_line, with_user_frame, lines_of_their_own, hide_frames, boundary,
     prefix_error, infer_names.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether anything is being
 traced, the store that processes share:
-    context_mesh, use_abstract_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
+    context_mesh, wants_own_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
 Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with our Python where
 its cache has nothing; the seconds of one compilation; shardings given to what is traced already:
     Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
@@ -62,8 +62,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 Literal = core.Literal
-optimization_barrier_p = jax.lax.optimization_barrier_p
-scan_p = jax.lax.scan_p
 sharding_constraint_p = pjit.sharding_constraint_p  # what with_sharding_constraint binds
 UNSPECIFIED = named_sharding_lib.UNSPECIFIED  # what a jit equation has where no sharding was given
 EMPTY_NAME_STACK = source_info_util.NameStack()
@@ -92,11 +90,7 @@ def expand_hi_primitive(eqn) -> Any:
 def dce(jaxpr) -> Any:
     """Drops what no result needs, inside loops too; keeps inputs and effects."""
     open_jaxpr, _ = pe.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), instantiate=True)
-    if open_jaxpr is jaxpr.jaxpr:
-        return jaxpr
-    return (
-        core.ClosedJaxpr(open_jaxpr, jaxpr.consts) if hasattr(core, "ClosedJaxpr") else open_jaxpr.replace(consts=jaxpr.consts)
-    )
+    return jaxpr if open_jaxpr is jaxpr.jaxpr else _closed_over(open_jaxpr, jaxpr.consts)
 
 
 def dce_open(jaxpr) -> Any:
@@ -172,7 +166,9 @@ def context_mesh() -> Any:
     return None if legacy.empty else legacy
 
 
-use_abstract_mesh = jax.sharding.use_abstract_mesh
+def wants_own_mesh(error: Exception) -> bool:
+    """Whether a shard_map refused its mesh for the one in context. JAX's error has no type of its own."""
+    return "mesh passed to shard_map" in str(error)
 
 
 def lowering_on(mesh) -> Any:
@@ -247,8 +243,11 @@ def lazy_derivative(thunk, ctx, change) -> Any:
     return linear_util.wrap_init(traced, debug_info=thunk.debug_info)
 
 
-def _closed_over(jaxpr, consts) -> Any:
-    return core.ClosedJaxpr(jaxpr, consts) if hasattr(core, "ClosedJaxpr") else jaxpr.replace(consts=consts)
+def _closed_over(jaxpr, consts, **changes) -> Any:
+    """An open jaxpr with its constants, and with other changes."""
+    if hasattr(core, "ClosedJaxpr"):
+        return core.ClosedJaxpr(jaxpr.replace(**changes), consts)
+    return jaxpr.replace(**changes, consts=consts)
 
 
 def lazy_vjp(eqn, change) -> dict[str, Any]:
@@ -317,18 +316,12 @@ def has_effects(eqn) -> bool:
 def prune(jaxpr, used_outputs) -> tuple[Any, list[bool]]:
     """The jaxpr of some of a jaxpr's results, and which inputs they need."""
     pruned, used = pe.dce_jaxpr(jaxpr.jaxpr, used_outputs)
-    return _with_consts(pruned, jaxpr), used
-
-
-def _with_consts(open_jaxpr, jaxpr):
-    if hasattr(core, "ClosedJaxpr"):
-        return core.ClosedJaxpr(open_jaxpr, jaxpr.consts)
-    return open_jaxpr
+    return _closed_over(pruned, jaxpr.consts), used
 
 
 def with_eqns(jaxpr, eqns) -> Any:
     """The same jaxpr with other equations."""
-    return _with_consts(jaxpr.jaxpr.replace(eqns=eqns), jaxpr)
+    return _closed_over(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
 
 
 def with_constants_made(jaxpr, made) -> Any:
@@ -336,10 +329,7 @@ def with_constants_made(jaxpr, made) -> Any:
     kept = [(var, const) for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True) if var not in made]
     eqns = [eqn.replace(outvars=[var]) for var, one in made.items() for (eqn,) in [one.jaxpr.eqns]]
     new = {"constvars": [var for var, _ in kept], "eqns": [*eqns, *jaxpr.jaxpr.eqns]}
-    consts = [const for _, const in kept]
-    if hasattr(core, "ClosedJaxpr"):
-        return core.ClosedJaxpr(jaxpr.jaxpr.replace(**new), consts)
-    return jaxpr.jaxpr.replace(**new, consts=consts)
+    return _closed_over(jaxpr.jaxpr, [const for _, const in kept], **new)
 
 
 def on_line_of(eqn, jaxpr) -> Any:
@@ -367,21 +357,23 @@ def replaced_eqns(jaxpr, eqns) -> Any:
 def with_eqns_and_results(jaxpr, eqns, outvars) -> Any:
     """The same jaxpr, closed or open, with other equations and results."""
     new = (jaxpr.jaxpr if hasattr(jaxpr, "consts") else jaxpr).replace(eqns=eqns, outvars=outvars)
-    return _with_consts(new, jaxpr) if hasattr(jaxpr, "consts") else new
+    return _closed_over(new, jaxpr.consts) if hasattr(jaxpr, "consts") else new
 
 
 new_variable = core.Var
 
 
 def with_bodies(eqn, change) -> Any:
-    """An equation, each jaxpr in its parameters as `change` returns it."""
+    """An equation, each jaxpr in its parameters as `change` returns it; the equation itself where none is another."""
+    new = {name: _changed(value, change) for name, value in eqn.params.items()}
+    return eqn.replace(params=new) if any(new[name] is not value for name, value in eqn.params.items()) else eqn
 
-    def changed(value):
-        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-            return tuple(map(changed, value))
-        return change(value) if is_jaxpr(value) else value
 
-    return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()}) if has_bodies(eqn) else eqn
+def _changed(value, change):
+    if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+        new = tuple(_changed(v, change) for v in value)
+        return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+    return change(value) if is_jaxpr(value) else value
 
 
 def under_local_mesh(param) -> Any:
@@ -401,21 +393,7 @@ def _under_local_mesh(eqn):
 
 def map_eqns(jaxpr, change) -> Any:
     """The jaxpr with every equation, those of jaxprs in parameters first, as `change` returns it."""
-    eqns = [change(_with_bodies(eqn, change)) for eqn in jaxpr.eqns]
-    return replaced_eqns(jaxpr, eqns)
-
-
-def _with_bodies(eqn, change):
-    new = {name: _mapped(value, change) for name, value in eqn.params.items()}
-    changed = any(new[name] is not value for name, value in eqn.params.items())
-    return eqn.replace(params=new) if changed else eqn
-
-
-def _mapped(value, change):
-    if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-        new = tuple(_mapped(v, change) for v in value)
-        return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
-    return map_eqns(value, change) if is_jaxpr(value) else value
+    return replaced_eqns(jaxpr, [change(with_bodies(eqn, lambda body: map_eqns(body, change))) for eqn in jaxpr.eqns])
 
 
 Committed = tuple[tuple[tuple[str, int], ...], tuple[int, ...] | None, tuple[tuple[str, ...], ...]]

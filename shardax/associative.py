@@ -149,7 +149,7 @@ def _expansion(types: tuple[tuple[Any, Any], ...], dim: int, combine: Combine) -
 
 def _traced(function: Callable[..., Any], types) -> Graph:
     """Traces under no mesh, because under one JAX would note the shardings of gradients."""
-    with _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         return from_jaxpr(_jax.dce(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*t) for t in types))))
 
 

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax import _jax
 from shardax.spmd_rules.associative import Combine
 
 _ROWS = 64
@@ -35,8 +34,8 @@ def has_associative_gradient(combine: Combine, types: tuple[tuple[Any, Any], ...
 def _agree(both, combine: Combine, types, dim: int) -> bool:
     random = np.random.default_rng(0)
     *abc, cts = ([_sample(random, *t) for t in _small(combine, types, dim)] for _ in range(4))
-    no_mesh, precisely = _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())), jax.default_matmul_precision("highest")
-    with no_mesh, precisely, jax.ensure_compile_time_eval():
+    no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    with no_mesh, jax.default_matmul_precision("highest"), jax.ensure_compile_time_eval():
         one, two = jax.tree.map(np.asarray, jax.jit(partial(both, combine))(abc, cts))
     scale = _scale([*jax.tree.leaves(abc), *jax.tree.leaves((one, two))], dim)
     return all(_close(x, y, scale, dim) for x, y in zip(one, two, strict=True))

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardax import _jax, causes, meshes
+from shardax import causes, meshes
 from shardax.explain.ledger import Collective, collectives
 from shardax.explain.words import spec_text
 from shardax.refinement import Placement, Refinement, UserMesh, refinement
@@ -120,7 +120,7 @@ class Crossing:
             with causes.scope("ppermute", self.reason(), causes.Crossed(self)):
                 return lax.ppermute(shard, axes, self.pairs)
 
-        with _jax.use_abstract_mesh(refined):
+        with jax.sharding.use_abstract_mesh(refined):
             return jax.shard_map(permuted, mesh=refined, in_specs=before, out_specs=after, check_vma=False)(x)
 
     @property
@@ -196,7 +196,7 @@ def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, in
 
 def _relabelled(x, mesh: AnyMesh, before: PartitionSpec, after: PartitionSpec):
     """The same shards under another spec, or another mesh; nothing moves."""
-    with _jax.use_abstract_mesh(AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         return jax.shard_map(lambda shard: shard, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)(x)
 
 

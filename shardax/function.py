@@ -108,7 +108,7 @@ class Function:
     def _run(self, mesh: Mesh | AbstractMesh, args, kwargs):
         """Under jax.jit: traces the function and binds its global jaxpr. Explicit types end here, and begin at the results."""
         nested = jax.sharding.get_abstract_mesh() == abstract_mesh(auto_mesh(mesh))
-        with _jax.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
+        with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
             request = self._request(mesh, args, kwargs)
             traced = trace(request)
             jaxpr = functools.reduce(_transformed, enumerate(self.transforms), traced.jaxpr)

@@ -124,7 +124,7 @@ def without_unread(graph: Graph) -> Graph:
 def made_of(function: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The nodes of a function of values, and what it gives, in the place of a node: with its scope and line."""
     types = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in inputs]
-    with _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # on another, JAX would note where values lie
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # on another, JAX would note where values lie
         jaxpr = jax.make_jaxpr(function)(*types)
     inliner = _Inliner([], node.scope, node.callers)
     outputs = inliner.run(_jax.on_line_of(node.eqn, jaxpr), inputs)
@@ -213,7 +213,7 @@ def _moved(inliner: _Inliner, eqn, i: int, value: Value, aval) -> Value:
 def _remat(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """remat2: inlined behind an optimization barrier when it recomputes, or XLA shares the work with the forward pass."""
     if eqn.params["differentiated"] and eqn.params["prevent_cse"] is not False:
-        inputs = inliner.append(eqn, _jax.optimization_barrier_p, {}, inputs, [Value(v.aval) for v in inputs])
+        inputs = inliner.append(eqn, lax.optimization_barrier_p, {}, inputs, [Value(v.aval) for v in inputs])
     return inliner.call(eqn, eqn.params["jaxpr"], inputs)
 
 

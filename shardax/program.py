@@ -148,7 +148,7 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
     report_replicated(decisions, sizes, strict=options.strict is True, allow=options.allow)
     with timed(phases, "emission"):
         abstract = meshes.refined_mesh(mesh, refined)
-        with _jax.use_abstract_mesh(abstract):
+        with jax.sharding.use_abstract_mesh(abstract):
             local = _emit(program, decisions, shardings, abstract, refined)
     with timed(phases, "passes"):
         local = scopes.named(dead.dropped(share.shared(local)))

@@ -168,7 +168,7 @@ def _changed(jaxpr, mesh: AnyMesh, arguments: Sequence[Any] = (), results: Seque
 
 def shapes(avals, mesh: AnyMesh) -> list[jax.ShapeDtypeStruct]:
     """Each in the memory where it is kept, which only shapes on a mesh can say."""
-    with _jax.use_abstract_mesh(abstract_mesh(mesh)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(mesh)):
         return list(map(shape_of, avals))
 
 

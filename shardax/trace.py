@@ -219,25 +219,22 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence
             return attempt()
         except Exception as error:
             errors.append(error)
-    if not any(_OWN_MESH in str(error) for error in errors):
+    if not any(map(_jax.wants_own_mesh, errors)):
         raise errors[-1]
     with _jax.legacy_mesh(auto_mesh(mesh)) if isinstance(mesh, Mesh) else nullcontext():
         return _traced(flat, leaves, slots, empty)
 
 
-_OWN_MESH = "mesh passed to shard_map"  # in JAX's error, where that is not the one in context
-
-
 def _traced(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], context: AbstractMesh):
-    with _jax.use_abstract_mesh(context):
+    with jax.sharding.use_abstract_mesh(context):
         return _jax.without_refs(jax.make_jaxpr(flat)(*_arranged([shape_of(slot.aval) for slot in slots], slots)))
 
 
 def _traced_typed(flat, leaves: Sequence[Any], slots: Sequence[Slot], mesh: AbstractMesh, auto: AbstractMesh):
     shapes = [shape_of(s.aval, _type(x, s, mesh)) for x, s in zip(leaves, slots, strict=True)]
-    with _jax.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(flat)(*_arranged(shapes, slots))
-    with _jax.use_abstract_mesh(auto):
+    with jax.sharding.use_abstract_mesh(auto):
         return _jax.without_refs(untyped(jaxpr))
 
 

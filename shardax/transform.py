@@ -63,7 +63,7 @@ def build(
     for i, aval in enumerate(jaxpr.in_avals):
         require_sizes(aval.shape, f"argument {i} of a shard_jit inside")
     auto = auto_mesh(mesh)
-    with _jax.use_abstract_mesh(abstract_mesh(auto)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(auto)):
         return program.build(jaxpr, in_shardings, auto, options)
 
 
@@ -151,7 +151,7 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
 
 def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
     args = _crossed(args, built.entering, mesh)
-    with _jax.use_abstract_mesh(built.mesh):
+    with jax.sharding.use_abstract_mesh(built.mesh):
         results = jaxpr_as_fun(local)(*args)
     if isinstance(mesh, Mesh):
         refined = meshes.refined_mesh(mesh, built.refinement, concrete=True)

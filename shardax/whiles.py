@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardax import _jax
+from jax import lax
+
 from shardax.graph import Graph, Node, Value
 from shardax.indices import Makers, holds, number_behind, step_of_counter, whole_number
 from shardax.operands import carries_of, constants_of
@@ -41,7 +42,7 @@ def _as_scan(node: Node, makers: Makers) -> Node:
         "num_consts": node.params["body_nconsts"],
         "num_carry": len(carries_of(node)),
     }
-    return replace(node, primitive=_jax.scan_p, params=params, inputs=node.inputs[first:], bodies=node.bodies[1:])
+    return replace(node, primitive=lax.scan_p, params=params, inputs=node.inputs[first:], bodies=node.bodies[1:])
 
 
 def _trips(node: Node, makers: Makers) -> int | None:

@@ -171,7 +171,7 @@ ONCE = {
 
 def both(name: str) -> tuple[Graph, Completion, Completion]:
     mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
-    with _jax.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh):
         made = PROGRAMS[name]()
     return made, *(complete(made, [None] * len(made.inputs), SIZES, reuse=reuse) for reuse in (True, False))
 
