@@ -31,7 +31,7 @@ def search_params(eqn) -> dict[str, str] | None:
 @lru_cache(maxsize=256)
 def _expanded(table, queries, side: str, method: str) -> Hashable:
     """What JAX makes of a search."""
-    with _jax.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
         shown = jax.make_jaxpr(partial(search, side=side, method=method))(table, queries)
     return _form(shown.jaxpr.eqns[-1].params.get("jaxpr", shown))
 
