@@ -76,6 +76,6 @@ for _name in _MOVES:
     register_rule(_name, same_shape, passes=(MOVES(0),))
 register_rule("convert_element_type", same_shape, passes=_convert_passes)
 register_rule("div", same_shape, passes=_div_passes)
-register_rule("mulhi", same_shape, _mulhi_local)
 register_rule("mul", same_shape, passes=(LINEAR(0), LINEAR(1)))
+register_rule("mulhi", same_shape, _mulhi_local)
 register_rule("select_n", same_shape, passes=_select_passes)

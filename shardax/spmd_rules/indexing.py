@@ -102,6 +102,14 @@ def owner_mark(dtype) -> str:
     return "+" if jnp.issubdtype(dtype, np.number) else "!"
 
 
+def at_places(x, places, dim: int):
+    """x at `places` along `dim`: of the rank of x, several places for each position of the other dims; of one less, one."""
+    others = tuple(d for d in range(x.ndim) if d != dim)
+    batch = others if places.ndim == x.ndim else tuple(range(places.ndim))
+    numbers = lax.GatherDimensionNumbers((), (dim,), (dim,), others, batch)
+    return lax.gather(x, lax.expand_dims(places, [places.ndim]), numbers, (1,) * x.ndim, mode="promise_in_bounds")
+
+
 def _clip(indices, last):
     return jnp.minimum(jnp.maximum(indices, np.zeros((), indices.dtype)), last)
 

@@ -18,6 +18,7 @@ from shardax import _jax
 from shardax.collectives import identity
 from shardax.graph import Node
 from shardax.sharding import Axes
+from shardax.spmd_rules.indexing import at_places
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 from shardax.spmd_rules.sends import all_gather
 
@@ -81,21 +82,13 @@ def _arg_local(kind: str) -> Callable:
             return local.bind(shard)
         shard = local.mask(0, shard, identity(kind, shard.dtype), [dim])
         (place,) = local.bind(shard)
-        value = _at(shard, place, dim)
+        value = at_places(shard, place, dim)
         place += lax.convert_element_type(local.start(local.operands[0], dim), place.dtype)
         values, places = (all_gather(local, "bests", x, axes) for x in (value, place))
         (best,) = local.bind(values, axes=(0,))
-        return [_at(places, best, 0)]
+        return [at_places(places, best, 0)]
 
     return lowering
-
-
-def _at(x, places, dim: int):
-    """x at `places` along `dim`, which goes."""
-    batch = tuple(d for d in range(x.ndim) if d != dim)
-    kept = tuple(range(places.ndim))
-    numbers = lax.GatherDimensionNumbers((), (dim,), (dim,), batch, kept)
-    return lax.gather(x, lax.expand_dims(places, [places.ndim]), numbers, (1,) * x.ndim, mode="promise_in_bounds")
 
 
 def _all_bits(dtype):

@@ -23,6 +23,7 @@ from jax import lax
 from shardax.collectives import identity
 from shardax.graph import Node
 from shardax.halo import slice_by_device
+from shardax.spmd_rules.indexing import at_places
 from shardax.spmd_rules.registry import Local, register_rule
 from shardax.spmd_rules.sends import all_gather, ppermute
 
@@ -139,11 +140,8 @@ def _approx_top_k_local(local: Local, shard):
     """The recall is that of the whole dim. Elements are lost only where each device picks its candidates; the last pick is
     exact.
     """
-    axis, fill = (
-        local.params["reduction_dimension"] % shard.ndim,
-        identity("max" if local.params["is_max_k"] else "min", shard.dtype),
-    )
-    size = local.params["reduction_input_size_override"]
+    axis, size = local.params["reduction_dimension"] % shard.ndim, local.params["reduction_input_size_override"]
+    fill = identity("max" if local.params["is_max_k"] else "min", shard.dtype)
     whole = size if size >= 0 else local.node.inputs[0].shape[axis]
     first = partial(local.bind, reduction_input_size_override=whole)
     return _pick(local, shard, axis, fill, first, partial(local.bind, recall_target=1.0))
@@ -172,19 +170,7 @@ def _pick(local: Local, shard, axis: int, fill, first: Callable, last: Callable)
     places = places + lax.convert_element_type(local.start(layout, axis), places.dtype)
     values, places = (all_gather(local, "candidates", x, axes, axis) for x in (values, places))
     values, among = last(values)
-    return [values, _take_along(places, among, axis)]
-
-
-def _take_along(places, among, axis: int):
-    batch = tuple(d for d in range(places.ndim) if d != axis)
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=(),
-        collapsed_slice_dims=(axis,),
-        start_index_map=(axis,),
-        operand_batching_dims=batch,
-        start_indices_batching_dims=batch,
-    )
-    return lax.gather(places, lax.expand_dims(among, [among.ndim]), numbers, (1,) * places.ndim, mode="promise_in_bounds")
+    return [values, at_places(places, among, axis)]
 
 
 register_rule("approx_top_k", approx_top_k, _approx_top_k_local)
