@@ -202,7 +202,7 @@ def _record(x, spec, what: str):
         raise ValueError(_no_mesh(what))
     mesh = own_mesh(spec) or mesh  # whose devices are looked at where the program's are known
     dims = dims_of(spec, jax.numpy.shape(x), mesh, f"{what} at {_jax.current_line() or 'an unknown line'}")
-    return x if dims is None else bind(x, dims, "annotate", "inside", mesh=own_mesh(spec))
+    return x if dims is None else bind_annotation(x, dims, "annotate", "inside", mesh=own_mesh(spec))
 
 
 def _put(x, spec, what: str):
@@ -230,7 +230,9 @@ def own_mesh(spec) -> Mesh | AbstractMesh | None:
     return spec.mesh if isinstance(spec, NamedSharding) else None
 
 
-def bind(x, dims: Dims, source: str, role: Role = "implied", like: int | None = None, mesh: Mesh | AbstractMesh | None = None):
+def bind_annotation(
+    x, dims: Dims, source: str, role: Role = "implied", like: int | None = None, mesh: Mesh | AbstractMesh | None = None
+):
     """The `annotate` equation itself, without any check."""
     return annotate_p.bind(x, dims=dims, source=source, role=role, like=like, mesh=mesh)
 

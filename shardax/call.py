@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardax import _jax, meshes, resting, strict, transform
 from shardax.crossing import Crossing, placed_here
-from shardax.explain.plan import AtRest, Placed, Plan, at_rest
+from shardax.explain.plan import AtRest, Placed, Plan
 from shardax.function import Function, crossing_of
 from shardax.options import Options
 from shardax.program import Program
@@ -135,4 +135,4 @@ def _moved(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewher
     places = list(places)
     for x in found:
         if x.number < len(places) and x.wanted.sharding != places[x.number].sharding:
-            yield at_rest(side, places[x.number], x.wanted.sharding, x.came, x.left)
+            yield AtRest.of(side, places[x.number], x.wanted.sharding, x.came, x.left)

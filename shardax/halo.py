@@ -78,11 +78,11 @@ class Exchange:
 
 
 @lru_cache(maxsize=4096)
-def plan(want: Wanted) -> Exchange:
+def exchange_of(want: Wanted) -> Exchange:
     """The exchange that brings every device what it wants.
 
     >>> want = Wanted(0, ("x",), (-1, 3, 7, 11), (5, 9, 13, 17), rows=6, size=16, block=4)
-    >>> [(p.distance, p.rows, p.starts, p.pairs) for p in plan(want).pieces if p.distance]
+    >>> [(p.distance, p.rows, p.starts, p.pairs) for p in exchange_of(want).pieces if p.distance]
     [(-1, 1, (3, 3, 3, 3), ((0, 1), (1, 2), (2, 3))), (1, 1, (0, 0, 0, 0), ((1, 0), (2, 1), (3, 2)))]
     """
     needs = [(max(f, 0), min(e, want.size)) for f, e in zip(want.firsts, want.ends, strict=True)]
@@ -149,7 +149,7 @@ Send = Callable[[Any, Axes, Sequence[tuple[int, int]]], Any]
 
 def bring(want: Wanted, shard, device, send: Send, fill=0):
     """The rows that this device, number `device` along `want.axes`, wants, with `fill` for those outside of the value."""
-    exchange = plan(want)
+    exchange = exchange_of(want)
     pieces = [_brought(want, piece, shard, device, send) for piece in exchange.pieces]
     around = [_filling(shard, rows, want.dim) for rows in (exchange.before, exchange.after)]
     pieces = [piece for piece in (around[0], *pieces, around[1]) if piece.shape[want.dim]]

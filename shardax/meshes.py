@@ -10,7 +10,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardax import _jax, annotations
-from shardax.annotate import Dims, annotate_p, bind, check_devices
+from shardax.annotate import Dims, annotate_p, bind_annotation, check_devices
 from shardax.annotations import Annotation
 from shardax.graph import Graph, Node, Own
 from shardax.refinement import Placement, Refinement, UserMesh, user_mesh
@@ -177,7 +177,9 @@ def _annotated(xs, shardings, words: str, line: str):
         annotations.of_sharding(s, words, x.ndim, line) if isinstance(s, NamedSharding) else None
         for x, s in zip(xs, shardings, strict=True)
     ]
-    return [x if g is None else bind(x, g.dims, g.source, g.role, mesh=g.mesh) for x, g in zip(xs, given, strict=True)]
+    return [
+        x if g is None else bind_annotation(x, g.dims, g.source, g.role, mesh=g.mesh) for x, g in zip(xs, given, strict=True)
+    ]
 
 
 _IN_ORDER = {

@@ -354,7 +354,7 @@ def _halos(layout: Layout, problem: _Problem) -> Iterator[Step]:
         for padded in problem.paddings[dim] if layout.dims[dim] else ():
             if padded % count == 0 and padded != layout.padded[dim]:
                 old, axes = layout.padded[dim] // count, layout.dims[dim]
-                rows = sum(halo.plan(next_blocks(dim, axes, old, padded // count, count, problem.shape[dim])).sent)
+                rows = sum(halo.exchange_of(next_blocks(dim, axes, old, padded // count, count, problem.shape[dim])).sent)
                 after = _with(layout, dim, (), padded)
                 kind, axes = ("halo", axes) if rows else ("crop", ())
                 yield Step(kind, axes, layout, after, problem.nbytes(layout) // old * rows, dim=dim)
@@ -459,7 +459,7 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
 def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> Wanted:
     """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold blocks of `new` rows.
 
-    >>> halo.plan(next_blocks(0, ("x",), 65, 66, 4, 257)).sent
+    >>> halo.exchange_of(next_blocks(0, ("x",), 65, 66, 4, 257)).sent
     [3]
     """
     firsts = range(0, count * new, new)

@@ -15,8 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax, program
-from shardax.annotate import SAVED, Dims, annotate_p, renumbered
-from shardax.annotate import bind as bind_annotation
+from shardax.annotate import SAVED, Dims, annotate_p, bind_annotation, renumbered
 from shardax.sharding import Sharding, round_up, shard_count
 from shardax.trace import abstract_mesh
 from shardax.untyped import memory_of, shape_of
@@ -24,7 +23,7 @@ from shardax.untyped import memory_of, shape_of
 AnyMesh = Mesh | AbstractMesh
 
 
-class Split:
+class NowAndLater:
     """`known` has the known inputs and results, then what it saves; `later` takes the residuals first, then the unknown inputs.
 
     `sources` has for each residual the known input that it is, None where it is the next that `known` saves.
@@ -172,4 +171,4 @@ def shapes(avals, mesh: AnyMesh) -> list[jax.ShapeDtypeStruct]:
         return list(map(shape_of, avals))
 
 
-split = _jax.weakly_cached(Split)
+split = _jax.weakly_cached(NowAndLater)

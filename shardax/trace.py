@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax, meshes
-from shardax.annotate import Dims, OtherDevices, Role, bind, broadcast_specs, dims_of, flatten, own_mesh
+from shardax.annotate import Dims, OtherDevices, Role, bind_annotation, broadcast_specs, dims_of, flatten, own_mesh
 from shardax.constants import with_made_constants
 from shardax.sharding import Sharding
 from shardax.untyped import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
@@ -189,7 +189,7 @@ def _annotated(x, slot: Slot, like: int | None = None):
     if slot.dims is not None or like is not None:
         dims = slot.dims or (None,) * len(slot.aval.shape)
         words = (slot.source, slot.role) if slot.dims else (f"{slot.name}, which succeeds an argument", "implied")
-        x = bind(x, dims, *words, like, slot.mesh)
+        x = bind_annotation(x, dims, *words, like, slot.mesh)
     return x if slot.memory in (None, memory_of(jax.typeof(x))) else jax.device_put(x, slot.memory)
 
 

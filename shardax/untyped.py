@@ -8,7 +8,7 @@ from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.annotate import bind
+from shardax.annotate import bind_annotation
 from shardax.sharding import Sharding, from_spec
 
 
@@ -88,7 +88,7 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
 
 
 def _annotated(x, spec: PartitionSpec, name: str, eqn):
-    return bind(x, from_spec(spec, x.ndim).dims, f"{name} at {_jax.user_line(eqn.source_info)}")
+    return bind_annotation(x, from_spec(spec, x.ndim).dims, f"{name} at {_jax.user_line(eqn.source_info)}")
 
 
 def _untyped_params(eqn) -> dict[str, Any]:

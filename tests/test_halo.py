@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardax.halo import Wanted, bring, plan
+from shardax.halo import Wanted, bring, exchange_of
 from shardax.reshard import next_blocks
 
 COUNTS = (2, 3, 8)
@@ -64,5 +64,5 @@ def test_blocks_of_random_keys(count):
 
 def test_no_device_sends_what_nobody_wants():
     """Own rows are not sent, nor the padding: 9 rows in blocks of 3 on 4 devices, wanted in blocks of 4."""
-    assert [(p.distance, p.rows) for p in plan(next_blocks(0, ("x",), 3, 4, 4, 9)).pieces] == [(0, 3), (1, 2)]
-    assert plan(next_blocks(0, ("x",), 4, 4, 4, 9)).sent == []
+    assert [(p.distance, p.rows) for p in exchange_of(next_blocks(0, ("x",), 3, 4, 4, 9)).pieces] == [(0, 3), (1, 2)]
+    assert exchange_of(next_blocks(0, ("x",), 4, 4, 4, 9)).sent == []

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardax.cost import chips
 from shardax.cost.roofline import estimate, work
-from shardax.explain.plan import AtRest, Plan, at_rest, placed
+from shardax.explain.plan import AtRest, Plan, placed
 from shardax.explain.tables import plain
 from shardax.explain.terminal import rich_text
 from shardax.explain.text import tables
@@ -66,7 +66,7 @@ def make_plan(body=shards, in_specs=IN_SPECS, out_specs=OUT_SPECS, args=(STATE, 
 def plan_with_embedding_moved() -> Plan:
     plan = make_plan()
     embed = next(iter(plan.arguments()))
-    return make_plan(at_rest=(at_rest("argument", embed, Sharding((("model",), ())), came=257 * 32 * 4),))
+    return make_plan(at_rest=(AtRest.of("argument", embed, Sharding((("model",), ())), came=257 * 32 * 4),))
 
 
 GOLDEN = """\
@@ -169,7 +169,9 @@ def test_equal_layers_and_moments_are_shown_once():
     args = (dict.fromkeys(in_specs[0], params), BATCH)
     plan = make_plan(scaled, in_specs, P("data"), args)
     wanted = Sharding((("data", "model"),))
-    text = dataclasses.replace(plan, at_rest=tuple(at_rest("argument", p, wanted) for p in list(plan.arguments())[:10])).text()
+    text = dataclasses.replace(
+        plan, at_rest=tuple(AtRest.of("argument", p, wanted) for p in list(plan.arguments())[:10])
+    ).text()
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[2:10] == [
         "Arguments at rest: 656 B on each device",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shardax.cost.chips import CHIPS
 from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
 from shardax.explain.lines import code, line_text
-from shardax.explain.picture import Picture, Pictures, at_rest
+from shardax.explain.picture import Picture, Pictures, picture_of
 from shardax.explain.values import Story
 from shardax.explain.words import as_one, bytes_text, form, seconds_text, times
 from shardax.sharding import Sharding
@@ -152,7 +152,7 @@ def _places(plan: "Plan", arrays: _Arrays) -> str:
     cells = [
         [
             _short(side),
-            Cell(arrays.button(f"{side} {name}", p.aval, at_rest(plan, p), name, arrays.why(value, p.sharding))),
+            Cell(arrays.button(f"{side} {name}", p.aval, picture_of(plan, p), name, arrays.why(value, p.sharding))),
             _short(array_text(p.aval)),
             _text(p.text),
             _bytes(array_bytes(p.aval) // p.shards),

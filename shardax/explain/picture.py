@@ -26,7 +26,7 @@ class Picture:
     devices: tuple[int, ...] | None = None
 
 
-def at_rest(plan: "Plan", place: "Placed") -> Picture:
+def picture_of(plan: "Plan", place: "Placed") -> Picture:
     """The picture of an argument or result, which is even."""
     own = user_mesh(place.mesh, plan.mesh)
     assert own is not None

@@ -48,6 +48,12 @@ class AtRest:
     came: int = 0
     left: int = 0
 
+    @staticmethod
+    def of(side: str, place: "Placed", wanted: Sharding, came: int = 0, left: int = 0) -> "AtRest":
+        """A place, of `side` "argument" or "result", that does not rest as wanted."""
+        path = f"{side} {place.named or place.path}".rstrip()
+        return AtRest(path, tuple(place.aval.shape), wanted, place.sharding, came, left)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -315,9 +321,3 @@ def path_text(path) -> str:
     '0/w'
     """
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def at_rest(side: str, place: Placed, wanted: Sharding, came: int = 0, left: int = 0) -> AtRest:
-    """A place, of `side` "argument" or "result", that does not rest as wanted."""
-    path = f"{side} {place.named or place.path}".rstrip()
-    return AtRest(path, tuple(place.aval.shape), wanted, place.sharding, came, left)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax.graph import Node
-from shardax.halo import Wanted, bring, plan
+from shardax.halo import Wanted, bring, exchange_of
 from shardax.sharding import Layout
 from shardax.spmd_rules.registry import Local
 from shardax.spmd_rules.sends import ppermute
@@ -56,7 +56,7 @@ def sent(local: Local, wants: Iterable[Wanted]) -> Iterator[int]:
     for want in wants:
         row = nbytes[want.operand] // held.get((want.operand, want.dim), want.block)
         nbytes[want.operand], held[want.operand, want.dim] = row * want.rows, want.rows
-        yield from (rows * row for rows in plan(want).sent)
+        yield from (rows * row for rows in exchange_of(want).sent)
 
 
 def halo_sends(wants: Callable[[Local], Iterable[Wanted]]) -> Callable[[Local], Iterator[int]]:

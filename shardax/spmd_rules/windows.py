@@ -21,7 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from shardax import _jax
 from shardax.collectives import identity
 from shardax.graph import Node
-from shardax.halo import Wanted, inside_of, plan, slice_by_device
+from shardax.halo import Wanted, exchange_of, inside_of, slice_by_device
 from shardax.spmd_rules.halo import halo_sends, take, wanted, wanted_with, window_of
 from shardax.spmd_rules.reductions import skipping
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
@@ -111,7 +111,7 @@ class _Part:
 
     def shows_filling(self, local: Local) -> bool:
         """Whether some device sees what `taken` has filled in."""
-        return self.written_out or plan(self.want).outside
+        return self.written_out or exchange_of(self.want).outside
 
     def inside(self, local: Local):
         """Which of the rows that `taken` gives are the operand's."""
