@@ -43,6 +43,11 @@ def carries_of_map(node: Node) -> tuple[Carry, ...] | None:
     return found if len(found) == count else None
 
 
+def adds_up(body: Graph, taken: Value, given: Value) -> bool:
+    """Whether a body does nothing with a carry but add to it."""
+    return _can_wait(given) and _Flow().reduction(body, taken, given) == "sum"
+
+
 def has_open_loop(node: Node) -> bool:
     """Whether some loop inside may go on for long, or forever, on values that are garbage."""
     return any(inner.name == "while" for body in node.bodies for inner in body.walk())

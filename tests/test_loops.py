@@ -125,6 +125,23 @@ def test_what_a_trip_needs_settled_is_settled_once_a_trip():
     assert sent(*PROGRAMS["layers"])["all_reduce", ("y",), 3] == 2
 
 
+def averaged(x, means):
+    """Means of clusters, which the next trip reads, and a sum of all of them, which none does."""
+
+    def trip(carry, _):
+        means, total = carry
+        near = jax.nn.one_hot(((x[:, None] - means) ** 2).sum(-1).argmin(1), len(means))
+        return (near.T @ x / len(x), total + near.T @ jnp.sin(x)), None
+
+    return lax.scan(trip, (means, jnp.zeros_like(means)), None, length=4)[0]
+
+
+def test_what_the_next_trip_settles_anew_does_not_wait():
+    args, specs = (array(16, 4), array(3, 4)), (P("x"), P())
+    assert sent(averaged, args, specs) == {("all_reduce", ("x",), 4): 1, ("all_reduce", ("x",), 1): 1}
+    same(averaged, args, specs)
+
+
 def test_a_sum_rides_a_while_whose_condition_does_not_read_it():
     assert sent(*PROGRAMS["open number of trips"]) == {("all_reduce", ("x",), 1): 1}
 

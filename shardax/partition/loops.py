@@ -11,10 +11,10 @@ from shardax import _jax
 from shardax.cost.nominal import COLLECTIVE
 from shardax.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions
-from shardax.partition.trials import cheapest
+from shardax.partition.trials import cheapest, price_of_body
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, whole
 from shardax.spmd_rules.registry import Split
-from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
+from shardax.trips import LAST, REDUCED, adds_up, carries_of_map, has_open_loop, reads
 
 if TYPE_CHECKING:
     from shardax.partition.choose import Chooser
@@ -53,7 +53,8 @@ def _scan_split(chooser: "Chooser", node: Node, split: Split | None) -> Decision
         const_layouts = [_at_hand(chooser, v) for v in node.inputs[:consts]]
         xs = [_unstacked(chooser, outer, inner, split) for outer, inner in _pairs(node.inputs, body.inputs, consts + count)]
         stacks = [chooser.wanted(v) for v in node.outputs[count:]]
-        carry, ys, decisions = _fixpoint(chooser, body, const_layouts, body.inputs[consts:][:count], xs, stacks, [True] * count)
+        carried, trips = body.inputs[consts:][:count], node.params["length"]
+        carry, ys, decisions = _fixpoint(chooser, body, const_layouts, carried, xs, stacks, [True] * count, trips)
     stacked_xs = [_stacked(lay, v, split) for lay, v in zip(xs, node.inputs[consts + count :], strict=True)]
     made = zip(ys, node.outputs[count:], strict=True)
     stacked_ys = [_stacked(lay, v, split or _kept_block(chooser, lay, v)) for lay, v in made]
@@ -131,12 +132,20 @@ def _island(chooser: "Chooser", node: Node) -> Decision:
 
 
 def _fixpoint(
-    chooser: "Chooser", body: Graph, consts, carried: Sequence[Value], xs, stacks: Sequence[Layout], may_owe: Sequence[bool]
+    chooser: "Chooser",
+    body: Graph,
+    consts,
+    carried: Sequence[Value],
+    xs,
+    stacks: Sequence[Layout],
+    may_owe: Sequence[bool],
+    trips: int = 2,
 ) -> tuple[list[Layout], list[Layout], Decisions]:
     """Layouts of the carries that a body gives back as it takes them, and of its other results, whose stacks are wanted so.
 
     First each carry is taken as completion wants it. Those that come back owing a sum are then taken owing it, and the body is
-    decided anew. What comes back otherwise, had to be settled inside, or may not owe, is taken as wanted after all.
+    decided anew. What comes back otherwise, had to be settled inside, or may not owe, is taken as wanted after all; and so is
+    what some node of the body settles in another form, if that costs more.
     """
     count = len(carried)
     wanted = [chooser.wanted(v) for v in carried]
@@ -152,7 +161,19 @@ def _fixpoint(
         if all(waited):
             break
         carry = [have if ok else want for want, have, ok in zip(wanted, carry, waited, strict=True)]
+    if carry != wanted:
+        sums = [adds_up(body, taken, given) for taken, given in zip(carried, body.outputs, strict=False)]
+        added = [have if ok else want for want, have, ok in zip(wanted, carry, sums, strict=True)]
+        prices = [_of_carries(chooser, body, lays, wanted, [*consts, *lays, *xs], ys, trips) for lays in (carry, added, wanted)]
+        carry = (carry, added, wanted)[prices.index(min(prices))]
     return carry, ys, chooser.graph(body, [*consts, *carry, *xs], [*carry, *ys])
+
+
+def _of_carries(chooser: "Chooser", body: Graph, carry, wanted, operands, ys, trips: int) -> float:
+    """The price of a loop whose carries lie so, settled at its end."""
+    decisions = chooser.graph(body, operands, [*carry, *ys])
+    ends = zip(body.outputs, carry, wanted, strict=False)
+    return trips * price_of_body(chooser, decisions) + sum(chooser.price(v, have, want) for v, have, want in ends)
 
 
 def _owing(wanted: Layout, out: Layout) -> Layout:

@@ -50,13 +50,14 @@ def _spent(chooser: "Chooser", node: "Node", decision: Decision) -> float:
 
 def _of_bodies(chooser: "Chooser", node: "Node", decision: Decision) -> float:
     """The price of the bodies: a scan's for each of its trips, a `while`'s once, and of a `cond` the dearest branch."""
-    bodies = [_of_body(chooser, body) for body in decision.bodies]
+    bodies = [price_of_body(chooser, body) for body in decision.bodies]
     if node.name == "scan":
         return sum(bodies) * local_trips(node, decision, chooser.sizes)
     return max(bodies) if node.name == "cond" else sum(bodies)
 
 
-def _of_body(chooser: "Chooser", body: Decisions) -> float:
+def price_of_body(chooser: "Chooser", body: Decisions) -> float:
+    """What a body sends and computes in one trip."""
     steps = sum(_spent(chooser, *step) + sum(_settled(chooser, *step)) for step in body.pairs())
     return steps + sum(_moves(chooser, body.graph.outputs, body.outputs))
 
