@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.operations import OPERATIONS
+from tests.rarer_operations import RARER_OPERATIONS
 from tests.writer import MOST, Value, Writer
 
 _MESHES = [sizes for k in (1, 2, 3) for sizes in itertools.product((1, 2, 3, 4, 8), repeat=k) if math.prod(sizes) <= 8]
@@ -76,7 +77,7 @@ def _argument(rng, shape: tuple[int, ...], dtype: str):
 def random_program(rng: random.Random) -> Program:
     mesh = rng.choice(MESHES)
     sizes = [rng.choice([*range(1, 14), *EVEN, *EVEN, 257, 0]) for _ in range(rng.randint(2, 3))]
-    w = Writer(rng, sizes, "xyz"[: len(mesh)], [], OPERATIONS, smooth=rng.random() < 0.4)
+    w = Writer(rng, sizes, "xyz"[: len(mesh)], [], [*OPERATIONS, *RARER_OPERATIONS], smooth=rng.random() < 0.4)
     dtypes = [
         "float32",
         rng.choice(["int32", "float32"]),
