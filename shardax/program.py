@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding
 from shardax import _jax, annotations, graph, meshes, strict
 from shardax.associative import with_associative_scans
 from shardax.completion.complete import Completion, complete
+from shardax.completion.contested import contested
 from shardax.counted import with_batched_indices
 from shardax.crossing import Crossing, crossings, placed_here
-from shardax.explain.ledger import collectives
+from shardax.explain.ledger import collectives, comm_bytes
 from shardax.graph import Graph, Node, Value
 from shardax.merged import with_unmerged_contractions
 from shardax.options import Options
@@ -130,12 +131,27 @@ _FINDERS = (
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
+    """Where completion can be told in two ways, the program that sends less; the first one if they send the same."""
+    built = _build_one(jaxpr, given, mesh)
+    if contested(built.graph, built.completion):
+        built = min(built, _build_one(jaxpr, given, mesh, indices_first=True), key=_comm_bytes)
+    options = options or Options()
+    report_replicated(built.decisions, built.refinement.sizes, strict=options.strict is True, allow=options.allow)
+    if options.strict or options.max_gather_bytes is not None:
+        _check(built, options)
+    return built
+
+
+def _comm_bytes(built: Program) -> int:
+    return comm_bytes(collectives(built.jaxpr, built.refinement.sizes))
+
+
+def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, indices_first: bool = False) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = _graph(jaxpr)
     with timed(phases, "completion"):
-        refined, resting, completion = _completed(program, given, mesh)
-    sizes = refined.sizes
+        refined, resting, completion = _completed(program, given, mesh, indices_first)
     with timed(phases, "choice"):
         rests = _resting(program, completion, resting, refined)
         shardings = [tuple(map(refined.sharding, side)) for side in rests]
@@ -144,8 +160,6 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
         decisions = choose(program, completion, *layouts, spare=refined.spare)
-    options = options or Options()
-    report_replicated(decisions, sizes, strict=options.strict is True, allow=options.allow)
     with timed(phases, "emission"):
         abstract = meshes.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):
@@ -153,10 +167,7 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
     with timed(phases, "passes"):
         local = scopes.named(dead.dropped(share.shared(local)))
     (ins, outs), (arguments, results) = shardings, rests
-    built = Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
-    if options.strict or options.max_gather_bytes is not None:
-        _check(built, options)
-    return built
+    return Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
 
 
 def _check(built: Program, options: Options) -> None:
@@ -190,7 +201,7 @@ def _said(node: Node, note: annotations.Annotation, refined: Refinement) -> tupl
 
 
 def _completed(
-    program: Graph, given: Sequence[Sharding | Placement | None], mesh: AnyMesh
+    program: Graph, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, indices_first: bool = False
 ) -> tuple[Refinement, list[Placement | None], Completion]:
     """The mesh that the program runs on, how arguments rest, and the completion on it.
 
@@ -202,7 +213,7 @@ def _completed(
     while True:
         meshes.rewrite(found, refined)
         resting = meshes.placements(program, given, found, refined)
-        done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes)
+        done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes, indices_first=indices_first)
         finer = refined.cut(split_inside(program, done))
         if finer == refined:
             return refined, resting, done

@@ -83,6 +83,7 @@ def rotating(buffer, xs):
 WIDE = ramp(64, 64) / 64
 LAYERS = ramp(8, 64, 64) / 64  # over x: two layers of 16 KiB on each device
 LAYER = 64 * ROW
+VALUES = ramp(8, 64, 16) / 64
 
 # name: (function, arguments, in_shardings, out_shardings, what is sent)
 ROWS = {
@@ -330,6 +331,48 @@ ROWS = {
         P("x"),
         P(),
         [("all_gather", 3 * ROW), ("all_gather", 3 * 64)],
+    ),
+    "product split along the contraction alone": (
+        lambda x, w: jnp.sum(jnp.tanh(x @ w)),
+        [ramp(64, 8), ramp(8, 64) / 64],
+        (P("x", "y"), P()),
+        P(),
+        [("all_to_all", 128), ("all_reduce", 7)],
+    ),
+    "messages along edges": (
+        lambda x, edges, w: jax.ops.segment_sum(jnp.tanh(x[edges] @ w), edges, 16),
+        [ramp(16, 8), np.abs(ramp(128, dtype="int32")) % 16, ramp(8, 64) / 64],
+        (P("x", "y"), P("x"), P()),
+        P("x"),
+        [("all_gather", 3 * 64), ("all_to_all", 256), ("reduce_scatter", 3 * 4 * ROW), ("all_reduce", 4 * ROW)],
+    ),
+    "looked up, then multiplied": (
+        lambda table, rows, v: table[rows] @ v,
+        [ramp(64, 64), np.abs(ramp(16, dtype="int32")), ramp(64)],
+        (P("x"), P(), P()),
+        P(),
+        [("all_reduce", 3 * 64 // 2)],
+    ),
+    "weights of a product read once": (
+        lambda p, v: jnp.sum(jnp.tanh(p @ v)),
+        [ramp(8, 36, 64) / 64, VALUES],
+        P(None, "x"),
+        P(),
+        [("all_to_all", 3 * 8 * 36 * ROW // 16), ("all_to_all", 3 * VALUES.nbytes // 16), ("all_reduce", 6)],
+    ),
+    "weights of a product read twice": (
+        lambda p, q, v: jnp.sum(jnp.tanh(p @ v) + jnp.tanh(q @ v)),
+        [ramp(8, 36, 64) / 64, ramp(8, 36, 64) / 32, VALUES],
+        P(None, "x"),
+        P(),
+        [("all_gather", 3 * VALUES.nbytes // 4), ("all_reduce", 6)],
+    ),
+    "forward pass of weights that are stored split": (
+        lambda table, w, v, tokens: jnp.sum(jnp.tanh(jnp.tanh(jnp.exp(table[tokens] / 64) @ w) @ v)),
+        [ramp(32, 64), ramp(64, 128) / 64, ramp(128, 64) / 64, np.abs(ramp(16, 8, dtype="int32")) % 32],
+        (P(None, "x"), P("x"), P(None, "x"), P("x")),
+        P(),
+        [("all_gather", 24 * ROW), ("all_gather", 96 * ROW), ("all_gather", 96 * ROW), ("all_reduce", 6)],
     ),
     "gradient of pooling": (gradients(pool), [IMAGE], P(None, "x"), P(None, "x"), []),
 }

@@ -1,7 +1,8 @@
 """Candidates: the ways to run a node that the layouts of its operands and the wishes for its results suggest."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
@@ -41,19 +42,30 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
 
 
 def suggest(
-    layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padding: Padding, idle: Axes = ()
+    layouts: Sequence[Sequence[Layout]],
+    tensors,
+    factors: Factors,
+    padding: Padding,
+    idle: Axes = (),
+    reduces: bool = True,
 ) -> dict[str, list[Split]]:
     """For each factor the splits that some layout of some tensor suggests, first suggested first. Last, axes that split what
     must be whole, on the tensor's other factors: an all_to_all brings them there, and no device gets more than its part. So
-    do `idle` axes."""
+    do `idle` axes, and unless it `reduces` those that split what is reduced, where one tensor alone is split so: no other
+    need be gathered."""
     suggestions: dict[str, list[Split]] = {}
     moved: list[tuple[str, Split]] = []
-    for alternatives, dims in zip(layouts, tensors, strict=True):
-        for layout in alternatives:
-            splits = project_all([layout], [dims], factors, padding.sizes)
+    found = [
+        [project_all([layout], [dims], factors, padding.sizes) for layout in alternatives]
+        for alternatives, dims in zip(layouts, tensors, strict=True)
+    ]
+    often = Counter(factor for of_tensor in found for factor in {f for splits in of_tensor for f in splits})
+    for of_tensor, dims in zip(found, tensors, strict=True):
+        for splits in of_tensor:
             for factor, split in splits.items():
                 _append(suggestions, factor, split) if factors.kind(factor) != WHOLE else None
-            moved += _moved(splits, dims, factors, padding, idle)
+            stays = {f for f in splits if f in factors.reduced and (reduces or often[f] > 1)}
+            moved += _moved(splits, stays, dims, factors, padding, idle)
     for factor, split in moved:
         _append(suggestions, factor, split)
     return suggestions
@@ -65,11 +77,13 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
         have.append(split)
 
 
-def _moved(splits: Splits, dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes) -> Iterator[tuple[str, Split]]:
-    """The splits of a tensor's kept factors that take in the axes of those that must be whole, and idle ones: all, or one.
-    Only idle axes go to windowed factors, where halos are sent."""
-    whole = tuple(a for f, split in splits.items() if factors.kind(f) == WHOLE or "~" in f for a in split.axes)
-    homeless = tuple(dict.fromkeys(whole + idle))
+def _moved(
+    splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes
+) -> Iterator[tuple[str, Split]]:
+    """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and idle ones: all, or
+    one. Only idle axes go to windowed factors, where halos are sent."""
+    others = [split for f, split in splits.items() if (factors.kind(f) != KEEP or "~" in f) and f not in stays]
+    homeless = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
     if not homeless:
         return
     for factor in dict.fromkeys(f for dim in dims for f in dim if factors.kind(f) == KEEP and (idle or "~" not in f)):

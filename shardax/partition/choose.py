@@ -34,6 +34,7 @@ from shardax.partition.candidates import (
 from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
 from shardax.partition.evened import evened
 from shardax.partition.loops import choose_structured
+from shardax.partition.onward import Onward, Stop, price_onward
 from shardax.partition.segments import Segment, segments
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count, whole
 from shardax.spmd_rules.linalg import MATRIX
@@ -84,6 +85,8 @@ class Chooser:
         self.equal: dict[Layouts, Layouts] = {}
         self.anywhere = _made_anywhere(graph)
         self.uses = _count_uses(graph)
+        self.onward = Onward(graph, self.uses, self.wanted)
+        self.stops_of: dict[tuple[Value, frozenset[str]], tuple[Stop, ...]] = {}
         self.looped = _read_by_loops(graph)
         self.evened = evened(graph, _MULTIPLY)
         self.memo: dict[tuple, Candidate] = {}
@@ -95,7 +98,7 @@ class Chooser:
         """Decides a graph. An output that asks for no layout leaves in the one that it is in."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
             self.store(value, (layout,))
-        parts = segments(self.completion, self.uses, self.evened) if graph is self.whole else [Segment(graph.nodes)]
+        parts = segments(self.completion, self.uses, self.evened, self.stops) if graph is self.whole else [Segment(graph.nodes)]
         steps = list(itertools.chain.from_iterable(map(self.segment, parts)))
         moves = tuple(self.move(v, t or self.layouts(v)[0]) for v, t in zip(graph.outputs, outputs, strict=True))
         return Decisions(graph, tuple(inputs), steps, moves)
@@ -198,6 +201,8 @@ class Chooser:
         """The cheapest candidate; nodes that are alike in everything that matters share one answer."""
         wanted = tuple(self.wanted(v) for v in (*node.inputs, *node.outputs))
         uses = tuple((min(self.uses[v], 2), v in self.evened) for v in node.outputs)
+        if factors.reduced:
+            uses += (*(min(self.uses[v], 2) for v in node.inputs), *map(self.stops, node.outputs))
         there = tuple(self.layouts(v) for v in node.inputs)
         sizes = tuple(v.itemsize for v in (*node.inputs, *node.outputs))
         same = tuple(node.inputs.index(v) for v in node.inputs)
@@ -212,7 +217,7 @@ class Chooser:
             return candidate_of(
                 factors, project_all([self.wanted(node.outputs[0])], factors.results, factors, self.sizes), (), ()
             )
-        best = self.least(node, entry, factors, ())
+        best = self.unless_moved(node, entry, factors, self.least(node, entry, factors, ()))
         idle = self.idle(node, entry, factors, best)
         if not idle:
             return best
@@ -222,16 +227,37 @@ class Chooser:
         """The cheapest candidate, with `idle` axes on whatever dim may take them."""
         best, least = None, (math.inf,)
         for candidate in self.candidates(node, entry, factors, idle):
-            reads = self.reads(node, candidate) + self.sends(node, entry, candidate)
-            owed = self.owed(node, candidate)
-            reluctance, compute = self.reluctance(node, entry, candidate, factors), self.compute(node, candidate, factors)
-            order = (*reluctance, reads + owed + (compute if self.spare and node.name in _MULTIPLY else 0), reads, compute)
+            order = self.order(node, entry, candidate, factors)
             if order < least:
                 best, least = candidate, order
-            if best is candidate and not reads + owed + reluctance[0]:
+            if best is candidate and order[0] == order[2] == 0:
                 break  # the first candidate is the fullest: none sends less or splits more
         assert best is not None, f"no way to run {node.name}"
         return best
+
+    def order(
+        self, node: Node, entry: Entry, candidate: Candidate, factors: Factors, patient: bool = False
+    ) -> tuple[float, ...]:
+        """What is compared of candidates: the least comes first. `patient`: see `reads` and `owed`."""
+        reads = self.reads(node, candidate, patient) + self.sends(node, entry, candidate)
+        owed = self.owed(node, candidate, patient)
+        reluctance, compute = self.reluctance(node, entry, candidate, factors), self.compute(node, candidate, factors)
+        return (*reluctance, reads + owed + (compute if self.spare and node.name in _MULTIPLY else 0), reads, compute)
+
+    def unless_moved(self, node: Node, entry: Entry, factors: Factors, best: Candidate) -> Candidate:
+        """A candidate, unless an all_to_all spares what it sends: of the operand that alone is split along a reduced dim.
+
+        Candidates that others profit from are not given up: what is pending may be settled where that is cheaper, and what
+        is gathered for several readers is gathered once.
+        """
+        if not factors.reduced or entry.ways is not None:
+            return best
+        patient = self.order(node, entry, best, factors, patient=True)
+        if not patient[2]:
+            return best
+        others = ((self.order(node, entry, c, factors), c) for c in self.of_rule(node, entry, factors, (), reduces=False))
+        order, other = min(others, key=lambda one: one[0])
+        return other if order < patient and not any(layout.pending for layout in other.results) else best
 
     def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate, idle: Axes) -> Candidate:
         """Of a candidate that gathers along dims that the node merely carries: what sends as many bytes and does not."""
@@ -291,30 +317,44 @@ class Chooser:
             locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
             yield from (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
 
-    def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Iterator[Candidate]:
+    def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes, reduces: bool = True) -> Iterator[Candidate]:
         results = [[self.wanted(v)] for v in node.outputs]
         made = [[*self.layouts(v)[: None if idle else 1], self.wanted(v)] for v in node.inputs]
-        suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding, idle)
+        suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding, idle, reduces)
         ways = list(waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
         for splits in assignments(options_of(suggestions, factors, self.padding), factors, self.sizes):
             for group, pending in ways:
                 if compatible(factors, splits, pending):
                     yield candidate_of(factors, splits, group, pending)
 
-    def reads(self, node: Node, candidate: Candidate) -> float:
-        """The price of bringing the operands to where a candidate wants them."""
+    def reads(self, node: Node, candidate: Candidate, patient: bool = False) -> float:
+        """The price of bringing the operands to where a candidate wants them; `patient`: half where others read them too."""
         reads = dict.fromkeys(zip(node.inputs, candidate.operands, strict=True))
-        return sum(min(self.price(v, source, target) for source in self.layouts(v)) for v, target in reads)
+        prices = ((v, min(self.price(v, source, target) for source in self.layouts(v))) for v, target in reads)
+        return sum(price / min(self.uses[v], 2) if patient and price else price for v, price in prices)
 
     def sends(self, node: Node, entry: Entry, candidate: Candidate) -> float:
         """The price of what the node itself sends."""
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
         return sum(nbytes + COLLECTIVE for nbytes in entry.sent(local))
 
-    def owed(self, node: Node, candidate: Candidate) -> float:
-        """The price of bringing the results to where completion wants them, now or by those who read them."""
+    def owed(self, node: Node, candidate: Candidate, patient: bool = False) -> float:
+        """The price of bringing the results to where completion wants them, now or by those who read them; `patient`: what is
+        pending waits for where that is cheapest."""
         made = [(v, r) for v, r in zip(node.outputs, candidate.results, strict=True) if self.uses[v]]
-        return sum(self.price(v, layout, self.destination(v, layout)) for v, layout in made)
+        now = [self.price(v, layout, self.destination(v, layout)) for v, layout in made]
+        if not patient:
+            return sum(now)
+        return sum(
+            price_onward(layout, self.stops(v), self.padding, price) for (v, layout), price in zip(made, now, strict=True)
+        )
+
+    def stops(self, value: Value) -> tuple[Stop, ...]:
+        """Where what is pending in a value may be settled later."""
+        key = value, self.hidden
+        if key not in self.stops_of:
+            self.stops_of[key] = tuple(self.onward.stops(value))
+        return self.stops_of[key]
 
     def nbytes(self, node: Node, entry: Entry, candidate: Candidate) -> float:
         """The bytes that a candidate sends, however many collectives that takes."""

@@ -6,7 +6,7 @@ results are used and whether evenly, and the layouts in which what it reads is t
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from shardax.completion.blocks import Block, Pattern
@@ -32,8 +32,10 @@ class Segment:
     key: Hashable = None
 
 
-def segments(completion: Completion, uses: Counter[Value], evened: Set[Value]) -> Iterator[Segment]:
-    """The segments of the program, in order."""
+def segments(
+    completion: Completion, uses: Counter[Value], evened: Set[Value], ahead: Callable[[Value], Hashable]
+) -> Iterator[Segment]:
+    """The segments of the program, in order. `ahead`: what choice asks of the nodes after a value."""
     often = Counter(block.pattern for block in completion.blocks)
     numbers: dict[tuple[int, ...], int] = {}
     wanted = {b: numbers.setdefault(completion.wanted(b), len(numbers)) for b in completion.blocks if often[b.pattern] > 1}
@@ -49,7 +51,9 @@ def segments(completion: Completion, uses: Counter[Value], evened: Set[Value]) -
             key = (block.pattern, start[block], count)
             stretch = stretches.get(key) or stretches.setdefault(key, _stretch(block, mine))
             reads, makes = ([block.values[p] for p in places] for places in (stretch.reads, stretch.makes))
-            yield Segment(mine, reads, makes, (stretch, wanted[block], tuple((uses[v], v in evened) for v in makes)))
+            read = tuple(min(uses[v], 2) for v in reads)
+            made = tuple((uses[v], v in evened, ahead(v)) for v in makes)
+            yield Segment(mine, reads, makes, (stretch, wanted[block], read, made))
         first, start[block] = first + count, start[block] + count
 
 

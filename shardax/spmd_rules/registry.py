@@ -188,6 +188,11 @@ class Entry:
         table, payload = ({f for dim in factors.tensors[i] for f in dim} for i in self.in_place)
         return frozenset(table - payload)
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether the payload is read of the table, and not written to it."""
+        return self.in_place is not None and self.in_place[1] == -1
+
     def passes_of(self, node: Node) -> Sequence[Passes]:
         if not callable(self.passes):
             return self.passes
