@@ -134,7 +134,14 @@ ROWS = {
         P("x"),
         [("all_gather", 6 * LAYER), ("reduce_scatter", 6 * LAYER)],
     ),
-    "argmax": (lambda x: jnp.argmax(x, 0), [X], P("x"), P(), [("all_gather", 3 * ROW)] * 2),
+    "argmax": (
+        lambda x: jnp.argmax(x, 0),
+        [X],
+        P("x"),
+        P(),
+        [("all_to_all", ROW * 3 // 4)] * 2 + [("all_gather", ROW * 3 // 4)],
+    ),
+    "product": (lambda x: x.prod(0), [X], P("x"), P(), [("all_to_all", ROW * 3 // 4), ("all_gather", ROW * 3 // 4)]),
     "x[i]": (lambda x, i: x[i], [X, FIVE], (P("x"), P()), P(), [("all_reduce", 3 * ROW // 2)]),
     "x[3]": (lambda x: x[3], [X], P("x"), P(), [("all_reduce", 3 * ROW // 2)]),
     "dynamic_slice": (
@@ -330,7 +337,7 @@ ROWS = {
         [X / 64],
         P("x"),
         P(),
-        [("all_gather", 3 * ROW), ("all_gather", 3 * 64)],
+        [("all_to_all", ROW * 3 // 4), ("all_to_all", 64 * 3 // 4), ("all_gather", ROW * 3 // 4)],
     ),
     "product split along the contraction alone": (
         lambda x, w: jnp.sum(jnp.tanh(x @ w)),

@@ -4,23 +4,28 @@ So do reductions with a reducer of the user's. For argmax each device finds the 
 
     shard 0   shard 1   shard 2       values found, gathered     their argmax     its place
     3 1 4     1 5 9     2 6 5    ->   4 9 6                  ->  1            ->  5
+
+Where much is found, each device gets a part of what all of them found, and what it makes of that is gathered.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
 from shardax.collectives import identity
+from shardax.cost.nominal import COLLECTIVE
 from shardax.graph import Node
 from shardax.sharding import Axes
 from shardax.spmd_rules.indexing import at_places
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
-from shardax.spmd_rules.sends import all_gather
+from shardax.spmd_rules.sends import all_gather, all_to_all
 
 
 def _reduction(mark: str) -> Callable[[Node], str]:
@@ -50,14 +55,35 @@ def _over(local: Local) -> Axes:
     return tuple(a for d in gone for a in local.operands[0].dims[d])
 
 
-def _exchange(local: Local) -> Iterator[int]:
-    """The bytes of the all_gathers of what the devices found: for argmax the value too, for reduce a flag."""
-    if _waits(local.node):
-        return
-    found = [v.itemsize for v in (*local.node.outputs, *(local.node.inputs if "index_dtype" in local.params else ()))]
+def _exchange(local: Local) -> Iterator[float]:
+    """The bytes of each collective that exchanges what the devices found."""
+    if not _waits(local.node) and local.count(_over(local)) > 1:
+        yield from min(_ways(local), key=lambda way: sum(way) + COLLECTIVE * len(way))
+
+
+def _ways(local: Local) -> tuple[list[float], list[float]]:
+    """All that was found is gathered; or parts of it go to each device, whose results are gathered. Found is for argmax the
+    value too, for reduce a flag."""
+    results = [v.itemsize for v in local.node.outputs]
+    found = results + [v.itemsize for v in local.node.inputs if "index_dtype" in local.params]
     found += [1] * (local.node.name == "reduce")
-    others = local.count(_over(local)) - 1
-    yield from (others * math.prod(local.out_shape()) * itemsize for itemsize in found if others)
+    count, size = local.count(_over(local)), math.prod(local.out_shape())
+    return (
+        [(count - 1) * size * itemsize for itemsize in found],
+        [(count - 1) * -(-size // count) * itemsize for itemsize in (*found, *results)],
+    )
+
+
+def _combined(local: Local, what: str, found: Sequence[Any], combine: Callable) -> list[Any]:
+    """What `combine` makes of what the devices found, stacked in their order, on every device."""
+    axes, shape = _over(local), found[0].shape
+    if [*_exchange(local)] == _ways(local)[0]:
+        return list(combine([all_gather(local, what, x, axes) for x in found]))
+    count, size = local.count(axes), math.prod(shape)
+    part = -(-size // count)
+    flat = (jnp.pad(x.reshape(-1), (0, count * part - size)).reshape(count, part) for x in found)
+    mine = combine([all_to_all(local, what, x, axes) for x in flat])
+    return [all_gather(local, what, x, axes, 0)[:size].reshape(shape) for x in mine]
 
 
 def _exchanged(neutral: Callable) -> Callable:
@@ -67,8 +93,8 @@ def _exchanged(neutral: Callable) -> Callable:
         axes = _over(local)
         if not axes or _waits(local.node):
             return local.bind(shard)
-        (found,) = local.bind(local.mask(0, shard, neutral(shard.dtype), local.params["axes"]))
-        return local.bind(all_gather(local, "parts", found, axes), axes=(0,))
+        found = local.bind(local.mask(0, shard, neutral(shard.dtype), local.params["axes"]))
+        return _combined(local, "parts", found, lambda parts: local.bind(*parts, axes=(0,)))
 
     return lowering
 
@@ -78,17 +104,22 @@ def _arg_local(kind: str) -> Callable:
 
     def lowering(local: Local, shard):
         (dim,) = local.params["axes"]
-        if not (axes := local.operands[0].dims[dim]):
+        if not local.operands[0].dims[dim]:
             return local.bind(shard)
         shard = local.mask(0, shard, identity(kind, shard.dtype), [dim])
         (place,) = local.bind(shard)
         value = at_places(shard, place, dim)
         place += lax.convert_element_type(local.start(local.operands[0], dim), place.dtype)
-        values, places = (all_gather(local, "bests", x, axes) for x in (value, place))
-        (best,) = local.bind(values, axes=(0,))
-        return [at_places(places, best, 0)]
+        return _combined(local, "bests", [value, place], partial(_best, local))
 
     return lowering
+
+
+def _best(local: Local, found: Sequence[Any]) -> list[Any]:
+    """The places of the best values."""
+    values, places = found
+    (best,) = local.bind(values, axes=(0,))
+    return [at_places(places, best, 0)]
 
 
 def _all_bits(dtype):
@@ -110,13 +141,13 @@ def _reduce_local(local: Local, *shards):
     """
     count = len(local.node.outputs)
     operands, starts, gone = shards[:count], shards[count:], local.params["dimensions"]
-    if not (axes := _over(local)):  # behind a barrier: XLA loses the initial value of a reduction of what was concatenated
+    if not _over(local):  # behind a barrier: XLA loses the initial value of a reduction of what was concatenated
         return local.bind(*lax.optimization_barrier(operands), *starts)
     inside = local.mask(0, lax.full(operands[0].shape, True), False, gone)
     combine = jaxpr_as_fun(_jax.closed(local.params["jaxpr"]))
     found = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
-    found = [all_gather(local, "parts", x, axes) for x in found]
-    return lax.reduce(tuple(found), (*starts, np.True_), skipping(combine), (0,))[:-1]
+    ends = (*starts, np.True_)
+    return _combined(local, "parts", found, lambda parts: lax.reduce(tuple(parts), ends, skipping(combine), (0,))[:-1])
 
 
 def skipping(combine: Callable) -> Callable:

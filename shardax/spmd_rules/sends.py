@@ -24,6 +24,12 @@ def all_reduce(local: Local, what: str, x, axes: Axes):
         return lax.psum(x, axes)
 
 
+def all_to_all(local: Local, what: str, x, axes: Axes):
+    """Of an array with a row for each device, this device's rows of all of them."""
+    with causes.sent("all_to_all", what, local, axes):
+        return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+
+
 def ppermute(local: Local, what: str, x, axes: Axes, pairs: Sequence[tuple[int, int]]):
     """What the sender of the pair (sender, receiver) has, zeros where there is none."""
     with causes.sent("ppermute", what, local, axes):
