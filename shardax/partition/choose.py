@@ -250,7 +250,8 @@ class Chooser:
         Candidates that others profit from are not given up: what is pending may be settled where that is cheaper, and what
         is gathered for several readers is gathered once.
         """
-        if not factors.reduced or entry.ways is not None:
+        may_gain = node.name in _MULTIPLY or entry.looks_up  # others reduce to less than they read
+        if not may_gain or not factors.reduced or entry.ways is not None:
             return best
         patient = self.order(node, entry, best, factors, patient=True)
         if not patient[2]:
