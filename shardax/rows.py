@@ -370,7 +370,8 @@ def _add_xs(loop: _Loop, array: Value, row: Value, place: Place) -> None:
 
     def stacked(x):
         within = place.line.within(loop.index.length)
-        rows = lax.slice_in_dim(x, within.start, within.stop, axis=place.dim)
+        all_of_it = len(within) == x.shape[place.dim]
+        rows = x if all_of_it else lax.slice_in_dim(x, within.start, within.stop, axis=place.dim)
         rows = rows if place.line.step > 0 else lax.rev(rows, [place.dim])
         return lax.transpose(rows, [place.dim, *(d for d in range(x.ndim) if d != place.dim)])
 
