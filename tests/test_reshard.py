@@ -397,3 +397,18 @@ def test_one_device_gets_all_there_is():
     before, after = PartitionSpec(("y", "x")), PartitionSpec(("x", "y"))
     step = sx.shard_jit(lambda x: sx.annotate(sx.annotate(x, before).swapaxes(0, 1), after) * 2, mesh=mesh)
     np.testing.assert_array_equal(step(x), x.swapaxes(0, 1) * 2)
+
+
+def test_some_devices_get_padding():
+    """So it does where some blocks are whole, some cut and some padding, as 5 rows on 4 devices."""
+
+    def scanned(x):
+        step = lambda p, q: (p[0] * q[0], p[1] * q[0] + q[1])  # noqa: E731
+        return jax.lax.associative_scan(step, (jnp.tanh(x) / 2, jnp.sin(x)), axis=0)[1]
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    columns = jax.vmap(
+        sx.shard_jit(scanned, mesh=mesh, in_shardings=PartitionSpec(None, "x"), out_shardings=PartitionSpec("x")), -1, -1
+    )
+    x = np.random.default_rng(0).normal(size=(5, 16, 2)).astype("float32")
+    np.testing.assert_allclose(columns(x), jax.vmap(scanned, -1, -1)(x), rtol=1e-5, atol=1e-5)
