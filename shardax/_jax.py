@@ -82,9 +82,9 @@ def closed(jaxpr) -> Any:
 
 
 def expand_hi_primitive(eqn) -> Any:
-    """The jaxpr of 0.12's call_hi_primitive (searchsorted, nonzero): its expansion, traced."""
+    """The jaxpr of 0.12's call_hi_primitive (searchsorted, nonzero, custom_root): its expansion, traced."""
     prim = eqn.params["_prim"] if "_prim" in eqn.params else eqn.params["prim"]
-    return jax.make_jaxpr(prim.expand)(*(v.aval for v in eqn.invars))
+    return jax.make_jaxpr(lambda *flat: prim.expand(*jax.tree.unflatten(prim.in_tree, flat)))(*(v.aval for v in eqn.invars))
 
 
 def dce(jaxpr) -> Any:

@@ -121,3 +121,20 @@ def test_what_shard_jit_raises_comes_with_the_program():
 def test_bad_input(args, meshes, words):
     with pytest.raises(ValueError, match=words):
         compare(lambda x, *_: x, args, meshes)
+
+
+def _counting(x):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.cumsum(c[1], 0) / 2), (0, x))
+
+
+def _by_rows(x):
+    return lax.fori_loop(0, 5, lambda i, y: y.at[i].set(jnp.cumsum(x[i]) + i), x)
+
+
+@pytest.mark.parametrize("f", [_counting, _by_rows])
+def test_in_loops_that_were_made_of_others(f, monkeypatch):
+    """A `while` that counts becomes a scan, and a loop over rows a map: their equations still have the jaxpr from before."""
+    monkeypatch.setitem(RULES, "cumsum", replace(RULES["cumsum"], **UNLIKE_CUMSUM))
+    with pytest.raises(Different, match=", in trip 0 of the scan at") as error:
+        compare(f, (ramp(5, 7),), meshes=[MESH], n=12)
+    assert error.value.first and error.value.first.primitive == "cumsum"

@@ -84,6 +84,14 @@ def test_positions_of_sorted_values():
     same(lambda x, y: jnp.searchsorted(jnp.sort(x), y), [ones(5), ones(9)], (P("x"), P("y")))
 
 
+def test_roots():
+    """One equation with a tree of operands in 0.12."""
+    newton = lambda f, x: lax.fori_loop(0, 20, lambda i, x: x - f(x) / (3 * x * x), x)  # noqa: E731
+    cubic = lambda a: lax.custom_root(lambda x: x**3 - a, jnp.ones_like(a), newton, lambda g, y: y / g(jnp.ones_like(y)))  # noqa: E731
+    same(cubic, [1 + ones(5)], P("x"))
+    same(jax.grad(lambda a: cubic(a).sum()), [1 + ones(5)], P("x"))
+
+
 def test_scatter_of_one_place_into_a_slice():
     f = lambda x: x.at[:, jnp.array([2])].multiply(7, unique_indices=True)  # noqa: E731
     same(f, [np.arange(125, dtype="uint16")[None]], P(None, "x"))

@@ -113,6 +113,17 @@ def test_what_registered_functions_raise_says_where(parts, where):
     assert any(note.startswith(where) for note in error.value.__notes__)
 
 
+def test_another_rule_in_its_place():
+    """What is compiled by the old one is forgotten."""
+    sx.register_rule(double_p, "a! b -> a! b")
+    step = sx.shard_jit(lambda x: double_p.bind(x), mesh=MESH, in_shardings=P("x"), out_shardings=P("x"))
+    np.testing.assert_array_equal(step(X), 2 * X)
+    assert [c.kind for c in step.plan(X).collectives] == ["all_gather"]
+    sx.register_rule(double_p, "a b -> a b", lambda local, x: [x * 3])
+    assert not step.plan(X).collectives
+    np.testing.assert_array_equal(step(X), 3 * X)
+
+
 AT_USE = [
     ("a b, a b -> a b", "at '->': it has 2 operands, the equation has 1"),
     ("a -> a", "at 'a': it names 1 dims, the shape is (8, 4)"),

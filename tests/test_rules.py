@@ -273,6 +273,14 @@ def test_the_checker_finds_wrong_claims(entry, monkeypatch):
         check_rule(f or getattr(lax, entry.name), X)
 
 
+def test_the_checker_pads_what_divides(monkeypatch):
+    """Where zeros count, as in a sum of exponentials."""
+    zeros_count = Entry("reduce_sum", "a b+ -> a", lambda local, x: [x.sum(1) + (x == 0).sum(1)])
+    monkeypatch.setitem(RULES, "reduce_sum", zeros_count)
+    with pytest.raises(AssertionError, match=r"b \(8 in 12\) over x"):
+        check_rule(lambda a: a.sum(1), ramp(5, 8) + 1 / 8)
+
+
 MISSING = {
     "sin": ("a b! -> a b!", lax.sin, [X], ["dim 1 of operand 0 (factor b) is whole and could be kept"]),
     "reduce_sum": (

@@ -15,9 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardax import _jax, annotations
+from shardax import _jax
+from shardax.check.evaluate import evaluate, run
 from shardax.check.shards import difference, gather, is_key, scatter, words
-from shardax.graph import Graph, Node, Value
+from shardax.graph import Node, Value
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.emit import emit_values
 from shardax.sharding import Layout
@@ -48,26 +49,6 @@ class First:
 def first_difference(decisions: Decisions, inputs: Sequence[Any], mesh: Mesh, slack: float) -> First | None:
     """The first equation of a decided program that gives another value than under plain evaluation of `inputs`."""
     return _Search(mesh, slack).graph(decisions, inputs)
-
-
-def evaluate(graph: Graph, inputs: Sequence[Any]) -> Iterator[tuple[Node, list[Any], list[Any]]]:
-    """Every node of a graph with its operands and results, by plain evaluation."""
-    env = dict(zip(graph.inputs, inputs, strict=True))
-    for node in graph.nodes:
-        operands = [read(env, v) for v in node.inputs]
-        results = operands if annotations.of_node(node) or node.name == "reshard" else evaluate_node(node, operands)
-        env.update(zip(node.outputs, results, strict=True))
-        yield node, operands, results
-
-
-def read(env: dict[Value, Any], value: Value):
-    return jnp.asarray(value.literal, value.aval.dtype) if value.is_literal else env[value]
-
-
-def evaluate_node(node: Node, operands: Sequence[Any]) -> list[Any]:
-    with node.eqn.ctx.manager:
-        bound = node.primitive.bind(*operands, **node.params)
-    return list(bound) if node.primitive.multiple_results else [bound]
 
 
 class _Search:
@@ -169,7 +150,7 @@ def _scan(node: Node, decision: Decision, operands: list[Any]):
     for i in (list(reversed(places)) if params["reverse"] else list(places))[:TRIPS]:
         inputs = [*operands[:consts], *carry, *(x[i] for x in operands[start:])]
         yield f"trip {i}", body, inputs
-        carry = _run(body.graph, inputs)[:carries]
+        carry = run(body.graph, inputs)[:carries]
 
 
 def _while(node: Node, decision: Decision, operands: list[Any]):
@@ -179,24 +160,16 @@ def _while(node: Node, decision: Decision, operands: list[Any]):
     for trip in range(TRIPS):
         inputs = [*operands[:first], *carry]
         yield f"the condition of trip {trip}", cond, inputs
-        if not _run(cond.graph, inputs)[0]:
+        if not run(cond.graph, inputs)[0]:
             return
         inputs = [*operands[first:start], *carry]
         yield f"trip {trip}", body, inputs
-        carry = _run(body.graph, inputs)
+        carry = run(body.graph, inputs)
 
 
 def _cond(node: Node, decision: Decision, operands: list[Any]):
     index = int(np.clip(int(operands[0]), 0, len(decision.bodies) - 1))
     yield f"branch {index}", decision.bodies[index], operands[1:]
-
-
-def _run(graph: Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a graph, by plain evaluation."""
-    env = dict(zip(graph.inputs, inputs, strict=True))
-    for node, _, results in evaluate(graph, inputs):
-        env.update(zip(node.outputs, results, strict=True))
-    return [read(env, v) for v in graph.outputs]
 
 
 _BODIES: dict[str, Callable[[Node, Decision, list[Any]], Iterator[Any]]] = {"cond": _cond, "scan": _scan, "while": _while}

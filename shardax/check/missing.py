@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.check.first import evaluate_node
+from shardax.check.evaluate import evaluate_node
 from shardax.check.shards import alike, is_key, words
 from shardax.collectives import identity
 from shardax.graph import Node

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardax import _jax, spmd_rules  # noqa: F401  (registers the built-in rules)
-from shardax.check.first import evaluate
+from shardax.check.evaluate import evaluate
 from shardax.check.missing import Missing, missing
 from shardax.check.shards import difference, is_key, with_garbage, words
 from shardax.collectives import identity
@@ -166,8 +166,8 @@ def _one_split(case: Case, group: Sequence[str], axes) -> Iterator[Splits]:
 
 
 def _ways(size: int, few: int, many: int) -> tuple[int, int]:
-    """The padded sizes of a dim for few and for many shards."""
-    return round_up(size, few), round_up(size, many)
+    """The padded sizes of a dim for few and for many shards; the latter is more than its size."""
+    return round_up(size, few), round_up(size + 1, many)
 
 
 def _pairs(case: Case, free: Sequence[tuple[str, ...]], axes) -> Iterator[Splits]:

@@ -1,6 +1,6 @@
 """emit for scan, while and cond: the same loops and branches, over shards."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,8 +125,11 @@ def _while(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[
 
 
 def _cond(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
-    index, *operands = shards
-    branches = [lambda *operands, body=body: emitter.graph(body, operands) for body in decision.bodies]
+    return switch(node, [lambda *xs, body=body: emitter.graph(body, xs) for body in decision.bodies], *shards)
+
+
+def switch(node: Node, branches: Sequence[Callable[..., Any]], index, *operands) -> Sequence[Any]:
+    """Runs one of the branches of a cond, by its index or by the platform."""
     platforms = node.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)

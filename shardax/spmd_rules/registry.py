@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import Primitive
 
@@ -247,7 +248,7 @@ def register_rule(
     sends: Callable[[Local], Iterable[float]] | None = None,
     ways: Ways | None = None,
 ) -> None:
-    """Registers how a primitive is partitioned.
+    """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was compiled by that.
 
     Args:
       primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
@@ -277,6 +278,8 @@ def register_rule(
         if results != 1 and not getattr(primitive, "multiple_results", True):
             raise complain(rule, "->", f"it has {results} results, {name} has one: name one tensor after the arrow")
         entry.require_fitting(parse(rule))
+    if RULES.get(name, entry) != entry:
+        jax.clear_caches()  # programs that were compiled by the rule that it had
     RULES[name] = entry
 
 
