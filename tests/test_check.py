@@ -1,5 +1,9 @@
 """The command `python -m shardax.check`: what it finds, prints and returns."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from shardax.check import reasons
@@ -50,16 +54,27 @@ def test_rules_that_are_right(rules_module, capsys):
 def test_missing_claims_fail_with_what_shows_them(rules_module, capsys):
     status, out = _run(rules_module("missing", MODULE.format(cos="... -> ...", sinh="a b! -> a b!")), capsys)
     assert status == 1 and "sinh ((5, 6),) -> ((5, 6),): dim 1 of operand 0 (factor b) is whole and could be kept" in out
-    assert "f, *args = SAMPLES['sinh']; shardax.check.missing_claims(f, *args, only='sinh')" in out
+    assert "  f, *args = missing.SAMPLES['sinh']; print(shardax.check.missing_claims(f, *args, only='sinh'))\n" in out
     assert "2 rules, failed: sinh; JAX " in out
 
 
-def test_wrong_claims_fail_with_what_shows_them(rules_module, capsys):
+def _in_new_python(text: str, folder):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env)
+
+
+def test_wrong_claims_fail_with_what_shows_them(rules_module, capsys, tmp_path):
     text = MODULE.replace("lax.cos,", "lax.cumsum,").replace('"cos"', '"cumsum"').format(cos="a b -> a b", sinh="... -> ...")
     status, out = _run(rules_module("wrong", text), capsys)
     assert status == 1 and "2 rules, failed: cumsum; JAX " in out
     assert "cumsum ((5, 6),) -> ((5, 6),), a (5 in 6) over x: result 0 on one device: " in out
-    assert "f, *args = SAMPLES['cumsum']; shardax.check.check_rule(f, *args, only='cumsum')" in out
+    show = "  f, *args = wrong.SAMPLES['cumsum']; print(shardax.check.check_rule(f, *args, only='cumsum'))\n"
+    assert show in out
+    (imports,) = {line for line in out.splitlines() if line.startswith("  import ")}
+    pasted = _in_new_python(f"{imports.strip()}\n{show.strip()}", tmp_path)
+    assert (
+        pasted.returncode == 1 and "these claims are wrong:\ncumsum ((5, 6),) -> ((5, 6),), a (5 in 6) over x" in pasted.stderr
+    )
 
 
 def test_a_rule_without_a_sample_fails(rules_module, capsys):

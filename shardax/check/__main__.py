@@ -12,6 +12,7 @@ not on the list of those that are meant to be (`check/reasons.py`), or where a r
 
 import argparse
 import importlib
+import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -52,32 +53,36 @@ class Report:
         return "\n".join([f"{self.name:26} {', '.join(words)}", *self.wrong, *self.missing.values(), *meant])
 
 
-def check(name: str, given: Mapping[str, Any], count: int) -> Report:
-    """Tries the rule of one primitive on its samples."""
+def check(name: str, given: Mapping[str, Any], count: int, module: str = "") -> Report:
+    """Tries the rule of one primitive on its samples, and on those that are `given` by a module."""
     report = Report(name, not_tried=UNCHECKED.get(name, ""))
-    for sample in () if report.not_tried else samples(name, given, count):
+    for sample in () if report.not_tried else samples(name, given, count, module):
         try:
-            _look_for_missing(sample, report)
+            _look_for_missing(sample, report, module)
             report.tried += check_rule(sample.f, *sample.args, only=name)[name]
         except AssertionError as error:
-            report.wrong.append(f"{error}\n{_snippet(sample, name, 'check_rule')}")
+            report.wrong.append(f"{error}\n{_snippet(sample, module, f'check_rule(f, *args, only={name!r})')}")
         except AttributeError as error:  # a primitive that this JAX does not have
             report.not_tried = f"not in JAX {jax.__version__}: {error}"
     return report
 
 
-def _look_for_missing(sample: Sample, report: Report) -> None:
+def _look_for_missing(sample: Sample, report: Report, module: str) -> None:
     found, equations = missing_of(sample.f, sample.args, report.name)
     report.samples += equations
     for claim in found:
         if why := reason(claim):
             report.meant.setdefault(f"{claim.what} could be {claim.kind}", why)
         else:
-            report.missing.setdefault(f"{claim.what} could be {claim.kind}", f"{claim}\n{_snippet(sample, report.name)}")
+            snippet = _snippet(sample, module, f"missing_claims(f, *args, only={report.name!r})")
+            report.missing.setdefault(f"{claim.what} could be {claim.kind}", f"{claim}\n{snippet}")
 
 
-def _snippet(sample: Sample, name: str, function: str = "missing_claims") -> str:
-    return f"  {sample.snippet}; shardax.check.{function}(f, *args, only={name!r})"
+def _snippet(sample: Sample, module: str, call: str) -> str:
+    """What shows it again in a new Python."""
+    imports = ", ".join(["jax", "shardax.check.samples", *filter(None, [module])])
+    devices = f"jax.config.update('jax_num_cpu_devices', {math.prod(AXES.values())})"
+    return f"  import {imports}; {devices}\n  {sample.snippet}; print(shardax.check.{call})"
 
 
 def _chosen(given: argparse.Namespace) -> tuple[list[str], Mapping[str, Any]]:
@@ -115,7 +120,7 @@ def main(words: Sequence[str]) -> int:
     names, failed = names[part - 1 :: parts], []
     with warnings.catch_warnings(action="ignore"):
         for name in names:
-            report = check(name, own, given.cases)
+            report = check(name, own, given.cases, given.module)
             failed += [name] * report.failed
             print(report, flush=True)
     print(f"{len(names)} rules, failed: {', '.join(failed) or 'none'}; JAX {jax.__version__}")
@@ -123,5 +128,5 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", AXES["x"] * AXES["y"])
+    jax.config.update("jax_num_cpu_devices", math.prod(AXES.values()))
     sys.exit(main(sys.argv[1:]))

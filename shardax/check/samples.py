@@ -34,9 +34,9 @@ class Sample:
     snippet: str
 
 
-def samples(name: str, given: Mapping[str, Any] | None = None, count: int = 3) -> Iterator[Sample]:
-    """Those of a primitive: those that are `given`, our own, and up to `count` of JAX's small ones."""
-    for table, words in ((given or {}, "SAMPLES[{!r}]"), (SAMPLES, "shardax.check.samples.SAMPLES[{!r}]")):
+def samples(name: str, given: Mapping[str, Any] | None = None, count: int = 3, module: str = "") -> Iterator[Sample]:
+    """Those of a primitive: those that are `given` by a module, our own, and up to `count` of JAX's small ones."""
+    for table, words in ((given or {}, f"{module}.SAMPLES[{{!r}}]"), (SAMPLES, "shardax.check.samples.SAMPLES[{!r}]")):
         if name in table:
             f, *args = table[name]
             yield Sample(f, tuple(args), f"f, *args = {words.format(name)}")
