@@ -89,6 +89,7 @@ VALUES = ramp(8, 64, 16) / 64
 ROWS = {
     "top_k, batch sharded": (lambda x: lax.top_k(x, 3), [X], P("x"), P("x"), []),
     "top_k, rows sharded": (lambda x: lax.top_k(x, 3), [X], P(None, "x"), P(), [("all_gather", 3 * 16 * 3 * 4)] * 2),
+    "top_k, most of it": (lambda x: lax.top_k(x, 9), [X], P(None, "x"), P(), [("all_gather", 3 * 16 * 16 * 4)]),
     "cumsum": (lambda x: lax.cumsum(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "cummax": (lambda x: lax.cummax(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),

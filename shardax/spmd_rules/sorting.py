@@ -160,13 +160,18 @@ def _least(dtype):
 
 
 def _pick(local: Local, shard, axis: int, fill, first: Callable, last: Callable):
-    """Gathers k candidates from each device. They come in the order of devices, so ties are decided as on one device."""
+    """Gathers k candidates from each device, or all that it has, where that is no more without their places.
+
+    They come in the order of devices, so ties are decided as on one device.
+    """
     layout = local.operands[0]
-    axes = layout.dims[axis]
+    axes, block, k = layout.dims[axis], shard.shape[axis], local.params["k"]
     if not axes:
         return local.bind(shard)
     shard = local.mask(0, shard, fill, [axis])
-    values, places = first(shard, k=min(local.params["k"], shard.shape[axis]))
+    if block * shard.dtype.itemsize <= k * (shard.dtype.itemsize + local.node.outputs[1].itemsize):
+        return local.bind(all_gather(local, "candidates", shard, axes, axis))
+    values, places = first(shard, k=min(k, block))
     places = places + lax.convert_element_type(local.start(layout, axis), places.dtype)
     values, places = (all_gather(local, "candidates", x, axes, axis) for x in (values, places))
     values, among = last(values)
