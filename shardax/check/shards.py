@@ -46,11 +46,11 @@ def with_garbage(value: np.ndarray, padded: tuple[int, ...]) -> np.ndarray:
     """A value padded at the end of each dim with NaN, the greatest integer, or the negation of its last boolean."""
     shape = padded + value.shape[len(padded) :]
     widths = [(0, p - n) for p, n in zip(shape, value.shape, strict=True)]
-    if value.dtype == bool:
+    if value.dtype == bool and widths:
         filler = ~np.pad(value, widths, mode="edge")
     else:
         exact = jnp.issubdtype(value.dtype, jnp.integer)
-        filler = np.full(shape, jnp.iinfo(value.dtype).max if exact else np.nan, value.dtype)
+        filler = np.full(shape, jnp.iinfo(value.dtype).max if exact else np.nan, value.dtype)  # a lone boolean is overwritten
     filler[tuple(map(slice, value.shape))] = value
     return filler
 
