@@ -68,7 +68,7 @@ def _while(node: Node, operands: list[Any]) -> list[Any]:
 
 
 def _cond(node: Node, operands: list[Any]) -> list[Any]:
-    return switch(node, [lambda *xs, body=body: run(body, xs) for body in node.bodies], *operands)
+    return list(switch(node, [lambda *xs, body=body: run(body, xs) for body in node.bodies], *operands))
 
 
 _STRUCTURED = {"cond": _cond, "scan": _scan, "while": _while}
