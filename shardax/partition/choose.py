@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardax import annotations, reshard
 from shardax.completion.complete import Completion
@@ -36,6 +37,7 @@ from shardax.partition.evened import evened
 from shardax.partition.loops import choose_structured
 from shardax.partition.onward import Onward, Stop, price_onward
 from shardax.partition.segments import Segment, segments
+from shardax.partition.trials import price_of_body
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count, whole
 from shardax.spmd_rules.linalg import MATRIX
 from shardax.spmd_rules.localize import Splits
@@ -55,9 +57,17 @@ def choose(
 ) -> Decisions:
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in.
 
+    What `Chooser.unless_moved` moves pays where it stands, but what follows may have to move back: the program is chosen
+    without these moves too, and what sends less is taken.
+
     `spare`: axes that nobody named, the minor parts of those that a reshape cut.
     """
-    return Chooser(graph, completion, spare).graph(graph, inputs, outputs)
+    chooser = Chooser(graph, completion, spare)
+    found = chooser.graph(graph, inputs, outputs)
+    if not chooser.has_moved:
+        return found
+    still = Chooser(graph, completion, spare, may_move=False)
+    return min(still.graph(graph, inputs, outputs), found, key=partial(price_of_body, chooser, computes=False))
 
 
 Layouts = tuple[Layout, ...]
@@ -75,8 +85,9 @@ class _Chosen:
 class Chooser:
     """The state of a walk over the program: in which layouts each value is there, and what was chosen for alike nodes."""
 
-    def __init__(self, graph: Graph, completion: Completion, spare: frozenset[str] = frozenset()):
+    def __init__(self, graph: Graph, completion: Completion, spare: frozenset[str] = frozenset(), may_move: bool = True):
         self.spare = spare
+        self.may_move, self.has_moved = may_move, False
         self.completion = completion
         self.sizes: AxisSizes = completion.sizes
         self.kinds: Kinds = completion.items.known
@@ -251,14 +262,17 @@ class Chooser:
         is gathered for several readers is gathered once.
         """
         may_gain = node.name in _MULTIPLY or entry.looks_up  # others reduce to less than they read
-        if not may_gain or not factors.reduced or entry.ways is not None:
+        if not self.may_move or not may_gain or not factors.reduced or entry.ways is not None:
             return best
         patient = self.order(node, entry, best, factors, patient=True)
         if not patient[2]:
             return best
         others = ((self.order(node, entry, c, factors), c) for c in self.of_rule(node, entry, factors, (), reduces=False))
         order, other = min(others, key=lambda one: one[0])
-        return other if order < patient and not any(layout.pending for layout in other.results) else best
+        if order >= patient or any(layout.pending for layout in other.results):
+            return best
+        self.has_moved = True
+        return other
 
     def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate, idle: Axes) -> Candidate:
         """Of a candidate that gathers along dims that the node merely carries: what sends as many bytes and does not."""

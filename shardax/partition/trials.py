@@ -39,26 +39,27 @@ def _price(chooser: "Chooser", node: "Node", decision: Decision) -> float:
     return _spent(chooser, node, decision) + sum(owed)
 
 
-def _spent(chooser: "Chooser", node: "Node", decision: Decision) -> float:
+def _spent(chooser: "Chooser", node: "Node", decision: Decision, computes: bool = True) -> float:
     """The price of what a node itself sends and computes."""
     sent = sum(_moves(chooser, node.inputs, decision.moves))
     if decision.factors is None or decision.entry is None:
-        return sent + _of_bodies(chooser, node, decision)
+        return sent + _of_bodies(chooser, node, decision, computes)
     made = Candidate(decision.splits, decision.operands, decision.results)
-    return sent + chooser.sends(node, decision.entry, made) + chooser.compute(node, made, decision.factors)
+    sent += chooser.sends(node, decision.entry, made)
+    return sent + chooser.compute(node, made, decision.factors) if computes else sent
 
 
-def _of_bodies(chooser: "Chooser", node: "Node", decision: Decision) -> float:
+def _of_bodies(chooser: "Chooser", node: "Node", decision: Decision, computes: bool) -> float:
     """The price of the bodies: a scan's for each of its trips, a `while`'s once, and of a `cond` the dearest branch."""
-    bodies = [price_of_body(chooser, body) for body in decision.bodies]
+    bodies = [price_of_body(chooser, body, computes) for body in decision.bodies]
     if node.name == "scan":
         return sum(bodies) * local_trips(node, decision, chooser.sizes)
     return max(bodies) if node.name == "cond" else sum(bodies)
 
 
-def price_of_body(chooser: "Chooser", body: Decisions) -> float:
-    """What a body sends and computes in one trip."""
-    steps = sum(_spent(chooser, *step) + sum(_settled(chooser, *step)) for step in body.pairs())
+def price_of_body(chooser: "Chooser", body: Decisions, computes: bool = True) -> float:
+    """What a body sends and, unless left out, computes in one trip."""
+    steps = sum(_spent(chooser, *step, computes) + sum(_settled(chooser, *step)) for step in body.pairs())
     return steps + sum(_moves(chooser, body.graph.outputs, body.outputs))
 
 
