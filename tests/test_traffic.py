@@ -491,6 +491,7 @@ def test_heads_that_share_keys(keys, heads):
         assert [str(c) for c in f.plan(w, x).collectives] == ["all_reduce over y of f32[1,12,16]: sum of dot_general"]
 
 
+@pytest.mark.mixed_dtypes
 def test_moves_that_what_follows_takes_back_are_not_made():
     """Two heads on four devices: axes that no head has would move to the sequence and back, 226,157 bytes in all."""
     program = PROGRAMS["gpt2 2x4"]
