@@ -41,7 +41,7 @@ from shardax.partition.trials import price_of_body
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count, whole
 from shardax.spmd_rules.linalg import MATRIX
 from shardax.spmd_rules.localize import Splits
-from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
+from shardax.spmd_rules.registry import RULES, Entry, Local, Split, run_whole, whole_rule
 from shardax.spmd_rules.rule import Factors, tie
 
 _MULTIPLY = ("conv_general_dilated", "dot_general", "fft", *MATRIX)
@@ -58,11 +58,11 @@ def choose(
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in.
 
     What `Chooser.unless_moved` moves pays where it stands, but what follows may have to move back: the program is chosen
-    without these moves too, and what sends less is taken.
+    without these moves too, and what sends less is taken. Where there are spare axes nothing is moved so.
 
     `spare`: axes that nobody named, the minor parts of those that a reshape cut.
     """
-    chooser = Chooser(graph, completion, spare)
+    chooser = Chooser(graph, completion, spare, may_move=not spare)
     found = chooser.graph(graph, inputs, outputs)
     if not chooser.has_moved:
         return found
@@ -264,6 +264,8 @@ class Chooser:
         may_gain = node.name in _MULTIPLY or entry.looks_up  # others reduce to less than they read
         if not self.may_move or not may_gain or not factors.reduced or entry.ways is not None:
             return best
+        if self.suggested(node, factors, ()) == self.suggested(node, factors, (), reduces=False):
+            return best
         patient = self.order(node, entry, best, factors, patient=True)
         if not patient[2]:
             return best
@@ -332,10 +334,14 @@ class Chooser:
             locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
             yield from (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
 
-    def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes, reduces: bool = True) -> Iterator[Candidate]:
+    def suggested(self, node: Node, factors: Factors, idle: Axes, reduces: bool = True) -> dict[str, list[Split]]:
+        """The splits that the layouts of operands and results suggest."""
         results = [[self.wanted(v)] for v in node.outputs]
         made = [[*self.layouts(v)[: None if idle else 1], self.wanted(v)] for v in node.inputs]
-        suggestions = suggest(results + made, factors.results + factors.operands, factors, self.padding, idle, reduces)
+        return suggest(results + made, factors.results + factors.operands, factors, self.padding, idle, reduces)
+
+    def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes, reduces: bool = True) -> Iterator[Candidate]:
+        suggestions = self.suggested(node, factors, idle, reduces)
         ways = list(waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
         for splits in assignments(options_of(suggestions, factors, self.padding), factors, self.sizes):
             for group, pending in ways:
