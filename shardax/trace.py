@@ -169,20 +169,23 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
 
 def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:
     """For each result the donated argument that it succeeds: of its path and type, else the first free one of its type."""
-    free = {i: slot for i, slot in enumerate(slots) if slot.donated}
+    free: dict[tuple, dict[int, Slot]] = {}
+    for i, slot in enumerate(slots):
+        if slot.donated:
+            free.setdefault(_type_of(slot), {})[i] = slot
     likes: list[int | None] = [None] * len(results)
     for same_path in (True, False):
         for r, result in enumerate(results):
-            found = [i for i, slot in free.items() if _succeeds(result, slot, same_path)]
-            if likes[r] is None and result.dims is None and found:
-                likes[r] = found[0]
-                del free[found[0]]
+            alike = free.get(_type_of(result), {})
+            found = (i for i, slot in alike.items() if not same_path or result.path.endswith(slot.path))
+            if likes[r] is None and result.dims is None:
+                likes[r] = next(found, None)
+                alike.pop(likes[r], None)
     return likes
 
 
-def _succeeds(result: Slot, argument: Slot, same_path: bool) -> bool:
-    same = (result.aval.shape, result.aval.dtype) == (argument.aval.shape, argument.aval.dtype)
-    return same and (not same_path or result.path.endswith(argument.path))
+def _type_of(slot: Slot) -> tuple[tuple[int, ...], Any]:
+    return slot.aval.shape, slot.aval.dtype
 
 
 def _annotated(x, slot: Slot, like: int | None = None):

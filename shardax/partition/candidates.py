@@ -15,13 +15,14 @@ from shardax.spmd_rules.rule import KEEP, WHOLE, Factors, TensorFactors
 class Candidate:
     """Splits of factors, and the layouts that operands and results take by them, pending reductions included.
 
-    `spared`: as that of the `Decision` for it.
+    `spared`: as that of the `Decision` for it. `moved`: what was split along a reduced dim moves, or this was found on the way.
     """
 
     splits: Splits
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     spared: float = 0.0
+    moved: bool = False
 
 
 def candidate_of(factors: Factors, splits: Splits, group: Sequence[int], pending: Pending) -> Candidate:

@@ -66,8 +66,8 @@ def choose(
     found = chooser.graph(graph, inputs, outputs)
     if not chooser.has_moved:
         return found
-    still = Chooser(graph, completion, spare, may_move=False)
-    return min(still.graph(graph, inputs, outputs), found, key=partial(price_of_body, chooser, computes=False))
+    still = chooser.still().graph(graph, inputs, outputs)
+    return min(still, found, key=partial(price_of_body, chooser, computes=False))
 
 
 Layouts = tuple[Layout, ...]
@@ -75,11 +75,13 @@ Layouts = tuple[Layout, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The decisions of a segment, and the layouts in which what it reads and what it makes is there afterwards."""
+    """The decisions of a segment, and the layouts in which what it reads and what it makes is there afterwards. `moved`: as
+    that of candidates, of any of its nodes."""
 
     steps: list[Decision]
     reads: list[Layouts]
     makes: list[Layouts]
+    moved: bool
 
 
 class Chooser:
@@ -105,6 +107,14 @@ class Chooser:
         self.whole = graph
         self.hidden: frozenset[str] = frozenset()
 
+    def still(self) -> "Chooser":
+        """One for the same program that moves nothing. It takes over what was chosen where that changes nothing."""
+        other = Chooser(self.whole, self.completion, self.spare, may_move=False)
+        other.equal, other.stops_of = self.equal, self.stops_of
+        other.memo = {key: found for key, found in self.memo.items() if not found.moved}
+        other.chosen = {key: found for key, found in self.chosen.items() if not found.moved}
+        return other
+
     def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout | None]) -> Decisions:
         """Decides a graph. An output that asks for no layout leaves in the one that it is in."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
@@ -120,8 +130,11 @@ class Chooser:
             return [self.node(node) for node in segment.nodes]
         key = (segment.key, tuple([id(self.stored[v]) for v in segment.reads]))
         if key not in self.chosen:
+            before, self.has_moved = self.has_moved, False
             steps = [self.node(node) for node in segment.nodes]
-            self.chosen[key] = _Chosen(steps, *([self.stored[v] for v in vs] for vs in (segment.reads, segment.makes)))
+            reads, makes = ([self.stored[v] for v in vs] for vs in (segment.reads, segment.makes))
+            self.chosen[key] = _Chosen(steps, reads, makes, self.has_moved)
+            self.has_moved |= before
         chosen = self.chosen[key]
         self.stored.update(zip(segment.reads, chosen.reads, strict=True))
         self.stored.update(zip(segment.makes, chosen.makes, strict=True))
@@ -221,6 +234,7 @@ class Chooser:
         key = (entry.name, id(factors), wanted, uses, there, sizes, same, tuple(entry.passes_of(node)), sends, self.hidden)
         if key not in self.memo:
             self.memo[key] = self.cheapest(node, entry, factors)
+        self.has_moved |= self.memo[key].moved
         return self.memo[key]
 
     def cheapest(self, node: Node, entry: Entry, factors: Factors) -> Candidate:
@@ -232,7 +246,8 @@ class Chooser:
         idle = self.idle(node, entry, factors, best)
         if not idle:
             return best
-        return self.carrying(node, entry, factors, self.least(node, entry, factors, idle.axes), idle.axes)
+        other = self.carrying(node, entry, factors, self.least(node, entry, factors, idle.axes), idle.axes)
+        return replace(other, moved=best.moved)
 
     def least(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Candidate:
         """The cheapest candidate, with `idle` axes on whatever dim may take them."""
@@ -273,8 +288,7 @@ class Chooser:
         order, other = min(others, key=lambda one: one[0])
         if order >= patient or any(layout.pending for layout in other.results):
             return best
-        self.has_moved = True
-        return other
+        return replace(other, moved=True)
 
     def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate, idle: Axes) -> Candidate:
         """Of a candidate that gathers along dims that the node merely carries: what sends as many bytes and does not."""

@@ -1,5 +1,6 @@
 """Ways to decide a node with bodies: each is tried from the same state, and the one that costs least is taken."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,9 +59,11 @@ def _of_bodies(chooser: "Chooser", node: "Node", decision: Decision, computes: b
 
 
 def price_of_body(chooser: "Chooser", body: Decisions, computes: bool = True) -> float:
-    """What a body sends and, unless left out, computes in one trip."""
-    steps = sum(_spent(chooser, *step, computes) + sum(_settled(chooser, *step)) for step in body.pairs())
-    return steps + sum(_moves(chooser, body.graph.outputs, body.outputs))
+    """What a body sends and, unless left out, computes in one trip. Nodes that share a decision cost the same."""
+    often = Counter(map(id, body.steps))
+    steps = {id(decision): (node, decision) for node, decision in body.pairs()}
+    spent = sum(often[i] * (_spent(chooser, *step, computes) + sum(_settled(chooser, *step))) for i, step in steps.items())
+    return spent + sum(_moves(chooser, body.graph.outputs, body.outputs))
 
 
 def _settled(chooser: "Chooser", node: "Node", step: Decision) -> Iterator[float]:

@@ -11,6 +11,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
 from jax import lax
 
 from shardax import _jax
@@ -106,7 +108,8 @@ class _Sharer:
     def _operand(self, atom) -> Hashable:
         if not _jax.is_literal(atom):
             return self.values.get(atom, atom)
-        return ("literal", str(atom.aval), id(atom.val) if atom.aval.shape else repr(atom.val))
+        bits = atom.aval.shape == () and not jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.extended)
+        return ("literal", str(atom.aval), np.asarray(atom.val).tobytes() if bits else id(atom.val))
 
     def _halo(self, eqn) -> _Halo | None:
         """A ppermute of a slice along one dim."""
