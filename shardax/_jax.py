@@ -28,6 +28,7 @@ JAX's own lists of primitives and of their test cases, and one defect:
 
 import inspect
 import math
+import operator
 import os
 import sysconfig
 import time
@@ -347,9 +348,9 @@ def has_bodies(eqn) -> bool:
 
 
 def replaced_eqns(jaxpr, eqns) -> Any:
-    """The same jaxpr, closed or open, with as many other equations; the jaxpr itself where none is another."""
+    """The same jaxpr, closed or open, with other equations; the jaxpr itself where none is another."""
     open_jaxpr = jaxpr.jaxpr if hasattr(jaxpr, "consts") else jaxpr
-    if all(new is old for new, old in zip(eqns, open_jaxpr.eqns, strict=True)):
+    if len(eqns) == len(open_jaxpr.eqns) and all(map(operator.is_, eqns, open_jaxpr.eqns)):
         return jaxpr
     return with_eqns(jaxpr, eqns) if open_jaxpr is not jaxpr else jaxpr.replace(eqns=eqns)
 

@@ -178,9 +178,9 @@ def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | No
         for r, result in enumerate(results):
             alike = free.get(_type_of(result), {})
             found = (i for i, slot in alike.items() if not same_path or result.path.endswith(slot.path))
-            if likes[r] is None and result.dims is None:
-                likes[r] = next(found, None)
-                alike.pop(likes[r], None)
+            if likes[r] is None and result.dims is None and (first := next(found, None)) is not None:
+                likes[r] = first
+                del alike[first]
     return likes
 
 

@@ -1,4 +1,5 @@
-"""Arrays into which parts of themselves are written. Wanted is what the operations give one by one: `jax.jit` has the fault."""
+"""What XLA's CPU compiler gets wrong. For arrays into which parts of themselves are written, wanted is what the operations give
+one by one: `jax.jit` has the fault."""
 
 import jax
 import jax.numpy as jnp
@@ -81,3 +82,13 @@ def test_only_what_runs_on_cpus_calls_updates(platform):
     assert "dynamic_update_slice" in str(step.plan(x).local_jaxpr) and "jit[" not in str(step.plan(x).local_jaxpr)
     text = step.trace(x).lower(lowering_platforms=(platform,)).as_text()
     assert ("inlineable" in text) == (platform == "cpu")
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_only_what_runs_on_cpus_has_barriers(platform):
+    step = sx.shard_jit(lambda x: sx.annotate(x.swapaxes(0, 1), P("x")), mesh=mesh_of(4), in_shardings=P("x"))
+    x = jax.ShapeDtypeStruct((8, 8, 3), "float32")
+    plan = str(step.plan(x).local_jaxpr)
+    assert "all_to_all" in plan and "optimization_barrier" not in plan
+    text = step.trace(x).lower(lowering_platforms=(platform,)).as_text()
+    assert ("optimization_barrier" in text) == (platform == "cpu")

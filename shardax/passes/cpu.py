@@ -1,0 +1,65 @@
+"""What XLA's CPU compiler gets wrong, written so that it gets it right.
+
+Updates of a part of an array: beside a reshape it fuses the new part into the loop that writes it into the array, in place.
+Where the new part is read from that array, as in `y.at[1:].set(y[:-1])`, the loop then reads what it has overwritten
+(openxla/xla#49176). Barriers do not help: they are gone before it fuses. So each update is a call of its own, into which
+nothing is fused. A call is no copy: the array is still updated in place. Arguments may be parts of each other outside, and a
+loop of one trip is no loop to XLA, so no update is left out because it seems to read something else.
+
+all_to_alls: it refuses to compile one of a transposed operand by which some devices get nothing but padding. So each operand
+is behind a barrier.
+
+Done where the program is lowered for CPUs: the plan and other chips have neither.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend import source_info_util
+
+from shardax import _jax
+from shardax.indices import WRITES
+from shardax.untyped import shape_of
+
+
+def suited(jaxpr):
+    """The same jaxpr, closed or open, each update of one part a call, each all_to_all behind a barrier, in bodies too."""
+    eqns = [_jax.with_bodies(eqn, suited) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
+    return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _suited(eqn)])
+
+
+def _suited(eqn) -> Iterator[Any]:
+    if _is_of_one_part(eqn):
+        yield _call(eqn)
+    elif eqn.primitive is lax.all_to_all_p:
+        barrier = _made_of(eqn, lax.optimization_barrier, [_jax.new_variable(v.aval) for v in eqn.invars])
+        yield barrier
+        yield eqn.replace(invars=barrier.outvars)
+    else:
+        yield eqn
+
+
+def _is_of_one_part(eqn) -> bool:
+    """A scatter to several places is never fused in place."""
+    if eqn.primitive.name == "dynamic_update_slice" or eqn.primitive.name not in WRITES:
+        return eqn.primitive.name in WRITES
+    places = eqn.invars[1].aval
+    return places.size == places.shape[-1]
+
+
+def _call(eqn):
+    def update(*args):
+        return eqn.primitive.bind(*args, **eqn.params)
+
+    with set_xla_metadata(inlineable="false"):
+        return _made_of(eqn, jax.jit(update), eqn.outvars)
+
+
+def _made_of(eqn, fun: Callable[..., Any], results: Sequence[Any]):
+    """The one equation of a function of an equation's operands, as if it stood there, which makes these results."""
+    with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback):
+        (made,) = jax.make_jaxpr(fun)(*(shape_of(v.aval) for v in eqn.invars)).eqns
+    return made.replace(invars=eqn.invars, outvars=list(results), source_info=eqn.source_info)
