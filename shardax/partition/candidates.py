@@ -42,18 +42,23 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
     return splits
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Axes that may go to dims where no tensor has them: what all_to_alls bring there.
+
+    `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split so: no other need be
+    gathered. Those that split what must be whole always may.
+    """
+
+    idle: Axes = ()
+    reduced: bool = False
+
+
 def suggest(
-    layouts: Sequence[Sequence[Layout]],
-    tensors,
-    factors: Factors,
-    padding: Padding,
-    idle: Axes = (),
-    reduces: bool = True,
+    layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padding: Padding, offer: Offer
 ) -> dict[str, list[Split]]:
-    """For each factor the splits that some layout of some tensor suggests, first suggested first. Last, axes that split what
-    must be whole, on the tensor's other factors: an all_to_all brings them there, and no device gets more than its part. So
-    do `idle` axes, and unless it `reduces` those that split what is reduced, where one tensor alone is split so: no other
-    need be gathered."""
+    """For each factor the splits that some layout of some tensor suggests, first suggested first; last, those with axes on
+    offer, on the tensor's other factors, so that no device gets more than its part."""
     suggestions: dict[str, list[Split]] = {}
     moved: list[tuple[str, Split]] = []
     found = [
@@ -65,8 +70,8 @@ def suggest(
         for splits in of_tensor:
             for factor, split in splits.items():
                 _append(suggestions, factor, split) if factors.kind(factor) != WHOLE else None
-            stays = {f for f in splits if f in factors.reduced and (reduces or often[f] > 1)}
-            moved += _moved(splits, stays, dims, factors, padding, idle)
+            stays = {f for f in splits if f in factors.reduced and not (offer.reduced and often[f] == 1)}
+            moved += _moved(splits, stays, dims, factors, padding, offer.idle)
     for factor, split in moved:
         _append(suggestions, factor, split)
     return suggestions

@@ -24,6 +24,7 @@ from shardax.graph import Graph, Node, Value
 from shardax.partition import replicated
 from shardax.partition.candidates import (
     Candidate,
+    Offer,
     assignments,
     candidate_of,
     compatible,
@@ -38,7 +39,7 @@ from shardax.partition.loops import choose_structured
 from shardax.partition.onward import Onward, Stop, price_onward
 from shardax.partition.segments import Segment, segments
 from shardax.partition.trials import price_of_body
-from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count, whole
+from shardax.sharding import AxisSizes, Layout, Padding, shard_count, whole
 from shardax.spmd_rules.linalg import MATRIX
 from shardax.spmd_rules.localize import Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split, run_whole, whole_rule
@@ -242,17 +243,18 @@ class Chooser:
             return candidate_of(
                 factors, project_all([self.wanted(node.outputs[0])], factors.results, factors, self.sizes), (), ()
             )
-        best = self.unless_moved(node, entry, factors, self.least(node, entry, factors, ()))
+        best = self.unless_moved(node, entry, factors, self.least(node, entry, factors, Offer()))
         idle = self.idle(node, entry, factors, best)
         if not idle:
             return best
-        other = self.carrying(node, entry, factors, self.least(node, entry, factors, idle.axes), idle.axes)
+        offer = Offer(idle.axes)
+        other = self.carrying(node, entry, factors, self.least(node, entry, factors, offer), offer)
         return replace(other, moved=best.moved)
 
-    def least(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Candidate:
-        """The cheapest candidate, with `idle` axes on whatever dim may take them."""
+    def least(self, node: Node, entry: Entry, factors: Factors, offer: Offer) -> Candidate:
+        """The cheapest candidate."""
         best, least = None, (math.inf,)
-        for candidate in self.candidates(node, entry, factors, idle):
+        for candidate in self.candidates(node, entry, factors, offer):
             order = self.order(node, entry, candidate, factors)
             if order < least:
                 best, least = candidate, order
@@ -279,23 +281,24 @@ class Chooser:
         may_gain = node.name in _MULTIPLY or entry.looks_up  # others reduce to less than they read
         if not self.may_move or not may_gain or not factors.reduced or entry.ways is not None:
             return best
-        if self.suggested(node, factors, ()) == self.suggested(node, factors, (), reduces=False):
+        offer = Offer(reduced=True)
+        if self.suggested(node, factors, Offer()) == self.suggested(node, factors, offer):
             return best
         patient = self.order(node, entry, best, factors, patient=True)
         if not patient[2]:
             return best
-        others = ((self.order(node, entry, c, factors), c) for c in self.of_rule(node, entry, factors, (), reduces=False))
+        others = ((self.order(node, entry, c, factors), c) for c in self.of_rule(node, entry, factors, offer))
         order, other = min(others, key=lambda one: one[0])
         if order >= patient or any(layout.pending for layout in other.results):
             return best
         return replace(other, moved=True)
 
-    def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate, idle: Axes) -> Candidate:
+    def carrying(self, node: Node, entry: Entry, factors: Factors, best: Candidate, offer: Offer) -> Candidate:
         """Of a candidate that gathers along dims that the node merely carries: what sends as many bytes and does not."""
         if not self.carried(node, entry, factors, best):
             return best
         most = self.reluctance(node, entry, best, factors)
-        others = [c for c in self.candidates(node, entry, factors, idle) if not self.carried(node, entry, factors, c)]
+        others = [c for c in self.candidates(node, entry, factors, offer) if not self.carried(node, entry, factors, c)]
         least = min(
             others, key=lambda c: (self.reluctance(node, entry, c, factors) > most, self.nbytes(node, entry, c)), default=None
         )
@@ -340,22 +343,22 @@ class Chooser:
         table, payload = (math.prod(layouts[i].local_shape(self.sizes)) * values[i].itemsize for i in entry.in_place)
         return table <= payload
 
-    def candidates(self, node: Node, entry: Entry, factors: Factors, idle: Axes) -> Iterator[Candidate]:
-        found = self.of_rule(node, entry, factors, idle)
+    def candidates(self, node: Node, entry: Entry, factors: Factors, offer: Offer) -> Iterator[Candidate]:
+        found = self.of_rule(node, entry, factors, offer)
         if entry.ways is None:
             yield from found
         else:
             locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
             yield from (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
 
-    def suggested(self, node: Node, factors: Factors, idle: Axes, reduces: bool = True) -> dict[str, list[Split]]:
+    def suggested(self, node: Node, factors: Factors, offer: Offer) -> dict[str, list[Split]]:
         """The splits that the layouts of operands and results suggest."""
         results = [[self.wanted(v)] for v in node.outputs]
-        made = [[*self.layouts(v)[: None if idle else 1], self.wanted(v)] for v in node.inputs]
-        return suggest(results + made, factors.results + factors.operands, factors, self.padding, idle, reduces)
+        made = [[*self.layouts(v)[: None if offer.idle else 1], self.wanted(v)] for v in node.inputs]
+        return suggest(results + made, factors.results + factors.operands, factors, self.padding, offer)
 
-    def of_rule(self, node: Node, entry: Entry, factors: Factors, idle: Axes, reduces: bool = True) -> Iterator[Candidate]:
-        suggestions = self.suggested(node, factors, idle, reduces)
+    def of_rule(self, node: Node, entry: Entry, factors: Factors, offer: Offer) -> Iterator[Candidate]:
+        suggestions = self.suggested(node, factors, offer)
         ways = list(waits(entry.passes_of(node), [self.layouts(v) for v in node.inputs]))
         for splits in assignments(options_of(suggestions, factors, self.padding), factors, self.sizes):
             for group, pending in ways:
