@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from shardax import _jax, annotations, graph, meshes, strict
+from shardax import _jax, annotations, ffts, graph, meshes, strict
 from shardax.associative import with_associative_scans
 from shardax.completion.complete import Completion, complete
 from shardax.completion.contested import contested
@@ -131,14 +131,22 @@ _FINDERS = (
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
-    """Where completion can be told in two ways, the program that sends less; the first one if they send the same."""
-    built = _build_one(jaxpr, given, mesh)
-    if contested(built.graph, built.completion):
-        built = min(built, _build_one(jaxpr, given, mesh, indices_first=True), key=_comm_bytes)
+    """Where FFTs send something they are tried dim by dim: the program that sends less, the first one if they send the same."""
+    built = _build_completed(jaxpr, given, mesh)
+    if ffts.sent(built.decisions):
+        built = min(built, _build_completed(ffts.by_dims(jaxpr), given, mesh), key=_comm_bytes)
     options = options or Options()
     report_replicated(built.decisions, built.refinement.sizes, strict=options.strict is True, allow=options.allow)
     if options.strict or options.max_gather_bytes is not None:
         _check(built, options)
+    return built
+
+
+def _build_completed(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh) -> Program:
+    """Where completion can be told in two ways, the program that sends less; the first one if they send the same."""
+    built = _build_one(jaxpr, given, mesh)
+    if contested(built.graph, built.completion):
+        built = min(built, _build_one(jaxpr, given, mesh, indices_first=True), key=_comm_bytes)
     return built
 
 

@@ -335,3 +335,25 @@ def test_an_initial_value_is_not_lost():
     specs: dict[str, Any] = {"in_shardings": P(None, ("x", "z", "y")), "out_shardings": P(("z", "y", "x"))}
     step = sx.shard_jit(lambda x: lax.reduce(x, np.float32(3), lambda a, b: a + b, (0,)), mesh=mesh, **specs)
     np.testing.assert_array_equal(step(np.ones((4, 6), "float32")), 7)
+
+
+FFTS = {
+    "fftn": jnp.fft.fftn,
+    "rfftn": jnp.fft.rfftn,
+    "irfftn": lambda x: jnp.fft.irfftn(x, (9, 13, 21)),
+    "fft2": lambda x: jnp.fft.ifft2(x, axes=(2, 0)),
+    "loop": lambda x: lax.fori_loop(0, 2, lambda i, y: (jnp.fft.fftn(y) / 10).astype("complex64"), x.astype("complex64")),
+    "gradient": jax.grad(lambda x: jnp.abs(jnp.fft.rfftn(x)).sum()),
+}
+
+
+@pytest.mark.parametrize("spec", [P(("x", "z")), P(None, ("z", "y")), P(None, "y", "x"), P("x", "y", "z")], ids=str)
+@pytest.mark.parametrize("name", FFTS)
+def test_ffts_over_all_dims(name, spec):
+    """Each goes dim by dim: no device has all of the array."""
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    x = np.random.default_rng(0).normal(size=(9, 13, 11)).astype("float32")
+    step = sx.shard_jit(lambda x: jnp.abs(sx.annotate(FFTS[name](sx.annotate(2 * x, spec)), spec)).max(0), mesh=mesh)
+    wanted = np.abs(FFTS[name](2 * x)).max(0)
+    np.testing.assert_allclose(step(x), wanted, atol=2e-6 * wanted.max())
+    assert {c.kind for c in step.plan(x).collectives if c.reason.startswith("fft")} <= {"all_to_all", "ppermute"}

@@ -290,6 +290,9 @@ ROWS = {
     "sort, a lone dim": (jnp.sort, [ramp(4096, dtype="int32")], P(("x", "y")), P(("x", "y")), [("ppermute", 2048)] * 6),
     "sort, a lone dim of few devices": (jnp.sort, [ramp(1024)], P("x"), P("x"), [("all_gather", 3 * 1024)]),
     "fft": (lambda x: jnp.fft.irfft(jnp.fft.rfft(x)), [X], P(None, "x"), P(None, "x"), [("all_to_all", 3 * ROW)] * 2),
+    "fft of all dims": (jnp.fft.fft2, [X + 0j], P("x"), P(None, "x"), [("all_to_all", 6 * ROW)]),
+    "rfft of all dims": (jnp.fft.rfft2, [ramp(16, 126)], P("x"), P(None, "x"), [("all_to_all", 6 * ROW)]),
+    "fft of few batches": (jnp.fft.fft2, [ramp(2, 64, 64) + 0j], P(None, "x"), P(None, None, "x"), [("all_to_all", 48 * ROW)]),
     "cholesky": (
         lambda x: lax.linalg.cholesky(x, symmetrize_input=False),
         [SQUARES],

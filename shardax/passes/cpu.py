@@ -12,17 +12,16 @@ is behind a barrier.
 Done where the program is lowered for CPUs: the plan and other chips have neither.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend import source_info_util
 
 from shardax import _jax
+from shardax.equations import instead_of
 from shardax.indices import WRITES
-from shardax.untyped import shape_of
 
 
 def suited(jaxpr):
@@ -35,7 +34,7 @@ def _suited(eqn) -> Iterator[Any]:
     if _is_of_one_part(eqn):
         yield _call(eqn)
     elif eqn.primitive is lax.all_to_all_p:
-        barrier = _made_of(eqn, lax.optimization_barrier, [_jax.new_variable(v.aval) for v in eqn.invars])
+        barrier = instead_of(eqn, lax.optimization_barrier, [_jax.new_variable(v.aval) for v in eqn.invars])
         yield barrier
         yield eqn.replace(invars=barrier.outvars)
     else:
@@ -54,12 +53,8 @@ def _call(eqn):
     def update(*args):
         return eqn.primitive.bind(*args, **eqn.params)
 
-    with set_xla_metadata(inlineable="false"):
-        return _made_of(eqn, jax.jit(update), eqn.outvars)
+    def call(*args):
+        with set_xla_metadata(inlineable="false"):
+            return jax.jit(update)(*args)
 
-
-def _made_of(eqn, fun: Callable[..., Any], results: Sequence[Any]):
-    """The one equation of a function of an equation's operands, as if it stood there, which makes these results."""
-    with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback):
-        (made,) = jax.make_jaxpr(fun)(*(shape_of(v.aval) for v in eqn.invars)).eqns
-    return made.replace(invars=eqn.invars, outvars=list(results), source_info=eqn.source_info)
+    return instead_of(eqn, call)
