@@ -119,6 +119,23 @@ def test_accumulated_gradient_is_reduced_once():
     assert sent(*PROGRAMS["accumulated"]) == {("all_reduce", ("x",), 1): 1}
 
 
+def test_microbatches_that_are_asked_to_be_split_are():
+    """Where the trips were split, each device would have whole microbatches in memory."""
+
+    def step(w, batch, split_each):
+        micro = batch.reshape(8, 96, 16)
+        micro = jax.lax.with_sharding_constraint(micro, NamedSharding(mesh_of(4), P(None, "x"))) if split_each else micro
+        return accumulated(w, micro)
+
+    w, batch = array(16, 512), array(768, 16)
+    run = sx.shard_jit(step, mesh=mesh_of(4), in_shardings=(None, P("x")), static_argnums=2)
+    trips, each = (run.plan(w, batch, split_each) for split_each in (False, True))
+    assert [c.kind for c in trips.collectives] == ["all_reduce"]
+    assert [(c.kind, c.nbytes) for c in each.collectives[:-1]] == [("all_to_all", 3 * batch.nbytes // 16)]
+    assert 2 * (each.memory().peak - 2 * w.nbytes) < trips.memory().peak - 2 * w.nbytes
+    np.testing.assert_allclose(run(w, batch, True), jax.jit(accumulated)(w, batch.reshape(8, 96, 16)), rtol=1e-5, atol=1e-4)
+
+
 def test_what_a_trip_needs_settled_is_settled_once_a_trip():
     """The residual stream is read by the next product: it cannot wait, and is not reduced again after the loop."""
     assert sent(layers, *PROGRAMS["layers"][1:])["all_reduce", ("y",), 3] == 1

@@ -102,6 +102,7 @@ class Chooser:
         self.onward = Onward(graph, self.uses, self.wanted)
         self.stops_of: dict[tuple[Value, frozenset[str]], tuple[Stop, ...]] = {}
         self.looped = _read_by_loops(graph)
+        self.asked = {node.outputs[0]: note.dims for node, note in completion.notes if note.role == "inside"}
         self.evened = evened(graph, _MULTIPLY)
         self.memo: dict[tuple, Candidate] = {}
         self.chosen: dict[tuple, _Chosen] = {}

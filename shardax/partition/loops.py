@@ -31,11 +31,14 @@ def _scan(chooser: "Chooser", node: Node) -> Decision:
 
 
 def _trip_splits(chooser: "Chooser", node: Node) -> list[Split]:
-    """The splits of a map's trips that the layouts of its stacked operands and results suggest."""
+    """The splits of a map's trips that the layouts of its stacked operands and results suggest; none over axes by which the
+    program has each trip split: split over those, a device has whole microbatches in memory."""
     consts, carries = _jax.scan_counts(node.params)
     xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
     layouts = [lay for v in xs for lay in chooser.layouts(v)] + [chooser.wanted(v) for v in (*xs, *ys)]
     leading = [(lay.dims[0], lay.padded[0]) for lay in layouts if lay.dims[0] and not chooser.hidden & set(lay.dims[0])]
+    inside = {a for v in xs if v in chooser.asked for axes in chooser.asked[v][1:] for a in axes or ()}
+    leading = [(axes, padded) for axes, padded in leading if inside.isdisjoint(axes)]
     if not leading or carries_of_map(node) is None:
         return []
     splits = [Split(axes, padded) for axes, padded in dict.fromkeys(leading)]
