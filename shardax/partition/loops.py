@@ -31,18 +31,27 @@ def _scan(chooser: "Chooser", node: Node) -> Decision:
 
 
 def _trip_splits(chooser: "Chooser", node: Node) -> list[Split]:
-    """The splits of a map's trips that the layouts of its stacked operands and results suggest; none over axes by which the
-    program has each trip split: split over those, a device has whole microbatches in memory."""
+    """The splits of a map's trips that the layouts of its stacked operands and results suggest."""
     consts, carries = _jax.scan_counts(node.params)
     xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
     layouts = [lay for v in xs for lay in chooser.layouts(v)] + [chooser.wanted(v) for v in (*xs, *ys)]
     leading = [(lay.dims[0], lay.padded[0]) for lay in layouts if lay.dims[0] and not chooser.hidden & set(lay.dims[0])]
-    inside = {a for v in xs if v in chooser.asked for axes in chooser.asked[v][1:] for a in axes or ()}
-    leading = [(axes, padded) for axes, padded in leading if inside.isdisjoint(axes)]
     if not leading or carries_of_map(node) is None:
         return []
-    splits = [Split(axes, padded) for axes, padded in dict.fromkeys(leading)]
-    return [split for split in splits if split.padded == node.params["length"] or not has_open_loop(node)]
+    splits, inside = [Split(axes, padded) for axes, padded in dict.fromkeys(leading)], _axes_asked_inside(chooser, node, xs)
+    return [
+        split
+        for split in splits
+        if inside.isdisjoint(split.axes) and (split.padded == node.params["length"] or not has_open_loop(node))
+    ]
+
+
+def _axes_asked_inside(chooser: "Chooser", node: Node, xs: Sequence[Value]) -> set[str]:
+    """The axes over which annotations ask to have each trip split. Were the trips split over them, a device would have whole
+    microbatches in memory."""
+    parts = [chooser.asked[v][1:] for v in xs if v in chooser.asked]
+    parts += [chooser.asked[v] for body in node.bodies for inner in body.walk() for v in inner.outputs if v in chooser.asked]
+    return {a for dims in parts for axes in dims for a in axes or ()}
 
 
 def _scan_split(chooser: "Chooser", node: Node, split: Split | None) -> Decision:
