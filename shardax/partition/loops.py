@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from shardax import _jax
+from shardax import _jax, annotations
 from shardax.cost.nominal import COLLECTIVE
 from shardax.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions
@@ -217,8 +217,10 @@ def _at_hand(chooser: "Chooser", value: Value) -> Layout:
 
 
 def _unstacked(chooser: "Chooser", outer: Value, inner: Value, split: Split | None) -> Layout:
-    """How one trip's part of a stacked value lies: as the stack does already, else as completion wants it."""
-    wanted = chooser.wanted(inner)
+    """How one trip's part of a stacked value lies: as the stack does already, else as completion wants it, or the annotation
+    that alone reads it."""
+    reader = chooser.onward.reader.get(inner)
+    wanted = chooser.wanted(reader.outputs[0] if reader and annotations.of_node(reader) else inner)
     for layout in chooser.layouts(outer):
         if not layout.pending and layout.dims == (split.axes if split else (), *wanted.dims):
             return Layout(wanted.sharding, layout.padded[1:])
