@@ -46,6 +46,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax import _jax, transform
+from shardax.check.shards import tolerance
 from shardax.cost.nominal import COLLECTIVE
 from shardax.explain.ledger import collectives, comm_bytes
 from shardax.graph import Node
@@ -55,7 +56,6 @@ from shardax.spmd_rules.registry import RULES
 MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
 AXES = ("x", "y", "z")
 BATCH = 24  # cases in one compilation
-SLACK = 256  # ulps of the greatest result that reassociation may cost
 _ALONE = "no batch to split: it is gathered once"
 MEANT = {  # the primitives that may be replicated, at most ten, each with why
     **dict.fromkeys("cholesky eig eigh lu qr svd triangular_solve".split(), f"one matrix, {_ALONE}"),
@@ -253,10 +253,10 @@ def _difference(wanted: Any, got: Any) -> str:
         close = one == other
     else:
         wide = np.complex128 if jnp.issubdtype(one.dtype, jnp.complexfloating) else np.float64
-        eps = float(jnp.finfo(one.dtype).eps) * SLACK
+        apart = tolerance(one.dtype)
         one, other = one.astype(wide), other.astype(wide)
         greatest = np.max(np.abs(one), where=np.isfinite(one), initial=0)
-        close = np.isclose(other, one, rtol=eps, atol=eps * greatest, equal_nan=True)
+        close = np.isclose(other, one, rtol=apart, atol=apart * greatest, equal_nan=True)
     if np.all(close):
         return ""
     at = tuple(int(i) for i in np.argwhere(~close)[0])

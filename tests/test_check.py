@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from shardax.check import reasons
 from shardax.check.__main__ import main
 from shardax.check.samples import SAMPLES, samples
+from shardax.check.shards import difference
 from shardax.spmd_rules.registry import RULES
 
 
@@ -109,3 +112,11 @@ def test_built_in_rules(capsys):
 def test_every_rule_has_a_sample_or_a_reason():
     assert [name for name in RULES if name not in reasons.UNCHECKED and not any(samples(name, count=1))] == []
     assert not set(SAMPLES) & set(reasons.UNCHECKED)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_lost_part_of_a_sum_is_a_difference(dtype):
+    """However coarse the floats are: a sum of which one of two devices' parts is missing is no rounding."""
+    wanted = np.asarray([4.0, -2.0, 1.0], dtype=jnp.dtype(dtype))
+    assert difference(wanted, wanted) == ""
+    assert difference(np.asarray([4.0, -2.0, 1.0]).astype(wanted.dtype) / wanted.dtype.type(4), wanted) != ""

@@ -79,8 +79,8 @@ def compare(
 ) -> Comparison:
     """Runs `f(*args)` under plain `jax.jit` and under `n` sampled shardings of its arguments and results, and compares.
 
-    Integers, booleans and keys must be equal; floats may differ by `slack` ulps of the greatest number of their array.
-    Callbacks and prints of `f` happen in every run.
+    Integers, booleans and keys must be equal; floats may differ by `slack` ulps of the greatest number of their array, but by
+    a sixteenth of it at most, or one ulp where that is more. Callbacks and prints of `f` happen in every run.
 
     Args:
       f: a function of pytrees of arrays, which may have annotations inside, as for `shard_jit`; or what `shard_jit` returned.

@@ -13,6 +13,7 @@ from shardax.collectives import identity
 from shardax.sharding import Axes, AxisSizes, Layout
 
 SLACK = 256  # ulps of the greatest number of a value that another order of sums may cost
+_COARSE = 1 / 16
 _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -65,7 +66,7 @@ def is_key(value: Any) -> bool:
 
 
 def difference(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> str:
-    """Where two values differ, or "". Floats may differ by `slack` ulps of the greatest number of `wanted`.
+    """Where two values differ, or "". Floats may differ by `slack` ulps of the greatest number of `wanted` (see `tolerance`).
 
     >>> difference(np.asarray([1, 2, 3]), np.asarray([1, 2, 4]))
     '1 of 3 differ, by at most 1, first at (2,): 3, not 4'
@@ -78,6 +79,17 @@ def difference(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> str
     at = tuple(int(i) for i in np.argwhere(~close)[0])
     most = np.nanmax(np.abs(got[~close] - wanted[~close]), initial=0) if wanted.dtype != bool else 1
     return f"{np.sum(~close)} of {close.size} differ, by at most {most:g}, first at {at}: {got[at]}, not {wanted[at]}"
+
+
+def tolerance(dtype, slack: float = SLACK) -> float:
+    """How far floats may be apart, in relation to the greatest: `slack` ulps, but a sixteenth at most, or one ulp where that
+    is more. 256 ulps of bfloat16 are twice the number itself.
+
+    >>> [tolerance(dtype) for dtype in ("bfloat16", "float8_e5m2")]
+    [0.0625, 0.25]
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    return min(eps * slack, max(_COARSE, eps))
 
 
 def alike(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> bool:
@@ -98,10 +110,10 @@ def _comparable(got: np.ndarray, wanted: np.ndarray, slack: float) -> tuple[tupl
     if not jnp.issubdtype(wanted.dtype, jnp.inexact):
         exact = wanted.dtype if wanted.dtype == bool else np.int64
         return (got.astype(exact), wanted.astype(exact)), np.asarray(got == wanted)
-    eps = float(jnp.finfo(wanted.dtype).eps) * slack
+    apart = tolerance(wanted.dtype, slack)
     got, wanted = (x.astype(_wide(wanted.dtype)) for x in (got, wanted))
     greatest = np.max(np.abs(wanted), where=np.isfinite(wanted), initial=0)
-    return (got, wanted), np.isclose(got, wanted, rtol=eps, atol=eps * greatest, equal_nan=True)
+    return (got, wanted), np.isclose(got, wanted, rtol=apart, atol=apart * greatest, equal_nan=True)
 
 
 def _wide(dtype) -> type:
