@@ -46,7 +46,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax import _jax, transform
-from shardax.check.shards import tolerance
+from shardax.check.shards import difference, words
 from shardax.cost.nominal import COLLECTIVE
 from shardax.explain.ledger import collectives, comm_bytes
 from shardax.graph import Node
@@ -212,7 +212,8 @@ def _spec(dice: random.Random, axes: int, shape: tuple[int, ...]) -> P:
 
 def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Replicated]) -> Outcome:
     pairs = zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True)
-    different = [f"result {i}: {words}" for i, (w, g) in enumerate(pairs) if (words := _difference(w, g))]
+    found = (difference(*(np.asarray(words(x)) for x in (got, wanted))) for wanted, got in pairs)
+    different = [f"result {i}: {problem}" for i, problem in enumerate(found) if problem]
     own = [one for one in nodes if _scope(name) in str(one.node.scope)]
     small, gathered = (tuple((_named(r.node), int(r.nbytes)) for r in own if r.small == few) for few in (True, False))
     carried = tuple((_named(r.node), r.carried, r.spared) for r in own if r.carried)
@@ -240,27 +241,6 @@ def _sends(name: str, plan: Any) -> tuple[Any, ...]:
     body = _jax.closed(whole.params["jaxpr"])
     own = [eqn for eqn in body.eqns if _scope(name) in str(eqn.source_info.name_stack)]
     return collectives(_jax.with_eqns(body, own), whole.params["mesh"].shape)
-
-
-def _difference(wanted: Any, got: Any) -> str:
-    """Where two results differ, or ""."""
-    if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
-        wanted, got = map(jax.random.key_data, (wanted, got))
-    if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
-        return f"{got.dtype}{got.shape}, not {wanted.dtype}{wanted.shape}"
-    one, other = np.asarray(wanted), np.asarray(got)
-    if not jnp.issubdtype(one.dtype, jnp.inexact):
-        close = one == other
-    else:
-        wide = np.complex128 if jnp.issubdtype(one.dtype, jnp.complexfloating) else np.float64
-        apart = tolerance(one.dtype)
-        one, other = one.astype(wide), other.astype(wide)
-        greatest = np.max(np.abs(one), where=np.isfinite(one), initial=0)
-        close = np.isclose(other, one, rtol=apart, atol=apart * greatest, equal_nan=True)
-    if np.all(close):
-        return ""
-    at = tuple(int(i) for i in np.argwhere(~close)[0])
-    return f"{np.sum(~close)} of {close.size} differ, at {at} {other[at]}, not {one[at]}"
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
