@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardax import halo
+from shardax.cost.network import Network
 from shardax.halo import Wanted
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 
@@ -50,10 +51,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Path:
-    """Steps between two layouts, and the bytes that one device sends in all of them."""
+    """Steps between two layouts, the bytes that one device sends in all of them, and their price in picoseconds."""
 
     steps: tuple[Step, ...]
     nbytes: float
+    price: float = 0.0
 
     def __str__(self):
         return "; ".join(map(str, self.steps)) or "nothing"
@@ -127,7 +129,9 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes
     steps = _shortest(first, _problem(first, last, shape, itemsize, dict(sizes)))
     nbytes = float(sum(s.nbytes for s in steps))
     steps = [Step("crop", (), src, first, 0), *steps, Step("crop", (), last, dst, 0)]
-    return Path(tuple(replace(s, nbytes=float(s.nbytes)) for s in steps if s.source != s.layout), nbytes)
+    network = Network(dict(sizes))
+    price = sum(network.collective(s.kind, s.axes, float(s.nbytes)) for s in steps if s.kind in COLLECTIVES)
+    return Path(tuple(replace(s, nbytes=float(s.nbytes)) for s in steps if s.source != s.layout), nbytes, float(price))
 
 
 def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSizes) -> Layout:
