@@ -165,6 +165,18 @@ def _takes_fused(eqn) -> bool:
     return name in _ELEMENTWISE or (name.startswith("reduce_") and name != "reduce_scatter")
 
 
+def is_fusible(name: str, readers: Sequence[str | None]) -> bool:
+    """Whether what a primitive makes is never stored, given the primitives that read it (None: it is a result)."""
+    if name not in _ELEMENTWISE or len(readers) != 1 or readers[0] is None:
+        return False
+    return readers[0] in _ELEMENTWISE or readers[0].startswith("reduce_")
+
+
+def is_update(name: str) -> bool:
+    """Whether a primitive writes in place, so that its first operand and its result are not read and written whole."""
+    return name in _UPDATES
+
+
 _SLICES = {"slice", "dynamic_slice", "gather"}  # read no more than they give
 _UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # in place; the operand with what is new
 _FREE = {"axis_index", "optimization_barrier"}

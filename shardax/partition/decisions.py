@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardax.graph import Graph, Node
-from shardax.sharding import AxisSizes, Layout
+from shardax.sharding import AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors
 
@@ -64,3 +64,9 @@ class Decisions:
 
     def pairs(self) -> Iterable[tuple[Node, Decision]]:
         return zip(self.graph.nodes, self.steps, strict=True)
+
+
+def local_trips(node: Node, decision: Decision, sizes: AxisSizes) -> int:
+    """How many trips of a scan each device does."""
+    split = decision.splits.get("trips")
+    return split.padded // shard_count(split.axes, sizes) if split else node.params["length"]

@@ -91,7 +91,11 @@ class Emitter:
             assert decision.entry and decision.factors
             results = run_local(decision.entry, decision.local(node, self.sizes), decision.factors, shards)
         for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.results, results, strict=True)):
-            self.env[value] = {**(self.env.get(node.inputs[0], {}) if annotations.of_node(node) else {}), layout: shard}
+            if annotations.of_node(node) and not node.inputs[0].is_literal:  # the same value by another name
+                self.env[value] = self.env[node.inputs[0]]
+                self.env[value].setdefault(layout, shard)
+            else:
+                self.env[value] = {layout: shard}
             self.makers[value] = node
             if layout.pending:
                 self.debtors[value] = self.debtor(node, decision, i)

@@ -8,8 +8,7 @@ from jax import lax
 
 from shardax import _jax
 from shardax.graph import Node, Value
-from shardax.partition.decisions import Decision
-from shardax.partition.trials import local_trips
+from shardax.partition.decisions import Decision, local_trips
 from shardax.sharding import Layout
 from shardax.spmd_rules.registry import Local, Split
 from shardax.trips import LAST, SAME, STEPS, Carry, carries_of_map

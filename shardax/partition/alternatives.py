@@ -1,0 +1,202 @@
+"""The ways to run a node: what the layouts in which its operands may be made, and the wishes for its results, suggest.
+
+Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that look cheapest where
+they stand; whatever is left out is left out for all searches of that program alike.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+from shardax import annotations
+from shardax.completion.complete import Completion
+from shardax.cost.live import is_fusible, is_update
+from shardax.cost.network import network_of
+from shardax.graph import Graph, Node, Value
+from shardax.partition.candidates import (
+    Candidate,
+    Offer,
+    assignments,
+    candidate_of,
+    compatible,
+    options_of,
+    project_all,
+    suggest,
+    waits,
+)
+from shardax.partition.sites import Layouts, Way
+from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
+from shardax.spmd_rules.linalg import MATRIX
+from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
+from shardax.spmd_rules.rule import Factors, tie
+
+MOST = 16
+_MULTIPLY = ("conv_general_dilated", "dot_general", "fft", *MATRIX)
+
+
+class Alternatives:
+    """The ways of a program's nodes. `stored`: the values that stand in memory, not fused into the one that reads them."""
+
+    def __init__(self, graph: Graph, completion: Completion, padding: Padding):
+        self.completion, self.padding = completion, padding
+        self.network = network_of(completion.sizes)
+        self.sizes: AxisSizes = completion.sizes
+        self.stored = _stored(graph)
+        self.memo: dict[Hashable, Sequence[Way]] = {}
+
+    def of(self, node: Node, made: Sequence[Layouts], wanted: Sequence[Layout], hidden: frozenset[str]) -> Sequence[Way]:
+        """The ways of a node without bodies. `made`: the layouts in which each operand may be; `wanted`: those that completion
+        wants, of operands and results; `hidden`: axes over which nothing may be split here.
+        """
+        entry = RULES.get(node.name) or Entry(node.name, whole_rule, run_whole)
+        factors = self.completion.items.known.of(node)[0].factors or entry.factors(node)
+        key = self._key(node, entry, factors, made, wanted, hidden)
+        if key not in self.memo:
+            self.memo[key] = self._found(node, entry, factors, made, wanted)
+        return self.memo[key]
+
+    def _key(self, node: Node, entry: Entry, factors: Factors, made, wanted, hidden) -> Hashable:
+        values = [*node.inputs, *node.outputs]
+        said = _said(node) if entry.sends or entry.ways else ()
+        same = tuple(node.inputs.index(v) for v in node.inputs)
+        sizes = tuple([(v.itemsize, v in self.stored) for v in values])
+        return (entry.name, id(factors), tuple(made), tuple(wanted), sizes, same, tuple(entry.passes_of(node)), said, hidden)
+
+    def _found(self, node: Node, entry: Entry, factors: Factors, made, wanted) -> Sequence[Way]:
+        count = len(node.inputs)
+        if annotations.of_node(node):
+            layouts = project_all(wanted[count:], factors.results, factors, self.sizes)
+            return [self.way(node, entry, factors, candidate_of(factors, layouts, (), ()))]
+        ways = self._ranked(node, entry, factors, made, wanted, ())
+        if idle := _idle(ways[0], made):
+            ways = self._ranked(node, entry, factors, made, wanted, idle)
+        assert ways, f"no way to run {node.name}"
+        return ways
+
+    def _ranked(self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes) -> list[Way]:
+        """The ways that look cheapest where they stand, the one that makes what is wanted first."""
+        count = len(node.inputs)
+        found = dict[Any, Way]()
+        for candidate in self.candidates(node, entry, factors, made, wanted, idle):
+            way = self.way(node, entry, factors, candidate)
+            kept = found.setdefault((way.operands, way.results), way)
+            if way.price < kept.price:
+                found[way.operands, way.results] = way
+        ways = list(found.values())
+        if len(ways) > 1:
+            ways.sort(key=lambda way: self.guess(node, way, made, wanted[count:]))
+            ways = ways[:MOST]
+        return ways
+
+    def candidates(self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes) -> Iterator[Candidate]:
+        found = self.of_rule(node, entry, factors, made, wanted, idle)
+        if entry.ways is None:
+            return found
+        locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
+        return (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
+
+    def of_rule(self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes) -> Iterator[Candidate]:
+        count = len(node.inputs)
+        operands = [(*have, want) for have, want in zip(made, wanted, strict=False)]
+        results = [(want,) for want in wanted[count:]]
+        offer = Offer(idle, reduced=True)
+        suggested = suggest(results + operands, factors.results + factors.operands, factors, self.padding, offer)
+        ways = list(waits(entry.passes_of(node), made))
+        for splits in assignments(options_of(suggested, factors, self.padding), factors, self.sizes):
+            for group, pending in ways:
+                if compatible(factors, splits, pending):
+                    yield candidate_of(factors, splits, group, pending)
+
+    # Prices
+
+    def way(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> Way:
+        local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
+        sent = sum(self.network.collective("ppermute", (), nbytes) for nbytes in entry.sent(local))
+        price = sent + self.network.compute(self.flops(node, factors, candidate), self.traffic(node, candidate))
+        return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry))
+
+    def flops(self, node: Node, factors: Factors, candidate: Candidate) -> float:
+        if node.name not in _MULTIPLY:
+            return 0.0
+        ranges = {tie(f): f for f in factors.sizes}.values()
+        return 2.0 * math.prod(_local_size(f, factors, candidate, self.sizes) for f in ranges)
+
+    def traffic(self, node: Node, candidate: Candidate) -> float:
+        """The bytes that a node reads and writes in memory."""
+        values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
+        if is_update(node.name):
+            values, layouts = values[1:-1], layouts[1:-1]
+        stored = ((v, lay) for v, lay in zip(values, layouts, strict=True) if v in self.stored)
+        return float(sum(self.nbytes(v, layout) for v, layout in stored))
+
+    def nbytes(self, value: Value, layout: Layout) -> int:
+        return math.prod(layout.local_shape(self.sizes)) * value.itemsize
+
+    def guess(self, node: Node, way: Way, made: Sequence[Layouts], wanted: Sequence[Layout]) -> float:
+        """About what a way costs where it stands, its operands brought and its results as wanted: only to rank ways."""
+        brought = sum(
+            min(self.guessed(v, source, target) for source in (sources or (target,)))
+            for v, sources, target in zip(node.inputs, made, way.operands, strict=True)
+        )
+        left = zip(node.outputs, way.results, wanted, strict=True)
+        return way.price + brought + sum(self.guessed(v, have, want) for v, have, want in left)
+
+    def guessed(self, value: Value, source: Layout, target: Layout) -> float:
+        if source == target or value.is_literal:
+            return 0.0
+        sent, network = 0.0, self.network
+        owed = tuple(a for a in source.pending_axes if a not in target.pending_axes)
+        if owed:
+            sent += 2 * self.nbytes(value, source) / (shard_count(owed, self.sizes) if set(owed) & {*target.sharding.axes} else 1)
+        lost = [a for have, want in zip(source.dims, target.dims, strict=True) for a in have if want[: len(have)] != have]
+        kept = [a for a in lost if a in target.sharding.axes]
+        if kept:
+            sent += self.nbytes(value, source)
+        if lost and len(kept) < len(lost):
+            sent += self.nbytes(value, target)
+        if source.padded != target.padded and not lost:
+            sent += self.nbytes(value, target) / 8
+        return network.collective("all_gather", (), sent) if sent else 0.0
+
+
+def _idle(way: Way, made: Sequence[Layouts]) -> Axes:
+    """The axes that split what a way reads as it is made, and then split nothing."""
+    have = [layouts[0].sharding.axes for layouts in made if layouts]
+    used = {a for layout in (*way.operands, *way.results) for a in (*layout.sharding.axes, *layout.pending_axes)}
+    return tuple(dict.fromkeys(a for axes in have for a in axes if a not in used))
+
+
+def _stored(graph: Graph) -> set[Value]:
+    """The values that stand in memory: all but those that are computed elementwise and used once, by what takes them in."""
+    readers: dict[Value, list[Node | None]] = {}
+    made: dict[Value, Node] = {}
+    bodies = [graph, *(body for node in graph.walk() for body in node.bodies)]
+    for one in bodies:
+        for node in one.nodes:
+            made.update(dict.fromkeys(node.outputs, node))
+            for v in node.inputs:
+                readers.setdefault(v, []).append(node)
+        for v in one.outputs:
+            readers.setdefault(v, []).append(None)
+    values = {*made, *(v for one in bodies for v in one.inputs)}
+    return {v for v in values if not _is_fused(made.get(v), readers.get(v, []))}
+
+
+def _is_fused(maker: Node | None, readers: Sequence[Node | None]) -> bool:
+    return maker is not None and is_fusible(maker.name, [reader.name if reader else None for reader in readers])
+
+
+def _local_size(factor: str, factors: Factors, candidate: Candidate, sizes: AxisSizes) -> int:
+    split = candidate.splits.get(factor)
+    return split.padded // math.prod(sizes[a] for a in split.axes) if split else factors.sizes[factor]
+
+
+def _said(node: Node) -> Hashable:
+    """A node's parameters; where they cannot be compared, the node itself."""
+    said = tuple(node.params.items())
+    try:
+        hash(said)
+    except TypeError:
+        return id(node)
+    return said

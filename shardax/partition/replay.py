@@ -1,0 +1,99 @@
+"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest copy that is there."""
+
+from collections.abc import Sequence
+
+from shardax import _jax, annotations
+from shardax.graph import Graph, Node, Value
+from shardax.partition.decisions import Decision, Decisions, Move
+from shardax.partition.search import Search
+from shardax.sharding import Layout, whole
+
+
+class Replay:
+    """`there`: the layouts in which each value is there so far, first the one that it was made in."""
+
+    def __init__(self, search: Search):
+        self.search = search
+        self.there: dict[Value, list[Layout]] = {}
+
+    def program(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
+        return self.graph(graph, inputs, outputs)
+
+    def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
+        for value, layout in zip(graph.inputs, inputs, strict=True):
+            self.there[value] = [layout]
+        steps = [self.node(node) for node in graph.nodes]
+        moves = tuple(self.move(v, t) for v, t in zip(graph.outputs, outputs, strict=True))
+        return Decisions(graph, tuple(inputs), steps, moves)
+
+    def node(self, node: Node) -> Decision:
+        if node.bodies:
+            return _STRUCTURED[node.name](self, node)
+        way = self.search.site_of[node].chosen
+        splits, factors, entry = way.detail
+        return self.decision(node, way.operands, way.results, splits, factors=factors, entry=entry)
+
+    def decision(self, node: Node, operands, results, splits=None, **rest) -> Decision:
+        moves = tuple(self.move(v, t) for v, t in zip(node.inputs, operands, strict=True))
+        for value, layout in zip(node.outputs, results, strict=True):
+            self.there[value] = [layout]
+            if value in self.search.anywhere and not layout.pending:
+                self.there[value].append(whole(value.shape))
+        if annotations.of_node(node) and not node.inputs[0].is_literal:
+            self.there[node.outputs[0]] = self.there[node.inputs[0]]
+        return Decision(moves, tuple(operands), tuple(results), splits or {}, **rest)
+
+    def move(self, value: Value, target: Layout) -> Move:
+        """Reads a value in a layout; from then on it is there in that layout too."""
+        if value.is_literal:
+            return Move(whole(value.shape), target)
+        there = self.there[value]
+        if target in there:
+            return Move(target, target)
+        source = min(there, key=lambda source: self.search.price(value, source, target))
+        there.append(target)
+        return Move(source, target)
+
+    def inside(self, graph: Graph, outputs: Sequence[Layout]) -> Decisions:
+        """The decisions of a body, whose inputs lie as the ports left them."""
+        inputs = []
+        for value in graph.inputs:
+            site, i = self.search.maker[value]
+            inputs.append(site.chosen.results[i])
+        return self.graph(graph, inputs, outputs)
+
+
+def _scan(replay: Replay, node: Node) -> Decision:
+    (consts, count), (body,) = _jax.scan_counts(node.params), node.bodies
+    ports = replay.search.ports[node]
+    operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries, *ports.stacks)]
+    results = [site.chosen.results[-1] for site in (*ports.carries, *ports.results)]
+    given = [*(site.chosen.operands[1] for site in ports.carries), *(site.chosen.operands[0] for site in ports.results)]
+    inside = replay.inside(body, given)
+    return replay.decision(node, operands, results, {"trips": ports.split} if ports.split else {}, bodies=(inside,))
+
+
+def _while(replay: Replay, node: Node) -> Decision:
+    cond, body = node.bodies
+    ports = replay.search.ports[node]
+    operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries)]
+    carry = [site.chosen.operands[1] for site in ports.carries]
+    bodies = replay.inside(cond, [whole(())]), replay.inside(body, carry)
+    return replay.decision(node, operands, carry, bodies=bodies)
+
+
+def _cond(replay: Replay, node: Node) -> Decision:
+    ports = replay.search.ports[node]
+    operands, results = ([site.chosen.operands[0] for site in side] for side in (ports.operands, ports.results))
+    bodies = tuple(replay.inside(body, results) for body in node.bodies)
+    return replay.decision(node, operands, results, bodies=bodies)
+
+
+def _island(replay: Replay, node: Node) -> Decision:
+    (body,), ports = node.bodies, replay.search.ports[node]
+    operands = [site.chosen.operands[0] for site in ports.operands]
+    results = [site.chosen.results[0] for site in ports.results]
+    return replay.decision(node, operands, results, bodies=(replay.inside(body, [whole(v.shape) for v in body.outputs]),))
+
+
+_STRUCTURED = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

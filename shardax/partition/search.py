@@ -1,0 +1,258 @@
+"""The search: which way every node runs, so that the program as a whole costs least.
+
+Sites (`sites.py`) are the variables. Each has a table of what its ways cost by themselves; for every value that someone reads
+there are tables of what it costs to bring it from the layout in which it is made to those in which it is read (`copies.py`).
+All prices are picoseconds, times the trips of the loops around. `tables.py` finds the cheapest choice of all sites together.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+
+import numpy as np
+
+from shardax import annotations, reshard
+from shardax.completion.complete import Completion
+from shardax.cost.network import network_of
+from shardax.graph import Graph, Node, Value
+from shardax.partition import copies
+from shardax.partition.alternatives import Alternatives
+from shardax.partition.ports import Ports, lay_out, trip_splits
+from shardax.partition.sites import Layouts, Site, Way
+from shardax.partition.tables import Problem, Solution, intern, solve
+from shardax.sharding import AxisSizes, Layout, Padding, whole
+from shardax.spmd_rules.registry import Split
+
+MADE_ANYWHERE = ("broadcast_in_dim", "convert_element_type", "iota")
+
+
+class Search:
+    """A program laid out as sites. `roots`: for a renamed value, the one that it is. `scope`: how often the code that holds a
+    value runs. `chosen_splits`: how the trips of maps are split."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        completion: Completion,
+        alternatives: Alternatives,
+        splits: dict[Node, Split | None],
+        given_back: dict[Hashable, Layouts],
+    ):
+        self.completion, self.alternatives, self.padding = completion, alternatives, alternatives.padding
+        self.network = network_of(completion.sizes)
+        self.sizes: AxisSizes = completion.sizes
+        self.nbytes = alternatives.nbytes
+        self.splits, self.given_back = splits, given_back
+        self.maps: dict[Node, list[Split]] = {}
+        self.sites: list[Site] = []
+        self.site_of: dict[Node, Site] = {}
+        self.ports: dict[Node, Ports] = {}
+        self.maker: dict[Value, tuple[Site, int]] = {}
+        self.root: dict[Value, Value] = {}
+        self.scope: dict[Value, float] = {}
+        self.layouts: dict[Value, Layouts] = {}
+        self.anywhere: set[Value] = set()
+        self.open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]] = {}
+        self.left: dict[Hashable, Layouts] = {}
+        self.annotated = {node.outputs[0]: note.dims for node, note in completion.notes if note.role == "inside"}
+        self.reader = _only_readers(graph)
+        self.tables: dict[Hashable, tuple] = {}
+
+    # Laying out
+
+    def program(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> None:
+        for value, layout in zip(graph.inputs, inputs, strict=True):
+            self.add(Site([], [value], [Way((), (layout,))]))
+        self.body(graph, 1.0, frozenset())
+        for value, layout in zip(graph.outputs, outputs, strict=True):
+            self.add(Site([value], [], [Way((layout,), ())]))
+
+    def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None:
+        """Lays out a graph whose inputs are made already."""
+        self.scope.update(dict.fromkeys(graph.inputs, trips))
+        for node in graph.nodes:
+            self.scope.update(dict.fromkeys(node.outputs, trips))
+            if node.bodies:
+                self.ports[node] = lay_out(self, node, trips, hidden)
+            else:
+                self.site_of[node] = self.node(node, trips, hidden)
+
+    def node(self, node: Node, trips: float, hidden: frozenset[str]) -> Site:
+        made = [self.made(v) for v in node.inputs]
+        wanted = [self.wanted(v, hidden) for v in (*node.inputs, *node.outputs)]
+        ways = self.alternatives.of(node, made, wanted, hidden)
+        renames = annotations.of_node(node) is not None and not node.inputs[0].is_literal
+        if renames:
+            self.root[node.outputs[0]] = self.root_of(node.inputs[0])
+        if node.name in MADE_ANYWHERE and all(v.is_literal or not v.shape or v in self.anywhere for v in node.inputs):
+            self.anywhere.update(node.outputs)
+        elif renames and node.inputs[0] in self.anywhere:
+            self.anywhere.add(node.outputs[0])
+        return self.add(Site(node.inputs, node.outputs, ways, trips, renames=renames))
+
+    def add(self, site: Site) -> Site:
+        self.sites.append(site)
+        for i, value in enumerate(site.makes):
+            made = dict.fromkeys(way.results[i] for way in site.ways)
+            if site.renames:
+                made.update(dict.fromkeys(lay for lay in self.made(site.reads[0]) if not lay.pending))
+            elif value not in self.maker:
+                self.maker[value] = (site, i)
+            self.layouts[value] = tuple(made)
+        return site
+
+    def close_carry(self, port: Site) -> None:
+        """Notes in which layouts a body gives a carry back: in the next round it may be carried so."""
+        key, hidden, may_owe = self.open_carries[port]
+        taken, given = port.makes[0], port.reads[1]
+        wanted = self.wanted(taken, hidden)
+        back = []
+        for lay in self.made(given):
+            sums = tuple(p for p in lay.pending if p[1] == "sum")
+            if not lay.pending:
+                back.append(lay)
+            elif sums and may_owe and not any(axis in wanted.sharding.axes for axis, _ in sums):
+                back.append(Layout(wanted.sharding, wanted.padded, sums))
+        known = {way.results[0] for way in port.ways}
+        self.left[key] = tuple(dict.fromkeys([*self.given_back.get(key, ()), *(lay for lay in back if lay not in known)]))[:8]
+        result = port.makes[1]
+        self.layouts[result] = tuple(dict.fromkeys([*self.layouts[result], *(lay for lay in back if lay.pending)]))
+
+    # What is known of values
+
+    def root_of(self, value: Value) -> Value:
+        return self.root.get(value, value)
+
+    def made(self, value: Value) -> Layouts:
+        """The layouts in which a value may be made; whole, if every device can make it so."""
+        if value.is_literal:
+            return (whole(value.shape),)
+        found = self.layouts[value]
+        return tuple(dict.fromkeys([*found, whole(value.shape)])) if value in self.anywhere else found
+
+    def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]:
+        """Those of them in which nothing is owed, and that split nothing over hidden axes."""
+        return [lay for lay in self.made(value) if not lay.pending and hidden.isdisjoint(lay.sharding.axes)]
+
+    def wanted(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout:
+        """The layout that completion wants for a value, as far as axes are not hidden."""
+        sharding = self.completion.sharding(value)
+        return self.padding.layout(sharding.without(hidden) if hidden else sharding, value.shape)
+
+    def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None:
+        """How the trips of a scan are split in this search."""
+        found = self.maps[node] = trip_splits(self, node, hidden)
+        split = self.splits.get(node, found[0] if found else None)
+        return split if split in found else None
+
+    def price(self, value: Value, source: Layout, target: Layout) -> float:
+        """Picoseconds to bring a value from one layout to another, once."""
+        if source == target:
+            return 0.0
+        price = reshard.plan(source, target, value.shape, value.itemsize, self.sizes).price
+        if price and value in self.anywhere and source != whole(value.shape):
+            price = min(price, self.price(value, whole(value.shape), target))
+        return price
+
+    # The tables
+
+    def solve(self) -> Solution:
+        """Chooses a way for each site."""
+        problem = Problem()
+        self.variable = {site: problem.variable(len(site.ways)) for site in self.sites if len(site.ways) > 1}
+        self.constant = 0.0
+        for site in self.sites:
+            self._own(problem, site)
+        for value, reads in self._readers().items():
+            self._reads(problem, value, reads)
+        solution = solve(problem)
+        for site in self.sites:
+            site.chosen = site.ways[solution.ways[self.variable[site]] if site in self.variable else 0]
+        return Solution(solution.ways, solution.price + self.constant, solution.bound + self.constant)
+
+    def _own(self, problem: Problem, site: Site) -> None:
+        prices = np.array([way.price for way in site.ways]) * site.trips
+        self._add(problem, [site], prices)
+
+    def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:
+        """Adds a table; sites with one way are no variables."""
+        if not prices.any():
+            return
+        scope = []
+        for dim in reversed(range(len(ends))):
+            end = ends[dim]
+            variable = end if isinstance(end, int) else self.variable.get(end)
+            if variable is None:
+                prices = prices.take(0, axis=dim)
+            else:
+                scope.insert(0, variable)
+        if scope:
+            problem.add(scope, prices)
+        else:
+            self.constant += float(prices)
+
+    def _readers(self) -> dict[Value, list[tuple[Site, int]]]:
+        """Who reads each value, those that read it by another name among them; a value that a site reads twice, twice."""
+        found: dict[Value, list[tuple[Site, int]]] = {}
+        for site in self.sites:
+            for i, value in enumerate(site.reads):
+                if not value.is_literal:
+                    found.setdefault(self.root_of(value), []).append((site, i))
+        return found
+
+    def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]]) -> None:
+        """The tables of one value and its readers."""
+        maker, result = self.maker[value]
+        made = tuple([way.results[result] for way in maker.ways])
+        targets = [self._targets(site, i, value) for site, i in reads]
+        shown = self._tables(value, made, tuple(targets))
+        if shown is None:
+            return
+        state_cost, maker_table, reader_tables = shown
+        weight = self.scope[value] if value in self.scope else 1.0
+        if state_cost is None:
+            for (site, _), table in zip(reads, reader_tables, strict=True):
+                if table is not None:
+                    self._add(problem, [maker, site], table * weight)
+            return
+        copy = problem.variable(len(state_cost))
+        self._add(problem, [copy], state_cost * weight)
+        self._add(problem, [maker, copy], maker_table)
+        for (site, _), table in zip(reads, reader_tables, strict=True):
+            if table is not None:
+                self._add(problem, [copy, site], table * weight)
+
+    def _targets(self, site: Site, i: int, root: Value) -> Layouts:
+        return tuple([way.operands[i] for way in site.ways])
+
+    def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...]):
+        key = (made, targets, value.shape, value.itemsize, value in self.anywhere)
+        if key not in self.tables:
+            self.tables[key] = self._make_tables(value, made, targets)
+        return self.tables[key]
+
+    def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...]):
+        price = partial(self.price, value)
+        sources = list(dict.fromkeys(made))
+        paying = [any(price(m, t) > 0 for m in sources for t in dict.fromkeys(ts)) for ts in targets]
+        if not any(paying):
+            return None
+        if sum(paying) == 1:
+            return None, None, [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+        read = list(dict.fromkeys(t for ts, pays in zip(targets, paying, strict=True) if pays for t in ts))
+        states = copies.states(sources, read, price)
+        cost = np.array([copies.making(state, price) for state in states])
+        tables = [copies.reader_table(states, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+        return cost, copies.maker_table(states, made), tables
+
+
+def _table(made: Layouts, read: Layouts, price: Callable[[Layout, Layout], float]) -> np.ndarray:
+    return np.array([[price(m, t) for t in read] for m in made])
+
+
+def _only_readers(graph: Graph) -> dict[Value, Node]:
+    """For each value that one node alone reads, that node."""
+    found: dict[Value, Node | None] = {}
+    for node in graph.walk():
+        for v in node.inputs:
+            found[v] = None if v in found else node
+    return {v: node for v, node in found.items() if node is not None}

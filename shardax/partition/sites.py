@@ -1,0 +1,47 @@
+"""Sites: what a search decides. A site reads values, makes values, and has ways to do so; most sites are nodes of the program.
+
+A loop or branch is not one site but several, its *ports*: one for each operand, carry and result of its bodies. A port reads on
+one side and makes on the other, so bodies lie in the same search as what is around them. A carry is one port: its layout is the
+same where it comes in, where the body takes and gives it, and where it leaves.
+
+    init ──┐                ┌── result
+           ├── carry port ──┤
+    body ──┘   (a layout)   └── body's input
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardax.graph import Value
+from shardax.sharding import Layout
+
+Layouts = tuple[Layout, ...]
+
+
+@dataclass(eq=False, frozen=True, slots=True)
+class Way:
+    """One way of a site: the layouts in which it reads and makes its values, and its price, in picoseconds, for one trip.
+    `detail`: what the decision needs beside."""
+
+    operands: Layouts
+    results: Layouts
+    price: float = 0.0
+    detail: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """Values that are read and made, and the ways to do so. `trips`: how often the site itself runs; `reads_at`: how often each
+    operand is brought to the layout in which it is read, if that differs."""
+
+    reads: Sequence[Value]
+    makes: Sequence[Value]
+    ways: Sequence[Way]
+    trips: float = 1.0
+    reads_at: Sequence[float] = ()
+    renames: bool = False  # the value that it makes is the one that it reads, and is still there in its other layouts
+    chosen: Way = field(init=False)
+
+    def trips_of(self, operand: int) -> float:
+        return self.reads_at[operand] if self.reads_at else self.trips
