@@ -36,25 +36,38 @@ def states(made: Sequence[Layout], read: Sequence[Layout], price: Price) -> list
         paid = [t for t in read if price(m, t) > 0]
         found.append(State(m, ()))
         found += [State(m, (t,)) for t in paid]
-        if 2 < len(paid) <= FEW:
-            found += [State(m, pair) for pair in itertools.combinations(paid, TOGETHER)]
+        if TOGETHER <= len(paid) <= FEW:
+            found += [State(m, pair) for pair in itertools.combinations(paid, TOGETHER) if not is_part(*pair)]
     return found
 
 
+def is_part(first: Layout, second: Layout) -> bool:
+    """Whether one of two layouts is cut out of the other without sending."""
+    return is_cut(first, second) or is_cut(second, first)
+
+
 def making(state: State, price: Price) -> float:
-    """The price of the copies of a state, each from whatever is there."""
-    if len(state.copies) < 2:
-        return sum(price(state.made, t) for t in state.copies)
-    a, b = state.copies
-    m = state.made
-    return min(price(m, a) + min(price(m, b), price(a, b)), price(m, b) + price(b, a))
+    """The price of the copies of a state, each made from the value."""
+    return sum(price(state.made, t) for t in state.copies)
 
 
 def reading(state: State, target: Layout, price: Price) -> float:
-    """The price of reading a value in a layout, given its copies."""
-    if target in state.copies:
+    """The price of reading a value in a layout, given its copies: cut out of one of them, or made for this reader."""
+    if any(is_cut(copy, target) for copy in state.copies):
         return 0.0
-    return min([price(state.made, target), *(price(copy, target) for copy in state.copies)])
+    return price(state.made, target)
+
+
+def is_cut(source: Layout, target: Layout) -> bool:
+    """Whether each device cuts what it holds in layout `target` out of what it holds in `source`."""
+    if source == target:
+        return True
+    if source.pending != target.pending:
+        return False
+    for have, want, held, kept in zip(source.dims, target.dims, source.padded, target.padded, strict=True):
+        if want[: len(have)] != have or have and held != kept:
+            return False
+    return not set(target.sharding.axes) & {*source.pending_axes}
 
 
 def maker_table(found: Sequence[State], made: Sequence[Layout]) -> np.ndarray:
@@ -63,5 +76,6 @@ def maker_table(found: Sequence[State], made: Sequence[Layout]) -> np.ndarray:
 
 
 def reader_table(found: Sequence[State], read: Sequence[Layout], price: Price) -> np.ndarray:
+    """What each way of a reader pays in each state."""
     column = {t: [reading(state, t, price) for state in found] for t in dict.fromkeys(read)}
     return np.array([column[t] for t in read]).T

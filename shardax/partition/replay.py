@@ -50,7 +50,7 @@ class Replay:
         there = self.there[value]
         if target in there:
             return Move(target, target)
-        source = min(there, key=lambda source: self.search.price(value, source, target))
+        source = min(there, key=lambda source: self.search.sent(value, source, target))
         there.append(target)
         return Move(source, target)
 

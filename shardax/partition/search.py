@@ -6,7 +6,7 @@ All prices are picoseconds, times the trips of the loops around. `tables.py` fin
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -146,12 +146,16 @@ class Search:
 
     def price(self, value: Value, source: Layout, target: Layout) -> float:
         """Picoseconds to bring a value from one layout to another, once."""
-        if source == target:
-            return 0.0
-        price = reshard.plan(source, target, value.shape, value.itemsize, self.sizes).price
-        if price and value in self.anywhere and source != whole(value.shape):
-            price = min(price, self.price(value, whole(value.shape), target))
+        price = self.sent(value, source, target)
+        if price and value in self.anywhere:
+            price = min(price, self.sent(value, whole(value.shape), target))
         return price
+
+    def sent(self, value: Value, source: Layout, target: Layout) -> float:
+        """The same, where no device makes for itself what it needs."""
+        if copies.is_cut(source, target):
+            return 0.0
+        return reshard.plan(source, target, value.shape, value.itemsize, self.sizes).price
 
     # The tables
 
@@ -231,7 +235,7 @@ class Search:
         return self.tables[key]
 
     def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...]):
-        price = partial(self.price, value)
+        price = cache(partial(self.price, value))
         sources = list(dict.fromkeys(made))
         paying = [any(price(m, t) > 0 for m in sources for t in dict.fromkeys(ts)) for ts in targets]
         if not any(paying):
