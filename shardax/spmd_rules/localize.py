@@ -119,8 +119,8 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
 
 def _flops_noted(entry: Entry, local: Local) -> AbstractContextManager:
     """The equations of a lowering need not show what they do, as a kernel does not."""
-    flops = entry.flops_or_none(local) if entry.local else None
-    return nullcontext() if flops is None else noted.scope(local.node.name, flops)
+    flops = entry.flops_or_none(local)
+    return noted.scope(local.node.name, flops) if entry.local and flops is not None else nullcontext()
 
 
 def _lowering(entry: Entry, local: Local, shards: Sequence[Any]) -> str:
