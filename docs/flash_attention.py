@@ -38,20 +38,33 @@ def _gradients(saved, ct_BSHD):
 flash_attention.defvjp(_remember, _gradients)
 
 
-@sx.partition_as("s, b s h d!, b t! h d!, b t! h d! -> b s h d!, b s h")
+def _products(count: int):
+    """The FLOPs of so many products of the queries' rows with those of the keys, of the shapes that a shard has."""
+
+    def flops(in_shapes, out_shapes):
+        (b, s, h, d), t = in_shapes[1], in_shapes[2][1]
+        return count * 2 * b * s * t * h * d
+
+    return flops
+
+
+@sx.partition_as("s, b s h d!, b t! h d!, b t! h d! -> b s h d!, b s h", flops=_products(2))
 def _forward(at_S, q_BSHD, k_BTHD, v_BTHD):
     """The result, and the logarithm of the sum of the exponentials of each row."""
     like = [jax.ShapeDtypeStruct(shape, q_BSHD.dtype) for shape in (q_BSHD.shape, q_BSHD.shape[:-1])]
     return _call(_forward_kernel, like, "q", "qr", (at_S, q_BSHD, k_BTHD, v_BTHD), "aqkk")
 
 
-@sx.partition_as("s, b s h d!, b t! h d!, b t! h d!, b s h d!, b s h, b s h -> b s h d!")
+@sx.partition_as("s, b s h d!, b t! h d!, b t! h d!, b s h d!, b s h, b s h -> b s h d!", flops=_products(3))
 def _of_queries(at_S, q_BSHD, k_BTHD, v_BTHD, ct_BSHD, lse_BSH, delta_BSH):
     args = (at_S, q_BSHD, k_BTHD, v_BTHD, ct_BSHD, lse_BSH, delta_BSH)
     return _call(_of_queries_kernel, [q_BSHD], "q", "q", args, "aqkkqrr")[0]
 
 
-@sx.partition_as("s+, b s+ h d!, b t! h d!, b t! h d!, b s+ h d!, b s+ h, b s+ h -> b t! h d!, b t! h d!")
+@sx.partition_as(
+    "s+, b s+ h d!, b t! h d!, b t! h d!, b s+ h d!, b s+ h, b s+ h -> b t! h d!, b t! h d!",
+    flops=_products(4),
+)
 def _of_keys(at_S, q_BSHD, k_BTHD, v_BTHD, ct_BSHD, lse_BSH, delta_BSH):
     args = (at_S, q_BSHD, k_BTHD, v_BTHD, ct_BSHD, lse_BSH, delta_BSH)
     return _call(_of_keys_kernel, [k_BTHD, v_BTHD], "k", "kk", args, "aqkkqrr")

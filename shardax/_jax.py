@@ -1,14 +1,14 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 63 entries, here by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 64 entries, here by what the public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to change its
 equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some parameters, have changed:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
     with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
-    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, value_type, without_refs,
-    ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
-    register_dce.
+    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, is_ref_aval, value_type,
+    without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp,
+    checkpoint_rule, register_dce.
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
@@ -546,6 +546,10 @@ def primitive_names() -> set[str]:
 
 def is_ref(x) -> bool:
     return isinstance(core.typeof(x), AbstractRef)
+
+
+def is_ref_aval(var) -> bool:
+    return isinstance(var.aval, AbstractRef)
 
 
 def value_type(x) -> Any:

@@ -25,13 +25,15 @@ from shardax import _jax
 from shardax.collectives import identity
 from shardax.given import require, require_array, require_function
 from shardax.spmd_rules.claims import noting
-from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule
+from shardax.spmd_rules.registry import RULES, Local, Shapes, mask_padding, register_rule
 from shardax.spmd_rules.rule import Factors, Rule, bind, parse
 from shardax.spmd_rules.sends import all_gather
 
+FlopsOf = Callable[[Shapes, Shapes], float]
+
 
 @_jax.boundary
-def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def partition_as(rule: str, *, flops: FlopsOf | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator for a function of pytrees of arrays that may be split as `rule` says. Outside `shard_jit` it changes nothing.
 
     The leaves of the arguments, in order, are the operands of the rule; the leaves of the result are its results. Arguments
@@ -47,6 +49,11 @@ def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     reduced factor (`k+`) zeros might count (exp(0) is 1), so an uneven dim is gathered there, and the first device computes
     the whole reduction.
 
+    `flops(in_shapes, out_shapes)` gives the FLOPs that the function does on shards of these shapes, those of the leaves, in the
+    order of the rule. A kernel needs it: nobody can look into it, so without it the planner takes it for one that only moves
+    memory. What has FLOPs is split as far as may be, and they count in `Plan.estimate`. Without it, the products in functions
+    of plain JAX count in `Plan.estimate` alone.
+
     Raises ValueError, which quotes the rule and the offending word: here if it does not parse, at the call if it does not fit.
 
     >>> double = partition_as("... d -> ... d")(lambda x: 2 * x)
@@ -54,6 +61,7 @@ def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     Array(8., dtype=float32)
     """
     require(isinstance(rule, str), "rule of partition_as", rule, "text, such as 'b s d! -> b s d!'")
+    require_function(flops, "flops of partition_as", "a function of the shapes of operands and results", or_none=True)
     text = _closed(rule)
 
     @_jax.boundary
@@ -68,7 +76,7 @@ def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             leaves, structure = jax.tree.flatten((args, kwargs))
             function = _Flat(fn, structure)
             shapes, avals = _trace(function, leaves, text)
-            return jax.tree.structure(shapes).unflatten(_bind(leaves, fun=function, rule=text, avals=avals))
+            return jax.tree.structure(shapes).unflatten(_bind(leaves, fun=function, rule=text, avals=avals, flops=flops))
 
         return call
 
@@ -77,7 +85,8 @@ def partition_as(rule: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 partition_as_p = Primitive("partition_as")
 partition_as_p.multiple_results = True
-"""partition_as *args: the results, of `avals`, of the function `fun` of flat arrays, which may be split as `rule` says."""
+"""partition_as *args: the results, of `avals`, of the function `fun` of flat arrays, which may be split as `rule` says.
+`flops`: a function of the shapes of operands and results, or None."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,18 @@ class _Mapped:
 
     def __str__(self):
         return str(self.fun)
+
+
+@dataclass(frozen=True)
+class _MappedFlops:
+    """The FLOPs of the same function for each place of a new dim, the first of those operands that have it and of results."""
+
+    flops: FlopsOf
+    mapped: tuple[bool, ...]
+
+    def __call__(self, in_shapes: Shapes, out_shapes: Shapes) -> float:
+        operands = tuple(shape[has:] for shape, has in zip(in_shapes, self.mapped, strict=True))
+        return out_shapes[0][0] * self.flops(operands, tuple(shape[1:] for shape in out_shapes))
 
 
 def _closed(text: str) -> str:
@@ -221,6 +242,10 @@ def _sends(local: Local) -> list[float]:
     ]
 
 
+def _flops(params, in_shapes: Shapes, out_shapes: Shapes) -> float | None:
+    return params["flops"] and params["flops"](in_shapes, out_shapes)
+
+
 def _jvp(primals, tangents, *, fun, **params):
     """Of the function itself, in those arguments that move."""
     moves = [type(t) is not ad.Zero for t in tangents]
@@ -253,7 +278,7 @@ def _where(mask, xs) -> list[Any]:
     return [x for keep, x in zip(mask, xs, strict=True) if keep]
 
 
-def _batch(args, dims, *, fun, rule, avals):
+def _batch(args, dims, *, fun, rule, avals, flops):
     """The new dim is a kept factor: in front of every result, and of those operands that have it."""
     name = next(n for n in ("mapped" + "_" * i for i in range(len(rule))) if n not in _all(parse(rule)))
     left, _, right = rule.partition("->")
@@ -263,7 +288,8 @@ def _batch(args, dims, *, fun, rule, avals):
     args = [jax.numpy.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
     fun = _Mapped(fun, tuple(0 if m else None for m in mapped))
     avals = tuple(jax.make_jaxpr(fun)(*args).out_avals)
-    return _bind(args, fun=fun, rule=rule, avals=avals), [0] * len(avals)
+    flops = flops and _MappedFlops(flops, tuple(mapped))
+    return _bind(args, fun=fun, rule=rule, avals=avals, flops=flops), [0] * len(avals)
 
 
 partition_as_p.def_impl(lambda *args, fun, **params: fun(*args))
@@ -272,4 +298,4 @@ ad.primitive_jvps[partition_as_p] = _jvp
 ad.primitive_transposes[partition_as_p] = _transpose
 batching.primitive_batchers[partition_as_p] = _batch
 mlir.register_lowering(partition_as_p, mlir.lower_fun(lambda *args, fun, **params: fun(*args), multiple_results=True))
-register_rule(partition_as_p, lambda node: node.params["rule"], _local, sends=_sends)
+register_rule(partition_as_p, lambda node: node.params["rule"], _local, sends=_sends, flops=_flops)

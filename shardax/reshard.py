@@ -1,15 +1,16 @@
 """Resharding: the cheapest sequence of collectives that brings a value from one layout to another, found as a shortest path.
 
-The nodes are layouts, and the edges are the steps that `steps_from` yields, each with the bytes that one device sends (V is the
-bytes in the whole group of n devices; ring algorithms):
+The nodes are layouts, and the edges are the steps of `STEPS`, each with the bytes that one device sends (V is the bytes in the
+whole group of n devices; ring algorithms):
 
     all_gather, reduce_scatter   V (n-1)/n          all_to_all   (V/n) (n-1)/n        slice, crop, owe   0
     all_reduce                  2V (n-1)/n          ppermute     the shard            halo               the rows that move
 
-The cheapest path sends the fewest bytes, where the start of each collective counts as an eighth of the first shard: one more
-collective has to save that much. Among equals it has the fewest collectives, then the fewest steps, then it is the first
-found. Costs are exact, so that plans are deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local
-shard, inside `jax.shard_map`.
+The price of a step is that of its collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction
+costs the reading and writing of the shard, and slices are free, so that nothing is cheaper than to refine. Among paths of one
+price the one with the fewest collectives is taken, then the one with the fewest steps, then the first found. Prices are whole
+numbers, so that plans are deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside
+`jax.shard_map`.
 
 After GSPMD, sections 3.5 (resharding always succeeds) and 3.2 (halo exchange), but without a list of special cases.
 """
@@ -17,18 +18,17 @@ After GSPMD, sections 3.5 (resharding always succeeds) and 3.2 (halo exchange), 
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from operator import ne
+from typing import NamedTuple
 
 from shardax import halo
-from shardax.cost.network import Network
+from shardax.cost.network import Network, network_of
 from shardax.halo import Wanted
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 
-START = Fraction(1, 8)  # of the first shard's bytes, for each collective
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter"})
 
 
@@ -72,66 +72,126 @@ def plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes:
     >>> print(plan(pending, dst, (8, 8), 4, {"x": 4, "y": 2}))
     reduce_scatter x to dim 1 (192 bytes); all_reduce y (64 bytes)
     """
-    return _plan(_canonical(src), _canonical(dst), tuple(shape), itemsize, tuple(sizes.items()))
+    return _plan(_canonical(src), _canonical(dst), tuple(shape), itemsize, network_of(sizes))
 
 
 # The search
+
+
+Pending = tuple[tuple[str, str], ...]
+
+
+class _Node(NamedTuple):
+    """A layout, as a tuple that is quick to make and to look up."""
+
+    dims: tuple[Axes, ...]
+    padded: tuple[int, ...]
+    pending: Pending
+
+    @property
+    def pending_axes(self) -> Axes:
+        return tuple(axis for axis, _ in self.pending)
+
+
+class _Edge(NamedTuple):
+    """A step to `after`. `price`: in picoseconds. `count`: of collectives."""
+
+    kind: str
+    axes: Axes
+    after: _Node
+    nbytes: int
+    price: float
+    dim: int | None = None
+    to: int | None = None
+    count: int = 1
+
+
+class _Cost(NamedTuple):
+    """Of a path, in the order in which paths are compared."""
+
+    price: float
+    collectives: int
+    steps: int
+
+    def and_then(self, more: "_Cost") -> "_Cost":
+        return _Cost(self[0] + more[0], self[1] + more[1], self[2] + more[2])
+
+
+class _Counts(dict[Axes, int]):
+    """The number of pieces into which axes split a dim."""
+
+    def __init__(self, sizes: AxisSizes):
+        self.sizes = sizes
+
+    def __missing__(self, axes: Axes) -> int:
+        count = self[axes] = shard_count(axes, self.sizes)
+        return count
 
 
 @dataclass(frozen=True)
 class _Problem:
     """What the search may use: mesh axes, dims, padded sizes of each dim; and how many major axes of each dim stay in place."""
 
-    dst: Layout
+    dst: _Node
     shape: tuple[int, ...]
     itemsize: int
-    sizes: AxisSizes
+    network: Network
     axes: Axes
     dims: tuple[int, ...]
     paddings: tuple[tuple[int, ...], ...]
     fixed: tuple[int, ...]
-    counts: dict[Axes, int]
+    counts: _Counts
 
     def count(self, axes: Axes) -> int:
         return self.counts[axes]
 
-    def local_shape(self, layout: Layout) -> list[int]:
-        return [p // self.counts[axes] for p, axes in zip(layout.padded, layout.sharding.dims, strict=True)]
+    def nbytes(self, node: _Node) -> int:
+        """Bytes of the shard."""
+        nbytes = self.itemsize
+        for padded, axes in zip(node.padded, node.dims, strict=True):
+            nbytes *= padded // self.counts[axes]
+        return nbytes
 
-    def nbytes(self, layout: Layout) -> int:
-        return math.prod(self.local_shape(layout)) * self.itemsize
-
-    def free_axes(self, layout: Layout) -> Axes:
-        used = {*layout.sharding.axes, *layout.pending_axes}
+    def free_axes(self, node: _Node) -> Axes:
+        used = {a for axes in node.dims for a in axes}.union(node.pending_axes)
         return tuple(a for a in self.axes if a not in used)
 
-    def movable(self, layout: Layout, dim: int) -> Iterator[Axes]:
+    def movable(self, node: _Node, dim: int) -> Iterator[Axes]:
         """The minor axes of `dim` that may leave it together."""
-        axes = layout.dims[dim]
+        axes = node.dims[dim]
         return (axes[keep:] for keep in range(self.fixed[dim], len(axes)))
 
-    def room(self, layout: Layout, dim: int, axes: Axes) -> Iterator[int]:
+    def room(self, node: _Node, dim: int, axes: Axes) -> Iterator[int]:
         """The padded sizes with which `dim` can take `axes` as its minor-most: its own, or any where it is still whole."""
-        count = self.count(layout.dims[dim] + axes)
-        paddings = (layout.padded[dim],) if layout.dims[dim] else self.paddings[dim]
+        count = self.count(node.dims[dim] + axes)
+        paddings = (node.padded[dim],) if node.dims[dim] else self.paddings[dim]
         return (p for p in paddings if p % count == 0)
 
 
 @lru_cache(maxsize=1 << 16)
-def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: tuple[tuple[str, int], ...]) -> Path:
+def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> Path:
     if src == dst:
         return Path((), 0.0)
     if 0 in shape:
         return Path((Step("empty", (), src, dst, 0.0),), 0.0)
-    first, last = (_without_trivial_axes(layout, shape, dict(sizes)) for layout in (src, dst))
+    first, last = (_without_trivial_axes(layout, shape, network) for layout in (src, dst))
     if first == last:
         return Path((Step("crop", (), src, dst, 0.0),), 0.0)
-    steps = _shortest(first, _problem(first, last, shape, itemsize, dict(sizes)))
-    nbytes = float(sum(s.nbytes for s in steps))
-    steps = [Step("crop", (), src, first, 0), *steps, Step("crop", (), last, dst, 0)]
-    network = Network(dict(sizes))
-    price = sum(network.collective(s.kind, s.axes, float(s.nbytes)) for s in steps if s.kind in COLLECTIVES)
-    return Path(tuple(replace(s, nbytes=float(s.nbytes)) for s in steps if s.source != s.layout), nbytes, float(price))
+    edges = _cheapest(_node(first), _problem(first, last, shape, itemsize, network))
+    steps = [Step("crop", (), src, first, 0.0), *_steps(first, edges), Step("crop", (), last, dst, 0.0)]
+    nbytes, price = sum(e.nbytes for e in edges), sum(e.price for e in edges)
+    return Path(tuple(s for s in steps if s.source != s.layout), float(nbytes), float(price))
+
+
+def _node(layout: Layout) -> _Node:
+    return _Node(layout.dims, layout.padded, layout.pending)
+
+
+def _steps(source: Layout, edges: list[_Edge]) -> Iterator[Step]:
+    for kind, axes, after, nbytes, _, dim, to, _ in edges:
+        layout = Layout(Sharding(after.dims), after.padded, after.pending)
+        yield Step(kind, axes, source, layout, float(nbytes), dim, to)
+        source = layout
 
 
 def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSizes) -> Layout:
@@ -141,12 +201,17 @@ def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSiz
     return Layout(Sharding(dims), padded, tuple(p for p in layout.pending if sizes[p[0]] > 1))
 
 
-def _problem(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> _Problem:
+def _problem(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> _Problem:
     used = {*src.sharding.axes, *dst.sharding.axes, *src.pending_axes, *dst.pending_axes}
-    axes = tuple(a for a in sizes if a in used)
-    paddings = tuple(_paddings(n, d, src, dst, axes, sizes) for d, n in enumerate(shape))
-    counts = {order: shard_count(order, sizes) for k in range(len(axes) + 1) for order in itertools.permutations(axes, k)}
-    return _Problem(dst, shape, itemsize, sizes, axes, _dims(src, dst, shape, paddings), paddings, _fixed(src, dst), counts)
+    axes = tuple(a for a in network if a in used)
+    paddings = tuple(_paddings(n, d, src, dst, axes, network) for d, n in enumerate(shape))
+    dims = _dims(src, dst, shape, paddings)
+    return _Problem(_node(dst), shape, itemsize, network, axes, dims, paddings, _fixed(src, dst), _counts(network))
+
+
+@lru_cache
+def _counts(network: Network) -> _Counts:
+    return _Counts(network)
 
 
 def _paddings(size: int, dim: int, src: Layout, dst: Layout, axes: Axes, sizes: AxisSizes) -> tuple[int, ...]:
@@ -179,160 +244,204 @@ def _common_prefix(a: Axes, b: Axes) -> int:
     return next((i for i, (p, q) in enumerate(zip(a, b, strict=False)) if p != q), min(len(a), len(b)))
 
 
-def _shortest(src: Layout, problem: _Problem) -> list[Step]:
-    """A* over layouts; the cost of a path is (bytes and starts, collectives, steps)."""
-    start = START * problem.nbytes(src)
-    tie = itertools.count()
-    best: dict[Layout, tuple[float, int, int]] = {src: (0, 0, 0)}
-    via: dict[Layout, Step] = {}
-    queue: list[tuple[float, int, int, int, Layout]] = [(0, 0, 0, next(tie), src)]
-    done, missing = set(), _bound(problem)
+def _cheapest(src: _Node, problem: _Problem) -> list[_Edge]:
+    """The cheapest path; where slices or one collective cost no more than any path must, without a search."""
+    if src.pending == problem.dst.pending and all(map(_refines, src.dims, src.padded, problem.dst.dims, problem.dst.padded)):
+        return list(_sliced(src, problem.dst))
+    left = _bound(problem)
+    steps = _ONE.get((src.pending != problem.dst.pending, sum(map(ne, src.dims, problem.dst.dims))))
+    found = [edge for edge in steps(src, problem) if edge.after == problem.dst] if steps else []
+    return found[:1] if found and found[0].price <= left(src).price else _shortest(src, problem, left)
+
+
+def _refines(have: Axes, held: int, wanted: Axes, padded: int) -> bool:
+    """Whether slices lead from one split of a dim to another."""
+    return wanted[: len(have)] == have and (not have or held == padded)
+
+
+def _sliced(node: _Node, dst: _Node) -> Iterator[_Edge]:
+    for dim, (have, wanted) in enumerate(zip(node.dims, dst.dims, strict=True)):
+        if have != wanted:
+            node = _with(node, dim, wanted[len(have) :], dst.padded[dim])
+            yield _Edge("slice", wanted[len(have) :], node, 0, 0.0, to=dim, count=0)
+
+
+def _shortest(src: _Node, problem: _Problem, left: Callable[[_Node], _Cost]) -> list[_Edge]:
+    """A* over layouts; `left` is a lower bound on the cost that is left."""
+    best: dict[_Node, _Cost] = {src: _Cost(0.0, 0, 0)}
+    via: dict[_Node, tuple[_Node, _Edge]] = {}
+    tie, dst = itertools.count(), problem.dst
+    queue = [(left(src), next(tie), best[src], src)]
     while queue:
-        *_, layout = heapq.heappop(queue)
-        if layout == problem.dst:
-            return _backtrack(via, src, layout)
-        if layout in done:
+        _, _, so_far, node = heapq.heappop(queue)
+        if node == dst:
+            return _backtrack(via, src, dst)
+        if so_far != best[node]:
             continue
-        done.add(layout)
-        nbytes, collectives, steps = best[layout]
-        for step in steps_from(layout, problem):
-            sends = step.kind in COLLECTIVES
-            cost = (nbytes + step.nbytes + sends * start, collectives + sends, steps + 1)
-            if step.layout not in best or cost < best[step.layout]:
-                best[step.layout], via[step.layout] = cost, step
-                estimate = cost[0] + missing(step.layout)
-                heapq.heappush(queue, (estimate, *cost[1:], next(tie), step.layout))
-    raise AssertionError(f"no path from {src} to {problem.dst}")
+        for edge in _edges(node, problem):
+            cost = so_far.and_then(_Cost(edge.price, edge.count, 1))
+            if edge.after not in best or cost < best[edge.after]:
+                estimate = cost.and_then(left(edge.after))
+                if dst not in best or estimate < best[dst]:
+                    best[edge.after], via[edge.after] = cost, (node, edge)
+                    heapq.heappush(queue, (estimate, next(tie), cost, edge.after))
+    raise AssertionError(f"no path from {src} to {dst}")
 
 
-def _backtrack(via: dict[Layout, Step], src: Layout, layout: Layout) -> list[Step]:
-    steps = []
-    while layout != src:
-        steps.append(via[layout])
-        layout = via[layout].source
-    return steps[::-1]
+def _backtrack(via: Mapping[_Node, tuple[_Node, _Edge]], src: _Node, node: _Node) -> list[_Edge]:
+    edges = []
+    while node != src:
+        node, edge = via[node]
+        edges.append(edge)
+    return edges[::-1]
 
 
-def _bound(problem: _Problem) -> Callable[[Layout], int]:
-    """A lower bound on the bytes still to be sent: what some device wants at the end and does not hold yet.
+def _bound(problem: _Problem) -> Callable[[_Node], _Cost]:
+    """A lower bound on the cost that is left: of as many bytes, over the fastest links, as some device must still get.
 
-    Looked at are the first device and its neighbour along each axis. What is summed or compared yet, nobody holds.
+    That is what it wants at the end and does not hold; looked at are the first device and its neighbour along each axis. What
+    is summed or compared yet, nobody holds. Of each element of it n parts are to become one on c devices, which takes
+    n + c - 2 messages, and so many elements over the number of devices are sent by one of them.
     """
-    devices = [
-        {a: int(a == one) for a in problem.axes} for one in (None, *problem.axes) if one is None or problem.sizes[one] > 1
-    ]
-    wanted = [_block_of(d, problem.dst, problem) for d in devices]
-    volumes = [math.prod(end - first for first, end in block) for block in wanted]
-    unsettled = {a for a in problem.axes if a not in problem.dst.pending_axes}
+    devices = [{a: int(a == one) for a in problem.axes} for one in (None, *problem.axes)]
+    blocks = [_block_of(d, problem.dst, problem) for d in devices]
+    wanted = list(zip(*blocks, strict=True))
+    volumes = [math.prod(end - first for first, end in block) for block in blocks]
+    count, elements = problem.count(problem.axes), math.prod(problem.shape)
+    copies = count // math.prod(map(problem.count, problem.dst.dims))
+    overlaps: dict[tuple[int, Axes, int], list[int]] = {}
 
-    def missing(layout: Layout) -> int:
-        if layout.pending and not unsettled.isdisjoint(layout.pending_axes):
-            return max(volumes) * problem.itemsize
-        held = (_overlap(_block_of(d, layout, problem), want) for d, want in zip(devices, wanted, strict=True))
-        return max(v - h for v, h in zip(volumes, held, strict=True)) * problem.itemsize
+    def overlap(dim: int, axes: Axes, padded: int) -> list[int]:
+        """How much of what each device wants of a dim it holds."""
+        block = padded // problem.count(axes)
+        held = (_rows(d, axes, block, problem.shape[dim], problem) for d in devices)
+        return [max(0, min(e, f) - max(a, b)) for (a, e), (b, f) in zip(held, wanted[dim], strict=True)]
 
-    return missing
+    def missing(node: _Node) -> int:
+        parts = problem.count(tuple(a for a in node.pending_axes if a not in problem.dst.pending_axes))
+        if parts > 1:
+            messages = 0 if problem.dst.pending else -(-elements * (parts + copies - 2) // count)
+            return max(*volumes, messages)
+        held = [1] * len(devices)
+        for key in zip(range(len(problem.shape)), node.dims, node.padded, strict=True):
+            rows = overlaps.get(key) or overlaps.setdefault(key, overlap(*key))
+            held = [h * n for h, n in zip(held, rows, strict=True)]
+        return max(v - h for v, h in zip(volumes, held, strict=True))
+
+    def left(node: _Node) -> _Cost:
+        if node == problem.dst:
+            return _Cost(0.0, 0, 0)
+        rows = missing(node)
+        return _Cost(problem.network.least(problem.axes, rows * problem.itemsize), 1, 1) if rows else _Cost(0.0, 0, 1)
+
+    return left
 
 
-def _block_of(device: dict[str, int], layout: Layout, problem: _Problem) -> list[tuple[int, int]]:
+def _block_of(device: dict[str, int], node: _Node, problem: _Problem) -> list[tuple[int, int]]:
     """The true rows of each dim that a device holds, as (first, end)."""
-    block = []
-    for n, axes, b in zip(problem.shape, layout.sharding.dims, problem.local_shape(layout), strict=True):
-        number = 0
-        for a in axes:
-            number = number * problem.sizes[a] + device[a]
-        block.append((min(n, number * b), min(n, number * b + b)))
-    return block
+    return [
+        _rows(device, axes, padded // problem.count(axes), size, problem)
+        for size, axes, padded in zip(problem.shape, node.dims, node.padded, strict=True)
+    ]
 
 
-def _overlap(block: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
-    return math.prod(max(0, min(e, f) - max(a, b)) for (a, e), (b, f) in zip(block, other, strict=True))
+def _rows(device: dict[str, int], axes: Axes, block: int, size: int, problem: _Problem) -> tuple[int, int]:
+    number = 0
+    for a in axes:
+        number = number * problem.network[a] + device[a]
+    return min(size, number * block), min(size, number * block + block)
 
 
 # The steps
 
 
-def steps_from(layout: Layout, problem: _Problem) -> Iterator[Step]:
-    """All steps that one can take from `layout`."""
+def _edges(node: _Node, problem: _Problem) -> Iterator[_Edge]:
+    """All steps that one can take from a layout."""
     for steps in STEPS:
-        yield from steps(layout, problem)
+        yield from steps(node, problem)
 
 
-def _all_gathers(layout: Layout, problem: _Problem) -> Iterator[Step]:
+def _sends(problem: _Problem, kind: str, axes: Axes, after: _Node, nbytes: int, dim: int | None = None, to: int | None = None):
+    """A collective in which each device sends so many bytes."""
+    minor = None
+    if kind == "reduce_scatter" and to is not None and to == len(problem.shape) - 1:
+        minor = after.padded[to] // problem.count(after.dims[to])
+    return _Edge(kind, axes, after, nbytes, problem.network.collective(kind, axes, nbytes, minor), dim, to)
+
+
+def _all_gathers(node: _Node, problem: _Problem) -> Iterator[_Edge]:
     for dim in problem.dims:
-        for axes in problem.movable(layout, dim):
-            after = _without(layout, dim, axes, problem)
-            nbytes = problem.nbytes(layout) * (problem.count(axes) - 1)
-            yield Step("all_gather", axes, layout, after, nbytes, dim=dim)
+        for axes in problem.movable(node, dim):
+            nbytes = problem.nbytes(node) * (problem.count(axes) - 1)
+            yield _sends(problem, "all_gather", axes, _without(node, dim, axes, problem), nbytes, dim=dim)
 
 
-def _slices(layout: Layout, problem: _Problem) -> Iterator[Step]:
+def _slices(node: _Node, problem: _Problem) -> Iterator[_Edge]:
     for dim in problem.dims:
-        for axes in _to_slice(layout, dim, problem):
-            for padded in problem.room(layout, dim, axes):
-                yield Step("slice", axes, layout, _with(layout, dim, axes, padded), 0, to=dim)
+        for axes in _to_slice(node, dim, problem):
+            for padded in problem.room(node, dim, axes):
+                yield _Edge("slice", axes, _with(node, dim, axes, padded), 0, 0.0, to=dim, count=0)
 
 
-def _to_slice(layout: Layout, dim: int, problem: _Problem) -> list[Axes]:
+def _to_slice(node: _Node, dim: int, problem: _Problem) -> list[Axes]:
     """Each free axis, and all axes at once that `dim` lacks to be as it is wanted."""
-    free = problem.free_axes(layout)
-    have, wanted = layout.dims[dim], problem.dst.dims[dim]
+    free = problem.free_axes(node)
+    have, wanted = node.dims[dim], problem.dst.dims[dim]
     lacking = wanted[len(have) :]
     at_once = len(lacking) > 1 and wanted[: len(have)] == have and set(lacking) <= set(free)
     return [*([lacking] if at_once else []), *((a,) for a in free)]
 
 
-def _all_to_alls(layout: Layout, problem: _Problem) -> Iterator[Step]:
+def _all_to_alls(node: _Node, problem: _Problem) -> Iterator[_Edge]:
     for dim, to in itertools.permutations(problem.dims, 2):
-        for axes in problem.movable(layout, dim):
-            for padded in problem.room(layout, to, axes):
-                after = _without(_with(layout, to, axes, padded), dim, axes, problem)
-                sent = _padded_nbytes(layout, to, padded, problem) // problem.count(axes) * (problem.count(axes) - 1)
-                yield Step("all_to_all", axes, layout, after, sent, dim=dim, to=to)
+        for axes in problem.movable(node, dim):
+            for padded in problem.room(node, to, axes):
+                after = _without(_with(node, to, axes, padded), dim, axes, problem)
+                sent = _padded_nbytes(node, to, padded, problem) // problem.count(axes) * (problem.count(axes) - 1)
+                yield _sends(problem, "all_to_all", axes, after, sent, dim, to)
 
 
-def _reduce_scatters(layout: Layout, problem: _Problem) -> Iterator[Step]:
-    axes, kind = _settleable(layout)
+def _reduce_scatters(node: _Node, problem: _Problem) -> Iterator[_Edge]:
+    axes, kind = _settleable(node)
     if kind != "sum":
         return
     for k, to in itertools.product(range(1, len(axes) + 1), problem.dims):
         for some in itertools.permutations(axes, k):
-            for padded in problem.room(layout, to, some):
-                after = _with(_settle(layout, some), to, some, padded)
-                sent = _padded_nbytes(layout, to, padded, problem) // problem.count(some) * (problem.count(some) - 1)
-                yield Step("reduce_scatter", some, layout, after, sent, to=to)
+            for padded in problem.room(node, to, some):
+                after = _with(_settle(node, some), to, some, padded)
+                sent = _padded_nbytes(node, to, padded, problem) // problem.count(some) * (problem.count(some) - 1)
+                yield _sends(problem, "reduce_scatter", some, after, sent, to=to)
 
 
-def _all_reduces(layout: Layout, problem: _Problem) -> Iterator[Step]:
-    axes, _ = _settleable(layout)
+def _all_reduces(node: _Node, problem: _Problem) -> Iterator[_Edge]:
+    axes, _ = _settleable(node)
     for k in range(1, len(axes) + 1):
         for some in itertools.combinations(axes, k):
-            nbytes = _exact(2 * problem.nbytes(layout) * (problem.count(some) - 1), problem.count(some))
-            yield Step("all_reduce", some, layout, _settle(layout, some), nbytes)
+            nbytes = -(-2 * problem.nbytes(node) * (problem.count(some) - 1) // problem.count(some))
+            yield _sends(problem, "all_reduce", some, _settle(node, some), nbytes)
 
 
-def _ppermutes(layout: Layout, problem: _Problem) -> Iterator[Step]:
+def _ppermutes(node: _Node, problem: _Problem) -> Iterator[_Edge]:
     """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per receiver does."""
-    for dims, pending in _rearrangements(layout, problem):
-        after = Layout(Sharding(dims), layout.padded, pending)
-        if after != layout:
-            axes = _moved(layout, after, problem.sizes)
-            yield Step("ppermute", axes, layout, after, problem.nbytes(layout))
+    for dims, pending in _rearrangements(node, problem):
+        after = _Node(dims, node.padded, pending)
+        if after != node:
+            yield _sends(problem, "ppermute", _moved(node, after, problem.network), after, problem.nbytes(node))
 
 
-def _rearrangements(layout: Layout, problem: _Problem) -> Iterator[tuple[tuple[Axes, ...], tuple[tuple[str, str], ...]]]:
-    """The ways to fill the places of `layout` with other axes, so that each dim keeps its number of blocks."""
-    kinds = {kind for _, kind in layout.pending}
+def _rearrangements(node: _Node, problem: _Problem) -> Iterator[tuple[tuple[Axes, ...], Pending]]:
+    """The ways to fill the places of a layout with other axes, so that each dim keeps its number of blocks."""
+    kinds = {kind for _, kind in node.pending}
     kind = kinds.pop() if len(kinds) == 1 else None
     swap_pending = kind is not None and bool(problem.dst.pending)
-    places = [axes[fixed:] for axes, fixed in zip(layout.dims, problem.fixed, strict=True)]
-    places += [layout.pending_axes] if swap_pending else []
-    pool = {*problem.free_axes(layout)}.union(*places)
+    places = [axes[fixed:] for axes, fixed in zip(node.dims, problem.fixed, strict=True)]
+    places += [node.pending_axes] if swap_pending else []
+    pool = {*problem.free_axes(node)}.union(*places)
     for filled in _fill(tuple(places), tuple(a for a in problem.axes if a in pool), problem):
-        dims, pending = filled[: len(layout.dims)], layout.pending
+        dims, pending = filled[: len(node.dims)], node.pending
         if kind is not None and swap_pending:
             pending = tuple((a, kind) for a in sorted(filled[-1]))
-        yield tuple(axes[:f] + new for axes, f, new in zip(layout.dims, problem.fixed, dims, strict=True)), pending
+        yield tuple(axes[:f] + new for axes, f, new in zip(node.dims, problem.fixed, dims, strict=True)), pending
 
 
 def _fill(places: tuple[Axes, ...], pool: Axes, problem: _Problem) -> Iterator[tuple[Axes, ...]]:
@@ -351,79 +460,89 @@ def _orders(pool: Axes, count: int, problem: _Problem) -> list[Axes]:
     return [axes for axes in choices if problem.count(axes) == count]
 
 
-def _halos(layout: Layout, problem: _Problem) -> Iterator[Step]:
+def _halos(node: _Node, problem: _Problem) -> Iterator[_Edge]:
     """Changes of the padded size of a split dim: only the rows that change device are sent."""
     for dim in problem.dims:
-        count = problem.count(layout.dims[dim])
-        for padded in problem.paddings[dim] if layout.dims[dim] else ():
-            if padded % count == 0 and padded != layout.padded[dim]:
-                old, axes = layout.padded[dim] // count, layout.dims[dim]
-                rows = sum(halo.exchange_of(next_blocks(dim, axes, old, padded // count, count, problem.shape[dim])).sent)
-                after = _with(layout, dim, (), padded)
-                kind, axes = ("halo", axes) if rows else ("crop", ())
-                yield Step(kind, axes, layout, after, problem.nbytes(layout) // old * rows, dim=dim)
+        axes, padded = node.dims[dim], node.padded[dim]
+        for other in problem.paddings[dim] if axes else ():
+            if other != padded and other % problem.count(axes) == 0:
+                yield _halo(node, dim, other, problem)
 
 
-def _owes(layout: Layout, problem: _Problem) -> Iterator[Step]:
-    """The last step to a layout with pending reductions, if any: all that is not owed yet. (Owing earlier gains nothing.)"""
-    lacking = tuple(p for p in problem.dst.pending if p not in layout.pending)
-    owing = _canonical(Layout(layout.sharding, layout.padded, layout.pending + lacking))
-    if lacking and owing == problem.dst:
-        yield Step("owe", tuple(a for a, _ in lacking), layout, owing, 0)
+def _halo(node: _Node, dim: int, padded: int, problem: _Problem) -> _Edge:
+    """Its price is that of its ppermutes."""
+    axes, count = node.dims[dim], problem.count(node.dims[dim])
+    old, after = node.padded[dim] // count, _with(node, dim, (), padded)
+    sent = halo.exchange_of(next_blocks(dim, axes, old, padded // count, count, problem.shape[dim])).sent
+    row = problem.nbytes(node) // old
+    price = sum(problem.network.collective("ppermute", axes, row * rows) for rows in sent)
+    return _Edge("halo" if sent else "crop", axes if sent else (), after, row * sum(sent), price, dim, count=len(sent))
 
+
+def _owes(node: _Node, problem: _Problem) -> Iterator[_Edge]:
+    """All pending reductions at once that are not owed yet: the first device keeps its shard, the others write zeros."""
+    lacking = tuple(p for p in problem.dst.pending if p not in node.pending)
+    if lacking and _in_order(node.pending + lacking) == problem.dst.pending:
+        axes = tuple(a for a, _ in lacking)
+        if set(axes) <= set(problem.free_axes(node)):
+            price = problem.network.compute(0, 2 * problem.nbytes(node))
+            yield _Edge("owe", axes, node._replace(pending=problem.dst.pending), 0, price, count=0)
+
+
+_ONE = {(False, 1): _all_gathers, (False, 2): _all_to_alls, (True, 0): _all_reduces, (True, 1): _reduce_scatters}
+"""What one step may be, by whether it settles something, and by how many dims it splits otherwise."""
 
 STEPS = (_all_gathers, _slices, _all_to_alls, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
 
 
-def _with(layout: Layout, dim: int, axes: Axes, padded: int) -> Layout:
-    return _replace(layout, dim, layout.dims[dim] + axes, padded)
+def _with(node: _Node, dim: int, axes: Axes, padded: int) -> _Node:
+    return _changed(node, dim, node.dims[dim] + axes, padded)
 
 
-def _without(layout: Layout, dim: int, axes: Axes, problem: _Problem) -> Layout:
-    left = layout.dims[dim][: -len(axes)]
-    return _replace(layout, dim, left, layout.padded[dim] if left else problem.shape[dim])
+def _without(node: _Node, dim: int, axes: Axes, problem: _Problem) -> _Node:
+    left = node.dims[dim][: -len(axes)]
+    return _changed(node, dim, left, node.padded[dim] if left else problem.shape[dim])
 
 
-def _replace(layout: Layout, dim: int, axes: Axes, padded: int) -> Layout:
-    dims, sizes = layout.dims, layout.padded
-    sharding = object.__new__(Sharding)  # skips the check, which the search keeps by construction
-    object.__setattr__(sharding, "dims", (*dims[:dim], axes, *dims[dim + 1 :]))
-    return Layout(sharding, (*sizes[:dim], padded, *sizes[dim + 1 :]), layout.pending)
+def _changed(node: _Node, dim: int, axes: Axes, padded: int) -> _Node:
+    dims, sizes, pending = node
+    return _Node((*dims[:dim], axes, *dims[dim + 1 :]), (*sizes[:dim], padded, *sizes[dim + 1 :]), pending)
 
 
-def _padded_nbytes(layout: Layout, dim: int, padded: int, problem: _Problem) -> int:
-    nbytes = problem.nbytes(layout)
-    return nbytes if layout.dims[dim] else nbytes // problem.shape[dim] * padded
-
-
-def _exact(numerator: int, denominator: int) -> Any:
-    return Fraction(numerator, denominator) if numerator % denominator else numerator // denominator
+def _padded_nbytes(node: _Node, dim: int, padded: int, problem: _Problem) -> int:
+    nbytes = problem.nbytes(node)
+    return nbytes if node.dims[dim] else nbytes // problem.shape[dim] * padded
 
 
 # Pending reductions are settled in their order; among neighbours of one kind the order means nothing.
 
 
 def _canonical(layout: Layout) -> Layout:
-    runs = itertools.groupby(layout.pending, key=lambda p: p[1])
-    pending = tuple(p for _, run in runs for p in sorted(run))
+    pending = _in_order(layout.pending)
     return layout if pending == layout.pending else Layout(layout.sharding, layout.padded, pending)
 
 
-def _settleable(layout: Layout) -> tuple[Axes, str | None]:
+def _in_order(pending: Pending) -> Pending:
+    if len(pending) < 2:
+        return pending
+    return tuple(p for _, run in itertools.groupby(pending, key=lambda p: p[1]) for p in sorted(run))
+
+
+def _settleable(node: _Node) -> tuple[Axes, str | None]:
     """The axes whose reductions may be settled now, all of one kind, and that kind."""
-    for kind, run in itertools.groupby(layout.pending, key=lambda p: p[1]):
+    for kind, run in itertools.groupby(node.pending, key=lambda p: p[1]):
         return tuple(a for a, _ in run), kind
     return (), None
 
 
-def _settle(layout: Layout, axes: Axes) -> Layout:
-    return _canonical(Layout(layout.sharding, layout.padded, tuple(p for p in layout.pending if p[0] not in axes)))
+def _settle(node: _Node, axes: Axes) -> _Node:
+    return node._replace(pending=_in_order(tuple(p for p in node.pending if p[0] not in axes)))
 
 
 # Who sends what: ppermute and halo
 
 
-def _places(layout: Layout, sizes: AxisSizes) -> dict[str, tuple[int, int]]:
+def _places(layout: Layout | _Node, sizes: AxisSizes) -> dict[str, tuple[int, int]]:
     """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks there."""
     return {
         a: (dim, shard_count(axes[i + 1 :], sizes))
@@ -432,7 +551,7 @@ def _places(layout: Layout, sizes: AxisSizes) -> dict[str, tuple[int, int]]:
     }
 
 
-def _moved(source: Layout, layout: Layout, sizes: AxisSizes) -> Axes:
+def _moved(source: _Node, layout: _Node, sizes: AxisSizes) -> Axes:
     before, after = _places(source, sizes), _places(layout, sizes)
     return tuple(a for a in sizes if before.get(a) != after.get(a))
 

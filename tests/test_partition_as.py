@@ -185,3 +185,52 @@ def test_no_arrays_and_traced_values_from_around():
         sx.partition_as("b, -> b")(lambda x, mode: x)(_array(4), "a")
     with pytest.raises(ValueError, match="closes over a traced value"):
         jax.jit(lambda x, y: sx.partition_as("b -> b")(lambda x: x + y)(x))(_array(4), _array(4))
+
+
+def _products(in_shapes, out_shapes):
+    (m, k), (_, n) = in_shapes
+    return 2 * m * k * n
+
+
+def _product_kernel(a, b, o):
+    o[...] = a[...] @ b[...]
+
+
+def _kernel(a, b):
+    out = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype)
+    return pl.pallas_call(_product_kernel, out_shape=out, interpret=True)(a, b)
+
+
+@pytest.mark.parametrize("fn", [_kernel, lambda a, b: a @ b])
+def test_flops(fn):
+    """Those of shards; of what is given them they count instead of what can be seen."""
+    f = sx.partition_as("m k!, k! n -> m n", flops=_products)(fn)
+    args, specs = (_array(8, 8), _array(8, 4)), (P("x"), P(None, "y"))
+    assert _equal(lambda a, b: f(a, b), args, specs).estimate("v5e").flops == 2 * 2 * 8 * 2
+    mapped = jax.vmap(f, (0, None))
+    assert _equal(mapped, (_array(4, 8, 8), _array(8, 4)), (P("x"), None)).estimate("v5e").flops == 2 * 8 * 8 * 4
+    twice = lambda a, b: f(f(a, b) @ jnp.ones((4, 8)), b)  # noqa: E731
+    assert _equal(twice, args, (P("x"), None)).estimate("v5e").flops == (2 + 1) * 2 * 2 * 8 * 4
+
+
+def test_without_flops_what_can_be_seen_counts():
+    args = (_array(8, 8), _array(8, 4))
+    for fn, flops in ((_kernel, 0), (lambda a, b: a @ b, 2 * 2 * 8 * 4)):
+        f = sx.partition_as("m k!, k! n -> m n")(fn)
+        plan = _equal(lambda a, b, f=f: f(a, b), args, (P("x"), None))
+        assert plan.estimate("v5e").flops == flops
+        assert plan.estimate("v5e").nbytes == 4 * (2 * 8 + 8 * 4 + 2 * 4)  # a kernel's blocks are not in memory
+
+
+def test_a_kernels_own_estimate_counts():
+    cost = pl.CostEstimate(flops=4096, transcendentals=0, bytes_accessed=0)
+    out = jax.ShapeDtypeStruct((8, 4), "float32")
+    fn = lambda a, b: pl.pallas_call(_product_kernel, out_shape=out, interpret=True, cost_estimate=cost)(a, b)  # noqa: E731
+    f = sx.partition_as("m! k!, k! n! -> m! n!")(fn)
+    assert _equal(lambda a, b: f(a, b), (_array(8, 8), _array(8, 4)), None).estimate("v5e").flops == 4096
+
+
+def test_bad_flops():
+    f = sx.partition_as("... -> ...", flops=lambda ins, outs: "many")(jnp.sin)
+    with pytest.raises(ValueError, match=r"what `flops` of partition_as at .*test_partition_as.py:\d+ gives is 'many'"):
+        sx.shard_jit(lambda x: f(x), mesh=MESH, in_shardings=P("x")).plan(_array(4, 6))

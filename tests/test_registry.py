@@ -3,6 +3,7 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import Primitive
@@ -11,6 +12,11 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax import _jax
+from shardax.check.samples import SAMPLES
+from shardax.graph import from_jaxpr
+from shardax.program import build
+from shardax.sharding import Sharding
 from shardax.spmd_rules.registry import RULES
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -83,6 +89,8 @@ FUNCTIONS = [
     (dict(rule=lambda node: "a n -> a k"), "rule 'a n -> a k': at 'k': no operand has it"),
     (dict(passes=lambda node: [sx.LINEAR(3)]), "a sequence of LINEAR(...) and MOVES(...), of operands below 1"),
     (dict(sends=lambda local: 4096), "gives is 4096, of type int: give the bytes of each collective, such as [4096]"),
+    (dict(flops=lambda params, ins, outs: -1), "gives is -1, of type int: give the FLOPs that one device does, such as"),
+    (dict(flops=lambda params, ins, outs: [8]), "gives is [8], of type list: give the FLOPs that one device does, such as"),
     (dict(ways=lambda candidates, padding: None), "gives is None, of type NoneType: give those of the candidates"),
     (dict(local=lambda local, x: x), "give a list with a shard for each result"),
     (dict(local=lambda local, x: [x, x]), "gives float32[2, 4], float32[2, 4], where it promises float32[2, 4]: mark what"),
@@ -104,6 +112,10 @@ def test_what_registered_functions_give(parts, why):
     [
         (dict(rule=lambda node: node.params["axis"]), "in the function that is the rule of double at "),
         (dict(local=lambda local, x: [x.most]), "in the lowering of double at "),
+        (
+            dict(flops=lambda params, ins, outs: params["k"], local=lambda local, x: [x]),
+            "in the function `flops` of double at ",
+        ),
     ],
 )
 def test_what_registered_functions_raise_says_where(parts, where):
@@ -197,3 +209,98 @@ def test_random_bits_inside_islands(impl):
     data = jax.random.key_data(jax.random.key(3, impl=impl))
     got = sx.shard_jit(f, mesh=MESH, in_shardings=(None, P("x")))(data, X)
     jax.tree.map(np.testing.assert_array_equal, got, jax.jit(f)(data, X))
+
+
+def _cube(params, in_shapes, out_shapes):
+    (rows, _), (_, columns) = in_shapes[0], out_shapes[0]
+    return 1000 * rows * columns
+
+
+@pytest.mark.parametrize("local", [None, lambda local, x: [x * 2]])
+def test_flops_of_a_users_primitive_count(local):
+    """Those of shards; also where the lowering does not show them."""
+    sx.register_rule(double_p, "a b -> a b", local, flops=_cube)
+    scanned = lambda x: jax.lax.scan(lambda c, _: (double_p.bind(c) + 1, None), x, None, length=3)[0]  # noqa: E731
+    plan = _step().plan(X)
+    assert plan.estimate("v5e").flops == 1000 * 2 * 4
+    assert sx.shard_jit(scanned, mesh=MESH, in_shardings=P("x")).plan(X).estimate("v5e").flops == 3 * 1000 * 2 * 4
+    (found,) = ((n, d) for n, d in plan_decisions(lambda x: double_p.bind(x) + 1) if n.name == "double")
+    assert RULES["double"].has_flops(found[0])
+    assert RULES["double"].flops_of(found[1].local(found[0], {"x": 4, "y": 2})) == 1000 * 2 * 4
+
+
+def plan_decisions(f):
+    """The nodes of a program of `X`, its rows split over x, with their decisions."""
+    return build(jax.make_jaxpr(f)(X), (Sharding((("x",), ())),), MESH.abstract_mesh).decisions.pairs()
+
+
+def test_flops_that_are_none():
+    """An equation may have no products, though others of its primitive do."""
+    sx.register_rule(double_p, "a b -> a b", flops=lambda params, ins, outs: None)
+    ((node, decision), *_) = [pair for pair in plan_decisions(lambda x: double_p.bind(x)) if pair[0].name == "double"]
+    assert not RULES["double"].has_flops(node)
+    assert RULES["double"].flops_of(decision.local(node, {"x": 4, "y": 2})) == 0
+    assert _step().plan(X).estimate("v5e").flops == 0
+
+
+MULTIPLY = """
+    cholesky conv_general_dilated dot_general eig eigh fft hessenberg householder_product lu qr ragged_dot_general schur svd
+    symmetric_product triangular_solve tridiagonal
+""".split()
+
+
+@pytest.mark.parametrize("name", MULTIPLY)
+def test_what_multiplies_has_flops(name):
+    """In proportion to the batch, or to the rows."""
+    f, *args = SAMPLES[name]
+    assert _flops(f, *args, only=name) > 0
+    if name not in ("conv_general_dilated", "dot_general", "ragged_dot_general"):
+        twice = [np.concatenate([x, x]) for x in args]
+        assert _flops(f, *twice, only=name) == pytest.approx(2 * _flops(f, *args, only=name))
+
+
+def test_nothing_else_has_flops():
+    others = "geqp3 geqrf ormqr partition_as scaled_matmul scaled_matmul_wrapper".split()  # no public function makes them here
+    assert {name for name, entry in RULES.items() if entry.flops} == {*MULTIPLY, *others}
+
+
+def _flops(f, *args, only=None) -> float:
+    nodes = from_jaxpr(_jax.dce(jax.make_jaxpr(f)(*args))).walk()
+    counted = ((RULES[n.name], n) for n in nodes if n.name in RULES and only in (None, n.name))
+    return sum(e.flops(n.params, n.in_shapes, n.out_shapes) or 0 for e, n in counted if e.flops)
+
+
+def _conv(*, groups=1, batches=1, dilated=1, padding=((0, 0), (0, 0)), **params):
+    names = ("NHWC", "HWIO", "NHWC")
+    given = dict(lhs_dilation=(dilated, dilated), feature_group_count=groups, batch_group_count=batches)
+    given |= {"window_strides": (1, 1), "padding": padding, "dimension_numbers": names, **params}
+    return lambda x, k: jax.lax.conv_general_dilated(x, k, **given)
+
+
+def _squared(f):
+    return lambda x, k: (f(x, k) ** 2).sum()
+
+
+IMAGES, KERNEL, OF_ONE = ((2, 64, 64, 3), (3, 3, 3, 6), (3, 3, 1, 6))
+STRIDED = _conv(window_strides=(2, 2), padding="SAME")
+PRODUCTS = {
+    "matrices": (jnp.matmul, (4, 32, 16), (4, 16, 64)),
+    "einsum": (lambda a, b: jnp.einsum("bij,bkj->ki", a, b), (4, 32, 16), (4, 64, 16)),
+    "gradients": (jax.grad(lambda a, b: ((a @ b) ** 2).sum(), (0, 1)), (32, 16), (16, 64)),
+    "conv": (_conv(), IMAGES, KERNEL),
+    "strides": (STRIDED, IMAGES, KERNEL),
+    "transposed": (_conv(dilated=2), IMAGES, KERNEL),
+    "spread": (_conv(rhs_dilation=(2, 2)), IMAGES, KERNEL),
+    "feature groups": (_conv(groups=3), IMAGES, OF_ONE),
+    "batch groups": (_conv(batches=2), IMAGES, KERNEL),
+    "gradients of strides": (jax.grad(_squared(STRIDED), (0, 1)), IMAGES, KERNEL),
+}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other compilers count otherwise")
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_flops_are_those_that_xla_counts(name):
+    f, *shapes = PRODUCTS[name]
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    counted = jax.jit(f).lower(*args).compile().cost_analysis()["flops"]
+    assert _flops(f, *args) == pytest.approx(counted, rel=0.1)

@@ -1,15 +1,25 @@
-"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3 and v4, one of two cores)."""
+"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3 and v4, one of two cores).
+
+Sources: the product pages of Cloud TPU (memory, links, network); "How to Scale Your Model" (Austin et al. 2025), parts 2 and 3
+(about a microsecond per hop; which dims of a slice close to rings); NVIDIA's DGX H200 (NVLink, one 400 Gb/s card per GPU).
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One device.
+    """One device, and how it is joined to the others.
 
     `flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s.
-    `link_rate`: bytes/s that a device sends in a ring along one axis of the mesh; on a torus, both ways.
-    `torus`: dims of the torus, 0 where there is none. `latency`: seconds that a collective takes to start.
+    `link_rate`: bytes/s that a device sends in a ring, along one dim of the torus both ways.
+    `torus`: dims of the torus, 0 where there is none.
+    `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are.
+    `closes`: a dim of the torus is a ring where it is as long as this; a shorter one is a line, and sends one way only.
+    `host`: devices that links join, where there is no torus; 0 is all of them.
+    `network_rate`: bytes/s that a device sends to other hosts, or slices of a torus; 0 where there are none.
+    `lanes`: where a reduce_scatter leaves no more than so many elements of the minor-most dim, the compiler makes it an
+      all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not minor-most stays what it is).
     """
 
     name: str
@@ -17,19 +27,38 @@ class Chip:
     memory: float
     memory_rate: float
     link_rate: float
-    torus: int
+    torus: int = 0
     latency: float = 1e-6
+    start: float = 0.0
+    closes: int = 0
+    host: int = 0
+    network_rate: float = 0.0
+    lanes: int = 0
 
 
-V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2)
-V4 = Chip("v4", 137.5e12, 16e9, 600e9, 90e9, 3)
-V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2)
-V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3)
-V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2)
-H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, 0)
+V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, closes=32, network_rate=1.5625e9, lanes=128)
+V4 = Chip("v4", 137.5e12, 16e9, 600e9, 90e9, 3, closes=4, network_rate=3.125e9, lanes=128)
+V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2, closes=16, network_rate=3.125e9, lanes=128)
+V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9, lanes=128)
+V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, closes=16, network_rate=12.5e9, lanes=128)
+H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9)
 
-NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, 2, 128 / 50e9)
-"""What programs are chosen for where no chip is known: the ratios of v4 to v6e. To start a collective costs next to nothing, so
-that a small program is partitioned as a large one would be, and what is tried on a laptop shows what a pod will do."""
+NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9)
+"""What programs are chosen for unless `Options(chip=...)` says otherwise: the ratios of v4 to v6e, all devices equally near. To
+start a collective costs next to nothing, 128 bytes, so that a small program is partitioned as a large one would be, and what is
+tried on a laptop shows what a pod will do."""
 
 CHIPS = {chip.name: chip for chip in (V3, V4, V5E, V5P, V6E, H200)}
+
+KINDS = {
+    "TPU v3": V3,
+    "TPU v4": V4,
+    "TPU v5 lite": V5E,
+    "TPU v5e": V5E,
+    "TPU v5": V5P,
+    "TPU v5p": V5P,
+    "TPU v6 lite": V6E,
+    "TPU v6e": V6E,
+    "NVIDIA H200": H200,
+}
+"""The chips by what JAX calls the kind of a device."""

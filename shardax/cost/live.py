@@ -2,7 +2,8 @@
 
 An array lives from the equation that makes it to the last one that reads it. Results, and inputs that are kept, live to the
 end. A value that is computed elementwise and used once, by an elementwise equation or a reduction, counts as fused into that:
-it is never stored, and its operands live longer instead. XLA may reorder and fuse more, and it pads.
+it is never stored, and its operands live longer instead. XLA may reorder and fuse more, and it pads. What is fused, updated in
+place, or read in part, the registered rules say (`register_rule`, its arguments `fuses`, `in_place`, `reads`).
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
+from shardax.spmd_rules.registry import RULES, Entry
 
 
 class Life:
@@ -94,9 +96,9 @@ class Life:
 
 def _in_place(eqn) -> Iterator[tuple[Any, Any]]:
     """The pairs (operand, result) that share memory: of updates, and of what a loop carries."""
-    name = eqn.primitive.name
-    if name in _UPDATES:
-        yield eqn.invars[0], eqn.outvars[0]
+    name, entry = eqn.primitive.name, _entry(eqn)
+    if entry.in_place is not None and not entry.looks_up:
+        yield eqn.invars[entry.in_place[0]], eqn.outvars[0]
     elif name == "scan":
         consts, carries = _jax.scan_counts(eqn.params)
         yield from zip(eqn.invars[consts:][:carries], eqn.outvars[:carries], strict=True)
@@ -114,7 +116,7 @@ def live_peak(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> tu
     `Life`.
     """
     life = Life(jaxpr, kept, stored)
-    inner = {i: _bodies(eqn) for i, eqn in enumerate(jaxpr.eqns) if any(True for _ in jaxprs_in_params(eqn.params))}
+    inner = {i: _dearest(eqn) for i, eqn in enumerate(jaxpr.eqns) if any(True for _ in bodies(eqn))}
     totals = life.totals()
     for i, (extra, _, _) in inner.items():
         totals[i + 1] += extra
@@ -124,10 +126,10 @@ def live_peak(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> tu
     return totals[at], line, [*life.alive(at), *extra[2]]
 
 
-def _bodies(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
+def _dearest(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
     """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are new arrays."""
     found = []
-    for body in jaxprs_in_params(eqn.params):
+    for body in bodies(eqn):
         jaxpr = _jax.closed(body).jaxpr
         start = sum(_jax.scan_counts(eqn.params)) if eqn.primitive.name == "scan" else len(jaxpr.invars)
         found.append(live_peak(jaxpr, (), jaxpr.invars[start:]))
@@ -143,49 +145,34 @@ def traffic(jaxpr) -> Iterator[tuple[Any, int]]:
 
 
 def _touched(eqn, life: Life) -> int:
-    name = eqn.primitive.name
-    if name in _SLICES:
+    entry = _entry(eqn)
+    if entry.in_place is not None:
+        return 2 * nbytes((*eqn.invars, *eqn.outvars)[entry.in_place[1]])
+    if entry.reads == "part":
         return 2 * sum(map(nbytes, eqn.outvars))
-    if name in _UPDATES:
-        return 2 * nbytes(eqn.invars[_UPDATES[name]])
-    if name in _FREE or any(True for _ in jaxprs_in_params(eqn.params)):
+    if entry.reads == "none" or any(True for _ in bodies(eqn)):
         return 0
     return sum(map(nbytes, life.reads(eqn))) + sum(map(nbytes, eqn.outvars))
 
 
+def bodies(eqn) -> Iterator[Any]:
+    """The jaxprs in an equation's parameters whose arrays are in memory; what a kernel does with Refs is not."""
+    for body in jaxprs_in_params(eqn.params):
+        if not any(map(_jax.is_ref_aval, _jax.closed(body).jaxpr.invars)):
+            yield body
+
+
 def _is_fused(eqn, users) -> bool:
-    if len(eqn.outvars) != 1 or eqn.primitive.name not in _ELEMENTWISE:
+    entry = _entry(eqn)
+    if len(eqn.outvars) != 1 or entry.fuses != "all" or entry.flops:
         return False
     reading = users.get(eqn.outvars[0], [])
-    return len(reading) == 1 and reading[0] is not None and _takes_fused(reading[0])
+    return len(reading) == 1 and reading[0] is not None and _entry(reading[0]).fuses != "none"
 
 
-def _takes_fused(eqn) -> bool:
-    name = eqn.primitive.name
-    return name in _ELEMENTWISE or (name.startswith("reduce_") and name != "reduce_scatter")
+def _entry(eqn) -> Entry:
+    """What the registry says of an equation's primitive; what has no rule reads and writes all, by itself."""
+    return RULES.get(eqn.primitive.name, _UNKNOWN)
 
 
-def is_fusible(name: str, readers: Sequence[str | None]) -> bool:
-    """Whether what a primitive makes is never stored, given the primitives that read it (None: it is a result)."""
-    if name not in _ELEMENTWISE or len(readers) != 1 or readers[0] is None:
-        return False
-    return readers[0] in _ELEMENTWISE or readers[0].startswith("reduce_")
-
-
-def is_update(name: str) -> bool:
-    """Whether a primitive writes in place, so that its first operand and its result are not read and written whole."""
-    return name in _UPDATES
-
-
-_SLICES = {"slice", "dynamic_slice", "gather"}  # read no more than they give
-_UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # in place; the operand with what is new
-_FREE = {"axis_index", "optimization_barrier"}
-
-_ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "atan2", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "cos", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
-    "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "not",
-    "one_minus_square", "or", "polynomial", "pow", "reduce_precision", "rem", "reshape", "reshard", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sqrt", "square", "squeeze",
-    "stop_gradient", "sub", "tan", "tanh", "transpose", "xor",
-}  # fmt: skip
+_UNKNOWN = Entry("", "")

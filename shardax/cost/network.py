@@ -2,29 +2,64 @@
 
 A `Network` is the sizes of a mesh's axes together with the chip that its devices are, so whoever knows the mesh knows prices.
 Prices are whole numbers of picoseconds, held by floats, so that sums are exact and ties are ties in any order.
+
+A collective is priced as its ring algorithm: the hops that its data makes, one after the other, and the bytes that each device
+sends over the slowest link that its axes run along (Austin et al., "How to Scale Your Model", part 3):
+
+    start + hops · latency + bytes · detour / rate
+
+    hops     of n devices: n/2 in a ring that sends both ways, n - 1 in a line or a one-way ring; over several axes their sum;
+             of an all_reduce twice that; of a ppermute one
+    detour   1; of an all_to_all max(1, n/4) on a torus, because what goes to another device passes n/4 links on average
+             (so its time grows as the square root of the devices, as GShard measured)
+
+That several dims of a torus could send at once is not assumed. So a price never falls when there are more bytes to send, or
+more axes to send along.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-from shardax.cost.chips import NOMINAL, Chip
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from shardax.cost.chips import KINDS, NOMINAL, Chip
 
 PICO = 1e12
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How the devices along an axis of the mesh are joined.
+
+    `rate`: bytes/s that each sends when all do, in a ring or along a line. `latency`: seconds until all have heard of each.
+    `detour`: how often a byte that goes to any other of them is sent.
+    """
+
+    rate: float
+    latency: float
+    detour: float = 1.0
+
+
 class Network(Mapping[str, int]):
-    """Axis sizes in mesh order, hashable, and the prices of a chip.
+    """Axis sizes in mesh order, hashable, and the prices of a chip. `lines`: how the devices along each axis are joined; unless
+    given, as `assumed` says.
 
     >>> network = Network({"x": 4})
     >>> network["x"], network.collective("all_gather", ("x",), 1000)
     (4, 22560.0)
     """
 
-    __slots__ = ("sizes", "chip", "_hash")
+    __slots__ = ("sizes", "chip", "lines", "_hash", "_ways")
 
-    def __init__(self, sizes: Mapping[str, int], chip: Chip = NOMINAL):
+    def __init__(self, sizes: Mapping[str, int], chip: Chip = NOMINAL, lines: Mapping[str, Line] | None = None):
         self.sizes, self.chip = dict(sizes), chip
-        self._hash = hash((tuple(self.sizes.items()), chip))
+        self.lines = dict(lines or assumed(self.sizes, chip))
+        self._hash = hash((tuple(self.sizes.items()), chip, tuple(self.lines.items())))
+        self._ways: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
 
     def __getitem__(self, axis: str) -> int:
         return self.sizes[axis]
@@ -39,11 +74,39 @@ class Network(Mapping[str, int]):
         return self._hash
 
     def __eq__(self, other) -> bool:
-        return isinstance(other, Network) and (*self.sizes.items(), self.chip) == (*other.sizes.items(), other.chip)
+        return self is other or (isinstance(other, Network) and self._key == other._key)
 
-    def collective(self, kind: str, axes: tuple[str, ...], nbytes: float) -> float:
-        """Picoseconds of one collective over these axes in which each device sends so many bytes."""
-        return float(round(PICO * (self.chip.latency + nbytes / self.chip.link_rate)))
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(self.sizes.items()), self.chip, self.lines
+
+    def __repr__(self) -> str:
+        return f"Network({self.sizes}, {self.chip.name})"
+
+    def collective(self, kind: str, axes: tuple[str, ...], nbytes: float, minor: int | None = None) -> float:
+        """Picoseconds of one collective over these axes in which each device sends so many bytes.
+
+        `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
+        """
+        if minor is not None and kind == "reduce_scatter" and minor <= self.chip.lanes:
+            kind, nbytes = "all_reduce", 2 * nbytes
+        start, byte = self._ways.get((kind, axes)) or self._way(kind, axes)
+        return float(round(start + nbytes * byte))
+
+    def _way(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+        """Picoseconds to start a collective, and for each byte."""
+        lines = [self.lines[a] for a in axes if self.sizes[a] > 1]
+        rings = 2 if kind == "all_reduce" else 1
+        latency = self.chip.latency if kind == "ppermute" else rings * sum(line.latency for line in lines)
+        detour = max((line.detour for line in lines), default=1) if kind == "all_to_all" else 1
+        rate = min((line.rate for line in lines), default=self.chip.link_rate)
+        way = self._ways[kind, axes] = PICO * (self.chip.start + latency), PICO * detour / rate
+        return way
+
+    def least(self, axes: Sequence[str], nbytes: float) -> float:
+        """Picoseconds that no collectives over some of these axes beat in which a device sends so many bytes in all."""
+        fastest = max((self.lines[a].rate for a in axes), default=self.chip.link_rate)
+        return float(math.floor(PICO * (self.chip.start + self.chip.latency) + nbytes * (PICO / fastest)))
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Picoseconds of an operation on one device: the longer of its products and its memory traffic."""
@@ -52,4 +115,84 @@ class Network(Mapping[str, int]):
 
 def network_of(sizes: Mapping[str, int]) -> Network:
     """The sizes of a mesh with their prices: those of the nominal chip, where none were given."""
-    return sizes if isinstance(sizes, Network) else Network(sizes)
+    return sizes if isinstance(sizes, Network) else _nominal(tuple(sizes.items()))
+
+
+@lru_cache
+def _nominal(sizes: tuple[tuple[str, int], ...]) -> Network:
+    return Network(dict(sizes))
+
+
+def network_of_mesh(mesh: Mesh | AbstractMesh, chip: Chip | None = None, sizes: Mapping[str, int] | None = None) -> Network:
+    """The prices on a mesh, of its axes or of those of `sizes`, into which the same devices in the same order are put.
+
+    Args:
+      mesh: where its devices are this chip, their places say how they are joined; else it is assumed.
+      chip: by default that of the devices; the nominal one of CPUs, of an abstract mesh, and of chips that nobody knows.
+      sizes: axes and their sizes, major to minor.
+    """
+    sizes = dict(mesh.shape) if sizes is None else sizes
+    devices = mesh.devices.reshape(tuple(sizes.values())) if isinstance(mesh, Mesh) else None
+    own = NOMINAL if devices is None else KINDS.get(devices.flat[0].device_kind, NOMINAL)
+    chip = chip or own
+    if devices is None or chip != own or chip == NOMINAL:
+        return Network(sizes, chip)
+    return Network(sizes, chip, {axis: _line(devices, d, chip) for d, axis in enumerate(sizes)})
+
+
+# How devices are joined
+
+
+def assumed(sizes: Mapping[str, int], chip: Chip) -> dict[str, Line]:
+    """What is taken for true where nobody knows the places of the devices: on a torus each axis is a ring of its own; without
+    one, devices of one host follow one another in mesh order.
+    """
+    if chip.torus:
+        return {axis: _ring(n, 1, True, chip) for axis, n in sizes.items()}
+    lines, stride = {}, 1
+    for axis, n in reversed(list(sizes.items())):
+        own = min(n, max(1, chip.host // stride)) if chip.host else n
+        lines[axis] = _switched(n, own, chip)
+        stride *= n
+    return {axis: lines[axis] for axis in sizes}
+
+
+def _line(devices: np.ndarray, dim: int, chip: Chip) -> Line:
+    """How the devices along a dim of the mesh are joined, which the first of them show."""
+    along = [devices[(0,) * dim + (i,) + (0,) * (devices.ndim - dim - 1)] for i in range(devices.shape[dim])]
+    groups = len({_host(device) for device in along})
+    if not chip.torus or groups > 1:
+        return _switched(len(along), len(along) // groups, chip)
+    places = np.array([device.coords for device in along])
+    extents = np.ptp([device.coords for device in devices.flat], axis=0) + 1
+    return _on_torus(places, extents.tolist(), chip)
+
+
+def _host(device: Any) -> int:
+    """The number of the slice of a torus, or of the host, that a device belongs to."""
+    return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
+
+
+def _on_torus(places: np.ndarray, extents: Sequence[int], chip: Chip) -> Line:
+    """Of an axis that runs along several dims, the slowest; cores of one chip are one hop apart."""
+    steps = [np.diff(np.unique(column)) for column in places.T]
+    rings = [
+        _ring(len(step) + 1, int(step.min()), extent >= chip.closes and (len(step) + 1) * step.min() == extent, chip)
+        for step, extent in zip(steps, extents, strict=True)
+        if len(step)
+    ]
+    rings = rings or [Line(chip.link_rate, chip.latency)]
+    return Line(min(r.rate for r in rings), sum(r.latency for r in rings), max(r.detour for r in rings))
+
+
+def _ring(count: int, step: int, closed: bool, chip: Chip) -> Line:
+    """`count` devices along a dim of the torus, `step` links apart, so that as many such rings share the links."""
+    hops = count // 2 if closed else count - 1
+    return Line(chip.link_rate / (step * (1 if closed else 2)), step * hops * chip.latency, max(1.0, count / 4))
+
+
+def _switched(count: int, own: int, chip: Chip) -> Line:
+    """A ring of `count` devices that any two of a host's are joined in, `own` of them on each host, each with its card."""
+    across = own < count and chip.network_rate > 0
+    rate = min(chip.link_rate, own * chip.network_rate) if across else chip.link_rate
+    return Line(rate, (count - 1) * chip.latency)

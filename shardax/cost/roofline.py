@@ -1,18 +1,18 @@
 """Estimates the seconds of a local program by roofline, from its FLOPs, its memory traffic, and the bytes that it sends.
 
 Each equation takes the longer of the times of its FLOPs and of its memory traffic (Williams et al. 2009). The time of what is
-sent is added, as if nothing were overlapped. Only matrix products and convolutions count FLOPs; all else is bound by memory.
+sent is added, as if nothing were overlapped. The FLOPs are those that the registered rules say (`register_rule`, its argument
+`flops`): of each equation that has such a rule, and of what stands in place of one. All else is bound by memory.
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-from jax.extend.core import jaxprs_in_params
+from dataclasses import dataclass, replace
 
 from shardax import _jax
+from shardax.cost import noted
 from shardax.cost.chips import Chip
-from shardax.cost.live import traffic
+from shardax.cost.live import bodies, traffic
+from shardax.spmd_rules.registry import RULES
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Estimate:
     memory: float
     links: float
     seconds: float
-    flops: int
+    flops: float
     nbytes: int
     chip: str
 
@@ -49,7 +49,7 @@ class Estimate:
 class Work:
     """What one equation does, `trips` times."""
 
-    flops: int
+    flops: float
     nbytes: int
     trips: int = 1
 
@@ -63,33 +63,33 @@ def estimate(found: list[Work], comm_bytes: int, chip: Chip) -> Estimate:
 
 
 def work(jaxpr, trips: int = 1) -> Iterator[Work]:
-    """The work of a jaxpr; of a `while` that of one iteration, of a `cond` that of the dearest branch."""
-    for eqn, nbytes in traffic(_jax.closed(jaxpr).jaxpr):
-        flops = _FLOPS[eqn.primitive.name](eqn) if eqn.primitive.name in _FLOPS else 0
-        if flops or nbytes:
-            yield Work(flops, nbytes, trips)
-        inner = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        bodies = [list(work(body, inner)) for body in jaxprs_in_params(eqn.params)]
-        if eqn.primitive.name == "cond":
-            bodies = [max(bodies, key=lambda found: (sum(w.flops for w in found), sum(w.nbytes for w in found)))]
-        for body in bodies:
-            yield from body
+    """The work of a jaxpr; of a `while` that of one iteration, of a `cond` that of the dearest branch.
+
+    Where a lowering has noted its FLOPs, these count, and not those of the equations that it consists of.
+    """
+    jaxpr = _jax.closed(jaxpr).jaxpr
+    moved = {id(eqn): nbytes for eqn, nbytes in traffic(jaxpr)}
+    seen: set[int] = set()
+    for eqn in jaxpr.eqns:
+        note = noted.of(eqn.source_info.name_stack)
+        flops = _flops(eqn) if note is None else 0 if id(note) in seen else note.flops
+        seen.add(id(note))
+        if flops or moved.get(id(eqn)):
+            yield Work(flops, moved.get(id(eqn), 0), trips)
+        for found in _inside(eqn, trips):
+            yield found if note is None else replace(found, flops=0)
 
 
-def _size(var) -> int:
-    return math.prod(var.aval.shape)
+def _flops(eqn) -> float:
+    """What its rule says; of a Pallas kernel what it says itself, as `cost_estimate`."""
+    entry, stated = RULES.get(eqn.primitive.name), eqn.params.get("cost_estimate")
+    return entry and entry.flops_at(eqn) or getattr(stated, "flops", 0)
 
 
-def _dot_flops(eqn) -> int:
-    (contracting, _), _ = eqn.params["dimension_numbers"]
-    return 2 * _size(eqn.outvars[0]) * math.prod(eqn.invars[0].aval.shape[d] for d in contracting)
-
-
-def _conv_flops(eqn) -> int:
-    """FLOPs of a convolution: each output reads every input channel of its group at every place of the window."""
-    out_channel_dim = eqn.params["dimension_numbers"].rhs_spec[0]
-    kernel = eqn.invars[1]
-    return 2 * _size(eqn.outvars[0]) * _size(kernel) // kernel.aval.shape[out_channel_dim]
-
-
-_FLOPS = {"dot_general": _dot_flops, "conv_general_dilated": _conv_flops}
+def _inside(eqn, trips: int) -> Iterator[Work]:
+    inner = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+    found = [list(work(body, inner)) for body in bodies(eqn)]
+    if eqn.primitive.name == "cond":
+        found = [max(found, key=lambda one: (sum(w.flops for w in one), sum(w.nbytes for w in one)))]
+    for one in found:
+        yield from one

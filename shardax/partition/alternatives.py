@@ -11,7 +11,6 @@ from typing import Any
 
 from shardax import annotations
 from shardax.completion.complete import Completion
-from shardax.cost.live import is_fusible, is_update
 from shardax.cost.network import network_of
 from shardax.graph import Graph, Node, Value
 from shardax.partition.candidates import (
@@ -27,12 +26,10 @@ from shardax.partition.candidates import (
 )
 from shardax.partition.sites import Layouts, Way
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
-from shardax.spmd_rules.linalg import MATRIX
 from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
-from shardax.spmd_rules.rule import Factors, tie
+from shardax.spmd_rules.rule import Factors
 
 MOST = 16
-_MULTIPLY = ("conv_general_dilated", "dot_general", "fft", *MATRIX)
 
 
 class Alternatives:
@@ -113,20 +110,18 @@ class Alternatives:
     def way(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> Way:
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
         sent = sum(self.network.collective("ppermute", (), nbytes) for nbytes in entry.sent(local))
-        price = sent + self.network.compute(self.flops(node, factors, candidate), self.traffic(node, candidate))
+        price = sent + self.network.compute(entry.flops_of(local), self.traffic(node, entry, candidate))
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry))
 
-    def flops(self, node: Node, factors: Factors, candidate: Candidate) -> float:
-        if node.name not in _MULTIPLY:
-            return 0.0
-        ranges = {tie(f): f for f in factors.sizes}.values()
-        return 2.0 * math.prod(_local_size(f, factors, candidate, self.sizes) for f in ranges)
-
-    def traffic(self, node: Node, candidate: Candidate) -> float:
+    def traffic(self, node: Node, entry: Entry, candidate: Candidate) -> float:
         """The bytes that a node reads and writes in memory."""
         values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
-        if is_update(node.name):
-            values, layouts = values[1:-1], layouts[1:-1]
+        if entry.reads == "none":
+            return 0.0
+        if entry.reads == "part":
+            values, layouts = 2 * values[len(node.inputs) :], 2 * layouts[len(node.inputs) :]
+        elif entry.in_place and not entry.looks_up:  # what is updated is not copied
+            values, layouts = 2 * values[1:-1], 2 * layouts[1:-1]
         stored = ((v, lay) for v, lay in zip(values, layouts, strict=True) if v in self.stored)
         return float(sum(self.nbytes(v, layout) for v, layout in stored))
 
@@ -184,12 +179,11 @@ def _stored(graph: Graph) -> set[Value]:
 
 
 def _is_fused(maker: Node | None, readers: Sequence[Node | None]) -> bool:
-    return maker is not None and is_fusible(maker.name, [reader.name if reader else None for reader in readers])
-
-
-def _local_size(factor: str, factors: Factors, candidate: Candidate, sizes: AxisSizes) -> int:
-    split = candidate.splits.get(factor)
-    return split.padded // math.prod(sizes[a] for a in split.axes) if split else factors.sizes[factor]
+    entry = RULES.get(maker.name) if maker else None
+    if entry is None or entry.fuses != "all" or entry.flops or len(readers) != 1 or readers[0] is None:
+        return False
+    reader = RULES.get(readers[0].name)
+    return reader is not None and reader.fuses != "none"
 
 
 def _said(node: Node) -> Hashable:

@@ -20,9 +20,7 @@ from shardax.partition.ports import Ports, lay_out, trip_splits
 from shardax.partition.sites import Layouts, Site, Way
 from shardax.partition.tables import Problem, Solution, intern, solve
 from shardax.sharding import AxisSizes, Layout, Padding, whole
-from shardax.spmd_rules.registry import Split
-
-MADE_ANYWHERE = ("broadcast_in_dim", "convert_element_type", "iota")
+from shardax.spmd_rules.registry import RULES, Split
 
 
 class Search:
@@ -83,7 +81,8 @@ class Search:
         renames = annotations.of_node(node) is not None and not node.inputs[0].is_literal
         if renames:
             self.root[node.outputs[0]] = self.root_of(node.inputs[0])
-        if node.name in MADE_ANYWHERE and all(v.is_literal or not v.shape or v in self.anywhere for v in node.inputs):
+        entry = RULES.get(node.name)
+        if entry and entry.made_anywhere and all(v.is_literal or not v.shape or v in self.anywhere for v in node.inputs):
             self.anywhere.update(node.outputs)
         elif renames and node.inputs[0] in self.anywhere:
             self.anywhere.add(node.outputs[0])

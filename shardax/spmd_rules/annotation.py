@@ -6,4 +6,4 @@ A `reshard` that names no axes, as gradients have them, says nothing: it is not 
 from shardax.spmd_rules.registry import MOVES, register_rule
 
 for _name in ("annotate", "reshard", "sharding_constraint"):
-    register_rule(_name, "... -> ...", lambda local, shard: [shard], passes=(MOVES(0),))
+    register_rule(_name, "... -> ...", lambda local, shard: [shard], passes=(MOVES(0),), fuses="all")

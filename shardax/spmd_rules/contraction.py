@@ -1,6 +1,7 @@
 """dot_general: batch dims and free dims are kept, contracting dims leave a pending sum; of booleans, a maximum."""
 
 from shardax.graph import Node
+from shardax.spmd_rules import flops
 from shardax.spmd_rules.registry import LINEAR, register_rule
 
 
@@ -23,6 +24,6 @@ def scaled_matmul(node: Node) -> str:
     return "b m k!, b n k!, b m s!, b n s! -> b m n"
 
 
-register_rule("dot_general", dot_general, passes=(LINEAR(0), LINEAR(1)))
-register_rule("scaled_matmul", scaled_matmul)
-register_rule("scaled_matmul_wrapper", scaled_matmul)
+register_rule("dot_general", dot_general, passes=(LINEAR(0), LINEAR(1)), flops=flops.dot_general)
+register_rule("scaled_matmul", scaled_matmul, flops=flops.scaled_matmul)
+register_rule("scaled_matmul_wrapper", scaled_matmul, flops=flops.scaled_matmul)

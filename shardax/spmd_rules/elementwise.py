@@ -1,5 +1,7 @@
 """Elementwise primitives: each result element depends on the operands' elements at the same place."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -25,15 +27,15 @@ def same_shape(node: Node) -> str:
 
 _NONLINEAR = """
     abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh digamma
-    eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log
-    log1p log2 logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial population_count pow
-    random_gamma_grad reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
+    eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
+    max min ne nextafter not one_minus_square or polygamma polynomial population_count pow reduce_precision rem round rsqrt
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
 """.split()
+_LOOPS = "igamma igamma_grad_a igammac random_gamma_grad regularized_incomplete_beta".split()  # XLA fuses nothing with a loop
 
 _LINEAR_JOINTLY = ("add", "add_any", "sub")
 _LINEAR = "conj imag neg real".split()
-_MOVES = "copy copy_p device_put layout_constraint name xla_metadata_value".split()
+_MOVES = "copy copy_p name xla_metadata_value".split()
 
 
 def _select_passes(node: Node) -> tuple[Passes, ...]:
@@ -66,16 +68,21 @@ def _mulhi_local(local: Local, a, b):
     return [lax.bitcast_convert_type(high, a.dtype)]
 
 
+_elementwise = partial(register_rule, fuses="all")
 for _name in _NONLINEAR:
+    _elementwise(_name, same_shape)
+for _name in _LOOPS:
     register_rule(_name, same_shape)
 for _name in _LINEAR:
-    register_rule(_name, same_shape, passes=(LINEAR(0),))
+    _elementwise(_name, same_shape, passes=(LINEAR(0),))
 for _name in _LINEAR_JOINTLY:
-    register_rule(_name, same_shape, passes=(LINEAR(0, 1),))
+    _elementwise(_name, same_shape, passes=(LINEAR(0, 1),))
 for _name in _MOVES:
-    register_rule(_name, same_shape, passes=(MOVES(0),))
-register_rule("convert_element_type", same_shape, passes=_convert_passes)
-register_rule("div", same_shape, passes=_div_passes)
-register_rule("mul", same_shape, passes=(LINEAR(0), LINEAR(1)))
-register_rule("mulhi", same_shape, _mulhi_local)
-register_rule("select_n", same_shape, passes=_select_passes)
+    _elementwise(_name, same_shape, passes=(MOVES(0),))
+_elementwise("convert_element_type", same_shape, passes=_convert_passes, made_anywhere=True)
+register_rule("device_put", same_shape, passes=(MOVES(0),))
+_elementwise("div", same_shape, passes=_div_passes)
+register_rule("layout_constraint", same_shape, passes=(MOVES(0),))
+_elementwise("mul", same_shape, passes=(LINEAR(0), LINEAR(1)))
+_elementwise("mulhi", same_shape, _mulhi_local)
+_elementwise("select_n", same_shape, passes=_select_passes)

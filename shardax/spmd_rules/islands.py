@@ -36,7 +36,7 @@ def _scatter_local(local: Local, shard):
     return [lax.psum_scatter(shard, p["axis_name"], scatter_dimension=p["scatter_dimension"], tiled=p["tiled"])]
 
 
-register_rule("axis_index", whole_rule, _index_local)
+register_rule("axis_index", whole_rule, _index_local, reads="none")
 for _name in _AS_THEY_ARE:
     register_rule(_name, whole_rule)
 for _name in _IDENTITIES:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from jax import lax
 
 from shardax.graph import Node
+from shardax.spmd_rules import flops
 from shardax.spmd_rules.registry import LINEAR, Local, register_rule
 
 
@@ -64,14 +65,28 @@ def tridiagonal_solve(node: Node) -> str:
     return _batched_text(node, len(node.inputs[0].shape) - 1, "n")
 
 
-MATRIX = """
-    cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product tridiagonal
-""".split()
+_MATRIX = {
+    "cholesky": flops.cholesky,
+    "eig": flops.eig,
+    "eigh": flops.eigh,
+    "geqp3": flops.reflections,
+    "geqrf": flops.reflections,
+    "hessenberg": flops.hessenberg,
+    "householder_product": flops.householder_product,
+    "lu": flops.lu,
+    "ormqr": flops.ormqr,
+    "qr": flops.qr,
+    "schur": flops.schur,
+    "svd": flops.svd,
+    "symmetric_product": flops.symmetric_product,
+    "tridiagonal": flops.tridiagonal,
+}
+MATRIX = tuple(_MATRIX)  # partition/choose.py still reads the names here
 
-for _name in MATRIX:
-    register_rule(_name, batched(2))
+for _name, _flops in _MATRIX.items():
+    register_rule(_name, batched(2), flops=_flops)
 register_rule("cholesky_update", batched(2))
-register_rule("fft", fft, _fft_local, passes=(LINEAR(0),))
+register_rule("fft", fft, _fft_local, passes=(LINEAR(0),), flops=flops.fft)
 register_rule("lu_pivots_to_permutation", batched(1))
-register_rule("triangular_solve", triangular_solve, passes=(LINEAR(1),))
+register_rule("triangular_solve", triangular_solve, passes=(LINEAR(1),), flops=flops.triangular_solve)
 register_rule("tridiagonal_solve", tridiagonal_solve, passes=(LINEAR(3),))

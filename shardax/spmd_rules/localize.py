@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardax.collectives import identity
+from shardax.cost import noted
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 from shardax.spmd_rules.claims import noting, require_promised
 from shardax.spmd_rules.registry import Entry, Local, Split, at
@@ -109,10 +111,16 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
     if factors.reduced:
         shards = [_mask_reduced(local, factors, i, shard) for i, shard in enumerate(shards)]
     what = partial(_lowering, entry, local, shards)
-    with noting(what):
+    with noting(what), _flops_noted(entry, local):
         results = entry.local(local, *shards) if entry.local else local.bind(*shards)
     wanted = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
     return require_promised(results, wanted, what)
+
+
+def _flops_noted(entry: Entry, local: Local) -> AbstractContextManager:
+    """The equations of a lowering need not show what they do, as a kernel does not."""
+    flops = entry.flops_or_none(local)
+    return noted.scope(local.node.name, flops) if entry.local and flops is not None else nullcontext()
 
 
 def _lowering(entry: Entry, local: Local, shards: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardax.graph import Node
+from shardax.spmd_rules import flops
 from shardax.spmd_rules.registry import LINEAR, Local, register_rule
 
 
@@ -79,4 +80,10 @@ def _row_dim_of_result(node: Node, rows: int) -> int:
     return len(batch) + sum(d not in (*contract, *batch) for d in range(rows))
 
 
-register_rule("ragged_dot_general", ragged_dot_general, _ragged_dot_local, passes=(LINEAR(0), LINEAR(1)))
+register_rule(
+    "ragged_dot_general",
+    ragged_dot_general,
+    _ragged_dot_local,
+    passes=(LINEAR(0), LINEAR(1)),
+    flops=flops.ragged_dot_general,
+)

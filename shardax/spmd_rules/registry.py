@@ -1,14 +1,28 @@
 """Where rules are registered, and what a local lowering may know. Built-in rules use the same `register_rule` as users do.
 
-A registration has up to three parts:
-  rule    what may be split: text (see `rule.py`), or a function of the node that returns text, for what depends on parameters
-  local   how the primitive is written on shards, where binding it on them as it is would not do
-  passes  through which operands a pending reduction may stay pending, see `LINEAR` and `MOVES`
+A registration has a rule, how the primitive is written on shards, and facts that the planner and the estimates read. Nothing
+else knows primitives by their names, so those of users count as ours do.
+
+  rule           what may be split: text (see `rule.py`), or a function of the node that returns text, for what depends on
+                 parameters
+  local          how the primitive is written on shards, where binding it on them as it is would not do
+  passes         through which operands a pending reduction may stay pending, see `LINEAR` and `MOVES`
+  in_place       which operand is a table, and what is read of it or written to it. The indexed dims of tables are not gathered;
+                 what is written to a table takes its memory, and no more of the table moves than that
+  sends          the bytes of the collectives that `local` makes
+  ways           which splits it takes, where only a callback knows
+  flops          the FLOPs that a device does. What has some is split as far as may be, and is bound by the chip's peak too
+  made_anywhere  of scalars it makes a value of which every device can make any part for nothing
+  fuses          what XLA computes in one pass with it: what makes its operands, what reads its result
+  reads          how much of its operands it reads from memory
+
+Two facts follow from these: `looks_up`, that the payload is read of the table, whose contraction an all_to_all may spare; and
+`has_flops`, that a node multiplies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 from jax import lax
@@ -146,6 +160,15 @@ Ways = Callable[[Iterator[Local], Padding], Iterator[Local]]
 """`ways(candidates, padding)` gives those candidates that can run, with other layouts of operands and results where need be."""
 
 
+Shapes = tuple[tuple[int, ...], ...]
+Flops = Callable[[Mapping[str, Any], Shapes, Shapes], float | None]
+"""`flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does whose operands and results have these shapes, those
+of shards; None where an equation has no products. The parameters are those of the node, or of an equation on shards."""
+
+Fuses = Literal["none", "operands", "all"]
+Reads = Literal["all", "part", "none"]
+
+
 @dataclass(frozen=True)
 class Entry:
     """One registration."""
@@ -157,6 +180,10 @@ class Entry:
     in_place: tuple[int, int] | None = None
     sends: Callable[[Local], Iterable[float]] | None = None
     ways: Ways | None = None
+    flops: Flops | None = None
+    made_anywhere: bool = False
+    fuses: Fuses = "none"
+    reads: Reads = "all"
 
     def factors(self, node: Node) -> Factors:
         try:
@@ -215,6 +242,37 @@ class Entry:
             require(False, f"what `sends` of {at(local.node)} gives", found, "the bytes of each collective, such as [4096]")
         return found
 
+    def has_flops(self, node: Node) -> bool:
+        """Whether a node multiplies: its products are split as far as may be."""
+        return self._counted(node.params, node.in_shapes, node.out_shapes, lambda: at(node)) is not None
+
+    def flops_of(self, local: Local) -> float:
+        """The FLOPs that one device does, 0 where there are no products."""
+        return self.flops_or_none(local) or 0.0
+
+    def flops_or_none(self, local: Local) -> float | None:
+        """As `flops_of`, but None where there are no products."""
+        if self.flops is None:
+            return None
+        operands, results = (tuple(lay.local_shape(local.sizes) for lay in side) for side in (local.operands, local.results))
+        return self._counted(local.params, operands, results, lambda: at(local.node))
+
+    def flops_at(self, eqn) -> float | None:
+        """Those of an equation of a local program; None where it has no products."""
+        if self.flops is None:
+            return None
+        ins, outs = (tuple(tuple(v.aval.shape) for v in side) for side in (eqn.invars, eqn.outvars))
+        return self._counted(eqn.params, ins, outs, lambda: f"{self.name} at {_jax.user_line(eqn.source_info)}")
+
+    def _counted(self, params: Mapping[str, Any], ins: Shapes, outs: Shapes, where: Callable[[], str]) -> float | None:
+        if self.flops is None:
+            return None
+        with noting(lambda: f"the function `flops` of {where()}"):
+            found = self.flops(params, ins, outs)
+        if not (found is None or is_number(found, 0)):
+            require(False, f"what `flops` of {where()} gives", found, "the FLOPs that one device does, such as 2 * m * n * k")
+        return None if found is None else float(found)
+
     def picked(self, candidates: Iterator[Local], node: Node, padding: Padding) -> Iterable[Local]:
         """Those of the candidates that the primitive takes."""
         assert self.ways
@@ -247,6 +305,10 @@ def register_rule(
     in_place: tuple[int, int] | None = None,
     sends: Callable[[Local], Iterable[float]] | None = None,
     ways: Ways | None = None,
+    flops: Flops | None = None,
+    made_anywhere: bool = False,
+    fuses: Fuses = "none",
+    reads: Reads = "all",
 ) -> None:
     """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was compiled by that.
 
@@ -259,6 +321,13 @@ def register_rule(
         indexed; they stay split if that is possible at all, as the rows of a gather's table or of an updated buffer do.
       sends: gives the bytes that one device sends in each collective of `local`, so that splits can be priced; by default none.
       ways: picks the splits that the primitive takes, where rule and shapes do not tell; by default all.
+      flops: `flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does on shards of these shapes: a number, or
+        None where this equation has no products. By default none, so that the primitive is bound by memory. What has FLOPs is
+        split as far as may be, and they are in `Plan.estimate`.
+      made_anywhere: of scalars it makes a value of which every device can make any part for nothing, as `iota` does.
+      fuses: "all" of what is computed elementwise: XLA computes it where its one reader wants it, and it is never stored.
+        "operands" of what takes in such operands but stores its result, as reductions do. By default "none".
+      reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves nothing.
 
     Raises:
       ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark: without `local`,
@@ -269,10 +338,11 @@ def register_rule(
     >>> del RULES["my_scale"]  # no such primitive is there
     """
     _check_given(primitive, rule, passes, in_place)
-    for argument, given in (("local", local), ("sends", sends), ("ways", ways)):
+    _check_facts(made_anywhere, fuses, reads)
+    for argument, given in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
         require_function(given, f"{argument} of register_rule", or_none=True)
     name = primitive if isinstance(primitive, str) else primitive.name
-    entry = Entry(name, rule, local, passes, in_place, sends, ways)
+    entry = Entry(name, rule, local, passes, in_place, sends, ways, flops, made_anywhere, fuses, reads)
     if isinstance(rule, str):
         results = len(parse(rule).results)
         if results != 1 and not getattr(primitive, "multiple_results", True):
@@ -293,6 +363,12 @@ def _check_given(primitive, rule, passes, in_place) -> None:
     pair = isinstance(in_place, tuple) and len(in_place) == 2 and all(map(is_whole, in_place))
     words = "the places of the table and of the payload, such as (0, 2), or None"
     require(pair or in_place is None, "in_place of register_rule", in_place, words)
+
+
+def _check_facts(made_anywhere, fuses, reads) -> None:
+    require(isinstance(made_anywhere, bool), "made_anywhere of register_rule", made_anywhere, "True or False")
+    for argument, given, words in (("fuses", fuses, get_args(Fuses)), ("reads", reads, get_args(Reads))):
+        require(given in words, f"{argument} of register_rule", given, f"one of {', '.join(map(repr, words))}")
 
 
 def whole_rule(node: Node) -> str:

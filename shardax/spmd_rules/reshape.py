@@ -137,4 +137,5 @@ register_rule(
     _reshape_local,
     passes=(MOVES(0),),
     sends=halo_sends(lambda local: (want for _, want in _flat_ranges(local))),
+    fuses="all",
 )

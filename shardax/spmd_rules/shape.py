@@ -307,19 +307,21 @@ def _moves_all(node: Node) -> tuple[Passes, ...]:
     return (MOVES(*range(len(node.inputs))),)
 
 
-register_rule("bitcast_convert_type", bitcast_convert_type)
-register_rule("broadcast_in_dim", broadcast_in_dim, _broadcast_in_dim_local, passes=(MOVES(0),))
+register_rule("bitcast_convert_type", bitcast_convert_type, fuses="all")
+register_rule(
+    "broadcast_in_dim", broadcast_in_dim, _broadcast_in_dim_local, passes=(MOVES(0),), made_anywhere=True, fuses="all"
+)
 register_rule("concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_wants))
 register_rule("empty", empty, _empty_local)
 register_rule("empty2", " -> ")
-register_rule("iota", iota, _iota_local)
-register_rule("optimization_barrier", optimization_barrier)
+register_rule("iota", iota, _iota_local, made_anywhere=True, fuses="all")
+register_rule("optimization_barrier", optimization_barrier, reads="none")
 register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_wants))
 register_rule("rev", rev, _rev_local, passes=(MOVES(0),), sends=_rev_sends)
-register_rule("slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_wants))
+register_rule("slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_wants), reads="part")
 register_rule("split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_wants))
-register_rule("squeeze", squeeze, passes=(MOVES(0),))
+register_rule("squeeze", squeeze, passes=(MOVES(0),), fuses="all")
 register_rule("stack", stack, passes=_moves_all)
 register_rule("tile", tile, _tile_local, passes=(MOVES(0),))
-register_rule("transpose", transpose, passes=(MOVES(0),))
+register_rule("transpose", transpose, passes=(MOVES(0),), fuses="all")
 register_rule("unstack", unstack, passes=(MOVES(0),))

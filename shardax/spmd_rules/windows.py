@@ -22,6 +22,7 @@ from shardax import _jax
 from shardax.collectives import identity
 from shardax.graph import Node
 from shardax.halo import Wanted, exchange_of, inside_of, slice_by_device
+from shardax.spmd_rules import flops
 from shardax.spmd_rules.halo import halo_sends, take, wanted, wanted_with, window_of
 from shardax.spmd_rules.reductions import skipping
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
@@ -396,13 +397,17 @@ def _select_and_scatter_add_local(local: Local, source, operand):
 
 _sends = halo_sends(_window_wants)
 register_rule(
-    "conv_general_dilated", conv_general_dilated, _conv_local, passes=(LINEAR(0), LINEAR(1)), sends=halo_sends(_conv_wants)
+    "conv_general_dilated",
+    conv_general_dilated,
+    _conv_local,
+    passes=(LINEAR(0), LINEAR(1)),
+    sends=halo_sends(_conv_wants),
+    flops=flops.conv_general_dilated,
 )
-register_rule("reduce_window", reduce_window, _windows_local(_initial_values, _bind_skipping), sends=_sends)
-for _kind in ("max", "min"):
+register_rule("reduce_window", reduce_window, _windows_local(_initial_values, _bind_skipping), sends=_sends, fuses="operands")
+for _kind, _passes in (("max", Passes(("max",), (0,))), ("min", Passes(("min",), (0,))), ("sum", LINEAR(0))):
     _lowering = _windows_local(partial(_neutral, _kind))
-    register_rule(f"reduce_window_{_kind}", reduce_window, _lowering, passes=(Passes((_kind,), (0,)),), sends=_sends)
-register_rule("reduce_window_sum", reduce_window, _windows_local(partial(_neutral, "sum")), passes=(LINEAR(0),), sends=_sends)
+    register_rule(f"reduce_window_{_kind}", reduce_window, _lowering, passes=(_passes,), sends=_sends, fuses="operands")
 register_rule(
     "select_and_gather_add", select_and_gather_add, _windows_local(_never_selected), passes=(LINEAR(0),), sends=_sends
 )
