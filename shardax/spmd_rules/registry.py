@@ -368,7 +368,12 @@ def _check_given(primitive, rule, passes, in_place) -> None:
 def _check_facts(made_anywhere, fuses, reads) -> None:
     require(isinstance(made_anywhere, bool), "made_anywhere of register_rule", made_anywhere, "True or False")
     for argument, given, words in (("fuses", fuses, get_args(Fuses)), ("reads", reads, get_args(Reads))):
-        require(given in words, f"{argument} of register_rule", given, f"one of {', '.join(map(repr, words))}")
+        require(
+            isinstance(given, str) and given in words,
+            f"{argument} of register_rule",
+            given,
+            f"one of {', '.join(map(repr, words))}",
+        )
 
 
 def whole_rule(node: Node) -> str:
