@@ -48,5 +48,8 @@ def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: S
         search = Search(graph, completion, alternatives, splits, given_back)
         search.program(graph, inputs, outputs)
         if search.left == given_back or given_back:
-            return search, search.solve()
+            solution = search.solve()
+            import os
+            if os.environ.get("GAP"): print("gap", solution.gap/1e12, solution.price/1e12, len(search.sites), len(search.variable))
+            return search, solution
         given_back = search.left

@@ -8,7 +8,7 @@ reader needs a table between the two. With several, a variable of its own says w
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +29,18 @@ class State:
     copies: tuple[Layout, ...]
 
 
-def states(made: Sequence[Layout], read: Sequence[Layout], price: Price) -> list[State]:
-    """The states that may pay."""
+def states(made: Sequence[Layout], readers: Sequence[Collection[Layout]], price: Price) -> list[State]:
+    """The states that may pay: a copy is made for all where at least two readers may use it.
+
+    Args:
+      made: the layouts in which the value may be made.
+      readers: for each reader those in which it may read it.
+    """
+    read = list(dict.fromkeys(t for targets in readers for t in targets))
+    useful = {t: sum(any(is_cut(t, other) for other in targets) for targets in readers) > 1 for t in read}
     found = []
     for m in made:
-        paid = [t for t in read if price(m, t) > 0]
+        paid = [t for t in read if useful[t] and price(m, t) > 0]
         found.append(State(m, ()))
         found += [State(m, (t,)) for t in paid]
         if TOGETHER <= len(paid) <= FEW:

@@ -34,6 +34,10 @@ class Ports:
     results: list[Site] = field(default_factory=list)
     split: Split | None = None
 
+    @property
+    def sites(self) -> list[Site]:
+        return [*self.operands, *self.carries, *self.stacks, *self.results]
+
 
 def lay_out(search: "Search", node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """Adds the ports and bodies of a node to a search."""

@@ -15,6 +15,7 @@ class Replay:
     def __init__(self, search: Search):
         self.search = search
         self.there: dict[Value, list[Layout]] = {}
+        self.structured: dict[Node, Decision] = {}
 
     def program(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
         return self.graph(graph, inputs, outputs)
@@ -28,10 +29,17 @@ class Replay:
 
     def node(self, node: Node) -> Decision:
         if node.bodies:
-            return _STRUCTURED[node.name](self, node)
+            twin = self.search.patterns.twin(node)
+            return self.as_twin(node, twin) if twin else _STRUCTURED[node.name](self, node)
         way = self.search.site_of[node].chosen
         splits, factors, entry = way.detail
         return self.decision(node, way.operands, way.results, splits, factors=factors, entry=entry)
+
+    def as_twin(self, node: Node, twin: Node) -> Decision:
+        """The decision of a node that runs as its twin does."""
+        known = self.structured[twin]
+        bodies = tuple(inside.of(body) for inside, body in zip(known.bodies, node.bodies, strict=True))
+        return self.decision(node, known.operands, known.results, known.splits, bodies=bodies)
 
     def decision(self, node: Node, operands, results, splits=None, **rest) -> Decision:
         moves = tuple(self.move(v, t) for v, t in zip(node.inputs, operands, strict=True))
@@ -41,7 +49,10 @@ class Replay:
                 self.there[value].append(whole(value.shape))
         if annotations.of_node(node) and not node.inputs[0].is_literal:
             self.there[node.outputs[0]] = self.there[node.inputs[0]]
-        return Decision(moves, tuple(operands), tuple(results), splits or {}, **rest)
+        found = Decision(moves, tuple(operands), tuple(results), splits or {}, **rest)
+        if node.bodies:
+            self.structured[node] = found
+        return found
 
     def move(self, value: Value, target: Layout) -> Move:
         """Reads a value in a layout; from then on it is there in that layout too."""

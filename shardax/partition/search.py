@@ -5,12 +5,14 @@ there are tables of what it costs to bring it from the layout in which it is mad
 All prices are picoseconds, times the trips of the loops around. `tables.py` finds the cheapest choice of all sites together.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache, partial
 
 import numpy as np
 
 from shardax import annotations, reshard
+from shardax.completion.blocks import Block
 from shardax.completion.complete import Completion
 from shardax.cost.network import network_of
 from shardax.graph import Graph, Node, Value
@@ -49,6 +51,9 @@ class Search:
         self.scope: dict[Value, float] = {}
         self.layouts: dict[Value, Layouts] = {}
         self.anywhere: set[Value] = set()
+        self.often: dict[Value, int] = {}
+        self.reading: list[tuple[Value, Site, int]] = []
+        self.patterns = _Patterns(completion)
         self.open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]] = {}
         self.left: dict[Hashable, Layouts] = {}
         self.annotated = {node.outputs[0]: note.dims for node, note in completion.notes if note.role == "inside"}
@@ -68,11 +73,53 @@ class Search:
         """Lays out a graph whose inputs are made already."""
         self.scope.update(dict.fromkeys(graph.inputs, trips))
         for node in graph.nodes:
-            self.scope.update(dict.fromkeys(node.outputs, trips))
-            if node.bodies:
-                self.ports[node] = lay_out(self, node, trips, hidden)
+            twin = self.patterns.twin(node)
+            if twin is None:
+                self.alone(node, trips, hidden)
             else:
-                self.site_of[node] = self.node(node, trips, hidden)
+                self.together(node, twin)
+
+    def alone(self, node: Node, trips: float, hidden: frozenset[str]) -> None:
+        self.scope.update(dict.fromkeys(node.outputs, trips))
+        if node.bodies:
+            self.ports[node] = lay_out(self, node, trips, hidden)
+        else:
+            self.site_of[node] = self.node(node, trips, hidden)
+
+    def together(self, node: Node, twin: Node) -> None:
+        """Adds a node that runs as its twin in an alike block does: they are one site."""
+        pairs = list(zip((*twin.inputs, *twin.outputs), (*node.inputs, *node.outputs), strict=True))
+        same = dict(pairs)
+        if node.bodies:
+            self.ports[node] = ports = self.ports[twin]
+            for site in ports.sites:
+                for i, value in enumerate(site.reads):
+                    if value in same:
+                        self.reading.append((same[value], site, i))
+            self.again(twin)
+        else:
+            self.site_of[node] = site = self.site_of[twin]
+            self.reading += [(value, site, i) for i, value in enumerate(node.inputs)]
+            site.times += 1
+            if site.renames:
+                self.root[node.outputs[0]] = self.root_of(node.inputs[0])
+        for value, other in pairs[len(node.inputs) :]:
+            self.scope[other], self.layouts[other] = self.scope[value], self.layouts[value]
+            if value in self.maker:
+                self.maker[other] = self.maker[value]
+            if value in self.anywhere:
+                self.anywhere.add(other)
+
+    def again(self, twin: Node) -> None:
+        """Counts what is in a twin's bodies once more."""
+        inner = {id(site): site for node in _inside(twin) for site in self.sites_of(node)}
+        for site in inner.values():
+            site.times += 1
+        for value in {v for body in _bodies(twin) for v in (*body.inputs, *(v for n in body.nodes for v in n.outputs))}:
+            self.often[value] = self.often.get(value, 1) + 1
+
+    def sites_of(self, node: Node) -> Sequence[Site]:
+        return self.ports[node].sites if node.bodies else [self.site_of[node]]
 
     def node(self, node: Node, trips: float, hidden: frozenset[str]) -> Site:
         made = [self.made(v) for v in node.inputs]
@@ -90,6 +137,7 @@ class Search:
 
     def add(self, site: Site) -> Site:
         self.sites.append(site)
+        self.reading += [(value, site, i) for i, value in enumerate(site.reads)]
         for i, value in enumerate(site.makes):
             made = dict.fromkeys(way.results[i] for way in site.ways)
             if site.renames:
@@ -165,15 +213,15 @@ class Search:
         self.constant = 0.0
         for site in self.sites:
             self._own(problem, site)
-        for value, reads in self._readers().items():
-            self._reads(problem, value, reads)
+        for value, reads, weight in self._readers():
+            self._reads(problem, value, reads, weight)
         solution = solve(problem)
         for site in self.sites:
             site.chosen = site.ways[solution.ways[self.variable[site]] if site in self.variable else 0]
         return Solution(solution.ways, solution.price + self.constant, solution.bound + self.constant)
 
     def _own(self, problem: Problem, site: Site) -> None:
-        prices = np.array([way.price for way in site.ways]) * site.trips
+        prices = np.array([way.price for way in site.ways]) * (site.trips * site.times)
         self._add(problem, [site], prices)
 
     def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:
@@ -193,16 +241,23 @@ class Search:
         else:
             self.constant += float(prices)
 
-    def _readers(self) -> dict[Value, list[tuple[Site, int]]]:
-        """Who reads each value, those that read it by another name among them; a value that a site reads twice, twice."""
+    def _readers(self) -> list[tuple[Value, list[tuple[Site, int]], float]]:
+        """Who reads each value, those that read it by another name among them, and how often: values of the same sites, as those
+        of alike blocks are, count together."""
         found: dict[Value, list[tuple[Site, int]]] = {}
-        for site in self.sites:
-            for i, value in enumerate(site.reads):
-                if not value.is_literal:
-                    found.setdefault(self.root_of(value), []).append((site, i))
-        return found
+        for value, site, i in self.reading:
+            if not value.is_literal:
+                found.setdefault(self.root_of(value), []).append((site, i))
+        alike: dict[Hashable, list] = {}
+        for value, reads in found.items():
+            maker, result = self.maker[value]
+            key = (id(maker), result, value in self.anywhere, tuple([(id(site), i) for site, i in reads]))
+            weight = self.scope[value] * self.often.get(value, 1)
+            one = alike.setdefault(key, [value, reads, 0.0])
+            one[2] += weight
+        return [(value, reads, weight) for value, reads, weight in alike.values()]
 
-    def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]]) -> None:
+    def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float) -> None:
         """The tables of one value and its readers."""
         maker, result = self.maker[value]
         made = tuple([way.results[result] for way in maker.ways])
@@ -211,7 +266,6 @@ class Search:
         if shown is None:
             return
         state_cost, maker_table, reader_tables = shown
-        weight = self.scope[value] if value in self.scope else 1.0
         if state_cost is None:
             for (site, _), table in zip(reads, reader_tables, strict=True):
                 if table is not None:
@@ -241,8 +295,8 @@ class Search:
             return None
         if sum(paying) == 1:
             return None, None, [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        read = list(dict.fromkeys(t for ts, pays in zip(targets, paying, strict=True) if pays for t in ts))
-        states = copies.states(sources, read, price)
+        readers = [dict.fromkeys(ts) for ts, pays in zip(targets, paying, strict=True) if pays]
+        states = copies.states(sources, readers, price)
         cost = np.array([copies.making(state, price) for state in states])
         tables = [copies.reader_table(states, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)]
         return cost, copies.maker_table(states, made), tables
@@ -250,6 +304,38 @@ class Search:
 
 def _table(made: Layouts, read: Layouts, price: Callable[[Layout, Layout], float]) -> np.ndarray:
     return np.array([[price(m, t) for t in read] for m in made])
+
+
+def _inside(node: Node) -> Iterator[Node]:
+    yield node
+    for body in node.bodies:
+        yield from body.walk()
+
+
+def _bodies(node: Node) -> Iterator[Graph]:
+    for body in node.bodies:
+        yield body
+        for inner in body.nodes:
+            yield from _bodies(inner)
+
+
+class _Patterns:
+    """Finds for a node in one of several alike blocks its twin: of the nodes at the same place in the others the second in
+    program order. (What the first reads may lie otherwise.)"""
+
+    def __init__(self, completion: Completion):
+        blocks: dict[Hashable, list[Block]] = {}
+        for block in completion.blocks:
+            blocks.setdefault((block.pattern, completion.wanted(block)), []).append(block)
+        self.twins: dict[Node, Node] = {}
+        nodes, count = completion.items.nodes, completion.items.count
+        for alike in blocks.values():
+            for at_place in zip(*(block.items for block in alike), strict=True) if len(alike) > 2 else ():
+                _, second, *others = sorted(item for item in at_place if item < count) or (0, 0)
+                self.twins.update((nodes[item], nodes[second]) for item in others)
+
+    def twin(self, node: Node) -> Node | None:
+        return self.twins.get(node)
 
 
 def _only_readers(graph: Graph) -> dict[Value, Node]:

@@ -32,16 +32,12 @@ class Way:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """Values that are read and made, and the ways to do so. `trips`: how often the site itself runs; `reads_at`: how often each
-    operand is brought to the layout in which it is read, if that differs."""
+    """Values that are read and made, and the ways to do so. `trips`: how often the site itself runs."""
 
     reads: Sequence[Value]
     makes: Sequence[Value]
     ways: Sequence[Way]
     trips: float = 1.0
-    reads_at: Sequence[float] = ()
+    times: int = 1  # in how many alike blocks it is
     renames: bool = False  # the value that it makes is the one that it reads, and is still there in its other layouts
     chosen: Way = field(init=False)
-
-    def trips_of(self, operand: int) -> float:
-        return self.reads_at[operand] if self.reads_at else self.trips

@@ -4,8 +4,9 @@ A *variable* has a few ways. A *table* has the price of each combination of the 
 itself, or of a reshard between two. To eliminate a variable is to add up the tables that it is in and to keep, for each
 combination of its neighbours' ways, the least price; that is one more table, over the neighbours. Where no table outgrows
 `LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, its parts are minimized apart (Dechter and
-Rish 2003, mini-buckets): what comes out is a lower bound, the choice is improved variable by variable, and the `gap` between the
-two is known.
+Rish 2003, mini-buckets), which gives a lower bound, and the choice is found by messages (`messages.py`). That is improved: as few
+variables as must be are held at their ways, others in each round, and all others are chosen anew, exactly. The `gap` to the
+bound is known.
 
 Equal tables are one object (`intern`), and an elimination of the same tables is done once: so alike layers are solved once.
 Prices are whole numbers, so sums are exact; among equals the first way is taken.
@@ -14,13 +15,16 @@ Prices are whole numbers, so sums are exact; among equals the first way is taken
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
-LIMIT = 1 << 15  # entries of a table
-ROUNDS = 20  # of improvement, where a table outgrew that
+from shardax.partition.messages import choose_by_messages
+
+LIMIT = 1 << 14  # entries of a table
+ROUNDS, IDLE = 6, 2  # of improvement, where a table outgrew that: in all, and without gain
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ def solve(problem: Problem, limit: int = LIMIT) -> Solution:
     bound = elimination.run()
     ways = elimination.decode()
     if not elimination.exact:
-        ways = _improved(problem, ways)
+        ways = min(ways, _by_messages(problem), key=problem.price)
+        ways = _improved(problem, ways, bound, limit)
     return Solution(ways, problem.price(ways), bound)
 
 
@@ -107,8 +112,8 @@ class _Elimination:
     """The state of an elimination. `of`: the tables that each variable is in. `buckets`: (variable, its tables) as they were
     when it went."""
 
-    def __init__(self, problem: Problem, limit: int):
-        self.counts, self.limit, self.exact = problem.counts, limit, True
+    def __init__(self, problem: Problem, limit: int, held: "_Held | None" = None):
+        self.counts, self.limit, self.exact, self.held = list(problem.counts), limit, True, held
         self.of: list[dict[int, Table]] = [{} for _ in problem.counts]
         self.buckets: list[tuple[int, list[Table]]] = []
         self.numbers = itertools.count()
@@ -123,6 +128,17 @@ class _Elimination:
         for v in table.scope:
             self.of[v][number] = table
 
+    def simple(self) -> list[int]:
+        """Eliminates the variables with at most two neighbours, which leave no larger tables; returns the others."""
+        todo = list(range(len(self.counts)))
+        gone: set[int] = set()
+        while todo:
+            v = todo.pop()
+            if v not in gone and len(self.neighbours(v)) <= 2:
+                gone.add(v)
+                todo += self.eliminate(v)
+        return [v for v in range(len(self.counts)) if v not in gone]
+
     def run(self) -> float:
         """Eliminates all variables, the one that leaves the smallest table first; returns the price of the rest."""
         queue = [(self.outgrowth(v), v) for v in range(len(self.counts))]
@@ -135,8 +151,14 @@ class _Elimination:
             if (now := self.outgrowth(v)) != size:
                 heapq.heappush(queue, (now, v))
                 continue
+            if self.held and size > self.limit:
+                heapq.heappush(queue, (size, v))
+                v = self.held.next(v, self.neighbours(v), self.of)
+                around = self.hold(v, self.held.ways[v])
+            else:
+                around = self.eliminate(v)
             gone[v] = True
-            for w in self.eliminate(v):
+            for w in around:
                 heapq.heappush(queue, (self.outgrowth(w), w))
         return self.constant
 
@@ -161,8 +183,25 @@ class _Elimination:
                     del self.of[w][number]
         self.of[v] = {}
         self.buckets.append((v, tables))
-        for group in self.groups(tables, v):
+        for group in self.groups(tables, v) if self.limit else [tables] * bool(tables):
             self.put(_without(v, group, self.counts[v]))
+        return around
+
+    def hold(self, v: int, way: int) -> Iterable[int]:
+        """Fixes the way of a variable; returns its neighbours."""
+        numbered, around = self.of[v], self.neighbours(v)
+        tables = list(numbered.values())
+        for number, table in numbered.items():
+            for w in table.scope:
+                if w != v:
+                    del self.of[w][number]
+        self.of[v] = {}
+        alone = np.full(self.counts[v], np.inf)
+        alone[way] = 0.0
+        self.buckets.append((v, [Table((v,), alone)]))
+        for table in tables:
+            at = table.scope.index(v)
+            self.put(Table((*table.scope[:at], *table.scope[at + 1 :]), intern(table.prices.take(way, axis=at))))
         return around
 
     def groups(self, tables: list[Table], v: int) -> list[list[Table]]:
@@ -179,9 +218,9 @@ class _Elimination:
         self.exact &= len(groups) < 2
         return [group for _, group in groups]
 
-    def decode(self) -> list[int]:
+    def decode(self, known: Mapping[int, int] = MappingProxyType({})) -> list[int]:
         """The way of each variable, last eliminated first: the cheapest, given those that are known."""
-        ways = [0] * len(self.counts)
+        ways = [known.get(v, 0) for v in range(len(self.counts))]
         for v, tables in reversed(self.buckets):
             total = np.zeros(self.counts[v])
             for table in tables:
@@ -209,19 +248,46 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
 
 
-def _improved(problem: Problem, ways: list[int]) -> list[int]:
-    """A choice in which no variable alone can do better (Besag 1986, iterated conditional modes)."""
-    of: list[list[Table]] = [[] for _ in problem.counts]
-    for table in problem.tables:
-        for v in table.scope:
-            of[v].append(table)
+def _by_messages(problem: Problem) -> list[int]:
+    """A choice by messages between the variables that have more than two neighbours."""
+    elimination = _Elimination(problem, 0)
+    rest = elimination.simple()
+    alone = {v: np.zeros(problem.counts[v]) for v in rest}
+    pairs: dict[tuple[int, int], np.ndarray] = {}
+    for v in rest:
+        for table in elimination.of[v].values():
+            if table.scope == (v,):
+                alone[v] = alone[v] + table.prices
+            elif table.scope[0] == v:
+                pairs[v, table.scope[1]] = pairs.get((v, table.scope[1]), 0.0) + table.prices
+    return elimination.decode(choose_by_messages(alone, pairs))
+
+
+@dataclass(eq=False)
+class _Held:
+    """The ways at which variables are held, and how often each was, so that others are in the next round."""
+
+    ways: list[int]
+    times: list[int]
+
+    def next(self, v: int, neighbours: Iterable[int], of: Sequence[Mapping[int, Table]]) -> int:
+        """Which variable to hold so that v's table shrinks: one seldom held, of those the one in most tables."""
+        found = min((v, *sorted(neighbours)), key=lambda w: (self.times[w], -len(of[w]), w))
+        self.times[found] += 1
+        return found
+
+
+def _improved(problem: Problem, ways: list[int], bound: float, limit: int) -> list[int]:
+    """A choice that costs no more: none of the rounds found a better one."""
+    held = _Held(ways, [0] * len(problem.counts))
+    price, idle = problem.price(ways), 0
     for _ in range(ROUNDS):
-        before = list(ways)
-        for v, tables in enumerate(of):
-            parts = [t.prices[tuple([slice(None) if w == v else ways[w] for w in t.scope])] for t in tables]
-            total = np.sum(parts, axis=0) if parts else np.zeros(problem.counts[v])
-            if total.min() < total[ways[v]]:
-                ways[v] = int(total.argmin())
-        if ways == before:
+        elimination = _Elimination(problem, limit, held)
+        elimination.run()
+        held.ways = elimination.decode()
+        now = problem.price(held.ways)
+        idle = idle + 1 if now == price else 0
+        price = now
+        if price <= bound or idle == IDLE:
             break
-    return ways
+    return held.ways
