@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from shardax import _jax, annotations
 from shardax.graph import Graph, Node, Value
-from shardax.partition.sites import Layouts, Site, Way
+from shardax.partition.search.sites import Layouts, Site, Way
 from shardax.sharding import Axes, Layout, Sharding, from_spec, shard_count, whole
 from shardax.spmd_rules.registry import Split
 from shardax.trips import LAST, REDUCED, adds_up, carries_of_map, has_open_loop, reads
 
 if TYPE_CHECKING:
-    from shardax.partition.search import Search
+    from shardax.partition.search.layout import Search
 
 UNKNOWN_TRIPS = 2  # of a `while`: enough to move out of it what can be
 

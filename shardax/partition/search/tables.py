@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardax.partition.messages import choose_by_messages
+from shardax.partition.search.messages import choose_by_messages
 
 LIMIT = 1 << 14  # entries of a table
 ROUNDS, IDLE = 6, 2  # of improvement, where a table outgrew that: in all, and without gain
