@@ -42,7 +42,7 @@ FACTS = {
 
 
 def check(plan, written=False):
-    for c in plan.collectives:
+    for c in (part for c in plan.collectives for part in c.parts):
         assert c.reason and re.search(r"\.py:\d+$", c.line), c
         assert (c.reason == AS_WRITTEN) == (c.cause is None) and (written or c.cause), c
         because = plan.because(c)
