@@ -250,10 +250,10 @@ def test_the_plan_tells_of_each(chip):
 
 @real
 def test_the_program_as_source(chip):
-    source = built().plan(PARAMS, X).source()
-    assert source.count("psum(") == 4 and "jnp.concatenate([" in source
-    namespace: dict = {}
+    plan = built().plan(PARAMS, X)
+    source, namespace = plan.source(), plan.source_objects()
+    assert source.count("lax.psum(") == 4 and "concatenate([" in source
     exec(source, namespace)
-    got = jax.tree.leaves(namespace["step"](PARAMS, X))
-    for have, want in zip(got, jax.tree.leaves(jax.jit(step)(PARAMS, X)), strict=True):
+    got = jax.jit(namespace["program"](mesh_of(4)))(*jax.tree.leaves((PARAMS, X)))
+    for have, want in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(PARAMS, X)), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6)
