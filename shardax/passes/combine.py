@@ -8,8 +8,8 @@ dtype, become one reduction of their operands in a row. Each element is reduced 
 It stands where the last of the operands is made. What reads another result before that now comes after it, if it is small
 too, as the update of a bias is. What is large stays before or after as it was, so no large array lives longer.
 
-What is small is a matter of prices: on real chips up to a hundred kilobytes or so; on the nominal chip, where to start
-a collective costs next to nothing, a few hundred bytes.
+What is small is a matter of prices: on real chips up to fifty kilobytes or so; on the nominal chip, where to start
+a collective costs next to nothing, sixty-four bytes: scalars and the like.
 """
 
 import math
@@ -23,9 +23,9 @@ from jax import lax
 from shardax import _jax, causes
 from shardax.cost.network import Network, network_of
 from shardax.equations import equations_of
-from shardax.explain.ledger import array_bytes, operands_of, why
+from shardax.explain.ledger import array_bytes, bytes_sent, operands_of, why
 from shardax.numbering import params_key
-from shardax.sharding import AxisSizes, shard_count
+from shardax.sharding import Axes, AxisSizes, shard_count
 
 REDUCTIONS = ("pmax", "pmin", "psum")
 COPIES = 4  # to put an array in a row with others, and to cut it out of the result, is to read and write it twice
@@ -110,13 +110,19 @@ class _Grouping:
         if eqn.primitive.name not in REDUCTIONS or not all(isinstance(axis, str) for axis in eqn.params["axes"]):
             return None
         axes, params, dtypes = tuple(eqn.params["axes"]), params_key(eqn.params), {v.aval.dtype for v in eqn.invars}
-        if params is None or len(dtypes) > 1 or shard_count(axes, self.network) == 1:
+        if params is None or len(dtypes) != 1 or shard_count(axes, self.network) == 1:
             return None
-        key = eqn.primitive, params, *dtypes
+        key, nbytes = (eqn.primitive, params, *dtypes), [_nbytes(v) for v in eqn.invars]
         self.starts[key] = self.network.collective("all_reduce", axes, 0)
-        nbytes = [_nbytes(v) for v in eqn.invars]
-        pays = 2 * self.network.compute(0, COPIES * sum(nbytes)) < self.starts[key]  # two are copied, one start is saved
-        return key if pays and all(nbytes) else None
+        return key if all(nbytes) and self.is_small(sum(nbytes), axes, self.starts[key]) else None
+
+    def is_small(self, nbytes: int, axes: Axes, start: float) -> bool:
+        """Whether two are copied in less than a start takes, which is saved. To send them takes less, too: what takes longer
+        had better go early, while others compute.
+        """
+        sent = bytes_sent("all_reduce", nbytes, shard_count(axes, self.network))
+        copied = self.network.compute(0, COPIES * nbytes)
+        return 2 * copied < start and self.network.collective("all_reduce", axes, sent) < 2 * start
 
 
 class _Schedule:
