@@ -64,7 +64,24 @@ class Crossed:
     crossing: "Crossing"
 
 
-Cause = Union[Resharded, Settled, Sent, Crossed]  # noqa: UP007 (the parts' annotations are text)
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A collective of these operands, on each device, that a combined one stands for: its line, its reason and its cause."""
+
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    line: str
+    reason: str
+    cause: "Cause | None"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Combined:
+    """It stands for several that were too small to be sent one by one."""
+
+    parts: tuple[Part, ...]
+
+
+Cause = Union[Resharded, Settled, Sent, Crossed, Combined]  # noqa: UP007 (the parts' annotations are text)
 
 
 class Named(str):
@@ -76,9 +93,14 @@ class Named(str):
 
 def scope(kind: str, reason: str, cause: Cause) -> AbstractContextManager:
     """Collectives that are made inside have this reason and cause. (Slashes part the names of scopes, so the name has none.)"""
+    return jax.named_scope(named(kind, reason, cause))
+
+
+def named(kind: str, reason: str, cause: Cause) -> Named:
+    """The name of that scope."""
     name = Named(f"{kind}[{reason}]".replace("/", "\\"))
     name.reason, name.cause = reason, cause
-    return jax.named_scope(name)
+    return name
 
 
 def sent(kind: str, what: str, local: "Local", axes: Axes) -> AbstractContextManager:

@@ -29,7 +29,7 @@ from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
-from shardax.passes import dead, scopes, share
+from shardax.passes import combine, dead, scopes, share
 from shardax.refinement import Placement, Refinement, refinement
 from shardax.reshapes import split_inside
 from shardax.rotations import with_rotations
@@ -173,7 +173,7 @@ def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMes
         with jax.sharding.use_abstract_mesh(abstract):
             local = _emit(program, decisions, shardings, abstract, refined)
     with timed(phases, "passes"):
-        local = scopes.named(dead.dropped(share.shared(local)))
+        local = scopes.named(combine.combined(dead.dropped(share.shared(local)), refined.sizes))
     (ins, outs), (arguments, results) = shardings, rests
     return Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
 

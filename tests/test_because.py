@@ -1,5 +1,6 @@
 """Every collective of every plan says why it is there: a reason, a line, and the facts, as the two that clashed."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -42,7 +43,7 @@ FACTS = {
 
 
 def check(plan, written=False):
-    for c in plan.collectives:
+    for c in itertools.chain.from_iterable(whole.parts for whole in plan.collectives):
         assert c.reason and re.search(r"\.py:\d+$", c.line), c
         assert (c.reason == AS_WRITTEN) == (c.cause is None) and (written or c.cause), c
         because = plan.because(c)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from shardax import _jax, annotations, causes
 from shardax.completion.complete import UPDATED_AT_REST, Origin
 from shardax.explain.ledger import AS_WRITTEN, Collective, array_text
-from shardax.explain.lines import assigned
+from shardax.explain.lines import assigned, line_text
 from shardax.explain.values import Story
-from shardax.explain.words import as_one, form, spec_text
+from shardax.explain.words import as_one, form, spec_text, times
 from shardax.graph import Node, Value
 from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Axes, Layout, Sharding, shard_count
@@ -44,10 +44,20 @@ class Because:
     def of(self, c: Collective) -> str:
         if c.cause is None:
             return "the program sends it itself" if c.reason == AS_WRITTEN else ""
+        if isinstance(c.cause, causes.Combined):
+            return "\n".join(self.combined(c))
         if c.cause not in self.told:
             tell: Callable[[Any], str] = _TOLD[type(c.cause)]
             self.told[c.cause] = tell(_Teller(self, c.line), c.cause)  # type: ignore[call-arg]
         return self.told[c.cause]
+
+    def combined(self, c: Collective) -> Iterator[str]:
+        """Of each that stands in a combined one; those of equal layers, which differ in numbers only, are one line."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        for part in c.parts:
+            text = ", ".join(filter(None, (f"{part.reason} at {line_text(part.line)}", self.of(part))))
+            alike.setdefault((part.line, form(text)), []).append(text)
+        return (times(len(texts)) + as_one(texts, exact=True) for texts in alike.values())
 
     def origin(self, value: Value, dim: int, axes: set[str], depth: int = DEPTH) -> Origin | None:
         """The annotation that axes of a dim came from: by completion, or else by an operand that it was made of."""

@@ -238,8 +238,8 @@ def _files(plan: "Plan", arrays: _Arrays) -> Iterator[str]:
     """Each source file of the program, the lines of the program and a few around them."""
     made = arrays.story.by_line() if arrays.story else {}
     sent: dict[str, list[Collective]] = defaultdict(list)
-    for c in plan.collectives:
-        sent[c.line].append(c)
+    for part in (part for c in plan.collectives for part in c.parts):
+        sent[part.line].append(part)
     numbers: dict[str, set[int]] = defaultdict(set)
     for line in filter(None, (*made, *sent)):
         file, _, number = line.rpartition(":")

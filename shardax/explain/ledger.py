@@ -1,5 +1,6 @@
 """Reads the collectives of a local program off its jaxpr, with bytes, trips, source lines and reasons."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,17 @@ class Collective:
     def total(self) -> int:
         """Bytes that one device sends per call."""
         return 0 if self.other_branch else self.nbytes * self.trips
+
+    @property
+    def parts(self) -> tuple["Collective", ...]:
+        """Those that were combined into this one, each with its line, reason and part of the bytes; else this one itself."""
+        if not isinstance(self.cause, causes.Combined):
+            return (self,)
+        parts = self.cause.parts
+        ends = [0, *itertools.accumulate(sum(map(array_bytes, part.operands)) for part in parts)]
+        sent = [end * self.nbytes // ends[-1] for end in ends]
+        fields = [{"operands": p.operands, "line": p.line or self.line, "reason": p.reason, "cause": p.cause} for p in parts]
+        return tuple(replace(self, nbytes=j - i, **f) for f, (i, j) in zip(fields, itertools.pairwise(sent), strict=True))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -124,14 +136,23 @@ def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
 
 def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     axes = _axes(eqn.params)
-    operands = tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape"))
+    operands = operands_of(eqn)
     devices = _devices(kind, axes, eqn.params, sizes)
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
-        stack = eqn.source_info.name_stack
-        named = causes.of(stack)
-        reason, cause = (named.reason, named.cause) if named else (reason_of(kind, stack) or AS_WRITTEN, None)
+        reason, cause = why(kind, eqn.source_info.name_stack)
         yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause)
+
+
+def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a collective sends of, on each device."""
+    return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape"))
+
+
+def why(kind: str, name_stack) -> tuple[str, causes.Cause | None]:
+    """The reason of a collective, and its cause where it has one."""
+    named = causes.of(name_stack)
+    return (named.reason, named.cause) if named else (reason_of(kind, name_stack) or AS_WRITTEN, None)
 
 
 def _axes(params) -> Axes:

@@ -97,7 +97,8 @@ def _of_reason(plan: "Plan", group: Sequence[Collective]) -> Iterator[Row]:
     for because, alike in sorted(facts.items(), key=lambda item: -comm_bytes(item[1])):
         if because:
             clash = isinstance(alike[0].cause, Resharded)
-            yield Row(as_one([plan.because(c) for c in alike], exact=True), remark=True, one_line=not clash)
+            for fact in as_one([plan.because(c) for c in alike], exact=True).splitlines():
+                yield Row(fact, remark=True, one_line=not clash)
         counted = Counter(replace(c, reason="") for c in alike)
         for c, count in sorted(counted.items(), key=lambda item: -item[0].total * item[1]):
             yield from _rows(c, count, plan.comm_bytes)

@@ -100,7 +100,7 @@ def why(plan: "Plan", what: str) -> str:
     """
     story = Story(plan)
     found = story.find(what)
-    sent = [c for c in plan.collectives if ":" in what and is_at(c.line, what)]
+    sent = [part for c in plan.collectives for part in c.parts if ":" in what and is_at(part.line, what)]
     if not found and not sent:
         raise ValueError(
             f"why({what!r}): no argument, line or variable of this program is called so. Give an argument's path "
