@@ -249,8 +249,8 @@ def _cheapest(src: _Node, problem: _Problem) -> list[_Edge]:
     if src.pending == problem.dst.pending and all(map(_refines, src.dims, src.padded, problem.dst.dims, problem.dst.padded)):
         return list(_sliced(src, problem.dst))
     left = _bound(problem)
-    steps = _ONE.get((src.pending != problem.dst.pending, sum(map(ne, src.dims, problem.dst.dims))))
-    found = [edge for edge in steps(src, problem) if edge.after == problem.dst] if steps else []
+    steps = _ONE.get((src.pending != problem.dst.pending, sum(map(ne, src.dims, problem.dst.dims))), _exchanges)
+    found = [edge for edge in steps(src, problem) if edge.after == problem.dst]
     return found[:1] if found and found[0].price <= left(src).price else _shortest(src, problem, left)
 
 
@@ -401,6 +401,41 @@ def _all_to_alls(node: _Node, problem: _Problem) -> Iterator[_Edge]:
                 yield _sends(problem, "all_to_all", axes, after, sent, dim, to)
 
 
+def _exchanges(node: _Node, problem: _Problem) -> Iterator[_Edge]:
+    """One all_to_all of axes that leave any dims and come to any others, in any order: what `_all_to_alls` has not."""
+    ways = [[(), *problem.movable(node, dim)] if dim in problem.dims else [()] for dim in range(len(node.dims))]
+    for leaving in itertools.product(*ways):
+        targets = tuple(dim for dim in problem.dims if not leaving[dim])
+        for arriving in _arrivals(tuple(a for axes in leaving for a in axes), targets):
+            if sum(map(bool, leaving)) + len(arriving) > 2 or not set(arriving.values()) <= set(leaving):
+                yield from _exchanged(node, leaving, arriving, problem)
+
+
+@lru_cache
+def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
+    """The ways in which axes may come to dims, major to minor in each."""
+    found = []
+    for order in itertools.permutations(axes) if len(axes) > 1 and targets else ():
+        for cuts in itertools.combinations_with_replacement(range(len(axes) + 1), len(targets) - 1):
+            ends = (0, *cuts, len(axes))
+            pairs = zip(targets, itertools.pairwise(ends), strict=True)
+            found.append({dim: order[start:end] for dim, (start, end) in pairs if start < end})
+    return found
+
+
+def _exchanged(node: _Node, leaving: tuple[Axes, ...], arriving: dict[int, Axes], problem: _Problem) -> Iterator[_Edge]:
+    axes = tuple(a for a in problem.axes if any(a in some for some in leaving))
+    count = problem.count(axes)
+    for paddings in itertools.product(*(problem.room(node, dim, some) for dim, some in arriving.items())):
+        after, volume = node, problem.nbytes(node)
+        for (dim, some), padded in zip(arriving.items(), paddings, strict=True):
+            volume = volume if node.dims[dim] else volume // problem.shape[dim] * padded
+            after = _with(after, dim, some, padded)
+        for dim, some in enumerate(leaving):
+            after = _without(after, dim, some, problem) if some else after
+        yield _sends(problem, "all_to_all", axes, after, volume // count * (count - 1))
+
+
 def _reduce_scatters(node: _Node, problem: _Problem) -> Iterator[_Edge]:
     axes, kind = _settleable(node)
     if kind != "sum":
@@ -492,7 +527,7 @@ def _owes(node: _Node, problem: _Problem) -> Iterator[_Edge]:
 _ONE = {(False, 1): _all_gathers, (False, 2): _all_to_alls, (True, 0): _all_reduces, (True, 1): _reduce_scatters}
 """What one step may be, by whether it settles something, and by how many dims it splits otherwise."""
 
-STEPS = (_all_gathers, _slices, _all_to_alls, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
+STEPS = (_all_gathers, _slices, _all_to_alls, _exchanges, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
 
 
 def _with(node: _Node, dim: int, axes: Axes, padded: int) -> _Node:
