@@ -177,7 +177,10 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netwo
     first, last = (_without_trivial_axes(layout, shape, network) for layout in (src, dst))
     if first == last:
         return Path((Step("crop", (), src, dst, 0.0),), 0.0)
-    edges = _cheapest(_node(first), _problem(first, last, shape, itemsize, network))
+    if first.pending == last.pending and all(map(_refines, first.dims, first.padded, last.dims, last.padded)):
+        edges = list(_sliced(_node(first), _node(last)))
+    else:
+        edges = _cheapest(_node(first), _problem(first, last, shape, itemsize, network))
     steps = [Step("crop", (), src, first, 0.0), *_steps(first, edges), Step("crop", (), last, dst, 0.0)]
     nbytes, price = sum(e.nbytes for e in edges), sum(e.price for e in edges)
     return Path(tuple(s for s in steps if s.source != s.layout), float(nbytes), float(price))
@@ -196,6 +199,8 @@ def _steps(source: Layout, edges: list[_Edge]) -> Iterator[Step]:
 
 def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSizes) -> Layout:
     """`layout` without the axes of one device: they cost nothing, and the search need not see them."""
+    if 1 not in sizes.values():
+        return layout
     dims = tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims)
     padded = tuple(p if axes else n for axes, p, n in zip(dims, layout.padded, shape, strict=True))
     return Layout(Sharding(dims), padded, tuple(p for p in layout.pending if sizes[p[0]] > 1))
@@ -245,9 +250,7 @@ def _common_prefix(a: Axes, b: Axes) -> int:
 
 
 def _cheapest(src: _Node, problem: _Problem) -> list[_Edge]:
-    """The cheapest path; where slices or one collective cost no more than any path must, without a search."""
-    if src.pending == problem.dst.pending and all(map(_refines, src.dims, src.padded, problem.dst.dims, problem.dst.padded)):
-        return list(_sliced(src, problem.dst))
+    """The cheapest path; where one collective costs no more than any path must, without a search."""
     left = _bound(problem)
     steps = _ONE.get((src.pending != problem.dst.pending, sum(map(ne, src.dims, problem.dst.dims))), _exchanges)
     found = [edge for edge in steps(src, problem) if edge.after == problem.dst]
