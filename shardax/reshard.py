@@ -6,11 +6,11 @@ whole group of n devices; ring algorithms):
     all_gather, reduce_scatter   V (n-1)/n          all_to_all   (V/n) (n-1)/n        slice, crop, owe   0
     all_reduce                  2V (n-1)/n          ppermute     the shard            halo               the rows that move
 
-The price of a step is that of its collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction
-costs the reading and writing of the shard, and slices are free, so that nothing is cheaper than to refine. Among paths of one
-price the one with the fewest collectives is taken, then the one with the fewest steps, then the first found. Prices are whole
-numbers, so that plans are deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside
-`jax.shard_map`.
+The axes of an all_to_all may leave several dims at once, and come to several others. The price of a step is that of its
+collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction costs the reading and writing of the
+shard, and slices are free, so that nothing is cheaper than to refine. Among paths of one price the one with the fewest
+collectives is taken, then the one with the fewest steps, then the first found. Prices are whole numbers, so that plans are
+deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside `jax.shard_map`.
 
 After GSPMD, sections 3.5 (resharding always succeeds) and 3.2 (halo exchange), but without a list of special cases.
 """
