@@ -32,7 +32,42 @@ def _run_all_reduce(x, step, shape, sizes):
 
 
 def _run_all_to_all(x, step, shape, sizes):
+    if step.dim is None:
+        return _run_exchange(x, step, sizes)
     return lax.all_to_all(x, step.axes, split_axis=step.to, concat_axis=step.dim, tiled=True)
+
+
+def _run_exchange(x, step, sizes):
+    """An all_to_all between several dims: each axis that comes to a dim cuts it, and these cuts, in front of all dims, go to
+    the devices; what comes from them is put in front of the rows of the dims that the axes leave.
+    """
+    before, after = step.source.dims, step.layout.dims
+    whole = [n if have else p for n, have, p in zip(x.shape, before, step.layout.padded, strict=True)]
+    whole = [p if axes else n for n, p, axes in zip(x.shape, whole, after, strict=True)]
+    coming = [axes[len(have) :] if axes[: len(have)] == have else () for have, axes in zip(before, after, strict=True)]
+    leaving = [axes[len(left) :] if axes[: len(left)] == left else () for axes, left in zip(before, after, strict=True)]
+    rows = [n // shard_count(axes, sizes) for n, axes in zip(whole, coming, strict=True)]
+    cuts = [sizes[a] for a in step.axes]
+    x = _rearranged(_fit(x, whole), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
+    x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True).reshape(*cuts, *rows)
+    x = lax.transpose(x, [_index(label, step.axes) for label in _labels(leaving)])
+    return x.reshape([n * shard_count(axes, sizes) for n, axes in zip(rows, leaving, strict=True)])
+
+
+def _labels(axes):
+    """What a shape consists of in which each dim has these axes in front: axes by name, dims by number."""
+    return [label for dim, some in enumerate(axes) for label in (*some, dim)]
+
+
+def _rearranged(x, labels, order, sizes, rows):
+    """`x`, whose dims consist of `labels`, as an array with a dim for each of them, in this order."""
+    x = x.reshape([rows[label] if isinstance(label, int) else sizes[label] for label in labels])
+    return lax.transpose(x, [labels.index(label) for label in order])
+
+
+def _index(label, axes):
+    """The place of a label where the axes come first, then the dims."""
+    return len(axes) + label if isinstance(label, int) else axes.index(label)
 
 
 def _run_reduce_scatter(x, step, shape, sizes):

@@ -14,6 +14,13 @@ own and one on either side:
 There is one piece for each distance between a device and a holder of what it wants, so a halo may reach over several shards.
 A piece has as many rows as the device that wants most of it (GSPMD, section 3.2: one configuration for all, then a slice
 whose start depends on the device). Rows -1 and 16 are outside of the value: they are made of what fills it.
+
+The pairs of a ppermute may be any, so where less is sent so, one piece serves devices at different distances, each of which
+puts it in its place among its rows. Here blocks of one row become blocks of two, in two pieces of one row each, where there
+are four distances:
+
+    before   0 | 1 | 2 | 3 | - | - | - | -      first piece    2 to 1, 4 to 2, 6 to 3
+    after    0 1 | 2 3 | 4 5 | 6 7              second piece   1 to 0, 3 to 1, 5 to 2, 7 to 3
 """
 
 from collections.abc import Callable, Sequence
@@ -50,19 +57,22 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What comes from the devices `distance` further on: `rows` rows, from row `starts[s]` of the shard of each sender s."""
+    """What comes from other devices, the `distance` further on if all are equally far: `rows` rows, from row `starts[s]` of the
+    shard of each sender s. Without `pairs` it is the own shard. `places[i]`: where device i puts it, if not after the last one.
+    """
 
-    distance: int
+    distance: int | None
     rows: int
     starts: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """The pieces, in order of distance, the own shard in place. Side by side, with `before` and `after` rows of filling around
-    them, they hold what device i wants from row `offsets[i]` on. `outside`: some device wants what is outside of the value;
-    `far`: one wants nothing else."""
+    them, they hold what device i wants from row `offsets[i]` on. Pieces with places go into as much filling as there is before,
+    in and after these rows. `outside`: some device wants what is outside of the value; `far`: one wants nothing else."""
 
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]
@@ -74,7 +84,7 @@ class Exchange:
     @property
     def sent(self) -> list[int]:
         """The rows that one device sends in each ppermute."""
-        return [piece.rows for piece in self.pieces if piece.distance]
+        return [piece.rows for piece in self.pieces if piece.pairs]
 
 
 @lru_cache(maxsize=4096)
@@ -87,13 +97,19 @@ def exchange_of(want: Wanted) -> Exchange:
     """
     needs = [(max(f, 0), min(e, want.size)) for f, e in zip(want.firsts, want.ends, strict=True)]
     distances = _distances(needs, want.block) if want.split else {}
+    asked = [(f, e) for f, e in zip(want.firsts, want.ends, strict=True) if f < e]
+    outside = any(f < 0 or e > want.size for f, e in asked)
+    far = any(e <= 0 or f >= want.size for f, e in asked)
+    near = {d: [_Message(i + d, i, *rows) for i, rows in receivers.items()] for d, receivers in distances.items()}
+    own, others = [near.pop(0)] if 0 in near else [], list(near.values())
+    rounds = _rounds([message for messages in others for message in messages]) if others else []
+    if _sent(rounds) < _sent(others):
+        pieces, before, after = _placed(want, own + rounds)
+        return Exchange(pieces, (before,) * len(needs), before, after, outside, far)
     pieces = [_piece(d, distances.get(d, {}), want.block, len(needs)) for d in sorted({0, *distances})]
     offsets = _offsets(want, needs, pieces)
     before, total = max(0, -min(offsets)), sum(p.rows for p in pieces)
     after = max(0, max(offsets) + want.rows - total)
-    asked = [(f, e) for f, e in zip(want.firsts, want.ends, strict=True) if f < e]
-    outside = any(f < 0 or e > want.size for f, e in asked)
-    far = any(e <= 0 or f >= want.size for f, e in asked)
     return Exchange(tuple(pieces), tuple(o + before for o in offsets), before, after, outside, far)
 
 
@@ -140,6 +156,78 @@ def _offset(want: Wanted, i: int, first: int, inside: int, pieces: Sequence[Piec
     raise AssertionError(f"no piece from {holder} to {i}")
 
 
+# Pieces that serve devices at different distances
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Rows `first` to `end` of the sender's shard."""
+
+    sender: int
+    receiver: int
+    first: int
+    end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.first
+
+
+def _rounds(messages: Sequence[_Message]) -> list[list[_Message]]:
+    """The messages in rounds, in each of which a device sends and receives at most one: the longest first, or in the order of
+    their rows, whichever sends less.
+    """
+    orders = (lambda m: (-m.rows, m.sender, m.receiver)), (lambda m: (m.sender, m.first, m.receiver))
+    return min((_first_fit(sorted(messages, key=order)) for order in orders), key=_sent)
+
+
+def _first_fit(messages: Sequence[_Message]) -> list[list[_Message]]:
+    rounds: list[list[_Message]] = []
+    for message in messages:
+        fits = (r for r in rounds if all(m.sender != message.sender and m.receiver != message.receiver for m in r))
+        found = next(fits, None)
+        if found is None:
+            rounds.append(found := [])
+        found.append(message)
+    return rounds
+
+
+def _sent(rounds: Sequence[Sequence[_Message]]) -> tuple[int, int]:
+    """The rows that one device sends in all rounds, and how many there are."""
+    return sum(map(_longest, rounds)), len(rounds)
+
+
+def _longest(messages: Sequence[_Message]) -> int:
+    return max(message.rows for message in messages)
+
+
+def _placed(want: Wanted, rounds: Sequence[Sequence[_Message]]) -> tuple[tuple[Piece, ...], int, int]:
+    """A piece for each round, and the rows of filling before and after those that a device wants."""
+    before = max(0, -min(_place(want, m, _longest(messages)) for messages in rounds for m in messages))
+    return tuple(_in_place(want, messages, before) for messages in rounds), before, max(map(_longest, rounds))
+
+
+def _in_place(want: Wanted, messages: Sequence[_Message], before: int) -> Piece:
+    """The piece that brings these messages. Who gets nothing of it puts it after the rows that it wants."""
+    rows, devices = _longest(messages), range(len(want.firsts))
+    starts = {m.sender: _start(want, m, rows) for m in messages}
+    places = {m.receiver: _place(want, m, rows) for m in messages}
+    pairs = tuple((m.sender, m.receiver) for m in messages if m.sender != m.receiver)
+    usual = next(iter(starts.values()))
+    ends = tuple(before + places.get(i, want.rows) for i in devices)
+    return Piece(None, rows, tuple(starts.get(s, usual) for s in devices), pairs, ends)
+
+
+def _start(want: Wanted, message: _Message, rows: int) -> int:
+    """The row of the sender's shard from which on a piece of so many rows holds the message."""
+    return min(message.first, want.block - rows)
+
+
+def _place(want: Wanted, message: _Message, rows: int) -> int:
+    """Which of the receiver's rows the first one of the piece is."""
+    return message.sender * want.block + _start(want, message, rows) - want.firsts[message.receiver]
+
+
 # The exchange itself, inside `jax.shard_map`
 
 
@@ -151,6 +239,9 @@ def bring(want: Wanted, shard, device, send: Send, fill=0):
     """The rows that this device, number `device` along `want.axes`, wants, with `fill` for those outside of the value."""
     exchange = exchange_of(want)
     pieces = [_brought(want, piece, shard, device, send) for piece in exchange.pieces]
+    if exchange.pieces[0].places:
+        rows = _put(want, exchange, pieces, device)
+        return _filled(want, rows, fill, device) if _shows_garbage(want, exchange, fill) else rows
     around = [_filling(shard, rows, want.dim) for rows in (exchange.before, exchange.after)]
     pieces = [piece for piece in (around[0], *pieces, around[1]) if piece.shape[want.dim]]
     joined = lax.concatenate(pieces, want.dim) if len(pieces) > 1 else pieces[0]
@@ -159,9 +250,18 @@ def bring(want: Wanted, shard, device, send: Send, fill=0):
 
 
 def _brought(want: Wanted, piece: Piece, shard, device, send: Send):
-    if not piece.distance:
+    if not piece.pairs and not piece.places:
         return shard
-    return send(slice_by_device(shard, piece.starts, piece.rows, want.dim, device), want.axes, piece.pairs)
+    rows = slice_by_device(shard, piece.starts, piece.rows, want.dim, device)
+    return send(rows, want.axes, piece.pairs) if piece.pairs else rows
+
+
+def _put(want: Wanted, exchange: Exchange, pieces: Sequence[Any], device):
+    """The rows that this device wants, each piece in its place. Where pieces overlap they are equal."""
+    rows = _filling(pieces[0], exchange.before + want.rows + exchange.after, want.dim)
+    for piece, brought in zip(exchange.pieces, pieces, strict=True):
+        rows = lax.dynamic_update_slice_in_dim(rows, brought, by_device(piece.places, device), axis=want.dim)
+    return lax.slice_in_dim(rows, exchange.before, exchange.before + want.rows, axis=want.dim)
 
 
 def _filling(shard, rows: int, dim: int):

@@ -1,8 +1,9 @@
 """Options: what a user may decide about how programs are made. Every field has a documented default."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardax.cost.chips import CHIPS, NOMINAL, Chip
 from shardax.given import is_whole
 
 
@@ -18,6 +19,11 @@ class Options:
       ones are refused; with `strict="warn"` they warn.
     allow (()): what is exempt from both, as patterns with the wildcards of file names: primitives ("sort"), collectives
       ("all_to_all"), or the user's lines ("*/gpt2.py:41").
+    chip (None): the chip for whose prices programs are chosen: one of "v3", "v4", "v5e", "v5p", "v6e", "H200", a
+      `shardax.cost.chips.Chip`, or "devices": that of the mesh. Where the mesh's devices are that chip, their places say which
+      axes run over which links. None: a nominal chip, all devices equally near, so that one program is chosen everywhere.
+    search (False): whether the ways of all operations are chosen together, for the least seconds on that chip, instead of one
+      after the other. See `docs/search.md`.
 
     Raises ValueError for other values.
 
@@ -28,6 +34,8 @@ class Options:
     strict: bool | Literal["warn"] = False
     max_gather_bytes: int | None = None
     allow: tuple[str, ...] = ()
+    chip: Chip | str | None = field(default=None, repr=False)
+    search: bool = field(default=False, repr=False)
 
     def __post_init__(self):
         if not isinstance(self.strict, bool | str) or self.strict not in (False, True, "warn"):
@@ -36,6 +44,18 @@ class Options:
             raise ValueError(f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None")
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
+        if not isinstance(self.search, bool):
+            raise ValueError(f"Options(search={self.search!r}): must be True or False")
+        if not (self.chip is None or isinstance(self.chip, Chip) or self.chip in ("devices", *CHIPS)):
+            names = ", ".join(f'"{name}"' for name in (*CHIPS, "devices"))
+            raise ValueError(f"Options(chip={self.chip!r}): must be one of {names}, a shardax.cost.chips.Chip, or None")
+
+    @property
+    def priced_for(self) -> Chip | None:
+        """The chip whose prices count, None: that of the mesh's devices."""
+        if isinstance(self.chip, str):
+            return CHIPS.get(self.chip)
+        return self.chip or NOMINAL
 
 
 class Refused(ValueError):

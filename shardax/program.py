@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
+from shardax.partition.search.choose import choose_together
 from shardax.passes import combine, dead, scopes, share
 from shardax.refinement import Placement, Refinement, refinement
 from shardax.reshapes import split_inside
@@ -132,21 +133,21 @@ _FINDERS = (
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
     """Where FFTs send something they are tried dim by dim: the program that sends less, the first one if they send the same."""
-    built = _build_completed(jaxpr, given, mesh)
-    if ffts.sent(built.decisions):
-        built = min(built, _build_completed(ffts.by_dims(jaxpr), given, mesh), key=_comm_bytes)
     options = options or Options()
+    built = _build_completed(jaxpr, given, mesh, options)
+    if ffts.sent(built.decisions):
+        built = min(built, _build_completed(ffts.by_dims(jaxpr), given, mesh, options), key=_comm_bytes)
     report_replicated(built.decisions, built.refinement.sizes, strict=options.strict is True, allow=options.allow)
     if options.strict or options.max_gather_bytes is not None:
         _check(built, options)
     return built
 
 
-def _build_completed(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh) -> Program:
+def _build_completed(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options) -> Program:
     """Where completion can be told in two ways, the program that sends less; the first one if they send the same."""
-    built = _build_one(jaxpr, given, mesh)
+    built = _build_one(jaxpr, given, mesh, options)
     if contested(built.graph, built.completion):
-        built = min(built, _build_one(jaxpr, given, mesh, indices_first=True), key=_comm_bytes)
+        built = min(built, _build_one(jaxpr, given, mesh, options, indices_first=True), key=_comm_bytes)
     return built
 
 
@@ -154,12 +155,14 @@ def _comm_bytes(built: Program) -> int:
     return comm_bytes(collectives(built.jaxpr, built.refinement.sizes))
 
 
-def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, indices_first: bool = False) -> Program:
+def _build_one(
+    jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options, indices_first: bool = False
+) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = _graph(jaxpr)
     with timed(phases, "completion"):
-        refined, resting, completion = _completed(program, given, mesh, indices_first)
+        refined, resting, completion = _completed(program, given, mesh, options, indices_first)
     with timed(phases, "choice"):
         rests = _resting(program, completion, resting, refined)
         shardings = [tuple(map(refined.sharding, side)) for side in rests]
@@ -167,7 +170,10 @@ def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMes
             [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
-        decisions = choose(program, completion, *layouts, spare=refined.spare)
+        if options.search:
+            decisions = choose_together(program, completion, *layouts)
+        else:
+            decisions = choose(program, completion, *layouts, spare=refined.spare)
     with timed(phases, "emission"):
         abstract = meshes.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):
@@ -209,7 +215,11 @@ def _said(node: Node, note: annotations.Annotation, refined: Refinement) -> tupl
 
 
 def _completed(
-    program: Graph, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, indices_first: bool = False
+    program: Graph,
+    given: Sequence[Sharding | Placement | None],
+    mesh: AnyMesh,
+    options: Options = Options(),  # noqa: B008  (frozen)
+    indices_first: bool = False,
 ) -> tuple[Refinement, list[Placement | None], Completion]:
     """The mesh that the program runs on, how arguments rest, and the completion on it.
 
@@ -218,6 +228,7 @@ def _completed(
     found = meshes.sites(program, mesh)
     committed = [p.mesh for p in given if isinstance(p, Placement)]
     refined = refinement([meshes.program_mesh(mesh), *(site.mesh for site in found)], committed)
+    refined = replace(refined, chip=options.priced_for)
     while True:
         meshes.rewrite(found, refined)
         resting = meshes.placements(program, given, found, refined)

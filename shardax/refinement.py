@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from shardax.cost.chips import NOMINAL, Chip
+from shardax.cost.network import Network, network_of_mesh
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest
 
 Digits = list[tuple[int, int]]  # (stride, size) of each, the major first
@@ -76,21 +78,24 @@ class Refinement:
     """The axes of the program's mesh, and each axis of each mesh that the user named as a tuple of them.
 
     `meshes`: the program's first. `cuts`: where digits begin, from 1 to the number of devices. `named`: the meshes on which a
-    value may come to rest, those that the program names itself; others are of arguments that came in on them.
+    value may come to rest, those that the program names itself; others are of arguments that came in on them. `chip`: the one
+    whose prices count, None: that of the mesh's devices.
     """
 
     meshes: tuple[UserMesh, ...]
     cuts: tuple[int, ...]
     named: frozenset[UserMesh] = frozenset()
+    chip: Chip | None = NOMINAL
 
     @property
     def program(self) -> UserMesh:
         return self.meshes[0]
 
     @cached_property
-    def sizes(self) -> AxisSizes:
-        """The refined axes with their sizes, in mesh order."""
-        return {name: size for name, (_, size) in self._named.items()}
+    def sizes(self) -> Network:
+        """The refined axes with their sizes, in mesh order, and what it costs to send along them."""
+        sizes = {name: size for name, (_, size) in self._named.items()}
+        return network_of_mesh(self.program.mesh, self.chip, sizes)
 
     @cached_property
     def axes(self) -> Mapping[UserMesh, Mapping[str, Axes]]:

@@ -6,11 +6,11 @@ whole group of n devices; ring algorithms):
     all_gather, reduce_scatter   V (n-1)/n          all_to_all   (V/n) (n-1)/n        slice, crop, owe   0
     all_reduce                  2V (n-1)/n          ppermute     the shard            halo               the rows that move
 
-The price of a step is that of its collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction
-costs the reading and writing of the shard, and slices are free, so that nothing is cheaper than to refine. Among paths of one
-price the one with the fewest collectives is taken, then the one with the fewest steps, then the first found. Prices are whole
-numbers, so that plans are deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside
-`jax.shard_map`.
+The axes of an all_to_all may leave several dims at once, and come to several others. The price of a step is that of its
+collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction costs the reading and writing of the
+shard, and slices are free, so that nothing is cheaper than to refine. Among paths of one price the one with the fewest
+collectives is taken, then the one with the fewest steps, then the first found. Prices are whole numbers, so that plans are
+deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside `jax.shard_map`.
 
 After GSPMD, sections 3.5 (resharding always succeeds) and 3.2 (halo exchange), but without a list of special cases.
 """
@@ -177,7 +177,10 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netwo
     first, last = (_without_trivial_axes(layout, shape, network) for layout in (src, dst))
     if first == last:
         return Path((Step("crop", (), src, dst, 0.0),), 0.0)
-    edges = _cheapest(_node(first), _problem(first, last, shape, itemsize, network))
+    if first.pending == last.pending and all(map(_refines, first.dims, first.padded, last.dims, last.padded)):
+        edges = list(_sliced(_node(first), _node(last)))
+    else:
+        edges = _cheapest(_node(first), _problem(first, last, shape, itemsize, network))
     steps = [Step("crop", (), src, first, 0.0), *_steps(first, edges), Step("crop", (), last, dst, 0.0)]
     nbytes, price = sum(e.nbytes for e in edges), sum(e.price for e in edges)
     return Path(tuple(s for s in steps if s.source != s.layout), float(nbytes), float(price))
@@ -196,6 +199,8 @@ def _steps(source: Layout, edges: list[_Edge]) -> Iterator[Step]:
 
 def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSizes) -> Layout:
     """`layout` without the axes of one device: they cost nothing, and the search need not see them."""
+    if 1 not in sizes.values():
+        return layout
     dims = tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims)
     padded = tuple(p if axes else n for axes, p, n in zip(dims, layout.padded, shape, strict=True))
     return Layout(Sharding(dims), padded, tuple(p for p in layout.pending if sizes[p[0]] > 1))
@@ -245,12 +250,10 @@ def _common_prefix(a: Axes, b: Axes) -> int:
 
 
 def _cheapest(src: _Node, problem: _Problem) -> list[_Edge]:
-    """The cheapest path; where slices or one collective cost no more than any path must, without a search."""
-    if src.pending == problem.dst.pending and all(map(_refines, src.dims, src.padded, problem.dst.dims, problem.dst.padded)):
-        return list(_sliced(src, problem.dst))
+    """The cheapest path; where one collective costs no more than any path must, without a search."""
     left = _bound(problem)
-    steps = _ONE.get((src.pending != problem.dst.pending, sum(map(ne, src.dims, problem.dst.dims))))
-    found = [edge for edge in steps(src, problem) if edge.after == problem.dst] if steps else []
+    steps = _ONE.get((src.pending != problem.dst.pending, sum(map(ne, src.dims, problem.dst.dims))), _exchanges)
+    found = [edge for edge in steps(src, problem) if edge.after == problem.dst]
     return found[:1] if found and found[0].price <= left(src).price else _shortest(src, problem, left)
 
 
@@ -401,6 +404,41 @@ def _all_to_alls(node: _Node, problem: _Problem) -> Iterator[_Edge]:
                 yield _sends(problem, "all_to_all", axes, after, sent, dim, to)
 
 
+def _exchanges(node: _Node, problem: _Problem) -> Iterator[_Edge]:
+    """One all_to_all of axes that leave any dims and come to any others, in any order: what `_all_to_alls` has not."""
+    ways = [[(), *problem.movable(node, dim)] if dim in problem.dims else [()] for dim in range(len(node.dims))]
+    for leaving in itertools.product(*ways):
+        targets = tuple(dim for dim in problem.dims if not leaving[dim])
+        for arriving in _arrivals(tuple(a for axes in leaving for a in axes), targets):
+            if sum(map(bool, leaving)) + len(arriving) > 2 or not set(arriving.values()) <= set(leaving):
+                yield from _exchanged(node, leaving, arriving, problem)
+
+
+@lru_cache
+def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
+    """The ways in which axes may come to dims, major to minor in each."""
+    found = []
+    for order in itertools.permutations(axes) if len(axes) > 1 and targets else ():
+        for cuts in itertools.combinations_with_replacement(range(len(axes) + 1), len(targets) - 1):
+            ends = (0, *cuts, len(axes))
+            pairs = zip(targets, itertools.pairwise(ends), strict=True)
+            found.append({dim: order[start:end] for dim, (start, end) in pairs if start < end})
+    return found
+
+
+def _exchanged(node: _Node, leaving: tuple[Axes, ...], arriving: dict[int, Axes], problem: _Problem) -> Iterator[_Edge]:
+    axes = tuple(a for a in problem.axes if any(a in some for some in leaving))
+    count = problem.count(axes)
+    for paddings in itertools.product(*(problem.room(node, dim, some) for dim, some in arriving.items())):
+        after, volume = node, problem.nbytes(node)
+        for (dim, some), padded in zip(arriving.items(), paddings, strict=True):
+            volume = volume if node.dims[dim] else volume // problem.shape[dim] * padded
+            after = _with(after, dim, some, padded)
+        for dim, some in enumerate(leaving):
+            after = _without(after, dim, some, problem) if some else after
+        yield _sends(problem, "all_to_all", axes, after, volume // count * (count - 1))
+
+
 def _reduce_scatters(node: _Node, problem: _Problem) -> Iterator[_Edge]:
     axes, kind = _settleable(node)
     if kind != "sum":
@@ -492,7 +530,7 @@ def _owes(node: _Node, problem: _Problem) -> Iterator[_Edge]:
 _ONE = {(False, 1): _all_gathers, (False, 2): _all_to_alls, (True, 0): _all_reduces, (True, 1): _reduce_scatters}
 """What one step may be, by whether it settles something, and by how many dims it splits otherwise."""
 
-STEPS = (_all_gathers, _slices, _all_to_alls, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
+STEPS = (_all_gathers, _slices, _all_to_alls, _exchanges, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
 
 
 def _with(node: _Node, dim: int, axes: Axes, padded: int) -> _Node:

@@ -18,7 +18,7 @@ more axes to send along.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -44,44 +44,35 @@ class Line:
     detour: float = 1.0
 
 
-class Network(Mapping[str, int]):
-    """Axis sizes in mesh order, hashable, and the prices of a chip. `lines`: how the devices along each axis are joined; unless
-    given, as `assumed` says.
+class Network(dict[str, int]):
+    """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `lines`: how the devices along each
+    axis are joined; unless given, as `assumed` says.
 
     >>> network = Network({"x": 4})
     >>> network["x"], network.collective("all_gather", ("x",), 1000)
     (4, 22560.0)
     """
 
-    __slots__ = ("sizes", "chip", "lines", "_hash", "_ways")
+    __slots__ = ("chip", "lines", "_key", "_hash", "_ways")
 
     def __init__(self, sizes: Mapping[str, int], chip: Chip = NOMINAL, lines: Mapping[str, Line] | None = None):
-        self.sizes, self.chip = dict(sizes), chip
-        self.lines = dict(lines or assumed(self.sizes, chip))
-        self._hash = hash((tuple(self.sizes.items()), chip, tuple(self.lines.items())))
+        super().__init__(sizes)
+        self.chip, self.lines = chip, dict(lines or assumed(sizes, chip))
+        self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()))
+        self._hash = hash(self._key)
         self._ways: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
-
-    def __getitem__(self, axis: str) -> int:
-        return self.sizes[axis]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.sizes)
-
-    def __len__(self) -> int:
-        return len(self.sizes)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other) -> bool:
-        return self is other or (isinstance(other, Network) and self._key == other._key)
+        return self is other or (self._key == other._key if isinstance(other, Network) else super().__eq__(other))
 
-    @property
-    def _key(self) -> tuple[Any, ...]:
-        return tuple(self.sizes.items()), self.chip, self.lines
+    def __ne__(self, other) -> bool:
+        return not self == other
 
     def __repr__(self) -> str:
-        return f"Network({self.sizes}, {self.chip.name})"
+        return f"Network({dict(self)}, {self.chip.name})"
 
     def collective(self, kind: str, axes: tuple[str, ...], nbytes: float, minor: int | None = None) -> float:
         """Picoseconds of one collective over these axes in which each device sends so many bytes.
@@ -95,7 +86,7 @@ class Network(Mapping[str, int]):
 
     def _way(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
         """Picoseconds to start a collective, and for each byte."""
-        lines = [self.lines[a] for a in axes if self.sizes[a] > 1]
+        lines = [self.lines[a] for a in axes if self[a] > 1]
         rings = 2 if kind == "all_reduce" else 1
         latency = self.chip.latency if kind == "ppermute" else rings * sum(line.latency for line in lines)
         detour = max((line.detour for line in lines), default=1) if kind == "all_to_all" else 1
@@ -110,7 +101,7 @@ class Network(Mapping[str, int]):
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Picoseconds of an operation on one device: the longer of its products and its memory traffic."""
-        return float(math.ceil(PICO * max(flops / self.chip.flops, nbytes / self.chip.memory_rate)))
+        return float(math.ceil(max(flops * (PICO / self.chip.flops), nbytes * (PICO / self.chip.memory_rate))))
 
 
 def network_of(sizes: Mapping[str, int]) -> Network:
@@ -123,7 +114,9 @@ def _nominal(sizes: tuple[tuple[str, int], ...]) -> Network:
     return Network(dict(sizes))
 
 
-def network_of_mesh(mesh: Mesh | AbstractMesh, chip: Chip | None = None, sizes: Mapping[str, int] | None = None) -> Network:
+def network_of_mesh(
+    mesh: Mesh | AbstractMesh | None, chip: Chip | None = None, sizes: Mapping[str, int] | None = None
+) -> Network:
     """The prices on a mesh, of its axes or of those of `sizes`, into which the same devices in the same order are put.
 
     Args:
@@ -131,7 +124,7 @@ def network_of_mesh(mesh: Mesh | AbstractMesh, chip: Chip | None = None, sizes: 
       chip: by default that of the devices; the nominal one of CPUs, of an abstract mesh, and of chips that nobody knows.
       sizes: axes and their sizes, major to minor.
     """
-    sizes = dict(mesh.shape) if sizes is None else sizes
+    sizes = dict(mesh.shape if mesh is not None and sizes is None else sizes or {})
     devices = mesh.devices.reshape(tuple(sizes.values())) if isinstance(mesh, Mesh) else None
     own = NOMINAL if devices is None else KINDS.get(devices.flat[0].device_kind, NOMINAL)
     chip = chip or own

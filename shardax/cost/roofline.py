@@ -1,17 +1,18 @@
 """Estimates the seconds of a local program by roofline, from its FLOPs, its memory traffic, and the bytes that it sends.
 
 Each equation takes the longer of the times of its FLOPs and of its memory traffic (Williams et al. 2009). The time of what is
-sent is added, as if nothing were overlapped. The FLOPs are those that the registered rules say (`register_rule`, its argument
-`flops`): of each equation that has such a rule, and of what stands in place of one. All else is bound by memory.
+sent is added, at the prices by which programs are chosen (`shardax.cost.network`), as if nothing were overlapped. The FLOPs are
+those that the registered rules say (`register_rule`, its argument `flops`): of each equation that has such a rule, and of what
+stands in place of one. All else is bound by memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardax import _jax
 from shardax.cost import noted
-from shardax.cost.chips import Chip
 from shardax.cost.live import bodies, traffic
+from shardax.cost.network import PICO, Network
 from shardax.spmd_rules.registry import RULES
 
 
@@ -54,11 +55,23 @@ class Work:
     trips: int = 1
 
 
-def estimate(found: list[Work], comm_bytes: int, chip: Chip) -> Estimate:
-    """The seconds of a program's `work` on a chip; `comm_bytes`: bytes that one device sends."""
+@dataclass(frozen=True)
+class Sent:
+    """One collective, `trips` times: see `Network.collective`."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    minor: int | None = None
+    trips: int = 1
+
+
+def estimate(found: list[Work], sent: Iterable[Sent], network: Network) -> Estimate:
+    """The seconds of a program's `work`, and of what one device sends, on the chips of a network."""
+    chip = network.chip
     flops, nbytes = sum(w.trips * w.flops for w in found), sum(w.trips * w.nbytes for w in found)
     slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in found)
-    links = comm_bytes / chip.link_rate
+    links = sum(s.trips * network.collective(s.kind, s.axes, s.nbytes, s.minor) for s in sent) / PICO
     return Estimate(flops / chip.flops, nbytes / chip.memory_rate, links, slower + links, flops, nbytes, chip.name)
 
 

@@ -24,6 +24,7 @@ class Collective:
     `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
     `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one iteration.
     `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
+    `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
     `reason`: why, in a few words; `Plan.because` tells the facts, which `cause` holds.
     """
 
@@ -38,6 +39,7 @@ class Collective:
     line: str = ""
     reason: str = ""
     cause: causes.Cause | None = field(default=None, compare=False, repr=False)
+    minor: int | None = field(default=None, compare=False, repr=False)
 
     @property
     def total(self) -> int:
@@ -141,7 +143,13 @@ def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         reason, cause = why(kind, eqn.source_info.name_stack)
-        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause)
+        minor = _minor(eqn) if kind == "reduce_scatter" else None
+        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor)
+
+
+def _minor(eqn) -> int | None:
+    dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
+    return shape[dim] if eqn.params["tiled"] and dim == len(shape) - 1 else None
 
 
 def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:

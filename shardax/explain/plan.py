@@ -12,7 +12,8 @@ import jax
 from shardax import _jax
 from shardax.annotate import describe
 from shardax.cost.chips import CHIPS, Chip
-from shardax.cost.roofline import Estimate, Work, estimate, work
+from shardax.cost.network import network_of, network_of_mesh
+from shardax.cost.roofline import Estimate, Sent, Work, estimate, work
 from shardax.crossing import Crossing
 from shardax.explain.because import Because
 from shardax.explain.html import html_text
@@ -29,7 +30,7 @@ from shardax.explain.words import spec_text
 from shardax.given import is_number, is_whole, require
 from shardax.graph import Value
 from shardax.refinement import Refinement
-from shardax.sharding import Sharding, from_spec, shard_count
+from shardax.sharding import AxisSizes, Sharding, from_spec, shard_count
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,10 @@ class Plan:
 
     def __post_init__(self):
         if self.collectives is None:
-            sizes, folded = (self.refinement.sizes, self.refinement.folded) if self.refinement else (self.mesh.shape, tuple)
+            folded = self.refinement.folded if self.refinement else tuple
             found = (
                 *self.crossed("argument"),
-                *collectives(self.local_jaxpr, sizes, folded, self.line),
+                *collectives(self.local_jaxpr, self._sizes, folded, self.line),
                 *self.crossed("result"),
             )
             object.__setattr__(self, "collectives", found)
@@ -178,7 +179,20 @@ class Plan:
             raise ValueError(
                 f"estimate({chip!r}): there is no such chip; give one of {', '.join(CHIPS)}, or a Chip of your own"
             )
-        return estimate(self._work, self.comm_bytes, CHIPS[chip] if isinstance(chip, str) else chip)
+        chip = CHIPS[chip] if isinstance(chip, str) else chip
+        own = network_of(self._sizes)
+        return estimate(self._work, self._sent, own if own.chip == chip else network_of_mesh(self.mesh, chip, own))
+
+    @property
+    def _sizes(self) -> AxisSizes:
+        return self.refinement.sizes if self.refinement else self.mesh.shape
+
+    @functools.cached_property
+    def _sent(self) -> list[Sent]:
+        """What is sent, along the axes of the local program."""
+        programs = [self.local_jaxpr, *(c.jaxpr(self.mesh) for c in self.crossings if c.sends)]
+        found = [c for program in programs for c in collectives(program, self._sizes) if not c.other_branch]
+        return [Sent(c.kind, c.axes, c.nbytes, c.minor, c.trips) for c in found]
 
     @functools.cached_property
     def _work(self) -> list[Work]:

@@ -75,4 +75,3 @@ def _moves(chooser: "Chooser", values: Sequence["Value"], moves: Sequence[Move])
     """The price of each move; a value that is read twice alike moves once."""
     for value, move in dict.fromkeys(zip(values, moves, strict=True)):
         yield chooser.price(value, move.source, move.target)
-

@@ -5,8 +5,7 @@ they stand; whatever is left out is left out for all searches of that program al
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from shardax import annotations
@@ -25,7 +24,7 @@ from shardax.partition.candidates import (
     waits,
 )
 from shardax.partition.search.sites import Layouts, Way
-from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, Padding
 from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
 from shardax.spmd_rules.rule import Factors
 
@@ -143,7 +142,8 @@ class Alternatives:
         sent, network = 0.0, self.network
         owed = tuple(a for a in source.pending_axes if a not in target.pending_axes)
         if owed:
-            sent += 2 * self.nbytes(value, source) / (shard_count(owed, self.sizes) if set(owed) & {*target.sharding.axes} else 1)
+            scattered = not set(owed).isdisjoint(target.sharding.axes)
+            sent += (1 if scattered else 2) * self.nbytes(value, source)
         lost = [a for have, want in zip(source.dims, target.dims, strict=True) for a in have if want[: len(have)] != have]
         kept = [a for a in lost if a in target.sharding.axes]
         if kept:

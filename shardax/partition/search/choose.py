@@ -1,18 +1,18 @@
-"""choose: how every node of a program runs. Pure data out: the decisions, which `emit` then carries out.
+"""choose_together: how every node of a program runs, for the least seconds in all. Pure data out: the decisions, which `emit` then carries out.
 
 The program is laid out as sites and solved (`search.py`), twice where loops carry something: in the second round carries may
 lie as their bodies left them in the first. Whether the trips of a map are split is tried for one map after the other: the
 devices at different trips then share nothing inside, so that all ways inside are others.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 from shardax.completion.complete import Completion
 from shardax.graph import Graph, Node
-from shardax.partition.search.alternatives import Alternatives
 from shardax.partition.decisions import Decisions
-from shardax.partition.search.replay import Replay
+from shardax.partition.search.alternatives import Alternatives
 from shardax.partition.search.layout import Search
+from shardax.partition.search.replay import Replay
 from shardax.partition.search.sites import Layouts
 from shardax.partition.search.tables import Solution
 from shardax.sharding import Layout, Padding
@@ -21,12 +21,11 @@ from shardax.spmd_rules.registry import Split
 Splits = dict[Node, Split | None]
 
 
-def choose(
+def choose_together(
     graph: Graph,
     completion: Completion,
     inputs: Sequence[Layout],
     outputs: Sequence[Layout],
-    spare: frozenset[str] = frozenset(),
 ) -> Decisions:
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in."""
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
@@ -49,7 +48,5 @@ def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: S
         search.program(graph, inputs, outputs)
         if search.left == given_back or given_back:
             solution = search.solve()
-            import os
-            if os.environ.get("GAP"): print("gap", solution.gap/1e12, solution.price/1e12, len(search.sites), len(search.variable))
             return search, solution
         given_back = search.left

@@ -5,7 +5,6 @@ there are tables of what it costs to bring it from the layout in which it is mad
 All prices are picoseconds, times the trips of the loops around. `tables.py` finds the cheapest choice of all sites together.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache, partial
 
@@ -20,8 +19,8 @@ from shardax.partition.search import copies
 from shardax.partition.search.alternatives import Alternatives
 from shardax.partition.search.ports import Ports, lay_out, trip_splits
 from shardax.partition.search.sites import Layouts, Site, Way
-from shardax.partition.search.tables import Problem, Solution, intern, solve
-from shardax.sharding import AxisSizes, Layout, Padding, whole
+from shardax.partition.search.tables import Problem, Solution, solve
+from shardax.sharding import AxisSizes, Layout, whole
 from shardax.spmd_rules.registry import RULES, Split
 
 
@@ -242,8 +241,8 @@ class Search:
             self.constant += float(prices)
 
     def _readers(self) -> list[tuple[Value, list[tuple[Site, int]], float]]:
-        """Who reads each value, those that read it by another name among them, and how often: values of the same sites, as those
-        of alike blocks are, count together."""
+        """Who reads each value, those that read it by another name among them, and how often. Values of the same sites, as
+        those of alike blocks are, count together."""
         found: dict[Value, list[tuple[Site, int]]] = {}
         for value, site, i in self.reading:
             if not value.is_literal:

@@ -1,4 +1,4 @@
-"""Chooses ways by messages: sequential tree-reweighted min-sum, TRW-S (Kolmogorov 2006), for graphs in which elimination is too dear.
+"""Chooses ways by messages, where elimination is too dear: sequential tree-reweighted min-sum, TRW-S (Kolmogorov 2006).
 
 Each variable tells each neighbour what its ways would cost, as far as it knows. Variables are visited in order and back again;
 each shares out what it has been told evenly among the neighbours that come after it. After some sweeps the messages agree, and

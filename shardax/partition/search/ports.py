@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from shardax import _jax, annotations
-from shardax.graph import Graph, Node, Value
+from shardax.graph import Node, Value
 from shardax.partition.search.sites import Layouts, Site, Way
 from shardax.sharding import Axes, Layout, Sharding, from_spec, shard_count, whole
 from shardax.spmd_rules.registry import Split
-from shardax.trips import LAST, REDUCED, adds_up, carries_of_map, has_open_loop, reads
+from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
 
 if TYPE_CHECKING:
     from shardax.partition.search.layout import Search
@@ -178,7 +178,10 @@ def _owing_trips(port: Site, split: Split, kind: str, reduction: str) -> Site:
     after it."""
     if kind not in (REDUCED, LAST):
         return port
-    owe = lambda lay: _owe(lay, split.axes, reduction or "sum")
+
+    def owe(layout: Layout) -> Layout:
+        return _owe(layout, split.axes, reduction or "sum")
+
     ways = []
     for way in port.ways:
         (start, given), (taken, end) = way.operands, way.results

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardax import _jax, annotations
+from shardax import annotations
 from shardax.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions, Move
 from shardax.partition.search.layout import Search
@@ -75,7 +75,7 @@ class Replay:
 
 
 def _scan(replay: Replay, node: Node) -> Decision:
-    (consts, count), (body,) = _jax.scan_counts(node.params), node.bodies
+    (body,) = node.bodies
     ports = replay.search.ports[node]
     operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries, *ports.stacks)]
     results = [site.chosen.results[-1] for site in (*ports.carries, *ports.results)]

@@ -3,10 +3,10 @@
 A *variable* has a few ways. A *table* has the price of each combination of the ways of its variables: the price of a node by
 itself, or of a reshard between two. To eliminate a variable is to add up the tables that it is in and to keep, for each
 combination of its neighbours' ways, the least price; that is one more table, over the neighbours. Where no table outgrows
-`LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, its parts are minimized apart (Dechter and
-Rish 2003, mini-buckets), which gives a lower bound, and the choice is found by messages (`messages.py`). That is improved: as few
-variables as must be are held at their ways, others in each round, and all others are chosen anew, exactly. The `gap` to the
-bound is known.
+`LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, its parts are minimized apart (Dechter
+and Rish 2003, mini-buckets), which gives a lower bound, and the choice is found by messages (`messages.py`). That is improved:
+as few variables as must be are held at their ways, others in each round, and all others are chosen anew, exactly. The `gap` to
+the bound is known.
 
 Equal tables are one object (`intern`), and an elimination of the same tables is done once: so alike layers are solved once.
 Prices are whole numbers, so sums are exact; among equals the first way is taken.

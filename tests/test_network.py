@@ -1,0 +1,186 @@
+"""Prices: what they are made of, that more to send never costs less, and which links the places of devices mean."""
+
+import itertools
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+import shardax as sx
+from shardax import reshard
+from shardax.cost import chips
+from shardax.cost.network import Line, Network, assumed, network_of, network_of_mesh
+from shardax.sharding import Layout, Sharding
+
+KINDS = ("all_gather", "all_reduce", "all_to_all", "ppermute", "reduce_scatter")
+SIZES = {"x": 16, "y": 2, "z": 8}
+EVERY = (chips.NOMINAL, *chips.CHIPS.values())
+
+
+def test_nominal_prices():
+    """A nominal collective is 128 bytes and what it sends, at 20 ps each, whatever its kind and its axes."""
+    network = network_of(SIZES)
+    assert {network.collective(kind, axes, 1000) for kind in KINDS for axes in (("x",), ("y", "z"))} == {20 * 1128.0}
+    assert network.compute(0, 1000) == 1000.0 and network.compute(4000, 1) == 20.0
+    assert network_of(network) is network
+
+
+@pytest.mark.parametrize(
+    "kind, axes, nbytes, microseconds",
+    [
+        ("all_gather", ("x",), 0, 8),  # half way around a ring of 16
+        ("all_gather", ("x",), 100_000, 8 + 1),
+        ("reduce_scatter", ("x", "z"), 100_000, 8 + 4 + 1),
+        ("all_reduce", ("x",), 200_000, 2 * 8 + 2),
+        ("all_to_all", ("y",), 100_000, 1 + 1),
+        ("all_to_all", ("x",), 100_000, 8 + 4),  # four links on average
+        ("ppermute", ("x",), 100_000, 1 + 1),
+    ],
+)
+def test_prices_on_a_torus(kind, axes, nbytes, microseconds):
+    assert Network(SIZES, chips.V5E).collective(kind, axes, nbytes) == microseconds * 1e6
+
+
+def test_short_reduce_scatter():
+    network, axes = Network(SIZES, chips.V5E), ("x",)
+    assert network.collective("reduce_scatter", axes, 1000, minor=129) == network.collective("reduce_scatter", axes, 1000)
+    assert network.collective("reduce_scatter", axes, 1000, minor=128) == network.collective("all_reduce", axes, 2000)
+    assert Network(SIZES, chips.H200).collective("reduce_scatter", axes, 1000, minor=1) == 15e6 + 20000
+
+
+@pytest.mark.parametrize("chip", EVERY, ids=lambda chip: chip.name)
+def test_more_is_never_cheaper(chip):
+    """More bytes, more axes, longer axes."""
+    rng, network = random.Random(0), Network(SIZES, chip)
+    for kind, k in itertools.product(KINDS, (1, 2)):
+        for axes in itertools.combinations(SIZES, k):
+            nbytes = rng.randrange(10**6)
+            price = network.collective(kind, axes, nbytes)
+            assert price == int(price) >= network.least(tuple(SIZES), nbytes)
+            assert price <= network.collective(kind, axes, nbytes + rng.randrange(10**6))
+            assert all(price <= network.collective(kind, (*axes, more), nbytes) for more in SIZES if more not in axes)
+            longer = Network({a: n * (2 if a in axes else 1) for a, n in SIZES.items()}, chip)
+            assert price <= longer.collective(kind, axes, nbytes)
+
+
+def test_networks_are_keys():
+    same, other = Network(SIZES, chips.V5E), Network(SIZES, chips.V6E)
+    assert Network(SIZES, chips.V5E) == same and hash(Network(SIZES, chips.V5E)) == hash(same) and same == SIZES
+    assert same != other and same != Network(dict(reversed(SIZES.items())), chips.V5E)
+    assert same != Network(SIZES, chips.V5E, {axis: Line(1e9, 1e-6) for axis in SIZES})
+    assert tuple(same) == ("x", "y", "z") and str(same) == "Network({'x': 16, 'y': 2, 'z': 8}, v5e)"
+
+
+def test_assumed_hosts():
+    """Eight H200 of a host follow one another in mesh order: z is within a host, y and x have one on each."""
+    lines = assumed({"x": 4, "y": 2, "z": 8}, chips.H200)
+    assert [line.rate for line in lines.values()] == [50e9, 50e9, 450e9]
+    assert assumed({"x": 16}, chips.H200)["x"].rate == 400e9  # each of the eight has its card
+
+
+# Where the devices are
+
+
+def device(kind, coords=None, **places):
+    return SimpleNamespace(device_kind=kind, platform="tpu" if "TPU" in kind else "gpu", coords=coords, **places)
+
+
+def mesh_of(devices, names):
+    """A mesh whose devices JAX does not know."""
+    mesh = object.__new__(FakeMesh)
+    mesh.__dict__.update(devices=devices, names=names)
+    return mesh
+
+
+class FakeMesh(Mesh):
+    """Has places alone."""
+
+    def __new__(cls):
+        return object.__new__(cls)
+
+    @property
+    def shape(self):
+        return dict(zip(self.__dict__["names"], self.__dict__["devices"].shape, strict=True))
+
+
+def torus(kind, extents, **places):
+    devices = [device(kind, coords, **places) for coords in itertools.product(*map(range, extents))]
+    return np.array(devices, object).reshape(extents)
+
+
+def test_places_on_a_torus():
+    """A whole ring of 16 sends both ways; a line of 8 one way; and every second device of a ring shares its links."""
+    network = network_of_mesh(mesh_of(torus("TPU v5 lite", (16, 8)), ("x", "y")))
+    assert network.chip is chips.V5E
+    assert network.lines == {"x": Line(100e9, 8e-6, 4.0), "y": Line(50e9, 7e-6, 2.0)}
+    network = network_of_mesh(mesh_of(torus("TPU v5 lite", (16, 8)), ("x", "y")), chips.V5E, {"a": 8, "b": 2, "y": 8})
+    assert network.lines == {"a": Line(50e9, 8e-6, 2.0), "b": Line(50e9, 1e-6), "y": Line(50e9, 7e-6, 2.0)}
+
+
+def test_an_axis_along_two_dims():
+    network = network_of_mesh(mesh_of(torus("TPU v4", (4, 8)).reshape(32), ("x",)))
+    assert network.lines["x"] == Line(90e9, 6e-6, 2.0)
+
+
+def test_slices_and_cores():
+    slices = np.stack([torus("TPU v5p", (4, 4), slice_index=i) for i in range(2)])
+    network = network_of_mesh(mesh_of(slices, ("slice", "x", "y")))
+    assert [line.rate for line in network.lines.values()] == [6.25e9, 180e9, 180e9]
+    cores = np.array([device("TPU v3", (0, 0), core_on_chip=i) for i in range(2)], object)
+    assert network_of_mesh(mesh_of(cores, ("core",))).lines["core"] == Line(164e9, 1e-6)
+
+
+def test_hosts():
+    gpus = np.array([device("NVIDIA H200", process_index=i // 8) for i in range(16)], object)
+    network = network_of_mesh(mesh_of(gpus.reshape(2, 8), ("x", "y")))
+    assert network.lines == {"x": Line(50e9, 1e-6), "y": Line(450e9, 7e-6)}
+
+
+def test_other_chips_and_no_devices():
+    """CPUs are nobody's chip; a chip that the devices are not is assumed, as on an abstract mesh."""
+    cpus, abstract = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), AbstractMesh((4, 2), ("x", "y"))
+    for mesh in (cpus, abstract):
+        assert network_of_mesh(mesh) == Network({"x": 4, "y": 2})
+        assert network_of_mesh(mesh, chips.V5P) == Network({"x": 4, "y": 2}, chips.V5P)
+
+
+# What follows
+
+
+def test_a_slow_axis_is_gathered_while_little_is_there():
+    """Of two axes that are gathered from two dims, the one between hosts comes first."""
+    network = Network({"host": 2, "gpu": 8}, chips.H200)
+    src = Layout(Sharding((("gpu",), ("host",))), (1 << 12, 1 << 12))
+    path = reshard.plan(src, Layout(Sharding(((), ())), (1 << 12, 1 << 12)), (1 << 12, 1 << 12), 4, network)
+    assert [step.axes for step in path.steps] == [("host",), ("gpu",)]
+
+
+def test_a_short_dim_is_not_scattered():
+    """What the TPU compiler makes of a reduce-scatter to 128 lanes costs more than one along another dim and an all_to_all."""
+    shape, network = (1 << 14, 1 << 13), Network({"x": 64}, replace(chips.V3, latency=0.0))
+    pending = Layout(Sharding(((), ())), shape, (("x", "sum"),))
+    path = reshard.plan(pending, Layout(Sharding(((), ("x",))), shape), shape, 2, network)
+    assert [(step.kind, step.to) for step in path.steps] == [("reduce_scatter", 0), ("all_to_all", 1)]
+
+
+def test_options():
+    """The chip goes all the way: what is built carries its prices, and the plan's estimate has the same."""
+    mesh = AbstractMesh((4, 2), ("x", "y"))
+    spec = PartitionSpec("x")
+    for chip, wanted in ((None, chips.NOMINAL), ("v5p", chips.V5P), (chips.V3, chips.V3), ("devices", chips.NOMINAL)):
+        step = sx.shard_jit(lambda v: v.sum(0), mesh=mesh, in_shardings=spec, options=sx.Options(chip=chip))
+        plan = step.plan(jax.ShapeDtypeStruct((64, 64), "float32"))
+        assert plan.refinement.sizes == Network({"x": 4, "y": 2}, wanted)
+        (sum_,) = plan.collectives
+        price = plan.refinement.sizes.collective(sum_.kind, sum_.axes, sum_.nbytes)
+        assert plan.estimate(wanted).links == pytest.approx(price / 1e12)
+
+
+@pytest.mark.parametrize("chip", ["v7", "nominal", 5, ("v3",)])
+def test_options_refuse(chip):
+    with pytest.raises(ValueError, match=r'must be one of "v3", "v4", .*, "devices", a shardax.cost.chips.Chip, or None'):
+        sx.Options(chip=chip)
