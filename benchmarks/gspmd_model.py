@@ -1,4 +1,4 @@
-"""The Transformer of GSPMD's Tables 1 to 3 (Xu et al. 2021, arXiv 2105.04663): its train step, and its seven annotations a layer.
+"""The Transformer of GSPMD's Tables 1 to 3 (Xu et al. 2021, arXiv 2105.04663): its train step, with seven annotations a layer.
 
 Layers are stacked, scanned, and recomputed in the backward pass. Parameters are float32, activations bfloat16; Adafactor.
 

@@ -95,7 +95,7 @@ _FOLLOWED = ("while", "conditional", "call")
 
 
 class _Module:
-    """The computations of a module. Those of loops, branches and calls are followed; those of fusions belong to their caller."""
+    """The computations of a module. Those of loops, branches and calls are followed; a fusion's belongs to its caller."""
 
     def __init__(self, text: str):
         self.head = text.split("\n", 1)[0]

@@ -4,8 +4,8 @@
 (Korthikanti et al. 2022); `data` splits the batch alone. Any of them may be missing from the mesh. Layers are stacked, scanned,
 and recomputed in the backward pass. Parameters are float32, activations bfloat16; AdamW.
 
-Shape suffixes: L layers, A accumulated microbatches, B batch, S sequence (T: the sequence attended to), M model, K heads of keys
-and values, G heads of queries for each of them, D head, H hidden, V vocabulary.
+Shape suffixes: L layers, A accumulated microbatches, B batch, S sequence (T: the sequence attended to), M model, K heads of
+keys and values, G heads of queries for each of them, D head, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """What XLA's partitioner and ours make of the same train step on a TPU, as the TPU compiler sees it. Needs no TPU.
 
-`python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the same annotations, and
-prints side by side what a device sends, the seconds that a step would take, peak HBM, and the seconds of each stage on the way.
-It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit status is 1 if
-something does not compile, which does not keep the rest from being measured.
+`python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the same annotations,
+and prints side by side what a device sends, the seconds that a step would take, peak HBM, and the seconds of each stage on the
+way. It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit status is 1
+if something does not compile, which does not keep the rest from being measured.
 
 Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis, nothing overlapped.
 """
@@ -35,28 +35,32 @@ Figures = dict[str, float]
 
 def main(argv: Sequence[str] | None = None) -> int:
     known = workloads()
-    args = _parser(known).parse_args(argv)
+    args = _parse(argv, known)
     if args.list:
         print("\n".join(f"{name:<{max(map(len, known))}}  {heading(workload)}" for name, workload in known.items()))
         return 0
     os.environ |= WITHOUT_TPU  # libtpu reads them when it is first asked for a topology
     jax.config.update("jax_platforms", "cpu")
     found: dict[str, Any] = {}
-    for workload in known.values() if "all" in args.workloads else [known[name] for name in args.workloads]:
-        columns = compare(workload)
-        print(f"{workload.name}: {heading(workload)}\n{table(columns)}\n", flush=True)
-        found[workload.name] = columns
+    for name in known if "all" in args.workloads else args.workloads:
+        found[name] = columns = compare(known[name])
+        print(f"{name}: {heading(known[name])}\n{table(columns)}\n", flush=True)
         if args.json:
             write(args.json, found)
     return int(any(not figures for columns in found.values() for figures in columns.values()))
 
 
-def _parser(known: Mapping[str, Workload]) -> argparse.ArgumentParser:
+def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", choices=[*known, "all", []])
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
     parser.add_argument("--list", action="store_true", help="show the workloads, and compile nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each workload anew")
-    return parser
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.workloads if name not in known and name != "all"]:
+        parser.error(f"no such workload: {', '.join(unknown)} (--list shows them)")
+    if not args.workloads and not args.list:
+        parser.error("name a workload (--list shows them)")
+    return args
 
 
 def heading(workload: Workload) -> str:
@@ -108,7 +112,7 @@ def timed(seconds: Figures, name: str, run: Callable[[], Any]) -> Any:
 
 def peak_memory(compiled: jax.stages.Compiled) -> int:
     """Bytes in HBM of arguments, results that are not among them, and temporaries."""
-    stats = compiled.memory_analysis()
+    stats: Any = compiled.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
 

@@ -71,7 +71,7 @@ def workloads() -> dict[str, Workload]:
     return {workload.name: workload for workload in found}
 
 
-_V3 = {8: "v3:2x2", 64: "v3:4x8", 128: "v3:8x8", 256: "v3:8x16", 512: "v3:16x16", 2048: "v3:32x32"}  # a device is one of two cores
+_V3 = {8: "v3:2x2", 64: "v3:4x8", 128: "v3:8x8", 256: "v3:8x16", 512: "v3:16x16", 2048: "v3:32x32"}  # of two cores each
 
 _WIDE = gspmd_model.Dims(L=32, B=64, M=8192, N=128, D=256, H=65536)
 _NARROW = gspmd_model.Dims(L=64, B=48, M=4096, N=64, D=128, H=16384)
