@@ -92,6 +92,7 @@ class _Computation:
 
 _INSTRUCTION = re.compile(r"  (?:ROOT )?(?P<name>%[\w.-]+) = .*? (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$")
 _FOLLOWED = ("while", "conditional", "call")
+_LATER = ("async-update", "async-done")  # of what an async-start has called
 
 
 class _Module:
@@ -123,7 +124,7 @@ class _Module:
         yield "{\n" + computation.text
         for instruction in computation.instructions.values():
             name = instruction.called("calls")
-            if name and instruction.opcode not in _FOLLOWED:
+            if name and instruction.opcode not in _FOLLOWED + _LATER:
                 for text in self.fused(self.computations[name]):
                     scatters = name.startswith("%all-reduce-scatter")
                     yield text.replace(" all-reduce(", " reduce-scatter(") if scatters else text

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     found: dict[str, Any] = {}
     for name in known if "all" in args.workloads else args.workloads:
-        found[name] = columns = compare(known[name])
+        found[name] = columns = compare(known[name], args.keep)
         print(f"{name}: {heading(known[name])}\n{table(columns)}\n", flush=True)
         if args.json:
             write(args.json, found)
@@ -55,6 +55,7 @@ def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argpars
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
     parser.add_argument("--list", action="store_true", help="show the workloads, and compile nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each workload anew")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the compiled programs and the plans there, as text")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.workloads if name not in known and name != "all"]:
         parser.error(f"no such workload: {', '.join(unknown)} (--list shows them)")
@@ -68,15 +69,14 @@ def heading(workload: Workload) -> str:
     return f"{workload.what}, on {workload.topology} as {mesh}"
 
 
-def compare(workload: Workload) -> dict[str, Figures]:
+def compare(workload: Workload, keep: Path | None = None) -> dict[str, Figures]:
     """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper measured."""
     topology = topologies.get_topology_desc(workload.topology, "tpu")
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
     step = workload.step(mesh)
-    columns = {
-        "jax.jit": measured(workload, by_jit(step, mesh), step.args),
-        "shard_jit": measured(workload, by_shard_jit(step, mesh), step.args),
-    }
+    columns = {}
+    for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
+        columns[name] = measured(workload, name, partitioned(step, mesh), step.args, keep)
     return columns | ({"paper": published(workload.published)} if workload.published else {})
 
 
@@ -89,24 +89,33 @@ def by_shard_jit(step: Step, mesh: Mesh):
     return sx.shard_jit(step.run, mesh=mesh, in_shardings=step.specs, donate_argnums=(0, 1))
 
 
-def measured(workload: Workload, jitted: Any, args: tuple) -> Figures:
+def measured(workload: Workload, partitioner: str, jitted: Any, args: tuple, keep: Path | None) -> Figures:
     jax.clear_caches()
-    seconds: Figures = {}
-    timed(seconds, "seconds to trace", lambda: jitted.trace(*args))
-    timed(seconds, "seconds to plan", lambda: jitted.plan(*args) if hasattr(jitted, "plan") else None)
-    lowered = timed(seconds, "seconds to lower", lambda: jitted.lower(*args))
+    seconds = dict.fromkeys(map("seconds to {}".format, ("trace", "plan", "lower", "compile")), 0.0)
+    timed(seconds, "trace", lambda: jitted.trace(*args))
+    if partitioner == "shard_jit":  # XLA plans while it compiles
+        plan = timed(seconds, "plan", lambda: jitted.plan(*args))
+        keep_text(keep, f"{workload.name}.plan", str(plan))
+    lowered = timed(seconds, "lower", lambda: jitted.lower(*args))
     try:
-        compiled = timed(seconds, "seconds to compile", lowered.compile)
+        compiled = timed(seconds, "compile", lowered.compile)
     except jax.errors.JaxRuntimeError as error:
-        print(f"{workload.name} does not compile by {jitted}: {str(error)[:400]}", file=sys.stderr)
+        print(f"{workload.name} does not compile by {partitioner}: {str(error)[:400]}", file=sys.stderr)
         return {}
+    keep_text(keep, f"{workload.name}.{partitioner}.hlo", compiled.as_text())
     return figures(workload, cost(compiled.as_text()), peak_memory(compiled)) | seconds
 
 
-def timed(seconds: Figures, name: str, run: Callable[[], Any]) -> Any:
+def keep_text(folder: Path | None, name: str, text: str) -> None:
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def timed(seconds: Figures, stage: str, run: Callable[[], Any]) -> Any:
     start = time.perf_counter()
     result = run()
-    seconds[name] = time.perf_counter() - start
+    seconds[f"seconds to {stage}"] = time.perf_counter() - start
     return result
 
 
@@ -139,7 +148,7 @@ def table(columns: Mapping[str, Figures]) -> str:
         values = [figures.get(name) for figures in columns.values()]
         if any(values):
             first, second, *_ = values
-            ratio = second / first if first and second and "%" not in name else None
+            ratio = second / first if first and second and "%" not in name else None  # a share says more by itself
             rows.append(_row(name, [_number(value) for value in values] + [f"{ratio:.3f}" if ratio else ""]))
     return "\n".join(rows)
 
