@@ -57,6 +57,7 @@ ENDS = {"embedding": ("VM", P("model", "fsdp")), "norm": ("M", P()), "logits": (
 BATCH = P(("data", "fsdp"))
 BSM = P(("data", "fsdp"), "model", None)
 BSH = P(("data", "fsdp"), None, "model")
+BSKD = P(("data", "fsdp"), None, "model", None)
 BSKGD = P(("data", "fsdp"), None, "model", None, None)
 
 OPTIMIZER = optax.adamw(1e-3)
@@ -124,9 +125,9 @@ def layer(mesh: Mesh, x_BSM: Array, weights) -> Array:
 
 
 def attention(mesh: Mesh, weights, x_BSM: Array) -> Array:
-    q_BSKGD = rotated(jnp.einsum("bsm,mkgd->bskgd", x_BSM, weights["query"]))
-    k_BTKD = rotated(jnp.einsum("btm,mkd->btkd", x_BSM, weights["key"]))
-    v_BTKD = jnp.einsum("btm,mkd->btkd", x_BSM, weights["value"])
+    q_BSKGD = rotated(annotate(mesh, jnp.einsum("bsm,mkgd->bskgd", x_BSM, weights["query"]), BSKGD))
+    k_BTKD = rotated(annotate(mesh, jnp.einsum("btm,mkd->btkd", x_BSM, weights["key"]), BSKD))
+    v_BTKD = annotate(mesh, jnp.einsum("btm,mkd->btkd", x_BSM, weights["value"]), BSKD)
     scores_BKGST = jnp.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD).astype(jnp.float32) * q_BSKGD.shape[-1] ** -0.5
     scores_BKGST = jax.nn.softmax(gspmd_model.causal(scores_BKGST)).astype(x_BSM.dtype)
     y_BSKGD = annotate(mesh, jnp.einsum("bkgst,btkd->bskgd", scores_BKGST, v_BTKD), BSKGD)
