@@ -85,6 +85,11 @@ class _Computation:
         made = self.instructions[name]
         return self.source(made.operands[0]) if made.opcode in ("bitcast", "convert", "copy") else made
 
+    def element(self, name: str, index: int) -> str:
+        """What stands there in a tuple; the name itself where it is none that is made here."""
+        made = self.source(name)
+        return made.operands[index] if made.opcode == "tuple" else name
+
     def constant(self, name: str) -> int | None:
         made = self.source(name)
         return int(made.attribute(r"^(-?\d+)\)")) if made.opcode == "constant" else None
@@ -145,8 +150,8 @@ class _Module:
         """(bound - start) / step of a loop `while i < bound: i += step`."""
         condition, body = (self.computations[loop.called(name)] for name in ("condition", "body"))
         index, bound = self.bound(condition)
-        start = computation.constant(computation.source(loop.operands[0]).operands[index])
-        step = _added(body, body.root.operands[index])
+        start = computation.constant(computation.element(loop.operands[0], index))
+        step = _added(body, body.element(body.root.name, index))
         if bound is None or start is None or not step:
             raise ValueError(f"the loop {loop.name} does not count from a constant by a constant up to one")
         return max(0, -(-(bound - start) // step))

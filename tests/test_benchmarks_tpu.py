@@ -87,10 +87,19 @@ def test_a_loop_costs_its_body_times_its_trips(start, step, trips):
     assert found.times == dict.fromkeys(found.sent, trips)
 
 
-def test_a_loop_that_counts_to_no_constant():
-    text = loop().replace(" constant(32)", " get-tuple-element(%state.1), index=0")
+@pytest.mark.parametrize(
+    "known, unknown",
+    [
+        ("%bound = s32[]{:T(256)} constant(32)", "%bound = s32[]{:T(256)} get-tuple-element(%state.1), index=0"),
+        ("%step = s32[]{:T(256)} constant(1)", "%step = s32[]{:T(256)} negate(%i)"),
+        ("%start = s32[]{:T(256)} constant(0)", "%start = s32[]{:T(256)} get-dimension-size(%p.2)"),
+        ("while(%initial)", "while(%p.2)"),
+    ],
+)
+def test_a_loop_that_counts_by_no_constants(known, unknown):
+    assert known in loop()
     with pytest.raises(ValueError, match="the loop %while.1 does not count from a constant by a constant up to one"):
-        cost(text)
+        cost(loop().replace(known, unknown))
 
 
 def test_of_a_branch_the_dearest_counts():
