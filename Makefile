@@ -66,7 +66,7 @@ test-browser: $(ENV)
 	PATH="$$(.ci/browser $(RUN)):$$PATH" $(RUN) -m pytest -rs tests/test_browser.py
 
 test-tpu: $(TPU_ENV)
-	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu tests/test_tpu.py
+	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu tests/test_tpu.py tests/test_benchmarks_tpu.py
 
 lint: $(ENV)
 	$(RUN) -m ruff check

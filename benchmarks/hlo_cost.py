@@ -1,0 +1,172 @@
+"""What one call of a program costs, read off what the TPU compiler made of it: cycles, and bytes that a device sends.
+
+The compiler writes its own estimate of cycles beside most instructions, loops and collectives excepted. Loops are counted here
+with their trips, and collectives by the bytes of ring algorithms.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardax.cost.chips import Chip
+from shardax.explain import hlo
+
+CLOCKS = {"v3": 0.94e9, "v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+"""Cycles a second: the peak FLOP/s over those of the matrix units in one cycle."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cycles of one device, and by kind of collective the bytes that it sends, and how often."""
+
+    cycles: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+    times: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.cycles + other.cycles, self.sent + other.sent, self.times + other.times)
+
+    def __mul__(self, trips: int) -> "Cost":
+        sent, times = (Counter({kind: trips * n for kind, n in counts.items()}) for counts in (self.sent, self.times))
+        return Cost(self.cycles * trips, sent, times)
+
+    def seconds(self, chip: Chip) -> float:
+        """Nothing overlapped: the compiler's cycles, then each byte over the links of one axis."""
+        return self.compute_seconds(chip) + self.sent.total() / chip.link_rate
+
+    def compute_seconds(self, chip: Chip) -> float:
+        return self.cycles / CLOCKS[chip.name]
+
+
+def cost(text: str) -> Cost:
+    """The cost of `compiled.as_text()`, a scheduled module.
+
+    Raises:
+      ValueError: a loop does not count up to a constant.
+    """
+    return _Module(text).cost("ENTRY")
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    opcode: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%[\w.-]+", self.rest.split(")")[0])
+
+    def called(self, attribute: str) -> str:
+        return self.attribute(rf"{attribute}=(%[\w.-]+)")
+
+    def attribute(self, pattern: str) -> str:
+        match = re.search(pattern, self.rest)
+        return match[1] if match else ""
+
+
+@dataclass(frozen=True)
+class _Computation:
+    text: str
+
+    @cached_property
+    def instructions(self) -> dict[str, _Instruction]:
+        found = map(_INSTRUCTION.match, self.text.splitlines())
+        return {m["name"]: _Instruction(m["name"], m["opcode"], m["rest"]) for m in found if m}
+
+    @cached_property
+    def root(self) -> _Instruction:
+        return self.instructions[re.findall(r"^  ROOT (%[\w.-]+)", self.text, re.M)[-1]]
+
+    def source(self, name: str) -> _Instruction:
+        """The instruction that makes a value, copies and casts looked through."""
+        made = self.instructions[name]
+        return self.source(made.operands[0]) if made.opcode in ("bitcast", "convert", "copy") else made
+
+    def element(self, name: str, index: int) -> str:
+        """What stands there in a tuple; the name itself where it is none that is made here."""
+        made = self.source(name)
+        return made.operands[index] if made.opcode == "tuple" else name
+
+    def constant(self, name: str) -> int | None:
+        made = self.source(name)
+        return int(made.attribute(r"^(-?\d+)\)")) if made.opcode == "constant" else None
+
+
+_INSTRUCTION = re.compile(r"  (?:ROOT )?(?P<name>%[\w.-]+) = .*? (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$")
+_FOLLOWED = ("while", "conditional", "call")
+_LATER = ("async-update", "async-done")  # of what an async-start has called
+
+
+class _Module:
+    """The computations of a module. Those of loops, branches and calls are followed; a fusion's belongs to its caller."""
+
+    def __init__(self, text: str):
+        self.head = text.split("\n", 1)[0]
+        found = re.findall(r"^(ENTRY|%[\w.-]+) .*?\{\n(.*?)^\}", text, re.M | re.S)
+        self.computations = {name: _Computation(body) for name, body in found}
+
+    def cost(self, name: str) -> Cost:
+        computation = self.computations[name]
+        total = self.own(computation)
+        for instruction in computation.instructions.values():
+            total += self.followed(computation, instruction)
+        return total
+
+    def own(self, computation: _Computation) -> Cost:
+        """Without what its loops, branches and calls cost. An asynchronous collective stands in several fusions of one
+        computation, by which the reader of collectives knows that it is one; so they are read together."""
+        total = Cost(sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', computation.text)))
+        for c in hlo.compiled("\n".join([self.head, *self.fused(computation)])):
+            total += Cost(0, Counter({c.kind: c.nbytes}), Counter({c.kind: 1}))
+        return total
+
+    def fused(self, computation: _Computation) -> Iterator[str]:
+        """The text of a computation and of its fusions. To the compiler a reduce-scatter is an all-reduce in a fusion that
+        slices it."""
+        yield "{\n" + computation.text
+        for instruction in computation.instructions.values():
+            name = instruction.called("calls")
+            if name and instruction.opcode not in _FOLLOWED + _LATER:
+                for text in self.fused(self.computations[name]):
+                    scatters = name.startswith("%all-reduce-scatter")
+                    yield text.replace(" all-reduce(", " reduce-scatter(") if scatters else text
+
+    def followed(self, computation: _Computation, instruction: _Instruction) -> Cost:
+        match instruction.opcode:
+            case "while":
+                return self.cost(instruction.called("body")) * self.trips(computation, instruction)
+            case "conditional":
+                branches = re.findall(r"%[\w.-]+", instruction.attribute(r"((?:branch|true|false)_computations?=.*)$"))
+                known = [self.cost(name) for name in branches if name in self.computations]
+                return max(known, key=lambda branch: branch.cycles)
+            case "call":
+                return self.cost(instruction.called("to_apply"))
+        return Cost()
+
+    def trips(self, computation: _Computation, loop: _Instruction) -> int:
+        """(bound - start) / step of a loop `while i < bound: i += step`."""
+        condition, body = (self.computations[loop.called(name)] for name in ("condition", "body"))
+        index, bound = self.bound(condition)
+        start = computation.constant(computation.element(loop.operands[0], index))
+        step = _added(body, body.element(body.root.name, index))
+        if bound is None or start is None or not step:
+            raise ValueError(f"the loop {loop.name} does not count from a constant by a constant up to one")
+        return max(0, -(-(bound - start) // step))
+
+    def bound(self, condition: _Computation) -> tuple[int, int | None]:
+        """Where the counter stands in the loop's state, and what it stays below."""
+        compared = condition.root
+        assert compared.opcode == "compare" and "direction=LT" in compared.rest, compared
+        counter, bound = compared.operands
+        return int(condition.source(counter).attribute(r"index=(\d+)")), condition.constant(bound)
+
+
+def _added(body: _Computation, name: str) -> int | None:
+    """The constant that a loop's body adds to its counter."""
+    made = body.source(name)
+    if made.opcode != "add":
+        return None
+    return next((n for n in map(body.constant, made.operands) if n is not None), None)

@@ -1,0 +1,179 @@
+"""What XLA's partitioner and ours make of the same train step on a TPU, as the TPU compiler sees it. Needs no TPU.
+
+`python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the same annotations,
+and prints side by side what a device sends, the seconds that a step would take, peak HBM, and the seconds of each stage on the
+way. It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit status is 1
+if something does not compile, which does not keep the rest from being measured.
+
+Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis, nothing overlapped.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from benchmarks.hlo_cost import Cost, cost
+from benchmarks.workloads import Published, Step, Workload, workloads
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "broadcast")
+WITHOUT_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU is opened, so several processes may compile at once
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+Figures = dict[str, float]
+"""By the name of a row, which has the unit."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    known = workloads()
+    args = _parse(argv, known)
+    if args.list:
+        print("\n".join(f"{name:<{max(map(len, known))}}  {heading(workload)}" for name, workload in known.items()))
+        return 0
+    os.environ |= WITHOUT_TPU  # libtpu reads them when it is first asked for a topology
+    jax.config.update("jax_platforms", "cpu")
+    found: dict[str, Any] = {}
+    for name in known if "all" in args.workloads else args.workloads:
+        found[name] = columns = compare(known[name], args.keep)
+        print(f"{name}: {heading(known[name])}\n{table(columns)}\n", flush=True)
+        if args.json:
+            write(args.json, found)
+    return int(any(not figures for columns in found.values() for figures in columns.values()))
+
+
+def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
+    parser.add_argument("--list", action="store_true", help="show the workloads, and compile nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each workload anew")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the compiled programs and the plans there, as text")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.workloads if name not in known and name != "all"]:
+        parser.error(f"no such workload: {', '.join(unknown)} (--list shows them)")
+    if not args.workloads and not args.list:
+        parser.error("name a workload (--list shows them)")
+    return args
+
+
+def heading(workload: Workload) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in workload.axes.items())
+    return f"{workload.what}, on {workload.topology} as {mesh}"
+
+
+def compare(workload: Workload, keep: Path | None = None) -> dict[str, Figures]:
+    """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper measured."""
+    topology = topologies.get_topology_desc(workload.topology, "tpu")
+    mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
+    step = workload.step(mesh)
+    columns = {}
+    for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
+        columns[name] = measured(workload, name, partitioned(step, mesh), step.args, keep)
+    return columns | ({"paper": published(workload.published)} if workload.published else {})
+
+
+def by_jit(step: Step, mesh: Mesh):
+    named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), step.specs, is_leaf=lambda leaf: isinstance(leaf, P))
+    return jax.jit(step.run, in_shardings=named, donate_argnums=(0, 1))
+
+
+def by_shard_jit(step: Step, mesh: Mesh):
+    return sx.shard_jit(step.run, mesh=mesh, in_shardings=step.specs, donate_argnums=(0, 1))
+
+
+def measured(workload: Workload, partitioner: str, jitted: Any, args: tuple, keep: Path | None) -> Figures:
+    jax.clear_caches()
+    seconds = dict.fromkeys(map("seconds to {}".format, ("trace", "plan", "lower", "compile")), 0.0)
+    timed(seconds, "trace", lambda: jitted.trace(*args))
+    if partitioner == "shard_jit":  # XLA plans while it compiles
+        plan = timed(seconds, "plan", lambda: jitted.plan(*args))
+        keep_text(keep, f"{workload.name}.plan", str(plan))
+    lowered = timed(seconds, "lower", lambda: jitted.lower(*args))
+    try:
+        compiled = timed(seconds, "compile", lowered.compile)
+    except jax.errors.JaxRuntimeError as error:
+        print(f"{workload.name} does not compile by {partitioner}: {str(error)[:400]}", file=sys.stderr)
+        return {}
+    keep_text(keep, f"{workload.name}.{partitioner}.hlo", compiled.as_text())
+    return figures(workload, cost(compiled.as_text()), peak_memory(compiled)) | seconds
+
+
+def keep_text(folder: Path | None, name: str, text: str) -> None:
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def timed(seconds: Figures, stage: str, run: Callable[[], Any]) -> Any:
+    start = time.perf_counter()
+    result = run()
+    seconds[f"seconds to {stage}"] = time.perf_counter() - start
+    return result
+
+
+def peak_memory(compiled: jax.stages.Compiled) -> int:
+    """Bytes in HBM of arguments, results that are not among them, and temporaries."""
+    stats: Any = compiled.memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+
+def figures(workload: Workload, total: Cost, memory: int) -> Figures:
+    seconds, computing = total.seconds(workload.chip), total.compute_seconds(workload.chip)
+    found = {f"GB sent by {kind}": total.sent[kind] / 1e9 for kind in KINDS}
+    found |= {"GB sent in all": total.sent.total() / 1e9, "collectives run": total.times.total()}
+    found |= {"seconds": seconds, "of them computing": computing, "of them sending": seconds - computing}
+    if workload.published:
+        found["error against the paper, %"] = 100 * (seconds / workload.published.seconds - 1)
+    return found | {"MFU, %": 100 * workload.utilization(seconds), "peak HBM, GiB": memory / 2**30}
+
+
+def published(paper: Published) -> Figures:
+    return {"seconds": paper.seconds, "MFU, %": 100 * paper.utilization, "peak HBM, GiB": paper.memory}
+
+
+def table(columns: Mapping[str, Figures]) -> str:
+    """One row for each figure that is not zero in all columns; the second column over the first at the right."""
+    names = dict.fromkeys(name for figures in columns.values() for name in figures)
+    rows = [_row("", [*columns, "ratio"])]
+    for name in names:
+        values = [figures.get(name) for figures in columns.values()]
+        if any(values):
+            first, second, *_ = values
+            ratio = second / first if first and second and "%" not in name else None  # a share says more by itself
+            rows.append(_row(name, [_number(value) for value in values] + [f"{ratio:.3f}" if ratio else ""]))
+    return "\n".join(rows)
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"  {name:<28}" + "".join(f"{cell:>12}" for cell in cells).rstrip()
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:#.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """Beside the file, then renamed: it is never there in part."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

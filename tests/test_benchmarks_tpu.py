@@ -1,0 +1,226 @@
+"""The benchmark that compiles for TPUs: reading costs off compiled text, its workloads, and the figures that it prints."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from benchmarks import tpu
+from benchmarks.hlo_cost import Cost, cost
+from benchmarks.workloads import workloads
+from shardax.cost.chips import V3
+
+LOOP = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (x: bf16[], y: bf16[]) -> bf16[] {
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%x, %y)
+}
+
+%all-reduce-scatter.1 (input: bf16[8,64]) -> bf16[2,64] {
+  %input = bf16[8,64]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-reduce.1 = bf16[8,64]{1,0:T(8,128)(2,1)} all-reduce(%input), replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  %zero = u32[] constant(0)
+  ROOT %slice = bf16[2,64]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={2,64}
+}
+
+%first_half (p: bf16[2,64]) -> bf16[2,64] {
+  %p = bf16[2,64]{1,0} parameter(0)
+  ROOT %sent.1 = bf16[2,64]{1,0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}, frontend_attributes={chain_id="7"}
+}
+
+%second_half (p: bf16[2,64]) -> bf16[2,64] {
+  %p.1 = bf16[2,64]{1,0} parameter(0)
+  ROOT %sent.2 = bf16[2,64]{1,0} collective-permute(%p.1), source_target_pairs={{0,1},{1,0}}, frontend_attributes={chain_id="7"}
+}
+
+%body (state: (s32[], bf16[2,64])) -> (s32[], bf16[2,64]) {
+  %state = (s32[]{:T(256)}, bf16[2,64]{1,0}) parameter(0)
+  %i = s32[]{:T(256)} get-tuple-element(%state), index=0
+  %i.copy = s32[]{:T(256)S(6)} copy(%i)
+  %step = s32[]{:T(256)} constant(STEP)
+  %next = s32[]{:T(256)} add(%i.copy, %step)
+  %x.1 = bf16[2,64]{1,0} get-tuple-element(%state), index=1
+  %all-gather.1 = bf16[8,64]{1,0} all-gather(%x.1), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
+  %product = bf16[8,64]{1,0} fusion(%all-gather.1), kind=kOutput, calls=%add, backend_config={"estimated_cycles":"1000"}
+  %fusion.1 = bf16[2,64]{1,0} fusion(%product), kind=kCustom, calls=%all-reduce-scatter.1
+  %fusion.2 = bf16[2,64]{1,0} fusion(%fusion.1), kind=kLoop, calls=%first_half, backend_config={"estimated_cycles":"10"}
+  %fusion.3 = bf16[2,64]{1,0} fusion(%fusion.2), kind=kLoop, calls=%second_half, backend_config={"estimated_cycles":"10"}
+  ROOT %result = (s32[]{:T(256)}, bf16[2,64]{1,0}) tuple(%next, %fusion.3)
+}
+
+%condition (state.1: (s32[], bf16[2,64])) -> pred[] {
+  %bound = s32[]{:T(256)} constant(32)
+  %state.1 = (s32[]{:T(256)}, bf16[2,64]{1,0}) parameter(0)
+  %i.1 = s32[]{:T(256)} get-tuple-element(%state.1), index=0
+  ROOT %less = pred[]{:T(1024)} compare(%i.1, %bound), direction=LT
+}
+
+ENTRY %main (p.2: bf16[2,64]) -> bf16[2,64] {
+  %p.2 = bf16[2,64]{1,0} parameter(0)
+  %start = s32[]{:T(256)} constant(START)
+  %start.1 = s32[]{:T(256)} copy(%start)
+  %scaled = bf16[2,64]{1,0} multiply(%p.2, %p.2), backend_config={"window_config":{"estimated_cycles":"5"}}
+  %initial = (s32[]{:T(256)}, bf16[2,64]{1,0}) tuple(%start.1, %scaled)
+  %while.1 = (s32[]{:T(256)}, bf16[2,64]{1,0}) while(%initial), condition=%condition, body=%body
+  ROOT %x.2 = bf16[2,64]{1,0} get-tuple-element(%while.1), index=1
+}
+"""
+
+
+def loop(start: int = 0, step: int = 1) -> str:
+    return LOOP.replace("START", str(start)).replace("STEP", str(step))
+
+
+@pytest.mark.parametrize("start, step, trips", [(0, 1, 32), (0, 2, 16), (1, 1, 31), (1, 2, 16), (40, 1, 0)])
+def test_a_loop_costs_its_body_times_its_trips(start, step, trips):
+    """Of a gathered or scattered bf16[8,64] a device sends three quarters; a chain of permutes is one."""
+    found = cost(loop(start, step))
+    assert found.cycles == 5 + trips * 1020
+    assert found.sent == +Counter(all_gather=trips * 768, reduce_scatter=trips * 768, ppermute=trips * 256)
+    assert found.times == dict.fromkeys(found.sent, trips)
+
+
+@pytest.mark.parametrize(
+    "known, unknown",
+    [
+        ("%bound = s32[]{:T(256)} constant(32)", "%bound = s32[]{:T(256)} get-tuple-element(%state.1), index=0"),
+        ("%step = s32[]{:T(256)} constant(1)", "%step = s32[]{:T(256)} negate(%i)"),
+        ("%start = s32[]{:T(256)} constant(0)", "%start = s32[]{:T(256)} get-dimension-size(%p.2)"),
+        ("while(%initial)", "while(%p.2)"),
+    ],
+)
+def test_a_loop_that_counts_by_no_constants(known, unknown):
+    assert known in loop()
+    with pytest.raises(ValueError, match="the loop %while.1 does not count from a constant by a constant up to one"):
+        cost(loop().replace(known, unknown))
+
+
+def test_of_a_branch_the_dearest_counts():
+    branches = """%dear (p.3: bf16[2,64]) -> bf16[2,64] {
+  ROOT %p.3 = bf16[2,64]{1,0} negate(%p.3), backend_config={"estimated_cycles":"70"}
+}
+
+%cheap (p.4: bf16[2,64]) -> bf16[2,64] {
+  ROOT %p.4 = bf16[2,64]{1,0} negate(%p.4), backend_config={"estimated_cycles":"7"}
+}
+
+ENTRY"""
+    for names in ("branch_computations={%cheap, %dear}", "true_computation=%dear, false_computation=%cheap"):
+        chosen = f"  %chosen = bf16[2,64]{{1,0}} conditional(%p.2, %p.2, %p.2), {names}\n  %start ="
+        text = loop().replace("ENTRY", branches).replace("  %start =", chosen)
+        assert cost(text).cycles == cost(loop()).cycles + 70
+
+
+def test_seconds_are_cycles_over_the_clock_and_bytes_over_the_links():
+    total = cost(loop())
+    assert total.compute_seconds(V3) == total.cycles / 0.94e9
+    assert total.seconds(V3) == total.compute_seconds(V3) + 32 * (768 + 768 + 256) / 164e9
+    assert (total * 3).sent["all_gather"] == 3 * total.sent["all_gather"]
+    assert total + Cost() == total
+
+
+# The workloads.
+
+
+@pytest.mark.parametrize("name", [name for name, workload in workloads().items() if workload.published])
+def test_utilization_is_the_papers(name):
+    """At its step time. It does not print its formula, and its two figures for (8, 32) contradict each other."""
+    workload = workloads()[name]
+    assert workload.published is not None
+    found = workload.utilization(workload.published.seconds)
+    assert found == pytest.approx(0.241 if name == "table3-16b-8x32" else workload.published.utilization, rel=0.03)
+
+
+SIZES = {"64b": 64, "128b": 128, "256b": 256, "512b": 512, "1t": 1024, "16b": 16}  # in units of 2^30, as the paper counts
+
+
+@pytest.mark.parametrize("name", [name for name in workloads() if name.startswith("table")])
+def test_models_have_the_sizes_that_their_names_say(name):
+    sizes = [SIZES[word] for word in name.split("-") if word in SIZES] or [64]
+    assert [parameters(name, "layers") / 2**30] == pytest.approx(sizes)
+
+
+def test_llamas_sizes():
+    assert parameters("llama-8b") == 8_030_261_248
+    assert parameters("llama-1b-accumulated") == 1_498_482_688  # 1.24 billion, and logits that are not the embedding
+
+
+def parameters(name: str, part: str | None = None) -> int:
+    params, _, _ = abstract_step(name).args
+    return sum(array.size for array in jax.tree.leaves(params[part] if part else params))
+
+
+@pytest.mark.mixed_dtypes  # optax mixes them
+@pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-1b-accumulated"])
+def test_a_step_gives_what_it_takes(name):
+    step = abstract_step(name)
+    params, state, loss = jax.eval_shape(step.run, *step.args)
+    assert jax.tree.map(described, (params, state)) == jax.tree.map(described, step.args[:2])
+    assert loss.shape == ()
+
+
+def abstract_step(name: str):
+    axes = workloads()[name].axes
+    return workloads()[name].step(AbstractMesh((*axes.values(),), (*axes,), axis_types=(AxisType.Auto,) * len(axes)))
+
+
+def described(array) -> tuple:
+    return array.shape, array.dtype
+
+
+def test_columns_of_tables_2_and_3():
+    counts = [sum(name.startswith(table) for name in workloads()) for table in ("table1", "table2", "table3")]
+    assert counts == [3, 7, 6]
+    assert {workload.devices for workload in workloads().values()} == {8, 64, 128, 256, 512, 2048}
+
+
+# What is printed and written.
+
+
+def test_table():
+    workload = workloads()["table2-64b-8x16"]
+    total = cost(loop()) * 10**6
+    found = tpu.figures(workload, total, 3 << 30)
+    text = tpu.table({"jax.jit": found, "shard_jit": found | {"seconds": 2 * found["seconds"]}, "paper": {"seconds": 5.74}})
+    rows = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
+    assert rows[""] == ["jax.jit", "shard_jit", "paper", "ratio"]
+    assert rows["seconds"] == ["35.1", "70.2", "5.74", "2.000"]
+    assert rows["GB sent in all"] == ["57.3", "57.3", "1.000"]
+    assert rows["collectives run"] == ["96,000,000", "96,000,000", "1.000"]
+    assert "GB sent by all_to_all" not in rows
+    assert rows["peak HBM, GiB"] == ["3.00", "3.00", "1.000"]
+
+
+def test_list_and_wrong_names(capsys):
+    assert tpu.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(workloads())
+    for names, message in (["tiny", "gpt-5"], "no such workload: gpt-5 (--list shows them)"), ([], "name a workload"):
+        with pytest.raises(SystemExit):
+            tpu.main(names)
+        assert message in capsys.readouterr().err
+
+
+def test_json_is_never_there_in_part(tmp_path):
+    tpu.write(tmp_path / "figures.json", {"tiny": {}})
+    assert json.loads((tmp_path / "figures.json").read_text()) == {"tiny": {}}
+    assert os.listdir(tmp_path) == ["figures.json"]
+
+
+@pytest.mark.tpu
+def test_a_small_step_compiles_for_a_tpu(tmp_path):
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "-m", "benchmarks.tpu", "tiny", "--json", str(tmp_path / "figures.json")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    columns = json.loads((tmp_path / "figures.json").read_text())["tiny"]
+    assert set(columns) == {"jax.jit", "shard_jit"}
+    assert columns["shard_jit"]["GB sent in all"] <= 1.01 * columns["jax.jit"]["GB sent in all"]
+    assert columns["shard_jit"]["seconds"] <= 1.01 * columns["jax.jit"]["seconds"]
+    assert columns["shard_jit"]["peak HBM, GiB"] <= 1.05 * columns["jax.jit"]["peak HBM, GiB"]
