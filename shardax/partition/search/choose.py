@@ -1,4 +1,4 @@
-"""choose_together: how every node of a program runs, for the least seconds in all. Pure data out: the decisions, which `emit` then carries out.
+"""choose_together: how every node of a program runs, for the least seconds in all. Pure data out: the decisions.
 
 The program is laid out as sites and solved (`search.py`), twice where loops carry something: in the second round carries may
 lie as their bodies left them in the first. Whether the trips of a map are split is tried for one map after the other: the

@@ -7,6 +7,7 @@ All prices are picoseconds, times the trips of the loops around. `tables.py` fin
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Search:
         self.left: dict[Hashable, Layouts] = {}
         self.annotated = {node.outputs[0]: note.dims for node, note in completion.notes if note.role == "inside"}
         self.reader = _only_readers(graph)
-        self.tables: dict[Hashable, tuple] = {}
+        self.tables: dict[Hashable, Any] = {}
 
     # Laying out
 
