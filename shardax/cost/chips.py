@@ -15,6 +15,7 @@ class Chip:
     `link_rate`: bytes/s that a device sends in a ring, along one dim of the torus both ways.
     `torus`: dims of the torus, 0 where there is none.
     `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are.
+    `least`: seconds that an operation takes, however little it reads and writes.
     `closes`: a dim of the torus is a ring where it is as long as this; a shorter one is a line, and sends one way only.
     `host`: devices that links join, where there is no torus; 0 is all of them.
     `network_rate`: bytes/s that a device sends to other hosts, or slices of a torus; 0 where there are none.
@@ -30,6 +31,7 @@ class Chip:
     torus: int = 0
     latency: float = 1e-6
     start: float = 0.0
+    least: float = 1e-6
     closes: int = 0
     host: int = 0
     network_rate: float = 0.0
@@ -43,7 +45,7 @@ V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9,
 V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, closes=16, network_rate=12.5e9, lanes=128)
 H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9)
 
-NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9)
+NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9, least=64e-9)
 """What programs are chosen for unless `Options(chip=...)` says otherwise: the ratios of v4 to v6e, all devices equally near. To
 start a collective costs next to nothing, 128 bytes, so that a small program is partitioned as a large one would be, and what is
 tried on a laptop shows what a pod will do."""

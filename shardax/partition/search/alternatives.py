@@ -10,7 +10,7 @@ from typing import Any
 
 from shardax import annotations
 from shardax.completion.complete import Completion
-from shardax.cost.network import network_of
+from shardax.cost.network import PICO, network_of
 from shardax.graph import Graph, Node, Value
 from shardax.partition.candidates import (
     Candidate,
@@ -29,6 +29,7 @@ from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_ru
 from shardax.spmd_rules.rule import Factors
 
 MOST = 16
+_SMALL = 64  # what is small costs so many times less
 
 
 class Alternatives:
@@ -62,8 +63,9 @@ class Alternatives:
     def _found(self, node: Node, entry: Entry, factors: Factors, made, wanted) -> Sequence[Way]:
         count = len(node.inputs)
         if annotations.of_node(node):
-            layouts = project_all(wanted[count:], factors.results, factors, self.sizes)
-            return [self.way(node, entry, factors, candidate_of(factors, layouts, (), ()))]
+            splits = project_all(wanted[count:], factors.results, factors, self.sizes)
+            asked = candidate_of(factors, splits, (), ())
+            return [Way(asked.operands, asked.results, 0.0, (splits, factors, entry))]
         ways = self._ranked(node, entry, factors, made, wanted, ())
         if idle := _idle(ways[0], made):
             ways = self._ranked(node, entry, factors, made, wanted, idle)
@@ -109,8 +111,15 @@ class Alternatives:
     def way(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> Way:
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
         sent = sum(self.network.collective("ppermute", (), nbytes) for nbytes in entry.sent(local))
-        price = sent + self.network.compute(entry.flops_of(local), self.traffic(node, entry, candidate))
+        products = self.network.compute(entry.flops_of(local), 0)
+        price = sent + max(products, self.moving(self.traffic(node, entry, candidate)))
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry))
+
+    def moving(self, nbytes: float) -> float:
+        """The price of memory traffic. An operation takes about as long on a few bytes as on none: to split what is small
+        spares next to nothing, and is not worth a message."""
+        price, least = self.network.compute(0, nbytes), PICO * self.network.chip.least
+        return float(round(price / _SMALL if price < least else price - least * (1 - 1 / _SMALL)))
 
     def traffic(self, node: Node, entry: Entry, candidate: Candidate) -> float:
         """The bytes that a node reads and writes in memory."""

@@ -1,68 +1,72 @@
 """What it costs to read a value in several layouts: copies that are made once and shared by its readers.
 
-A value is made in one layout; whoever reads it in another makes a copy, from the value or from another copy. A value with one
-reader needs a table between the two. With several, a variable of its own says which copies are made for all:
+A value is made in one layout; whoever reads it in another makes a copy of it. A value with one such reader needs a table
+between the two. With several, a variable of its own says which copies are made for all:
 
-    maker ──── (made as m, copies of S) ──── reader 1        S has at most `TOGETHER` layouts; further ones each reader makes
+    maker ──── (made as m, copies of S) ──── reader 1        S has at most two layouts; further ones each reader makes
                          └────────────────── reader 2        for itself
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardax.sharding import Layout
 
-TOGETHER = 2
 FEW = 6  # layouts of which pairs are tried
 
 Price = Callable[[Layout, Layout], float]
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """The layout in which a value is made, and the copies that are made for all of its readers."""
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """The states that may pay. `states`: the layout in which a value is made, and the copies that are made for all. `making`:
+    the price of these. `reading`: for each state and each layout of `read` what a reader pays beside.
+    """
 
-    made: Layout
-    copies: tuple[Layout, ...]
+    states: Sequence[tuple[Layout, tuple[Layout, ...]]]
+    making: np.ndarray
+    read: Sequence[Layout]
+    reading: np.ndarray
+
+    def maker_table(self, made: Sequence[Layout]) -> np.ndarray:
+        """0 where the maker's way makes the value as the state says."""
+        return np.array([[0.0 if m == have else np.inf for m, _ in self.states] for have in made])
+
+    def reader_table(self, targets: Sequence[Layout]) -> np.ndarray:
+        """What each way of a reader pays in each state."""
+        place = {layout: i for i, layout in enumerate(self.read)}
+        return self.reading[:, [place[t] for t in targets]]
 
 
-def states(made: Sequence[Layout], readers: Sequence[Collection[Layout]], price: Price) -> list[State]:
-    """The states that may pay: a copy is made for all where at least two readers may use it.
+def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price: Price) -> Copies:
+    """The states of a value. A copy is made for all where at least two readers may use it.
 
     Args:
       made: the layouts in which the value may be made.
       readers: for each reader those in which it may read it.
+      price: of a reshard from one layout to another.
     """
-    read = list(dict.fromkeys(t for targets in readers for t in targets))
-    useful = {t: sum(any(is_cut(t, other) for other in targets) for targets in readers) > 1 for t in read}
-    found = []
-    for m in made:
-        paid = [t for t in read if useful[t] and price(m, t) > 0]
-        found.append(State(m, ()))
-        found += [State(m, (t,)) for t in paid]
-        if TOGETHER <= len(paid) <= FEW:
-            found += [State(m, pair) for pair in itertools.combinations(paid, TOGETHER) if not is_part(*pair)]
-    return found
+    read = list(dict.fromkeys(itertools.chain(*readers)))
+    prices = np.array([[price(m, t) for t in read] for m in made])
+    cut = np.array([[is_cut(copy, t) for t in read] for copy in read])
+    uses = [sum(any(cut[c, read.index(t)] for t in dict.fromkeys(targets)) for targets in readers) for c in range(len(read))]
+    states, making, reading = [], [], []
+    for m, row in zip(made, prices, strict=True):
+        paid = [c for c in range(len(read)) if row[c] > 0 and uses[c] > 1]
+        for chosen in _choices(paid, cut):
+            states.append((m, tuple(read[c] for c in chosen)))
+            making.append(sum(row[c] for c in chosen))
+            reading.append(np.where(cut[list(chosen)].any(axis=0), 0.0, row))
+    return Copies(states, np.array(making), read, np.array(reading))
 
 
-def is_part(first: Layout, second: Layout) -> bool:
-    """Whether one of two layouts is cut out of the other without sending."""
-    return is_cut(first, second) or is_cut(second, first)
-
-
-def making(state: State, price: Price) -> float:
-    """The price of the copies of a state, each made from the value."""
-    return sum(price(state.made, t) for t in state.copies)
-
-
-def reading(state: State, target: Layout, price: Price) -> float:
-    """The price of reading a value in a layout, given its copies: cut out of one of them, or made for this reader."""
-    if any(is_cut(copy, target) for copy in state.copies):
-        return 0.0
-    return price(state.made, target)
+def _choices(paid: Sequence[int], cut: np.ndarray) -> list[tuple[int, ...]]:
+    """No copy, one, or two of which neither is cut out of the other."""
+    pairs = itertools.combinations(paid, 2) if len(paid) <= FEW else ()
+    return [(), *((c,) for c in paid), *((a, b) for a, b in pairs if not (cut[a, b] or cut[b, a]))]
 
 
 def is_cut(source: Layout, target: Layout) -> bool:
@@ -75,14 +79,3 @@ def is_cut(source: Layout, target: Layout) -> bool:
         if want[: len(have)] != have or have and held != kept:
             return False
     return not set(target.sharding.axes) & {*source.pending_axes}
-
-
-def maker_table(found: Sequence[State], made: Sequence[Layout]) -> np.ndarray:
-    """0 where the maker's way makes the value as the state says."""
-    return np.array([[0.0 if state.made == m else np.inf for state in found] for m in made])
-
-
-def reader_table(found: Sequence[State], read: Sequence[Layout], price: Price) -> np.ndarray:
-    """What each way of a reader pays in each state."""
-    column = {t: [reading(state, t, price) for state in found] for t in dict.fromkeys(read)}
-    return np.array([column[t] for t in read]).T

@@ -295,11 +295,10 @@ class Search:
             return None
         if sum(paying) == 1:
             return None, None, [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        readers = [dict.fromkeys(ts) for ts, pays in zip(targets, paying, strict=True) if pays]
-        states = copies.states(sources, readers, price)
-        cost = np.array([copies.making(state, price) for state in states])
-        tables = [copies.reader_table(states, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        return cost, copies.maker_table(states, made), tables
+        readers = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
+        found = copies.copies_of(sources, readers, price)
+        tables = [found.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+        return found.making, found.maker_table(made), tables
 
 
 def _table(made: Layouts, read: Layouts, price: Callable[[Layout, Layout], float]) -> np.ndarray:

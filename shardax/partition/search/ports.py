@@ -128,8 +128,8 @@ def _cond(search: "Search", node: Node, trips: float, hidden: frozenset[str]) ->
         search.body(body, trips / len(node.bodies), inside)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
-        layouts = _owing(search.wanted(outer, inside), owing, outer)
-        ways = [Way((layout,) * len(inners), (layout,)) for layout in layouts]
+        settled, *owed = _owing(search.wanted(outer, inside), owing, outer)
+        ways = [Way((layout,) * len(inners), (layout,)) for layout in (*owed, settled)]
         ports.results.append(search.add(Site(inners, [outer], ways, trips)))
     return ports
 

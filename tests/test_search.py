@@ -1,0 +1,169 @@
+"""Programs whose ways are chosen all together, `Options(search=True)`: what they send, and that results are right."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.check import ramp
+from shardax.partition.search.copies import copies_of, is_cut
+from shardax.sharding import Layout, Sharding
+from tests.test_traffic import MESH, ROWS
+
+SEARCH = sx.Options(search=True)
+SHARED = ["recurrence", "x.at[i].mul", "map", "rotate half", "more lookups than rows", "argmax"]
+
+# Programs in which the walk sends less in one trip, but every trip: (bytes in all trips, of the walk)
+ONCE = {"rotating buffer": 16 * 256}
+
+
+def sharded(name, **how):
+    f, _, ins, outs, _ = ROWS[name]
+    return sx.shard_jit(f, mesh=MESH, in_shardings=ins, out_shardings=outs, **how)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_sends_no_more_than_the_walk(name):
+    """And the results are those of the plain function."""
+    f, args, _, _, wanted = ROWS[name]
+    searched = sharded(name, options=SEARCH)
+    expected = jax.jit(f)(*args)
+    for got, want in zip(jax.tree.leaves(searched(*args)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    assert searched.plan(*args).comm_bytes <= max(ONCE.get(name, 0), sum(nbytes for _, nbytes in wanted))
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(SHARED, 2)], ids=" and ".join)
+def test_side_by_side_programs_send_what_each_sends(pair):
+    (f, fs, f_ins, f_outs, _), (g, gs, g_ins, g_outs, _) = (ROWS[name] for name in pair)
+
+    def both(xs, ys):
+        return f(*xs), g(*ys)
+
+    def specs(ins, args):
+        return ins if isinstance(ins, tuple) and not isinstance(ins, P) else (ins,) * len(args)
+
+    ins = specs(f_ins, fs), specs(g_ins, gs)
+    together = sx.shard_jit(both, mesh=MESH, in_shardings=ins, out_shardings=(f_outs, g_outs), options=SEARCH)
+    alone = [sharded(name, options=SEARCH).plan(*ROWS[name][1]).comm_bytes for name in pair]
+    assert together.plan(tuple(fs), tuple(gs)).comm_bytes <= sum(alone)
+
+
+def test_lookups_of_one_table_are_decided_apart():
+    """Features of the table or batch of the indices over x: what is best for one lookup costs the other nothing."""
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    table, tokens, w = (jax.ShapeDtypeStruct(*s) for s in (((64, 64), "float32"), ((64,), "int32"), ((64, 64), "float32")))
+
+    def sent(f, *args, ins):
+        return sx.shard_jit(f, mesh=mesh, in_shardings=ins, options=SEARCH).plan(*args).comm_bytes
+
+    one = sent(lambda e, t: e[t] * 2, table, tokens, ins=(P(None, "x"), P("x")))
+    other = sent(lambda e, t, w: e[t] @ w, table, tokens, w, ins=(P(None, "x"), P("x"), P()))
+    both = sent(lambda e, t, w: (e[t] * 2, e[t] @ w), table, tokens, w, ins=(P(None, "x"), P("x"), P()))
+    assert both <= one + other
+
+
+def test_a_residual_stream_settles_each_sum_once():
+    """Nothing is kept pending beside what a norm has settled: no device adds zeros to a part of a sum."""
+    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+    def layers(x, ups, downs):
+        for up, down in zip(ups, downs, strict=True):
+            normed = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1)
+            x = x + jax.nn.relu(normed @ up) @ down
+        return x
+
+    x, up, down = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 1024), (1024, 4096), (4096, 1024)))
+    ins = (P(), [P(None, "x")] * 3, [P("x")] * 3)
+    plan = sx.shard_jit(layers, mesh=mesh, in_shardings=ins, options=SEARCH).plan(x, [up] * 3, [down] * 3)
+    assert plan.comm_bytes <= 3 * 2 * (512 * 1024 * 4) * 3 // 4
+    assert "jnp.where" not in plan.source()
+
+
+def accumulating(depth: int):
+    """Scans in one another that add up products over a split dim."""
+
+    def body(total, x, d):
+        if d == 0:
+            return total + x @ x.T
+        return lax.scan(lambda t, _: (body(t, x, d - 1), None), total, None, length=3)[0]
+
+    return lambda x: body(jnp.zeros((16, 16)), x, depth)
+
+
+def test_nested_loops_are_planned_in_time_that_grows_with_their_depth():
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((16, 64), "float32")
+
+    def seconds(depth):
+        start = time.process_time()
+        plan = sx.shard_jit(accumulating(depth), mesh=mesh, in_shardings=P(None, "x"), options=SEARCH).plan(x)
+        assert [(c.kind, c.trips) for c in plan.collectives] == [("all_reduce", 1)]
+        return time.process_time() - start
+
+    seconds(1)  # what is loaded and traced once
+    assert seconds(6) <= 6 * seconds(1) + 0.5
+
+
+def test_carries_wait_for_their_sum():
+    def f(x, w):
+        return lax.fori_loop(0, 5, lambda i, total: total + x @ w, jnp.zeros((8, 8)))
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x, w = ramp(8, 64) / 64, ramp(64, 8) / 64
+    step = sx.shard_jit(f, mesh=mesh, in_shardings=(P(None, "x"), P("x")), options=SEARCH)
+    np.testing.assert_allclose(step(x, w), jax.jit(f)(x, w), rtol=1e-4)
+    assert [(c.kind, c.trips) for c in step.plan(x, w).collectives] == [("all_reduce", 1)]
+
+
+def test_branches_leave_what_all_of_them_owe():
+    def f(flag, x, w):
+        return lax.cond(flag, lambda: x @ w, lambda: 2 * (x @ w))
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x, w = ramp(8, 64) / 64, ramp(64, 8) / 64
+    step = sx.shard_jit(f, mesh=mesh, in_shardings=(None, P(None, "x"), P("x")), options=SEARCH)
+    for flag in (True, False):
+        np.testing.assert_allclose(step(flag, x, w), jax.jit(f)(flag, x, w), rtol=1e-4)
+    assert [c.kind for c in step.plan(True, x, w).collectives] == ["all_reduce"]
+
+
+def test_a_search_that_is_no_bool_is_refused():
+    with pytest.raises(ValueError, match=r"Options\(search='yes'\): must be True or False"):
+        sx.Options(search="yes")  # type: ignore[arg-type]
+
+
+# Copies
+
+WHOLE, ROWS_X, COLS_X = (Layout(Sharding(dims), (8, 8)) for dims in (((), ()), (("x",), ()), ((), ("x",))))
+
+
+def price(source, target):
+    return 0.0 if is_cut(source, target) else 10.0
+
+
+def test_what_is_cut_out_of_a_copy_is_free():
+    assert is_cut(WHOLE, ROWS_X) and not is_cut(ROWS_X, WHOLE) and not is_cut(ROWS_X, COLS_X)
+    owing = Layout(Sharding(((), ())), (8, 8), (("x", "sum"),))
+    assert not is_cut(owing, WHOLE) and not is_cut(owing, ROWS_X)
+
+
+def test_a_copy_is_shared_by_its_readers():
+    found = copies_of([ROWS_X], [[WHOLE, ROWS_X], [WHOLE, COLS_X]], price)
+    alone, shared = (found.states.index((ROWS_X, chosen)) for chosen in ((), (WHOLE,)))
+    pays = dict(zip(found.read, found.reading.T, strict=True))
+    assert found.making[shared] == 10 and pays[WHOLE][shared] == pays[COLS_X][shared] == 0
+    assert found.making[alone] == 0 and pays[WHOLE][alone] == pays[COLS_X][alone] == 10
+
+
+def test_what_one_reader_alone_may_use_is_no_copy_for_all():
+    found = copies_of([ROWS_X], [[WHOLE, ROWS_X], [COLS_X, ROWS_X]], price)
+    assert [chosen for _, chosen in found.states] == [(), (WHOLE,)]  # the second reader cuts its part out of it
+    assert (ROWS_X, (COLS_X,)) not in found.states

@@ -1,0 +1,134 @@
+"""The solver of the search against every choice there is, and against an ILP. Needs no devices."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_array
+
+from shardax.partition.search.messages import choose_by_messages
+from shardax.partition.search.tables import Problem, solve
+
+
+def random_problem(seed: int, count: int, most: int, pairs: int, highest: int = 50) -> Problem:
+    """Variables of up to `most` ways; few different prices, so that many choices cost the same."""
+    rng = np.random.default_rng(seed)
+    problem = Problem()
+    for _ in range(count):
+        v = problem.variable(int(rng.integers(1, most + 1)))
+        problem.add((v,), rng.integers(0, highest, problem.counts[v]).astype(float))
+    for _ in range(pairs):
+        a, b = map(int, rng.choice(count, 2, replace=False))
+        problem.add((a, b), rng.integers(0, highest, (problem.counts[a], problem.counts[b])).astype(float))
+    return problem
+
+
+def exhaustive(problem: Problem) -> float:
+    return min(problem.price(ways) for ways in itertools.product(*map(range, problem.counts)))
+
+
+def ilp(problem: Problem) -> float:
+    """The price of the optimum by HiGHS: one 0-1 variable for each entry of each table, those of shared variables tied."""
+    sizes = [np.prod(table.prices.shape, dtype=int) for table in problem.tables]
+    starts = np.cumsum([sum(problem.counts), *sizes])
+    first = np.cumsum([0, *problem.counts])
+    prices = np.concatenate([np.zeros(starts[0]), *(table.prices.ravel() for table in problem.tables)])
+    rows, wanted = [], []
+    for v, n in enumerate(problem.counts):
+        rows.append({first[v] + i: 1.0 for i in range(n)})
+        wanted.append(1.0)
+    for table, start in zip(problem.tables, starts, strict=False):
+        entries = np.arange(table.prices.size).reshape(table.prices.shape) + start
+        for dim, v in enumerate(table.scope):
+            for i in range(problem.counts[v]):
+                rows.append({**{int(e): 1.0 for e in entries.take(i, axis=dim).ravel()}, first[v] + i: -1.0})
+                wanted.append(0.0)
+    matrix = lil_array((len(rows), len(prices)))
+    for r, row in enumerate(rows):
+        for column, value in row.items():
+            matrix[r, column] = value
+    found = milp(
+        prices,
+        constraints=LinearConstraint(matrix.tocsr(), wanted, wanted),
+        integrality=np.arange(len(prices)) < starts[0],
+        bounds=Bounds(0, 1),
+    )
+    assert found.success, found.message
+    return round(found.fun)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_choice_is_the_exhaustive_optimum(seed):
+    problem = random_problem(seed, 2 + seed % 7, 4, 3 + seed % 9)
+    solution = solve(problem)
+    assert solution.price == problem.price(solution.ways) == exhaustive(problem)
+    assert solution.gap == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_ilp_finds_nothing_better(seed):
+    problem = random_problem(seed, 14, 4, 24)
+    solution = solve(problem)
+    assert solution.gap == 0
+    assert solution.price == ilp(problem)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_where_tables_outgrow_the_limit_the_gap_is_stated(seed):
+    problem = random_problem(seed, 20, 5, 40)
+    best = solve(problem)
+    assert best.gap == 0
+    bounded = solve(problem, limit=8)
+    assert bounded.bound <= best.price <= bounded.price == problem.price(bounded.ways)
+    assert bounded.price <= 1.15 * best.price
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_more_alternative_never_raises_the_price(seed):
+    problem = random_problem(seed, 6, 3, 9)
+    fewer = Problem()
+    cut = next(v for v, n in enumerate(problem.counts) if n > 1)
+    for v, n in enumerate(problem.counts):
+        fewer.variable(n - (v == cut))
+    for table in problem.tables:
+        places = tuple(slice(0, -1) if v == cut else slice(None) for v in table.scope)
+        fewer.add(table.scope, table.prices[places])
+    assert solve(problem).price <= solve(fewer).price
+
+
+def test_two_problems_side_by_side_cost_what_each_costs():
+    one, other = random_problem(1, 8, 4, 14), random_problem(2, 9, 4, 15)
+    both = Problem([*one.counts, *other.counts], list(one.tables))
+    for table in other.tables:
+        both.add([v + len(one.counts) for v in table.scope], table.prices)
+    assert solve(both).price == solve(one).price + solve(other).price
+
+
+def test_ties_are_broken_by_the_order_of_ways():
+    problem = Problem()
+    a, b = problem.variable(3), problem.variable(3)
+    problem.add((a, b), np.ones((3, 3)))
+    assert solve(problem).ways == [0, 0]
+
+
+def test_what_cannot_be_is_never_chosen():
+    problem = Problem()
+    a, b = problem.variable(2), problem.variable(2)
+    problem.add((a, b), np.array([[np.inf, 7.0], [np.inf, np.inf]]))
+    assert solve(problem).ways == [0, 1]
+
+
+def test_messages_find_the_optimum_of_a_chain():
+    rng = np.random.default_rng(0)
+    problem = Problem()
+    for _ in range(12):
+        problem.variable(4)
+    alone = {v: rng.integers(0, 50, 4).astype(float) for v in range(12)}
+    pairs = {(v, v + 1): rng.integers(0, 50, (4, 4)).astype(float) for v in range(11)}
+    for v, prices in alone.items():
+        problem.add((v,), prices)
+    for pair, prices in pairs.items():
+        problem.add(pair, prices)
+    ways = choose_by_messages(alone, pairs)
+    assert problem.price([ways[v] for v in range(12)]) == solve(problem).price
