@@ -235,7 +235,7 @@ ROWS = {
         [ramp(8, 8, 16)],
         P("y", None, "x"),
         P(None, ("x", "y")),
-        [("all_to_all", 384), ("all_to_all", 256)],
+        [("all_to_all", 448)],
     ),
     "contraction over two axes": (
         jnp.matmul,
