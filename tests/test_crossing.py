@@ -193,5 +193,5 @@ def test_25_heads_on_16_ways():
         jax.ShapeDtypeStruct((4, 128, 1600), "bfloat16"), p
     )
     reshapes = [c for c in plan.collectives if c.reason.startswith("reshape")]
-    assert len(reshapes) == 6 and {c.kind for c in plan.collectives} == {"all_to_all", "all_reduce"}
-    assert sum(c.total for c in reshapes) < 3 * 4 * 128 * 1600 * 2 / 4
+    assert {c.kind for c in plan.collectives} == {"ppermute", "all_reduce"}
+    assert sum(c.total for c in reshapes) == 638976 < 3 * 4 * 128 * 1600 * 2 / 4  # 656640 by two all_to_alls each

@@ -85,8 +85,8 @@ class Network(dict[str, int]):
         return float(round(start + nbytes * byte))
 
     def _way(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
-        """Picoseconds to start a collective, and for each byte."""
-        lines = [self.lines[a] for a in axes if self[a] > 1]
+        """Picoseconds to start a collective, and for each byte. Axes of other meshes, which crossings name, are any links."""
+        lines = [self.lines[a] for a in axes if self.get(a, 1) > 1]
         rings = 2 if kind == "all_reduce" else 1
         latency = self.chip.latency if kind == "ppermute" else rings * sum(line.latency for line in lines)
         detour = max((line.detour for line in lines), default=1) if kind == "all_to_all" else 1
