@@ -190,7 +190,7 @@ class Plan:
     @functools.cached_property
     def _sent(self) -> list[Sent]:
         """What is sent, along the axes of the local program, and by crossings along those of the mesh."""
-        crossed = [(c.jaxpr(self.mesh), self.mesh.shape) for c in self.crossings if c.sends]
+        crossed = [(c.jaxpr(self.mesh), {**self.mesh.shape, **self._sizes}) for c in self.crossings if c.sends]
         programs = [(self.local_jaxpr, self._sizes), *crossed]
         found = [c for program, sizes in programs for c in collectives(program, sizes) if not c.other_branch]
         return [Sent(c.kind, c.axes, c.nbytes, c.minor, c.trips) for c in found]
