@@ -1,11 +1,12 @@
 """choose_together: how every node of a program runs, for the least seconds in all. Pure data out: the decisions.
 
-The program is laid out as sites and solved (`search.py`), twice where loops carry something: in the second round carries may
-lie as their bodies left them in the first. Whether the trips of a map are split is tried for one map after the other: the
-devices at different trips then share nothing inside, so that all ways inside are others.
+The program is laid out as sites and solved (`layout.py`). Where loops carry something it is laid out twice: the second time
+carries may take the layouts in which their bodies gave them back the first time. Whether the trips of a map are split is tried
+for one map after the other: the devices are at different trips then, so that all ways inside are others.
 """
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from shardax.completion.complete import Completion
 from shardax.graph import Graph, Node
@@ -21,12 +22,7 @@ from shardax.spmd_rules.registry import Split
 Splits = dict[Node, Split | None]
 
 
-def choose_together(
-    graph: Graph,
-    completion: Completion,
-    inputs: Sequence[Layout],
-    outputs: Sequence[Layout],
-) -> Decisions:
+def choose_together(graph: Graph, completion: Completion, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in."""
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
     splits: Splits = {}
@@ -38,7 +34,7 @@ def choose_together(
                 tried, price = _searched(graph, completion, alternatives, inputs, outputs, {**search.splits, node: other})
                 if price.price < solution.price:
                     search, solution, now = tried, price, other
-    return Replay(search).program(graph, inputs, outputs)
+    return replace(Replay(search).graph(graph, inputs, outputs), price=solution.price, gap=solution.gap)
 
 
 def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: Splits) -> tuple[Search, Solution]:
@@ -47,6 +43,5 @@ def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: S
         search = Search(graph, completion, alternatives, splits, given_back)
         search.program(graph, inputs, outputs)
         if search.left == given_back or given_back:
-            solution = search.solve()
-            return search, solution
+            return search, search.solve()
         given_back = search.left

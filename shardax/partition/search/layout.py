@@ -26,8 +26,13 @@ from shardax.spmd_rules.registry import RULES, Split
 
 
 class Search:
-    """A program laid out as sites. `roots`: for a renamed value, the one that it is. `scope`: how often the code that holds a
-    value runs. `chosen_splits`: how the trips of maps are split."""
+    """A program laid out as sites.
+
+    `layouts`: in which each value may be made; `maker`: by which site, as which of its results. `reading`: who reads what, as
+    which operand. `root`: of a renamed value, the one that it is. `anywhere`: what every device can make any part of. `scope`:
+    how often the code runs that holds a value; `often`: in how many alike blocks. `maps`: how the trips of each map may be
+    split, `splits`: how they are. `left`: the layouts in which bodies give carries back; `given_back`: those of the last time.
+    """
 
     def __init__(
         self,
@@ -261,8 +266,8 @@ class Search:
         """The tables of one value and its readers."""
         maker, result = self.maker[value]
         made = tuple([way.results[result] for way in maker.ways])
-        targets = [self._targets(site, i, value) for site, i in reads]
-        shown = self._tables(value, made, tuple(targets))
+        targets = tuple([tuple([way.operands[i] for way in site.ways]) for site, i in reads])
+        shown = self._tables(value, made, targets)
         if shown is None:
             return
         state_cost, maker_table, reader_tables = shown
@@ -277,9 +282,6 @@ class Search:
         for (site, _), table in zip(reads, reader_tables, strict=True):
             if table is not None:
                 self._add(problem, [copy, site], table * weight)
-
-    def _targets(self, site: Site, i: int, root: Value) -> Layouts:
-        return tuple([way.operands[i] for way in site.ways])
 
     def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...]):
         key = (made, targets, value.shape, value.itemsize, value in self.anywhere)

@@ -17,9 +17,6 @@ class Replay:
         self.there: dict[Value, list[Layout]] = {}
         self.structured: dict[Node, Decision] = {}
 
-    def program(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
-        return self.graph(graph, inputs, outputs)
-
     def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
         for value, layout in zip(graph.inputs, inputs, strict=True):
             self.there[value] = [layout]
