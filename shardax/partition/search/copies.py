@@ -51,7 +51,8 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     """
     read = list(dict.fromkeys(itertools.chain(*readers)))
     prices = np.array([[price(m, t) for t in read] for m in made])
-    cut = np.array([[is_cut(copy, t) for t in read] for copy in read])
+    parts = np.array([[price(copy, t) if is_cut(copy, t) else np.inf for t in read] for copy in read])
+    cut = np.isfinite(parts)
     uses = [sum(any(cut[c, read.index(t)] for t in dict.fromkeys(targets)) for targets in readers) for c in range(len(read))]
     states, making, reading = [], [], []
     for m, row in zip(made, prices, strict=True):
@@ -59,7 +60,7 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
         for chosen in _choices(paid, cut):
             states.append((m, tuple(read[c] for c in chosen)))
             making.append(sum(row[c] for c in chosen))
-            reading.append(np.where(cut[list(chosen)].any(axis=0), 0.0, row))
+            reading.append(np.min([row, *parts[list(chosen)]], axis=0))
     return Copies(states, np.array(making), read, np.array(reading))
 
 

@@ -197,16 +197,19 @@ class Search:
         return split if split in found else None
 
     def price(self, value: Value, source: Layout, target: Layout) -> float:
-        """Picoseconds to bring a value from one layout to another, once."""
+        """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes whole."""
         price = self.sent(value, source, target)
         if price and value in self.anywhere:
-            price = min(price, self.sent(value, whole(value.shape), target))
+            made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
+            price = min(price, made + self.sent(value, whole(value.shape), target))
         return price
 
     def sent(self, value: Value, source: Layout, target: Layout) -> float:
-        """The same, where no device makes for itself what it needs."""
-        if copies.is_cut(source, target):
+        """The same, where no device makes for itself what it needs. A part is read and written."""
+        if source == target:
             return 0.0
+        if copies.is_cut(source, target):
+            return self.alternatives.moving(2 * self.nbytes(value, target))
         return reshard.plan(source, target, value.shape, value.itemsize, self.sizes).price
 
     # The tables
