@@ -366,6 +366,7 @@ TORUS = replace(chips.V5E, lanes=1)
 """A chip whose hops count, and to whose compiler few elements of the minor-most dim are too few for a reduce_scatter."""
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("chip", [chips.NOMINAL, TORUS, replace(chips.H200, host=2)], ids=lambda chip: chip.name)
 @pytest.mark.parametrize("shape, sizes, pending_axes", EXHAUSTIVE)
 def test_nothing_is_cheaper(shape, sizes, pending_axes, chip):

@@ -29,6 +29,7 @@ def sharded(name, **how):
     return sx.shard_jit(f, mesh=MESH, in_shardings=ins, out_shardings=outs, **how)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ROWS)
 def test_sends_no_more_than_the_walk(name):
     """And the results are those of the plain function."""
@@ -40,6 +41,7 @@ def test_sends_no_more_than_the_walk(name):
     assert searched.plan(*args).comm_bytes <= max(ONCE.get(name, 0), sum(nbytes for _, nbytes in wanted))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("pair", [*itertools.combinations(SHARED, 2)], ids=" and ".join)
 def test_side_by_side_programs_send_what_each_sends(pair):
     (f, fs, f_ins, f_outs, _), (g, gs, g_ins, g_outs, _) = (ROWS[name] for name in pair)

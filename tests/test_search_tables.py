@@ -10,6 +10,8 @@ from scipy.sparse import lil_array
 from shardax.partition.search.messages import choose_by_messages
 from shardax.partition.search.tables import Problem, solve
 
+pytestmark = pytest.mark.once
+
 
 def random_problem(seed: int, count: int, most: int, pairs: int, highest: int = 50) -> Problem:
     """Variables of up to `most` ways; few different prices, so that many choices cost the same."""
