@@ -175,27 +175,25 @@ class _Elimination:
 
     def eliminate(self, v: int) -> Iterable[int]:
         """Eliminates one variable; returns its neighbours."""
-        numbered, around = self.of[v], self.neighbours(v)
-        tables = list(numbered.values())
-        for number, table in numbered.items():
-            for w in table.scope:
-                if w != v:
-                    del self.of[w][number]
-        self.of[v] = {}
+        around, tables = self.neighbours(v), self.taken(v)
         self.buckets.append((v, tables))
         for group in self.groups(tables, v) if self.limit else [tables] * bool(tables):
             self.put(_without(v, group, self.counts[v]))
         return around
 
-    def hold(self, v: int, way: int) -> Iterable[int]:
-        """Fixes the way of a variable; returns its neighbours."""
-        numbered, around = self.of[v], self.neighbours(v)
-        tables = list(numbered.values())
+    def taken(self, v: int) -> list[Table]:
+        """The tables that a variable is in, which none is in any more."""
+        numbered = self.of[v]
+        self.of[v] = {}
         for number, table in numbered.items():
             for w in table.scope:
                 if w != v:
                     del self.of[w][number]
-        self.of[v] = {}
+        return list(numbered.values())
+
+    def hold(self, v: int, way: int) -> Iterable[int]:
+        """Fixes the way of a variable; returns its neighbours."""
+        around, tables = self.neighbours(v), self.taken(v)
         alone = np.full(self.counts[v], np.inf)
         alone[way] = 0.0
         self.buckets.append((v, [Table((v,), alone)]))
