@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 from shardax.halo import bring
-from shardax.reshard import Path, next_blocks, pairs
+from shardax.reshard import Path
+from shardax.reshard_steps import next_blocks, pairs
 from shardax.sharding import AxisSizes, in_mesh_order, shard_count
 
 

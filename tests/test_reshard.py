@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import shardax as sx
-from shardax import collectives, reshard
+from shardax import collectives, reshard, reshard_steps
 from shardax.cost import chips
 from shardax.cost.network import Network
 from shardax.halo import exchange_of
@@ -283,7 +283,9 @@ class Graph:
             return None
         old, new = a.local_shape(self.sizes)[dim], b.local_shape(self.sizes)[dim]
         count = shard_count(a.dims[dim], self.sizes)
-        sent = exchange_of(reshard.next_blocks(dim, a.dims[dim], old, new, count, self.shape[dim])).sent  # see test_halo.py
+        sent = exchange_of(
+            reshard_steps.next_blocks(dim, a.dims[dim], old, new, count, self.shape[dim])
+        ).sent  # see test_halo.py
         row = self.volume(a) // old
         return sum(self.sends("ppermute", a.dims[dim], row * rows)[0] for rows in sent), len(sent)
 

@@ -28,7 +28,7 @@ from shardax.sharding import Axes, AxisSizes, Layout, Padding
 from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
 from shardax.spmd_rules.rule import Factors
 
-MOST = 16
+MOST = 8
 _SMALL = 64  # what is small costs so many times less
 
 

@@ -210,7 +210,7 @@ class Search:
             return 0.0
         if copies.is_cut(source, target):
             return self.alternatives.moving(2 * self.nbytes(value, target))
-        return reshard.plan(source, target, value.shape, value.itemsize, self.sizes).price
+        return reshard.price(source, target, value.shape, value.itemsize, self.sizes)
 
     # The tables
 
