@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardax.halo import Wanted, bring, exchange_of
-from shardax.reshard import next_blocks
+from shardax.reshard_steps import next_blocks
 
 COUNTS = (2, 3, 8)
 
