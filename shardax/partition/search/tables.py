@@ -4,9 +4,9 @@ A *variable* has a few ways. A *table* has the price of each combination of the 
 itself, or of a reshard between two. To eliminate a variable is to add up the tables that it is in and to keep, for each
 combination of its neighbours' ways, the least price; that is one more table, over the neighbours. Where no table outgrows
 `LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, its parts are minimized apart (Dechter
-and Rish 2003, mini-buckets), which gives a lower bound, and the choice is found by messages (`messages.py`). That is improved:
-as few variables as must be are held at their ways, others in each round, and all others are chosen anew, exactly. The `gap` to
-the bound is known.
+and Rish 2003, mini-buckets), which gives a lower bound, and choices are proposed by messages (`messages.py`), of which the best
+mixture is taken. That is improved: as few variables as must be are held at their ways, others in each round, and all others
+are chosen anew, exactly. The `gap` to the bound is known.
 
 Equal tables are one object (`intern`), and an elimination of the same tables is done once: so alike layers are solved once.
 Prices are whole numbers, so sums are exact; among equals the first way is taken.
@@ -21,10 +21,12 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardax.partition.search.messages import choose_by_messages
+from shardax.partition.search.messages import proposals
 
 LIMIT = 1 << 14  # entries of a table
-ROUNDS, IDLE = 6, 2  # of improvement, where a table outgrew that: in all, and without gain
+ROUNDS, IDLE = 10, 2  # of improvement, where a table outgrew that: in all, and with little gain
+LITTLE = 1e-4
+FINER = 4  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,30 @@ class Problem:
             scope, prices = scope[:1], prices.diagonal()
         self.tables.append(Table(tuple(scope), intern(prices)))
 
+    def components(self) -> list[tuple[list[int], "Problem"]]:
+        """The problems that have nothing to do with one another, each with its variables: what stands side by side is chosen as
+        if it were alone."""
+        root = list(range(len(self.counts)))
+
+        def root_of(v: int) -> int:
+            while root[v] != v:
+                root[v] = v = root[root[v]]
+            return v
+
+        for table in self.tables:
+            first, last = sorted((root_of(table.scope[0]), root_of(table.scope[-1])))
+            root[last] = first
+        found = {v: (list[int](), Problem()) for v in range(len(self.counts)) if root_of(v) == v}
+        number = []
+        for v, count in enumerate(self.counts):
+            variables, problem = found[root_of(v)]
+            variables.append(v)
+            number.append(problem.variable(count))
+        for table in self.tables:
+            problem = found[root_of(table.scope[0])][1]
+            problem.tables.append(Table(tuple([number[v] for v in table.scope]), table.prices))
+        return list(found.values())
+
     def price(self, ways: Sequence[int]) -> float:
         """The price of a choice."""
         return float(sum(table.prices[tuple([ways[v] for v in table.scope])] for table in self.tables))
@@ -84,13 +110,72 @@ def solve(problem: Problem, limit: int = LIMIT) -> Solution:
     >>> solve(problem)
     Solution(ways=[1, 0], price=3.0, bound=3.0)
     """
-    elimination = _Elimination(problem, limit)
+    fewer, parts = _contracted(problem)
+    around = _Elimination(fewer, 0)
+    core, rest = around.core()
+    chosen, bound = dict[int, int](), around.constant
+    for variables, part in core.components():
+        ways, least = _solved(part, limit)
+        chosen.update(zip([rest[v] for v in variables], ways, strict=True))
+        bound += least
+    of_fewer = around.decode(chosen)
+    ways = [int(states[of_fewer[v]]) for v, states in parts]
+    return Solution(ways, problem.price(ways), bound)
+
+
+def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
+    """The ways, and a lower bound on the price, of a problem in which everything is connected."""
+    elimination = _Elimination(core, limit)
     bound = elimination.run()
     ways = elimination.decode()
     if not elimination.exact:
-        ways = min(ways, _by_messages(problem), key=problem.price)
-        ways = _improved(problem, ways, bound, limit)
-    return Solution(ways, problem.price(ways), bound)
+        ways = _improved(core, _fused(core, [*_by_messages(core), ways], limit), bound, limit)
+    return ways, bound
+
+
+def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:
+    """The problem with fewer variables, and for each variable which of these it is part of, and its way in each of that one's.
+
+    Two variables are one where few pairs of their ways are possible at all: those are its ways.
+    """
+    pairs: dict[int, tuple[Table, np.ndarray]] = {}
+    for table in problem.tables:
+        if len(table.scope) == 2 and pairs.keys().isdisjoint(table.scope):
+            possible = _possible(table.prices)
+            if possible is not None and 2 * len(possible) <= 3 * max(table.prices.shape):
+                pairs.update(dict.fromkeys(table.scope, (table, possible)))
+    fewer, numbers = Problem(), dict[Table, int]()
+    parts: list[tuple[int, np.ndarray]] = []
+    for v, count in enumerate(problem.counts):
+        if v not in pairs:
+            parts.append((fewer.variable(count), np.arange(count)))
+            continue
+        table, possible = pairs[v]
+        if table not in numbers:
+            numbers[table] = fewer.variable(len(possible))
+        parts.append((numbers[table], possible[:, table.scope.index(v)]))
+    for table in problem.tables:
+        _add_parts(fewer, table, [parts[v] for v in table.scope])
+    return fewer, parts
+
+
+def _possible(prices: np.ndarray) -> np.ndarray | None:
+    """The places of a table that are possible, if not all are."""
+    finite = np.isfinite(prices)
+    return None if finite.all() else np.argwhere(finite)
+
+
+def _add_parts(fewer: Problem, table: Table, parts: Sequence[tuple[int, np.ndarray]]) -> None:
+    """Adds a table over variables of which these are parts."""
+    scope = [number for number, _ in parts]
+    if len(scope) == 2 and scope[0] == scope[1]:
+        fewer.add(scope[:1], table.prices[parts[0][1], parts[1][1]])
+        return
+    prices = table.prices
+    for axis, (_, states) in enumerate(parts):
+        if len(states) != prices.shape[axis] or (states != np.arange(len(states))).any():
+            prices = prices.take(states, axis=axis)
+    fewer.add(scope, prices)
 
 
 _interned: dict[tuple, np.ndarray] = {}
@@ -128,8 +213,9 @@ class _Elimination:
         for v in table.scope:
             self.of[v][number] = table
 
-    def simple(self) -> list[int]:
-        """Eliminates the variables with at most two neighbours, which leave no larger tables; returns the others."""
+    def core(self) -> tuple[Problem, list[int]]:
+        """Eliminates the variables with at most two neighbours, which leave no larger tables; returns the problem of the
+        others, and which these are."""
         todo = list(range(len(self.counts)))
         gone: set[int] = set()
         while todo:
@@ -137,7 +223,15 @@ class _Elimination:
             if v not in gone and len(self.neighbours(v)) <= 2:
                 gone.add(v)
                 todo += self.eliminate(v)
-        return [v for v in range(len(self.counts)) if v not in gone]
+        rest = [v for v in range(len(self.counts)) if v not in gone]
+        problem, number = Problem([self.counts[v] for v in rest]), {v: i for i, v in enumerate(rest)}
+        together: dict[tuple[int, ...], np.ndarray] = {}
+        for table in (table for v in rest for table in self.of[v].values() if table.scope[0] == v):
+            known = together.get(table.scope)
+            together[table.scope] = table.prices if known is None else known + table.prices
+        for scope, prices in together.items():
+            problem.add([number[v] for v in scope], prices)
+        return problem, rest
 
     def run(self) -> float:
         """Eliminates all variables, the one that leaves the smallest table first; returns the price of the rest."""
@@ -246,19 +340,32 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
 
 
-def _by_messages(problem: Problem) -> list[int]:
-    """A choice by messages between the variables that have more than two neighbours."""
-    elimination = _Elimination(problem, 0)
-    rest = elimination.simple()
-    alone = {v: np.zeros(problem.counts[v]) for v in rest}
-    pairs: dict[tuple[int, int], np.ndarray] = {}
-    for v in rest:
-        for table in elimination.of[v].values():
-            if table.scope == (v,):
-                alone[v] = alone[v] + table.prices
-            elif table.scope[0] == v:
-                pairs[v, table.scope[1]] = pairs.get((v, table.scope[1]), 0.0) + table.prices
-    return elimination.decode(choose_by_messages(alone, pairs))
+def _by_messages(core: Problem) -> list[list[int]]:
+    alone = [np.zeros(count) for count in core.counts]
+    for table in core.tables:
+        if len(table.scope) == 1:
+            alone[table.scope[0]] = table.prices
+    return proposals(alone, {table.scope: table.prices for table in core.tables if len(table.scope) == 2})
+
+
+def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:
+    """The best choice in which each variable takes the way that it has in one of these. Few ways are left, so that elimination
+    is mostly exact (after Lempitsky et al. 2010, fusion moves)."""
+    best = min(choices, key=core.price)
+    kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
+    open_ = [v for v, ways in enumerate(kept) if len(ways) > 1]
+    fewer, number = Problem([len(kept[v]) for v in open_]), {v: i for i, v in enumerate(open_)}
+    for table in core.tables:
+        prices = table.prices[np.ix_(*(kept[v] for v in table.scope))]
+        scope = [v for v in table.scope if v in number]
+        if scope:
+            fewer.add([number[v] for v in scope], prices.reshape([len(kept[v]) for v in scope]))
+    elimination = _Elimination(fewer, limit)
+    elimination.run()
+    fused = list(best)
+    for v, way in zip(open_, elimination.decode(), strict=True):
+        fused[v] = int(kept[v][way])
+    return min(fused, best, key=core.price)
 
 
 @dataclass(eq=False)
@@ -280,11 +387,11 @@ def _improved(problem: Problem, ways: list[int], bound: float, limit: int) -> li
     held = _Held(ways, [0] * len(problem.counts))
     price, idle = problem.price(ways), 0
     for _ in range(ROUNDS):
-        elimination = _Elimination(problem, limit, held)
+        elimination = _Elimination(problem, limit // FINER, held)
         elimination.run()
         held.ways = elimination.decode()
         now = problem.price(held.ways)
-        idle = idle + 1 if now == price else 0
+        idle = idle + 1 if price - now <= LITTLE * price else 0
         price = now
         if price <= bound or idle == IDLE:
             break
