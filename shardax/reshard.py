@@ -189,7 +189,7 @@ def _counts(network: Network) -> Counts:
 
 
 def _paddings(size: int, dim: int, src: State, dst: State, axes: Axes, sizes: AxisSizes) -> tuple[int, ...]:
-    """The sizes to which a dim may be padded: as given, and so that axes split it into no more blocks than it has rows or had."""
+    """The sizes to which a dim may be padded: as given, and so that axes make no more blocks of it than it has rows, or had."""
     given = [state.padded[dim] for state in (dst, src) if state.dims[dim]]
     subsets = itertools.chain.from_iterable(itertools.combinations(axes, k) for k in range(1, len(axes) + 1))
     counts = {shard_count(some, sizes) for some in subsets}
