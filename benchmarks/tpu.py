@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     found: dict[str, Any] = {}
     for name in known if "all" in args.workloads else args.workloads:
-        found[name] = columns = compare(known[name], args.keep, args.search)
+        found[name] = columns = compare(known[name], args.keep)
         print(f"{name}: {heading(known[name])}\n{table(columns)}\n", flush=True)
         if args.json:
             write(args.json, found)
@@ -60,7 +60,6 @@ def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argpars
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
     parser.add_argument("--list", action="store_true", help="show the workloads, and compile nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each workload anew")
-    parser.add_argument("--search", action="store_true", help="also with Options(search=True), by the prices of these chips")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the compiled programs and the plans there, as text")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.workloads if name not in known and name != "all"]:
@@ -75,14 +74,13 @@ def heading(workload: Workload) -> str:
     return f"{workload.what}, on {workload.topology} as {mesh}"
 
 
-def compare(workload: Workload, keep: Path | None = None, search: bool = False) -> dict[str, Figures]:
+def compare(workload: Workload, keep: Path | None = None) -> dict[str, Figures]:
     """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper measured."""
     topology = topologies.get_topology_desc(workload.topology, "tpu")
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
     step = workload.step(mesh)
     columns = {}
-    ways = {"jax.jit": by_jit, "shard_jit": by_shard_jit} | ({"search": by_search} if search else {})
-    for name, partitioned in ways.items():
+    for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
         columns[name] = measured(workload, name, partitioned(step, mesh), step.args, keep)
     return columns | ({"paper": published(workload.published)} if workload.published else {})
 
@@ -93,11 +91,7 @@ def by_jit(step: Step, mesh: Mesh):
 
 
 def by_shard_jit(step: Step, mesh: Mesh):
-    return sx.shard_jit(step.run, mesh=mesh, in_shardings=step.specs, donate_argnums=(0, 1))
-
-
-def by_search(step: Step, mesh: Mesh):
-    options = sx.Options(search=True, chip="devices")
+    options = sx.Options(chip="devices")
     return sx.shard_jit(step.run, mesh=mesh, in_shardings=step.specs, donate_argnums=(0, 1), options=options)
 
 

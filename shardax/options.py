@@ -22,8 +22,6 @@ class Options:
     chip (None): the chip for whose prices programs are chosen: one of "v3", "v4", "v5e", "v5p", "v6e", "H200", a
       `shardax.cost.chips.Chip`, or "devices": that of the mesh. Where the mesh's devices are that chip, their places say which
       axes run over which links. None: a nominal chip, all devices equally near, so that one program is chosen everywhere.
-    search (False): whether the ways of all operations are chosen together, for the least seconds on that chip, instead of one
-      after the other. See `docs/search.md`.
 
     Raises ValueError for other values.
 
@@ -35,7 +33,6 @@ class Options:
     max_gather_bytes: int | None = None
     allow: tuple[str, ...] = ()
     chip: Chip | str | None = field(default=None, repr=False)
-    search: bool = field(default=False, repr=False)
 
     def __post_init__(self):
         if not isinstance(self.strict, bool | str) or self.strict not in (False, True, "warn"):
@@ -44,8 +41,6 @@ class Options:
             raise ValueError(f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None")
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
-        if not isinstance(self.search, bool):
-            raise ValueError(f"Options(search={self.search!r}): must be True or False")
         if not (self.chip is None or isinstance(self.chip, Chip) or self.chip in ("devices", *CHIPS)):
             names = ", ".join(f'"{name}"' for name in (*CHIPS, "devices"))
             raise ValueError(f"Options(chip={self.chip!r}): must be one of {names}, a shardax.cost.chips.Chip, or None")

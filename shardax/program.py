@@ -15,13 +15,12 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from shardax import _jax, annotations, ffts, graph, meshes, strict
+from shardax import _jax, annotations, graph, meshes, strict
 from shardax.associative import with_associative_scans
 from shardax.completion.complete import Completion, complete
-from shardax.completion.contested import contested
 from shardax.counted import with_batched_indices
 from shardax.crossing import Crossing, crossings, placed_here
-from shardax.explain.ledger import collectives, comm_bytes
+from shardax.explain.ledger import collectives
 from shardax.graph import Graph, Node, Value
 from shardax.merged import with_unmerged_contractions
 from shardax.options import Options
@@ -29,7 +28,6 @@ from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
-from shardax.partition.search.choose import choose_together
 from shardax.passes import combine, dead, scopes, share
 from shardax.refinement import Placement, Refinement, refinement
 from shardax.reshapes import split_inside
@@ -132,37 +130,20 @@ _FINDERS = (
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
-    """Where FFTs send something they are tried dim by dim: the program that sends less, the first one if they send the same."""
     options = options or Options()
-    built = _build_completed(jaxpr, given, mesh, options)
-    if ffts.sent(built.decisions):
-        built = min(built, _build_completed(ffts.by_dims(jaxpr), given, mesh, options), key=_comm_bytes)
+    built = _build_one(jaxpr, given, mesh, options)
     report_replicated(built.decisions, built.refinement.sizes, strict=options.strict is True, allow=options.allow)
     if options.strict or options.max_gather_bytes is not None:
         _check(built, options)
     return built
 
 
-def _build_completed(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options) -> Program:
-    """Where completion can be told in two ways, the program that sends less; the first one if they send the same."""
-    built = _build_one(jaxpr, given, mesh, options)
-    if contested(built.graph, built.completion):
-        built = min(built, _build_one(jaxpr, given, mesh, options, indices_first=True), key=_comm_bytes)
-    return built
-
-
-def _comm_bytes(built: Program) -> int:
-    return comm_bytes(collectives(built.jaxpr, built.refinement.sizes))
-
-
-def _build_one(
-    jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options, indices_first: bool = False
-) -> Program:
+def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = _graph(jaxpr)
     with timed(phases, "completion"):
-        refined, resting, completion = _completed(program, given, mesh, options, indices_first)
+        refined, resting, completion = _completed(program, given, mesh, options)
     with timed(phases, "choice"):
         rests = _resting(program, completion, resting, refined)
         shardings = [tuple(map(refined.sharding, side)) for side in rests]
@@ -170,10 +151,7 @@ def _build_one(
             [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
-        if options.search:
-            decisions = choose_together(program, completion, *layouts)
-        else:
-            decisions = choose(program, completion, *layouts, spare=refined.spare)
+        decisions = choose(program, completion, *layouts)
     with timed(phases, "emission"):
         abstract = meshes.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):
@@ -219,7 +197,6 @@ def _completed(
     given: Sequence[Sharding | Placement | None],
     mesh: AnyMesh,
     options: Options = Options(),  # noqa: B008  (frozen)
-    indices_first: bool = False,
 ) -> tuple[Refinement, list[Placement | None], Completion]:
     """The mesh that the program runs on, how arguments rest, and the completion on it.
 
@@ -232,7 +209,7 @@ def _completed(
     while True:
         meshes.rewrite(found, refined)
         resting = meshes.placements(program, given, found, refined)
-        done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes, indices_first=indices_first)
+        done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes)
         finer = refined.cut(split_inside(program, done))
         if finer == refined:
             return refined, resting, done

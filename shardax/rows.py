@@ -19,7 +19,7 @@ from jax import lax
 from jax.core import ShapedArray
 
 from shardax import _jax, static_updates
-from shardax.cost.nominal import MEMORY_BYTE
+from shardax.cost.chips import NOMINAL
 from shardax.graph import Graph, Node, Value, made_of, without_unread
 from shardax.indices import READS, WRITES, Index, Line, Makers, Place, line_of_stack, number_behind
 from shardax.narrowing import SPARSE, SUMS, Narrowing
@@ -117,7 +117,7 @@ class _Loop:
         return next(self.places(node), None)
 
     def _is_enough(self, node: Node, place: Place) -> bool:
-        """Whether to copy what is scanned, in the prices of `cost/nominal.py`, costs less than to send what is read or written.
+        """Whether to copy what is scanned, on the nominal chip, takes no longer than to send what is read or written.
 
         All of an array that is written is copied. Outside of other loops whole rows count, whatever part of them is read: the
         scan may become a map, and each device does the trips of its own rows.
@@ -127,7 +127,7 @@ class _Loop:
         row = math.prod(array.shape) // rows
         copied = row * (rows if node.name in WRITES else length)
         used = length * (_window(node) if self.inner else row)
-        return (length == rows or plain) and 2 * copied * MEMORY_BYTE <= used
+        return (length == rows or plain) and 2 * copied / NOMINAL.memory_rate <= used / NOMINAL.link_rate
 
     def reads(self, value: Value) -> int:
         """How often the body reads a value or gives it."""

@@ -8,12 +8,10 @@ by primitive, and fails where a case is wrong or refused, or a primitive is repl
     refused     shard_jit raised
     replicated  some primitive gathered an operand over an axis that then split nothing: its devices did all the same
                 (`partition.replicated`)
-    small       the same, where it cost less than the starts of the four collectives that would have to be instead (512 B)
+    small       the same, where it took no longer than to start the four collectives that would have to be instead
     sent        bytes that one device sends, all cases together
 
-The last lines name those primitives, which need not be the one that a case is about, each with the bytes that it gathered;
-`carried` are those gathered along a dim that the primitive merely carries, which fails, unless it is small and every other way
-sends more bytes, so many as are `spared`.
+The last lines name those primitives, which need not be the one that a case is about, each with the bytes that it gathered.
 
 Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn
 from its name and the seed, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one,
@@ -22,7 +20,6 @@ unoptimized.
 
 import argparse
 import itertools
-import math
 import multiprocessing
 import os
 import random
@@ -47,10 +44,9 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax import _jax, transform
 from shardax.check.shards import difference, words
-from shardax.cost.nominal import COLLECTIVE
 from shardax.explain.ledger import collectives, comm_bytes
 from shardax.graph import Node
-from shardax.partition.replicated import FEW, Replicated, replicated
+from shardax.partition.replicated import Replicated, replicated
 from shardax.spmd_rules.registry import RULES
 
 MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
@@ -77,7 +73,6 @@ class Outcome:
     sent: int = 0
     note: str = ""
     small: tuple[tuple[str, int], ...] = ()
-    carried: tuple[tuple[str, float, float], ...] = ()  # (primitive, bytes, bytes spared)
 
 
 @cache
@@ -180,7 +175,7 @@ def _replicated_nodes(plan: Any) -> list[Replicated]:
     """Those of the plan's program that run replicated, as `partition.replicated` defines it."""
     given = (None,) * len(plan.global_jaxpr.in_avals)
     built = transform.build(plan.global_jaxpr, given, plan.mesh, sx.Options())
-    return list(replicated(built.decisions, built.completion, built.refinement.spare))
+    return list(replicated(built.decisions, built.completion))
 
 
 @cache
@@ -216,15 +211,9 @@ def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Replica
     different = [f"result {i}: {problem}" for i, problem in enumerate(found) if problem]
     own = [one for one in nodes if _scope(name) in str(one.node.scope)]
     small, gathered = (tuple((_named(r.node), int(r.nbytes)) for r in own if r.small == few) for few in (True, False))
-    carried = tuple((_named(r.node), r.carried, r.spared) for r in own if r.carried)
-    note = "; ".join(different[:1] or [_words(r) for r in own if r.carried or not r.small])
+    note = "; ".join(different[:1] or [f"{_named(r.node)} gathers {r.nbytes:,.0f} B" for r in own if not r.small])
     outcome = _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(_sends(name, plan)), note)
-    return replace(outcome, small=small, carried=carried)
-
-
-def _words(one: Replicated) -> str:
-    along = f", {one.carried:,.0f} B along a dim that it carries, which spares {one.spared:,} B" if one.carried else ""
-    return f"{_named(one.node)} gathers {one.nbytes:,.0f} B{along}"
+    return replace(outcome, small=small)
 
 
 def _named(node: Node) -> str:
@@ -268,28 +257,23 @@ def _replicated(outcomes: Sequence[Outcome]) -> str:
 
 def _counted(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[tuple[str, int], ...]]) -> Iterator[tuple[str, str]]:
     """(primitive, cases and bytes) of what was gathered, by primitive."""
-    counts, nbytes, carried, spared = Counter(), Counter(), Counter(), Counter()
+    counts, nbytes = Counter(), Counter()
     for o in outcomes:
-        own = {primitive for primitive, _ in of(o)}
-        counts.update(own)
-        carried.update(own.intersection(primitive for primitive, *_ in o.carried))
+        counts.update({primitive for primitive, _ in of(o)})
         for primitive, sent in of(o):
             nbytes[primitive] += sent
-        spared.update({primitive: b for primitive, _, b in o.carried if primitive in own})
     for p, n in counts.most_common():
-        yield p, f"  {p:26} {n:6} cases {nbytes[p]:>12,} B {carried[p]:4} carried {spared[p]:>8,.0f} B spared"
+        yield p, f"  {p:26} {n:6} cases {nbytes[p]:>12,} B"
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
-    """What must not be: wrong and refused cases, and what replicates that is not meant to, or along a dim that it carries."""
+    """What must not be: wrong and refused cases, and what replicates that is not meant to."""
     bad = [f"{o.verdict}: {o.case}: {o.note}" for o in outcomes if o.verdict in ("wrong", "refused")]
     return bad + [f"replicated: {o.case}: {o.note}" for o in outcomes if _is_not_meant(o)]
 
 
 def _is_not_meant(o: Outcome) -> bool:
-    gathered = {p for p, _ in o.gathered}
-    for_nothing = [p for p, nbytes, spared in o.carried if nbytes > FEW * COLLECTIVE or not 0 < spared < math.inf]
-    return bool(gathered - {*MEANT} or for_nothing)
+    return not {p for p, _ in o.gathered} <= {*MEANT}
 
 
 def main(words: Sequence[str]) -> int:

@@ -46,11 +46,10 @@ class Program:
     way: str = "call"
     donated: tuple[int, ...] = ()
     scale: float = 1.0
-    search: bool = False  # whether its ways are chosen together
 
     def __str__(self):
         lines = [line for statement in self.statements for line in statement.splitlines()]
-        called = ("in_shardings", "out_shardings", "grad", "way", "donated", "scale", "search")
+        called = ("in_shardings", "out_shardings", "grad", "way", "donated", "scale")
         notes = [f"mesh: {dict(zip('xyz', self.mesh, strict=False))}", *(f"{n}: {getattr(self, n)}" for n in called)]
         notes += [f"{name}: {dtype}{list(shape)}" for name, shape, dtype in self.args]
         body = "".join(f"    {line}\n" for line in [*lines, f"return ({', '.join(self.results)},)"])

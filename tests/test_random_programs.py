@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import hypothesis
@@ -99,10 +98,7 @@ def _shard_jit(program: Program) -> Callable[..., Any]:
     mesh = jax.make_mesh(program.mesh, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
     outs = program.out_shardings if not program.grad or program.way == "grad" else None
     donated = program.donated if program.way == "call" else ()
-    options = sx.Options(search=program.search)
-    return sx.shard_jit(
-        mesh=mesh, in_shardings=program.in_shardings, out_shardings=outs, donate_argnums=donated, options=options
-    )
+    return sx.shard_jit(mesh=mesh, in_shardings=program.in_shardings, out_shardings=outs, donate_argnums=donated)
 
 
 def _compare(got, wanted, scale: float) -> None:
@@ -150,7 +146,6 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=2000)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--search", action="store_true", help="choose all ways of a program together")
     parser.add_argument("--show", action="store_true", help="print the programs, run none")
     given = parser.parse_args()
     seeds = range(given.seed, given.seed + given.count)
@@ -158,7 +153,7 @@ def main() -> int:
         print(*(f"# seed {seed}\n{random_program(random.Random(seed))}\n" for seed in seeds), sep="\n")
         return 0
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), _start) as pool:
-        found = pool.map(partial(_failure, search=given.search), seeds)
+        found = pool.map(_failure, seeds)
         failed = [seed for seed, words in zip(seeds, found, strict=True) if words and not print(words)]
     print(f"{given.count} programs of seeds from {given.seed}, JAX {jax.__version__}, failed: {failed or 'none'}")
     return bool(failed)
@@ -171,9 +166,9 @@ def _start() -> None:
     warnings.simplefilter("error")
 
 
-def _failure(seed: int, search: bool = False) -> str:
+def _failure(seed: int) -> str:
     """The reduced program of a seed that fails, with the error; "" if it does not."""
-    program = replace(random_program(random.Random(seed)), search=search)
+    program = random_program(random.Random(seed))
     error = _error(program)
     if error is None:
         return ""

@@ -1,4 +1,4 @@
-"""Programs whose ways are chosen all together, `Options(search=True)`: what they send, and that results are right."""
+"""What the search chooses for whole programs."""
 
 import itertools
 import time
@@ -13,32 +13,16 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.check import ramp
-from shardax.partition.search.copies import copies_of, is_cut
+from shardax.partition.copies import copies_of, is_cut
 from shardax.sharding import Layout, Sharding
 from tests.test_traffic import MESH, ROWS
 
-SEARCH = sx.Options(search=True)
 SHARED = ["recurrence", "x.at[i].mul", "map", "rotate half", "more lookups than rows", "argmax"]
-
-# Programs in which the walk sends less in one trip, but every trip: (bytes in all trips, of the walk)
-ONCE = {"rotating buffer": 16 * 256}
 
 
 def sharded(name, **how):
     f, _, ins, outs, _ = ROWS[name]
     return sx.shard_jit(f, mesh=MESH, in_shardings=ins, out_shardings=outs, **how)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("name", ROWS)
-def test_sends_no_more_than_the_walk(name):
-    """And the results are those of the plain function."""
-    f, args, _, _, wanted = ROWS[name]
-    searched = sharded(name, options=SEARCH)
-    expected = jax.jit(f)(*args)
-    for got, want in zip(jax.tree.leaves(searched(*args)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
-    assert searched.plan(*args).comm_bytes <= max(ONCE.get(name, 0), sum(nbytes for _, nbytes in wanted))
 
 
 @pytest.mark.once
@@ -53,8 +37,8 @@ def test_side_by_side_programs_send_what_each_sends(pair):
         return ins if isinstance(ins, tuple) and not isinstance(ins, P) else (ins,) * len(args)
 
     ins = specs(f_ins, fs), specs(g_ins, gs)
-    together = sx.shard_jit(both, mesh=MESH, in_shardings=ins, out_shardings=(f_outs, g_outs), options=SEARCH)
-    alone = [sharded(name, options=SEARCH).plan(*ROWS[name][1]).comm_bytes for name in pair]
+    together = sx.shard_jit(both, mesh=MESH, in_shardings=ins, out_shardings=(f_outs, g_outs))
+    alone = [sharded(name).plan(*ROWS[name][1]).comm_bytes for name in pair]
     assert together.plan(tuple(fs), tuple(gs)).comm_bytes <= sum(alone)
 
 
@@ -64,7 +48,7 @@ def test_lookups_of_one_table_are_decided_apart():
     table, tokens, w = (jax.ShapeDtypeStruct(*s) for s in (((64, 64), "float32"), ((64,), "int32"), ((64, 64), "float32")))
 
     def sent(f, *args, ins):
-        return sx.shard_jit(f, mesh=mesh, in_shardings=ins, options=SEARCH).plan(*args).comm_bytes
+        return sx.shard_jit(f, mesh=mesh, in_shardings=ins).plan(*args).comm_bytes
 
     one = sent(lambda e, t: e[t] * 2, table, tokens, ins=(P(None, "x"), P("x")))
     other = sent(lambda e, t, w: e[t] @ w, table, tokens, w, ins=(P(None, "x"), P("x"), P()))
@@ -84,7 +68,7 @@ def test_a_residual_stream_settles_each_sum_once():
 
     x, up, down = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 1024), (1024, 4096), (4096, 1024)))
     ins = (P(), [P(None, "x")] * 3, [P("x")] * 3)
-    plan = sx.shard_jit(layers, mesh=mesh, in_shardings=ins, options=SEARCH).plan(x, [up] * 3, [down] * 3)
+    plan = sx.shard_jit(layers, mesh=mesh, in_shardings=ins).plan(x, [up] * 3, [down] * 3)
     assert plan.comm_bytes <= 3 * 2 * (512 * 1024 * 4) * 3 // 4
     assert "jnp.where" not in plan.source()
 
@@ -106,7 +90,7 @@ def test_nested_loops_are_planned_in_time_that_grows_with_their_depth():
 
     def seconds(depth):
         start = time.process_time()
-        plan = sx.shard_jit(accumulating(depth), mesh=mesh, in_shardings=P(None, "x"), options=SEARCH).plan(x)
+        plan = sx.shard_jit(accumulating(depth), mesh=mesh, in_shardings=P(None, "x")).plan(x)
         assert [(c.kind, c.trips) for c in plan.collectives] == [("all_reduce", 1)]
         return time.process_time() - start
 
@@ -120,7 +104,7 @@ def test_carries_wait_for_their_sum():
 
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x, w = ramp(8, 64) / 64, ramp(64, 8) / 64
-    step = sx.shard_jit(f, mesh=mesh, in_shardings=(P(None, "x"), P("x")), options=SEARCH)
+    step = sx.shard_jit(f, mesh=mesh, in_shardings=(P(None, "x"), P("x")))
     np.testing.assert_allclose(step(x, w), jax.jit(f)(x, w), rtol=1e-4)
     assert [(c.kind, c.trips) for c in step.plan(x, w).collectives] == [("all_reduce", 1)]
 
@@ -131,15 +115,10 @@ def test_branches_leave_what_all_of_them_owe():
 
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x, w = ramp(8, 64) / 64, ramp(64, 8) / 64
-    step = sx.shard_jit(f, mesh=mesh, in_shardings=(None, P(None, "x"), P("x")), options=SEARCH)
+    step = sx.shard_jit(f, mesh=mesh, in_shardings=(None, P(None, "x"), P("x")))
     for flag in (True, False):
         np.testing.assert_allclose(step(flag, x, w), jax.jit(f)(flag, x, w), rtol=1e-4)
     assert [c.kind for c in step.plan(True, x, w).collectives] == ["all_reduce"]
-
-
-def test_a_search_that_is_no_bool_is_refused():
-    with pytest.raises(ValueError, match=r"Options\(search='yes'\): must be True or False"):
-        sx.Options(search="yes")  # type: ignore[arg-type]
 
 
 # Copies

@@ -7,8 +7,8 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from shardax.partition.search.messages import proposals
-from shardax.partition.search.tables import Problem, solve
+from shardax.partition.messages import proposals
+from shardax.partition.tables import Problem, solve
 
 pytestmark = pytest.mark.once
 

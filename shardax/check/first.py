@@ -77,10 +77,9 @@ class _Search:
 
     def results(self, node: Node, decision: Decision, operands, held, wanted) -> First | None:
         for i, (value, layout) in enumerate(zip(node.outputs, decision.results, strict=True)):
-            for place in (layout, *([decision.settled[i]] if i in decision.settled else [])):
-                if problem := self.problem(value, place, held, wanted):
-                    here = self.first(node, decision, f"result {i}, {_type(value)} in {place}", problem)
-                    return (place == layout and self.inside(node, decision, operands)) or here
+            if problem := self.problem(value, layout, held, wanted):
+                here = self.first(node, decision, f"result {i}, {_type(value)} in {layout}", problem)
+                return self.inside(node, decision, operands) or here
         return None
 
     def problem(self, value: Value, layout: Layout, held, wanted) -> str:

@@ -38,14 +38,10 @@ Claims = dict[str, tuple[Axes, int]]
 
 class Cells:
     """The cells of a program on a mesh, by number, and the steps that were already taken. Cell 0 is that of literals; it
-    never changes.
+    never changes."""
 
-    `indices_first`: of what is looked up in a table, the indices speak before the table, however heavy that is.
-    """
-
-    def __init__(self, sizes: AxisSizes, indices_first: bool = False):
+    def __init__(self, sizes: AxisSizes):
         self.sizes = sizes
-        self.indices_first = indices_first
         self.cells: list[Cell] = []
         self.numbers: dict[Cell, int] = {}
         self.shardings: dict[int, Sharding] = {}
@@ -98,7 +94,7 @@ class Cells:
         """
         claims: Claims = {}
         factors, tensors = tie.factors, tie.factors.tensors
-        for at in sorted(tie.heaviest, key=lambda at: self.indices_first and at == tie.table):
+        for at in tie.heaviest:
             cell = self.cells[cells[at]]
             if not any(cell.dims) or cell.held and phase in (SPREAD_DATA, DATA):
                 continue

@@ -122,9 +122,7 @@ class Items:
         return [kind.tensors(values) for kind, values in zip(self.kinds, self.values, strict=True)]
 
 
-def complete(
-    graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes, reuse: bool = True, indices_first: bool = False
-) -> Completion:
+def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes, reuse: bool = True) -> Completion:
     """Completes the shardings of a graph.
 
     Args:
@@ -132,10 +130,9 @@ def complete(
       arguments: for each input the sharding that it is committed to, or None.
       sizes: the mesh's axis sizes.
       reuse: whether blocks that are alike, as unrolled layers are, are completed once. The result is the same.
-      indices_first: see `Cells`.
     """
     notes = list(annotations.among(graph.walk()))
-    cells, items = Cells(sizes, indices_first), Items(graph, notes)
+    cells, items = Cells(sizes), Items(graph, notes)
     blocks = _blocks(items, graph, cells, reuse)
     homes = _Homes(blocks)
     done = Completion(sizes, items, blocks, homes, notes, _resting(graph, arguments, notes, sizes))

@@ -17,7 +17,7 @@ from shardax.spmd_rules.rule import Factors
 @dataclass(eq=False, slots=True)
 class Tie:
     """An edge without its values. `places` says which of a node's values are at its positions, operands first; `heaviest` are
-    the positions by bytes, and `table` is that of what is looked up in; `memo` is what was learned from which cells.
+    the positions by bytes; `memo` is what was learned from which cells.
     """
 
     factors: Factors
@@ -26,7 +26,6 @@ class Tie:
     operands: int
     levels: tuple[int, int]  # backward, forward
     heaviest: tuple[int, ...]
-    table: int | None
     memo: dict[tuple, Any]
 
 
@@ -160,14 +159,5 @@ def ties_of(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[Tie, ...]:
             heaviest = tuple(sorted(range(len(shown)), key=lambda i: -shown[i].nbytes))
             places, shapes = tuple(place[v] for v in shown), tuple(v.shape for v in shown)
             levels = edge.backward, edge.forward
-            ties.append(Tie(part, places, shapes, len(operands), levels, heaviest, _table(edge, shown), {}))
+            ties.append(Tie(part, places, shapes, len(operands), levels, heaviest, {}))
     return tuple(ties)
-
-
-def _table(edge: Edge, shown: Sequence[Value]) -> int | None:
-    """The position of what an edge's node looks up in."""
-    entry = RULES.get(edge.node.name)
-    if entry is None or not entry.looks_up:
-        return None
-    table = edge.node.inputs[0]
-    return shown.index(table) if table in shown else None

@@ -13,16 +13,11 @@ from shardax.spmd_rules.rule import KEEP, WHOLE, Factors, TensorFactors
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Splits of factors, and the layouts that operands and results take by them, pending reductions included.
-
-    `spared`: as that of the `Decision` for it. `moved`: what was split along a reduced dim moves, or this was found on the way.
-    """
+    """Splits of factors, and the layouts that operands and results take by them, pending reductions included."""
 
     splits: Splits
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
-    spared: float = 0.0
-    moved: bool = False
 
 
 def candidate_of(factors: Factors, splits: Splits, group: Sequence[int], pending: Pending) -> Candidate:

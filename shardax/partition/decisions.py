@@ -8,9 +8,6 @@ from shardax.sharding import AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors
 
-MADE_ANYWHERE = ("broadcast_in_dim", "convert_element_type", "iota")
-"""What makes of scalars, and of what was made so itself, a value of which every device can make any part for nothing."""
-
 
 @dataclass(frozen=True, slots=True)
 class Move:
@@ -22,10 +19,9 @@ class Move:
 
 @dataclass(eq=False, slots=True)
 class Decision:
-    """How a node runs: its operands' moves, its layouts and splits, results settled at once, and its bodies' decisions.
+    """How a node runs: its operands' moves, its layouts and splits, and its bodies' decisions.
 
-    It does not name the node: nodes that are alike in everything that matters share one. `spared`: the bytes that one device
-    need not send because operands are gathered along dims that the node merely carries.
+    It does not name the node: nodes that are alike in everything that matters share one.
     """
 
     moves: tuple[Move, ...]
@@ -34,9 +30,7 @@ class Decision:
     splits: Mapping[str, Split] = field(default_factory=dict)
     factors: Factors | None = None
     entry: Entry | None = None
-    settled: dict[int, Layout] = field(default_factory=dict)
     bodies: tuple["Decisions", ...] = ()
-    spared: float = 0.0
 
     def of(self, node: Node) -> "Decision":
         """The decision of a node that is alike, whose bodies have values and lines of their own."""
@@ -52,7 +46,7 @@ class Decision:
 class Decisions:
     """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its outputs.
 
-    `price`: of a program whose ways were chosen together, in picoseconds. `gap`: how much that may be above the least.
+    `price`: of the program, in picoseconds. `gap`: how much that may be above the least.
     """
 
     graph: Graph

@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 
 from shardax import _jax, annotations, causes, collectives, reshard
 from shardax.graph import Node, Value
-from shardax.partition.decisions import MADE_ANYWHERE, Decision, Decisions, Move
+from shardax.partition.decisions import Decision, Decisions, Move
 from shardax.partition.emit_loops import emit_structured
 from shardax.sharding import AxisSizes, Layout, Sharding, whole
 from shardax.spmd_rules.localize import run_local
@@ -99,8 +99,6 @@ class Emitter:
             self.makers[value] = node
             if layout.pending:
                 self.debtors[value] = self.debtor(node, decision, i)
-            if i in decision.settled:
-                self.read(value, Move(layout, decision.settled[i]), Reader(node))
 
     def debtor(self, node: Node, decision: Decision, i: int) -> tuple[Node, Decision]:
         """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's body, or else here."""
@@ -120,17 +118,17 @@ class Emitter:
         return shards[move.target]
 
     def made_whole(self, value: Value):
-        """A literal, what a `MADE_ANYWHERE` node makes, or one of them annotated, on a device that makes all of it."""
+        """A literal, what is `made_anywhere`, or one of them annotated, on a device that makes all of it."""
         if value.is_literal:
             return _literal(value)
         node = self.makers[value]
         if annotations.of_node(node):
             return self.made_whole(node.inputs[0])
-        assert node.name in MADE_ANYWHERE, node.name
+        entry = RULES[node.name]
+        assert entry.made_anywhere, node.name
         scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
         local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
         shards = [self.read(v, Move(lay, lay), Reader(node)) for v, lay in zip(node.inputs, local.operands, strict=True)]
-        entry = RULES[node.name]
         return run_local(entry, local, entry.factors(node), shards)[0]
 
     def moved(self, value: Value, shard, move: Move, reader: Reader):

@@ -8,13 +8,12 @@ from fnmatch import fnmatchcase
 
 from shardax import annotations, reshard
 from shardax.completion.complete import Completion
-from shardax.cost.nominal import COLLECTIVE
+from shardax.cost.network import Network, network_of
 from shardax.graph import Node, Value
 from shardax.options import Refused
 from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import KEEP
 
 FEW = 4  # collectives: axes moved away and back, or pieces of a halo
 
@@ -74,68 +73,51 @@ def _way_out(name: str) -> str:
 class Replicated:
     """A node that runs replicated over some axes, and the bytes that one device sends for that.
 
-    `small`: less than the starts of the few collectives cost that would have to move it instead. `carried`: those of the bytes
-    that are gathered along a dim that the node merely carries, which spares `spared` bytes.
+    `small`: less than the starts of the few collectives cost that would have to move it instead.
     """
 
     node: Node
     axes: Axes
     nbytes: float
     small: bool
-    carried: float
-    spared: float
 
 
-def replicated(decisions: Decisions, completion: Completion, spare: frozenset[str] = frozenset()) -> Iterator[Replicated]:
+def replicated(decisions: Decisions, completion: Completion) -> Iterator[Replicated]:
     """The nodes that run replicated over some axis.
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
-    replication to gather no more than the results come to, where all these devices want them anyway, nor to leave `spare` axes
-    idle: the minor parts, which nobody named, of axes that were cut as their dim has fewer rows than there are devices.
+    replication to gather no more than the results come to, where all these devices want them anyway.
     """
     for node, decision in decisions.pairs():
         for body in decision.bodies:
-            yield from replicated(body, completion, spare)
+            yield from replicated(body, completion)
         if not decision.bodies and not annotations.of_node(node):
-            yield from of_node(node, decision, completion, spare)
+            yield from _of_node(node, decision, completion)
 
 
-def of_node(
-    node: Node, decision: Decision, completion: Completion, spare: frozenset[str] = frozenset()
-) -> Iterator[Replicated]:
+def _of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[Replicated]:
     """The same of one node, if it is one."""
     lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
     used = {a for split in decision.splits.values() for a in split.axes} & lie
-    gathers = [(i, step) for i, step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
-    nbytes = sum(step.nbytes for _, step in gathers)
-    axes = tuple(dict.fromkeys(a for _, step in gathers for a in step.axes if a not in used))
+    gathers = [step for step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
+    nbytes = sum(step.nbytes for step in gathers)
+    axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))
     made = zip(node.outputs, decision.results, strict=True)
     wasted = nbytes - sum(_gathered_anyway(v, layout, completion, axes) for v, layout in made)
-    if wasted > 0 and not spare.issuperset(axes):
-        carried = sum(step.nbytes for i, step in gathers if _is_carried(node, decision, i, step.dim, completion.sizes))
-        yield Replicated(node, axes, nbytes, wasted <= FEW * COLLECTIVE, carried, decision.spared)
+    if wasted > 0:
+        yield Replicated(node, axes, nbytes, _is_small(wasted, network_of(completion.sizes)))
 
 
-def _is_carried(node: Node, decision: Decision, operand: int, dim: int | None, sizes: AxisSizes) -> bool:
-    """Whether a dim of an operand is one of a result too, kept as it is, not the one that the node goes along, and still large
-    enough to be split further."""
-    factors = decision.factors
-    if factors is None or dim is None or dim in [node.params.get(name) for name in ("axis", "dim", "dimension")]:
-        return False
-    layout, whose = decision.operands[operand], factors.operands[operand][dim]
-    if math.prod(factors.sizes[f] for f in whose) <= shard_count(layout.dims[dim], sizes):
-        return False
-    results = {f for tensor in factors.results for of_dim in tensor for f in of_dim}
-    return all(factors.kind(f) == KEEP and "~" not in f and f in results for f in whose)
+def _is_small(nbytes: float, network: Network) -> bool:
+    """Whether to send so much takes no longer than to start the few collectives does that would have to move it instead."""
+    return network.least((), nbytes) <= (1 + FEW) * network.least((), 0)
 
 
-def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[tuple[int, reshard.Step]]:
-    """(operand, gather) of a node's operands. What several operands of a node share is gathered once."""
-    seen = set()
-    for i, (value, move) in enumerate(zip(node.inputs, decision.moves, strict=True)):
+def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[reshard.Step]:
+    """The gathers of a node's operands. What several operands of a node share is gathered once."""
+    for value, move in dict.fromkeys(zip(node.inputs, decision.moves, strict=True)):
         path = reshard.plan(move.source, move.target, value.shape, value.itemsize, sizes)
-        yield from ((i, step) for step in path.steps if step.kind == "all_gather" and (value, move) not in seen)
-        seen.add((value, move))
+        yield from (step for step in path.steps if step.kind == "all_gather")
 
 
 def _gathered_anyway(value: Value, layout: Layout, completion: Completion, axes: Axes) -> float:

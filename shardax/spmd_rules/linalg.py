@@ -1,13 +1,10 @@
-"""Dense linear algebra and FFT: leading batch dims are kept, the matrices themselves are whole."""
+"""Dense linear algebra: leading batch dims are kept, the matrices themselves are whole."""
 
-import math
 from collections.abc import Callable
-
-from jax import lax
 
 from shardax.graph import Node
 from shardax.spmd_rules import flops
-from shardax.spmd_rules.registry import LINEAR, Local, register_rule
+from shardax.spmd_rules.registry import LINEAR, register_rule
 
 
 def batched(core: int) -> Callable[[Node], str]:
@@ -31,26 +28,6 @@ def _batched_text(node: Node, batch: int, kept: str = "") -> str:
         return " ".join([f"b{i}" for i in range(batch)] + (core[:-1] + [kept] if value in kept_tensors else core))
 
     return f"{', '.join(map(text, node.inputs))} -> {', '.join(map(text, node.outputs))}"
-
-
-def fft(node: Node) -> str:
-    """ "b t0~! -> b t0~!": the transformed dims are the last ones. That of a real transform is half as long on one side."""
-    dims, core = len(node.inputs[0].shape), len(node.params["fft_lengths"])
-    side = " ".join([f"b{i}" for i in range(dims - core)] + [f"t{i}~!" for i in range(core)])
-    return f"{side} -> {side}"
-
-
-def _fft_local(local: Local, shard):
-    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims lie in another order in
-    memory, as a transpose or a gather beside it may ask for."""
-    batch = shard.shape[: shard.ndim - len(local.params["fft_lengths"])]
-    rows = (math.prod(batch), *shard.shape[len(batch) :])
-    (result,) = local.bind(lax.reshape(_flat(shard), rows))
-    return [lax.reshape(_flat(result), (*batch, *result.shape[1:]))]
-
-
-def _flat(x):
-    return lax.optimization_barrier(lax.reshape(x, (x.size,)))
 
 
 def triangular_solve(node: Node) -> str:
@@ -81,12 +58,10 @@ _MATRIX = {
     "symmetric_product": flops.symmetric_product,
     "tridiagonal": flops.tridiagonal,
 }
-MATRIX = tuple(_MATRIX)  # partition/choose.py still reads the names here
 
 for _name, _flops in _MATRIX.items():
     register_rule(_name, batched(2), flops=_flops)
 register_rule("cholesky_update", batched(2))
-register_rule("fft", fft, _fft_local, passes=(LINEAR(0),), flops=flops.fft)
 register_rule("lu_pivots_to_permutation", batched(1))
 register_rule("triangular_solve", triangular_solve, passes=(LINEAR(1),), flops=flops.triangular_solve)
 register_rule("tridiagonal_solve", tridiagonal_solve, passes=(LINEAR(3),))

@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
 from shardax.collectives import identity
-from shardax.cost.nominal import COLLECTIVE
+from shardax.cost.network import network_of
 from shardax.graph import Node
 from shardax.sharding import Axes
 from shardax.spmd_rules.indexing import at_places
@@ -58,7 +58,8 @@ def _over(local: Local) -> Axes:
 def _exchange(local: Local) -> Iterator[float]:
     """The bytes of each collective that exchanges what the devices found."""
     if not _waits(local.node) and local.count(_over(local)) > 1:
-        yield from min(_ways(local), key=lambda way: sum(way) + COLLECTIVE * len(way))
+        network = network_of(local.sizes)
+        yield from min(_ways(local), key=lambda way: sum(network.collective("all_gather", (), nbytes) for nbytes in way))
 
 
 def _ways(local: Local) -> tuple[list[float], list[float]]:

@@ -24,10 +24,10 @@ def all_reduce(local: Local, what: str, x, axes: Axes):
         return lax.psum(x, axes)
 
 
-def all_to_all(local: Local, what: str, x, axes: Axes):
-    """Of an array with a row for each device, this device's rows of all of them."""
+def all_to_all(local: Local, what: str, x, axes: Axes, split: int = 0, joined: int = 0):
+    """Of an array whose dim `split` has parts for each device, this device's parts of all of them, joined along `joined`."""
     with causes.sent("all_to_all", what, local, axes):
-        return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+        return lax.all_to_all(x, axes, split_axis=split, concat_axis=joined, tiled=True)
 
 
 def ppermute(local: Local, what: str, x, axes: Axes, pairs: Sequence[tuple[int, int]]):

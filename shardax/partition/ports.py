@@ -1,7 +1,7 @@
 """The ports of scan, while, cond and shard_map: how their operands, carries and results lie, inside and outside.
 
 Each function lays out one node with bodies: the ports through which values come in, then the bodies, then the ports through
-which they go out. What is chosen of the ports is read back in `loops.py`.
+which they go out. What is chosen of the ports is read back in `replay.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from shardax import _jax, annotations
 from shardax.graph import Node, Value
-from shardax.partition.search.sites import Layouts, Site, Way
+from shardax.partition.sites import Layouts, Site, Way
 from shardax.sharding import Axes, Layout, Sharding, from_spec, shard_count, whole
 from shardax.spmd_rules.registry import Split
 from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
 
 if TYPE_CHECKING:
-    from shardax.partition.search.layout import Search
+    from shardax.partition.search import Search
 
 UNKNOWN_TRIPS = 2  # of a `while`: enough to move out of it what can be
 

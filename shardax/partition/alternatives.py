@@ -23,7 +23,7 @@ from shardax.partition.candidates import (
     suggest,
     waits,
 )
-from shardax.partition.search.sites import Layouts, Way
+from shardax.partition.sites import Layouts, Way
 from shardax.sharding import Axes, AxisSizes, Layout, Padding
 from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
 from shardax.spmd_rules.rule import Factors

@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardax.partition.search.messages import proposals
+from shardax.partition.messages import proposals
 
 LIMIT = 1 << 14  # entries of a table
 ROUNDS, IDLE = 10, 2  # of improvement, where a table outgrew that: in all, and with little gain

@@ -16,11 +16,11 @@ from shardax.completion.blocks import Block
 from shardax.completion.complete import Completion
 from shardax.cost.network import network_of
 from shardax.graph import Graph, Node, Value
-from shardax.partition.search import copies
-from shardax.partition.search.alternatives import Alternatives
-from shardax.partition.search.ports import Ports, lay_out, trip_splits
-from shardax.partition.search.sites import Layouts, Site, Way
-from shardax.partition.search.tables import Problem, Solution, solve
+from shardax.partition import copies
+from shardax.partition.alternatives import Alternatives
+from shardax.partition.ports import Ports, lay_out, trip_splits
+from shardax.partition.sites import Layouts, Site, Way
+from shardax.partition.tables import Problem, Solution, solve
 from shardax.sharding import AxisSizes, Layout, whole
 from shardax.spmd_rules.registry import RULES, Split
 

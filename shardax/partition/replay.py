@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from shardax import annotations
 from shardax.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions, Move
-from shardax.partition.search.layout import Search
+from shardax.partition.search import Search
 from shardax.sharding import Layout, whole
 
 
