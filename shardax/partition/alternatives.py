@@ -41,6 +41,7 @@ class Alternatives:
         self.sizes: AxisSizes = completion.sizes
         self.stored = _stored(graph)
         self.memo: dict[Hashable, Sequence[Way]] = {}
+        self.guesses: dict[Hashable, float] = {}
 
     def of(self, node: Node, made: Sequence[Layouts], wanted: Sequence[Layout], hidden: frozenset[str]) -> Sequence[Way]:
         """The ways of a node without bodies. `made`: the layouts in which each operand may be; `wanted`: those that completion
@@ -148,6 +149,12 @@ class Alternatives:
     def guessed(self, value: Value, source: Layout, target: Layout) -> float:
         if source == target or value.is_literal:
             return 0.0
+        key = (source, target, value.shape, value.itemsize)
+        if key not in self.guesses:
+            self.guesses[key] = self._guessed(value, source, target)
+        return self.guesses[key]
+
+    def _guessed(self, value: Value, source: Layout, target: Layout) -> float:
         sent, network = 0.0, self.network
         owed = tuple(a for a in source.pending_axes if a not in target.pending_axes)
         if owed:
