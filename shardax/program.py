@@ -34,6 +34,7 @@ from shardax.reshapes import split_inside
 from shardax.rotations import with_rotations
 from shardax.rows import with_scanned_rows
 from shardax.sharding import AxisSizes, Layout, Sharding, replicated
+from shardax.shifts import with_shifts
 from shardax.untyped import shape_of
 from shardax.whiles import with_counted_whiles
 
@@ -126,6 +127,7 @@ _FINDERS = (
     with_scanned_rows,
     with_batched_indices,
     with_unmerged_contractions,
+    with_shifts,
 )
 
 

@@ -1,0 +1,46 @@
+"""Padding of slices and slices of padding are one shift."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax import graph
+from shardax.shifts import with_shifts
+
+SHIFTS = {  # function, the nodes that are left
+    "pad of slice": (lambda x: jnp.pad(x[1:], ((0, 1), (0, 0))), ["pad"]),
+    "slice of pad": (lambda x: jnp.pad(x, ((2, 0), (0, 1)))[:-2, 1:], ["pad"]),
+    "cut deeper than padded": (lambda x: jnp.pad(x, ((1, 1), (0, 0)))[2:], ["pad"]),
+    "rows put back": (lambda x: jnp.pad(x[1:], ((1, 0), (0, 0))), ["slice", "pad"]),
+    "every second row": (lambda x: jnp.pad(x[::2], ((1, 0), (0, 0))), ["slice", "pad"]),
+    "holes": (lambda x: lax.pad(x[1:], np.float32(3), ((0, 1, 1), (0, 0, 0))), ["slice", "pad"]),
+    "nothing but padding": (lambda x: jnp.pad(x, ((0, 12), (0, 0)))[9:], ["pad", "slice"]),
+    "both read": (lambda x: (x[1:], jnp.pad(x[1:], ((0, 1), (0, 0))))[1] + jnp.pad(x, ((0, 0), (0, 0))), None),
+    "loop": (lambda x: lax.fori_loop(0, 3, lambda i, y: jnp.pad(y[:-1], ((1, 0), (0, 0))), x), None),
+    "negative padding": (lambda x: lax.pad(x[1:], np.float32(0), ((-1, 2, 0), (0, 0, 0))), ["pad"]),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+@pytest.mark.parametrize("name", SHIFTS)
+def test_shifts(name, rows):
+    f, left = SHIFTS[name]
+    x = np.arange(4.0 * rows, dtype="float32").reshape(rows, 4)
+    if left is not None:
+        found = graph.without_unread(with_shifts(graph.from_jaxpr(jax.make_jaxpr(f)(x))))
+        assert [node.name for node in found.nodes if node.name in ("pad", "slice")] == left
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    step = sx.shard_jit(lambda x: f(sx.annotate(x + 1, P("x"))), mesh=mesh)
+    np.testing.assert_array_equal(step(x), jax.jit(f)(x + 1))
+
+
+def test_a_shift_sends_once():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((64, 512), "float32")
+    step = sx.shard_jit(SHIFTS["pad of slice"][0], mesh=mesh, in_shardings=P("x"), out_shardings=P("x"))
+    assert [(c.kind, c.total) for c in step.plan(x).collectives] == [("ppermute", 512 * 4)]
