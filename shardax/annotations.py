@@ -52,6 +52,13 @@ def of_node(node: Node) -> Annotation | None:
     return None
 
 
+def renames(node: Node) -> bool:
+    """Whether a node is an annotation whose value may still be read in the other layouts in which it is there: of an argument or
+    result. What is annotated inside lies so from then on: who annotates an activation wants it computed on, and kept, so."""
+    note = of_node(node)
+    return note is not None and note.role != "inside" and not node.inputs[0].is_literal
+
+
 def shardings_of(eqn) -> Iterator[NamedSharding]:
     """The shardings that an equation of JAX's own brings with it, each with its mesh."""
     if eqn.primitive.name == "shard_map":

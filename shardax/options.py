@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardax.cost.chips import CHIPS, NOMINAL, Chip
+from shardax.cost.chips import CHIPS, NOMINAL, SLOW, Chip
 from shardax.given import is_whole
+
+
+_CHIPS = CHIPS | {"slow": SLOW}
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Options:
     chip (None): the chip for whose prices programs are chosen: one of "v3", "v4", "v5e", "v5p", "v6e", "H200", a
       `shardax.cost.chips.Chip`, or "devices": that of the mesh. Where the mesh's devices are that chip, their places say which
       axes run over which links. None: a nominal chip, all devices equally near, so that one program is chosen everywhere.
+      "slow": one on which whatever can be split is, however small, to test what rules and kernels do then.
 
     Raises ValueError for other values.
 
@@ -41,15 +45,15 @@ class Options:
             raise ValueError(f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None")
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
-        if not (self.chip is None or isinstance(self.chip, Chip) or self.chip in ("devices", *CHIPS)):
-            names = ", ".join(f'"{name}"' for name in (*CHIPS, "devices"))
+        if not (self.chip is None or isinstance(self.chip, Chip) or self.chip in ("devices", *_CHIPS)):
+            names = ", ".join(f'"{name}"' for name in (*_CHIPS, "devices"))
             raise ValueError(f"Options(chip={self.chip!r}): must be one of {names}, a shardax.cost.chips.Chip, or None")
 
     @property
     def priced_for(self) -> Chip | None:
         """The chip whose prices count, None: that of the mesh's devices."""
         if isinstance(self.chip, str):
-            return CHIPS.get(self.chip)
+            return _CHIPS.get(self.chip)
         return self.chip or NOMINAL
 
 

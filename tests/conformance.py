@@ -59,6 +59,7 @@ MEANT = {  # the primitives that may be replicated, at most ten, each with why
     "sort": f"one row, {_ALONE}",
     "gather": "a table smaller than what is looked up in it, of which a masked sum would send more",
 }
+SPLIT = sx.Options(chip="slow")  # whatever can be split, however small
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -162,7 +163,9 @@ def _run_together(names: Sequence[str], seed: int) -> list[Outcome]:
             return [_outcome(names[0], "skipped", note=f"{type(error).__name__}: {str(error)[:200]}")]
         raise
     shape = mesh_of(names[0], seed)
-    step = sx.shard_jit(lambda args: [_sharded(*x, seed, len(shape)) for x in zip(names, args, strict=True)], mesh=_mesh(shape))
+    step = sx.shard_jit(
+        lambda args: [_sharded(*x, seed, len(shape)) for x in zip(names, args, strict=True)], mesh=_mesh(shape), options=SPLIT
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no sharding rule")
         plan = step.plan(args)
@@ -174,7 +177,7 @@ def _run_together(names: Sequence[str], seed: int) -> list[Outcome]:
 def _replicated_nodes(plan: Any) -> list[Replicated]:
     """Those of the plan's program that run replicated, as `partition.replicated` defines it."""
     given = (None,) * len(plan.global_jaxpr.in_avals)
-    built = transform.build(plan.global_jaxpr, given, plan.mesh, sx.Options())
+    built = transform.build(plan.global_jaxpr, given, plan.mesh, SPLIT)
     return list(replicated(built.decisions, built.completion))
 
 

@@ -46,10 +46,11 @@ class Program:
     way: str = "call"
     donated: tuple[int, ...] = ()
     scale: float = 1.0
+    chip: str | None = None  # "slow": whatever can be split is
 
     def __str__(self):
         lines = [line for statement in self.statements for line in statement.splitlines()]
-        called = ("in_shardings", "out_shardings", "grad", "way", "donated", "scale")
+        called = ("in_shardings", "out_shardings", "grad", "way", "donated", "scale", "chip")
         notes = [f"mesh: {dict(zip('xyz', self.mesh, strict=False))}", *(f"{n}: {getattr(self, n)}" for n in called)]
         notes += [f"{name}: {dtype}{list(shape)}" for name, shape, dtype in self.args]
         body = "".join(f"    {line}\n" for line in [*lines, f"return ({', '.join(self.results)},)"])
@@ -97,7 +98,8 @@ def random_program(rng: random.Random) -> Program:
     grad = w.smooth and any(dtype in ("float32", "bfloat16") for _, _, dtype in args)
     way = rng.choice(["call", "call", "call", *WAYS])
     donated = tuple(i for i in range(len(args)) if rng.random() < 0.1)
-    return Program(args, tuple(w.statements), results, mesh, in_shardings, out_shardings, grad, way, donated, _tolerance(w))
+    called = in_shardings, out_shardings, grad, way, donated, _tolerance(w), rng.choice([None, "slow"])
+    return Program(args, tuple(w.statements), results, mesh, *called)
 
 
 def _results(w: Writer) -> tuple[str, ...]:

@@ -98,7 +98,10 @@ def _shard_jit(program: Program) -> Callable[..., Any]:
     mesh = jax.make_mesh(program.mesh, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
     outs = program.out_shardings if not program.grad or program.way == "grad" else None
     donated = program.donated if program.way == "call" else ()
-    return sx.shard_jit(mesh=mesh, in_shardings=program.in_shardings, out_shardings=outs, donate_argnums=donated)
+    options = sx.Options(chip=program.chip)
+    return sx.shard_jit(
+        mesh=mesh, in_shardings=program.in_shardings, out_shardings=outs, donate_argnums=donated, options=options
+    )
 
 
 def _compare(got, wanted, scale: float) -> None:

@@ -99,7 +99,13 @@ ROWS = {
     "cumprod": (lambda x: lax.cumprod(x / 512, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "map": (mapped, [WIDE, X], (P(), P("x")), P("x"), []),
     "map over two axes": (mapped, [WIDE, X], (P(), P(("y", "x"))), P(("y", "x")), []),
-    "gradients of a map": (gradients(mapped), [WIDE, X], (P(), P("x")), (P(), P("x")), [("all_reduce", 6 * LAYER // 4)]),
+    "gradients of a map": (
+        gradients(mapped),
+        [WIDE, X],
+        (P(), P("x")),
+        (P(), P("x")),
+        [("all_gather", 12 * ROW)] * 4,
+    ),  # of what is multiplied: less than the sum of all products
     "map in batches": (lambda x: lax.map(jnp.sin, x, batch_size=2), [X], P("x"), P("x"), []),
     "map, weights also split": (mapped, [WIDE, X], (P(None, "y"), P("x")), P("x", "y"), []),
     "sum over a scan": (
@@ -110,13 +116,19 @@ ROWS = {
         [("all_reduce", 3 * ROW // 2)],
     ),
     "recurrence": (recurrence, [X], P("x"), P("x"), [("all_gather", 12 * ROW)]),
-    "rotating buffer": (rotating, [X[:4], X[:, :1]], (P("x"), P()), P("x"), [("ppermute", ROW)]),
+    "rotating buffer": (
+        rotating,
+        [X[:4], X[:, :1]],
+        (P("x"), P()),
+        P("x"),
+        [("all_to_all", 3 * ROW // 4)] * 2,
+    ),  # before and after the loop
     "gradient of a rotating buffer": (
         gradients(rotating),
         [X[:4], X[:, :1]],
         (P("x"), P()),
         (P("x"), P()),
-        [("ppermute", ROW)] * 2 + [("all_reduce", 96)],
+        [("all_to_all", 3 * ROW // 4), ("all_reduce", 6), ("all_to_all", 3 * ROW // 4)],
     ),
     "roll": (lambda x: jnp.roll(x, -3, 0), [X], P("x"), P("x"), [("ppermute", 3 * ROW)]),
     "roll by nothing along one dim": (
@@ -134,7 +146,7 @@ ROWS = {
         [LAYERS, X],
         (P("x"), P("x")),
         P("x"),
-        [("all_gather", 6 * LAYER), ("reduce_scatter", 6 * LAYER)],
+        [("all_gather", 12 * ROW), ("all_gather", 6 * LAYER)],
     ),
     "argmax": (
         lambda x: jnp.argmax(x, 0),
@@ -170,7 +182,7 @@ ROWS = {
         P("x"),
         [("ppermute", 2 * ROW), ("ppermute", ROW)],
     ),
-    "rotate half": (rotate_half, [X], P("x"), P("x"), [("ppermute", 4 * ROW)] * 2),
+    "rotate half": (rotate_half, [X], P("x"), P("x"), [("all_to_all", 3 * ROW)] * 2),
     "concatenate": (
         lambda x, y: jnp.concatenate([x, y]),
         [X, X[::-1].copy()],
@@ -356,7 +368,7 @@ ROWS = {
         [ramp(16, 8), np.abs(ramp(128, dtype="int32")) % 16, ramp(8, 64) / 64],
         (P("x", "y"), P("x"), P()),
         P("x"),
-        [("all_gather", 3 * 64), ("all_to_all", 256), ("reduce_scatter", 3 * 4 * ROW), ("all_reduce", 4 * ROW)],
+        [("all_gather", 3 * 128), ("all_gather", 64), ("all_gather", 3 * 128)],
     ),
     "looked up, then multiplied": (
         lambda table, rows, v: table[rows] @ v,
@@ -384,15 +396,15 @@ ROWS = {
         [ramp(32, 64), ramp(64, 128) / 64, ramp(128, 64) / 64, np.abs(ramp(16, 8, dtype="int32")) % 32],
         (P(None, "x"), P("x"), P(None, "x"), P("x")),
         P(),
-        [("all_gather", 24 * ROW), ("all_gather", 96 * ROW), ("all_gather", 96 * ROW), ("all_reduce", 6)],
+        [("all_gather", 24 * ROW), ("all_gather", 3 * 128), ("all_gather", 96 * ROW), ("all_reduce", 6)],
     ),
     "gradient of pooling": (gradients(pool), [IMAGE], P(None, "x"), P(None, "x"), []),
 }
 
 
-def check(mesh, f, args, ins, outs):
+def check(mesh, f, args, ins, outs, chip=None):
     """The plan of f, whose results are those of the plain function."""
-    sharded = sx.shard_jit(f, mesh=mesh, in_shardings=ins, out_shardings=outs)
+    sharded = sx.shard_jit(f, mesh=mesh, in_shardings=ins, out_shardings=outs, options=sx.Options(chip=chip))
     wanted = jax.jit(f)(*args)
     for got, want in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
@@ -414,7 +426,7 @@ def test_spatial_and_feature_dims_sharded():
 def test_gradients_of_a_convolution():
     """Halos for the image, which both want, and for what comes back; one sum for the kernel."""
     ins = (P(None, "x"), P())
-    plan = check(MESH, gradients(conv), [IMAGE, KERNEL], ins, ins)
+    plan = check(MESH, gradients(conv), [IMAGE, KERNEL], ins, ins, chip="slow")  # else so small an image is gathered
     assert [c.kind for c in plan.collectives] == ["ppermute"] * 4 + ["all_reduce"]
 
 
@@ -428,8 +440,7 @@ def test_halves_of_a_product_are_cut_into_even_blocks():
     args = [np.sin(ramp(*shape)) for shape in ((32, 64), (64, 256), (128, 64))]
     ins = (P(), P(None, "x"), P("x"))
     plan = check(MESH, gradients(gated), args, ins, ins)
-    assert [c.kind for c in plan.collectives if c.kind != "all_to_all"] == ["all_reduce"] * 2
-    assert plan.comm_bytes == 55296  # 81920 where each part stays on its half
+    assert plan.comm_bytes == 43008  # 81920 where each part stays on its half
 
 
 @pytest.mark.parametrize("n", [13, 16, 18])
@@ -462,7 +473,7 @@ def test_fewer_heads_than_devices(heads, ways):
     mesh = jax.make_mesh((1, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     w, x = {"qkv": ramp(16, 3, heads, 4) / 512, "out": ramp(heads, 4, 16) / 512}, ramp(2, 12, 16) / 64
     split, plain = partial(attention, sx.annotate), partial(attention, lambda w, _: w)
-    how = {"mesh": mesh, "in_shardings": P()}
+    how = {"mesh": mesh, "in_shardings": P(), "options": sx.Options(chip="slow")}  # else so little is computed by all
     f, close = sx.shard_jit(split, **how), partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
     close(f(w, x), jax.jit(plain)(w, x))
     sent = [f"all_reduce over {ways} of f32[2,12,16]: sum of dot_general"] if ways else []

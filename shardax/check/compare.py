@@ -75,7 +75,7 @@ def compare(
     *,
     seed: int = 0,
     slack: float = SLACK,
-    options: Options = Options(),  # noqa: B008  (frozen)
+    options: Options = Options(chip="slow"),  # noqa: B008  (frozen)
 ) -> Comparison:
     """Runs `f(*args)` under plain `jax.jit` and under `n` sampled shardings of its arguments and results, and compares.
 
@@ -90,7 +90,7 @@ def compare(
       n: how many trials.
       seed: of the shardings that are drawn.
       slack: ulps that another order of sums may cost. Sums of many numbers of both signs may need more.
-      options: for `shard_jit`.
+      options: for `shard_jit`. By default all that can be split is, however small (`Options(chip="slow")`).
 
     Raises:
       Different: an AssertionError. Its text has the shardings, the first equation that differs with its line, layouts and
@@ -119,6 +119,11 @@ class _Case:
     @property
     def name(self) -> str:
         return getattr(self.fun, "__name__", "f")
+
+    @property
+    def chip(self) -> str:
+        """As an argument in source, if it is a known one."""
+        return f", options=shardax.Options(chip={self.options.chip!r})" if isinstance(self.options.chip, str) else ""
 
     @functools.cache  # noqa: B019  (a case lives as long as one call of compare)
     def wanted(self, axes: tuple[str, ...]) -> Any:
@@ -163,7 +168,7 @@ class _Case:
         return (
             f"  shardax.check.compare({self.name}, args, meshes=[{dict(trial.mesh.shape)}], n=1, seed={seed})\n"
             f"or\n  mesh = jax.make_mesh({sizes}, {axes}, axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)})\n"
-            f"  shardax.shard_jit({self.name}, mesh=mesh, {shardings})(*args)"
+            f"  shardax.shard_jit({self.name}, mesh=mesh, {shardings}{self.chip})(*args)"
         )
 
 

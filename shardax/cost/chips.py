@@ -50,6 +50,9 @@ NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e
 start a collective costs next to nothing, 128 bytes, so that a small program is partitioned as a large one would be, and what is
 tried on a laptop shows what a pod will do."""
 
+SLOW = Chip("slow", 1e9, 32e9, 1e8, 50e9, latency=0.0, start=128 / 50e9, least=0.0)
+"""A chip that computes and copies so slowly that everything is split that can be, however small: rules are tested so."""
+
 CHIPS = {chip.name: chip for chip in (V3, V4, V5E, V5P, V6E, H200)}
 
 KINDS = {

@@ -137,14 +137,15 @@ class Alternatives:
     def nbytes(self, value: Value, layout: Layout) -> int:
         return math.prod(layout.local_shape(self.sizes)) * value.itemsize
 
-    def guess(self, node: Node, way: Way, made: Sequence[Layouts], wanted: Sequence[Layout]) -> float:
-        """About what a way costs where it stands, its operands brought and its results as wanted: only to rank ways."""
+    def guess(self, node: Node, way: Way, made: Sequence[Layouts], wanted: Sequence[Layout]) -> tuple[float, float]:
+        """About what a way costs where it stands, its operands brought and its results as wanted: only to rank ways. Among equals
+        first come those that take their operands as they are made."""
         brought = sum(
             min(self.guessed(v, source, target) for source in (sources or (target,)))
             for v, sources, target in zip(node.inputs, made, way.operands, strict=True)
         )
         left = zip(node.outputs, way.results, wanted, strict=True)
-        return way.price + brought + sum(self.guessed(v, have, want) for v, have, want in left)
+        return way.price + brought + sum(self.guessed(v, have, want) for v, have, want in left), brought
 
     def guessed(self, value: Value, source: Layout, target: Layout) -> float:
         if source == target or value.is_literal:

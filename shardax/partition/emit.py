@@ -91,7 +91,7 @@ class Emitter:
             assert decision.entry and decision.factors
             results = run_local(decision.entry, decision.local(node, self.sizes), decision.factors, shards)
         for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.results, results, strict=True)):
-            if annotations.of_node(node) and not node.inputs[0].is_literal:  # the same value by another name
+            if annotations.renames(node):
                 self.env[value] = self.env[node.inputs[0]]
                 self.env[value].setdefault(layout, shard)
             else:

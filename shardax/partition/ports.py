@@ -21,6 +21,7 @@ from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
 if TYPE_CHECKING:
     from shardax.partition.search import Search
 
+_ONCE = 2.0**-6  # picoseconds: among equals, what all branches owe is settled once, after them
 UNKNOWN_TRIPS = 2  # of a `while`: enough to move out of it what can be
 
 
@@ -129,7 +130,7 @@ def _cond(search: "Search", node: Node, trips: float, hidden: frozenset[str]) ->
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
         settled, *owed = _owing(search.wanted(outer, inside), owing, outer)
-        ways = [Way((layout,) * len(inners), (layout,)) for layout in (*owed, settled)]
+        ways = [Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE) for layout in (*owed, settled)]
         ports.results.append(search.add(Site(inners, [outer], ways, trips)))
     return ports
 

@@ -44,7 +44,7 @@ class Replay:
             self.there[value] = [layout]
             if value in self.search.anywhere and not layout.pending:
                 self.there[value].append(whole(value.shape))
-        if annotations.of_node(node) and not node.inputs[0].is_literal:
+        if annotations.renames(node):
             self.there[node.outputs[0]] = self.there[node.inputs[0]]
         found = Decision(moves, tuple(operands), tuple(results), splits or {}, **rest)
         if node.bodies:

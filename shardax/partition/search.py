@@ -25,6 +25,9 @@ from shardax.sharding import AxisSizes, Layout, whole
 from shardax.spmd_rules.registry import RULES, Split
 
 
+_TIE = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
+
+
 class Search:
     """A program laid out as sites.
 
@@ -130,13 +133,14 @@ class Search:
         made = [self.made(v) for v in node.inputs]
         wanted = [self.wanted(v, hidden) for v in (*node.inputs, *node.outputs)]
         ways = self.alternatives.of(node, made, wanted, hidden)
-        renames = annotations.of_node(node) is not None and not node.inputs[0].is_literal
+        note = annotations.of_node(node)
+        renames = annotations.renames(node)
         if renames:
             self.root[node.outputs[0]] = self.root_of(node.inputs[0])
         entry = RULES.get(node.name)
         if entry and entry.made_anywhere and all(v.is_literal or not v.shape or v in self.anywhere for v in node.inputs):
             self.anywhere.update(node.outputs)
-        elif renames and node.inputs[0] in self.anywhere:
+        elif note and node.inputs[0] in self.anywhere:
             self.anywhere.add(node.outputs[0])
         return self.add(Site(node.inputs, node.outputs, ways, trips, renames=renames))
 
@@ -229,8 +233,9 @@ class Search:
         return Solution(solution.ways, solution.price + self.constant, solution.bound + self.constant)
 
     def _own(self, problem: Problem, site: Site) -> None:
+        """The prices of the ways; among equals those that stand first are taken, by far less than a picosecond."""
         prices = np.array([way.price for way in site.ways]) * (site.trips * site.times)
-        self._add(problem, [site], prices)
+        self._add(problem, [site], prices + np.arange(len(prices)) * _TIE)
 
     def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:
         """Adds a table; sites with one way are no variables."""
