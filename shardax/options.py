@@ -6,7 +6,6 @@ from typing import Any, Literal
 from shardax.cost.chips import CHIPS, NOMINAL, SLOW, Chip
 from shardax.given import is_whole
 
-
 _CHIPS = CHIPS | {"slow": SLOW}
 
 

@@ -167,8 +167,8 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
             (
                 "all_to_all over data",
                 "result in P(None, 'data')",
-                "sort P('data') by annotate at test_because.py:ROWS against the result P(None, 'data'), for P('data') does not divide "
-                "[10,8]",
+                "sort P('data') by annotate at test_because.py:ROWS against the result P(None, 'data'), "
+                "for P('data') does not divide [10,8]",
             ),
         ],
     ),

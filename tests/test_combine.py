@@ -207,7 +207,7 @@ def loss(params, x):
 
 
 PARAMS = [(array(256, 256) / 16, array(256)) for _ in range(3)]
-X = array(64, 256)
+X = array(4096, 256)
 
 
 def step(params, x):

@@ -24,7 +24,6 @@ from shardax.partition.tables import Problem, Solution, solve
 from shardax.sharding import AxisSizes, Layout, whole
 from shardax.spmd_rules.registry import RULES, Split
 
-
 _TIE = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
 
 
