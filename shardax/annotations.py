@@ -53,8 +53,10 @@ def of_node(node: Node) -> Annotation | None:
 
 
 def renames(node: Node) -> bool:
-    """Whether a node is an annotation of an argument or result, which may still be read in the other layouts in which it is there.
-    What is annotated inside lies so from then on: who annotates an activation wants it computed on, and kept, so."""
+    """Whether a node is an annotation of an argument or result, which may still be read in other layouts in which it is there.
+
+    What is annotated inside lies so from then on: who annotates an activation wants it computed on, and kept, so.
+    """
     note = of_node(node)
     return note is not None and note.role != "inside" and not node.inputs[0].is_literal
 

@@ -173,7 +173,8 @@ def test_heads_inside_an_axis(name):
     p = {n: np.random.RandomState(i).randn(32, 32).astype("float32") / 6 for i, n in enumerate("qkvo")}
     x = np.random.RandomState(9).randn(4, 8, 32).astype("float32")
     specs = P("data" if "data" in mesh.shape else None), {**dict.fromkeys("qkv", P(None, "model")), "o": P("model")}
-    f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs)
+    options = sx.Options(chip="slow")  # on others so little is gathered
+    f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs, options=options)
     same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
     plan = f.plan(x, p)
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
@@ -182,19 +183,16 @@ def test_heads_inside_an_axis(name):
 
 
 def test_the_scores_of_long_sequences_are_not_reduced():
-    """The minor part of a cut axis splits a product only where that sends less: here queries and keys are gathered over it."""
+    """The minor part of a cut axis splits a product only where that sends less."""
     mesh, count = HEADS["4 on 8"]
     p = {n: np.random.RandomState(i).randn(32, 32).astype("float32") / 6 for i, n in enumerate("qkvo")}
     x = np.random.RandomState(9).randn(4, 128, 32).astype("float32")
     specs = P(), {**dict.fromkeys("qkv", P(None, "model")), "o": P("model")}
     f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs)
     same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
-    halves = "all_gather over model.1 of f32[4,128,1,4]: dot_general in P(None, None, 'model.0', None)"
-    assert [str(c) for c in f.plan(x, p).collectives] == [
-        halves,
-        halves,
-        "all_reduce over model of f32[4,128,32]: sum of dot_general",
-    ]
+    plan = f.plan(x, p)
+    assert (4, 1, 128, 128) not in [c.shape for c in plan.collectives]
+    assert plan.comm_bytes <= 2 * 8192 + 114688  # to gather queries and keys, and to sum over the axis what o makes
 
 
 def test_no_reshape_in_need_changes_nothing():

@@ -138,8 +138,8 @@ class Alternatives:
         return math.prod(layout.local_shape(self.sizes)) * value.itemsize
 
     def guess(self, node: Node, way: Way, made: Sequence[Layouts], wanted: Sequence[Layout]) -> tuple[float, float]:
-        """About what a way costs where it stands, its operands brought and its results as wanted: only to rank ways. Of equals first
-        come those that take their operands as they are made."""
+        """About what a way costs where it stands, its operands brought and its results as wanted: only to rank ways. Of equals
+        those come first that take their operands as they are made."""
         brought = sum(
             min(self.guessed(v, source, target) for source in (sources or (target,)))
             for v, sources, target in zip(node.inputs, made, way.operands, strict=True)
