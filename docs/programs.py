@@ -16,13 +16,13 @@ def loss(params, x_BM):
     return jnp.mean((y_BM - x_BM) ** 2)
 
 
-def normalized(x_BM):
+def summed(x_BM):
     h_BM = sx.annotate(x_BM * 2, P("data"))
-    return h_BM / h_BM.sum(axis=0)
+    return h_BM.sum(axis=0)
 
 
-def ordered(x):
-    return jnp.sort(x)
+def spectrum(x):
+    return jnp.fft.rfft(x).real
 
 
 def floats(*shape):

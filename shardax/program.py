@@ -153,7 +153,7 @@ def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMes
             [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
-        decisions = choose(program, completion, *layouts)
+        decisions = choose(program, completion, *layouts, strict=options.strict is True)
     with timed(phases, "emission"):
         abstract = meshes.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):

@@ -22,25 +22,32 @@ from shardax.spmd_rules.registry import Split
 Splits = dict[Node, Split | None]
 
 
-def choose(graph: Graph, completion: Completion, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
-    """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in."""
+def choose(
+    graph: Graph, completion: Completion, inputs: Sequence[Layout], outputs: Sequence[Layout], strict: bool = False
+) -> Decisions:
+    """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in.
+
+    `strict`: nothing is moved that nobody asked for, wherever there is another way.
+    """
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
     splits: Splits = {}
-    search, solution = _searched(graph, completion, alternatives, inputs, outputs, splits)
+    search, solution = _searched(graph, completion, alternatives, inputs, outputs, splits, strict)
     for node, found in search.maps.items():
         now = search.splits.get(node, found[0] if found else None)
         for other in (None, *found):
             if other != now:
-                tried, price = _searched(graph, completion, alternatives, inputs, outputs, {**search.splits, node: other})
+                tried, price = _searched(
+                    graph, completion, alternatives, inputs, outputs, {**search.splits, node: other}, strict
+                )
                 if price.price < solution.price:
                     search, solution, now = tried, price, other
     return replace(Replay(search).graph(graph, inputs, outputs), price=solution.price, gap=solution.gap)
 
 
-def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: Splits) -> tuple[Search, Solution]:
+def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: Splits, strict: bool) -> tuple[Search, Solution]:
     given_back: dict[Hashable, Layouts] = {}
     while True:
-        search = Search(graph, completion, alternatives, splits, given_back)
+        search = Search(graph, completion, alternatives, splits, given_back, strict)
         search.program(graph, inputs, outputs)
         if search.left == given_back or given_back:
             return search, search.solve()

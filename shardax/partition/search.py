@@ -25,6 +25,8 @@ from shardax.sharding import AxisSizes, Layout, whole
 from shardax.spmd_rules.registry import RULES, Split
 
 _TIE = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
+_UNASKED = 1e13  # picoseconds: under strict mode, for a move that nobody asked for
+_MOVES = frozenset({"all_gather", "all_to_all", "halo", "ppermute"})
 
 
 class Search:
@@ -43,12 +45,13 @@ class Search:
         alternatives: Alternatives,
         splits: dict[Node, Split | None],
         given_back: dict[Hashable, Layouts],
+        strict: bool = False,
     ):
         self.completion, self.alternatives, self.padding = completion, alternatives, alternatives.padding
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
-        self.splits, self.given_back = splits, given_back
+        self.splits, self.given_back, self.strict = splits, given_back, strict
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
         self.site_of: dict[Node, Site] = {}
@@ -74,7 +77,7 @@ class Search:
             self.add(Site([], [value], [Way((), (layout,))]))
         self.body(graph, 1.0, frozenset())
         for value, layout in zip(graph.outputs, outputs, strict=True):
-            self.add(Site([value], [], [Way((layout,), ())]))
+            self.add(Site([value], [], [Way((layout,), ())], asked=True))
 
     def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None:
         """Lays out a graph whose inputs are made already."""
@@ -141,7 +144,7 @@ class Search:
             self.anywhere.update(node.outputs)
         elif note and node.inputs[0] in self.anywhere:
             self.anywhere.add(node.outputs[0])
-        return self.add(Site(node.inputs, node.outputs, ways, trips, renames=renames))
+        return self.add(Site(node.inputs, node.outputs, ways, trips, asked=note is not None, renames=renames))
 
     def add(self, site: Site) -> Site:
         self.sites.append(site)
@@ -199,9 +202,12 @@ class Search:
         split = self.splits.get(node, found[0] if found else None)
         return split if split in found else None
 
-    def price(self, value: Value, source: Layout, target: Layout) -> float:
+    def price(self, value: Value, source: Layout, target: Layout, strict: bool = False) -> float:
         """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes whole."""
         price = self.sent(value, source, target)
+        if strict and price:
+            path = reshard.plan(source, target, value.shape, value.itemsize, self.sizes)
+            price += _UNASKED if any(step.kind in _MOVES for step in path.steps) else 0.0
         if price and value in self.anywhere:
             made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
             price = min(price, made + self.sent(value, whole(value.shape), target))
@@ -225,7 +231,9 @@ class Search:
         for site in self.sites:
             self._own(problem, site)
         for value, reads, weight in self._readers():
-            self._reads(problem, value, reads, weight)
+            for strict in (False, True) if self.strict else (False,):
+                some = [(site, i) for site, i in reads if site.asked != strict] if self.strict else reads
+                self._reads(problem, value, some, weight, strict)
         solution = solve(problem)
         for site in self.sites:
             site.chosen = site.ways[solution.ways[self.variable[site]] if site in self.variable else 0]
@@ -269,12 +277,12 @@ class Search:
             one[2] += weight
         return [(value, reads, weight) for value, reads, weight in alike.values()]
 
-    def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float) -> None:
-        """The tables of one value and its readers."""
+    def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool) -> None:
+        """The tables of one value and its readers; `strict`: they did not ask for what is moved for them."""
         maker, result = self.maker[value]
         made = tuple([way.results[result] for way in maker.ways])
         targets = tuple([tuple([way.operands[i] for way in site.ways]) for site, i in reads])
-        shown = self._tables(value, made, targets)
+        shown = self._tables(value, made, targets, strict)
         if shown is None:
             return
         state_cost, maker_table, reader_tables = shown
@@ -290,14 +298,14 @@ class Search:
             if table is not None:
                 self._add(problem, [copy, site], table * weight)
 
-    def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...]):
-        key = (made, targets, value.shape, value.itemsize, value in self.anywhere)
+    def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
+        key = (made, targets, value.shape, value.itemsize, value in self.anywhere, strict)
         if key not in self.tables:
-            self.tables[key] = self._make_tables(value, made, targets)
+            self.tables[key] = self._make_tables(value, made, targets, strict)
         return self.tables[key]
 
-    def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...]):
-        price = cache(partial(self.price, value))
+    def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
+        price = cache(partial(self.price, value, strict=strict))
         sources = list(dict.fromkeys(made))
         paying = [any(price(m, t) > 0 for m in sources for t in dict.fromkeys(ts)) for ts in targets]
         if not any(paying):
