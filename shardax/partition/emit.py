@@ -111,11 +111,19 @@ class Emitter:
         if value.is_literal:
             return self.moved(value, _literal(value), move, reader)
         shards = self.env[value]
-        if move.source not in shards:
-            shards[move.source] = self.made_whole(value)
         if move.target not in shards:
-            shards[move.target] = self.moved(value, shards[move.source], move, reader)
+            shards[move.target] = self.moved(*self.held(value, move.source), move, reader)
         return shards[move.target]
+
+    def held(self, value: Value, layout: Layout):
+        """A value and its shard in a layout: its own, or that of what was annotated to be it; else it is made so."""
+        while layout not in self.env[value]:
+            node = self.makers.get(value)
+            if node is None or not annotations.of_node(node) or node.inputs[0].is_literal:
+                self.env[value][layout] = self.made_whole(value)
+            else:
+                value = node.inputs[0]
+        return value, self.env[value][layout]
 
     def made_whole(self, value: Value):
         """A literal, what is `made_anywhere`, or one of them annotated, on a device that makes all of it."""

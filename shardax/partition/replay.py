@@ -17,11 +17,17 @@ class Replay:
         self.there: dict[Value, list[Layout]] = {}
         self.structured: dict[Node, Decision] = {}
 
-    def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Decisions:
+    def there_of(self, value: Value, asked: bool) -> list[Layout]:
+        """The layouts that a reader may take; one that the user asked for, also those before an annotation."""
+        before = self.search.unasked.get(value)
+        return self.there[value] + (self.there_of(before, True) if asked and before else [])
+
+    def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], asked: bool = True) -> Decisions:
+        """`asked`: whether the user says in which layouts the outputs are, as of a whole program."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
             self.there[value] = [layout]
         steps = [self.node(node) for node in graph.nodes]
-        moves = tuple(self.move(v, t) for v, t in zip(graph.outputs, outputs, strict=True))
+        moves = tuple(self.move(v, t, asked) for v, t in zip(graph.outputs, outputs, strict=True))
         return Decisions(graph, tuple(inputs), steps, moves)
 
     def node(self, node: Node) -> Decision:
@@ -39,7 +45,8 @@ class Replay:
         return self.decision(node, known.operands, known.results, known.splits, bodies=bodies)
 
     def decision(self, node: Node, operands, results, splits=None, **rest) -> Decision:
-        moves = tuple(self.move(v, t) for v, t in zip(node.inputs, operands, strict=True))
+        asked = annotations.of_node(node) is not None
+        moves = tuple(self.move(v, t, asked) for v, t in zip(node.inputs, operands, strict=True))
         for value, layout in zip(node.outputs, results, strict=True):
             self.there[value] = [layout]
             if value in self.search.anywhere and not layout.pending:
@@ -51,16 +58,15 @@ class Replay:
             self.structured[node] = found
         return found
 
-    def move(self, value: Value, target: Layout) -> Move:
+    def move(self, value: Value, target: Layout, asked: bool) -> Move:
         """Reads a value in a layout; from then on it is there in that layout too."""
         if value.is_literal:
             return Move(whole(value.shape), target)
-        there = self.there[value]
+        there = self.there_of(value, asked)
         if target in there:
             return Move(target, target)
-        source = min(there, key=lambda source: self.search.sent(value, source, target))
-        there.append(target)
-        return Move(source, target)
+        self.there[value].append(target)
+        return Move(min(there, key=lambda source: self.search.sent(value, source, target)), target)
 
     def inside(self, graph: Graph, outputs: Sequence[Layout]) -> Decisions:
         """The decisions of a body, whose inputs lie as the ports left them."""
@@ -68,7 +74,7 @@ class Replay:
         for value in graph.inputs:
             site, i = self.search.maker[value]
             inputs.append(site.chosen.results[i])
-        return self.graph(graph, inputs, outputs)
+        return self.graph(graph, inputs, outputs, asked=False)
 
 
 def _scan(replay: Replay, node: Node) -> Decision:

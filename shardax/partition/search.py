@@ -33,7 +33,8 @@ class Search:
     """A program laid out as sites.
 
     `layouts`: in which each value may be made; `maker`: by which site, as which of its results. `reading`: who reads what, as
-    which operand. `root`: of a renamed value, the one that it is. `anywhere`: what every device can make any part of. `scope`:
+    which operand. `root`: of a renamed value, the one that it is; `unasked`: of one annotated inside, that before, which
+    other annotations and results may still read. `anywhere`: what every device can make any part of. `scope`:
     how often the code runs that holds a value; `often`: in how many alike blocks. `maps`: how the trips of each map may be
     split, `splits`: how they are. `left`: the layouts in which bodies give carries back; `given_back`: those of the last time.
     """
@@ -58,6 +59,7 @@ class Search:
         self.ports: dict[Node, Ports] = {}
         self.maker: dict[Value, tuple[Site, int]] = {}
         self.root: dict[Value, Value] = {}
+        self.unasked: dict[Value, Value] = {}
         self.scope: dict[Value, float] = {}
         self.layouts: dict[Value, Layouts] = {}
         self.anywhere: set[Value] = set()
@@ -113,6 +115,8 @@ class Search:
             site.times += 1
             if site.renames:
                 self.root[node.outputs[0]] = self.root_of(node.inputs[0])
+            elif twin.outputs and twin.outputs[0] in self.unasked:
+                self.unasked[node.outputs[0]] = node.inputs[0]
         for value, other in pairs[len(node.inputs) :]:
             self.scope[other], self.layouts[other] = self.scope[value], self.layouts[value]
             if value in self.maker:
@@ -139,6 +143,8 @@ class Search:
         renames = annotations.renames(node)
         if renames:
             self.root[node.outputs[0]] = self.root_of(node.inputs[0])
+        elif note and not node.inputs[0].is_literal:
+            self.unasked[node.outputs[0]] = node.inputs[0]
         entry = RULES.get(node.name)
         if entry and entry.made_anywhere and all(v.is_literal or not v.shape or v in self.anywhere for v in node.inputs):
             self.anywhere.update(node.outputs)
@@ -177,8 +183,9 @@ class Search:
 
     # What is known of values
 
-    def root_of(self, value: Value) -> Value:
-        return self.root.get(value, value)
+    def root_of(self, value: Value, asked: bool = False) -> Value:
+        root = self.root.get(value, value)
+        return self.root_of(self.unasked[root], True) if asked and root in self.unasked else root
 
     def made(self, value: Value) -> Layouts:
         """The layouts in which a value may be made; whole, if every device can make it so."""
@@ -267,7 +274,7 @@ class Search:
         found: dict[Value, list[tuple[Site, int]]] = {}
         for value, site, i in self.reading:
             if not value.is_literal:
-                found.setdefault(self.root_of(value), []).append((site, i))
+                found.setdefault(self.root_of(value, site.asked), []).append((site, i))
         alike: dict[Hashable, list] = {}
         for value, reads in found.items():
             maker, result = self.maker[value]
