@@ -40,6 +40,7 @@ class Timing:
 
     total: float
     phases: Mapping[str, float]
+    sent: float = 0.0  # bytes, by one device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -109,7 +110,7 @@ def timed(run: Callable[[], Any]) -> Timing:
     start = time.process_time()
     with mock.patch.object(time, "perf_counter", time.process_time):  # by which phases are timed
         result = run()
-    return Timing(time.process_time() - start, getattr(result, "phases", {}))
+    return Timing(time.process_time() - start, getattr(result, "phases", {}), getattr(result, "comm_bytes", 0.0))
 
 
 def plan(job: Job, shape: Mapping[str, int]):
@@ -123,6 +124,7 @@ def table(tracing: Timing, plans: Sequence[Timing]) -> str:
     rows = [("", meshes), ("JAX's own tracing", [f"{tracing.total:.2f}"] * len(plans))]
     rows += [(f"plan: {phase}", [f"{plan.phases[phase]:.2f}" for plan in plans]) for phase in plans[0].phases]
     rows += [("plan in all", [f"{plan.total:.2f}" for plan in plans])]
+    rows += [("GB sent by each", [f"{plan.sent / 1e9:.1f}" for plan in plans])]
     return "\n".join(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells) for name, cells in rows)
 
 

@@ -27,7 +27,7 @@ from shardax.cost.network import Network, network_of
 from shardax.reshard_steps import Counts, Edge, Space, State, canonical, with_more
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 
-FEW = 2  # axes over which all layouts that a value may take are looked at
+FEW = 3  # axes over which all layouts that a value may take are looked at
 MOST = 4  # dims, likewise
 COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter"})
 

@@ -327,13 +327,12 @@ class TestBytes:
         again = whole(jax.grad(sx.shard_jit(mlp, mesh=MESH, in_shardings=(specs, P("x"))))).plan(*args)
         assert again.comm_bytes == once.comm_bytes
 
-    def test_an_eager_grad_sends_the_weights_more(self, specs, rows, hidden):
+    def test_an_eager_grad_gathers_twice(self, specs, rows, hidden):
         args = self.args(rows, hidden)
         whole = sx.shard_jit(jax.grad(mlp), mesh=MESH, in_shardings=(specs, P("x")), out_shardings=specs).plan(*args)
         both, residuals = sent(jax.grad(sx.shard_jit(mlp, mesh=MESH, in_shardings=(specs, P("x")))), *args)
-        weights = comm_bytes(c for c in whole.collectives if c.kind == "all_gather")  # residuals that are arguments
-        the_loss = 6
-        assert residuals == 0 and both <= whole.comm_bytes + weights + the_loss
+        # forward and backward are chosen apart: what both gather of weights and batch is gathered twice, the loss is summed
+        assert residuals == 0 and both <= 2.2 * whole.comm_bytes
 
 
 def test_what_is_made_of_it_is_not_it():

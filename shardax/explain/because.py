@@ -59,8 +59,15 @@ class Because:
             alike.setdefault((part.line, form(text)), []).append(text)
         return (times(len(texts)) + as_one(texts, exact=True) for texts in alike.values())
 
-    def origin(self, value: Value, dim: int, axes: set[str], depth: int = DEPTH) -> Origin | None:
+    def origin(self, value: Value, dim: int, axes: set[str]) -> Origin | None:
         """The annotation that axes of a dim came from: by completion, or else by an operand that it was made of."""
+        return self._origin(value, dim, axes, DEPTH, set())
+
+    def _origin(self, value: Value, dim: int, axes: set[str], depth: int, seen: set[tuple[Value, int]]) -> Origin | None:
+        """`seen`: where there is nothing to find, or it is looked for already."""
+        if (value, dim) in seen:
+            return None
+        seen.add((value, dim))
         if axes <= {*self.completion.sharding(value).dims[dim]}:
             return self.root(value, dim)
         node, decision = self.makers.get(value, (None, None))
@@ -71,7 +78,7 @@ class Because:
         for operand, tensor, layout, move in operands:
             for d, dim_factors in enumerate(tensor):
                 if made & {*dim_factors} and axes <= {*layout.dims[d]} & {*move.source.dims[d]}:
-                    if found := self.origin(operand, d, axes, depth - 1):
+                    if found := self._origin(operand, d, axes, depth - 1, seen):
                         return found
         return None
 
