@@ -105,12 +105,6 @@ class Refinement:
         return axes
 
     @cached_property
-    def spare(self) -> frozenset[str]:
-        """The axes that nobody named: the minor parts of those that were cut."""
-        uncut = refinement(self.meshes).cuts
-        return frozenset(name for name, (stride, size) in self._named.items() if stride * size not in uncut)
-
-    @cached_property
     def boundaries(self) -> frozenset[UserMesh]:
         """The meshes whose blocks lie on other devices than the meshes say."""
         return frozenset(mesh for mesh in self.meshes if not _fits(self.cuts, _digits_of(mesh)))
