@@ -121,7 +121,7 @@ def test_search_hides_the_other_rows(page):
 
 
 def test_a_reason_opens_to_its_facts(page):
-    page.find_element(By.ID, "search").send_keys("all_gather scatter-add")
+    page.find_element(By.ID, "search").send_keys("all_to_all scatter-add")
     reason = visible(page, "details.because")[0]
     (fact, *_) = reason.find_elements(By.TAG_NAME, "div")
     assert not fact.is_displayed()

@@ -35,7 +35,15 @@ def test_programs_of_many_kinds():
     pytest.importorskip("libtpu")
     found = compiled_there("programs")
     assert len(found) >= 20
-    assert found == dict.fromkeys(found, [True, [], []])
+    for name, (exact, planned, there) in found.items():
+        assert exact, name
+        if name in CUT:
+            assert sum(n * what[2] for what, n in there) < sum(n * what[2] for what, n in planned), name
+        else:
+            assert (planned, there) == ([], []), name
+
+
+CUT = ("convnet", "gpt2 2x2x2", "gpt2 2x4")  # of what is gathered, and then cut, XLA gathers less than was planned
 
 
 def compiled_there(what: str) -> dict[str, list]:
