@@ -30,6 +30,7 @@ from shardax.spmd_rules.rule import Factors
 
 MOST = 16
 _SMALL = 64  # what is small costs so many times less
+_FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is computed in parts
 
 
 class Alternatives:
@@ -123,7 +124,7 @@ class Alternatives:
         return float(round(price / _SMALL if price < least else price - least * (1 - 1 / _SMALL)))
 
     def traffic(self, node: Node, entry: Entry, candidate: Candidate) -> float:
-        """The bytes that a node reads and writes in memory."""
+        """The bytes that a node reads and writes in memory; and a trace of what it takes from others, or gives them, at once."""
         values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
         if entry.reads == "none":
             return 0.0
@@ -131,8 +132,8 @@ class Alternatives:
             values, layouts = 2 * values[len(node.inputs) :], 2 * layouts[len(node.inputs) :]
         elif entry.in_place and not entry.looks_up:  # what is updated is not copied
             values, layouts = 2 * values[1:-1], 2 * layouts[1:-1]
-        stored = ((v, lay) for v, lay in zip(values, layouts, strict=True) if v in self.stored)
-        return float(sum(self.nbytes(v, layout) for v, layout in stored))
+        pairs = zip(values, layouts, strict=True)
+        return float(sum(self.nbytes(v, lay) * (1 if v in self.stored else _FUSED) for v, lay in pairs if not v.is_literal))
 
     def nbytes(self, value: Value, layout: Layout) -> int:
         return math.prod(layout.local_shape(self.sizes)) * value.itemsize
