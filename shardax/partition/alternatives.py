@@ -124,7 +124,7 @@ class Alternatives:
         return float(round(price / _SMALL if price < least else price - least * (1 - 1 / _SMALL)))
 
     def traffic(self, node: Node, entry: Entry, candidate: Candidate) -> float:
-        """The bytes that a node reads and writes in memory; and a trace of what it takes from others, or gives them, at once."""
+        """The bytes that a node reads and writes in memory; and a trace of what it takes from others or gives them."""
         values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
         if entry.reads == "none":
             return 0.0
