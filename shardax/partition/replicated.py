@@ -86,13 +86,19 @@ def replicated(decisions: Decisions, completion: Completion) -> Iterator[Replica
     """The nodes that run replicated over some axis.
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
-    replication to gather no more than the results come to, where all these devices want them anyway.
+    replication to gather no more than the results come to, where all these devices want them anyway. What is elementwise is
+    computed before or after what it is part of is gathered: that sends the same.
     """
     for node, decision in decisions.pairs():
         for body in decision.bodies:
             yield from replicated(body, completion)
-        if not decision.bodies and not annotations.of_node(node):
+        if not decision.bodies and not annotations.of_node(node) and not _is_elementwise(node):
             yield from _of_node(node, decision, completion)
+
+
+def _is_elementwise(node: Node) -> bool:
+    entry = RULES.get(node.name)
+    return entry is not None and entry.fuses == "all" and entry.flops is None
 
 
 def _of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[Replicated]:

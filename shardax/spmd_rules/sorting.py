@@ -42,6 +42,7 @@ def sort(node: Node) -> str:
     """ "k s!, k s! -> k s!, k s!": any number of operands, sorted alike. Without other dims "s, s -> s, s"."""
     dims, shape, dim = _kept(node), node.in_shapes[0], node.params["dimension"]
     lone = shape[dim] > 0 and all(n == 1 for d, n in enumerate(shape) if d != dim)
+    lone &= node.params["is_stable"] or node.params["num_keys"] == len(node.inputs)  # else only one device knows XLA's order
     dims[dim] = "s" if lone else "s!"
     side = ", ".join([" ".join(dims)] * len(node.inputs))
     return f"{side} -> {side}"
