@@ -178,7 +178,7 @@ def _replicated_nodes(plan: Any) -> list[Replicated]:
     """Those of the plan's program that run replicated, as `partition.replicated` defines it."""
     given = (None,) * len(plan.global_jaxpr.in_avals)
     built = transform.build(plan.global_jaxpr, given, plan.mesh, SPLIT)
-    return list(replicated(built.decisions, built.completion))
+    return list(replicated(built.decisions, built.refinement.sizes))
 
 
 @cache

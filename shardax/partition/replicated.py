@@ -2,12 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from shardax import annotations, reshard
-from shardax.completion.complete import Completion
 from shardax.cost.network import Network, network_of
 from shardax.graph import Node, Value
 from shardax.options import Refused
@@ -82,36 +81,35 @@ class Replicated:
     small: bool
 
 
-def replicated(decisions: Decisions, completion: Completion) -> Iterator[Replicated]:
+def replicated(decisions: Decisions, sizes: AxisSizes) -> Iterator[Replicated]:
     """The nodes that run replicated over some axis.
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
-    replication to gather no more than the results come to, where all these devices want them anyway. What is elementwise is
-    computed before or after what it is part of is gathered: that sends the same.
+    replication to gather no more than the results come to, where whoever reads them wants them so on all these devices.
     """
+    read: dict[Value, set[str]] = {}  # the axes that split each value where it is read
+    moves = [(v, m) for node, decision in decisions.pairs() for v, m in zip(node.inputs, decision.moves, strict=True)]
+    for value, move in [*moves, *zip(decisions.graph.outputs, decisions.outputs, strict=True)]:
+        if not value.is_literal:
+            read.setdefault(value, set()).update(move.target.sharding.axes)
     for node, decision in decisions.pairs():
         for body in decision.bodies:
-            yield from replicated(body, completion)
-        if not decision.bodies and not annotations.of_node(node) and not _is_elementwise(node):
-            yield from _of_node(node, decision, completion)
+            yield from replicated(body, sizes)
+        if not decision.bodies and not annotations.of_node(node):
+            yield from _of_node(node, decision, sizes, read)
 
 
-def _is_elementwise(node: Node) -> bool:
-    entry = RULES.get(node.name)
-    return entry is not None and entry.fuses == "all" and entry.flops is None
-
-
-def _of_node(node: Node, decision: Decision, completion: Completion) -> Iterator[Replicated]:
+def _of_node(node: Node, decision: Decision, sizes: AxisSizes, read: Mapping[Value, set[str]]) -> Iterator[Replicated]:
     """The same of one node, if it is one."""
     lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
     used = {a for split in decision.splits.values() for a in split.axes} & lie
-    gathers = [step for step in _gathers(node, decision, completion.sizes) if not used.issuperset(step.axes)]
+    gathers = [step for step in _gathers(node, decision, sizes) if not used.issuperset(step.axes)]
     nbytes = sum(step.nbytes for step in gathers)
     axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))
     made = zip(node.outputs, decision.results, strict=True)
-    wasted = nbytes - sum(_gathered_anyway(v, layout, completion, axes) for v, layout in made)
+    wasted = nbytes - sum(_gathered_anyway(v, layout, read.get(v, set()), axes, sizes) for v, layout in made)
     if wasted > 0:
-        yield Replicated(node, axes, nbytes, _is_small(wasted, network_of(completion.sizes)))
+        yield Replicated(node, axes, nbytes, _is_small(wasted, network_of(sizes)))
 
 
 def _is_small(nbytes: float, network: Network) -> bool:
@@ -126,10 +124,9 @@ def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[resha
         yield from (step for step in path.steps if step.kind == "all_gather")
 
 
-def _gathered_anyway(value: Value, layout: Layout, completion: Completion, axes: Axes) -> float:
-    """The bytes that one device would send to gather a result, padded as it is, over those of `axes` over which it is wanted
-    whole."""
-    sharding = completion.sharding(value)
-    over = tuple(a for a in axes if a not in sharding.axes)
+def _gathered_anyway(value: Value, layout: Layout, read: set[str], axes: Axes, sizes: AxisSizes) -> float:
+    """The bytes that one device would send to gather a result, padded as it is, over those of `axes` over which nobody reads it
+    split. `read`: the axes over which somebody does."""
+    over = tuple(a for a in axes if a not in read)
     nbytes = math.prod(layout.padded) * value.itemsize
-    return nbytes / shard_count(sharding.axes, completion.sizes) * (1 - 1 / shard_count(over, completion.sizes))
+    return nbytes / shard_count(layout.sharding.axes, sizes) * (1 - 1 / shard_count(over, sizes))
