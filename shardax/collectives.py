@@ -11,7 +11,7 @@ from jax import lax
 from shardax.halo import bring
 from shardax.reshard import Path
 from shardax.reshard_steps import next_blocks, pairs
-from shardax.sharding import AxisSizes, in_mesh_order, shard_count
+from shardax.sharding import Axes, AxisSizes, in_mesh_order, shard_count
 
 
 def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) -> jax.Array:
@@ -86,7 +86,24 @@ def ppermute(x, axes, pairs, sizes):
 
 def _run_slice(x, step, shape, sizes):
     block = step.layout.local_shape(sizes)[step.to]
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes) * block, block, axis=step.to)
+    return block_of(x, axis_position(step.axes, sizes), block, step.to)
+
+
+def block_of(x, place, block: int, dim: int):
+    """`block` rows of x along `dim`, from `place · block` on. (`lax.dynamic_slice` would look for negative starts.)"""
+    starts = [np.int32(0)] * x.ndim
+    starts[dim] = lax.mul(place, np.int32(block))
+    return lax.dynamic_slice_p.bind(x, *starts, slice_sizes=(*x.shape[:dim], block, *x.shape[dim + 1 :]))
+
+
+def axis_position(axes: Axes, sizes: AxisSizes):
+    """This device's position along `axes`, major to minor: an int32 scalar, 0 where there are none."""
+    if not axes:
+        return 0
+    place = lax.axis_index(axes[0])
+    for axis in axes[1:]:
+        place = lax.add(lax.mul(place, np.int32(sizes[axis])), lax.axis_index(axis))
+    return place
 
 
 def _run_owe(x, step, shape, sizes):
@@ -100,7 +117,7 @@ def _run_halo(x, step, shape, sizes):
     dim, axes, count = step.dim, step.axes, shard_count(step.axes, sizes)
     old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
     want = next_blocks(dim, axes, old, new, count, shape[dim])
-    return bring(want, x, lax.axis_index(axes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes))
+    return bring(want, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes))
 
 
 def _run_crop(x, step, shape, sizes):

@@ -1,6 +1,5 @@
 """build: makes the program that every device runs of a global jaxpr with annotations in it."""
 
-import gc
 import itertools
 import time
 import weakref
@@ -15,7 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from shardax import _jax, annotations, graph, meshes, strict
+from shardax import _jax, annotations, collector, graph, meshes, strict
 from shardax.associative import with_associative_scans
 from shardax.completion.complete import Completion, complete
 from shardax.counted import with_batched_indices
@@ -98,7 +97,7 @@ def build(jaxpr, given: tuple[Sharding | Placement | None, ...], mesh: AnyMesh, 
     programs = _built.setdefault(jaxpr, {})
     key = (given, mesh, options)
     if key not in programs:
-        with _collector_paused():
+        with collector.paused():
             programs[key] = _build(jaxpr, given, mesh, options)
     return programs[key]
 
@@ -106,7 +105,7 @@ def build(jaxpr, given: tuple[Sharding | Placement | None, ...], mesh: AnyMesh, 
 def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
     """The shardings that completion alone gives to the results of a global jaxpr, in axes of `mesh`: of none, where it has no
     spec for them."""
-    with _collector_paused():
+    with collector.paused():
         whole = _graph(jaxpr)
         refined, _, done = _completed(whole, (None,) * len(whole.inputs), mesh)
     return tuple(refined.spelled(done.sharding(v)) or replicated(len(v.shape)) for v in whole.outputs)
@@ -258,19 +257,6 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
 def _with_empty(full: Sequence[bool], shards: Sequence[Any], layouts: Sequence[Layout], program: Graph, sizes: AxisSizes):
     given, slots = iter(shards), zip(full, program.inputs, layouts, strict=True)
     return [next(given) if has else lax.empty(lay.local_shape(sizes), v.aval.dtype) for has, v, lay in slots]
-
-
-@contextmanager
-def _collector_paused():
-    """Planning makes many objects that stay and few cycles. The cyclic collector would walk them over and over: a third of the
-    time of a plan for GPT-2."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

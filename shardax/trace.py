@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax import _jax, meshes
+from shardax import _jax, collector, meshes
 from shardax.annotate import Dims, OtherDevices, Role, bind_annotation, broadcast_specs, dims_of, flatten, own_mesh
 from shardax.constants import with_made_constants
 from shardax.sharding import Sharding
@@ -80,7 +80,8 @@ def trace(request: Request) -> Traced:
     Raises ValueError where a sharding tree does not fit; what the function itself raises comes through as it is.
     """
     try:
-        return _trace(request)
+        with collector.paused():
+            return _trace(request)
     except OtherDevices as error:
         raise error.program_named(request.named_by) from None
 

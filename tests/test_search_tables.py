@@ -133,4 +133,21 @@ def test_messages_find_the_optimum_of_a_chain():
         problem.add((v,), prices)
     for pair, prices in pairs.items():
         problem.add(pair, prices)
-    assert min(map(problem.price, proposals(list(alone.values()), pairs))) == solve(problem).price
+    choices, bound = proposals(list(alone.values()), pairs)
+    assert min(map(problem.price, choices)) == solve(problem).price == pytest.approx(bound)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_bound_the_price(seed):
+    """No choice costs less, whatever the problem; that of a larger one need not be reached."""
+    problem = random_problem(seed, 7, 4, 14)
+    alone = [np.zeros(count) for count in problem.counts]
+    pairs: dict = {}
+    for table in problem.tables:
+        if len(table.scope) == 1:
+            alone[table.scope[0]] = alone[table.scope[0]] + table.prices
+        else:
+            pairs[table.scope] = pairs.get(table.scope, 0.0) + table.prices
+    choices, bound = proposals(alone, pairs)
+    optimum = solve(problem).price
+    assert 0 < bound <= optimum <= min(map(problem.price, choices))

@@ -3,10 +3,9 @@
 A *variable* has a few ways. A *table* has the price of each combination of the ways of its variables: the price of a node by
 itself, or of a reshard between two. To eliminate a variable is to add up the tables that it is in and to keep, for each
 combination of its neighbours' ways, the least price; that is one more table, over the neighbours. Where no table outgrows
-`LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, its parts are minimized apart (Dechter
-and Rish 2003, mini-buckets), which gives a lower bound, and choices are proposed by messages (`messages.py`), of which the best
-mixture is taken. That is improved: as few variables as must be are held at their ways, others in each round, and all others
-are chosen anew, exactly. The `gap` to the bound is known.
+`LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, messages (`messages.py`) give a lower
+bound and propose choices, of which the best mixture is taken. That is improved: as few variables as must be are held at their
+ways, others in each round, and all others are chosen anew, exactly. The `gap` to the bound is known.
 
 Equal tables are one object (`intern`), and an elimination of the same tables is done once: so alike layers are solved once.
 Prices are whole numbers, so sums are exact; among equals the first way is taken.
@@ -126,11 +125,10 @@ def solve(problem: Problem, limit: int = LIMIT) -> Solution:
 def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
     """The ways, and a lower bound on the price, of a problem in which everything is connected."""
     elimination = _Elimination(core, limit)
-    bound = elimination.run()
-    ways = elimination.decode()
-    if not elimination.exact:
-        ways = _improved(core, _fused(core, [*_by_messages(core), ways], limit), bound, limit)
-    return ways, bound
+    if elimination.run():
+        return elimination.decode(), elimination.constant
+    choices, bound = _by_messages(core)
+    return _improved(core, _fused(core, choices, limit), bound, limit // FINER), bound
 
 
 def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:
@@ -195,10 +193,10 @@ _least: dict[tuple[Parts, int], tuple[np.ndarray, list[np.ndarray]]] = {}
 
 class _Elimination:
     """The state of an elimination. `of`: the tables that each variable is in. `buckets`: (variable, its tables) as they were
-    when it went."""
+    when it went. `limit`: the entries of a table; where one would outgrow it, variables are held, if some are given."""
 
     def __init__(self, problem: Problem, limit: int, held: "_Held | None" = None):
-        self.counts, self.limit, self.exact, self.held = list(problem.counts), limit, True, held
+        self.counts, self.limit, self.held = list(problem.counts), limit, held
         self.of: list[dict[int, Table]] = [{} for _ in problem.counts]
         self.buckets: list[tuple[int, list[Table]]] = []
         self.numbers = itertools.count()
@@ -233,8 +231,8 @@ class _Elimination:
             problem.add([number[v] for v in scope], prices)
         return problem, rest
 
-    def run(self) -> float:
-        """Eliminates all variables, the one that leaves the smallest table first; returns the price of the rest."""
+    def run(self) -> bool:
+        """Eliminates all variables, the one that leaves the smallest table first; whether that is possible."""
         queue = [(self.outgrowth(v), v) for v in range(len(self.counts))]
         heapq.heapify(queue)
         gone = [False] * len(self.counts)
@@ -245,7 +243,9 @@ class _Elimination:
             if (now := self.outgrowth(v)) != size:
                 heapq.heappush(queue, (now, v))
                 continue
-            if self.held and size > self.limit:
+            if size > self.limit:
+                if self.held is None:
+                    return False
                 heapq.heappush(queue, (size, v))
                 v = self.held.next(v, self.neighbours(v), self.of)
                 around = self.hold(v, self.held.ways[v])
@@ -254,7 +254,7 @@ class _Elimination:
             gone[v] = True
             for w in around:
                 heapq.heappush(queue, (self.outgrowth(w), w))
-        return self.constant
+        return True
 
     def outgrowth(self, v: int) -> int:
         """The size of the table that eliminating a variable leaves."""
@@ -271,8 +271,8 @@ class _Elimination:
         """Eliminates one variable; returns its neighbours."""
         around, tables = self.neighbours(v), self.taken(v)
         self.buckets.append((v, tables))
-        for group in self.groups(tables, v) if self.limit else [tables] * bool(tables):
-            self.put(_without(v, group, self.counts[v]))
+        if tables:
+            self.put(_without(v, tables, self.counts[v]))
         return around
 
     def taken(self, v: int) -> list[Table]:
@@ -295,20 +295,6 @@ class _Elimination:
             at = table.scope.index(v)
             self.put(Table((*table.scope[:at], *table.scope[at + 1 :]), intern(table.prices.take(way, axis=at))))
         return around
-
-    def groups(self, tables: list[Table], v: int) -> list[list[Table]]:
-        """The tables that are minimized together: all, if what they leave is not too large."""
-        groups: list[tuple[set[int], list[Table]]] = []
-        for table in sorted(tables, key=lambda table: -len(table.scope)):
-            for scope, group in groups:
-                if math.prod([self.counts[w] for w in scope.union(table.scope) if w != v]) <= self.limit:
-                    scope.update(table.scope)
-                    group.append(table)
-                    break
-            else:
-                groups.append((set(table.scope), [table]))
-        self.exact &= len(groups) < 2
-        return [group for _, group in groups]
 
     def decode(self, known: Mapping[int, int] = MappingProxyType({})) -> list[int]:
         """The way of each variable, last eliminated first: the cheapest, given those that are known."""
@@ -340,7 +326,7 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
 
 
-def _by_messages(core: Problem) -> list[list[int]]:
+def _by_messages(core: Problem) -> tuple[list[list[int]], float]:
     alone = [np.zeros(count) for count in core.counts]
     for table in core.tables:
         if len(table.scope) == 1:
@@ -349,8 +335,8 @@ def _by_messages(core: Problem) -> list[list[int]]:
 
 
 def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:
-    """The best choice in which each variable takes the way that it has in one of these. Few ways are left, so that elimination
-    is mostly exact (after Lempitsky et al. 2010, fusion moves)."""
+    """The best choice in which each variable takes the way that it has in one of these. Few ways are left, so that few
+    variables must be held at those of the best one (after Lempitsky et al. 2010, fusion moves)."""
     best = min(choices, key=core.price)
     kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
     open_ = [v for v, ways in enumerate(kept) if len(ways) > 1]
@@ -360,12 +346,11 @@ def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]
         scope = [v for v in table.scope if v in number]
         if scope:
             fewer.add([number[v] for v in scope], prices.reshape([len(kept[v]) for v in scope]))
-    elimination = _Elimination(fewer, limit)
-    elimination.run()
+    start = [int(np.searchsorted(kept[v], best[v])) for v in open_]
     fused = list(best)
-    for v, way in zip(open_, elimination.decode(), strict=True):
+    for v, way in zip(open_, _improved(fewer, start, -math.inf, limit), strict=True):
         fused[v] = int(kept[v][way])
-    return min(fused, best, key=core.price)
+    return fused
 
 
 @dataclass(eq=False)
@@ -387,7 +372,7 @@ def _improved(problem: Problem, ways: list[int], bound: float, limit: int) -> li
     held = _Held(ways, [0] * len(problem.counts))
     price, idle = problem.price(ways), 0
     for _ in range(ROUNDS):
-        elimination = _Elimination(problem, limit // FINER, held)
+        elimination = _Elimination(problem, limit, held)
         elimination.run()
         held.ways = elimination.decode()
         now = problem.price(held.ways)

@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
 from shardax import _jax
+from shardax.collectives import axis_position
 from shardax.given import is_number, is_whole, require, require_function
 from shardax.graph import Node
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
@@ -117,7 +119,7 @@ class Local:
     def start(self, layout: Layout, dim: int):
         """The global position of the first element of this device's shard along `dim`."""
         block = layout.local_shape(self.sizes)[dim]
-        return self.index(layout.dims[dim]) * block if layout.dims[dim] else 0
+        return lax.mul(self.index(layout.dims[dim]), np.int32(block)) if layout.dims[dim] else 0
 
     def bind(self, *shards, **params):
         """Binds the node's primitive on shards, with some parameters replaced. Returns a list of results.
@@ -137,21 +139,14 @@ LocalLowering = Callable[..., Sequence[Any]]
 """`lowering(local, *shards)` writes a primitive on shards, inside shard_map; it returns one shard for each result."""
 
 
-def axis_position(axes: Axes, sizes: AxisSizes):
-    """This device's linear position along `axes`, major to minor (int32 scalar)."""
-    position: Any = 0
-    for axis in axes:
-        position = position * sizes[axis] + lax.axis_index(axis)
-    return position
-
-
 def mask_padding(shard, layout: Layout, shape: tuple[int, ...], fill, sizes: AxisSizes, dims: Iterable[int] | None = None):
     """`shard` with `fill` instead of the garbage at the positions past the true `shape` along `dims`."""
     local = layout.local_shape(sizes)
     for d in range(len(shape)) if dims is None else dims:
         if layout.padded[d] != shape[d]:
-            first = axis_position(layout.dims[d], sizes) * local[d]
-            inside = lax.broadcasted_iota("int32", local, d) < shape[d] - first
+            first = lax.mul(axis_position(layout.dims[d], sizes), np.int32(local[d]))
+            end = lax.broadcast(lax.sub(np.int32(shape[d]), first), local)
+            inside = lax.lt(lax.broadcasted_iota("int32", local, d), end)
             shard = lax.select(inside, shard, lax.full_like(shard, fill))
     return shard
 
