@@ -21,10 +21,10 @@ class Chip:
     `network_rate`: bytes/s that a device sends to other hosts, or slices of a torus; 0 where there are none.
     `lanes`: where a reduce_scatter leaves no more than so many elements of the minor-most dim, the compiler makes it an
       all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not minor-most stays what it is).
-    `copies`: how often an all_to_all copies what it sends in memory; where it cuts the minor-most dim, twice as often, or, if
-      that is more, `copies_each` for each device. (From the cycles that the TPU compiler estimates, of bfloat16: cut in 4 to 8 it
-      takes 6 copies on v3, v5p and v6e, in 16 about 10, in 32 and 64 on v3 20 and 25, on v5p in 64 up to 40; along
-      another dim about 2. Gathers and reduce_scatters need none, whatever the dim.)
+    `copies`: how often an all_to_all copies in memory what it sends; where it cuts the minor-most dim, twice as often, or, if
+      that is more, `copies_each` for each device. (From the cycles that the TPU compiler estimates, of bfloat16: cut in 4 to 8
+      it takes 6 copies on v3, v5p and v6e, in 16 about 10, in 32 and 64 on v3 20 and 25, on v5p in 64 up to 40; along another
+      dim about 2. Gathers and reduce_scatters need none, whatever the dim.)
     """
 
     name: str
