@@ -339,12 +339,19 @@ def on_line_of(eqn, jaxpr) -> Any:
     return with_eqns(jaxpr, [e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in jaxpr.jaxpr.eqns])
 
 
+_JAXPRS = (core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr))
+
+
 def is_jaxpr(x) -> bool:
-    return isinstance(x, core.Jaxpr | getattr(core, "ClosedJaxpr", core.Jaxpr))
+    return isinstance(x, _JAXPRS)
 
 
 def has_bodies(eqn) -> bool:
-    return any(True for _ in core.jaxprs_in_params(eqn.params))
+    return any(map(_holds_jaxprs, eqn.params.values()))
+
+
+def _holds_jaxprs(param) -> bool:
+    return isinstance(param, _JAXPRS) or isinstance(param, tuple) and any(isinstance(x, _JAXPRS) for x in param)
 
 
 def replaced_eqns(jaxpr, eqns) -> Any:
@@ -366,15 +373,15 @@ new_variable = core.Var
 
 def with_bodies(eqn, change) -> Any:
     """An equation, each jaxpr in its parameters as `change` returns it; the equation itself where none is another."""
-    new = {name: _changed(value, change) for name, value in eqn.params.items()}
-    return eqn.replace(params=new) if any(new[name] is not value for name, value in eqn.params.items()) else eqn
+    new = {name: _changed(param, change) for name, param in eqn.params.items() if _holds_jaxprs(param)}
+    return eqn.replace(params={**eqn.params, **new}) if any(eqn.params[name] is not x for name, x in new.items()) else eqn
 
 
-def _changed(value, change):
-    if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-        new = tuple(_changed(v, change) for v in value)
-        return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
-    return change(value) if is_jaxpr(value) else value
+def _changed(param, change):
+    if isinstance(param, tuple):
+        new = tuple([change(x) if is_jaxpr(x) else x for x in param])
+        return new if any(a is not b for a, b in zip(new, param, strict=True)) else param
+    return change(param)
 
 
 def under_local_mesh(param) -> Any:

@@ -33,14 +33,7 @@ class _Namer:
             return eqn
         here = _jax.user_line(eqn.source_info) or line
         if kind is None:
-            return eqn.replace(params={name: self.param(value, here) for name, value in eqn.params.items()})
+            return _jax.with_bodies(eqn, lambda body: self.jaxpr(body, here))
         scope = f"{kind}:{line_text(here) or 'shard_jit'}"
         source = eqn.source_info
         return eqn.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
-
-    def param(self, value, line: str):
-        if _jax.is_jaxpr(value):
-            return self.jaxpr(value, line)
-        if isinstance(value, tuple) and any(map(_jax.is_jaxpr, value)):
-            return tuple(self.param(v, line) for v in value)
-        return value

@@ -7,6 +7,7 @@ collectives are left out. A value behind an optimization barrier is another valu
     ppermute x[14:16]    ppermute x[15:16]    ->    h = ppermute x[14:16]    h    h[1:2]
 """
 
+import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,7 @@ class _Sharer:
         self.makers: dict[Any, Any] = {}
         self.stands: dict[Any, Any] = {}
         self.sent: dict[Hashable, Any] = {}
-        for eqn in eqns:
-            self._number(eqn)
+        self.keys: dict[int, Hashable | None] = {id(eqn): self._number(eqn) for eqn in eqns}
         self.parts = _joined(filter(None, map(self._halo, eqns)))
 
     def read(self, atom):
@@ -62,9 +62,10 @@ class _Sharer:
 
     def eqn(self, eqn) -> Iterator[Any]:
         """What is left of an equation."""
-        eqn = eqn.replace(invars=list(map(self.read, eqn.invars)))
-        halo, key = self._halo(eqn), self._key(eqn)
-        if halo:
+        key, invars = self.keys[id(eqn)], list(map(self.read, eqn.invars))
+        if any(map(operator.is_not, invars, eqn.invars)):
+            eqn = eqn.replace(invars=invars)
+        if halo := self._halo(eqn):
             yield from self._cut(eqn, halo, *self.parts[halo])
         elif eqn.primitive.name in KINDS and key in self.sent:
             self.stands.update(zip(eqn.outvars, self.sent[key], strict=True))
@@ -91,12 +92,14 @@ class _Sharer:
             rows = _sliced(cut, there, halo.dim, halo.first - first, halo.end - first, there.aval.shape)
             yield rows.replace(outvars=eqn.outvars)
 
-    def _number(self, eqn) -> None:
+    def _number(self, eqn) -> Hashable | None:
+        """Numbers what an equation makes; returns what it computes."""
         key = self._key(eqn)
         first = self.computed.setdefault(key, eqn) if key else eqn
         for v, same in zip(eqn.outvars, first.outvars, strict=True):
             self.values[v] = self.values.get(same, same)
             self.makers[v] = eqn
+        return key
 
     def _key(self, eqn) -> Hashable | None:
         """What an equation computes; None where it only equals itself."""
