@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from shardax.partition.messages import proposals
 LIMIT = 1 << 14  # entries of a table
 ROUNDS, IDLE = 10, 2  # of improvement, where a table outgrew that: in all, and with little gain
 LITTLE = 1e-4
-FINER = 4  # tables in these rounds are so many times smaller: more is held, and they are quicker
+FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
 @dataclass(frozen=True)
@@ -192,17 +193,23 @@ _least: dict[tuple[Parts, int], tuple[np.ndarray, list[np.ndarray]]] = {}
 
 
 class _Elimination:
-    """The state of an elimination. `of`: the tables that each variable is in. `buckets`: (variable, its tables) as they were
-    when it went. `limit`: the entries of a table; where one would outgrow it, variables are held, if some are given."""
+    """The state of an elimination. `of`: the tables that each variable is in; `near`: the others that are in these. `buckets`:
+    (variable, its tables) as they were when it went. `limit`: the entries of a table; where one would outgrow it, variables are
+    held, if some are given."""
 
     def __init__(self, problem: Problem, limit: int, held: "_Held | None" = None):
         self.counts, self.limit, self.held = list(problem.counts), limit, held
         self.of: list[dict[int, Table]] = [{} for _ in problem.counts]
+        self.near: list[set[int]] = [set() for _ in problem.counts]
         self.buckets: list[tuple[int, list[Table]]] = []
         self.numbers = itertools.count()
         self.constant = 0.0
         for table in problem.tables:
             self.put(table)
+            for v in table.scope:
+                self.near[v].update(table.scope)
+        for v, near in enumerate(self.near):
+            near.discard(v)
 
     def put(self, table: Table) -> None:
         if not table.scope:
@@ -218,7 +225,7 @@ class _Elimination:
         gone: set[int] = set()
         while todo:
             v = todo.pop()
-            if v not in gone and len(self.neighbours(v)) <= 2:
+            if v not in gone and len(self.near[v]) <= 2:
                 gone.add(v)
                 todo += self.eliminate(v)
         rest = [v for v in range(len(self.counts)) if v not in gone]
@@ -247,7 +254,7 @@ class _Elimination:
                 if self.held is None:
                     return False
                 heapq.heappush(queue, (size, v))
-                v = self.held.next(v, self.neighbours(v), self.of)
+                v = self.held.next(v, self.near[v], self.of)
                 around = self.hold(v, self.held.ways[v])
             else:
                 around = self.eliminate(v)
@@ -258,21 +265,17 @@ class _Elimination:
 
     def outgrowth(self, v: int) -> int:
         """The size of the table that eliminating a variable leaves."""
-        return math.prod([self.counts[w] for w in self.neighbours(v)])
-
-    def neighbours(self, v: int) -> set[int]:
-        found: set[int] = set()
-        for table in self.of[v].values():
-            found.update(table.scope)
-        found.discard(v)
-        return found
+        return math.prod([self.counts[w] for w in self.near[v]])
 
     def eliminate(self, v: int) -> Iterable[int]:
         """Eliminates one variable; returns its neighbours."""
-        around, tables = self.neighbours(v), self.taken(v)
+        around, tables = self.near[v], self.taken(v)
         self.buckets.append((v, tables))
         if tables:
             self.put(_without(v, tables, self.counts[v]))
+        for w in around:
+            self.near[w] |= around
+            self.near[w] -= {v, w}
         return around
 
     def taken(self, v: int) -> list[Table]:
@@ -287,13 +290,15 @@ class _Elimination:
 
     def hold(self, v: int, way: int) -> Iterable[int]:
         """Fixes the way of a variable; returns its neighbours."""
-        around, tables = self.neighbours(v), self.taken(v)
+        around, tables = self.near[v], self.taken(v)
         alone = np.full(self.counts[v], np.inf)
         alone[way] = 0.0
         self.buckets.append((v, [Table((v,), alone)]))
         for table in tables:
             at = table.scope.index(v)
             self.put(Table((*table.scope[:at], *table.scope[at + 1 :]), intern(table.prices.take(way, axis=at))))
+        for w in around:
+            self.near[w].discard(v)
         return around
 
     def decode(self, known: Mapping[int, int] = MappingProxyType({})) -> list[int]:
@@ -315,14 +320,14 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
     at = place[v]
     known = _least.get((parts, at))
     if known is None:
-        total = np.zeros(())
+        total: Any = 0.0
         for table in tables:
             shape = [1] * len(scope)
             for w, n in zip(table.scope, table.prices.shape, strict=True):
                 shape[place[w]] = n
             total = total + table.prices.reshape(shape)
         kept = [table.prices for table in tables]  # whose identities the key holds
-        known = _least[parts, at] = intern(total.min(axis=at)), kept
+        known = _least[parts, at] = intern(np.minimum.reduce(total, axis=at)), kept
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
 
 
