@@ -107,8 +107,9 @@ class Space:
 
 def _sends(space: Space, kind: str, axes: Axes, after: State, nbytes: int, dim: int | None = None, to: int | None = None):
     """A collective in which each device sends so many bytes."""
-    last = len(space.shape) - 1
-    minor = after.padded[last] // space.count(after.dims[last]) if to == last else None
+    minor = None
+    if kind == "reduce_scatter" and to is not None and to == len(space.shape) - 1:
+        minor = after.padded[to] // space.count(after.dims[to])
     return Edge(kind, axes, after, nbytes, space.network.collective(kind, axes, nbytes, minor), dim, to)
 
 
@@ -167,9 +168,7 @@ def _exchanged(node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes]
             after = with_more(after, dim, some, padded)
         for dim, some in enumerate(leaving):
             after = _without(after, dim, some, space) if some else after
-        sent = volume // count * (count - 1)
-        edge = _sends(space, "all_to_all", axes, after, sent, to=max(arriving))  # the minor-most that is cut
-        yield edge._replace(to=None)
+        yield _sends(space, "all_to_all", axes, after, volume // count * (count - 1))
 
 
 def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:

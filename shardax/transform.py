@@ -22,7 +22,7 @@ from shardax.annotate import renumbered
 from shardax.crossing import Crossing
 from shardax.given import require_sizes
 from shardax.options import Options
-from shardax.passes import cpu
+from shardax.passes import cpu, tpu
 from shardax.processes import check_agreement
 from shardax.refinement import Placement, UserMesh, refinement, user_mesh
 from shardax.sharding import Sharding, at_rest, from_spec
@@ -134,7 +134,9 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     built = build(jaxpr, at_rest, mesh, options)
     if isinstance(mesh, Mesh):
         check_agreement(built, mesh)
-    local = cpu.suited(built.jaxpr) if "cpu" in ctx.module_context.platforms else built.jaxpr
+    local = built.jaxpr
+    for platform, suited in (("cpu", cpu.suited), ("tpu", tpu.suited)):
+        local = suited(local) if platform in ctx.module_context.platforms else local
     run = functools.partial(_run, built, local, mesh)
     with program.timed(built.phases, "lower"), _jax.lowering_on(meshes.refined_mesh(mesh, built.refinement, concrete=True)):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)

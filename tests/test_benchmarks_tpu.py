@@ -223,5 +223,5 @@ def test_a_small_step_compiles_for_a_tpu(tmp_path):
     assert set(columns) == {"jax.jit", "shard_jit"}
     assert columns["shard_jit"]["GB sent in all"] <= 1.01 * columns["jax.jit"]["GB sent in all"]
     # of so small a step 0.72 of the bytes, but 1.2 of the time to compute: what XLA fuses is another thing than what was priced
-    assert columns["shard_jit"]["seconds"] <= 1.15 * columns["jax.jit"]["seconds"]
+    assert columns["shard_jit"]["seconds"] <= 1.01 * columns["jax.jit"]["seconds"]
     assert columns["shard_jit"]["peak HBM, GiB"] <= 1.1 * columns["jax.jit"]["peak HBM, GiB"]

@@ -18,7 +18,7 @@ from shardax.sharding import Layout, Sharding
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "ppermute", "reduce_scatter")
 SIZES = {"x": 16, "y": 2, "z": 8}
-COPIED = 3 * 2 * 0.1 / 0.819  # microseconds to read and write 100,000 bytes three times on v5e
+COPIED = 5 * 2 * 0.1 / 0.819  # microseconds to read and write 100,000 bytes five times on v5e
 EVERY = (chips.NOMINAL, *chips.CHIPS.values())
 
 
@@ -44,14 +44,6 @@ def test_nominal_prices():
 )
 def test_prices_on_a_torus(kind, axes, nbytes, microseconds):
     assert Network(SIZES, chips.V5E).collective(kind, axes, nbytes) == round(microseconds * 1e6)
-
-
-def test_all_to_all_of_the_minor_most_dim():
-    """It takes twice the copies, and 0.6 for each of many devices."""
-    for axes, copies in ((("y",), 6), (("x",), 9.6), (("x", "z"), 76.8)):
-        network = Network(SIZES, chips.V5E)
-        fewer, more = (network.collective("all_to_all", axes, 819_000, minor) for minor in (None, 128))
-        assert more - fewer == pytest.approx((copies - 3) * 2e6)
 
 
 def test_short_reduce_scatter():

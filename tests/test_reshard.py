@@ -303,11 +303,7 @@ class Graph:
         stays = a.padded[dim] == b.padded[dim] or not b.dims[dim]
         if axes and a.dims[dim] == b.dims[dim] + axes and stays:
             k = shard_count(axes, self.sizes)
-            return self.sends("all_to_all", axes, volume * (k - 1) // k, self.left(b, to))
-
-    def left(self, layout, to):
-        """Of a dim that is the minor-most one: how many of its elements are on each device."""
-        return layout.local_shape(self.sizes)[to] if to == len(self.shape) - 1 else None
+            return self.sends("all_to_all", axes, volume * (k - 1) // k)
 
     def exchanges(self, a, b):
         """Axes that leave any dims, and come to others."""
@@ -324,15 +320,14 @@ class Graph:
             )
         if coming and sorted(coming) == sorted(leaving):
             k = shard_count(coming, self.sizes)
-            last = len(self.shape) - 1
-            cut = len(b.dims[last]) > len(a.dims[last]) and b.dims[last][: len(a.dims[last])] == a.dims[last]
-            return self.sends("all_to_all", coming, volume * (k - 1) // k, self.left(b, last) if cut else None)
+            return self.sends("all_to_all", coming, volume * (k - 1) // k)
 
     def scatter(self, a, b, to, lost):
         axes, volume = self.arrives(a, b, to) or ((), 0)
         if sorted(axes) == sorted(lost):
             k = shard_count(axes, self.sizes)
-            return self.sends("reduce_scatter", axes, volume * (k - 1) // k, self.left(b, to))
+            minor = b.local_shape(self.sizes)[to] if to == len(self.shape) - 1 else None
+            return self.sends("reduce_scatter", axes, volume * (k - 1) // k, minor)
 
     def distances(self, src):
         """Bellman-Ford: relax until nothing changes."""

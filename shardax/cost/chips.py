@@ -21,10 +21,8 @@ class Chip:
     `network_rate`: bytes/s that a device sends to other hosts, or slices of a torus; 0 where there are none.
     `lanes`: where a reduce_scatter leaves no more than so many elements of the minor-most dim, the compiler makes it an
       all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not minor-most stays what it is).
-    `copies`: how often an all_to_all copies in memory what it sends; where it cuts the minor-most dim, twice as often, or, if
-      that is more, `copies_each` for each device. (From the cycles that the TPU compiler estimates, of bfloat16: cut in 4 to 8
-      it takes 6 copies on v3, v5p and v6e, in 16 about 10, in 32 and 64 on v3 20 and 25, on v5p in 64 up to 40; along another
-      dim about 2. Gathers and reduce_scatters need none, whatever the dim.)
+    `copies`: how many copies in memory take as long as it takes to rearrange what an all_to_all sends. (Measured from the cycles
+      that the TPU compiler estimates: two to seven, whatever the dims. Gathers and reduce_scatters need none.)
     """
 
     name: str
@@ -41,14 +39,13 @@ class Chip:
     network_rate: float = 0.0
     lanes: int = 0
     copies: float = 0.0
-    copies_each: float = 0.0
 
 
-V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, closes=32, network_rate=1.5625e9, lanes=128, copies=3, copies_each=0.6)
-V4 = Chip("v4", 137.5e12, 16e9, 600e9, 90e9, 3, closes=4, network_rate=3.125e9, lanes=128, copies=3, copies_each=0.6)
-V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2, closes=16, network_rate=3.125e9, lanes=128, copies=3, copies_each=0.6)
-V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9, lanes=128, copies=3, copies_each=0.6)
-V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, closes=16, network_rate=12.5e9, lanes=128, copies=3, copies_each=0.6)
+V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, closes=32, network_rate=1.5625e9, lanes=128, copies=5)
+V4 = Chip("v4", 137.5e12, 16e9, 600e9, 90e9, 3, closes=4, network_rate=3.125e9, lanes=128, copies=5)
+V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2, closes=16, network_rate=3.125e9, lanes=128, copies=5)
+V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9, lanes=128, copies=5)
+V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, closes=16, network_rate=12.5e9, lanes=128, copies=5)
 H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9)
 
 NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9, least=64e-9)

@@ -13,8 +13,7 @@ sends over the slowest link that its axes run along (Austin et al., "How to Scal
     detour   1; of an all_to_all max(1, n/4) on a torus, because what goes to another device passes n/4 links on average
              (so its time grows as the square root of the devices, as GShard measured)
 
-On TPUs an all_to_all also rearranges what it sends in memory, for which it is copied `copies` times; where it cuts the
-minor-most dim twice as often, and `copies_each` times for each device where these are many.
+An all_to_all also rearranges what it sends in memory, before and after. On TPUs that takes as long as `copies` copies.
 
 That several dims of a torus could send at once is not assumed. So a price never falls when there are more bytes to send, or
 more axes to send along.
@@ -80,12 +79,10 @@ class Network(dict[str, int]):
     def collective(self, kind: str, axes: tuple[str, ...], nbytes: float, minor: int | None = None) -> float:
         """Picoseconds of one collective over these axes in which each device sends so many bytes.
 
-        `minor`: of one that cuts the minor-most dim, how many of its elements each device is left with.
+        `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
         """
         if minor is not None and kind == "reduce_scatter" and minor <= self.chip.lanes:
             kind, nbytes = "all_reduce", 2 * nbytes
-        if minor is not None and kind == "all_to_all":
-            kind = "all_to_all, minor"
         start, byte = self._ways.get((kind, axes)) or self._way(kind, axes)
         return float(round(start + nbytes * byte))
 
@@ -94,14 +91,10 @@ class Network(dict[str, int]):
         lines = [self.lines[a] for a in axes if self.get(a, 1) > 1]
         rings = 2 if kind == "all_reduce" else 1
         latency = self.chip.latency if kind == "ppermute" else rings * sum(line.latency for line in lines)
-        exchanges = kind.startswith("all_to_all")
-        detour = max((line.detour for line in lines), default=1) if exchanges else 1
+        detour = max((line.detour for line in lines), default=1) if kind == "all_to_all" else 1
         rate = min((line.rate for line in lines), default=self.chip.link_rate)
-        seconds = detour / rate
-        if exchanges and self.chip.copies:
-            count = math.prod(self.get(a, 1) for a in axes)
-            copies = max(2 * self.chip.copies, self.chip.copies_each * count) if kind != "all_to_all" else self.chip.copies
-            seconds += copies * 2 / self.chip.memory_rate
+        copied = 2 * self.chip.copies / self.chip.memory_rate if kind == "all_to_all" else 0
+        seconds = detour / rate + copied
         way = self._ways[kind, axes] = PICO * (self.chip.start + latency), PICO * seconds
         return way
 

@@ -143,19 +143,13 @@ def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         reason, cause = why(kind, eqn.source_info.name_stack)
-        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=_minor(eqn))
-
-
-_CUTS = {"reduce_scatter": "scatter_dimension", "all_to_all": "split_axis"}
+        minor = _minor(eqn) if kind == "reduce_scatter" else None
+        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor)
 
 
 def _minor(eqn) -> int | None:
-    """How many elements of the minor-most dim each device is left with, where a collective cuts that."""
-    cut = _CUTS.get(eqn.primitive.name)
-    if cut is None or not eqn.params["tiled"]:
-        return None
-    dim, shape = eqn.params[cut], eqn.outvars[0].aval.shape
-    return shape[dim] if dim == len(shape) - 1 else None
+    dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
+    return shape[dim] if eqn.params["tiled"] and dim == len(shape) - 1 else None
 
 
 def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:

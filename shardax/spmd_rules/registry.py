@@ -145,8 +145,7 @@ def mask_padding(shard, layout: Layout, shape: tuple[int, ...], fill, sizes: Axi
     for d in range(len(shape)) if dims is None else dims:
         if layout.padded[d] != shape[d]:
             first = lax.mul(axis_position(layout.dims[d], sizes), np.int32(local[d]))
-            end = lax.broadcast(lax.sub(np.int32(shape[d]), first), local)
-            inside = lax.lt(lax.broadcasted_iota("int32", local, d), end)
+            inside = lax.broadcasted_iota("int32", local, d) < lax.sub(np.int32(shape[d]), first)
             shard = lax.select(inside, shard, lax.full_like(shard, fill))
     return shard
 

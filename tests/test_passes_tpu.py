@@ -1,0 +1,77 @@
+"""all_to_alls as the TPU compiler likes them: the same values, and only whole leading pieces are sent."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.passes import tpu
+
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def on_devices(run, rank, axes, dim):
+    """`run` on shards split along `dim`, which leaves what it makes stacked in front, as a jaxpr of one argument."""
+    spec = [None] * rank
+    spec[dim] = axes
+    mapped = jax.shard_map(lambda x: run(x)[None], mesh=MESH, in_specs=P(*spec), out_specs=P(("x", "y")), check_vma=False)
+    return lambda x: jax.make_jaxpr(mapped)(x)
+
+
+def all_to_alls(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is lax.all_to_all_p:
+            yield eqn
+        for param in eqn.params.values():
+            yield from all_to_alls(getattr(param, "jaxpr", param)) if hasattr(param, "eqns") or hasattr(param, "jaxpr") else ()
+
+
+def same_values(jaxpr, x):
+    suited = tpu.suited(jaxpr)
+    (got,), (want,) = jax.jit(jaxpr_as_fun(suited))(x), jax.jit(jaxpr_as_fun(jaxpr))(x)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    return list(all_to_alls(suited.jaxpr))
+
+
+@pytest.mark.parametrize("axes", ["y", ("x", "y"), ("y", "x")], ids=str)
+@pytest.mark.parametrize("cut, join", list(itertools.permutations(range(3), 2)))
+def test_every_pair_of_dims(cut, join, axes):
+    x = jnp.arange(8 * 16 * 24, dtype=jnp.bfloat16).reshape(8, 16, 24)
+    run = on_devices(lambda x: lax.all_to_all(x, axes, cut, join, tiled=True), 3, axes, join)
+    (eqn,) = same_values(run(x), x)
+    assert (eqn.params["split_axis"], eqn.params["concat_axis"]) == (0, 0)
+
+
+def test_in_a_loop():
+    def run(x):
+        step = lambda x, _: (lax.all_to_all(lax.all_to_all(x, "x", 1, 0, tiled=True), "x", 0, 1, tiled=True) + 1.0, None)  # noqa: E731
+        return lax.scan(step, x, length=3)[0]
+
+    x = jnp.arange(32.0).reshape(8, 4)
+    eqns = same_values(on_devices(run, 2, "x", 0)(x), x)
+    assert [(eqn.params["split_axis"], eqn.params["concat_axis"]) for eqn in eqns] == [(0, 0)] * 2
+
+
+def test_what_stays():
+    """One dim that is cut and joined, and what is not tiled."""
+    x = jnp.arange(64.0).reshape(8, 8)
+    for run in (lambda x: lax.all_to_all(x, "x", 1, 1, tiled=True), lambda x: lax.psum(x, "x")):
+        jaxpr = on_devices(run, 2, "x", 0)(x)
+        assert tpu.suited(jaxpr) is jaxpr
+
+
+def test_lowered_for_tpus_only():
+    def swap(x):
+        return sx.annotate(sx.annotate(x * 2.0, P("x", None)) * 3.0, P(None, "x"))
+
+    jitted = sx.shard_jit(swap, mesh=MESH, in_shardings=P("x", None))
+    traced = jitted.trace(jax.ShapeDtypeStruct((8, 256), "float32"))
+    texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("tpu", "cuda")}
+    cuts = {platform: "split_dimension = 0" in text for platform, text in texts.items()}
+    assert all("all_to_all" in text for text in texts.values()) and cuts == {"tpu": True, "cuda": False}
