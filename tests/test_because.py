@@ -50,6 +50,7 @@ def check(plan, written=False):
         assert because and "\n" not in because and (c.cause is None or FACTS[type(c.cause)].fullmatch(because)), (c, because)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_of_many_kinds(name):
     f, args = PROGRAMS[name].make(abstract(PROGRAMS[name].mesh))

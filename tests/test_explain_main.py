@@ -40,6 +40,7 @@ def module(tmp_path, monkeypatch):
     return "mine"
 
 
+@pytest.mark.once
 def test_gpt2_in_a_process_of_its_own(tmp_path):
     """On 2048 devices; everything is printed and written."""
     html, text = tmp_path / "plan.html", tmp_path / "plan.json"
@@ -68,6 +69,7 @@ def test_only_parts(capsys):
     assert " s on v5e, bound by " in out and "def on_shards(" in out and "Arguments at rest" not in out
 
 
+@pytest.mark.once
 @pytest.mark.mixed_dtypes
 def test_against_another_mesh_and_a_file(tmp_path, capsys):
     main([*GPT2, "--json", str(tmp_path / "plan.json")])

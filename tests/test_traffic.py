@@ -493,6 +493,7 @@ def grouped(split, w, x):
     return jnp.einsum("bsnd,ndm->bsm", y, split(w["o"], P("y")))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("keys, heads", [(2, 8), (4, 8), (3, 9), (2, 6)])
 def test_heads_that_share_keys(keys, heads):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

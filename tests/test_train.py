@@ -53,6 +53,7 @@ def test_compare(capsys, tmp_path, mesh):
     assert len(losses(out, "shardax")) == len(losses(out, "one device")) == 10
 
 
+@pytest.mark.once
 def test_xla_says_what_it_drops(capsys, tmp_path):
     out = run(capsys, tmp_path, "--mesh", "data=2,model=4", "--steps", "2", "--partitioner", "xla")
     assert "xla does not split params/embed/embedding float32[257, 32]: P('model', None) becomes P(None, None)" in out

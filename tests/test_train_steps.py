@@ -168,6 +168,7 @@ def cases(*rows):
         "three-heads-legacy-keys",
         lambda: transformer(adafactor, 7, "legacy", heads=3, model=33, scan=True, dropout=0.2),
         MESHES[3],
+        pytest.mark.once,
     ),
     ("dropout", lambda: transformer(adafactor, 8, remat=True, dropout=0.2), MESHES[2], pytest.mark.once),
 )

@@ -417,6 +417,7 @@ def test_leaks_no_tracer():
     check(jax.grad(loss(sx.shard_jit(layer, mesh=MESH)))(X, W), jax.grad(loss(layer))(X, W))
 
 
+@pytest.mark.once
 @pytest.mark.leaks
 def test_a_leak_is_found():
     """The check above can fail."""
