@@ -101,7 +101,7 @@ def heading(job: Job) -> str:
 
 def measure(job: Job) -> list[Timing]:
     """JAX's own tracing, then a plan for each mesh."""
-    tracing = timed(lambda: jax.make_jaxpr(job.step)(job.state, job.batch))
+    tracing = timed(lambda: jax.make_jaxpr(job.step)(job.state, job.batch))  # the shapes of the state are traced, too
     return [tracing, *(timed(lambda shape=shape: plan(job, shape)) for shape in MESHES)]
 
 
@@ -115,8 +115,9 @@ def timed(run: Callable[[], Any]) -> Timing:
 
 def plan(job: Job, shape: Mapping[str, int]):
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
-    specs = (State(param_specs(job.state.params, shape), None, None), on_axes(BATCH, shape))
-    return sx.shard_jit(job.step, mesh=mesh, in_shardings=specs, donate_argnums=0).plan(job.state, job.batch)
+    state = job.state
+    specs = (State(param_specs(state.params, shape), None, None), on_axes(BATCH, shape))
+    return sx.shard_jit(job.step, mesh=mesh, in_shardings=specs, donate_argnums=0).plan(state, job.batch)
 
 
 def table(tracing: Timing, plans: Sequence[Timing]) -> str:

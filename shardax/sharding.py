@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
@@ -161,6 +161,13 @@ class Layout:
     sharding: Sharding
     padded: tuple[int, ...]
     pending: tuple[tuple[str, str], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)  # layouts are looked up over and over
+
+    def __post_init__(self):
+        object.__setattr__(self, "_hash", hash((self.sharding, self.padded, self.pending)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def dims(self) -> tuple[Axes, ...]:

@@ -191,9 +191,8 @@ def test_the_same_plan(name):
         for side, values in ((ins, made.inputs), (outs, made.outputs))
     ]
     shared, alone = choose(made, reused, *layouts), choose(made, plain, *layouts)
-    if not shared.gap and not alone.gap:  # alike layers, which then share what is chosen, cost no more
-        assert shared.price == pytest.approx(alone.price, rel=1e-6)
-    assert shared.price <= 1.4 * alone.price  # of GPT-2 and AdamW 1.35: neither is proven to be the least
+    most = 1.1 if name == "GPT-2 and AdamW" else 1 + 1e-6  # there 1.09: neither is proven to be the least
+    assert shared.price <= most * alone.price
 
 
 @pytest.mark.parametrize("f", [scanned_attention, branches])

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SWEEPS = 8
+SWEEPS = 8  # there and back, at most
+ENOUGH = 3e-3  # the share by which one must raise the bound
 _NEVER = 1e17  # picoseconds, instead of infinity: messages are subtracted
 _ROUNDING = 1e-9  # messages are no whole numbers
 
@@ -29,7 +30,12 @@ def proposals(alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.nd
     ([1, 1], 1.0)
     """
     field = _Field(alone, pairs)
-    choices = [field.sweep(forward) for _ in range(SWEEPS) for forward in (True, False)]
+    choices: list[list[int]] = []
+    for _ in range(SWEEPS):
+        before = field.bound
+        choices += [field.sweep(True), field.sweep(False)]
+        if field.bound - before <= ENOUGH * abs(field.bound):
+            break
     return choices, field.bound - _ROUNDING * abs(field.bound)
 
 

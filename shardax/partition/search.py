@@ -71,6 +71,8 @@ class Search:
         self.annotated = {node.outputs[0]: note.dims for node, note in completion.notes if note.role == "inside"}
         self.reader = _only_readers(graph)
         self.tables: dict[Hashable, Any] = {}
+        self.columns: dict[tuple[int, int, bool], Layouts] = {}
+        self.interned: dict[Layouts, Layouts] = {}
 
     # Laying out
 
@@ -287,8 +289,8 @@ class Search:
     def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool) -> None:
         """The tables of one value and its readers; `strict`: they did not ask for what is moved for them."""
         maker, result = self.maker[value]
-        made = tuple([way.results[result] for way in maker.ways])
-        targets = tuple([tuple([way.operands[i] for way in site.ways]) for site, i in reads])
+        made = self._layouts_of(maker, result, made=True)
+        targets = tuple([self._layouts_of(site, i, made=False) for site, i in reads])
         shown = self._tables(value, made, targets, strict)
         if shown is None:
             return
@@ -305,8 +307,16 @@ class Search:
             if table is not None:
                 self._add(problem, [copy, site], table * weight)
 
+    def _layouts_of(self, site: Site, place: int, made: bool) -> Layouts:
+        """The layouts that the ways of a site give to one of its results, or operands; equal ones are one object."""
+        key = (id(site.ways), place, made)
+        if key not in self.columns:
+            found = tuple([(way.results if made else way.operands)[place] for way in site.ways])
+            self.columns[key] = self.interned.setdefault(found, found)
+        return self.columns[key]
+
     def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
-        key = (made, targets, value.shape, value.itemsize, value in self.anywhere, strict)
+        key = (id(made), tuple(map(id, targets)), value.shape, value.itemsize, value in self.anywhere, strict)
         if key not in self.tables:
             self.tables[key] = self._make_tables(value, made, targets, strict)
         return self.tables[key]

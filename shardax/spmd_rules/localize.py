@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -111,16 +110,20 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
     if factors.reduced:
         shards = [_mask_reduced(local, factors, i, shard) for i, shard in enumerate(shards)]
     what = partial(_lowering, entry, local, shards)
-    with noting(what), _flops_noted(entry, local):
-        results = entry.local(local, *shards) if entry.local else local.bind(*shards)
+    with noting(what):
+        results = _lowered(entry, local, shards) if entry.local else local.bind(*shards)
     wanted = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
     return require_promised(results, wanted, what)
 
 
-def _flops_noted(entry: Entry, local: Local) -> AbstractContextManager:
-    """The equations of a lowering need not show what they do, as a kernel does not."""
+def _lowered(entry: Entry, local: Local, shards: Sequence[Any]) -> Sequence[Any]:
+    """Calls a lowering, whose equations need not show the FLOPs that they do, as a kernel does not."""
+    assert entry.local
     flops = entry.flops_or_none(local)
-    return noted.scope(local.node.name, flops) if entry.local and flops is not None else nullcontext()
+    if flops is None:
+        return entry.local(local, *shards)
+    with noted.scope(local.node.name, flops):
+        return entry.local(local, *shards)
 
 
 def _lowering(entry: Entry, local: Local, shards: Sequence[Any]) -> str:
