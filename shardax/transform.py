@@ -247,7 +247,7 @@ def _dce(used_outputs, eqn):
 def _pruned(jaxpr, used_outputs: tuple[bool, ...]):
     """The jaxpr without what those results do not need, None where they need all of it; and which inputs they need."""
     pruned, used = _jax.prune(jaxpr, used_outputs)
-    if all(used) and all(used_outputs) and len(pruned.eqns) == len(jaxpr.eqns):
+    if all(used) and all(used_outputs):  # what is dead inside is left out when the program is built, once
         return None, used
     return renumbered(pruned, used), used
 
