@@ -1,5 +1,6 @@
 """build: makes the program that every device runs of a global jaxpr with annotations in it."""
 
+import functools
 import itertools
 import time
 import weakref
@@ -152,7 +153,8 @@ def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMes
             [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
-        decisions = choose(program, completion, *layouts, strict=options.strict is True)
+        allowed = functools.partial(strict.allowed, options.allow) if options.strict is True else None
+        decisions = choose(program, completion, *layouts, allowed=allowed)
     with timed(phases, "emission"):
         abstract = meshes.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):

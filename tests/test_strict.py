@@ -169,3 +169,12 @@ def test_annotations_that_do_not_conflict():
     sx.shard_jit(f, mesh=MESH, in_shardings=P("model"), out_shardings=P(), options=sx.Options(strict=True)).plan(
         jnp.ones((8, 16))
     )
+
+
+@pytest.mark.parametrize("allow", [(), ("sort",), ("all_*",), ("*/test_strict.py:*",)])
+def test_what_is_allowed_is_chosen_as_if_it_were_not_strict(allow):
+    """A short row is cheaper gathered than sorted in blocks, which strict mode does where it may not be gathered."""
+    short = (jax.ShapeDtypeStruct((64,), jnp.float32),)
+    chosen, free = (plan(lambda x: jnp.sort(x), args=short, **how) for how in ({"strict": True, "allow": allow}, {}))
+    assert {c.kind for c in free.collectives} == {"all_gather"}
+    assert ([str(c) for c in chosen.collectives] == [str(c) for c in free.collectives]) == bool(allow)

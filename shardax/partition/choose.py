@@ -5,7 +5,7 @@ carries may take the layouts in which their bodies gave them back the first time
 for one map after the other: the devices are at different trips then, so that all ways inside are others.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from shardax.completion.complete import Completion
@@ -23,31 +23,36 @@ Splits = dict[Node, Split | None]
 
 
 def choose(
-    graph: Graph, completion: Completion, inputs: Sequence[Layout], outputs: Sequence[Layout], strict: bool = False
+    graph: Graph,
+    completion: Completion,
+    inputs: Sequence[Layout],
+    outputs: Sequence[Layout],
+    allowed: Callable[..., bool] | None = None,
 ) -> Decisions:
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in.
 
-    `strict`: nothing is moved that nobody asked for, wherever there is another way.
+    `allowed`: under strict mode, whether what has one of these names may move: primitives, lines, kinds of collectives. Nothing
+    else is moved that nobody asked for, wherever there is another way.
     """
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
     splits: Splits = {}
-    search, solution = _searched(graph, completion, alternatives, inputs, outputs, splits, strict)
+    search, solution = _searched(graph, completion, alternatives, inputs, outputs, splits, allowed)
     for node, found in search.maps.items():
         now = search.splits.get(node, found[0] if found else None)
         for other in (None, *found):
             if other != now:
                 tried, price = _searched(
-                    graph, completion, alternatives, inputs, outputs, {**search.splits, node: other}, strict
+                    graph, completion, alternatives, inputs, outputs, {**search.splits, node: other}, allowed
                 )
                 if price.price < solution.price:
                     search, solution, now = tried, price, other
     return replace(Replay(search).graph(graph, inputs, outputs), price=solution.price, gap=solution.gap)
 
 
-def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: Splits, strict: bool) -> tuple[Search, Solution]:
+def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: Splits, allowed) -> tuple[Search, Solution]:
     given_back: dict[Hashable, Layouts] = {}
     while True:
-        search = Search(graph, completion, alternatives, splits, given_back, strict)
+        search = Search(graph, completion, alternatives, splits, given_back, allowed)
         search.program(graph, inputs, outputs)
         if search.left == given_back or given_back:
             return search, search.solve()

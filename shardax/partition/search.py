@@ -26,7 +26,7 @@ from shardax.spmd_rules.registry import RULES, Split
 
 _TIE = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
 _UNASKED = 1e13  # picoseconds: under strict mode, for a move that nobody asked for
-_MOVES = frozenset({"all_gather", "all_to_all", "halo", "ppermute"})
+_MOVES = {"all_gather": "all_gather", "all_to_all": "all_to_all", "halo": "ppermute", "ppermute": "ppermute"}
 
 
 class Search:
@@ -37,6 +37,7 @@ class Search:
     other annotations and results may still read. `anywhere`: what every device can make any part of. `scope`:
     how often the code runs that holds a value; `often`: in how many alike blocks. `maps`: how the trips of each map may be
     split, `splits`: how they are. `left`: the layouts in which bodies give carries back; `given_back`: those of the last time.
+    `moves`: the steps of reshards that strict mode avoids.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class Search:
         alternatives: Alternatives,
         splits: dict[Node, Split | None],
         given_back: dict[Hashable, Layouts],
-        strict: bool = False,
+        allowed: Callable[..., bool] | None = None,
     ):
         self.completion, self.alternatives, self.padding = completion, alternatives, alternatives.padding
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
-        self.splits, self.given_back, self.strict = splits, given_back, strict
+        self.splits, self.given_back, self.allowed = splits, given_back, allowed
+        self.moves = {kind for kind in _MOVES if allowed and not allowed(_MOVES[kind])}
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
         self.site_of: dict[Node, Site] = {}
@@ -152,7 +154,8 @@ class Search:
             self.anywhere.update(node.outputs)
         elif note and node.inputs[0] in self.anywhere:
             self.anywhere.add(node.outputs[0])
-        return self.add(Site(node.inputs, node.outputs, ways, trips, asked=note is not None, renames=renames))
+        allowed = self.allowed is not None and self.allowed(node.name, node.line)
+        return self.add(Site(node.inputs, node.outputs, ways, trips, asked=note is not None, allowed=allowed, renames=renames))
 
     def add(self, site: Site) -> Site:
         self.sites.append(site)
@@ -216,7 +219,7 @@ class Search:
         price = self.sent(value, source, target)
         if strict and price:
             path = reshard.plan(source, target, value.shape, value.itemsize, self.sizes)
-            price += _UNASKED if any(step.kind in _MOVES for step in path.steps) else 0.0
+            price += _UNASKED if any(step.kind in self.moves for step in path.steps) else 0.0
         if price and value in self.anywhere:
             made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
             price = min(price, made + self.sent(value, whole(value.shape), target))
@@ -240,8 +243,8 @@ class Search:
         for site in self.sites:
             self._own(problem, site)
         for value, reads, weight in self._readers():
-            for strict in (False, True) if self.strict else (False,):
-                some = [(site, i) for site, i in reads if site.asked != strict] if self.strict else reads
+            for strict in (False, True) if self.moves else (False,):
+                some = [(site, i) for site, i in reads if (site.asked or site.allowed) != strict] if self.moves else reads
                 self._reads(problem, value, some, weight, strict)
         solution = solve(problem)
         for site in self.sites:
