@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.check import ramp
 from shardax.partition.copies import copies_of, is_cut
+from shardax.partition.search import Search
 from shardax.sharding import Layout, Sharding
 from tests.test_traffic import MESH, ROWS
 
@@ -166,3 +167,75 @@ def test_what_one_reader_alone_may_use_is_no_copy_for_all():
     found = copies_of([ROWS_X], [[WHOLE, ROWS_X], [COLS_X, ROWS_X]], price)
     assert [chosen for _, chosen in found.states] == [(), (WHOLE,)]  # the second reader cuts its part out of it
     assert (ROWS_X, (COLS_X,)) not in found.states
+
+
+# Random programs against all choices
+
+
+def random_program(seed):
+    """Up to eight operations on two matrices, split over one axis somehow; some results are asked for in some layout."""
+    rng = np.random.default_rng(seed)
+    kinds = rng.integers(0, 5, int(rng.integers(3, 9)))
+    picks = rng.random((len(kinds), 2))
+
+    def f(a, b):
+        values = [a, b]
+        for kind, (p, q) in zip(kinds, picks, strict=True):
+            x, y = values[int(p * len(values))], values[int(q * len(values))]
+            made = (x + y, jnp.tanh(x), x @ y.T @ y, x * x.sum(axis=0), x / y.max(axis=1, keepdims=True))[kind]
+            values.append(made)
+        return values[-1], values[-2]
+
+    spec = lambda: (P("x"), P(None, "x"), P())[rng.integers(3)]  # noqa: E731
+    return f, (spec(), spec()), (spec(), spec())
+
+
+def cheapest_of_all(search):
+    """The least price of any choice of ways, each priced by itself: its own, and for each value the copies that serve its
+    readers best, at most two of them made for all."""
+    sites = [site for site in search.sites if len(site.ways) > 1]
+    reads = {}
+    for value, site, i in search.reading:
+        if not value.is_literal:
+            reads.setdefault(search.root_of(value, site.asked), []).append((site, i))
+    price = cache(search.price)
+
+    def served(value, made, wanted):
+        def left(shared):
+            return sum(min([price(value, made, t), *(price(value, c, t) for c in shared if is_cut(c, t))]) for t in wanted)
+
+        shareable = [c for c in dict.fromkeys(wanted) if price(value, made, c) > 0]
+        some = [(), *((c,) for c in shareable), *itertools.combinations(shareable, 2)]
+        return min(sum(price(value, made, c) for c in shared) + left(shared) for shared in some)
+
+    served = cache(served)
+
+    def total(ways):
+        chosen = {site: site.ways[0] for site in search.sites} | dict(zip(sites, ways, strict=True))
+        own = sum(way.price for way in chosen.values())
+        return own + sum(
+            served(v, chosen[search.maker[v][0]].results[search.maker[v][1]], tuple(chosen[s].operands[i] for s, i in readers))
+            for v, readers in reads.items()
+        )
+
+    count = np.prod([len(site.ways) for site in sites], dtype=float)
+    return min(map(total, itertools.product(*(site.ways for site in sites)))) if count <= 4000 else None
+
+
+@pytest.mark.once
+def test_what_is_chosen_is_the_exhaustive_optimum(monkeypatch):
+    """Of programs of up to eight operations; those of too many choices are left out."""
+    found, compared, seed = [], 0, 0
+    solve = Search.solve
+    monkeypatch.setattr(Search, "solve", lambda search: found.append((search, solve(search))) or found[-1][1])
+    mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    while compared < 40:
+        f, ins, outs = random_program(seed)
+        args = [jax.ShapeDtypeStruct(((6, 10), (512, 1024))[seed % 2], "float32")] * 2
+        seed += 1
+        sx.shard_jit(f, mesh=mesh, in_shardings=ins, out_shardings=outs).plan(*args)
+        search, solution = found.pop()
+        least = cheapest_of_all(search)
+        if least is not None:
+            assert solution.price == pytest.approx(least, rel=1e-9, abs=0.5), seed - 1  # ties are broken by less
+            compared += 1
