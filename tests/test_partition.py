@@ -45,7 +45,7 @@ class Followed:
     """Goes through decisions, and checks that every operand is read from a layout in which the value is there by then."""
 
     def __init__(self):
-        self.there, self.makers = {}, {}
+        self.there, self.makers, self.checked = {}, {}, 0
 
     def graph(self, decisions):
         for value, layout in zip(decisions.graph.inputs, decisions.inputs, strict=True):
@@ -66,6 +66,7 @@ class Followed:
         if not value.is_literal:
             assert move.source in self.known(value), (value, move)
             self.there[value].add(move.target)
+            self.checked += 1
 
     def known(self, value):
         """Also what was annotated to be it, and what every device can make whole."""
@@ -81,7 +82,9 @@ class Followed:
 @pytest.mark.parametrize("name", ROWS)
 def test_operands_are_read_from_what_is_there(name):
     f, args, ins, outs, _ = ROWS[name]
-    Followed().graph(planned(f, *args, ins=ins, outs=outs, options=sx.Options()).decisions)
+    followed = Followed()
+    followed.graph(planned(f, *args, ins=ins, outs=outs, options=sx.Options()).decisions)
+    assert followed.checked
 
 
 def test_a_copy_is_made_once():
