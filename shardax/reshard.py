@@ -257,29 +257,30 @@ class _Reach:
     """How to get from one layout to others, found in the order of their price, as far as was asked (Dijkstra)."""
 
     def __init__(self, src: State, space: Space):
-        self.src, self.space = src, space
-        self.best: dict[State, _Cost] = {src: _Cost(0.0, 0, 0)}
-        self.via: dict[State, tuple[State, Edge]] = {}
-        self.done: set[State] = set()
+        self.src, self.space = space.number(src), space
+        self.best: dict[int, tuple[float, int, int]] = {self.src: (0.0, 0, 0)}  # as a _Cost, but quicker
+        self.via: dict[int, tuple[int, Edge]] = {}
+        self.done: set[int] = set()
         self.tie = itertools.count()
-        self.queue = [(self.best[src], next(self.tie), src)]
+        self.queue = [(self.best[self.src], next(self.tie), self.src)]
 
     def to(self, dst: State) -> list[Edge]:
-        while dst not in self.done:
-            assert self.queue, f"no path from {self.src} to {dst}"
+        last = self.space.number(dst)
+        while last not in self.done:
+            assert self.queue, f"no path from {self.space.states[self.src]} to {dst}"
             so_far, _, node = heapq.heappop(self.queue)
             if node not in self.done:
                 self.done.add(node)
                 self.leave(node, so_far)
-        return _backtrack(self.via, self.src, dst)
+        return _backtrack(self.via, self.src, last)
 
-    def leave(self, node: State, so_far: _Cost) -> None:
-        price, collectives, steps = so_far
-        for edge in self.space.edges(node):
-            cost = _Cost(price + edge.price, collectives + edge.count, steps + 1)
-            after = edge.after
-            if after not in self.best or cost < self.best[after]:
-                self.best[after], self.via[after] = cost, (node, edge)
+    def leave(self, node: int, so_far: tuple[float, int, int]) -> None:
+        best, (price, collectives, steps) = self.best, so_far
+        for more, count, after, edge in self.space.edges(node):
+            cost = (price + more, collectives + count, steps + 1)
+            known = best.get(after)
+            if known is None or cost < known:
+                best[after], self.via[after] = cost, (node, edge)
                 heapq.heappush(self.queue, (cost, next(self.tie), after))
 
 
@@ -288,28 +289,28 @@ _reach = lru_cache(maxsize=1 << 12)(_Reach)
 
 def _shortest(src: State, dst: State, space: Space) -> list[Edge]:
     """The same for one target, by A*: over many axes there are very many layouts."""
-    left = _bound(dst, space)
-    best: dict[State, _Cost] = {src: _Cost(0.0, 0, 0)}
-    via: dict[State, tuple[State, Edge]] = {}
+    left, first, last = _bound(dst, space), space.number(src), space.number(dst)
+    best: dict[int, _Cost] = {first: _Cost(0.0, 0, 0)}
+    via: dict[int, tuple[int, Edge]] = {}
     tie = itertools.count()
-    queue = [(left(src), next(tie), best[src], src)]
+    queue = [(left(src), next(tie), best[first], first)]
     while queue:
         _, _, so_far, node = heapq.heappop(queue)
-        if node == dst:
-            return _backtrack(via, src, dst)
+        if node == last:
+            return _backtrack(via, first, last)
         if so_far != best[node]:
             continue
-        for edge in space.edges(node):
-            cost = so_far.and_then(_Cost(edge.price, edge.count, 1))
-            if edge.after not in best or cost < best[edge.after]:
+        for price, count, after, edge in space.edges(node):
+            cost = so_far.and_then(_Cost(price, count, 1))
+            if after not in best or cost < best[after]:
                 estimate = cost.and_then(left(edge.after))
-                if dst not in best or estimate < best[dst]:
-                    best[edge.after], via[edge.after] = cost, (node, edge)
-                    heapq.heappush(queue, (estimate, next(tie), cost, edge.after))
+                if last not in best or estimate < best[last]:
+                    best[after], via[after] = cost, (node, edge)
+                    heapq.heappush(queue, (estimate, next(tie), cost, after))
     raise AssertionError(f"no path from {src} to {dst}")
 
 
-def _backtrack(via: Mapping[State, tuple[State, Edge]], src: State, node: State) -> list[Edge]:
+def _backtrack(via: Mapping[int, tuple[int, Edge]], src: int, node: int) -> list[Edge]:
     edges = []
     while node != src:
         node, edge = via[node]

@@ -70,13 +70,24 @@ class Space:
     fixed: tuple[int, ...]
     owing: Pending
     counts: Counts = field(compare=False)
-    known: dict[State, list[Edge]] = field(default_factory=dict, compare=False)
+    numbers: dict[State, int] = field(default_factory=dict, compare=False)
+    states: list[State] = field(default_factory=list, compare=False)
+    known: dict[int, list[tuple[float, int, int, Edge]]] = field(default_factory=dict, compare=False)
 
-    def edges(self, node: State) -> list[Edge]:
-        """All steps that one can take from a layout."""
+    def number(self, state: State) -> int:
+        """The number of a layout here, which is quicker to look up."""
+        found = self.numbers.setdefault(state, len(self.states))
+        if found == len(self.states):
+            self.states.append(state)
+        return found
+
+    def edges(self, node: int) -> list[tuple[float, int, int, Edge]]:
+        """All steps that one can take from a layout: the price, the collectives, the number of the layout after it, and the
+        step itself."""
         found = self.known.get(node)
         if found is None:
-            found = self.known[node] = [edge for steps in STEPS for edge in steps(node, self)]
+            steps = (edge for step in STEPS for edge in step(self.states[node], self))
+            found = self.known[node] = [(edge.price, edge.count, self.number(edge.after), edge) for edge in steps]
         return found
 
     def count(self, axes: Axes) -> int:
