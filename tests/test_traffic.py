@@ -205,6 +205,7 @@ ROWS = {
         [("all_gather", 12 * ROW), ("reduce_scatter", 12 * ROW)],
     ),
     "flip": (lambda x: x[::-1], [X], P("x"), P("x"), [("ppermute", 4 * ROW)]),
+    "flip of both dims": (lambda x: x[::-1, ::-1], [X], P("x", "y"), P("x", "y"), [("ppermute", 2 * ROW)]),
     "x.at[3:9].add": (lambda x, y: x.at[3:9].add(y), [X, X[:6]], (P("x"), P()), P("x"), []),
     "x.at[3:11].add, both sharded": (
         lambda x, y: x.at[3:11].add(y),

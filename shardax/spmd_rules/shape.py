@@ -11,6 +11,7 @@ from jax import lax
 
 from shardax.graph import Node
 from shardax.halo import Wanted, slice_by_device
+from shardax.sharding import Axes
 from shardax.spmd_rules.halo import halo_sends, sent, take, wanted, window_of
 from shardax.spmd_rules.indexing import owner_mark
 from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, whole_rule
@@ -177,7 +178,7 @@ def rev(node: Node) -> str:
 
 def _rev_wants(local: Local) -> Iterator[Wanted]:
     """What is left to send after each shard has changed places with the opposite one: the padding is now in front. (That is one
-    ppermute; as a halo, every device would want a piece from another distance.)
+    ppermute, over all reversed dims; as a halo, every device would want a piece from another distance.)
     """
     layout = local.operands[0]
     for d in local.params["dimensions"]:
@@ -187,17 +188,20 @@ def _rev_wants(local: Local) -> Iterator[Wanted]:
             yield replace(want, size=size + behind)
 
 
+def _rev_axes(local: Local) -> Axes:
+    """The axes of all reversed dims. To count back along each of them is to count back along all."""
+    return tuple(a for d in local.params["dimensions"] for a in local.operands[0].dims[d])
+
+
 def _rev_sends(local: Local) -> Iterator[float]:
-    dims = [d for d in local.params["dimensions"] if local.operands[0].dims[d]]
     shard = math.prod(local.in_shape()) * local.node.inputs[0].aval.dtype.itemsize
-    return itertools.chain([shard] * len(dims), sent(local, _rev_wants(local)))
+    return itertools.chain([shard] if _rev_axes(local) else [], sent(local, _rev_wants(local)))
 
 
 def _rev_local(local: Local, shard):
-    for d in local.params["dimensions"]:
-        if axes := local.operands[0].dims[d]:
-            last = local.count(axes) - 1
-            shard = ppermute(local, "blocks", shard, axes, [(i, last - i) for i in range(last + 1)])
+    if axes := _rev_axes(local):
+        last = local.count(axes) - 1
+        shard = ppermute(local, "blocks", shard, axes, [(i, last - i) for i in range(last + 1)])
     (shard,) = local.bind(shard)
     for want in _rev_wants(local):
         shard = take(local, want, shard)
