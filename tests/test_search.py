@@ -13,10 +13,14 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax import graph
 from shardax.check import ramp
+from shardax.completion.complete import complete
+from shardax.cost.network import Network
+from shardax.partition.choose import choose
 from shardax.partition.copies import copies_of, is_cut
 from shardax.partition.search import Search
-from shardax.sharding import Layout, Sharding
+from shardax.sharding import Layout, Sharding, whole
 from tests.test_traffic import MESH, ROWS
 
 SHARED = ["recurrence", "x.at[i].mul", "map", "rotate half", "more lookups than rows", "argmax"]
@@ -239,3 +243,19 @@ def test_what_is_chosen_is_the_exhaustive_optimum(monkeypatch):
         if least is not None:
             assert solution.price == pytest.approx(least, rel=1e-9, abs=0.5), seed - 1  # ties are broken by less
             compared += 1
+
+
+def test_memory_is_bought_for_time():
+    """A short array is cheaper gathered once than reduced three times, and takes more memory."""
+
+    def f(x):
+        y = jnp.tanh(x)
+        return y.sum(), y.max(), y.min()
+
+    program = graph.from_jaxpr(jax.make_jaxpr(f)(jax.ShapeDtypeStruct((16,), "float32")))
+    known, outs = complete(program, [Sharding((("x",),))], Network({"x": 4})), [whole(())] * 3
+    prices = (0.0, 1.0, 1e9)
+    found = [choose(program, known, [Layout(Sharding((("x",),)), (16,))], outs, byte_price=price) for price in prices]
+    memory, seconds = [d.memory for d in found], [d.price - d.memory * p for d, p in zip(found, prices, strict=True)]
+    assert memory == sorted(memory, reverse=True) and (memory[0], memory[-1]) == (4 * 4 + 16 * 4 + 12, 4 * 4 + 2 * 12)
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]

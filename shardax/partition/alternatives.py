@@ -115,7 +115,9 @@ class Alternatives:
         sent = sum(self.network.collective("ppermute", (), nbytes) for nbytes in entry.sent(local))
         products = self.network.compute(entry.flops_of(local), 0)
         price = sent + max(products, self.moving(self.traffic(node, entry, candidate)))
-        return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry))
+        made = zip(node.outputs, candidate.results, strict=True)
+        memory = sum(self.nbytes(v, layout) for v, layout in made if v in self.stored)
+        return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry), memory)
 
     def moving(self, nbytes: float) -> float:
         """The price of memory traffic. An operation takes about as long on a few bytes as on none: to split what is small

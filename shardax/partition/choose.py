@@ -28,32 +28,47 @@ def choose(
     inputs: Sequence[Layout],
     outputs: Sequence[Layout],
     allowed: Callable[..., bool] | None = None,
+    byte_price: float = 0.0,
 ) -> Decisions:
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in.
 
     `allowed`: under strict mode, whether what has one of these names may move: primitives, lines, kinds of collectives. Nothing
-    else is moved that nobody asked for, wherever there is another way.
+    else is moved that nobody asked for, wherever there is another way. `byte_price`: picoseconds for each byte of what is made,
+    on one device: the multiplier by which less memory is bought for more time.
     """
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
-    splits: Splits = {}
-    search, solution = _searched(graph, completion, alternatives, inputs, outputs, splits, allowed)
+
+    def lay_out(splits: Splits, given_back: dict[Hashable, Layouts]) -> Search:
+        search = Search(graph, completion, alternatives, splits, given_back, allowed, byte_price)
+        search.program(graph, inputs, outputs)
+        return search
+
+    search, solution = _searched(lay_out, {})
     for node, found in search.maps.items():
         now = search.splits.get(node, found[0] if found else None)
         for other in (None, *found):
             if other != now:
-                tried, price = _searched(
-                    graph, completion, alternatives, inputs, outputs, {**search.splits, node: other}, allowed
-                )
+                tried, price = _searched(lay_out, {**search.splits, node: other})
                 if price.price < solution.price:
                     search, solution, now = tried, price, other
-    return replace(Replay(search).graph(graph, inputs, outputs), price=solution.price, gap=solution.gap)
+    decisions = Replay(search).graph(graph, inputs, outputs)
+    return replace(decisions, price=solution.price, gap=solution.gap, memory=_memory(decisions, alternatives))
 
 
-def _searched(graph: Graph, completion, alternatives, inputs, outputs, splits: Splits, allowed) -> tuple[Search, Solution]:
+def _memory(decisions: Decisions, alternatives: Alternatives) -> int:
+    moved = [(v, move.target) for v, move in zip(decisions.graph.outputs, decisions.outputs, strict=True) if move.moves]
+    made, inside = [], 0
+    for node, decision in decisions.pairs():
+        moved += [(v, move.target) for v, move in zip(node.inputs, decision.moves, strict=True) if move.moves]
+        made += [(v, lay) for v, lay in zip(node.outputs, decision.results, strict=True) if v in alternatives.stored]
+        inside += sum(_memory(body, alternatives) for body in decision.bodies)
+    return inside + sum(alternatives.nbytes(v, layout) for v, layout in moved + made)
+
+
+def _searched(lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits) -> tuple[Search, Solution]:
     given_back: dict[Hashable, Layouts] = {}
     while True:
-        search = Search(graph, completion, alternatives, splits, given_back, allowed)
-        search.program(graph, inputs, outputs)
+        search = lay_out(splits, given_back)
         if search.left == given_back or given_back:
             return search, search.solve()
         given_back = search.left

@@ -220,8 +220,8 @@ def _stack(search: "Search", outer: Value, inner: Value, split: Split | None, tr
         keeps = [None] if split else [_kept_block(search, lay, outer, stack), None]
         for keep in dict.fromkeys(keeps):
             made = _stacked(lay, outer, split or keep)
-            price = search.network.compute(0, search.nbytes(outer, made))
-            ways.append(Way((lay,), (made,), price))
+            nbytes = search.nbytes(outer, made)
+            ways.append(Way((lay,), (made,), search.network.compute(0, nbytes), memory=nbytes))
     return search.add(Site([inner], [outer], ways, trips))
 
 

@@ -37,7 +37,7 @@ class Search:
     other annotations and results may still read. `anywhere`: what every device can make any part of. `scope`:
     how often the code runs that holds a value; `often`: in how many alike blocks. `maps`: how the trips of each map may be
     split, `splits`: how they are. `left`: the layouts in which bodies give carries back; `given_back`: those of the last time.
-    `moves`: the steps of reshards that strict mode avoids.
+    `moves`: the steps of reshards that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
     """
 
     def __init__(
@@ -48,12 +48,13 @@ class Search:
         splits: dict[Node, Split | None],
         given_back: dict[Hashable, Layouts],
         allowed: Callable[..., bool] | None = None,
+        byte_price: float = 0.0,
     ):
         self.completion, self.alternatives, self.padding = completion, alternatives, alternatives.padding
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
-        self.splits, self.given_back, self.allowed = splits, given_back, allowed
+        self.splits, self.given_back, self.allowed, self.byte_price = splits, given_back, allowed, byte_price
         self.moves = {kind for kind in _MOVES if allowed and not allowed(_MOVES[kind])}
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
@@ -223,7 +224,8 @@ class Search:
         if price and value in self.anywhere:
             made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
             price = min(price, made + self.sent(value, whole(value.shape), target))
-        return price
+        copied = self.byte_price and source != target
+        return price + self.byte_price * self.nbytes(value, target) if copied else price
 
     def sent(self, value: Value, source: Layout, target: Layout) -> float:
         """The same, where no device makes for itself what it needs. A part is read and written."""
@@ -252,8 +254,9 @@ class Search:
         return Solution(solution.ways, solution.price + self.constant, solution.bound + self.constant)
 
     def _own(self, problem: Problem, site: Site) -> None:
-        """The prices of the ways; among equals those that stand first are taken, by far less than a picosecond."""
-        prices = np.array([way.price for way in site.ways]) * (site.trips * site.times)
+        """The prices of the ways; among equals those that stand first are taken, by far less than a picosecond. Memory is
+        taken once, however often a loop runs."""
+        prices = np.array([way.price * site.trips + way.memory * self.byte_price for way in site.ways]) * site.times
         self._add(problem, [site], prices + np.arange(len(prices)) * _TIE)
 
     def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:

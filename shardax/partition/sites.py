@@ -22,12 +22,13 @@ Layouts = tuple[Layout, ...]
 @dataclass(eq=False, frozen=True, slots=True)
 class Way:
     """One way of a site: the layouts in which it reads and makes its values, and its price, in picoseconds, for one trip.
-    `detail`: what the decision needs beside."""
+    `detail`: what the decision needs beside. `memory`: the bytes that what it makes takes on each device, if it is stored."""
 
     operands: Layouts
     results: Layouts
     price: float = 0.0
     detail: Any = None
+    memory: int = 0
 
 
 @dataclass(eq=False, slots=True)
