@@ -25,7 +25,7 @@ from shardax.partition.choose import choose
 from shardax.sharding import Layout, at_rest
 from shardax.trace import Request, trace
 
-LAYERS = 12
+LAYERS = 8
 SIZES = {"data": 4, "model": 2}
 
 
@@ -191,7 +191,7 @@ def test_the_same_plan(name):
         for side, values in ((ins, made.inputs), (outs, made.outputs))
     ]
     shared, alone = choose(made, reused, *layouts), choose(made, plain, *layouts)
-    most = 1.1 if name == "GPT-2 and AdamW" else 1 + 1e-6  # there 1.09: neither is proven to be the least
+    most = 1.1 if name.startswith("GPT-2") else 1 + 1e-6  # there at most 1.08: neither is proven to be the least
     assert shared.price <= most * alone.price
 
 

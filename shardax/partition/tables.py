@@ -24,8 +24,9 @@ import numpy as np
 from shardax.partition.messages import proposals
 
 LIMIT = 1 << 14  # entries of a table
-ROUNDS, IDLE = 10, 2  # of improvement, where a table outgrew that: in all, and with little gain
-LITTLE = 1e-4
+ROUNDS = 30  # of improvement, where a table outgrew that
+IDLE, PATIENT = 3, 6  # that many with little gain, where the gap is small, and where it is not
+LITTLE, SMALL = 1e-4, 0.1  # shares of the price
 FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
@@ -353,7 +354,7 @@ def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]
             fewer.add([number[v] for v in scope], prices.reshape([len(kept[v]) for v in scope]))
     start = [int(np.searchsorted(kept[v], best[v])) for v in open_]
     fused = list(best)
-    for v, way in zip(open_, _improved(fewer, start, -math.inf, limit), strict=True):
+    for v, way in zip(open_, _improved(fewer, start, -math.inf, limit, IDLE), strict=True):
         fused[v] = int(kept[v][way])
     return fused
 
@@ -372,8 +373,9 @@ class _Held:
         return found
 
 
-def _improved(problem: Problem, ways: list[int], bound: float, limit: int) -> list[int]:
-    """A choice that costs no more: none of the rounds found a better one."""
+def _improved(problem: Problem, ways: list[int], bound: float, limit: int, patience: int = PATIENT) -> list[int]:
+    """A choice that costs no more: none of the rounds found a better one. `patience`: how many may gain little in a row, as
+    long as the gap is not small."""
     held = _Held(ways, [0] * len(problem.counts))
     price, idle = problem.price(ways), 0
     for _ in range(ROUNDS):
@@ -383,6 +385,6 @@ def _improved(problem: Problem, ways: list[int], bound: float, limit: int) -> li
         now = problem.price(held.ways)
         idle = idle + 1 if price - now <= LITTLE * price else 0
         price = now
-        if price <= bound or idle == IDLE:
+        if price <= bound or idle >= (IDLE if price - bound <= SMALL * price else patience):
             break
     return held.ways
