@@ -222,6 +222,6 @@ def test_a_small_step_compiles_for_a_tpu(tmp_path):
     columns = json.loads((tmp_path / "figures.json").read_text())["tiny"]
     assert set(columns) == {"jax.jit", "shard_jit"}
     assert columns["shard_jit"]["GB sent in all"] <= 1.01 * columns["jax.jit"]["GB sent in all"]
-    # of so small a step 0.72 of the bytes, but 1.2 of the time to compute: what XLA fuses is another thing than what was priced
+    # of so small a step 0.72 of the bytes, 0.99 of the seconds, and 1.10 of the memory, which nothing prices yet
     assert columns["shard_jit"]["seconds"] <= 1.01 * columns["jax.jit"]["seconds"]
     assert columns["shard_jit"]["peak HBM, GiB"] <= 1.1 * columns["jax.jit"]["peak HBM, GiB"]

@@ -17,7 +17,7 @@ from shardax import graph
 from shardax.check import ramp
 from shardax.completion.complete import complete
 from shardax.cost.network import Network
-from shardax.partition.choose import choose
+from shardax.partition.choose import choose, memory
 from shardax.partition.copies import copies_of, is_cut
 from shardax.partition.search import Search
 from shardax.sharding import Layout, Sharding, whole
@@ -256,6 +256,7 @@ def test_memory_is_bought_for_time():
     known, outs = complete(program, [Sharding((("x",),))], Network({"x": 4})), [whole(())] * 3
     prices = (0.0, 1.0, 1e9)
     found = [choose(program, known, [Layout(Sharding((("x",),)), (16,))], outs, byte_price=price) for price in prices]
-    memory, seconds = [d.memory for d in found], [d.price - d.memory * p for d, p in zip(found, prices, strict=True)]
-    assert memory == sorted(memory, reverse=True) and (memory[0], memory[-1]) == (4 * 4 + 16 * 4 + 12, 4 * 4 + 2 * 12)
+    kept = [memory(d, {"x": 4}) for d in found]
+    seconds = [d.price - n * p for d, n, p in zip(found, kept, prices, strict=True)]
+    assert kept == sorted(kept, reverse=True) and (kept[0], kept[-1]) == (4 * 4 + 16 * 4 + 12, 4 * 4 + 2 * 12)
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]

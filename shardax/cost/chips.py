@@ -21,8 +21,9 @@ class Chip:
     `network_rate`: bytes/s that a device sends to other hosts, or slices of a torus; 0 where there are none.
     `lanes`: where a reduce_scatter leaves no more than so many elements of the minor-most dim, the compiler makes it an
       all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not minor-most stays what it is).
-    `copies`: how many copies in memory take as long as to rearrange what an all_to_all sends. (Measured from the cycles that
-      the TPU compiler estimates: two to seven, whatever the dims. Gathers and reduce_scatters need none.)
+    `copies`: how many copies in memory take as long as to rearrange what an all_to_all sends. (From the cycles that the TPU
+      compiler estimates: two to seven in most cases, up to 21 in one, see `passes/tpu.py`. Gathers and reduce_scatters need
+      none.)
     """
 
     name: str

@@ -40,7 +40,7 @@ class Alternatives:
         self.completion, self.padding = completion, padding
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
-        self.stored = _stored(graph)
+        self.stored = stored(graph)
         self.memo: dict[Hashable, Sequence[Way]] = {}
         self.guesses: dict[Hashable, float] = {}
 
@@ -182,7 +182,7 @@ def _idle(way: Way, made: Sequence[Layouts]) -> Axes:
     return tuple(dict.fromkeys(a for axes in have for a in axes if a not in used))
 
 
-def _stored(graph: Graph) -> set[Value]:
+def stored(graph: Graph) -> set[Value]:
     """The values that stand in memory: all but those that are computed elementwise and used once, by what takes them in."""
     readers: dict[Value, list[Node | None]] = {}
     made: dict[Value, Node] = {}

@@ -5,18 +5,19 @@ carries may take the layouts in which their bodies gave them back the first time
 for one map after the other: the devices are at different trips then, so that all ways inside are others.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import replace
 
 from shardax.completion.complete import Completion
-from shardax.graph import Graph, Node
-from shardax.partition.alternatives import Alternatives
+from shardax.graph import Graph, Node, Value
+from shardax.partition.alternatives import Alternatives, stored
 from shardax.partition.decisions import Decisions
 from shardax.partition.replay import Replay
 from shardax.partition.search import Search
 from shardax.partition.sites import Layouts
 from shardax.partition.tables import Solution
-from shardax.sharding import Layout, Padding
+from shardax.sharding import AxisSizes, Layout, Padding
 from shardax.spmd_rules.registry import Split
 
 Splits = dict[Node, Split | None]
@@ -52,17 +53,21 @@ def choose(
                 if price.price < solution.price:
                     search, solution, now = tried, price, other
     decisions = Replay(search).graph(graph, inputs, outputs)
-    return replace(decisions, price=solution.price, gap=solution.gap, memory=_memory(decisions, alternatives))
+    return replace(decisions, price=solution.price, gap=solution.gap)
 
 
-def _memory(decisions: Decisions, alternatives: Alternatives) -> int:
-    moved = [(v, move.target) for v, move in zip(decisions.graph.outputs, decisions.outputs, strict=True) if move.moves]
-    made, inside = [], 0
+def memory(decisions: Decisions, sizes: AxisSizes) -> int:
+    """The bytes on each device of all that is made and stored, copies in other layouts among it, were nothing freed."""
+    return _made_and_moved(decisions, sizes, stored(decisions.graph))
+
+
+def _made_and_moved(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) -> int:
+    found, inside = [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.moves], 0
     for node, decision in decisions.pairs():
-        moved += [(v, move.target) for v, move in zip(node.inputs, decision.moves, strict=True) if move.moves]
-        made += [(v, lay) for v, lay in zip(node.outputs, decision.results, strict=True) if v in alternatives.stored]
-        inside += sum(_memory(body, alternatives) for body in decision.bodies)
-    return inside + sum(alternatives.nbytes(v, layout) for v, layout in moved + made)
+        found += [(v, m.target) for v, m in zip(node.inputs, decision.moves, strict=True) if m.moves]
+        found += [(v, layout) for v, layout in zip(node.outputs, decision.results, strict=True) if v in kept]
+        inside += sum(_made_and_moved(body, sizes, kept) for body in decision.bodies)
+    return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in found)
 
 
 def _searched(lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits) -> tuple[Search, Solution]:

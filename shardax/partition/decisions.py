@@ -50,8 +50,7 @@ class Decision:
 class Decisions:
     """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its outputs.
 
-    `price`: of the program, in picoseconds. `gap`: how much that may be above the least. `memory`: the bytes on each device of
-    all that is made and stored, copies in other layouts among it, were nothing freed.
+    `price`: of the program, in picoseconds. `gap`: how much that may be above the least.
     """
 
     graph: Graph
@@ -60,7 +59,6 @@ class Decisions:
     outputs: tuple[Move, ...]
     price: float = 0.0
     gap: float = 0.0
-    memory: int = 0
 
     def of(self, graph: Graph) -> "Decisions":
         """The decisions of a graph that is alike."""

@@ -4,7 +4,7 @@ Called inside `shard_map`; every value is kept in all the layouts in which somet
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,8 @@ class Emitter:
     def steps(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
-        here = jax.sharding.get_abstract_mesh()
         for node, decision in decisions.pairs():
-            line, context, mesh = _user_context(node, self.stack, here)
-            with line, context, mesh:
+            with _user_context(node, self.stack):
                 self.node(node, decision)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
         return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]
@@ -79,7 +77,7 @@ class Emitter:
         maker = self.makers.get(value)
         if maker is None:
             return self.read(value, move, Reader(None, None, i))
-        with _contexts(maker, self.stack):
+        with _user_context(maker, self.stack):
             return self.read(value, move, Reader(maker if annotations.of_node(maker) else None, None, i))
 
     def node(self, node: Node, decision: Decision) -> None:
@@ -149,7 +147,7 @@ class Emitter:
             node, decision = self.debtors.get(value, (None, None)) if _settles(step) else (None, None)
             reason, cause = self.reason(value, move, step, reader, node, decision)
             with (
-                _contexts(node, self.stack) if node else nullcontext(),
+                _user_context(node, self.stack) if node else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
             ):
                 shard = collectives.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
@@ -191,16 +189,15 @@ def reshard_reason(purpose: str, sharding: Sharding) -> str:
     return f"{purpose} in {sharding}"
 
 
-def _user_context(node: Node, stack, here) -> tuple[AbstractContextManager, ...]:
+@contextmanager
+def _user_context(node: Node, stack):
     """The equation's own source line and names, and its context, so that profiles and HLO show the user's code; the mesh is
     the one here."""
+    here = jax.sharding.get_abstract_mesh()
     source = _jax.with_user_frame(node.eqn, node.callers)
-    line = source_info_util.user_context(source.traceback, name_stack=stack + node.scope)
-    return line, node.eqn.ctx.manager, jax.sharding.use_abstract_mesh(here)
-
-
-@contextmanager
-def _contexts(node: Node, stack):
-    line, context, mesh = _user_context(node, stack, jax.sharding.get_abstract_mesh())
-    with line, context, mesh:
+    with (
+        source_info_util.user_context(source.traceback, name_stack=stack + node.scope),
+        node.eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(here),
+    ):
         yield
