@@ -1,14 +1,16 @@
 """How long planning takes: the train step of a GPT-2 of 48 unrolled layers, for 8 devices and for 2048. Needs no devices.
 
 `python -m benchmarks.planner` prints the seconds of each phase beside JAX's own tracing, and fails if a bound is broken:
-planning for 2048 devices takes at most 1.1 times as long as for 8, planning at most 3 times as long as JAX's tracing,
+planning for 2048 devices takes at most 1.1 times as long as for 8, planning at most 2.5 times as long as JAX's tracing,
 completion alone at most half as long. Layers that are alike are completed and chosen once: for 96 of them that takes at most
 1.5 times as long as planning 24 in all. (How it compares with completion and choice for 24 is printed too.)
-Every measurement starts with JAX's caches empty, and is of processor seconds: other programs on the machine do not count.
+Every measurement starts with JAX's caches empty, and is of processor seconds. A ratio is the median of those of the rounds, in
+each of which both sides run one after the other: other programs on the machine slow both.
 """
 
 import argparse
 import math
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +30,7 @@ from models.steps import State
 
 MESHES = ({"data": 4, "model": 2}, {"data": 128, "model": 16})
 MAX_GROWTH = 1.1
-MAX_OVER_TRACING = 3.0
+MAX_OVER_TRACING = 2.5
 MAX_COMPLETION_OVER_TRACING = 0.5
 LAYERS = (24, 96)
 MAX_OVER_FEWER_LAYERS = 1.5
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tracing, *plans = (min(timings, key=lambda timing: timing.total) for timings in zip(*rounds, strict=True))
     print(table(tracing, plans))
     layers = [] if args.no_layers else [best(args, layers) for layers in LAYERS]
-    return verdict(list(bounds(tracing, plans, layers)))
+    return verdict(list(bounds(rounds, layers)))
 
 
 def job_of(args: argparse.Namespace, layers: int | None = None) -> Job:
@@ -71,12 +73,17 @@ def decided(timing: Timing) -> float:
     return timing.phases["completion"] + timing.phases["choice"]
 
 
-def bounds(tracing: Timing, plans: Sequence[Timing], layers: Sequence[Timing]) -> Iterator[tuple[str, float, float]]:
+def bounds(rounds: Sequence[Sequence[Timing]], layers: Sequence[Timing]) -> Iterator[tuple[str, float, float]]:
     """(what, ratio, at most)"""
     few, many = (math.prod(shape.values()) for shape in MESHES)
-    yield f"plan for {many} devices / for {few}", plans[-1].total / plans[0].total, MAX_GROWTH
-    yield f"plan for {few} devices / JAX's own tracing", plans[0].total / tracing.total, MAX_OVER_TRACING
-    yield "completion / JAX's own tracing", plans[0].phases["completion"] / tracing.total, MAX_COMPLETION_OVER_TRACING
+    ratios = [
+        (most.total / least.total, least.total / tracing.total, least.phases["completion"] / tracing.total)
+        for tracing, least, most in rounds
+    ]
+    growth, over, completion = map(statistics.median, zip(*ratios, strict=True))
+    yield f"plan for {many} devices / for {few}", growth, MAX_GROWTH
+    yield f"plan for {few} devices / JAX's own tracing", over, MAX_OVER_TRACING
+    yield "completion / JAX's own tracing", completion, MAX_COMPLETION_OVER_TRACING
     if layers:
         fewer, more = layers
         what = f"completion and choice of {LAYERS[1]} layers"
@@ -89,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", default="gpt2-xl", help="of the model (default: gpt2-xl)")
     parser.add_argument("--batch", type=int, default=1024, help="sequences a step (default: 1024)")
     parser.add_argument("--seq", type=int, default=1024, help="tokens a sequence (default: 1024)")
-    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
     parser.add_argument("--no-layers", action="store_true", help=f"leave out those of {LAYERS[0]} and {LAYERS[1]} layers")
     return parser
 

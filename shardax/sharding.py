@@ -26,7 +26,7 @@ def shard_count(axes: Axes, sizes: AxisSizes) -> int:
     >>> shard_count(("x", "y"), {"x": 4, "y": 2})
     8
     """
-    return math.prod(sizes[a] for a in axes)
+    return math.prod([sizes[a] for a in axes])
 
 
 def in_mesh_order(axes: Axes, pairs: Iterable[tuple[int, int]], sizes: AxisSizes) -> tuple[Axes, list[tuple[int, int]]]:
@@ -169,6 +169,13 @@ class Layout:
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other) -> bool:
+        if self is other or not isinstance(other, Layout):
+            return self is other
+        if self._hash != other._hash or self.padded != other.padded or self.pending != other.pending:
+            return False
+        return self.sharding.dims == other.sharding.dims
+
     @property
     def dims(self) -> tuple[Axes, ...]:
         return self.sharding.dims
@@ -178,7 +185,8 @@ class Layout:
         return tuple(axis for axis, _ in self.pending)
 
     def local_shape(self, sizes: AxisSizes) -> tuple[int, ...]:
-        return tuple(p // shard_count(axes, sizes) for p, axes in zip(self.padded, self.dims, strict=True))
+        dims = zip(self.padded, self.sharding.dims, strict=True)
+        return tuple([p // shard_count(axes, sizes) if axes else p for p, axes in dims])
 
     def settled(self) -> "Layout":
         return Layout(self.sharding, self.padded)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from shardax.graph import Graph, Node
 from shardax.sharding import AxisSizes, Layout, shard_count
@@ -9,8 +10,7 @@ from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A value is read in layout `target`, made from layout `source`, in which it was there already."""
 
     source: Layout

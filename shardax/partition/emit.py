@@ -4,9 +4,8 @@ Called inside `shard_map`; every value is kept in all the layouts in which somet
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,8 +35,7 @@ def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -
     return emitter.env
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(NamedTuple):
     """Who reads a value: operand `place` of a node, which runs by this decision; without a node, result `place` of the graph
     at hand.
     """
@@ -67,7 +65,7 @@ class Emitter:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for node, decision in decisions.pairs():
-            with _user_context(node, self.stack):
+            with _UserContext(node, self.stack):
                 self.node(node, decision)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
         return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]
@@ -77,7 +75,7 @@ class Emitter:
         maker = self.makers.get(value)
         if maker is None:
             return self.read(value, move, Reader(None, None, i))
-        with _user_context(maker, self.stack):
+        with _UserContext(maker, self.stack):
             return self.read(value, move, Reader(maker if annotations.of_node(maker) else None, None, i))
 
     def node(self, node: Node, decision: Decision) -> None:
@@ -147,7 +145,7 @@ class Emitter:
             node, decision = self.debtors.get(value, (None, None)) if _settles(step) else (None, None)
             reason, cause = self.reason(value, move, step, reader, node, decision)
             with (
-                _user_context(node, self.stack) if node else nullcontext(),
+                _UserContext(node, self.stack) if node else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
             ):
                 shard = collectives.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
@@ -189,15 +187,24 @@ def reshard_reason(purpose: str, sharding: Sharding) -> str:
     return f"{purpose} in {sharding}"
 
 
-@contextmanager
-def _user_context(node: Node, stack):
+class _UserContext:
     """The equation's own source line and names, and its context, so that profiles and HLO show the user's code; the mesh is
-    the one here."""
-    here = jax.sharding.get_abstract_mesh()
-    source = _jax.with_user_frame(node.eqn, node.callers)
-    with (
-        source_info_util.user_context(source.traceback, name_stack=stack + node.scope),
-        node.eqn.ctx.manager,
-        jax.sharding.use_abstract_mesh(here),
-    ):
-        yield
+    the one here. (A class: it is entered for every node.)"""
+
+    __slots__ = ("managers",)
+
+    def __init__(self, node: Node, stack):
+        source = _jax.with_user_frame(node.eqn, node.callers)
+        self.managers = (
+            source_info_util.user_context(source.traceback, name_stack=stack + node.scope),
+            node.eqn.ctx.manager,
+            jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()),
+        )
+
+    def __enter__(self) -> None:
+        for manager in self.managers:
+            manager.__enter__()
+
+    def __exit__(self, *error) -> None:
+        for manager in reversed(self.managers):
+            manager.__exit__(*error)

@@ -80,12 +80,12 @@ class _Field:
                 known = known + messages[edge.told]
                 given = given + edge.prices[:, ways[edge.to]]
             ways[v] = int(given.argmin())
-            least = known.min()
+            least = np.minimum.reduce(known)
             bound += least
             known = (known - least) * self.share[v]
             for edge in coming[v]:
                 message = np.minimum.reduce((known - messages[edge.told])[:, None] + edge.prices)
-                least = message.min()
+                least = np.minimum.reduce(message)
                 bound += least
                 messages[edge.tells] = message - least
         self.bound = float(bound)

@@ -261,7 +261,7 @@ class Search:
 
     def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:
         """Adds a table; sites with one way are no variables."""
-        if not prices.any():
+        if not np.count_nonzero(prices):
             return
         scope = []
         for dim in reversed(range(len(ends))):
@@ -278,7 +278,7 @@ class Search:
 
     def _readers(self) -> list[tuple[Value, list[tuple[Site, int]], float]]:
         """Who reads each value, those that read it by another name among them, and how often. Values of the same sites, as
-        those of alike blocks are, count together."""
+        those of alike blocks are, count together; of who has no choice, only the layout matters."""
         found: dict[Value, list[tuple[Site, int]]] = {}
         for value, site, i in self.reading:
             if not value.is_literal:
@@ -286,11 +286,16 @@ class Search:
         alike: dict[Hashable, list] = {}
         for value, reads in found.items():
             maker, result = self.maker[value]
-            key = (id(maker), result, value in self.anywhere, tuple([(id(site), i) for site, i in reads]))
+            made = (id(maker), result) if maker in self.variable else maker.ways[0].results[result]
+            key = (made, value in self.anywhere, value.itemsize, value.shape, tuple([self._reader(*read) for read in reads]))
             weight = self.scope[value] * self.often.get(value, 1)
             one = alike.setdefault(key, [value, reads, 0.0])
             one[2] += weight
         return [(value, reads, weight) for value, reads, weight in alike.values()]
+
+    def _reader(self, site: Site, i: int) -> Hashable:
+        """What tells a reader from others."""
+        return (id(site), i) if site in self.variable else (site.ways[0].operands[i], site.asked, site.allowed)
 
     def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool) -> None:
         """The tables of one value and its readers; `strict`: they did not ask for what is moved for them."""

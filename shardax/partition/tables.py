@@ -173,7 +173,7 @@ def _add_parts(fewer: Problem, table: Table, parts: Sequence[tuple[int, np.ndarr
         return
     prices = table.prices
     for axis, (_, states) in enumerate(parts):
-        if len(states) != prices.shape[axis] or (states != np.arange(len(states))).any():
+        if len(states) != prices.shape[axis] or np.count_nonzero(states != np.arange(len(states))):
             prices = prices.take(states, axis=axis)
     fewer.add(scope, prices)
 
