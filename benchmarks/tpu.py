@@ -1,8 +1,8 @@
 """What XLA's partitioner and ours make of the same train step on a TPU, as the TPU compiler sees it. Needs no TPU.
 
 `python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the same annotations,
-and prints side by side what a device sends, the seconds that a step would take, peak HBM, and the seconds of each stage on the
-way. It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit status is 1
+and prints side by side what a device sends, the seconds that a step would take, peak HBM, and the processor seconds of each
+stage on the way. It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit status is 1
 if something does not compile, which does not keep the rest from being measured.
 
 Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis, nothing overlapped.
@@ -11,6 +11,7 @@ Estimated seconds are the compiler's cycles over the clock, and the bytes sent o
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     found: dict[str, Any] = {}
     for name in known if "all" in args.workloads else args.workloads:
-        found[name] = columns = compare(known[name], args.keep)
+        found[name] = columns = compare(known[name], args.keep, args.rounds)
         print(f"{name}: {heading(known[name])}\n{table(columns)}\n", flush=True)
         if args.json:
             write(args.json, found)
@@ -60,6 +61,7 @@ def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argpars
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
     parser.add_argument("--list", action="store_true", help="show the workloads, and compile nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each workload anew")
+    parser.add_argument("--rounds", type=int, default=1, help="of which the seconds of stages are the median (default: 1)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the compiled programs and the plans there, as text")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.workloads if name not in known and name != "all"]:
@@ -74,15 +76,22 @@ def heading(workload: Workload) -> str:
     return f"{workload.what}, on {workload.topology} as {mesh}"
 
 
-def compare(workload: Workload, keep: Path | None = None) -> dict[str, Figures]:
+def compare(workload: Workload, keep: Path | None = None, rounds: int = 1) -> dict[str, Figures]:
     """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper measured."""
     topology = topologies.get_topology_desc(workload.topology, "tpu")
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
     step = workload.step(mesh)
-    columns = {}
-    for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
-        columns[name] = measured(workload, name, partitioned(step, mesh), step.args, keep)
+    found: dict[str, list[Figures]] = {}
+    for _ in range(rounds):
+        for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
+            found.setdefault(name, []).append(measured(workload, name, partitioned(step, mesh), step.args, keep))
+    columns = {name: medians(figures) for name, figures in found.items()}
     return columns | ({"paper": published(workload.published)} if workload.published else {})
+
+
+def medians(found: Sequence[Figures]) -> Figures:
+    """The medians of the rounds; only the seconds of the stages differ between them."""
+    return {name: statistics.median(figures[name] for figures in found) for name in found[0]}
 
 
 def by_jit(step: Step, mesh: Mesh):
@@ -109,6 +118,7 @@ def measured(workload: Workload, partitioner: str, jitted: Any, args: tuple, kee
         print(f"{workload.name} does not compile by {partitioner}: {str(error)[:400]}", file=sys.stderr)
         return {}
     keep_text(keep, f"{workload.name}.{partitioner}.hlo", compiled.as_text())
+    seconds["seconds of all stages"] = sum(seconds.values())
     return figures(workload, cost(compiled.as_text()), peak_memory(compiled)) | seconds
 
 
@@ -119,9 +129,9 @@ def keep_text(folder: Path | None, name: str, text: str) -> None:
 
 
 def timed(seconds: Figures, stage: str, run: Callable[[], Any]) -> Any:
-    start = time.perf_counter()
+    start = time.process_time()
     result = run()
-    seconds[f"seconds to {stage}"] = time.perf_counter() - start
+    seconds[f"seconds to {stage}"] = time.process_time() - start
     return result
 
 
