@@ -2,8 +2,8 @@
 
 `python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the same annotations,
 and prints side by side what a device sends, the seconds that a step would take, peak HBM, and the processor seconds of each
-stage on the way. It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit status is 1
-if something does not compile, which does not keep the rest from being measured.
+stage on the way. It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit
+status is 1 if something does not compile, which does not keep the rest from being measured.
 
 Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis, nothing overlapped.
 """

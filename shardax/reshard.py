@@ -77,14 +77,44 @@ def plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes:
 
 def price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> float:
     """The price of that path, in picoseconds; quicker than the path itself."""
-    network = network_of(sizes)
     if src == dst or 0 in shape:
         return 0.0
-    first, last = (_without_trivial_axes(canonical(layout), shape, network) for layout in (src, dst))
-    return sum([edge.price for edge in _route(first, last, tuple(shape), itemsize, network).edges])
+    return _price(src, dst, tuple(shape), itemsize, network_of(sizes))
 
 
 # The search
+
+
+@lru_cache(maxsize=1 << 18)
+def _price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> float:
+    first, last = (_without_trivial_axes(canonical(layout), shape, network) for layout in (src, dst))
+    return sum([edge.price for edge in _route(*_standing_for(first, last, shape, network), itemsize, network).edges])
+
+
+def _standing_for(src: Layout, dst: Layout, shape: tuple[int, ...], network: Network) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """Two layouts and a shape that stand for all that cost the same: dims have another order, and axes that are joined alike
+    other names. (On a chip with lanes the minor-most dim is not like others.)"""
+    like = range(len(shape) - 1 if network.chip.lanes else len(shape))
+    columns = [(shape[d], src.padded[d], dst.padded[d], src.dims[d], dst.dims[d], d) for d in like]
+    order = [d for *_, d in sorted(columns) if shape[d] > 1 or src.dims[d] or dst.dims[d]] + [*range(len(like), len(shape))]
+    used = [a for layout in (src, dst) for axes in (*(layout.dims[d] for d in order), layout.pending_axes) for a in axes]
+    names = _names(network, used)
+    found = []
+    for layout in (src, dst):
+        dims = tuple([tuple([names[a] for a in layout.dims[d]]) for d in order])
+        pending = tuple([(names[a], kind) for a, kind in layout.pending])
+        found.append(canonical(Layout(Sharding(dims), tuple([layout.padded[d] for d in order]), pending)))
+    return found[0], found[1], tuple([shape[d] for d in order])
+
+
+def _names(network: Network, axes: Sequence[str]) -> dict[str, str]:
+    """For each axis the first, in mesh order, of those joined alike that no axis before it in `axes` has."""
+    found: dict[str, str] = {}
+    for axis in axes:
+        if axis not in found:
+            alike = (a for a in network if network[a] == network[axis] and network.lines[a] == network.lines[axis])
+            found[axis] = next(a for a in alike if a not in found.values())
+    return found
 
 
 @lru_cache(maxsize=1 << 16)

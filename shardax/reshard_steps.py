@@ -73,6 +73,7 @@ class Space:
     numbers: dict[State, int] = field(default_factory=dict, compare=False)
     states: list[State] = field(default_factory=list, compare=False)
     known: dict[int, list[tuple[float, int, int, Edge]]] = field(default_factory=dict, compare=False)
+    shards: dict[State, int] = field(default_factory=dict, compare=False)
 
     def number(self, state: State) -> int:
         """The number of a layout here, which is quicker to look up."""
@@ -95,14 +96,17 @@ class Space:
 
     def nbytes(self, node: State) -> int:
         """Bytes of the shard."""
-        nbytes = self.itemsize
-        for padded, axes in zip(node.padded, node.dims, strict=True):
-            nbytes *= padded // self.counts[axes]
+        nbytes = self.shards.get(node)
+        if nbytes is None:
+            nbytes = self.itemsize
+            for padded, axes in zip(node.padded, node.dims, strict=True):
+                nbytes *= padded // self.counts[axes]
+            self.shards[node] = nbytes
         return nbytes
 
     def free_axes(self, node: State) -> Axes:
-        used = {a for axes in node.dims for a in axes}.union(node.pending_axes)
-        return tuple(a for a in self.axes if a not in used)
+        used = {*itertools.chain(*node.dims), *node.pending_axes}
+        return tuple([a for a in self.axes if a not in used])
 
     def movable(self, node: State, dim: int) -> Iterator[Axes]:
         """The minor axes of `dim` that may leave it together."""
@@ -170,15 +174,19 @@ def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
 
 
 def _exchanged(node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space) -> Iterator[Edge]:
-    axes = tuple(a for a in space.axes if any(a in some for some in leaving))
+    moved = {*itertools.chain(*leaving)}
+    axes = tuple([a for a in space.axes if a in moved])
     count = space.count(axes)
-    for paddings in itertools.product(*(space.room(node, dim, some) for dim, some in arriving.items())):
-        after, volume = node, space.nbytes(node)
+    for paddings in itertools.product(*[space.room(node, dim, some) for dim, some in arriving.items()]):
+        dims, sizes, volume = [*node.dims], [*node.padded], space.nbytes(node)
         for (dim, some), padded in zip(arriving.items(), paddings, strict=True):
-            volume = volume if node.dims[dim] else volume // space.shape[dim] * padded
-            after = with_more(after, dim, some, padded)
+            volume = volume if dims[dim] else volume // space.shape[dim] * padded
+            dims[dim], sizes[dim] = dims[dim] + some, padded
         for dim, some in enumerate(leaving):
-            after = _without(after, dim, some, space) if some else after
+            if some:
+                dims[dim] = dims[dim][: -len(some)]
+                sizes[dim] = sizes[dim] if dims[dim] else space.shape[dim]
+        after = State(tuple(dims), tuple(sizes), node.pending)
         yield _sends(space, "all_to_all", axes, after, volume // count * (count - 1))
 
 
@@ -204,10 +212,13 @@ def _all_reduces(node: State, space: Space) -> Iterator[Edge]:
 
 def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
     """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per receiver does."""
+    before = _places(node, space.counts)
     for dims, pending in _rearrangements(node, space):
         after = State(dims, node.padded, pending)
         if after != node:
-            yield _sends(space, "ppermute", _moved(node, after, space.network), after, space.nbytes(node))
+            places = _places(after, space.counts)
+            moved = tuple([a for a in space.axes if before.get(a) != places.get(a)])
+            yield _sends(space, "ppermute", moved, after, space.nbytes(node))
 
 
 def _rearrangements(node: State, space: Space) -> Iterator[tuple[tuple[Axes, ...], Pending]]:
@@ -218,27 +229,27 @@ def _rearrangements(node: State, space: Space) -> Iterator[tuple[tuple[Axes, ...
     places = [axes[fixed:] for axes, fixed in zip(node.dims, space.fixed, strict=True)]
     places += [node.pending_axes] if swap_pending else []
     pool = {*space.free_axes(node)}.union(*places)
-    for filled in _fill(tuple(places), tuple(a for a in space.axes if a in pool), space):
+    counts = tuple([space.count(axes) if axes else 0 for axes in places])
+    for filled in _fill(counts, tuple([a for a in space.axes if a in pool]), space.network):
         dims, pending = filled[: len(node.dims)], node.pending
         if kind is not None and swap_pending:
             pending = tuple((a, kind) for a in sorted(filled[-1]))
         yield tuple(axes[:f] + new for axes, f, new in zip(node.dims, space.fixed, dims, strict=True)), pending
 
 
-def _fill(places: tuple[Axes, ...], pool: Axes, space: Space) -> Iterator[tuple[Axes, ...]]:
-    if not places:
-        yield ()
-        return
-    first, *rest = places
-    for axes in _orders(pool, space.count(first), space) if first else [()]:
-        left = tuple(a for a in pool if a not in axes)
-        yield from ((axes, *others) for others in _fill(tuple(rest), left, space))
-
-
-def _orders(pool: Axes, count: int, space: Space) -> list[Axes]:
-    """The ordered choices of axes of `pool` that make `count` blocks."""
-    choices = itertools.chain.from_iterable(itertools.permutations(pool, k) for k in range(1, len(pool) + 1))
-    return [axes for axes in choices if space.count(axes) == count]
+@lru_cache(maxsize=1 << 14)
+def _fill(counts: tuple[int, ...], pool: Axes, network: Network) -> list[tuple[Axes, ...]]:
+    """The ways to fill places with axes of `pool` that make so many blocks of each, 0 where there is nothing to fill."""
+    if not counts:
+        return [()]
+    first, rest = counts[0], counts[1:]
+    orders = itertools.chain.from_iterable(itertools.permutations(pool, k) for k in range(1, len(pool) + 1)) if first else [()]
+    return [
+        (axes, *others)
+        for axes in orders
+        if not axes or shard_count(axes, network) == first
+        for others in _fill(rest, tuple([a for a in pool if a not in axes]), network)
+    ]
 
 
 def _halos(node: State, space: Space) -> Iterator[Edge]:
@@ -320,18 +331,13 @@ def _settle(node: State, axes: Axes) -> State:
 # Who sends what: ppermute and halo
 
 
-def _places(layout: Layout | State, sizes: AxisSizes) -> dict[str, tuple[int, int]]:
+def _places(layout: Layout | State, counts: Counts) -> dict[str, tuple[int, int]]:
     """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks there."""
     return {
-        a: (dim, shard_count(axes[i + 1 :], sizes))
+        a: (dim, counts[axes[i + 1 :]])
         for dim, axes in enumerate((*layout.dims, layout.pending_axes))
         for i, a in enumerate(axes)
     }
-
-
-def _moved(source: State, layout: State, sizes: AxisSizes) -> Axes:
-    before, after = _places(source, sizes), _places(layout, sizes)
-    return tuple(a for a in sizes if before.get(a) != after.get(a))
 
 
 def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -346,7 +352,8 @@ def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> t
 
 def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[tuple[int, int]]:
     """(sender, receiver) for each device along `axes`; a device that holds what it needs sends to itself."""
-    before, after = _places(source, sizes), _places(layout, sizes)
+    counts = Counts(sizes)
+    before, after = _places(source, counts), _places(layout, counts)
     devices = [dict(zip(axes, c, strict=True)) for c in itertools.product(*(range(sizes[a]) for a in axes))]
     held, needed = [_block(d, before) for d in devices], [_block(d, after) for d in devices]
     content = range(len(devices))

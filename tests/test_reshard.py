@@ -384,6 +384,22 @@ def test_nothing_is_cheaper(shape, sizes, pending_axes, chip):
             assert path.price == best[0], f"{src} -> {dst}: {path}, {path.price} ps; possible: {best}"
 
 
+CHIPS = [chips.NOMINAL, replace(chips.V5E, lanes=4), replace(chips.H200, host=2)]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("mesh", [{"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 4, "z": 2}, {"x": 3, "y": 2}], ids=str)
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_a_price_is_that_of_the_path(mesh, chip):
+    """Though what costs the same, in other dims or over axes that are joined alike, is priced once."""
+    network, rng = Network(mesh, chip), random.Random(1)
+    for i in range(150):
+        shape = [(8, 6, 1), (16, 8), (1, 4, 12), (5, 8), (7,), (4, 4, 4), (8, 1)][i % 7]
+        src, dst = (random_layout(rng, shape, network, ["sum", "sum", "max"]) for _ in range(2))
+        path = reshard.plan(src, dst, shape, 2, network)
+        assert reshard.price(src, dst, shape, 2, network) == path.price, f"{src} -> {dst}: {path}"
+
+
 # The known cases
 
 

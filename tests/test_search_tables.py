@@ -7,6 +7,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
+from shardax.partition import tables
 from shardax.partition.messages import proposals
 from shardax.partition.tables import Problem, solve
 
@@ -106,6 +107,18 @@ def test_two_problems_side_by_side_cost_what_each_costs():
         both.add([v + len(one.counts) for v in table.scope], table.prices)
     assert solve(both).price == solve(one).price + solve(other).price
     assert solve(both, limit=8).price == solve(one, limit=8).price + solve(other, limit=8).price  # also where it is not exact
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+def test_a_sum_taken_in_parts_is_the_same(chunk, monkeypatch):
+    monkeypatch.setattr(tables, "CHUNK", chunk)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        counts = rng.integers(1, 7, size=rng.integers(1, 5))
+        at = int(rng.integers(len(counts)))
+        shapes = [[n if d == at or rng.random() < 0.7 else 1 for d, n in enumerate(counts)] for _ in range(3)]
+        some = [rng.integers(0, 100, size=shape).astype(float) for shape in shapes]
+        np.testing.assert_array_equal(tables._least_sum(some, at), sum(some).min(axis=at))
 
 
 def test_ties_are_broken_by_the_order_of_ways():

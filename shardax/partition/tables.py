@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ LIMIT = 1 << 14  # entries of a table
 ROUNDS = 30  # of improvement, where a table outgrew that
 IDLE, PATIENT = 3, 6  # that many with little gain, where the gap is small, and where it is not
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
+CHUNK = 1 << 16  # entries of a sum of tables that is taken at once
 FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
@@ -321,15 +321,29 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
     at = place[v]
     known = _least.get((parts, at))
     if known is None:
-        total: Any = 0.0
+        aligned = []
         for table in tables:
             shape = [1] * len(scope)
             for w, n in zip(table.scope, table.prices.shape, strict=True):
                 shape[place[w]] = n
-            total = total + table.prices.reshape(shape)
+            aligned.append(table.prices.reshape(shape))
         kept = [table.prices for table in tables]  # whose identities the key holds
-        known = _least[parts, at] = intern(np.minimum.reduce(total, axis=at)), kept
+        known = _least[parts, at] = intern(_least_sum(aligned, at)), kept
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
+
+
+def _least_sum(tables: Sequence[np.ndarray], at: int) -> np.ndarray:
+    """The least of the sum of tables along a dim; a large one is added up in parts that stay in the processor's cache."""
+    shape = np.broadcast_shapes(*(table.shape for table in tables))
+    dim = max((d for d in range(len(shape)) if d != at), key=lambda d: shape[d], default=at)
+    if math.prod(shape) <= CHUNK or dim == at or shape[dim] == 1:
+        return np.minimum.reduce(sum(tables[1:], start=tables[0]), axis=at)
+    rows = max(1, CHUNK * shape[dim] // math.prod(shape))
+    parts = []
+    for first in range(0, shape[dim], rows):
+        cut = tuple(slice(first, first + rows) if d == dim else slice(None) for d in range(len(shape)))
+        parts.append(_least_sum([table if table.shape[dim] == 1 else table[cut] for table in tables], at))
+    return np.concatenate(parts, axis=dim - (dim > at))
 
 
 def _by_messages(core: Problem) -> tuple[list[list[int]], float]:
