@@ -5,7 +5,7 @@ that it was asked for, so that all paths through the same space share them.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -146,7 +146,7 @@ def _all_to_alls(node: State, space: Space) -> Iterator[Edge]:
     for dim, to in itertools.permutations(space.dims, 2):
         for axes in space.movable(node, dim):
             for padded in space.room(node, to, axes):
-                after = _without(with_more(node, to, axes, padded), dim, axes, space)
+                after = _across(node, dim, to, axes, padded, space)
                 sent = _padded_nbytes(node, to, padded, space) // space.count(axes) * (space.count(axes) - 1)
                 yield _sends(space, "all_to_all", axes, after, sent, dim, to)
 
@@ -265,10 +265,16 @@ def _halo(node: State, dim: int, padded: int, space: Space) -> Edge:
     """Its price is that of its ppermutes."""
     axes, count = node.dims[dim], space.count(node.dims[dim])
     old, after = node.padded[dim] // count, with_more(node, dim, (), padded)
-    sent = halo.exchange_of(next_blocks(dim, axes, old, padded // count, count, space.shape[dim])).sent
+    sent = _rows_sent(old, padded // count, count, space.shape[dim])
     row = space.nbytes(node) // old
     price = sum(space.network.collective("ppermute", axes, row * rows) for rows in sent)
     return Edge("halo" if sent else "crop", axes if sent else (), after, row * sum(sent), price, dim, count=len(sent))
+
+
+@lru_cache(maxsize=1 << 14)
+def _rows_sent(old: int, new: int, count: int, size: int) -> Sequence[int]:
+    """How many rows each device sends in each ppermute of such a halo, along whichever dim and axes it is."""
+    return halo.exchange_of(next_blocks(0, (), old, new, count, size)).sent
 
 
 def _owes(node: State, space: Space) -> Iterator[Edge]:
@@ -286,6 +292,15 @@ STEPS = (_all_gathers, _slices, _all_to_alls, _exchanges, _reduce_scatters, _all
 
 def with_more(node: State, dim: int, axes: Axes, padded: int) -> State:
     return _changed(node, dim, node.dims[dim] + axes, padded)
+
+
+def _across(node: State, dim: int, to: int, axes: Axes, padded: int, space: Space) -> State:
+    """Minor axes of `dim` come to `to`, which is padded so."""
+    dims, sizes = [*node.dims], [*node.padded]
+    dims[dim], dims[to], sizes[to] = dims[dim][: -len(axes)], dims[to] + axes, padded
+    if not dims[dim]:
+        sizes[dim] = space.shape[dim]
+    return State(tuple(dims), tuple(sizes), node.pending)
 
 
 def _without(node: State, dim: int, axes: Axes, space: Space) -> State:
