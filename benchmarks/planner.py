@@ -5,7 +5,8 @@ planning for 2048 devices takes at most 1.1 times as long as for 8, planning at 
 completion alone at most half as long. Layers that are alike are completed and chosen once: for 96 of them that takes at most
 1.5 times as long as planning 24 in all. (How it compares with completion and choice for 24 is printed too.)
 Every measurement starts with JAX's caches empty, and is of processor seconds. A ratio is the median of those of the rounds, in
-each of which both sides run one after the other: other programs on the machine slow both.
+each of which both sides run one after the other: other programs on the machine slow both. (Those of layers are of the best.)
+What shardax itself remembers, such as prices of reshards, is kept from the first round on.
 """
 
 import argparse

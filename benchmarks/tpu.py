@@ -66,6 +66,8 @@ def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argpars
     args = parser.parse_args(argv)
     if unknown := [name for name in args.workloads if name not in known and name != "all"]:
         parser.error(f"no such workload: {', '.join(unknown)} (--list shows them)")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: name 1 or more")
     if not args.workloads and not args.list:
         parser.error("name a workload (--list shows them)")
     return args
