@@ -146,7 +146,7 @@ def _all_to_alls(node: State, space: Space) -> Iterator[Edge]:
     for dim, to in itertools.permutations(space.dims, 2):
         for axes in space.movable(node, dim):
             for padded in space.room(node, to, axes):
-                after = _across(node, dim, to, axes, padded, space)
+                after = _crossed(node, [(dim, axes)], [(to, axes, padded)], space)
                 sent = _padded_nbytes(node, to, padded, space) // space.count(axes) * (space.count(axes) - 1)
                 yield _sends(space, "all_to_all", axes, after, sent, dim, to)
 
@@ -175,19 +175,13 @@ def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
 
 def _exchanged(node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space) -> Iterator[Edge]:
     moved = {*itertools.chain(*leaving)}
-    axes = tuple([a for a in space.axes if a in moved])
+    axes, left = tuple([a for a in space.axes if a in moved]), [(dim, some) for dim, some in enumerate(leaving) if some]
     count = space.count(axes)
-    for paddings in itertools.product(*[space.room(node, dim, some) for dim, some in arriving.items()]):
-        dims, sizes, volume = [*node.dims], [*node.padded], space.nbytes(node)
-        for (dim, some), padded in zip(arriving.items(), paddings, strict=True):
-            volume = volume if dims[dim] else volume // space.shape[dim] * padded
-            dims[dim], sizes[dim] = dims[dim] + some, padded
-        for dim, some in enumerate(leaving):
-            if some:
-                dims[dim] = dims[dim][: -len(some)]
-                sizes[dim] = sizes[dim] if dims[dim] else space.shape[dim]
-        after = State(tuple(dims), tuple(sizes), node.pending)
-        yield _sends(space, "all_to_all", axes, after, volume // count * (count - 1))
+    for come in itertools.product(*[[(d, some, p) for p in space.room(node, d, some)] for d, some in arriving.items()]):
+        volume = space.nbytes(node)
+        for dim, _, padded in come:
+            volume = volume if node.dims[dim] else volume // space.shape[dim] * padded
+        yield _sends(space, "all_to_all", axes, _crossed(node, left, come, space), volume // count * (count - 1))
 
 
 def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:
@@ -294,12 +288,16 @@ def with_more(node: State, dim: int, axes: Axes, padded: int) -> State:
     return _changed(node, dim, node.dims[dim] + axes, padded)
 
 
-def _across(node: State, dim: int, to: int, axes: Axes, padded: int, space: Space) -> State:
-    """Minor axes of `dim` come to `to`, which is padded so."""
+def _crossed(
+    node: State, leaving: Sequence[tuple[int, Axes]], arriving: Sequence[tuple[int, Axes, int]], space: Space
+) -> State:
+    """Minor axes leave some dims and come to others, which are padded so."""
     dims, sizes = [*node.dims], [*node.padded]
-    dims[dim], dims[to], sizes[to] = dims[dim][: -len(axes)], dims[to] + axes, padded
-    if not dims[dim]:
-        sizes[dim] = space.shape[dim]
+    for dim, axes, padded in arriving:
+        dims[dim], sizes[dim] = dims[dim] + axes, padded
+    for dim, axes in leaving:
+        dims[dim] = dims[dim][: -len(axes)]
+        sizes[dim] = sizes[dim] if dims[dim] else space.shape[dim]
     return State(tuple(dims), tuple(sizes), node.pending)
 
 
