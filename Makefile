@@ -72,6 +72,7 @@ lint: $(ENV)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m pyright --pythonpath $(RUN)
+	$(dir $(RUN))lint-imports
 
 format: $(ENV)
 	$(RUN) -m ruff check --fix

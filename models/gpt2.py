@@ -3,7 +3,8 @@
 Shape suffixes: B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import flax.linen as nn
@@ -11,6 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+
+from models.gpt2_sharding import sharded_step
+from models.steps import adamw, make_init, make_step
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,9 @@ def loss(config: Config, params, text_BS: Array, dropout_key: Array | None = Non
 
 def program(mesh, size: str = "gpt2", batch: int = 64, seq: int = 1024):
     """Its train step on a mesh with axes of data, fsdp and model, for `python -m shardax.explain models.gpt2`."""
-    from models import job, options, trainers  # which stand on this file
-
     if size not in SIZES:
         raise ValueError(f"size={size!r}: there are {', '.join(SIZES)}")
-    made = job.make_job(options.parse([f"--size={size}", f"--batch={batch}", f"--seq={seq}"]))
-    return trainers.sharded_step(made, mesh), (made.state, made.batch)
+    config, tx = replace(SIZES[size], seq=seq), adamw(peak=1e-3, warmup=20, steps=200)
+    state = jax.eval_shape(make_init(partial(init_params, config), tx), jax.random.key(0))
+    step = make_step(lambda params, text_BS, _: loss(config, params, text_BS), tx)
+    return sharded_step(step, state, mesh), (state, jax.ShapeDtypeStruct((batch, seq + 1), "int32"))

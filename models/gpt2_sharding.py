@@ -7,10 +7,14 @@ them may be missing from the mesh.
 
 from collections.abc import Collection
 
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from models.rules import specs_by_path
+import shardax as sx
+from models.rules import on_axes, specs_by_path
+from models.steps import State, Step
 
+AXES = ("data", "fsdp", "model")
 BATCH = P(("data", "fsdp"))
 
 PARAMS = (
@@ -28,3 +32,12 @@ PARAMS = (
 def param_specs(params, axes: Collection[str]):
     """The PartitionSpec of each parameter, on a mesh with these axes. What no rule names (norms, biases) is replicated."""
     return specs_by_path(PARAMS, params, axes)
+
+
+def sharded_step(step: Step, state: State, mesh: Mesh | AbstractMesh):
+    """A GPT-2's train step by shardax: parameters and batch are annotated, the rest follows. `state` may be of shapes."""
+    unknown = [axis for axis in mesh.axis_names if axis not in AXES]
+    if unknown:
+        raise ValueError(f"unknown axis {unknown[0]!r}: the shardings of models.gpt2 know {', '.join(AXES)}")
+    specs = State(param_specs(state.params, mesh.axis_names), None, None), on_axes(BATCH, mesh.axis_names)
+    return sx.shard_jit(step, mesh=mesh, in_shardings=specs, donate_argnums=0)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from models import gpt2
+from models.gpt2_sharding import AXES
 
-AXES = ("data", "fsdp", "model")
 PARTITIONERS = ("shardax", "xla", "both")
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 from jax import Array
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from models.gpt2_sharding import BATCH, PARAMS, param_specs
+from models.gpt2_sharding import BATCH, PARAMS, sharded_step
 from models.job import Job
-from models.options import AXES
 from models.rules import on_axes, path_name, specs_by_path
 from models.steps import Init, State, Step
 
@@ -33,18 +32,9 @@ class Trainer:
     dropped: tuple[str, ...] = ()  # what XLA does not split, and why
 
 
-def sharded_step(job: Job, mesh: Mesh | AbstractMesh):
-    """The job's step by shardax: parameters and batch are annotated, the rest follows."""
-    unknown = [axis for axis in mesh.axis_names if axis not in AXES]
-    if unknown:
-        raise ValueError(f"unknown axis {unknown[0]!r}: the shardings of models.gpt2 know {', '.join(AXES)}")
-    specs = State(param_specs(job.state.params, mesh.axis_names), None, None), on_axes(BATCH, mesh.axis_names)
-    return sx.shard_jit(job.step, mesh=mesh, in_shardings=specs, donate_argnums=0)
-
-
 def by_shardax(job: Job, mesh: Mesh) -> Trainer:
     """The state rests as completion infers from the train step, from its first moment."""
-    step = sharded_step(job, mesh)
+    step = sharded_step(job.step, job.state, mesh)
     batch = on_axes(BATCH, mesh.axis_names)
     plan = step.plan(job.state, job.batch)
     state, batch_at_rest = plan.in_shardings

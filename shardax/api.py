@@ -12,11 +12,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
-from shardax.call import Call
-from shardax.crossing import Crossing
-from shardax.function import Function, Transform, mesh_of
+from shardax.jit.call import Call
+from shardax.jit.function import Function, Transform, mesh_of
+from shardax.jit.signature import check_given
+from shardax.meshes.crossing import Crossing
 from shardax.options import Options, Refused
-from shardax.signature import check_given
 
 
 @_jax.boundary

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardax.cost.chips import CHIPS, NOMINAL, SLOW, Chip
-from shardax.given import is_whole
+from shardax.validation import is_whole
 
 _CHIPS = CHIPS | {"slow": SLOW}
 

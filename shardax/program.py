@@ -15,28 +15,30 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from shardax import _jax, annotations, collector, graph, meshes, strict
-from shardax.associative import with_associative_scans
+from shardax import _jax, collector, strict
+from shardax.annotations.explicit import shape_of
 from shardax.completion.complete import Completion, complete
-from shardax.counted import with_batched_indices
-from shardax.crossing import Crossing, crossings, placed_here
-from shardax.explain.ledger import collectives
-from shardax.graph import Graph, Node, Value
-from shardax.merged import with_unmerged_contractions
+from shardax.completion.reshapes import split_inside
+from shardax.graph import annotations, inline
+from shardax.graph.graph import Graph, Node, Value, without_unread
+from shardax.ledger.collectives import collectives
+from shardax.meshes import sites
+from shardax.meshes.crossing import Crossing, crossings, placed_here
+from shardax.meshes.refinement import Placement, Refinement, refinement
 from shardax.options import Options
 from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
 from shardax.passes import combine, dead, scopes, share
-from shardax.refinement import Placement, Refinement, refinement
-from shardax.reshapes import split_inside
-from shardax.rotations import with_rotations
-from shardax.rows import with_scanned_rows
+from shardax.rewrites.associative import with_associative_scans
+from shardax.rewrites.counted import with_batched_indices
+from shardax.rewrites.merged import with_unmerged_contractions
+from shardax.rewrites.rotations import with_rotations
+from shardax.rewrites.rows import with_scanned_rows
+from shardax.rewrites.shifts import with_shifts
+from shardax.rewrites.whiles import with_counted_whiles
 from shardax.sharding import AxisSizes, Layout, Sharding, replicated
-from shardax.shifts import with_shifts
-from shardax.untyped import shape_of
-from shardax.whiles import with_counted_whiles
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -114,10 +116,10 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 
 def _graph(jaxpr) -> Graph:
     """The flat program, in which what JAX shows only expanded is a node of its own."""
-    whole = graph.from_jaxpr(_jax.dce(jaxpr))
+    whole = inline.from_jaxpr(_jax.dce(jaxpr))
     for find in _FINDERS:
         whole = find(whole)
-    return graph.without_unread(whole)
+    return without_unread(whole)
 
 
 _FINDERS = (
@@ -156,7 +158,7 @@ def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMes
         allowed = functools.partial(strict.allowed, options.allow) if options.strict is True else None
         decisions = choose(program, completion, *layouts, allowed=allowed)
     with timed(phases, "emission"):
-        abstract = meshes.refined_mesh(mesh, refined)
+        abstract = sites.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):
             local = _emit(program, decisions, shardings, abstract, refined)
     with timed(phases, "passes"):
@@ -205,13 +207,13 @@ def _completed(
 
     Where a reshape needs a part of an axis, which only completion tells, the mesh is refined and all is completed anew.
     """
-    found = meshes.sites(program, mesh)
+    found = sites.sites(program, mesh)
     committed = [p.mesh for p in given if isinstance(p, Placement)]
-    refined = refinement([meshes.program_mesh(mesh), *(site.mesh for site in found)], committed)
+    refined = refinement([sites.program_mesh(mesh), *(site.mesh for site in found)], committed)
     refined = replace(refined, chip=options.priced_for)
     while True:
-        meshes.rewrite(found, refined)
-        resting = meshes.placements(program, given, found, refined)
+        sites.rewrite(found, refined)
+        resting = sites.placements(program, given, found, refined)
         done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes)
         finer = refined.cut(split_inside(program, done))
         if finer == refined:

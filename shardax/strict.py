@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from shardax import annotations
-from shardax.causes import Crossed, Resharded
-from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
-from shardax.explain.words import bytes_text
+from shardax.graph import annotations
+from shardax.ledger.collectives import Collective, array_bytes, array_text, comm_bytes
+from shardax.ledger.words import bytes_text
+from shardax.meshes.crossing import Crossed
 from shardax.options import Options, Refused
+from shardax.partition.reasons import Resharded
 from shardax.sharding import Sharding
 
 SHOWN = 8  # findings in one message

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardax import _jax
-from shardax.explain.ledger import KINDS, Collective, comm_bytes
 from shardax.explain.record import changes, check_same_program, read, record
-from shardax.explain.words import bytes_text
-from shardax.given import is_number, require
+from shardax.ledger.collectives import KINDS, Collective, comm_bytes
+from shardax.ledger.words import bytes_text
+from shardax.validation import is_number, require
 
 
 @_jax.boundary

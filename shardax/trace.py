@@ -12,11 +12,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardax import _jax, collector, meshes
-from shardax.annotate import Dims, OtherDevices, Role, bind_annotation, broadcast_specs, dims_of, flatten, own_mesh
-from shardax.constants import with_made_constants
+from shardax import _jax, collector
+from shardax.annotations.annotate import Dims, OtherDevices, Role, bind_annotation, broadcast_specs, dims_of, flatten, own_mesh
+from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
+from shardax.meshes import sites
+from shardax.rewrites.constants import with_made_constants
 from shardax.sharding import Sharding
-from shardax.untyped import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _trace(request: Request) -> Traced:
         return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)] + written
 
     flat.__signature__ = _signature(slots)  # type: ignore[attr-defined]
-    jaxpr = meshes.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
+    jaxpr = sites.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
     for x in jaxpr.consts:
         _check_no_ref(x, f"{request.fun.__name__} closes over", "pass it as an argument")
     refs = tuple(i for i, slot in enumerate(slots) if slot.is_ref)

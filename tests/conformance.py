@@ -42,12 +42,13 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import _jax, transform
+from shardax import _jax
 from shardax.check.shards import difference, words
-from shardax.explain.ledger import collectives, comm_bytes
-from shardax.graph import Node
+from shardax.graph.graph import Node
+from shardax.ledger.collectives import collectives, comm_bytes
 from shardax.partition.replicated import Replicated, replicated
 from shardax.spmd_rules.registry import RULES
+from shardax.transform import primitive
 
 MESHES = ((2,), (3,), (4,), (5,), (8,), (2, 2), (2, 3), (3, 2), (2, 4), (4, 2), (2, 2, 2))
 AXES = ("x", "y", "z")
@@ -177,7 +178,7 @@ def _run_together(names: Sequence[str], seed: int) -> list[Outcome]:
 def _replicated_nodes(plan: Any) -> list[Replicated]:
     """Those of the plan's program that run replicated, as `partition.replicated` defines it."""
     given = (None,) * len(plan.global_jaxpr.in_avals)
-    built = transform.build(plan.global_jaxpr, given, plan.mesh, SPLIT)
+    built = primitive.build(plan.global_jaxpr, given, plan.mesh, SPLIT)
     return list(replicated(built.decisions, built.refinement.sizes))
 
 
@@ -262,9 +263,9 @@ def _counted(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[tuple[st
     """(primitive, cases and bytes) of what was gathered, by primitive."""
     counts, nbytes = Counter(), Counter()
     for o in outcomes:
-        counts.update({primitive for primitive, _ in of(o)})
-        for primitive, sent in of(o):
-            nbytes[primitive] += sent
+        counts.update({name for name, _ in of(o)})
+        for name, sent in of(o):
+            nbytes[name] += sent
     for p, n in counts.most_common():
         yield p, f"  {p:26} {n:6} cases {nbytes[p]:>12,} B"
 

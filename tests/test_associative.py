@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax import _jax
-from shardax.associative import with_associative_scans
-from shardax.graph import from_jaxpr
+from shardax.graph.inline import from_jaxpr
+from shardax.rewrites.associative import with_associative_scans
 from tests.test_program import mesh_of
 from tests.test_random_programs import poisoned_padding
 

@@ -10,12 +10,13 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import causes
 from shardax.cost import chips
 from shardax.cost.chips import NOMINAL
 from shardax.cost.network import Network
 from shardax.explain import hlo
-from shardax.explain.ledger import collectives, comm_bytes
+from shardax.ledger import causes
+from shardax.ledger.collectives import collectives, comm_bytes
+from shardax.partition.reasons import Settled
 from shardax.passes import combine
 from tests.test_program import mesh_of
 
@@ -244,7 +245,7 @@ def test_the_plan_tells_of_each(chip):
     (c,) = [c for c in plan.collectives if isinstance(c.cause, causes.Combined)]
     assert c.reason == "4 as one: sum of reduce_sum" and len(c.parts) == 4
     assert sum(part.nbytes for part in c.parts) == c.nbytes and {part.shape for part in c.parts} == {(), (256,)}
-    assert all(isinstance(part.cause, causes.Settled) and "test_combine.py" in part.line for part in c.parts)
+    assert all(isinstance(part.cause, Settled) and "test_combine.py" in part.line for part in c.parts)
     told = plan.because(c).splitlines()
     assert len(told) == 2 and max(told).startswith("sum of reduce_sum at tests/test_combine.py:"), told
     assert min(told).startswith("3 x sum of reduce_sum at tests/test_combine.py:"), told

@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import collectives
 from shardax.check import Different, compare, ramp
+from shardax.reshard import run
 from shardax.spmd_rules.registry import LINEAR, RULES
 
 MESH = {"x": 2, "y": 3}
@@ -76,7 +76,7 @@ def test_the_first_equation_that_differs_is_named(case, monkeypatch):
 
 def test_a_wrong_reshard_is_named(monkeypatch):
     gathered = lax.all_gather
-    monkeypatch.setattr(collectives.lax, "all_gather", lambda *args, **kwargs: gathered(*args, **kwargs) * 2)
+    monkeypatch.setattr(run.lax, "all_gather", lambda *args, **kwargs: gathered(*args, **kwargs) * 2)
     with pytest.raises(Different, match=r"operand 0, moved from P\('x'\)@\[6\] to P\(None") as error:
         compare(lambda x: jnp.sort(sx.annotate(x + 1, P("x"))), (ramp(6),), meshes=[{"x": 2}], n=4)
     assert error.value.first and error.value.first.primitive in ("annotate", "sort")  # what reads it so first

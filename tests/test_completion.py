@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import _jax, annotations, graph
+from shardax import _jax
 from shardax.completion.complete import Completion, complete
-from shardax.explain.ledger import array_text
-from shardax.graph import Graph, Value
+from shardax.graph import annotations, inline
+from shardax.graph.graph import Graph, Value
+from shardax.ledger.collectives import array_text
 from shardax.trace import Request, trace
 
 SIZES = {"x": 4, "y": 2}
@@ -38,7 +39,7 @@ def completion(f, *shapes, specs=None, outs=None, donated=(), sizes=SIZES) -> tu
     args = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shapes, is_leaf=_is_shape)
     names = tuple(f"args[{i}]" for i in range(len(args)))
     request = Request(f, args, {}, names, frozenset(donated), mesh, specs, outs)
-    program = graph.from_jaxpr(_jax.dce(trace(request).jaxpr))
+    program = inline.from_jaxpr(_jax.dce(trace(request).jaxpr))
     return program, complete(program, [None] * len(program.inputs), sizes)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.cost.live import live_peak
+from shardax.explain.live import live_peak
 from shardax.explain.values import intermediates
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardax.halo import Wanted, bring, exchange_of
-from shardax.reshard_steps import next_blocks
+from shardax.reshard.halo import Wanted, bring, exchange_of
+from shardax.reshard.steps import next_blocks
 
 COUNTS = (2, 3, 8)
 

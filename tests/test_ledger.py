@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from shardax.explain import hlo
-from shardax.explain.ledger import AS_WRITTEN, Collective, array_text, bytes_sent, collectives, comm_bytes
+from shardax.ledger.collectives import AS_WRITTEN, Collective, array_text, bytes_sent, collectives, comm_bytes
 
 SIZES = {"x": 4, "y": 2}
 KIB = 1024  # a float32[16, 16]

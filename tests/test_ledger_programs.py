@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from shardax.explain import hlo
-from shardax.explain.ledger import Collective
+from shardax.ledger.collectives import Collective
 from tests.ledger_programs import PROGRAMS
 
 pytestmark = pytest.mark.mixed_dtypes

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.graph import from_jaxpr
-from shardax.trips import carries_of_map
+from shardax.graph.inline import from_jaxpr
+from shardax.graph.trips import carries_of_map
 from tests.test_program import mesh_of, same
 
 

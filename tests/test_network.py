@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 import shardax as sx
-from shardax import reshard
 from shardax.cost import chips
 from shardax.cost.network import Line, Network, assumed, network_of, network_of_mesh
+from shardax.reshard import paths
 from shardax.sharding import Layout, Sharding
 
 KINDS = ("all_gather", "all_reduce", "all_to_all", "ppermute", "reduce_scatter")
@@ -156,7 +156,7 @@ def test_a_slow_axis_is_gathered_while_little_is_there():
     """Of two axes that are gathered from two dims, the one between hosts comes first."""
     network = Network({"host": 2, "gpu": 8}, chips.H200)
     src = Layout(Sharding((("gpu",), ("host",))), (1 << 12, 1 << 12))
-    path = reshard.plan(src, Layout(Sharding(((), ())), (1 << 12, 1 << 12)), (1 << 12, 1 << 12), 4, network)
+    path = paths.plan(src, Layout(Sharding(((), ())), (1 << 12, 1 << 12)), (1 << 12, 1 << 12), 4, network)
     assert [step.axes for step in path.steps] == [("host",), ("gpu",)]
 
 
@@ -164,7 +164,7 @@ def test_a_short_dim_is_not_scattered():
     """What the TPU compiler makes of a reduce-scatter to 128 lanes costs more than one along another dim and an all_to_all."""
     shape, network = (1 << 14, 1 << 13), Network({"x": 64}, replace(chips.V3, latency=0.0))
     pending = Layout(Sharding(((), ())), shape, (("x", "sum"),))
-    path = reshard.plan(pending, Layout(Sharding(((), ("x",))), shape), shape, 2, network)
+    path = paths.plan(pending, Layout(Sharding(((), ("x",))), shape), shape, 2, network)
     assert [(step.kind, step.to) for step in path.steps] == [("reduce_scatter", 0), ("all_to_all", 1)]
 
 

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import annotations
+from shardax.graph import annotations
 from shardax.partition.replicated import replicated
 from shardax.sharding import whole
 from shardax.spmd_rules.registry import RULES

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardax.cost import chips
 from shardax.cost.network import Network
-from shardax.cost.roofline import Sent, estimate, work
-from shardax.explain.plan import AtRest, Plan, placed
+from shardax.explain.placed import AtRest, placed
+from shardax.explain.plan import Plan
+from shardax.explain.roofline import Sent, estimate, work
 from shardax.explain.tables import plain
 from shardax.explain.terminal import rich_text
 from shardax.explain.text import tables

@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import shardax as sx
-from shardax import collectives
+from shardax.reshard import run
 from tests.programs import WAYS, Program, random_program
 
 
@@ -45,7 +45,7 @@ def test_random_programs(rng):
 def poisoned_padding():
     """Padding holds NaN or 77 here, so that whoever reads it is found out."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_garbage", lambda dtype: jnp.asarray(np.nan if _is_float(dtype) else 77).astype(dtype))
+        patch.setattr(run, "_garbage", lambda dtype: jnp.asarray(np.nan if _is_float(dtype) else 77).astype(dtype))
         yield
 
 

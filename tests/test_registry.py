@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax import _jax
 from shardax.check.samples import SAMPLES
-from shardax.graph import from_jaxpr
+from shardax.graph.inline import from_jaxpr
 from shardax.program import build
 from shardax.sharding import Sharding
 from shardax.spmd_rules.registry import RULES

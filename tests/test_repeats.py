@@ -18,9 +18,10 @@ from models import gpt2
 from models.gpt2_sharding import BATCH, param_specs
 from models.rules import on_axes
 from models.steps import State, adamw, make_init, make_step
-from shardax import _jax, graph
+from shardax import _jax
 from shardax.completion.complete import Completion, complete
-from shardax.graph import Graph
+from shardax.graph import inline
+from shardax.graph.graph import Graph
 from shardax.partition.choose import choose
 from shardax.sharding import Layout, at_rest
 from shardax.trace import Request, trace
@@ -32,7 +33,7 @@ SIZES = {"data": 4, "model": 2}
 def program(f, args, specs, donated=()) -> Graph:
     mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
     names = tuple(f"args[{i}]" for i in range(len(args)))
-    return graph.from_jaxpr(_jax.dce(trace(Request(f, args, {}, names, frozenset(donated), mesh, specs)).jaxpr))
+    return inline.from_jaxpr(_jax.dce(trace(Request(f, args, {}, names, frozenset(donated), mesh, specs)).jaxpr))
 
 
 def floats(*shape):

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import shardax as sx
-from shardax import collectives, reshard, reshard_steps
 from shardax.cost import chips
 from shardax.cost.network import Network
-from shardax.halo import exchange_of
+from shardax.reshard import paths, run, steps
+from shardax.reshard.halo import exchange_of
 from shardax.sharding import Layout, Sharding, round_up, shard_count
 
 MESHES = {
@@ -116,14 +116,14 @@ def run_paths(cases, sizes):
 
     @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    def run(stacked):
+    def on_devices(stacked):
         outs = []
         for (path, shape, _), x in zip(cases, stacked, strict=True):
-            out = collectives.apply(path, x.reshape(x.shape[len(names) :]), shape, sizes)
+            out = run.apply(path, x.reshape(x.shape[len(names) :]), shape, sizes)
             outs.append(out.reshape((1,) * len(names) + out.shape))
         return outs
 
-    return run([stacked for _, _, stacked in cases])
+    return on_devices([stacked for _, _, stacked in cases])
 
 
 SHAPES = [(8, 8), (5, 12), (3, 7), (16,), (9,), (4, 6, 2), (), (0, 4), (1, 13)]
@@ -140,7 +140,7 @@ def test_paths_bring_values_where_they_should_be(mesh, dtype):
         shape = SHAPES[i % len(SHAPES)]
         src, dst = random_layout(rng, shape, sizes, kinds), random_layout(rng, shape, sizes, kinds)
         value = values.integers(-9, 9, shape).astype(dtype)
-        path = reshard.plan(src, dst, shape, value.dtype.itemsize, sizes)
+        path = paths.plan(src, dst, shape, value.dtype.itemsize, sizes)
         cases.append((src, dst, value, path, local_shards(values, value, src, sizes)))
     outs = run_paths([(path, value.shape, shards) for _, _, value, path, shards in cases], sizes)
     for (src, dst, value, path, _), out in zip(cases, outs, strict=True):
@@ -168,7 +168,7 @@ def test_exchanges_between_several_dims(mesh, shape, before, after):
     """Axes that leave and come to several dims move in one all_to_all, which sends less than two."""
     sizes, rng = MESHES[mesh], np.random.default_rng(0)
     src, dst = layout(before, shape, sizes), layout(after, shape, sizes)
-    path = reshard.plan(src, dst, shape, 4, sizes)
+    path = paths.plan(src, dst, shape, 4, sizes)
     (step,) = path.steps
     count = shard_count(step.axes, sizes)
     want = [p if axes else n for p, n, axes in zip(dst.padded, shape, dst.dims, strict=True)]
@@ -283,9 +283,7 @@ class Graph:
             return None
         old, new = a.local_shape(self.sizes)[dim], b.local_shape(self.sizes)[dim]
         count = shard_count(a.dims[dim], self.sizes)
-        sent = exchange_of(
-            reshard_steps.next_blocks(dim, a.dims[dim], old, new, count, self.shape[dim])
-        ).sent  # see test_halo.py
+        sent = exchange_of(steps.next_blocks(dim, a.dims[dim], old, new, count, self.shape[dim])).sent  # see test_halo.py
         row = self.volume(a) // old
         return sum(self.sends("ppermute", a.dims[dim], row * rows)[0] for rows in sent), len(sent)
 
@@ -380,7 +378,7 @@ def test_nothing_is_cheaper(shape, sizes, pending_axes, chip):
             network = Network(sizes, chip)
             only = Network({a: n for a, n in sizes.items() if a in used}, chip, {a: network.lines[a] for a in used})
             best = graph(shape, only, pending_axes, finest).distances(src)[dst]
-            path = reshard.plan(src, dst, shape, 1, network)
+            path = paths.plan(src, dst, shape, 1, network)
             assert path.price == best[0], f"{src} -> {dst}: {path}, {path.price} ps; possible: {best}"
 
 
@@ -396,8 +394,8 @@ def test_a_price_is_that_of_the_path(mesh, chip):
     for i in range(150):
         shape = [(8, 6, 1), (16, 8), (1, 4, 12), (5, 8), (7,), (4, 4, 4), (8, 1)][i % 7]
         src, dst = (random_layout(rng, shape, network, ["sum", "sum", "max"]) for _ in range(2))
-        path = reshard.plan(src, dst, shape, 2, network)
-        assert reshard.price(src, dst, shape, 2, network) == path.price, f"{src} -> {dst}: {path}"
+        path = paths.plan(src, dst, shape, 2, network)
+        assert paths.price(src, dst, shape, 2, network) == path.price, f"{src} -> {dst}: {path}"
 
 
 # The known cases
@@ -448,7 +446,7 @@ KNOWN = [
 @pytest.mark.parametrize("before, owed, after, owing, sizes, steps", KNOWN)
 def test_known(before, owed, after, owing, sizes, steps):
     shape = (16, 32, 64)[: len(before)]
-    path = reshard.plan(layout(before, shape, sizes, owed), layout(after, shape, sizes, owing), shape, 4, sizes)
+    path = paths.plan(layout(before, shape, sizes, owed), layout(after, shape, sizes, owing), shape, 4, sizes)
     assert ("; ".join(f"{s.kind} {','.join(s.axes)}".strip() for s in path.steps) or "nothing") == steps
 
 
@@ -464,7 +462,7 @@ def test_extrema_are_those_of_one_device(dtype):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     for kind, reduce in (("max", jnp.max), ("min", jnp.min)):
         reduced = jax.shard_map(
-            lambda x, kind=kind: collectives.REDUCE[kind](x[0], "x"),
+            lambda x, kind=kind: run.REDUCE[kind](x[0], "x"),
             mesh=mesh,
             in_specs=PartitionSpec("x"),
             out_specs=PartitionSpec(),

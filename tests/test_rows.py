@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax import _jax
 from shardax.check import ramp
-from shardax.graph import from_jaxpr
-from shardax.rows import with_scanned_rows
-from shardax.whiles import with_counted_whiles
+from shardax.graph.inline import from_jaxpr
+from shardax.rewrites.rows import with_scanned_rows
+from shardax.rewrites.whiles import with_counted_whiles
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.check import check_rule, ramp
-from shardax.graph import from_jaxpr
+from shardax.graph.inline import from_jaxpr
 from shardax.spmd_rules import indexing
 from shardax.spmd_rules.registry import RULES
 

@@ -8,7 +8,7 @@ from jax import lax
 
 from shardax import spmd_rules  # noqa: F401  (registers the built-in rules)
 from shardax.check import check_rule, ramp
-from shardax.graph import from_jaxpr
+from shardax.graph.inline import from_jaxpr
 from shardax.spmd_rules.registry import RULES
 
 CASES = {

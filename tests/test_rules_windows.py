@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import shardax as sx
 from shardax import spmd_rules  # noqa: F401  (registers the built-in rules)
 from shardax.check import check_rule, ramp
-from shardax.graph import from_jaxpr
+from shardax.graph.inline import from_jaxpr
 from shardax.spmd_rules.registry import RULES
 from tests.test_program import mesh_of
 

@@ -13,10 +13,10 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import graph
 from shardax.check import ramp
 from shardax.completion.complete import complete
 from shardax.cost.network import Network
+from shardax.graph import inline
 from shardax.partition.choose import choose, memory
 from shardax.partition.copies import copies_of, is_cut
 from shardax.partition.search import Search
@@ -252,7 +252,7 @@ def test_memory_is_bought_for_time():
         y = jnp.tanh(x)
         return y.sum(), y.max(), y.min()
 
-    program = graph.from_jaxpr(jax.make_jaxpr(f)(jax.ShapeDtypeStruct((16,), "float32")))
+    program = inline.from_jaxpr(jax.make_jaxpr(f)(jax.ShapeDtypeStruct((16,), "float32")))
     known, outs = complete(program, [Sharding((("x",),))], Network({"x": 4})), [whole(())] * 3
     prices = (0.0, 1.0, 1e9)
     found = [choose(program, known, [Layout(Sharding((("x",),)), (16,))], outs, byte_price=price) for price in prices]

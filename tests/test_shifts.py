@@ -9,8 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import graph
-from shardax.shifts import with_shifts
+from shardax.graph import inline
+from shardax.graph.graph import without_unread
+from shardax.rewrites.shifts import with_shifts
 
 SHIFTS = {  # function, the nodes that are left
     "pad of slice": (lambda x: jnp.pad(x[1:], ((0, 1), (0, 0))), ["pad"]),
@@ -32,7 +33,7 @@ def test_shifts(name, rows):
     f, left = SHIFTS[name]
     x = np.arange(4.0 * rows, dtype="float32").reshape(rows, 4)
     if left is not None:
-        found = graph.without_unread(with_shifts(graph.from_jaxpr(jax.make_jaxpr(f)(x))))
+        found = without_unread(with_shifts(inline.from_jaxpr(jax.make_jaxpr(f)(x))))
         assert [node.name for node in found.nodes if node.name in ("pad", "slice")] == left
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     step = sx.shard_jit(lambda x: f(sx.annotate(x + 1, P("x"))), mesh=mesh)

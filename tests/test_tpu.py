@@ -83,11 +83,16 @@ def programs():
 
 def default_step(mesh_text: str):
     from models import options
+    from models.gpt2_sharding import sharded_step
     from models.job import make_job
-    from models.trainers import sharded_step
 
     job = make_job(options.parse([]))
-    return {"default": (options.mesh_shape(mesh_text), lambda mesh: (sharded_step(job, mesh), (job.state, job.batch)))}
+    return {
+        "default": (
+            options.mesh_shape(mesh_text),
+            lambda mesh: (sharded_step(job.step, job.state, mesh), (job.state, job.batch)),
+        )
+    }
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import transform
-from shardax.annotate import SAVED
+from shardax.annotations.annotate import SAVED
 from shardax.check import ramp
-from shardax.explain.ledger import collectives, comm_bytes
+from shardax.ledger.collectives import collectives, comm_bytes
+from shardax.transform import primitive
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("x", "y"))
@@ -297,8 +297,8 @@ def sent(f, *args) -> tuple[int, int]:
 
 def programs(jaxpr):
     for eqn in jaxpr.eqns:
-        if eqn.primitive is transform.shard_jit_p:
-            yield transform.build(eqn.params["jaxpr"], (None,) * len(eqn.invars), MESH, eqn.params["options"]).jaxpr
+        if eqn.primitive is primitive.shard_jit_p:
+            yield primitive.build(eqn.params["jaxpr"], (None,) * len(eqn.invars), MESH, eqn.params["options"]).jaxpr
         else:
             yield from (p for inner in eqn.params.values() if hasattr(inner, "eqns") for p in programs(inner))
 

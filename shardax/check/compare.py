@@ -14,14 +14,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardax import _jax, transform
-from shardax.annotate import describe, flatten
+from shardax import _jax
+from shardax.annotations.annotate import describe, flatten
 from shardax.api import shard_jit
 from shardax.check.first import First, first_difference
 from shardax.check.shards import SLACK, difference, greatest_error, is_key, words
-from shardax.explain.words import bytes_text
-from shardax.given import is_number, is_whole, require, require_array, require_function
+from shardax.ledger.words import bytes_text
 from shardax.options import Options
+from shardax.transform import primitive
+from shardax.validation import is_number, is_whole, require, require_array, require_function
 
 _SIZES = (2, 3, 4, 5, 8)
 
@@ -222,11 +223,11 @@ def _first(step: Any, args: tuple[Any, ...], mesh: Mesh, slack: float) -> tuple[
 def _decided(step: Any, args: tuple[Any, ...], mesh: Mesh):
     """The decisions of the program of a call, and its inputs, what the function closes over among them."""
     traced = step.trace(*args)
-    (eqn,) = (e for e in traced.jaxpr.eqns if e.primitive is transform.shard_jit_p)
+    (eqn,) = (e for e in traced.jaxpr.eqns if e.primitive is primitive.shard_jit_p)
     leaves = jax.tree.leaves(args)
     consts = _jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :])
     jaxpr = eqn.params["jaxpr"]
-    program = transform.build(jaxpr, (None,) * len(jaxpr.in_avals), mesh, eqn.params["options"])
+    program = primitive.build(jaxpr, (None,) * len(jaxpr.in_avals), mesh, eqn.params["options"])
     return program.decisions, [jnp.asarray(x, a.dtype) for x, a in zip((*leaves, *consts), jaxpr.in_avals, strict=True)]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from shardax import _jax, annotations
-from shardax.graph import Graph, Node, Value
+from shardax import _jax
+from shardax.graph import annotations
+from shardax.graph.graph import Graph, Node, Value
 from shardax.partition.emit_loops import switch
 
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from shardax import _jax
 from shardax.check.evaluate import evaluate, run
 from shardax.check.shards import difference, gather, is_key, scatter, words
-from shardax.graph import Node, Value
+from shardax.graph.graph import Node, Value
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.emit import emit_values
 from shardax.sharding import Layout

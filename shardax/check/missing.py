@@ -18,8 +18,8 @@ import numpy as np
 
 from shardax.check.evaluate import evaluate_node
 from shardax.check.shards import alike, is_key, words
-from shardax.collectives import identity
-from shardax.graph import Node
+from shardax.graph.graph import Node
+from shardax.reshard.run import identity
 from shardax.spmd_rules.registry import Entry
 from shardax.spmd_rules.rule import REDUCTIONS, WHOLE, Factors
 

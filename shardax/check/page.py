@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 from shardax.check.reasons import NO_RULE, UNCHECKED, WHOLE_BECAUSE
 from shardax.check.rules import Case, cases, claim
 from shardax.check.samples import samples
-from shardax.explain.ledger import collectives
-from shardax.graph import BODIES, INLINED
+from shardax.graph.inline import BODIES, INLINED
+from shardax.ledger.collectives import collectives
 from shardax.sharding import round_up
 from shardax.spmd_rules.elementwise import same_shape
 from shardax.spmd_rules.localize import Splits, run_local

@@ -29,13 +29,14 @@ from shardax import _jax, spmd_rules  # noqa: F401  (registers the built-in rule
 from shardax.check.evaluate import evaluate
 from shardax.check.missing import Missing, missing
 from shardax.check.shards import difference, is_key, with_garbage, words
-from shardax.collectives import identity
-from shardax.given import is_whole, require, require_array, require_function
-from shardax.graph import Node, from_jaxpr
+from shardax.graph.graph import Node
+from shardax.graph.inline import from_jaxpr
+from shardax.reshard.run import identity
 from shardax.sharding import Layout, round_up, shard_count
 from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split
 from shardax.spmd_rules.rule import WHOLE, Factors
+from shardax.validation import is_whole, require, require_array, require_function
 
 AXES = MappingProxyType({"x": 2, "y": 2})
 _SETTLE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}

@@ -19,7 +19,7 @@ from jax.extend.random import threefry2x32_p
 from jax.lax import linalg
 
 from shardax import _jax
-from shardax.given import is_whole, require
+from shardax.validation import is_whole, require
 
 SMALL = 2000  # elements in all operands of a case of JAX's that is tried
 _ITS_NAMES = {"reduce_window_add": "reduce_window_sum", "reduce_window_mul": "reduce_window"}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.collectives import identity
+from shardax.reshard.run import identity
 from shardax.sharding import Axes, AxisSizes, Layout
 
 SLACK = 256  # ulps of the greatest number of a value that another order of sums may cost

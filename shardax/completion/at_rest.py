@@ -8,10 +8,10 @@ the sharding at rest. Then only the gradient is resharded, and the parameter onc
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardax.annotations import Annotation
 from shardax.completion.blocks import Block
 from shardax.completion.edges import ELEMENTWISE
-from shardax.graph import Graph, Node, Value
+from shardax.graph.annotations import Annotation
+from shardax.graph.graph import Graph, Node, Value
 from shardax.sharding import Sharding
 
 Moved = Sequence[tuple[Value, Sharding]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from shardax.completion.cells import Cells
 from shardax.completion.edges import LEVELS
 from shardax.completion.kinds import Kind, Tie
-from shardax.graph import Value
+from shardax.graph.graph import Value
 from shardax.sharding import Sharding
 
 Head = tuple[int, int]  # the level and the code of a visit; codes are in program order, forward before backward

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from shardax import annotations
 from shardax.completion.at_rest import successors, updated_at_rest
 from shardax.completion.blocks import Block, Pattern, Worklist
 from shardax.completion.cells import ALL, DATA, SPREAD_DATA, SPREAD_STATE, Cell, Cells
 from shardax.completion.edges import ELEMENTWISE, successor_edges
 from shardax.completion.kinds import Kind, Kinds
 from shardax.completion.repeats import REST, groups
-from shardax.graph import Graph, Node, Value
+from shardax.graph import annotations
+from shardax.graph.graph import Graph, Node, Value
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
 
 UPDATED_AT_REST = "state is updated as it rests"

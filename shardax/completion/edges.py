@@ -8,11 +8,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardax import _jax, annotations
-from shardax.graph import Graph, Node, Value
+from shardax import _jax
+from shardax.graph import annotations
+from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.trips import carries_of_map
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse, tie
-from shardax.trips import carries_of_map
 
 ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
 """Levels, first to last: completion lets nothing of a later level happen while an earlier one has something to say."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from shardax import _jax, annotations
+from shardax import _jax
 from shardax.completion.edges import Edge, edges_of
-from shardax.graph import Node, Value
+from shardax.graph import annotations
+from shardax.graph.graph import Node, Value
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import Factors
 

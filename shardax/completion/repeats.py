@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardax.graph import Value
+from shardax.graph.graph import Value
 
 REST = 1 << 30  # the block of what belongs to no repetition
 _RESTS = itertools.repeat(REST)

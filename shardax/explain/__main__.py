@@ -25,7 +25,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from shardax.cost.chips import CHIPS
-from shardax.explain.words import seconds_text
+from shardax.ledger.words import seconds_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:

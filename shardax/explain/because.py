@@ -7,22 +7,24 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardax import _jax, annotations, causes
+from shardax import _jax
 from shardax.completion.complete import UPDATED_AT_REST, Origin
-from shardax.explain.ledger import AS_WRITTEN, Collective, array_text
-from shardax.explain.lines import assigned, line_text
+from shardax.explain.facts import Facts
 from shardax.explain.values import Story
-from shardax.explain.words import as_one, form, spec_text, times
-from shardax.graph import Node, Value
+from shardax.graph import annotations
+from shardax.graph.graph import Node, Value
+from shardax.ledger import causes
+from shardax.ledger.collectives import AS_WRITTEN, Collective, array_text
+from shardax.ledger.lines import assigned, line_text
+from shardax.ledger.words import as_one, form, spec_text, times
+from shardax.meshes.crossing import Crossed
 from shardax.partition.decisions import Decision, Decisions
+from shardax.partition.reasons import Resharded, Settled
 from shardax.sharding import Axes, Layout, Sharding, shard_count
 from shardax.spmd_rules.rule import REDUCTIONS, WHOLE, Factors, TensorFactors
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Plan
-
+from shardax.spmd_rules.sends import Sent
 
 DEPTH = 50  # operations through which a layout is followed that completion did not ask for
 
@@ -30,7 +32,7 @@ DEPTH = 50  # operations through which a layout is followed that completion did 
 class Because:
     """Tells the causes of a plan's collectives, each once."""
 
-    def __init__(self, plan: "Plan"):
+    def __init__(self, plan: Facts):
         self.plan = plan
         self.story = Story(plan)
         self.completion = plan.values
@@ -202,7 +204,7 @@ class _Teller:
 
     # Reshards
 
-    def resharded(self, c: causes.Resharded) -> str:
+    def resharded(self, c: Resharded) -> str:
         if c.source.sharding == c.target.sharding and c.source.pending == c.target.pending:
             sizes = [",".join(map(str, layout.padded)) for layout in (c.source, c.target)]
             fact, reader = self.fact(c.value, c.source.sharding, c.axes), c.reader.name if c.reader else "the result"
@@ -212,7 +214,7 @@ class _Teller:
             c = replace(c, axes=tuple(a for a in own if _place(c.source, a) != _place(c.target, a)) or own)
         return f"{self.fact(c.value, c.source.sharding, c.axes)} against {self.other(c)}"
 
-    def other(self, c: causes.Resharded) -> str:
+    def other(self, c: Resharded) -> str:
         """What clashed with the sharding that the value had."""
         if c.reader is None:
             return self.given_back(c)
@@ -227,7 +229,7 @@ class _Teller:
             return f"{c.reader.name}, {what}"
         return self.needed(c, c.reader, c.decision, c.decision.factors)
 
-    def given_back(self, c: causes.Resharded) -> str:
+    def given_back(self, c: Resharded) -> str:
         spec = self.spec(c.target.sharding)
         if c.around is not None:
             return f"{spec}, in which {c.around.name} gives it back"
@@ -238,7 +240,7 @@ class _Teller:
             return f"{result} {spec}{_by(self.sources(c.value, wanted, wanted.axes))}"
         return f"{result} {spec}{self.undivided(c.value, wanted)}"
 
-    def annotated(self, c: causes.Resharded, given: annotations.Annotation) -> str:
+    def annotated(self, c: Resharded, given: annotations.Annotation) -> str:
         assert c.reader is not None
         sharding = Sharding(tuple(axes or () for axes in given.dims))
         if c.target.sharding != sharding and given.like is None and None not in given.dims:
@@ -256,7 +258,7 @@ class _Teller:
             return ""
         return f", for {self.spec(wanted)} does not divide [{','.join(map(str, value.shape))}]"
 
-    def needed(self, c: causes.Resharded, node: Node, decision: Decision, factors: Factors) -> str:
+    def needed(self, c: Resharded, node: Node, decision: Decision, factors: Factors) -> str:
         """What clashed with an operand's sharding: a dim that must be whole, another operand, or a result."""
         mine = factors.operands[c.place]
         lost = {f: axes for f, axes in _split(mine, c.source.sharding) if {*axes} & {*c.axes}}
@@ -279,17 +281,17 @@ class _Teller:
 
     # Reductions and lowerings
 
-    def settled(self, c: causes.Settled) -> str:
+    def settled(self, c: Settled) -> str:
         if c.node is None or c.decision is None:
             return f"what each trip leaves owing over {self.axes(c.axes)}"
         if "trips" in c.decision.splits:
             return f"over the trips, split over {self.axes(c.axes)}"
         return self.along(c.node, c.decision.operands, c.axes, "over", c.decision.factors) or "owed in its body"
 
-    def sent(self, c: causes.Sent) -> str:
+    def sent(self, c: Sent) -> str:
         return self.along(c.local.node, c.local.operands, c.axes, "along") or f"to all devices along {self.axes(c.axes)}"
 
-    def crossed(self, c: causes.Crossed) -> str:
+    def crossed(self, c: Crossed) -> str:
         there, refined = c.crossing.there, c.crossing.refinement
         here = spec_text(refined.shown(c.crossing.here))
         return f"{spec_text(there.sharding)} on {there.mesh} against {here} on {refined.program}, which do not fit each other"
@@ -374,8 +376,8 @@ _INNER = {
     "while": _of_while,
 }
 _TOLD = {
-    causes.Crossed: _Teller.crossed,
-    causes.Resharded: _Teller.resharded,
-    causes.Sent: _Teller.sent,
-    causes.Settled: _Teller.settled,
+    Crossed: _Teller.crossed,
+    Resharded: _Teller.resharded,
+    Sent: _Teller.sent,
+    Settled: _Teller.settled,
 }

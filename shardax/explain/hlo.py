@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from shardax.explain.ledger import Collective, array_bytes, bytes_sent, other_branches
+from shardax.ledger.collectives import Collective, array_bytes, bytes_sent, other_branches
 
 
 def lowered(module) -> tuple[Collective, ...]:

@@ -12,19 +12,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardax.cost.chips import CHIPS
-from shardax.explain.ledger import Collective, array_bytes, array_text, comm_bytes
-from shardax.explain.lines import code, line_text
+from shardax.explain.analysis import Analysis
+from shardax.explain.memory import Tensor
 from shardax.explain.picture import Picture, Pictures, picture_of
 from shardax.explain.values import Story
-from shardax.explain.words import as_one, bytes_text, form, seconds_text, times
+from shardax.ledger.collectives import Collective, array_bytes, array_text, comm_bytes
+from shardax.ledger.lines import code, line_text
+from shardax.ledger.words import as_one, bytes_text, form, seconds_text, times
 from shardax.sharding import Sharding
-
-if TYPE_CHECKING:
-    from shardax.explain.memory import Tensor
-    from shardax.explain.plan import Plan
 
 CONTEXT = 3  # lines shown around those of the program
 COLUMNS = f"<colgroup>{4 * '<col>'}</colgroup>"
@@ -39,7 +37,7 @@ class Cell:
     number: float | None = None
 
 
-def html_text(plan: "Plan") -> str:
+def html_text(plan: Analysis) -> str:
     """The page."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     title = " ".join(filter(None, ("Plan of", plan.program.partition(" at ")[0] or "a program", f"on {mesh}")))
@@ -64,7 +62,7 @@ def _asset(name: str) -> str:
 class _Arrays:
     """The arrays that can be chosen, each once; what the picture is drawn from."""
 
-    plan: "Plan"
+    plan: Analysis
     found: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[tuple[str, str, Picture], int] = field(default_factory=dict)
 
@@ -93,7 +91,7 @@ class _Arrays:
         return f"It rests in the nearest sharding that divides it. In the program it is\n{story}"
 
 
-def _overview(plan: "Plan") -> str:
+def _overview(plan: Analysis) -> str:
     memory, count = plan.memory(), sum(c.trips for c in plan.collectives if not c.other_branch)
     facts = {
         "devices": f"{plan.mesh.size:,}",
@@ -107,7 +105,7 @@ def _overview(plan: "Plan") -> str:
     return f'<div class="tiles">{tiles}</div><p class="phases">{escape(f"Planned: {phases}" if phases else "")}</p>'
 
 
-def _collectives(plan: "Plan") -> str:
+def _collectives(plan: Analysis) -> str:
     """The table of collectives. Those that are alike, as in equal layers, share a row."""
     alike: dict[Any, list[Collective]] = defaultdict(list)
     for c in plan.collectives:
@@ -117,7 +115,7 @@ def _collectives(plan: "Plan") -> str:
     return _table("Collectives", heads, rows)
 
 
-def _collective(plan: "Plan", group: Sequence[Collective]) -> list[Cell]:
+def _collective(plan: Analysis, group: Sequence[Collective]) -> list[Cell]:
     c, sent, count, total = group[0], comm_bytes(group), sum(c.trips for c in group), plan.comm_bytes
     notes = [" (while: one iteration)"] * c.open_loop + [" (branch: not counted)"] * c.other_branch
     share = 100 * sent / total if total else 0.0
@@ -134,7 +132,7 @@ def _collective(plan: "Plan", group: Sequence[Collective]) -> list[Cell]:
     ]
 
 
-def _reason(plan: "Plan", group: Sequence[Collective], reason: str) -> Cell:
+def _reason(plan: Analysis, group: Sequence[Collective], reason: str) -> Cell:
     """The reason, which opens to show the facts."""
     alike: dict[str, list[str]] = defaultdict(list)
     for text in filter(None, map(plan.because, group)):
@@ -143,7 +141,7 @@ def _reason(plan: "Plan", group: Sequence[Collective], reason: str) -> Cell:
     return Cell(f'<details class="because"><summary>{escape(reason)}</summary>{facts}</details>') if facts else _text(reason)
 
 
-def _places(plan: "Plan", arrays: _Arrays) -> str:
+def _places(plan: Analysis, arrays: _Arrays) -> str:
     values = arrays.story.insides() if arrays.story else {}
     rows = []
     for i, p in enumerate(plan.arguments()):
@@ -162,7 +160,7 @@ def _places(plan: "Plan", arrays: _Arrays) -> str:
     return _table("Arguments and results at rest", ("", "path", "type", "sharding", "on each device"), cells)
 
 
-def _memory(plan: "Plan") -> Iterator[str]:
+def _memory(plan: Analysis) -> Iterator[str]:
     memory = plan.memory()
     for title, tensors in (
         (f"Alive at the peak: {bytes_text(memory.peak)} on each device", memory.tensors),
@@ -175,7 +173,7 @@ def _memory(plan: "Plan") -> Iterator[str]:
             yield _table(title, ("array", "from", *names, "on each device", "code"), sorted(rows, key=_by_bytes))
 
 
-def _tensor(t: "Tensor", n: int, named: bool) -> list[Cell]:
+def _tensor(t: Tensor, n: int, named: bool) -> list[Cell]:
     """A row of a table of arrays, for `n` arrays that are alike."""
     from_argument = t.origin.startswith("argument")
     where = _text(t.origin) if from_argument else _line(t.origin)
@@ -187,7 +185,7 @@ def _by_bytes(row: Sequence[Cell]) -> float:
     return -(row[-2].number or 0)
 
 
-def _estimates(plan: "Plan") -> str:
+def _estimates(plan: Analysis) -> str:
     rows = []
     for chip in CHIPS.values():
         e = plan.estimate(chip)
@@ -234,7 +232,7 @@ def _name(text: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in text)
 
 
-def _files(plan: "Plan", arrays: _Arrays) -> Iterator[str]:
+def _files(plan: Analysis, arrays: _Arrays) -> Iterator[str]:
     """Each source file of the program, the lines of the program and a few around them."""
     made = arrays.story.by_line() if arrays.story else {}
     sent: dict[str, list[Collective]] = defaultdict(list)

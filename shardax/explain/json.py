@@ -2,22 +2,21 @@
 
 import json
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardax.cost.chips import CHIPS
-from shardax.explain.ledger import Collective, array_text
+from shardax.explain.analysis import Analysis
+from shardax.explain.placed import Placed
 from shardax.explain.record import record
 from shardax.explain.values import intermediates
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Placed, Plan
+from shardax.ledger.collectives import Collective, array_text
 
 
-def json_text(plan: "Plan") -> str:
+def json_text(plan: Analysis) -> str:
     return json.dumps(as_dict(plan), indent=1)
 
 
-def as_dict(plan: "Plan") -> dict[str, Any]:
+def as_dict(plan: Analysis) -> dict[str, Any]:
     """The plan in lists, dicts, numbers and strings. Bytes are those that one device holds or sends; phases are in seconds."""
     return {
         "record": asdict(record(plan)),
@@ -34,7 +33,7 @@ def as_dict(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def _place(place: "Placed") -> dict[str, str]:
+def _place(place: Placed) -> dict[str, str]:
     return {"path": place.named or place.path, "array": array_text(place.aval), "sharding": str(place.sharding)}
 
 

@@ -1,26 +1,23 @@
 """The memory of a plan, in bytes on each device: arguments by kind, what is saved, the peak, and what is replicated.
 
-This is an estimate, read off the local jaxpr in program order (see `shardax.cost.live`). The `memory_analysis()` of the
+This is an estimate, read off the local jaxpr in program order (see `shardax.explain.live`). The `memory_analysis()` of the
 compiled program says what it really takes.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from shardax import _jax
-from shardax.cost.live import live_peak, nbytes
-from shardax.explain.ledger import array_bytes, array_text
-from shardax.explain.lines import code, line_text
+from shardax.explain.facts import Facts
+from shardax.explain.live import live_peak, nbytes
 from shardax.explain.saved import saved
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.terminal import shown
 from shardax.explain.values import intermediates
-from shardax.explain.words import as_one, bytes_text, form, times
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Plan
+from shardax.ledger.collectives import array_bytes, array_text
+from shardax.ledger.lines import code, line_text
+from shardax.ledger.words import as_one, bytes_text, form, times
 
 TOP = 12  # rows that the text shows
 FEW = 8  # parts of an argument that are shown each
@@ -69,7 +66,7 @@ class Memory:
         return Table(f"Memory on each device: {bytes_text(self.peak)} at most{at}", groups, ("", ""), 1)
 
 
-def memory(plan: "Plan", threshold: int) -> Memory:
+def memory(plan: Facts, threshold: int) -> Memory:
     """The memory of a plan; what is replicated counts from `threshold` bytes on."""
     (eqn,) = (e for e in plan.local_jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     jaxpr = _jax.closed(eqn.params["jaxpr"]).jaxpr
@@ -118,7 +115,7 @@ def _by_kind(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
     return dict(kinds)
 
 
-def _replicated(plan: "Plan", threshold: int) -> Iterator[Tensor]:
+def _replicated(plan: Facts, threshold: int) -> Iterator[Tensor]:
     """Arguments and intermediates that no axis of more than one device splits."""
     arguments = [(array_text(p.aval), array_bytes(p.aval), f"argument {p.named}", p.shards) for p in plan.arguments()]
     made = [(x.array, x.nbytes, x.line, x.shards) for x in (intermediates(plan) if plan.graph else ())]

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from shardax.explain.words import spec_text
-from shardax.graph import Graph, Value
+from shardax.annotations.user_mesh import user_mesh
+from shardax.explain.facts import Facts
+from shardax.explain.placed import Placed
+from shardax.graph.graph import Graph, Value
+from shardax.ledger.words import spec_text
 from shardax.partition.decisions import Decisions
-from shardax.refinement import user_mesh
 from shardax.sharding import Axes, Layout, Padding
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Placed, Plan
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Picture:
     devices: tuple[int, ...] | None = None
 
 
-def picture_of(plan: "Plan", place: "Placed") -> Picture:
+def picture_of(plan: Facts, place: Placed) -> Picture:
     """The picture of an argument or result, which is even."""
     own = user_mesh(place.mesh, plan.mesh)
     assert own is not None
@@ -36,7 +34,7 @@ def picture_of(plan: "Plan", place: "Placed") -> Picture:
 class Pictures:
     """Of the values of a program."""
 
-    def __init__(self, plan: "Plan"):
+    def __init__(self, plan: Facts):
         self.plan = plan
         self.mesh = tuple(plan.values.sizes.items())
         self.padding = Padding(plan.values.sizes, frozenset(plan.values.splits()))

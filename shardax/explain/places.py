@@ -3,20 +3,18 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from shardax.explain.ledger import array_bytes, array_text
+from shardax.explain.facts import Facts
+from shardax.explain.placed import Placed
 from shardax.explain.tables import Group, Row, Table
-from shardax.explain.words import as_one, bytes_text, form, times
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Placed, Plan
+from shardax.ledger.collectives import array_bytes, array_text
+from shardax.ledger.words import as_one, bytes_text, form, times
 
 SUBTREE = 8  # arrays: a smaller part of the arguments is shown, even where another part lies alike
 HEADS = ("", "")  # type, bytes on each device
 
 
-def arguments(plan: "Plan") -> Iterator[Table]:
+def arguments(plan: Facts) -> Iterator[Table]:
     places = [replace(p, path=p.named or p.path) for p in plan.arguments()]
     repeats = _repeats(places)
     groups = list(_by_sharding([p for p in places if not _inside(p.path, repeats)]))
@@ -28,7 +26,7 @@ def arguments(plan: "Plan") -> Iterator[Table]:
         yield Table(f"Arguments at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1)
 
 
-def results(plan: "Plan") -> Iterator[Table]:
+def results(plan: Facts) -> Iterator[Table]:
     """Rows of the results. Those that rest as the argument of the same path, such as a state that is passed on, are only
     counted.
     """
@@ -42,7 +40,7 @@ def results(plan: "Plan") -> Iterator[Table]:
         yield Table(f"Results at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1)
 
 
-def _by_sharding(places: Iterable["Placed"]) -> Iterator[Group]:
+def _by_sharding(places: Iterable[Placed]) -> Iterator[Group]:
     groups = defaultdict(list)
     for place in places:
         groups[place.text].append(place)
@@ -50,7 +48,7 @@ def _by_sharding(places: Iterable["Placed"]) -> Iterator[Group]:
         yield Group(spec, tuple(_alike(group)))
 
 
-def _alike(places: Iterable["Placed"]) -> Iterator[Row]:
+def _alike(places: Iterable[Placed]) -> Iterator[Row]:
     """One row for all places whose paths differ only in their numbers, as those of equal layers do."""
     groups = defaultdict(list)
     for place in places:
@@ -60,7 +58,7 @@ def _alike(places: Iterable["Placed"]) -> Iterator[Row]:
         yield Row(path, (times(len(group)) + array, bytes_text(_resident(group))))
 
 
-def _repeats(places: Iterable["Placed"]) -> dict[str, str]:
+def _repeats(places: Iterable[Placed]) -> dict[str, str]:
     """Subtrees, each with an earlier one whose arrays have the same paths, types and shardings, as an optimizer's moments have.
 
     The largest count, and none that differs from the earlier one in its numbers only, which `_alike` shows better.
@@ -83,9 +81,9 @@ def _inside(path: str, subtrees: Collection[str]) -> bool:
     return any(path.startswith(f"{subtree}/") for subtree in subtrees)
 
 
-def _how(place: "Placed") -> tuple[str, str]:
+def _how(place: Placed) -> tuple[str, str]:
     return array_text(place.aval), place.text
 
 
-def _resident(places: Iterable["Placed"]) -> int:
+def _resident(places: Iterable[Placed]) -> int:
     return sum(array_bytes(p.aval) // p.shards for p in places)

@@ -6,13 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from shardax.explain.ledger import Collective, array_text
-from shardax.explain.words import bytes_text, times
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Plan
+from shardax.explain.facts import Facts
+from shardax.ledger.collectives import Collective, array_text
+from shardax.ledger.words import bytes_text, times
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Record:
         return self.program + f" ({self.place})" * bool(self.place)
 
 
-def record(plan: "Plan") -> Record:
+def record(plan: Facts) -> Record:
     """The record of a plan."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     arguments, results = list(plan.arguments()), list(plan.results())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardax import _jax
-from shardax.cost.live import Life, nbytes
-from shardax.explain.ledger import reason_of
+from shardax.explain.live import Life, nbytes
+from shardax.ledger.collectives import reason_of
 
 
 def saved(jaxpr) -> Iterator[tuple[Any, str, str]]:

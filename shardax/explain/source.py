@@ -15,19 +15,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
-from shardax.explain.ledger import KINDS, array_text, reason_of
-from shardax.explain.lines import assigned, code, line_text
+from shardax.explain.facts import Facts
 from shardax.explain.spelling import SPELLINGS, Call, Text, dtype_text, expression, literal, object_text, packed
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Plan
+from shardax.ledger.collectives import KINDS, array_text, reason_of
+from shardax.ledger.lines import assigned, code, line_text
 
 WIDTH = 110
 INLINE = 60  # characters: what is longer gets a name of its own
@@ -42,7 +40,7 @@ class Source:
     objects: dict[str, Any]
 
 
-def source(plan: "Plan") -> Source:
+def source(plan: Facts) -> Source:
     """The source of a plan's local program."""
     (eqn,) = (e for e in plan.local_jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     names = _Names()
@@ -73,13 +71,13 @@ _WEAK = [
 ]
 
 
-def _closed(plan: "Plan", parameters: Sequence[str]) -> dict[str, Any]:
+def _closed(plan: Facts, parameters: Sequence[str]) -> dict[str, Any]:
     """What the function closed over: the last inputs of the program."""
     count = len(plan.closed_over)
     return dict(zip(parameters[len(parameters) - count :], plan.closed_over, strict=True))
 
 
-def _module(plan: "Plan", in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Names") -> str:
+def _module(plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Names") -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     returned = f"return ({', '.join(map(str, results))}{',' if len(results) == 1 else ''})"
     body = [*lines, *_broken(returned)]
@@ -110,7 +108,7 @@ def _module(plan: "Plan", in_specs, out_specs, lines: Sequence[str], results: Se
     )
 
 
-def _program(plan: "Plan", in_specs, out_specs) -> list[str]:
+def _program(plan: Facts, in_specs, out_specs) -> list[str]:
     """The call of shard_map; what the function closed over follows the arguments."""
     closed = list(in_specs)[len(in_specs) - len(plan.closed_over) :]
     call = "jax.shard_map(on_shards, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)"
@@ -130,7 +128,7 @@ def _program(plan: "Plan", in_specs, out_specs) -> list[str]:
     ]
 
 
-def _refined(plan: "Plan") -> list[str]:
+def _refined(plan: Facts) -> list[str]:
     """The mesh with the axes that the program names: the user's, refined."""
     if plan.refinement is None or plan.refinement.is_trivial:
         return []
@@ -149,7 +147,7 @@ def _spec(spec) -> str:
     return str(object_text(jax.P(*entries)))
 
 
-def _parameters(plan: "Plan") -> Iterator[str]:
+def _parameters(plan: Facts) -> Iterator[str]:
     """A name for each input: the last key of its path, more keys where that is no name or not alone."""
     paths = [re.findall(r"\w+", place.named) for place in plan.arguments()]
     lasts = Counter(path[-1] for path in paths)

@@ -3,24 +3,21 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from shardax.causes import Resharded
 from shardax.cost.chips import CHIPS
-from shardax.explain.ledger import Collective, array_text, comm_bytes
-from shardax.explain.lines import line_text
+from shardax.explain.analysis import Analysis
 from shardax.explain.places import arguments, results
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.values import shardings
-from shardax.explain.words import as_one, bytes_text, form, seconds_text, spec_text, times
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Plan
+from shardax.ledger.collectives import Collective, array_text, comm_bytes
+from shardax.ledger.lines import line_text
+from shardax.ledger.words import as_one, bytes_text, form, seconds_text, spec_text, times
+from shardax.partition.reasons import Resharded
 
 MONEY = ("each", "total", "share")
 
 
-def tables(plan: "Plan") -> list[Table]:
+def tables(plan: Analysis) -> list[Table]:
     """All that `print(plan)` shows, the plan's size and price first."""
     memory = [plan.memory().table()] if plan.collectives or plan.graph else []
     sections = (
@@ -35,7 +32,7 @@ def tables(plan: "Plan") -> list[Table]:
     return [table for section in (*sections, shardings(plan), memory, _estimates(plan), _phases(plan)) for table in section]
 
 
-def _heading(plan: "Plan") -> Iterator[Table]:
+def _heading(plan: Analysis) -> Iterator[Table]:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     count = sum(c.trips for c in plan.collectives if not c.other_branch)
     yield Table(
@@ -43,7 +40,7 @@ def _heading(plan: "Plan") -> Iterator[Table]:
     )
 
 
-def _meshes(plan: "Plan") -> Iterator[Table]:
+def _meshes(plan: Analysis) -> Iterator[Table]:
     """How axes were refined, and what other meshes say; nothing where there is one mesh, as the user named it."""
     refined = plan.refinement
     if refined is None or refined.is_trivial:
@@ -59,7 +56,7 @@ def _meshes(plan: "Plan") -> Iterator[Table]:
 _BOUNDARY = ". A boundary: inside, shards of these sizes lie on other devices than it says; arguments and results cross it"
 
 
-def _at_rest(plan: "Plan") -> Iterator[Table]:
+def _at_rest(plan: Analysis) -> Iterator[Table]:
     alike = defaultdict(list)
     for moved in plan.at_rest:
         alike[form(moved.path), moved.shape, moved.wanted, moved.rests].append(moved)
@@ -74,7 +71,7 @@ def _at_rest(plan: "Plan") -> Iterator[Table]:
         yield Table(title, (Group("", tuple(rows)),), ("sent for it",))
 
 
-def _collectives(plan: "Plan") -> Iterator[Table]:
+def _collectives(plan: Analysis) -> Iterator[Table]:
     reasons = defaultdict(list)
     for c in plan.collectives:
         reasons[c.line, form(c.reason)].append(c)
@@ -86,7 +83,7 @@ def _collectives(plan: "Plan") -> Iterator[Table]:
         yield Table("Collectives, by the line that they serve", tuple(groups), MONEY)
 
 
-def _of_reason(plan: "Plan", group: Sequence[Collective]) -> Iterator[Row]:
+def _of_reason(plan: Analysis, group: Sequence[Collective]) -> Iterator[Row]:
     """The facts, of which equal layers differ in numbers only, and under them what is sent because of them.
 
     A line of what was summed or exchanged is enough; of two facts that clashed both are shown.
@@ -121,7 +118,7 @@ def _operands(c: Collective) -> str:
     return f"{first} and {len(others)} more" if others else first
 
 
-def _totals(plan: "Plan") -> Iterator[Table]:
+def _totals(plan: Analysis) -> Iterator[Table]:
     kinds = defaultdict(list)
     for c in plan.collectives:
         kinds[c.kind, c.axes].append(c)
@@ -134,7 +131,7 @@ def _totals(plan: "Plan") -> Iterator[Table]:
         yield Table("Totals", (Group("", tuple(rows)),), ("times", "total", "share"))
 
 
-def _estimates(plan: "Plan") -> Iterator[Table]:
+def _estimates(plan: Analysis) -> Iterator[Table]:
     peak = plan.memory().peak
     rows = []
     for chip in CHIPS.values():
@@ -145,7 +142,7 @@ def _estimates(plan: "Plan") -> Iterator[Table]:
     yield Table("Estimate by roofline, nothing overlapped", (Group("", tuple(rows)),), heads, 1)
 
 
-def _phases(plan: "Plan") -> Iterator[Table]:
+def _phases(plan: Analysis) -> Iterator[Table]:
     if plan.phases:
         text = ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in plan.phases.items())
         yield Table(f"Planned in {seconds_text(sum(plan.phases.values()))}: {text}", ())

@@ -5,17 +5,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from shardax.explain.ledger import array_bytes, array_text
-from shardax.explain.lines import assigned, code, is_at, line_text
+from shardax.explain.facts import Facts
 from shardax.explain.tables import Group, Row, Table, plain
-from shardax.explain.words import as_one, form, spec_text, times
-from shardax.graph import Node, Value
+from shardax.graph.graph import Node, Value
+from shardax.ledger.collectives import array_bytes, array_text
+from shardax.ledger.lines import assigned, code, is_at, line_text
+from shardax.ledger.words import as_one, form, spec_text, times
 from shardax.sharding import Sharding, shard_count
-
-if TYPE_CHECKING:
-    from shardax.explain.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Intermediate:
     shards: int = 1
 
 
-def intermediates(plan: "Plan") -> list[Intermediate]:
+def intermediates(plan: Facts) -> list[Intermediate]:
     """Every value that the program makes, those of loop bodies included, in program order; numbers and annotations left out."""
     return [
         Intermediate(
@@ -42,7 +39,7 @@ def intermediates(plan: "Plan") -> list[Intermediate]:
     ]
 
 
-def shardings(plan: "Plan") -> Iterator[Table]:
+def shardings(plan: Facts) -> Iterator[Table]:
     """How the values of each line lie, alike ones once, and what led to that: the annotation at the end of each chain."""
     if plan.graph:
         story = Story(plan)
@@ -74,11 +71,11 @@ def _bare(sharding: Sharding) -> Sharding:
     return Sharding(dims)
 
 
-def _shards(plan: "Plan", value: Value) -> int:
+def _shards(plan: Facts, value: Value) -> int:
     return shard_count(plan.values.sharding(value).axes, plan.values.sizes)
 
 
-def shardings_text(plan: "Plan") -> str:
+def shardings_text(plan: Facts) -> str:
     """Every primitive: under each line what it makes, alike values once."""
     lines: dict[str, Counter] = {}
     for made in intermediates(plan):
@@ -92,32 +89,10 @@ def _of_line(line: str, counted: Counter) -> Group:
     return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
 
 
-def why(plan: "Plan", what: str) -> str:
-    """What led to the shardings of an argument, or of the values of a line or a name, in words; what a line sends, and why.
-
-    Raises:
-      ValueError: there is no such value.
-    """
-    story = Story(plan)
-    found = story.find(what)
-    sent = [part for c in plan.collectives for part in c.parts if ":" in what and is_at(part.line, what)]
-    if not found and not sent:
-        raise ValueError(
-            f"why({what!r}): no argument, line or variable of this program is called so. Give an argument's path "
-            f"({story.example()!r}), a line of the program ('model.py:12'), or a variable that a line of it assigns"
-        )
-    alike: dict[tuple, list[Value]] = {}
-    for value in found:
-        alike.setdefault((story.line(value), array_text(value.aval), plan.sharding(value)), []).append(value)
-    sends = Counter(f"{c}\n    {plan.because(c)}".rstrip() for c in sent)
-    told = [story.tell(values[0], len(values)) for values in alike.values()]
-    return "\n".join([*told, *(times(n) + text for text, n in sends.items())])
-
-
 class Story:
     """Finds values, and tells where their shardings come from."""
 
-    def __init__(self, plan: "Plan"):
+    def __init__(self, plan: Facts):
         self.plan = plan
         self.completion = plan.values
         self.places = list(plan.arguments())

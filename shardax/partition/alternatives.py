@@ -8,10 +8,10 @@ import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from shardax import annotations
 from shardax.completion.complete import Completion
 from shardax.cost.network import PICO, network_of
-from shardax.graph import Graph, Node, Value
+from shardax.graph import annotations
+from shardax.graph.graph import Graph, Node, Value
 from shardax.partition.candidates import (
     Candidate,
     Offer,

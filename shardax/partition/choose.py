@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import replace
 
 from shardax.completion.complete import Completion
-from shardax.graph import Graph, Node, Value
+from shardax.graph.graph import Graph, Node, Value
 from shardax.partition.alternatives import Alternatives, stored
 from shardax.partition.decisions import Decisions
 from shardax.partition.replay import Replay

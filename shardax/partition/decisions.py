@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from shardax.graph import Graph, Node
+from shardax.graph.graph import Graph, Node
 from shardax.sharding import AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors

@@ -11,10 +11,14 @@ import jax
 import numpy as np
 from jax.extend import source_info_util
 
-from shardax import _jax, annotations, causes, collectives, reshard
-from shardax.graph import Node, Value
+from shardax import _jax
+from shardax.graph import annotations
+from shardax.graph.graph import Node, Value
+from shardax.ledger import causes
 from shardax.partition.decisions import Decision, Decisions, Move
 from shardax.partition.emit_loops import emit_structured
+from shardax.partition.reasons import Resharded, Settled
+from shardax.reshard import paths, run
 from shardax.sharding import AxisSizes, Layout, Sharding, whole
 from shardax.spmd_rules.localize import run_local
 from shardax.spmd_rules.registry import RULES, Local
@@ -140,7 +144,7 @@ class Emitter:
     def moved(self, value: Value, shard, move: Move, reader: Reader):
         if move.source == move.target:
             return shard
-        path = reshard.plan(move.source, move.target, value.shape, value.itemsize, self.sizes)
+        path = paths.plan(move.source, move.target, value.shape, value.itemsize, self.sizes)
         for step in path.steps:
             node, decision = self.debtors.get(value, (None, None)) if _settles(step) else (None, None)
             reason, cause = self.reason(value, move, step, reader, node, decision)
@@ -148,20 +152,20 @@ class Emitter:
                 _UserContext(node, self.stack) if node else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
             ):
-                shard = collectives.apply(reshard.Path((step,), step.nbytes), shard, value.shape, self.sizes)
+                shard = run.apply(paths.Path((step,), step.nbytes), shard, value.shape, self.sizes)
         return shard
 
-    def reason(self, value: Value, move: Move, step: reshard.Step, reader: Reader, debtor: Node | None, owing: Decision | None):
+    def reason(self, value: Value, move: Move, step: paths.Step, reader: Reader, debtor: Node | None, owing: Decision | None):
         """Why a step of a move is taken: the words, and the facts."""
         if settled := _settles(step):
-            return f"{settled} of {debtor.name if debtor else 'carry'}", causes.Settled(step.axes, debtor, owing)
+            return f"{settled} of {debtor.name if debtor else 'carry'}", Settled(step.axes, debtor, owing)
         around = None if reader.node else self.around
-        cause = causes.Resharded(value, move.source, move.target, step.axes, reader.node, reader.decision, reader.place, around)
+        cause = Resharded(value, move.source, move.target, step.axes, reader.node, reader.decision, reader.place, around)
         words = f"what {around.name} gives back" if around else purpose(reader.node)
         return reshard_reason(words, self.shown(move.target.sharding)), cause
 
 
-def _settles(step: reshard.Step) -> str | None:
+def _settles(step: paths.Step) -> str | None:
     """The kind of the reduction that a step settles, None if it settles none."""
     return next(
         (kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes), None

@@ -1,28 +1,35 @@
 """emit for scan, while and cond: the same loops and branches, over shards."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from jax import lax
 
 from shardax import _jax
-from shardax.graph import Node, Value
-from shardax.partition.decisions import Decision, local_trips
-from shardax.sharding import Layout
+from shardax.graph.graph import Node, Value
+from shardax.graph.trips import LAST, SAME, STEPS, Carry, carries_of_map
+from shardax.partition.decisions import Decision, Decisions, local_trips
+from shardax.sharding import AxisSizes, Layout
 from shardax.spmd_rules.registry import Local, Split
-from shardax.trips import LAST, SAME, STEPS, Carry, carries_of_map
-
-if TYPE_CHECKING:
-    from shardax.partition.emit import Emitter
 
 
-def emit_structured(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+class Emitter(Protocol):
+    """What runs the graphs of bodies."""
+
+    sizes: AxisSizes
+
+    def graph(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
+        """Runs a decided graph on the shards of its inputs; returns those of its outputs."""
+        ...
+
+
+def emit_structured(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
     """Runs a node with bodies."""
     return _STRUCTURED[node.name](emitter, node, decision, shards)
 
 
-def _scan(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> list[Any]:
+def _scan(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any]) -> list[Any]:
     params = node.params
     consts, carries = _jax.scan_counts(params)
     (body,) = decision.bodies
@@ -110,7 +117,7 @@ def _end(carry: Carry, start, end, total: int, holds_last):
     return _stepped(carry, start, total) if carry.kind == STEPS else end
 
 
-def _while(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+def _while(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
     params = node.params
     cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
     cond, body = decision.bodies
@@ -123,7 +130,7 @@ def _while(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[
     )
 
 
-def _cond(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+def _cond(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
     return switch(node, [lambda *xs, body=body: emitter.graph(body, xs) for body in decision.bodies], *shards)
 
 
@@ -143,7 +150,7 @@ def _of_dtype(shard, value: Value):
     return shard if not isinstance(shard, np.ndarray) else lax.convert_element_type(shard, value.aval.dtype)
 
 
-def _island(emitter: "Emitter", node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
+def _island(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
     return emitter.graph(decision.bodies[0], shards)
 
 

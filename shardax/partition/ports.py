@@ -4,22 +4,21 @@ Each function lays out one node with bodies: the ports through which values come
 which they go out. What is chosen of the ports is read back in `replay.py`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from shardax import _jax, annotations
-from shardax.graph import Node, Value
+from shardax import _jax
+from shardax.cost.network import Network
+from shardax.graph import annotations
+from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
 from shardax.partition.sites import Layouts, Site, Way
-from shardax.sharding import Axes, Layout, Sharding, from_spec, shard_count, whole
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, shard_count, whole
 from shardax.spmd_rules.registry import Split
-from shardax.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
-
-if TYPE_CHECKING:
-    from shardax.partition.search import Search
 
 _ONCE = 2.0**-6  # picoseconds: among equals, what all branches owe is settled once, after them
 UNKNOWN_TRIPS = 2  # of a `while`: enough to move out of it what can be
@@ -40,12 +39,32 @@ class Ports:
         return [*self.operands, *self.carries, *self.stacks, *self.results]
 
 
-def lay_out(search: "Search", node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+class Search(Protocol):
+    """What ports ask of the search that they are added to; `partition/search.py` says what each is."""
+
+    sizes: AxisSizes
+    network: Network
+    nbytes: Callable[[Value, Layout], int]
+    annotated: dict[Value, tuple[Axes | None, ...]]
+    reader: dict[Value, Node]
+    given_back: dict[Hashable, Layouts]
+    open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]]
+
+    def add(self, site: Site) -> Site: ...
+    def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None: ...
+    def close_carry(self, port: Site) -> None: ...
+    def made(self, value: Value) -> Layouts: ...
+    def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]: ...
+    def wanted(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout: ...
+    def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None: ...
+
+
+def lay_out(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """Adds the ports and bodies of a node to a search."""
     return _KINDS[node.name](search, node, trips, hidden)
 
 
-def trip_splits(search: "Search", node: Node, hidden: frozenset[str]) -> list[Split]:
+def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Split]:
     """The splits of a map's trips that the layouts of its stacked operands and results suggest."""
     consts, carries = _jax.scan_counts(node.params)
     xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
@@ -61,7 +80,7 @@ def trip_splits(search: "Search", node: Node, hidden: frozenset[str]) -> list[Sp
     ]
 
 
-def _axes_asked_inside(search: "Search", node: Node, xs: Sequence[Value]) -> set[str]:
+def _axes_asked_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
     """The axes over which annotations ask to have each trip split. Were the trips split over them, a device would have whole
     microbatches in memory."""
     asked = search.annotated
@@ -70,7 +89,7 @@ def _axes_asked_inside(search: "Search", node: Node, xs: Sequence[Value]) -> set
     return {a for dims in parts for axes in dims for a in axes or ()}
 
 
-def _scan(search: "Search", node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+def _scan(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """A scan whose trips are split, or that every device runs whole.
 
     Where they are split, nothing inside is split over the same axes: the devices along them are at different trips.
@@ -98,7 +117,7 @@ def _scan(search: "Search", node: Node, trips: float, hidden: frozenset[str]) ->
     return ports
 
 
-def _while(search: "Search", node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+def _while(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     cond, body = node.bodies
     inside = _where_devices_part(search, hidden)
     cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
@@ -119,7 +138,7 @@ def _while(search: "Search", node: Node, trips: float, hidden: frozenset[str]) -
     return ports
 
 
-def _cond(search: "Search", node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """Each branch is run as often as the others: what all of them would send is as well sent afterwards."""
     inside, ports = _where_devices_part(search, hidden), Ports()
     ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((whole(()),), ())])))
@@ -135,7 +154,7 @@ def _cond(search: "Search", node: Node, trips: float, hidden: frozenset[str]) ->
     return ports
 
 
-def _island(search: "Search", node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+def _island(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """shard_map: its specs say how operands and results lie. To its body a shard is the whole value."""
     (body,), ports = node.bodies, Ports()
     for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
@@ -148,7 +167,7 @@ def _island(search: "Search", node: Node, trips: float, hidden: frozenset[str]) 
     return ports
 
 
-def _where_devices_part(search: "Search", hidden: frozenset[str]) -> frozenset[str]:
+def _where_devices_part(search: Search, hidden: frozenset[str]) -> frozenset[str]:
     """The axes to hide in a loop or branch: all where devices are at different trips of a loop around it. They do not get to
     the same collectives there, and some collectives have all devices meet."""
     return frozenset(search.sizes) if hidden else hidden
@@ -157,14 +176,14 @@ def _where_devices_part(search: "Search", hidden: frozenset[str]) -> frozenset[s
 # Ports
 
 
-def _operand(search: "Search", outer: Value, inners: Sequence[Value], trips: float, hidden: frozenset[str]) -> Site:
+def _operand(search: Search, outer: Value, inners: Sequence[Value], trips: float, hidden: frozenset[str]) -> Site:
     """What bodies take and keep: in a layout in which nothing is owed."""
     layouts = [*search.at_hand(outer, hidden), search.wanted(outer, hidden), *(search.wanted(v, hidden) for v in inners)]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, trips))
 
 
-def _carry(search: "Search", key, reads: Sequence[Value], makes: Sequence[Value], trips, hidden, may_owe: bool) -> Site:
+def _carry(search: Search, key, reads: Sequence[Value], makes: Sequence[Value], trips, hidden, may_owe: bool) -> Site:
     """One layout, in which a carry comes in, is taken and given by the body, and goes out."""
     init, inner = reads[0], makes[0]
     layouts = [search.wanted(inner, hidden), *search.at_hand(init, hidden), *search.given_back.get(key, ())]
@@ -195,7 +214,7 @@ def _owe(layout: Layout, axes: Axes, kind: str) -> Layout:
     return Layout(layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, kind) for a in axes)))))
 
 
-def _slices(search: "Search", outer: Value, inner: Value, split: Split | None, trips: float, hidden: frozenset[str]) -> Site:
+def _slices(search: Search, outer: Value, inner: Value, split: Split | None, trips: float, hidden: frozenset[str]) -> Site:
     """How one trip's part of a stacked value lies: as the stack does, or as completion wants it."""
     axes = split.axes if split else ()
     laid = [
@@ -210,7 +229,7 @@ def _slices(search: "Search", outer: Value, inner: Value, split: Split | None, t
     return search.add(Site([outer], [inner], ways, trips))
 
 
-def _stack(search: "Search", outer: Value, inner: Value, split: Split | None, trips, often, hidden: frozenset[str]) -> Site:
+def _stack(search: Search, outer: Value, inner: Value, split: Split | None, trips, often, hidden: frozenset[str]) -> Site:
     """How a loop's stacked results lie: as each trip leaves them. Each device may keep but its block of the stack."""
     wanted = search.wanted(inner, hidden)
     stack = search.wanted(outer, hidden)
@@ -231,7 +250,7 @@ def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
     return Layout(Sharding((axes, *layout.dims)), (padded, *layout.padded), layout.pending)
 
 
-def _kept_block(search: "Search", layout: Layout, stack: Value, wanted: Layout) -> Split | None:
+def _kept_block(search: Search, layout: Layout, stack: Value, wanted: Layout) -> Split | None:
     """How each device keeps but its block of what all of them make trip by trip: where no loop reads the whole stack, and it
     may rest so."""
     there = {*layout.sharding.axes, *layout.pending_axes}

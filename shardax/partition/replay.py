@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from shardax import annotations
-from shardax.graph import Graph, Node, Value
+from shardax.graph import annotations
+from shardax.graph.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions, Move
 from shardax.partition.search import Search
 from shardax.sharding import Layout, whole

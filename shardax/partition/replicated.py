@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from shardax import annotations, reshard
 from shardax.cost.network import Network, network_of
-from shardax.graph import Node, Value
+from shardax.graph import annotations
+from shardax.graph.graph import Node, Value
 from shardax.options import Refused
 from shardax.partition.decisions import Decision, Decisions
+from shardax.reshard import paths
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES
 
@@ -43,11 +44,11 @@ def _without_rule(decisions: Decisions) -> Iterator[tuple[Node, Decision]]:
 
 def _bytes_sent(node: Node, decision: Decision, sizes: AxisSizes) -> float:
     """The bytes that one device sends so that every device holds the operands whole."""
-    paths = (
-        reshard.plan(move.source, move.target, value.shape, value.itemsize, sizes)
+    reshards = (
+        paths.plan(move.source, move.target, value.shape, value.itemsize, sizes)
         for value, move in zip(node.inputs, decision.moves, strict=True)
     )
-    return sum(path.nbytes for path in paths)
+    return sum(path.nbytes for path in reshards)
 
 
 def _report(node: Node, nbytes: float, strict: bool) -> None:
@@ -117,10 +118,10 @@ def _is_small(nbytes: float, network: Network) -> bool:
     return network.least((), nbytes) <= (1 + FEW) * network.least((), 0)
 
 
-def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[reshard.Step]:
+def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[paths.Step]:
     """The gathers of a node's operands. What several operands of a node share is gathered once."""
     for value, move in dict.fromkeys(zip(node.inputs, decision.moves, strict=True)):
-        path = reshard.plan(move.source, move.target, value.shape, value.itemsize, sizes)
+        path = paths.plan(move.source, move.target, value.shape, value.itemsize, sizes)
         yield from (step for step in path.steps if step.kind == "all_gather")
 
 

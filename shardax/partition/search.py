@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from shardax import annotations, reshard
 from shardax.completion.blocks import Block
 from shardax.completion.complete import Completion
 from shardax.cost.network import network_of
-from shardax.graph import Graph, Node, Value
+from shardax.graph import annotations
+from shardax.graph.graph import Graph, Node, Value
 from shardax.partition import copies
 from shardax.partition.alternatives import Alternatives
 from shardax.partition.ports import Ports, lay_out, trip_splits
 from shardax.partition.sites import Layouts, Site, Way
 from shardax.partition.tables import Problem, Solution, solve
+from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, whole
 from shardax.spmd_rules.registry import RULES, Split
 
@@ -219,7 +220,7 @@ class Search:
         """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes whole."""
         price = self.sent(value, source, target)
         if strict and price:
-            path = reshard.plan(source, target, value.shape, value.itemsize, self.sizes)
+            path = paths.plan(source, target, value.shape, value.itemsize, self.sizes)
             price += _UNASKED if any(step.kind in self.moves for step in path.steps) else 0.0
         if price and value in self.anywhere:
             made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
@@ -233,7 +234,7 @@ class Search:
             return 0.0
         if copies.is_cut(source, target):
             return self.alternatives.moving(2 * self.nbytes(value, target))
-        return reshard.price(source, target, value.shape, value.itemsize, self.sizes)
+        return paths.price(source, target, value.shape, value.itemsize, self.sizes)
 
     # The tables
 

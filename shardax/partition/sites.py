@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardax.graph import Value
+from shardax.graph.graph import Value
 from shardax.sharding import Layout
 
 Layouts = tuple[Layout, ...]

@@ -20,11 +20,12 @@ from typing import Any
 
 from jax import lax
 
-from shardax import _jax, causes
+from shardax import _jax
 from shardax.cost.network import Network, network_of
-from shardax.equations import equations_of
-from shardax.explain.ledger import array_bytes, bytes_sent, operands_of, why
-from shardax.numbering import params_key
+from shardax.graph.equations import equations_of
+from shardax.graph.numbering import params_key
+from shardax.ledger import causes
+from shardax.ledger.collectives import array_bytes, bytes_sent, operands_of, why
 from shardax.sharding import Axes, AxisSizes, shard_count
 
 REDUCTIONS = ("pmax", "pmin", "psum")

@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from shardax import _jax
-from shardax.equations import instead_of
-from shardax.indices import WRITES
+from shardax.graph.equations import instead_of
+from shardax.graph.indices import WRITES
 
 
 def suited(jaxpr):

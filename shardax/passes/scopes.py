@@ -6,8 +6,8 @@ This is a pass, and not done where collectives are made, because many rules make
 from typing import Any
 
 from shardax import _jax
-from shardax.explain.ledger import KINDS
-from shardax.explain.lines import line_text
+from shardax.ledger.collectives import KINDS
+from shardax.ledger.lines import line_text
 
 
 def named(jaxpr):

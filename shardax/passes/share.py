@@ -17,8 +17,8 @@ import numpy as np
 from jax import lax
 
 from shardax import _jax
-from shardax.explain.ledger import KINDS
-from shardax.numbering import params_key
+from shardax.graph.numbering import params_key
+from shardax.ledger.collectives import KINDS
 
 _ANEW = {"optimization_barrier", "rng_uniform"}  # what makes another value each time
 

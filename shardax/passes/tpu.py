@@ -15,7 +15,7 @@ from typing import Any
 from jax import lax
 
 from shardax import _jax
-from shardax.equations import equations_of
+from shardax.graph.equations import equations_of
 
 
 def suited(jaxpr):

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.spmd_rules.registry import Local, register_rule
 from shardax.spmd_rules.sends import all_gather, reduce_scatter
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from shardax.given import require, require_array
 from shardax.spmd_rules.rule import Factors, Rule, complain, tie
+from shardax.validation import require, require_array
 
 _WAYS_OUT = {
     "operands": "no result has it: mark it {0}+ ({0}:max, {0}:min) if results are reduced over it, {0}! if it must be whole",

@@ -1,6 +1,6 @@
 """dot_general: batch dims and free dims are kept, contracting dims leave a pending sum; of booleans, a maximum."""
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.spmd_rules import flops
 from shardax.spmd_rules.registry import LINEAR, register_rule
 

@@ -23,9 +23,10 @@ import jax
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import NamedSharding
 
-from shardax import _jax, meshes
-from shardax.explain.ledger import collectives
-from shardax.graph import Node
+from shardax import _jax
+from shardax.graph.graph import Node
+from shardax.ledger.collectives import collectives
+from shardax.meshes import sites
 from shardax.sharding import Layout, Padding, Sharding, entry_axes, from_spec
 from shardax.spmd_rules.localize import tensor_layout
 from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule, whole_rule
@@ -240,7 +241,7 @@ def _runs(local: Local, answer: _Answer) -> bool:
         if not uneven:
             raise
         return False  # how long the blocks of an uneven dim are is no fault of the user's
-    named = {a for eqn in _eqns(program.jaxpr) for names in meshes.named_axes(eqn.params).values() for a in entry_axes(names)}
+    named = {a for eqn in _eqns(program.jaxpr) for names in sites.named_axes(eqn.params).values() for a in entry_axes(names)}
     factors = RULES[NAME].factors(local.node)
     return all(named.isdisjoint(axes) and _is_local(factor, axes, factors, local) for factor, axes in uneven)
 
@@ -302,7 +303,7 @@ def _trace(local: Local, answer: _Answer):
     except Exception as error:
         error.add_note(f"in the lower_fn of {_what(local.node)}, on shards of shapes {[x.shape for x in shards]}")
         raise
-    return meshes.in_refined_axes(jaxpr, refined)
+    return sites.in_refined_axes(jaxpr, refined)
 
 
 def _check_types(local: Local, program) -> None:

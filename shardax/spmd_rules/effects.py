@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.sharding import Axes
 from shardax.spmd_rules.registry import Local, register_rule, whole_rule
 from shardax.spmd_rules.sends import all_reduce

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.spmd_rules.registry import LINEAR, MOVES, Local, Passes, register_rule
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from jax import lax
 from jax.lax import FftType
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.sharding import Axes, Layout, Padding, Sharding
 from shardax.spmd_rules import flops
 from shardax.spmd_rules.registry import LINEAR, Local, register_rule

@@ -1,4 +1,4 @@
-"""Halos in lowerings: what a primitive wants of a split dim, said by its own coordinates; `shardax.halo` brings it."""
+"""Halos in lowerings: what a primitive wants of a split dim, said by its own coordinates; `shardax.reshard.halo` brings it."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.graph import Node
-from shardax.halo import Wanted, bring, exchange_of
+from shardax.graph.graph import Node
+from shardax.reshard.halo import Wanted, bring, exchange_of
 from shardax.sharding import Layout
 from shardax.spmd_rules.registry import Local
 from shardax.spmd_rules.sends import ppermute

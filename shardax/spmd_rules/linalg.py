@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.spmd_rules import flops
 from shardax.spmd_rules.registry import LINEAR, register_rule
 

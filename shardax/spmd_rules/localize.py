@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from shardax.collectives import identity
 from shardax.cost import noted
+from shardax.reshard.run import identity
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
 from shardax.spmd_rules.claims import noting, require_promised
 from shardax.spmd_rules.registry import Entry, Local, Split, at

@@ -7,7 +7,7 @@ rolls the rows of its groups to the front, multiplies them, rolls back, and leav
 import jax.numpy as jnp
 from jax import lax
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.spmd_rules import flops
 from shardax.spmd_rules.registry import LINEAR, Local, register_rule
 

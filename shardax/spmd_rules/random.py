@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from shardax.graph import Node
+from shardax.graph.graph import Node
 from shardax.spmd_rules.registry import Local, register_rule, whole_rule
 
 _THREEFRY = "key<fry>"

@@ -19,9 +19,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
-from shardax.collectives import identity
 from shardax.cost.network import network_of
-from shardax.graph import Node
+from shardax.graph.graph import Node
+from shardax.reshard.run import identity
 from shardax.sharding import Axes
 from shardax.spmd_rules.indexing import at_places
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule

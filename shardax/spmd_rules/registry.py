@@ -30,13 +30,13 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from shardax import _jax
-from shardax.collectives import axis_position
-from shardax.given import is_number, is_whole, require, require_function
-from shardax.graph import Node
+from shardax.annotations.explicit import ASKED
+from shardax.graph.graph import Node
+from shardax.reshard.run import axis_position
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.claims import noting, require_operands, require_placed
 from shardax.spmd_rules.rule import Factors, Rule, bind, complain, parse
-from shardax.untyped import ASKED
+from shardax.validation import is_number, is_whole, require, require_function
 
 RuleText = str | Callable[[Node], str | Rule]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from jax import lax
 
-from shardax.graph import Node
-from shardax.halo import Wanted
+from shardax.graph.graph import Node
+from shardax.reshard.halo import Wanted
 from shardax.spmd_rules.halo import halo_sends, take, wanted, window_of
 from shardax.spmd_rules.registry import MOVES, Local, register_rule, whole_rule
 from shardax.spmd_rules.rule import Shape

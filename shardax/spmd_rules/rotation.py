@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.graph import Node
-from shardax.halo import Wanted
-from shardax.rotations import rotated
+from shardax.graph.graph import Node
+from shardax.graph.primitives import rotated
+from shardax.reshard.halo import Wanted
 from shardax.spmd_rules.halo import sent, take, wanted
 from shardax.spmd_rules.registry import MOVES, Local, register_rule
 from shardax.spmd_rules.sends import all_gather, ppermute

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.collectives import identity
+from shardax.reshard.run import identity
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 from shardax.spmd_rules.sends import all_gather
 

@@ -6,9 +6,9 @@ table  1 3 | 4 7 | 8 9        of each block lies before 5:  2 | 1 | 0        the
 import jax.numpy as jnp
 import numpy as np
 
-from shardax.collectives import identity
-from shardax.graph import Node
-from shardax.searches import search
+from shardax.graph.graph import Node
+from shardax.graph.searches import search
+from shardax.reshard.run import identity
 from shardax.spmd_rules.registry import Local, register_rule
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.graph import Node
-from shardax.halo import Wanted, slice_by_device
+from shardax.graph.graph import Node
+from shardax.reshard.halo import Wanted, slice_by_device
 from shardax.sharding import Axes
 from shardax.spmd_rules.halo import halo_sends, sent, take, wanted, window_of
 from shardax.spmd_rules.indexing import owner_mark

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.collectives import identity
-from shardax.graph import Node
-from shardax.halo import slice_by_device
+from shardax.graph.graph import Node
+from shardax.reshard.halo import slice_by_device
+from shardax.reshard.run import identity
 from shardax.spmd_rules.indexing import at_places
 from shardax.spmd_rules.registry import Local, register_rule
 from shardax.spmd_rules.sends import all_gather, ppermute

@@ -19,9 +19,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
-from shardax.collectives import identity
-from shardax.graph import Node
-from shardax.halo import Wanted, exchange_of, inside_of, slice_by_device
+from shardax.graph.graph import Node
+from shardax.reshard.halo import Wanted, exchange_of, inside_of, slice_by_device
+from shardax.reshard.run import identity
 from shardax.spmd_rules import flops
 from shardax.spmd_rules.halo import halo_sends, take, wanted, wanted_with, window_of
 from shardax.spmd_rules.reductions import skipping

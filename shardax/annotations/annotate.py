@@ -1,0 +1,298 @@
+"""Annotations: what the user says about the sharding of a value, as an equation of the global program."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax import _jax
+from shardax.sharding import Axes, entry_axes
+from shardax.validation import require_array
+
+Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where completion decides
+
+
+@_jax.boundary
+def annotate(x, spec):
+    """`x` with its arrays split as `spec` says. Inside `shard_jit` this is an annotation; outside, it places the arrays.
+
+    Args:
+      x: a pytree of arrays.
+      spec: a PartitionSpec, a NamedSharding or None, or a tree of them that is a prefix of `x`.
+
+    Raises ValueError where a spec does not fit its array or the mesh, and, outside `shard_jit`, where there is no mesh.
+
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> annotate(jax.numpy.zeros((8, 4)), NamedSharding(mesh, PartitionSpec("x"))).sharding.spec == PartitionSpec("x")
+    True
+    """
+    place = _put if _jax.is_eager(x) else _record
+    paths, leaves, tree = flatten(x)
+    specs = broadcast_specs(spec, x, "spec")
+    names = [f"annotate's {path or 'value'}" for path in paths]
+    for leaf, name in zip(leaves, names, strict=True):
+        require_array(leaf, name)
+    return tree.unflatten(map(place, leaves, specs, names))
+
+
+def replicate(x):
+    """`x`, of which every device holds all. See `annotate`.
+
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+    ...     replicate(jax.numpy.zeros((8, 4))).sharding.is_fully_replicated
+    True
+    """
+    return annotate(x, PartitionSpec())
+
+
+Role = Literal["inside", "argument", "result", "implied"]
+"""Whether an annotation stands inside the function, is that of an argument or of a result (in_shardings, out_shardings), or is
+implied: by a type, by the specs of an island or of a jit, by what the result succeeds."""
+
+annotate_p = Primitive("annotate")
+"""annotate x: the value x, with `dims`, per dim the axes that split it, or None where it is open (UNCONSTRAINED), its `role`,
+and `source`, the words in which messages name the annotation, such as "in_shardings[0]['params']". The axes are those of
+`mesh`; None is the program's. Where `like` is not None, the value is a result that succeeds the donated argument of that index
+among the program's inputs, and rests as that does."""
+
+SAVED = "what the forward part saved"
+"""The `source` of annotations on residuals, between two programs; where both become part of one program, they say nothing."""
+
+
+def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> Dims | None:
+    """The dims that a spec gives to an array, in the axes of its own mesh where it has one; None where it says nothing.
+
+    `what` names both in messages. ValueError where they do not fit, or the spec's mesh has other devices than `mesh`.
+
+    >>> dims_of(PartitionSpec("x", PartitionSpec.UNCONSTRAINED), (8, 4, 2), AbstractMesh((4,), ("x",)), "a")
+    (('x',), None, ())
+    """
+    spec = _said(spec, shape, what)
+    if spec is None or spec is PartitionSpec.UNCONSTRAINED:
+        return None
+    if isinstance(spec, NamedSharding):
+        check_devices(spec.mesh, spec.spec, mesh, f"{what} is given a NamedSharding")
+        spec, mesh = spec.spec, spec.mesh
+    if not isinstance(spec, PartitionSpec):
+        raise _no_sharding(spec, what)
+    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
+    _check_dims(dims, spec, shape, mesh, what)
+    return dims + ((),) * (len(shape) - len(dims))
+
+
+def _no_sharding(spec, what: str) -> ValueError:
+    return ValueError(f"{what}: {spec!r} is no sharding; give a PartitionSpec, a NamedSharding or None")
+
+
+def flatten(tree):
+    """The paths, as a person would type them, the leaves, and the structure of a pytree."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, _ in pairs], [leaf for _, leaf in pairs], structure
+
+
+def broadcast_specs(specs, tree, name: str) -> list[Any]:
+    """For each leaf of `tree` the spec that the prefix tree `specs`, which messages call `name`, gives to it."""
+    try:
+        return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(specs, tree, is_leaf=is_spec))
+    except ValueError as error:
+        raise ValueError(_misfit(name, _jax.prefix_error(specs, tree, name, is_spec) or str(error))) from None
+
+
+def _misfit(name: str, why: str) -> str:
+    whose = "the tuple of positional arguments that are not static" if name == "in_shardings" else "the values that it is for"
+    return f"the tree {name} is no prefix of {whose}: give one sharding for a whole subtree, or the same keys.\n{why}"
+
+
+def is_spec(x) -> bool:
+    return x is None or isinstance(x, PartitionSpec | NamedSharding | jax.ShapeDtypeStruct | Box)
+
+
+@runtime_checkable
+class Box(Protocol):
+    """A value with names for its dims, as Flax's linen makes them (`nn.Partitioned`); its names count, not its value."""
+
+    def unbox(self): ...
+
+    def get_partition_spec(self) -> PartitionSpec: ...
+
+
+def _said(spec, shape: tuple[int, ...], what: str):
+    """The spec in a box or an abstract array; any other spec as it is."""
+    if isinstance(spec, Box):
+        from shardax.annotations.boxes import box_spec  # flax is an extra, and installed where its boxes are
+
+        return box_spec(spec)  # type: ignore[arg-type]
+    if isinstance(spec, jax.ShapeDtypeStruct):
+        if spec.shape != shape:
+            raise ValueError(
+                f"{what} of shape {shape} is given the sharding of an abstract array of shape {spec.shape}: give its own"
+            )
+        return spec.sharding
+    return spec
+
+
+def describe(mesh: Mesh | AbstractMesh) -> str:
+    """ "x=4, y=2", for messages."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def _check_dims(dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> None:
+    what = f"{what} of shape {shape} is given {_text(spec)}"
+    axes = [axis for dim in dims for axis in dim or ()]
+    if len(dims) > len(shape):
+        raise ValueError(f"{what}, with {len(dims)} entries for {len(shape)} dims: drop the entries past the array's rank")
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"{what}, but the mesh ({describe(mesh)}) has no axis {axis!r}: name one of its axes, or give a mesh with it"
+            )
+        if axes.count(axis) > 1:
+            places = " and ".join(str(d) for d, dim in enumerate(dims) for a in dim or () if a == axis)
+            raise ValueError(
+                f"{what}, which uses axis {axis!r} twice, for dims {places}: an axis splits at most one dim, "
+                "drop one of its uses"
+            )
+
+
+class OtherDevices(ValueError):
+    """Raised where an annotation is on a mesh that has other devices than the program's."""
+
+    def program_named(self, where: str) -> "OtherDevices":
+        """The same error, with words that say who named the program's mesh."""
+        self.args = (self.args[0].replace("the program's mesh is (", f"the program's mesh{where} is ("),)
+        return self
+
+
+def check_devices(own: Mesh | AbstractMesh, spec: PartitionSpec | None, mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Raises OtherDevices where `own`, the mesh of a spec or, without one, of a shard_map, has not the program's devices."""
+    known = _devices(own), _devices(mesh)
+    if own.size == mesh.size and (None in known or set(known[0]) == set(known[1])):  # type: ignore[arg-type]
+        return
+    way_out = "leave out its mesh=" if spec is None else f"give its spec {_text(spec)} alone"
+    raise OtherDevices(
+        f"{what} on the mesh ({describe(own)}) of devices {_ids(own)}, but the program's mesh is ({describe(mesh)}) of "
+        f"devices {_ids(mesh)}: {way_out}, or build it on the program's mesh"
+    )
+
+
+def _devices(mesh: Mesh | AbstractMesh) -> tuple[Any, ...] | None:
+    return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
+
+
+def _ids(mesh: Mesh | AbstractMesh) -> str:
+    devices = _devices(mesh)
+    if devices is None:
+        return "unknown (an AbstractMesh)"
+    shown = ", ".join(str(d.id) for d in devices[:8])
+    return f"[{shown}{', ...' if len(devices) > 8 else ''}]"
+
+
+def _text(spec: PartitionSpec) -> str:
+    """As a person types it; JAX's own text depends on its version."""
+    return f"P({', '.join('P.UNCONSTRAINED' if s is PartitionSpec.UNCONSTRAINED else repr(s) for s in spec)})"
+
+
+def _record(x, spec, what: str):
+    mesh = _jax.context_mesh() or (spec.mesh if isinstance(spec, NamedSharding) else None)
+    if mesh is None:
+        raise ValueError(_no_mesh(what))
+    mesh = own_mesh(spec) or mesh  # whose devices are looked at where the program's are known
+    dims = dims_of(spec, jax.numpy.shape(x), mesh, f"{what} at {_jax.current_line() or 'an unknown line'}")
+    return x if dims is None else bind_annotation(x, dims, "annotate", "inside", mesh=own_mesh(spec))
+
+
+def _put(x, spec, what: str):
+    if spec is None:
+        return x
+    if not is_spec(spec):
+        raise _no_sharding(spec, what)
+    mesh = spec.mesh if isinstance(spec, NamedSharding) else _jax.context_mesh()
+    if mesh is None or isinstance(mesh, AbstractMesh):
+        raise ValueError(_no_mesh(what))
+    dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
+    return jax.device_put(x, spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, _closed(dims)))
+
+
+def _no_mesh(what: str) -> str:
+    return f"{what}: there is no mesh to place it on; enter one with jax.set_mesh, or give a NamedSharding"
+
+
+def _closed(dims: Dims | None) -> PartitionSpec:
+    return PartitionSpec(*(dim or None for dim in dims or ()))
+
+
+def own_mesh(spec) -> Mesh | AbstractMesh | None:
+    """The mesh that a spec brings with it."""
+    return spec.mesh if isinstance(spec, NamedSharding) else None
+
+
+def bind_annotation(
+    x, dims: Dims, source: str, role: Role = "implied", like: int | None = None, mesh: Mesh | AbstractMesh | None = None
+):
+    """The `annotate` equation itself, without any check."""
+    return annotate_p.bind(x, dims=dims, source=source, role=role, like=like, mesh=mesh)
+
+
+def renumbered(jaxpr, kept: Sequence[bool]):
+    """A jaxpr that has lost the inputs that are not `kept`, its `like`s, which are numbers of inputs, adapted to that."""
+    numbers = {old: new for new, old in enumerate(i for i, keep in enumerate(kept) if keep)}
+    return _jax.replaced_eqns(jaxpr, [_renumbered(eqn, numbers) for eqn in jaxpr.eqns])
+
+
+def _renumbered(eqn, numbers: dict[int, int]):
+    like = eqn.params["like"] if eqn.primitive is annotate_p else None
+    if like is None or numbers.get(like) == like:
+        return eqn
+    return eqn.replace(params={**eqn.params, "like": numbers.get(like)})
+
+
+def _transpose(ct, x, **params):
+    return [ct if type(ct) is ad.Zero else annotate_p.bind(ct, **{**params, "like": None})]
+
+
+def _jvp(primals, tangents, **params):
+    (x,), (t,) = primals, tangents
+    return annotate_p.bind(x, **params), *_transpose(t, x, **params)
+
+
+def _batch(axis_data, args, batch_dims, *, dims, source, mesh, **params):
+    """The new dim is split over vmap's spmd_axis_name, an axis of the same mesh, and open without one."""
+    (x,), (d,) = args, batch_dims
+    params |= {"source": source, "mesh": mesh}
+    if d is None:
+        return annotate_p.bind(x, dims=dims, **params), d
+    name = axis_data.spmd_name
+    new = None if name is None else entry_axes(name)
+    _check_has(mesh, new or (), source)
+    return annotate_p.bind(x, dims=(*dims[:d], new, *dims[d:]), **params), d
+
+
+def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> None:
+    for axis in axes:
+        if mesh is not None and axis not in mesh.shape:
+            raise ValueError(
+                f"{source} is on the mesh ({describe(mesh)}), which has no axis {axis!r}, but vmap's spmd_axis_name splits the "
+                "new dim over it: name an axis of that mesh, or annotate with the program's"
+            )
+
+
+def _again(saveable, unknown, there, eqn):
+    """The rule for policies of `jax.checkpoint`. What they save is the value, not its annotation, so the backward pass
+    annotates again.
+    """
+    if unknown[0]:
+        return None, eqn, [True], [True], []
+    return eqn, eqn, [False], [True], [v for v in eqn.invars if not there[0] and not _jax.is_literal(v)]
+
+
+annotate_p.def_impl(lambda x, **params: x)
+annotate_p.def_abstract_eval(lambda x, **params: x)
+ad.primitive_jvps[annotate_p] = _jvp
+ad.primitive_transposes[annotate_p] = _transpose
+batching.fancy_primitive_batchers[annotate_p] = _batch
+pe.partial_eval_jaxpr_custom_rules[annotate_p] = _again
+mlir.register_lowering(annotate_p, lambda ctx, x, **params: [x])

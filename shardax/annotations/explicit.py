@@ -1,0 +1,132 @@
+"""Explicit types -> annotations: a program that was traced under a mesh of Explicit axes, as one for their Auto twins."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardax import _jax
+from shardax.annotations.annotate import bind_annotation
+from shardax.sharding import Sharding, from_spec
+
+
+def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """The same mesh, its axes Auto.
+
+    >>> auto_mesh(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
+    AbstractMesh('x': 4, axis_types=(Auto,))
+    """
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if tuple(mesh.axis_types) == types:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def explicit_sharding(x) -> Sharding | None:
+    """The sharding in the type of a value on an Explicit mesh."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return from_spec(sharding.spec, len(sharding.spec))
+
+
+def shape_of(aval, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and memory of a value without its sharding, or with another."""
+    here = jax.sharding.get_abstract_mesh()
+    if sharding is None and memory_of(aval) is jax.memory.Space.Host and not here.empty:
+        sharding = NamedSharding(here, PartitionSpec(), memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+
+
+def memory_of(aval) -> Any:
+    return getattr(aval, "memory_space", jax.memory.Space.Device)
+
+
+ASKED = ("out_sharding", "sharding")  # parameters by which primitives pass on the out_sharding= of JAX's functions
+
+
+def untyped(jaxpr) -> Any:
+    """A closed jaxpr without Explicit types. What the user asked for with `reshard` and `out_sharding=` stays, as annotations;
+    the types that follow from it do not. Call it where the Auto mesh is in context."""
+    return jax.make_jaxpr(lambda *args: _evaluate(_jax.closed(jaxpr), args))(*map(shape_of, jaxpr.in_avals))
+
+
+def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
+    env = dict(zip((*closed.jaxpr.invars, *closed.jaxpr.constvars), (*args, *closed.consts), strict=True))
+
+    def read(atom):
+        return atom.val if _jax.is_literal(atom) else env[atom]
+
+    here = jax.sharding.get_abstract_mesh()
+    for eqn in closed.jaxpr.eqns:
+        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+        with (
+            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+            eqn.ctx.manager,
+            jax.sharding.use_abstract_mesh(here),
+        ):
+            env.update(zip(eqn.outvars, _bind(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, closed.jaxpr.outvars))
+
+
+def _bind(eqn, args: list[Any]) -> Sequence[Any]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "mesh_cast":
+        return args
+    if name == "reshard":
+        return [_annotated(args[0], params["dst_sharding"].spec, "reshard", eqn)]
+    bind_params = eqn.primitive.get_bind_params(_untyped_params(eqn))
+    results = eqn.primitive.bind(*args, **bind_params)
+    asked = next((params[key] for key in ASKED if isinstance(params.get(key), NamedSharding)), None)
+    if asked is None:
+        return results if eqn.primitive.multiple_results else [results]
+    return [_annotated(results, asked.spec, f"out_sharding of {name}", eqn)]
+
+
+def _annotated(x, spec: PartitionSpec, name: str, eqn):
+    return bind_annotation(x, from_spec(spec, x.ndim).dims, f"{name} at {_jax.user_line(eqn.source_info)}")
+
+
+def _untyped_params(eqn) -> dict[str, Any]:
+    """A shard_map keeps its jaxpr: in there all is local."""
+    kept = {"jaxpr": eqn.params["jaxpr"]} if eqn.primitive.name == "shard_map" else _rules(eqn)
+    return {key: kept[key] if key in kept else _untyped_param(key, value) for key, value in eqn.params.items()}
+
+
+def _rules(eqn) -> dict[str, Any]:
+    """The rules of a custom derivative, which JAX traces when it differentiates."""
+    if "fwd_jaxpr_thunk" in eqn.params:
+        return _jax.lazy_vjp(eqn, _untyped_here())
+    if "jvp_jaxpr_fun" in eqn.params:
+        return {"jvp_jaxpr_fun": _jax.lazy_derivative(eqn.params["jvp_jaxpr_fun"], eqn.ctx, _untyped_here())}
+    return {}
+
+
+def _untyped_param(key: str, value):
+    if key in ASKED and isinstance(value, NamedSharding):
+        return None
+    if isinstance(value, Mesh | AbstractMesh):
+        return auto_mesh(value)
+    if hasattr(value, "eqns"):
+        made = untyped(_jax.closed(value))
+        return made if hasattr(value, "consts") else made.jaxpr
+    return tuple(_untyped_param("", v) for v in value) if isinstance(value, tuple) and _has_jaxprs(value) else value
+
+
+def _untyped_here():
+    """`untyped`, later, in the context of now."""
+    here = jax.sharding.get_abstract_mesh()
+
+    def change(jaxpr):
+        with jax.sharding.use_abstract_mesh(here):
+            return untyped(jaxpr)
+
+    return change
+
+
+def _has_jaxprs(values: tuple[Any, ...]) -> bool:
+    return any(hasattr(v, "eqns") for v in values)

@@ -1,0 +1,108 @@
+"""Estimates the seconds of a local program by roofline, from its FLOPs, its memory traffic, and the bytes that it sends.
+
+Each equation takes the longer of the times of its FLOPs and of its memory traffic (Williams et al. 2009). The time of what is
+sent is added, at the prices by which programs are chosen (`shardax.cost.network`), as if nothing were overlapped. The FLOPs are
+those that the registered rules say (`register_rule`, its argument `flops`): of each equation that has such a rule, and of what
+stands in place of one. All else is bound by memory.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from shardax import _jax
+from shardax.cost import noted
+from shardax.cost.network import PICO, Network
+from shardax.explain.live import bodies, traffic
+from shardax.spmd_rules.registry import RULES
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A call on one chip, in seconds.
+
+    `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM. `links`: what it sends.
+    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with the links.
+    `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
+    """
+
+    compute: float
+    memory: float
+    links: float
+    seconds: float
+    flops: float
+    nbytes: int
+    chip: str
+
+    @property
+    def bound(self) -> str:
+        """What takes longest: "compute", "HBM" or "links"."""
+        parts = {"compute": self.compute, "HBM": self.memory, "links": self.links}
+        return max(parts, key=parts.__getitem__)
+
+    def __str__(self):
+        return (
+            f"{self.seconds:.3g} s on {self.chip}, bound by {self.bound}: {self.compute:.3g} s compute "
+            f"({self.flops:.3g} FLOPs), {self.memory:.3g} s HBM ({self.nbytes:.3g} bytes), {self.links:.3g} s links"
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one equation does, `trips` times."""
+
+    flops: float
+    nbytes: int
+    trips: int = 1
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective, `trips` times: see `Network.collective`."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    minor: int | None = None
+    trips: int = 1
+
+
+def estimate(found: list[Work], sent: Iterable[Sent], network: Network) -> Estimate:
+    """The seconds of a program's `work`, and of what one device sends, on the chips of a network."""
+    chip = network.chip
+    flops, nbytes = sum(w.trips * w.flops for w in found), sum(w.trips * w.nbytes for w in found)
+    slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in found)
+    links = sum(s.trips * network.collective(s.kind, s.axes, s.nbytes, s.minor) for s in sent) / PICO
+    return Estimate(flops / chip.flops, nbytes / chip.memory_rate, links, slower + links, flops, nbytes, chip.name)
+
+
+def work(jaxpr, trips: int = 1) -> Iterator[Work]:
+    """The work of a jaxpr; of a `while` that of one iteration, of a `cond` that of the dearest branch.
+
+    Where a lowering has noted its FLOPs, these count, and not those of the equations that it consists of.
+    """
+    jaxpr = _jax.closed(jaxpr).jaxpr
+    moved = {id(eqn): nbytes for eqn, nbytes in traffic(jaxpr)}
+    seen: set[int] = set()
+    for eqn in jaxpr.eqns:
+        note = noted.of(eqn.source_info.name_stack)
+        flops = _flops(eqn) if note is None else 0 if id(note) in seen else note.flops
+        seen.add(id(note))
+        if flops or moved.get(id(eqn)):
+            yield Work(flops, moved.get(id(eqn), 0), trips)
+        for found in _inside(eqn, trips):
+            yield found if note is None else replace(found, flops=0)
+
+
+def _flops(eqn) -> float:
+    """What its rule says; of a Pallas kernel what it says itself, as `cost_estimate`."""
+    entry, stated = RULES.get(eqn.primitive.name), eqn.params.get("cost_estimate")
+    return entry and entry.flops_at(eqn) or getattr(stated, "flops", 0)
+
+
+def _inside(eqn, trips: int) -> Iterator[Work]:
+    inner = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+    found = [list(work(body, inner)) for body in bodies(eqn)]
+    if eqn.primitive.name == "cond":
+        found = [max(found, key=lambda one: (sum(w.flops for w in one), sum(w.nbytes for w in one)))]
+    for one in found:
+        yield from one

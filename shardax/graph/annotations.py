@@ -1,0 +1,102 @@
+"""Reading the annotations of a global program: our own `annotate` and JAX's `with_sharding_constraint` alike."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax import _jax
+from shardax.annotations.annotate import Role
+from shardax.annotations.user_mesh import UserMesh
+from shardax.graph.graph import Node
+from shardax.sharding import Axes, entry_axes
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """What an annotation says: `dims`, for each dim its axes, or None where it is open; `source`, the words that messages
+    use; its `role`; `like`, the number of the argument that a result succeeds; `mesh`, whose axes they are (None: the
+    program's); `on`, once all axes are the program's, the mesh that the user named, if another.
+    """
+
+    dims: tuple[Axes | None, ...]
+    source: str
+    role: Role
+    like: int | None = None
+    mesh: Mesh | AbstractMesh | None = None
+    on: UserMesh | None = None
+
+    @property
+    def names_result(self) -> bool:
+        """Whether it is from out_shardings, so that the result has to lie on that very mesh."""
+        return self.role == "result"
+
+
+def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
+    """The annotations among these nodes, each with its node, which has one operand and one result."""
+    for node in nodes:
+        if (given := of_node(node)) is not None:
+            yield node, given
+
+
+def of_node(node: Node) -> Annotation | None:
+    """What a node says about its result, None if it is not an annotation."""
+    name = node.primitive.name
+    if name == "annotate":
+        params = node.params if not node.callers else {**node.params, "like": None}  # an inlined program has other inputs
+        return Annotation(**params)
+    if name == "sharding_constraint" or name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
+        sharding, rank = node.params[_SHARDING_PARAM[name]], len(node.outputs[0].shape)
+        return of_sharding(sharding, _NAMES[name], rank, node.line)
+    return None
+
+
+def renames(node: Node) -> bool:
+    """Whether a node is an annotation of an argument or result, which may still be read in other layouts in which it is there.
+
+    What is annotated inside lies so from then on: who annotates an activation wants it computed on, and kept, so.
+    """
+    note = of_node(node)
+    return note is not None and note.role != "inside" and not node.inputs[0].is_literal
+
+
+def shardings_of(eqn) -> Iterator[NamedSharding]:
+    """The shardings that an equation of JAX's own brings with it, each with its mesh."""
+    if eqn.primitive.name == "shard_map":
+        yield NamedSharding(eqn.params["mesh"], PartitionSpec())
+    for name in ("sharding", "dst_sharding", "in_shardings", "out_shardings", "devices"):
+        given = eqn.params.get(name)
+        for sharding in given if isinstance(given, tuple) else (given,):
+            if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+                yield sharding
+
+
+def meshes_of(eqn) -> Iterator[Mesh | AbstractMesh]:
+    """The meshes whose axes an equation names: for its own annotation or, a jit, shard_jit or shard_map, for what is in it."""
+    if eqn.primitive.name in ("annotate", "shard_jit", "shard_map") and eqn.params["mesh"] is not None:
+        yield eqn.params["mesh"]
+    yield from (sharding.mesh for sharding in shardings_of(eqn) if any(map(entry_axes, sharding.spec)))
+
+
+def name_of(eqn) -> str:
+    """What the user calls the annotation that an equation is."""
+    return _NAMES.get(eqn.primitive.name) or eqn.primitive.name
+
+
+def as_annotation(eqn) -> dict[str, Any]:
+    """The parameters of the `annotate` that says the same as a with_sharding_constraint or reshard."""
+    name, rank = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
+    given = of_sharding(eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info))
+    return {"dims": given.dims, "source": given.source, "role": given.role, "like": None, "mesh": given.mesh}
+
+
+_SHARDING_PARAM = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+_NAMES = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard"}
+
+
+def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
+    """A sharding of JAX's own as an annotation, which messages call `name` at `line`."""
+    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec)
+    role = "inside" if name == _NAMES["sharding_constraint"] else "implied"
+    return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", role, mesh=sharding.mesh)

@@ -1,0 +1,96 @@
+"""The flat view of a jaxpr on which completion and partition work: values, and nodes in program order, loops with bodies."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardax import _jax
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """One array of the global program. A literal of the jaxpr has its value in `literal`."""
+
+    aval: Any
+    literal: Any = None
+    is_literal: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return getattr(self.aval.dtype, "itemsize", 4)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    def __repr__(self):
+        return f"{self.aval.str_short()}#{id(self) % 9973}"
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One equation: a primitive, its parameters, and for `scan`, `while` and `cond` the graphs of its bodies.
+
+    `eqn` is the jaxpr's equation (source info, context); `scope` its name stack, those of the inlined calls around it included;
+    `callers` are those calls, innermost first.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: list[Value]
+    outputs: list[Value]
+    eqn: Any
+    scope: Any
+    callers: tuple[Any, ...] = ()
+    bodies: tuple["Graph", ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @property
+    def line(self) -> str:
+        """ "file.py:12" of the user's code: the equation's own, else that of the innermost call that has one."""
+        return next(filter(None, (_jax.user_line(e.source_info) for e in (self.eqn, *self.callers))), "")
+
+    @property
+    def in_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(v.shape for v in self.inputs)
+
+    @property
+    def out_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(v.shape for v in self.outputs)
+
+
+@dataclass(eq=False, slots=True)
+class Graph:
+    """A program: inputs, nodes in program order, outputs."""
+
+    inputs: list[Value]
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+
+    def walk(self):
+        """Every node, those of bodies included, in program order."""
+        for node in self.nodes:
+            for body in node.bodies:
+                yield from body.walk()
+            yield node
+
+
+def without_unread(graph: Graph) -> Graph:
+    """The graph and its bodies without what nothing reads, as after nodes were replaced; nodes with effects stay."""
+    read, kept = set(graph.outputs), []
+    for node in reversed(graph.nodes):
+        if node.eqn.effects or any(v in read for v in node.outputs):
+            kept.append(node)
+            read.update(node.inputs)
+            for body in node.bodies:
+                without_unread(body)
+    graph.nodes = kept[::-1]
+    return graph

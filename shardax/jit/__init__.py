@@ -1,0 +1,1 @@
+"""What stands where `jax.jit` stood."""

@@ -1,0 +1,142 @@
+"""A call of a sharded function, traced: its partitioned program, its plan, and how its arguments and results rest."""
+
+import itertools
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardax import _jax, strict
+from shardax.annotations.explicit import memory_of
+from shardax.explain.placed import AtRest, Placed
+from shardax.explain.plan import Plan
+from shardax.jit import resting
+from shardax.jit.function import Function, crossing_of
+from shardax.meshes import sites
+from shardax.meshes.crossing import Crossing, placed_here
+from shardax.meshes.refinement import Placement
+from shardax.options import Options
+from shardax.program import Program
+from shardax.transform import primitive
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """`leaves` are those of the arguments, on the program's mesh but for those that `entering` brings there before the call."""
+
+    function: Function
+    traced: jax.stages.Traced
+    mesh: Mesh | AbstractMesh
+    leaves: Sequence[Any]
+    entering: Sequence[Crossing] = ()
+
+    @cached_property
+    def eqn(self):
+        """The equation of the traced function that carries its global jaxpr."""
+        return next(eqn for eqn in self.traced.jaxpr.eqns if eqn.primitive is primitive.shard_jit_p)
+
+    @property
+    def jaxpr(self):
+        return self.eqn.params["jaxpr"]
+
+    @property
+    def count(self) -> int:
+        """The number of results; what Refs hold in the end comes after them."""
+        return len(jax.tree.leaves(self.traced.out_info))
+
+    @property
+    def options(self) -> Options:
+        return self.eqn.params["options"]
+
+    @property
+    def other_meshes(self):
+        """The meshes besides the program's that the function names."""
+        return sites.others(self.jaxpr, self.eqn.params["mesh"])
+
+    def built(self, options: Options | None = None) -> Program:
+        """The partitioned program for these arguments, some of which may be committed to a sharding."""
+        given = [_given(i, x, self.mesh) for i, x in enumerate(self.leaves)]
+        constants = [None] * (len(self.jaxpr.in_avals) - len(given))
+        return primitive.build(self.jaxpr, (*given, *constants), self.mesh, options or self.options)
+
+    def check_entering(self, options: Options) -> None:
+        """Strict mode refuses what arguments send to come from another mesh, unless the program itself names that mesh."""
+        if self.entering and options.strict:
+            asked = self.other_meshes
+            unasked = [c for c in self.entering if c.there.mesh not in asked]
+            strict.check([x for c in unasked for x in c.collectives(self.eqn.params["mesh"])], options)
+
+    def placed(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """The shardings of all arguments, and those of all results when each argument comes in its own."""
+        count = len(self.leaves)
+        arguments, constants = self.built().arguments[:count], [None] * (len(self.eqn.invars) - count)
+        results = primitive.build(self.jaxpr, (*arguments, *constants), self.mesh, self.options).left(self.mesh)
+        ins = [_kept(p.on(self.mesh), aval) for p, aval in zip(arguments, self.jaxpr.in_avals[:count], strict=True)]
+        pairs = list(zip(results, self.jaxpr.out_avals, strict=True))
+        return ins, [_kept(sharding, aval) for sharding, aval in pairs[: self.count]]
+
+    def plan(self, names: tuple[str, ...], phases: dict[str, float], options: Options) -> Plan:
+        """The plan; `names` are those of the positional arguments, and `phases` has the seconds that tracing took."""
+        self.check_entering(options)
+        built = self.built(options)
+        args, kwargs = jax.tree.structure(self.traced.args_info).unflatten(self._rests(built))
+        outs = jax.tree.structure(self.traced.out_info).unflatten([p.on(self.mesh) for p in built.results[: self.count]])
+        donated = (i for i, info in enumerate(jax.tree.leaves(self.traced.args_info)) if info.donated)
+        plan = Plan(
+            self.mesh,
+            self.jaxpr,
+            built.jaxpr,
+            args,
+            outs,
+            kwargs,
+            graph=built.graph,
+            values=built.completion,
+            decisions=built.decisions,
+            phases=ChainMap(built.phases, phases),  # lowering and compiling add to it
+            names=names,
+            donated=frozenset(donated),
+            closed_over=_jax.constant_values(self.traced.jaxpr, self.eqn.invars[len(self.leaves) :]),
+            refinement=built.refinement,
+            crossings=(*self.entering, *built.entering, *built.leaving),
+            program=self.function.place,
+            line=self.function.line,
+            refs=tuple(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)),
+        )
+        moved = (
+            _moved("argument", plan.arguments(), resting.arguments(built)),
+            _moved("result", plan.results(), resting.results(built)),
+        )
+        return replace(plan, at_rest=tuple(itertools.chain(*moved)))
+
+    def _rests(self, built: Program) -> list[NamedSharding]:
+        """The sharding of each argument between calls; what enters from another mesh stays there."""
+        outside = {c.number for c in self.entering}
+        pairs = enumerate(zip(self.leaves, built.arguments, strict=False))
+        return [x.sharding if i in outside else placement.on(self.mesh) for i, (x, placement) in pairs]
+
+
+def _given(number: int, x, mesh: Mesh | AbstractMesh) -> Placement | None:
+    """The sharding in which the program finds an argument, None where it is not committed to one."""
+    crossing = crossing_of(number, x, mesh) if isinstance(mesh, Mesh) else None
+    return placed_here(crossing, len(x.shape)) if crossing else primitive.committed(x, mesh)
+
+
+def _kept(sharding: NamedSharding, aval) -> NamedSharding:
+    """The sharding, in the memory where the value is kept."""
+    return sharding.with_memory_kind("pinned_host") if memory_of(aval) is jax.memory.Space.Host else sharding
+
+
+def _moved(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
+    """The arguments or results that rest elsewhere than wanted.
+
+    Nothing moves where what is wanted is the same place in the axes of another mesh. What the function closes over comes after
+    the arguments, and is none.
+    """
+    places = list(places)
+    for x in found:
+        if x.number < len(places) and x.wanted.sharding != places[x.number].sharding:
+            yield AtRest.of(side, places[x.number], x.wanted.sharding, x.came, x.left)

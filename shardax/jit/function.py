@@ -1,0 +1,352 @@
+"""Function: what the user said to shard_jit, and what follows from it for a call: which mesh, which leaves, which errors."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+
+from shardax import _jax
+from shardax.annotations.annotate import describe, flatten
+from shardax.annotations.explicit import auto_mesh, explicit_sharding
+from shardax.jit.signature import argument_name, positional_names, shardings_by_name
+from shardax.ledger.lines import line_text
+from shardax.meshes.crossing import Crossing, entering
+from shardax.options import Options, Refused
+from shardax.trace import Request, abstract_mesh, is_explicit, trace
+from shardax.transform import primitive
+from shardax.validation import require, require_sizes
+
+Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
+
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """What the user said: the arguments of `shard_jit`, names and numbers of arguments inferred from one another."""
+
+    fun: Callable[..., Any]
+    mesh: Mesh | AbstractMesh | None
+    mesh_named_by: str
+    in_shardings: Any
+    out_shardings: Any
+    static: tuple[tuple[int, ...], tuple[str, ...]]
+    donated: tuple[tuple[int, ...], tuple[str, ...]]
+    transforms: tuple[Transform, ...]
+    options: Options
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fun, "__name__", "a function")
+
+    @property
+    def place(self) -> str:
+        """ "train_step at models/steps.py:34"; the name alone of what has no Python code."""
+        name, line = self._defined
+        return f"{name} at {line_text(line)}" if line else name
+
+    @property
+    def line(self) -> str:
+        """ "/home/me/models/steps.py:34", "" of what has no Python code."""
+        return self._defined[1]
+
+    @property
+    def _defined(self) -> tuple[str, str]:
+        fun = self.fun
+        while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
+            fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
+        code = getattr(fun, "__code__", getattr(type(fun).__call__, "__code__", None))
+        name = getattr(fun, "__name__", type(fun).__name__)
+        return name, f"{code.co_filename}:{code.co_firstlineno}" if code else ""
+
+    def jitted(self, found: Mesh | AbstractMesh | None, out_shardings: Any = None):
+        """The jax.jit of it. `found` is the mesh of the arguments, where nothing else gives one."""
+
+        @functools.wraps(self.fun)
+        def run(*args, **kwargs):
+            if jax.config.jax_disable_jit or _jax.is_eager((args, kwargs)):  # type: ignore[attr-defined]  # debug_nans
+                return self.fun(*args, **kwargs)
+            mesh = self._mesh(found)
+            self._check_not_manual(mesh)
+            return self._run(mesh, args, kwargs)
+
+        named = {} if out_shardings is None else {"out_shardings": out_shardings}
+        (static_argnums, static_argnames), (donate_argnums, donate_argnames) = self.static, self.donated
+        return jax.jit(
+            run,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            donate_argnums=donate_argnums,
+            donate_argnames=donate_argnames,
+            **named,
+        )
+
+    def known_mesh(self) -> Mesh | AbstractMesh | None:
+        """The mesh that was given, else that of the context."""
+        return self.mesh or _jax.context_mesh()
+
+    def _mesh(self, found: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+        mesh = self.known_mesh() or found
+        if mesh is None:
+            raise ValueError(
+                f"shard_jit({self.name}) has no mesh to run on: give it mesh=, call it under jax.set_mesh(mesh), "
+                "or pass it arguments that lie on a mesh (NamedSharding)"
+            )
+        return mesh
+
+    def _check_not_manual(self, mesh: Mesh | AbstractMesh) -> None:
+        here = jax.sharding.get_abstract_mesh()
+        manual = [a for a, t in zip(here.axis_names, here.axis_types, strict=True) if t is AxisType.Manual and a in mesh.shape]
+        if manual:
+            raise ValueError(
+                f"shard_jit({self.name}) is called inside a shard_map over {', '.join(manual)}, which its mesh "
+                f"({describe(mesh)}) has too: what it would split is split already; call it outside of the shard_map, "
+                "or call the function itself"
+            )
+
+    def _run(self, mesh: Mesh | AbstractMesh, args, kwargs):
+        """Under jax.jit: traces the function and binds its global jaxpr. Explicit types end here, and begin at the results."""
+        nested = jax.sharding.get_abstract_mesh() == abstract_mesh(auto_mesh(mesh))
+        with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
+            request = self._request(mesh, args, kwargs)
+            traced = trace(request)
+            jaxpr = functools.reduce(_transformed, enumerate(self.transforms), traced.jaxpr)
+            inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
+            values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
+            untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in values]
+            outs = primitive.bind(untyped, jaxpr, mesh, self.options)
+        if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
+            built = primitive.build(jaxpr, tuple(map(explicit_sharding, values)), mesh, self.options)
+            outs = [reshard(x, left) for x, left in zip(outs, built.left(mesh), strict=True)]
+        count = len(outs) - len(traced.refs)
+        for i, value in zip(traced.refs, outs[count:], strict=True):
+            inputs[i][...] = value
+        return traced.out_tree.unflatten(outs[:count])
+
+    def guarded(self, jitted):
+        """What a call runs: the jitted function itself, unless something that Python does not see there must be checked."""
+        if any(self.static):
+            jitted = _otherwise(jitted, self.explain)
+        if any(self.donated) and _jax.DONATED_AGAIN_CRASHES:
+            jitted = _before(jitted, self._check_donated)
+        return jitted
+
+    def mesh_for(self, args, kwargs) -> Mesh | AbstractMesh | None:
+        return self.known_mesh() or mesh_of((args, kwargs))
+
+    def entering(self, args, kwargs) -> list[Crossing]:
+        """The arguments that cross before the call: `jax.jit` takes devices in one order."""
+        mesh = self.mesh_for(args, kwargs)
+        if not isinstance(mesh, Mesh) or not _jax.is_eager((args, kwargs)):
+            return []
+        return [c for i, (_, x) in enumerate(self.named_leaves(args, kwargs)) if (c := crossing_of(i, x, mesh))]
+
+    def crossed(self, entering: Sequence[Crossing], args, kwargs, how: Callable[..., Any]) -> Any:
+        """The arguments, after those of `entering` crossed; `how`, as a method of Crossing."""
+        if not entering:
+            return args, kwargs
+        mesh, crossings = self.mesh_for(args, kwargs), {c.number: c for c in entering}
+        leaves = [x for _, x in self.named_leaves(args, kwargs)]
+        new = iter([how(crossings[i], x, mesh) if i in crossings else x for i, x in enumerate(leaves)])
+        static_nums, static_names = self._static_nums(len(args)), self.static[1]
+        args = tuple(x if i in static_nums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args))
+        return args, {k: x if k in static_names else jax.tree.map(lambda _: next(new), x) for k, x in sorted(kwargs.items())}
+
+    def check_sizes(self, args, kwargs) -> None:
+        for name, x in self.named_leaves(args, kwargs):
+            require_sizes(getattr(x, "shape", ()), f"argument {name} of shard_jit({self.name})")
+
+    def check_devices(self, args, kwargs) -> None:
+        if isinstance(self.mesh, AbstractMesh) and _jax.is_eager((args, kwargs)):
+            raise ValueError(
+                "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a jax.sharding.Mesh"
+            )
+
+    def _check_donated(self, args, kwargs) -> None:
+        leaves = jax.tree.leaves((args, kwargs))
+        words = self._donated_twice(args, kwargs) if len(set(map(id, leaves))) < len(leaves) else None
+        if words:
+            raise ValueError(words)
+        if any(map(_is_deleted, leaves)):
+            name, x = next((name, x) for name, x in self.named_leaves(args, kwargs) if _is_deleted(x))
+            raise RuntimeError(  # as later versions of JAX do
+                f"Array has been deleted with shape={x.aval.str_short()}. It is argument {name}, and was donated to a call "
+                "before: pass what that call returned, or do not donate it"
+            )
+
+    def _request(self, mesh: Mesh | AbstractMesh, args, kwargs) -> Request:
+        static_nums, static_names = self._static_nums(len(args)), self.static[1]
+        dynamic = [i for i in range(len(args)) if i not in static_nums]
+        static_kwargs = {k: v for k, v in kwargs.items() if k in static_names}
+
+        @functools.wraps(self.fun)
+        def fun(*dynamic_args, **dynamic_kwargs):
+            full = list(args)
+            for i, x in zip(dynamic, dynamic_args, strict=True):
+                full[i] = x
+            return self.fun(*full, **dynamic_kwargs, **static_kwargs)
+
+        dynamic_kwargs, names = {k: v for k, v in kwargs.items() if k not in static_names}, self.dynamic_names(len(args))
+        parameters = [name for name in positional_names(self.fun) if name not in static_names]
+        in_shardings, kw_shardings = shardings_by_name(self.in_shardings, names, parameters, dynamic_kwargs)
+        return Request(
+            fun=fun,
+            args=tuple(args[i] for i in dynamic),
+            kwargs=dynamic_kwargs,
+            names=names,
+            donated=self._donated_leaves(args, kwargs),
+            mesh=mesh,
+            in_shardings=in_shardings,
+            kw_shardings=kw_shardings,
+            out_shardings=self.out_shardings,
+            named_by=self.mesh_named_by,
+        )
+
+    def dynamic_names(self, count: int) -> tuple[str, ...]:
+        """What messages call the first `count` positional arguments, static ones left out."""
+        static = self._static_nums(count)
+        return tuple(argument_name(self.fun, i) for i in range(count) if i not in static)
+
+    def _static_nums(self, count: int) -> set[int]:
+        return {i % count for i in self.static[0] if -count <= i < count}
+
+    def _donated_leaves(self, args, kwargs) -> frozenset[int]:
+        """Which leaves of the dynamic (args, kwargs) are donated."""
+        count = len(args)
+        nums = {i % count for i in self.donated[0] if -count <= i < count}
+        static = self._static_nums(count)
+        marked_args = tuple(_marks(x, i in nums) for i, x in enumerate(args) if i not in static)
+        marked_kwargs = {k: _marks(x, k in self.donated[1]) for k, x in kwargs.items() if k not in self.static[1]}
+        return frozenset(i for i, donated in enumerate(jax.tree.leaves((marked_args, marked_kwargs))) if donated)
+
+    def explain(self, error: Exception, args, kwargs) -> NoReturn:
+        """Raises a ValueError that says more than what jax.jit raised about bad arguments, otherwise the error itself."""
+        if isinstance(error, Refused):
+            raise self.naming_arguments(error, args, kwargs) from None
+        words = self._unhashable(args, kwargs)
+        if words is None and "incompatible devices" in str(error):
+            words = self._other_devices(args, kwargs)
+        if words is None and "donate" in str(error):
+            words = self._donated_twice(args, kwargs)
+        if words is None:
+            raise error
+        raise ValueError(words) from None
+
+    def naming_arguments(self, error: Refused, args, kwargs) -> Refused:
+        """The error with the names of arguments for their numbers."""
+        names = [name for name, _ in self.named_leaves(args, kwargs)]
+        return Refused(re.sub(r"(?<=argument )#(\d+)", lambda m: names[int(m[1])], str(error)))
+
+    def _unhashable(self, args, kwargs) -> str | None:
+        static = [(argument_name(self.fun, i), args[i]) for i in sorted(self._static_nums(len(args)))]
+        static += [(k, v) for k, v in kwargs.items() if k in self.static[1]]
+        for name, value in static:
+            if not _hashable(value):
+                return (
+                    f"static argument {name} is {value!r}, of type {type(value).__name__}, which cannot be hashed: "
+                    "give a hashable one (a tuple, a frozen dataclass), or do not make it static"
+                )
+
+    def _other_devices(self, args, kwargs) -> str | None:
+        mesh = self.known_mesh() or mesh_of((args, kwargs))
+        for name, x in self.named_leaves(args, kwargs):
+            if isinstance(mesh, Mesh) and getattr(x, "committed", False) and x.sharding.device_set != set(mesh.devices.flat):
+                ids = sorted(d.id for d in x.sharding.device_set)
+                moved = "make it of an array that lies there" if _jax.is_ref(x) else "move it there"
+                way_out = f"{moved} with jax.device_put" + ", or pass it as a numpy array" * (not _jax.is_ref(x))
+                return (
+                    f"argument {name} of shape {x.shape} is committed to {x.sharding} on devices {ids}, but the mesh "
+                    f"({describe(mesh)}) has the devices {sorted(d.id for d in mesh.devices.flat)}: {way_out}"
+                )
+
+    def _donated_twice(self, args, kwargs) -> str | None:
+        donated = self._donated_leaves(args, kwargs)
+        named = self.named_leaves(args, kwargs)
+        for i in sorted(donated):
+            for j, (other, x) in enumerate(named):
+                if j != i and x is named[i][1] and isinstance(x, jax.Array):
+                    return (
+                        f"argument {named[i][0]} of shape {x.shape} is donated, and the same array is passed as "
+                        f"argument {other} too: pass a copy (jax.numpy.copy), or do not donate it"
+                    )
+
+    def named_leaves(self, args, kwargs) -> list[tuple[str, Any]]:
+        static = self._static_nums(len(args))
+        named = []
+        for name, tree in [(argument_name(self.fun, i), x) for i, x in enumerate(args) if i not in static] + [
+            (k, kwargs[k]) for k in sorted(kwargs) if k not in self.static[1]
+        ]:
+            paths, leaves, _ = flatten(tree)
+            named += [(name + path, x) for path, x in zip(paths, leaves, strict=True)]
+        return named
+
+
+def mesh_of(tree) -> Mesh | AbstractMesh | None:
+    """The mesh of the first NamedSharding in a tree of shardings or of arrays."""
+    shardings = (x if isinstance(x, NamedSharding) else getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
+
+
+def crossing_of(number: int, x, mesh: Mesh) -> Crossing | None:
+    own = primitive.committed(x, mesh)
+    return entering(number, jax.typeof(x), own, mesh) if own is not None and own.mesh.places else None
+
+
+def _transformed(jaxpr, numbered: tuple[int, Transform]):
+    i, transform = numbered
+    new = transform(jaxpr)
+    argument = f"the result of transforms[{i}] of shard_jit"
+    require(_jax.is_jaxpr(new) and hasattr(new, "consts"), argument, new, "a ClosedJaxpr, as that function gets one")
+    for side, before, after in (("inputs", jaxpr.in_avals, new.in_avals), ("results", jaxpr.out_avals, new.out_avals)):
+        types = [[(a.shape, a.dtype) for a in avals] for avals in (before, after)]
+        if types[0] != types[1]:
+            texts = (", ".join(a.str_short(short_dtypes=True) for a in avals) or "none" for avals in (after, before))
+            raise ValueError(
+                "{} has other {}, {}, than the jaxpr that it was given, {}: keep them".format(argument, side, *texts)
+            )
+    return new
+
+
+def _is_deleted(x) -> bool:
+    return hasattr(x, "is_deleted") and x.is_deleted()
+
+
+def _before(call, check):
+    @_jax.boundary
+    def checked(*args, **kwargs):
+        check(args, kwargs)
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def _otherwise(call, explain):
+    """An argument that cannot be hashed fails before a miss."""
+
+    @_jax.boundary
+    def explained(*args, **kwargs):
+        try:
+            return call(*args, **kwargs)
+        except ValueError as error:
+            explain(error, args, kwargs)
+
+    return explained
+
+
+def _marks(tree, donated: bool):
+    return jax.tree.map(lambda _: donated, tree)
+
+
+def _hashable(x) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _untyped(x, always: bool):
+    """`x` without its Explicit axes; nothing moves. Under an Explicit mesh a cotangent must get back even the empty type."""
+    return reshard(x, PartitionSpec()) if always or explicit_sharding(x) else x

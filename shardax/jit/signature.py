@@ -1,0 +1,72 @@
+"""What `shard_jit` is given: whether it is of the right kinds, and which argument a name, a number or a sharding means."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardax.annotations.annotate import is_spec
+from shardax.options import Options
+from shardax.validation import require_names, require_numbers
+
+
+def check_given(fun, mesh, transforms, options, numbers: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+    """Raises ValueError where an argument of `shard_jit` is of another kind than it must be.
+
+    `numbers` and `names`: those that say which arguments are meant.
+    """
+    if not callable(fun) or isinstance(fun, Mesh):
+        raise ValueError(f"shard_jit's first argument is {fun!r}, not a function: give shardings and the mesh by their names")
+    if not isinstance(mesh, Mesh | AbstractMesh | None):
+        raise ValueError(f"mesh={mesh!r} of shard_jit is no mesh: give one, such as jax.make_mesh((4, 2), ('data', 'model'))")
+    if not isinstance(transforms, Sequence) or not all(map(callable, transforms)):
+        raise ValueError(f"transforms={transforms!r} of shard_jit: must be a tuple of functions of a jaxpr")
+    if not isinstance(options, Options):
+        raise ValueError(f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)")
+    for name, given in numbers.items():
+        require_numbers(given, f"{name} of shard_jit")
+    for name, given in names.items():
+        require_names(given, f"{name} of shard_jit")
+
+
+def positional_names(fun: Callable[..., Any]) -> list[str]:
+    """The names of the arguments that may be given by position, none where the signature is not known."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def argument_name(fun: Callable[..., Any], index: int) -> str:
+    """ "state", or "args[2]" where the signature does not name it."""
+    names = positional_names(fun)
+    return names[index] if index < len(names) else f"args[{index}]"
+
+
+def shardings_by_name(
+    in_shardings: Any, given: Sequence[str], names: Sequence[str], keywords: Collection[str]
+) -> tuple[Any, dict[str, Any]]:
+    """in_shardings of the arguments that are `given` by position, and of those that their `names` gave: both not static.
+
+    Raises ValueError where there are more or fewer of them than arguments.
+
+    >>> shardings_by_name(("a", "b"), ["x"], ["x", "w"], ["w", "scale"])
+    (('a',), {'w': 'b'})
+    """
+    if is_spec(in_shardings) or type(in_shardings) not in (tuple, list):
+        return in_shardings, {}
+    count = len(given)
+    own, rest, later = tuple(in_shardings[:count]), in_shardings[count:], names[count : len(in_shardings)]
+    if len(own) < count or len(later) < len(rest) or not all(name in keywords for name in later):
+        raise ValueError(_other_number(len(in_shardings), [*given, *(f"{name}=" for name in keywords)]))
+    return own, dict(zip(later, rest, strict=True))
+
+
+def _other_number(count: int, given: Sequence[str]) -> str:
+    entries = "1 entry" if count == 1 else f"{count} entries"
+    return (
+        f"in_shardings is a tuple of {entries}, but the arguments of this call that are not static are ({', '.join(given)}): "
+        "give one for each positional argument, None where it is left open, or one sharding for all of them, not in a tuple"
+    )

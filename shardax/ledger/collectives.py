@@ -1,0 +1,273 @@
+"""Reads the collectives of a local program off its jaxpr, with bytes, trips, source lines and reasons."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from shardax import _jax
+from shardax.ledger import causes
+from shardax.sharding import Axes, AxisSizes, shard_count
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a local program.
+
+    `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
+    `nbytes`: bytes that one device sends each time that it runs (ring algorithms; of a ppermute, a device that sends).
+    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
+    `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one iteration.
+    `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
+    `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
+    `reason`: why, in a few words; `Plan.because` tells the facts, which `cause` holds.
+    """
+
+    kind: str
+    axes: Axes
+    devices: int
+    nbytes: int
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    trips: int = 1
+    open_loop: bool = False
+    other_branch: bool = False
+    line: str = ""
+    reason: str = ""
+    cause: causes.Cause | None = field(default=None, compare=False, repr=False)
+    minor: int | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def total(self) -> int:
+        """Bytes that one device sends per call."""
+        return 0 if self.other_branch else self.nbytes * self.trips
+
+    @property
+    def parts(self) -> tuple["Collective", ...]:
+        """Those that were combined into this one, each with its line, reason and part of the bytes; else this one itself."""
+        if not isinstance(self.cause, causes.Combined):
+            return (self,)
+        parts = self.cause.parts
+        ends = [0, *itertools.accumulate(sum(map(array_bytes, part.operands)) for part in parts)]
+        sent = [end * self.nbytes // ends[-1] for end in ends]
+        fields = [{"operands": p.operands, "line": p.line or self.line, "reason": p.reason, "cause": p.cause} for p in parts]
+        return tuple(replace(self, nbytes=j - i, **f) for f, (i, j) in zip(fields, itertools.pairwise(sent), strict=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the (first) operand on each device."""
+        return self.operands[0].shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.operands[0].dtype
+
+    def __str__(self):
+        operands = ", ".join(map(array_text, self.operands))
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.kind} over {','.join(self.axes)} of {operands}{reason}"
+
+
+def array_text(array) -> str:
+    """An array's type as jaxprs print it.
+
+    >>> array_text(jax.ShapeDtypeStruct((4, 128), "float32")), array_text(jax.ShapeDtypeStruct((), "bool"))
+    ('f32[4,128]', 'bool[]')
+    """
+    name = re.sub(r"^(float|uint|int|complex)(?=\d)", lambda m: m[1][0] if m[1] != "float" else "f", str(array.dtype))
+    return f"{name.replace('bfloat', 'bf')}[{','.join(map(str, array.shape))}]"
+
+
+def array_bytes(array) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+AS_WRITTEN = "as written"
+"""The reason of what no reshard and no lowering of ours sends: the user's own, in a shard_map or in a lowering of theirs."""
+
+
+def collectives(jaxpr, axis_sizes: AxisSizes, folded: Callable[[Axes], Axes] = tuple, line: str = "") -> tuple[Collective, ...]:
+    """The collectives of a local program in program order, those in bodies included; what sends nothing is left out.
+
+    `folded`: the program's axes as a person names them. `line`: that of the function, which what brings its arguments to
+    where it wants them serves.
+    """
+    return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, line))
+
+
+def comm_bytes(found: Iterable[Collective]) -> int:
+    """Bytes that one device sends per call; an open loop counted once, of a cond the dearest branch."""
+    return sum(c.total for c in found)
+
+
+def bytes_sent(kind: str, nbytes: int, devices: int) -> int:
+    """Bytes that one device sends in one collective whose operands have `nbytes` on each device (ring algorithms, rounded up).
+
+    >>> [bytes_sent(kind, 1024, 4) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")]
+    [3072, 768, 1536, 768, 1024]
+    """
+    return _SENT[kind](nbytes, devices)
+
+
+def other_branches(branches: Iterable[Iterable]) -> Iterator:
+    """All entries of the branches of a `cond`. Those outside of the dearest branch are marked as `other_branch`; among equals
+    the first branch is the dearest.
+    """
+    found = [list(branch) for branch in branches]
+    dearest = max(range(len(found)), key=lambda i: (comm_bytes(found[i]), -i))
+    for i, branch in enumerate(found):
+        yield from branch if i == dearest else (replace(c, other_branch=True) for c in branch)
+
+
+def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
+    """The collectives of a body. `line` is that of the innermost equation around the body that has one."""
+    jaxpr = _jax.closed(jaxpr).jaxpr
+    makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name.removesuffix("_start")
+        if name in KINDS:
+            yield from _read(KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
+        elif bodies := list(jaxprs_in_params(eqn.params)):
+            here = _jax.user_line(eqn.source_info) or line
+            yield from _BODIES.get(name, _all_once)(eqn, makers, [_walk(body, sizes, here) for body in bodies])
+
+
+def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
+    axes = _axes(eqn.params)
+    operands = operands_of(eqn)
+    devices = _devices(kind, axes, eqn.params, sizes)
+    nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
+    if nbytes:
+        reason, cause = why(kind, eqn.source_info.name_stack)
+        minor = _minor(eqn) if kind == "reduce_scatter" else None
+        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor)
+
+
+def _minor(eqn) -> int | None:
+    dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
+    return shape[dim] if eqn.params["tiled"] and dim == len(shape) - 1 else None
+
+
+def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What a collective sends of, on each device."""
+    return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape"))
+
+
+def why(kind: str, name_stack) -> tuple[str, causes.Cause | None]:
+    """The reason of a collective, and its cause where it has one."""
+    named = causes.of(name_stack)
+    return (named.reason, named.cause) if named else (reason_of(kind, name_stack) or AS_WRITTEN, None)
+
+
+def _axes(params) -> Axes:
+    names = params["axes"] if "axes" in params else params["axis_name"]
+    return tuple(names) if isinstance(names, (tuple, list)) else (names,)
+
+
+def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
+    if kind == "ppermute":
+        return sum(a != b for a, b in params["perm"]) * math.prod(sizes.values()) // shard_count(axes, sizes)
+    groups = params.get("axis_index_groups")
+    return len(groups[0]) if groups else shard_count(axes, sizes)
+
+
+def reason_of(kind: str, name_stack) -> str:
+    """What stands in brackets in the innermost scope of the form `kind[reason]`; `kind` is a regular expression."""
+    stack = re.sub(rf"(?:^|/){kind}:[^:]*(?::\d+)?$", "", str(name_stack))  # the user's line, of passes/scopes.py
+    scope = re.search(rf".*(?:^|[/(]){kind}\[(.*)\]", stack)
+    return scope[1] if scope else ""
+
+
+def _all_once(eqn, makers, bodies) -> Iterator[Collective]:
+    for body in bodies:
+        yield from body
+
+
+def _cond(eqn, makers, branches) -> Iterator[Collective]:
+    return other_branches(branches)
+
+
+def _scan(eqn, makers, bodies) -> Iterator[Collective]:
+    length = eqn.params["length"]
+    return (replace(c, trips=c.trips * length) for c in _all_once(eqn, makers, bodies) if length)
+
+
+def _while(eqn, makers, bodies) -> Iterator[Collective]:
+    trips = counted_trips(eqn, makers)
+    if trips is None:
+        return (replace(c, open_loop=True) for c in _all_once(eqn, makers, bodies))
+    return (replace(c, trips=c.trips * trips) for c in _all_once(eqn, makers, bodies) if trips)
+
+
+def counted_trips(eqn, makers) -> int | None:
+    """How often a `while` runs that counts from a constant by a constant up to one, as `fori_loop` does; else None.
+
+    `makers`: the equations of the variables around it.
+    """
+    cond, body = (_jax.closed(eqn.params[name]).jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+    skip, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    if [e.primitive.name for e in cond.eqns] != ["lt"] or cond.outvars[0] is not cond.eqns[0].outvars[0]:
+        return None
+    counter, bound = cond.eqns[0].invars
+    if _jax.is_literal(counter) or not _jax.is_literal(bound) or counter not in cond.invars[skip:]:
+        return None
+    at = cond.invars[skip:].index(counter)
+    start, step = _constant(eqn.invars[skip + consts + at], makers), _step(body, consts + at, at)
+    return None if start is None or step is None else max(0, -(-(int(bound.val) - start) // step))
+
+
+def _constant(atom, makers) -> int | None:
+    """A known integer, which at most was cast."""
+    while not _jax.is_literal(atom) and atom in makers and makers[atom].primitive.name == "convert_element_type":
+        atom = makers[atom].invars[0]
+    is_integer = _jax.is_literal(atom) and np.issubdtype(atom.aval.dtype, np.integer)
+    return int(atom.val) if is_integer else None
+
+
+def _step(body, number_in: int, number_out: int) -> int | None:
+    """What the body of a loop adds to a carry, if that is a positive constant."""
+    out = body.outvars[number_out]
+    eqn = next((e for e in body.eqns if out in e.outvars and e.primitive.name == "add"), None)
+    if eqn is None or eqn.invars[0] is not body.invars[number_in]:
+        return None
+    step = _constant(eqn.invars[1], {})
+    return step if step is not None and step > 0 else None
+
+
+_BODIES = {"cond": _cond, "scan": _scan, "while": _while}
+
+KINDS = {
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "all_to_all": "all_to_all",
+    "pbroadcast": "broadcast",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "ppermute": "ppermute",
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "ragged_all_to_all": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+    "unreduced_psum": "all_reduce",
+    "unreduced_reduce_scatter": "reduce_scatter",
+}
+
+
+def _part(nbytes: int, numerator: int, denominator: int) -> int:
+    return -(-nbytes * numerator // denominator)
+
+
+_SENT: dict[str, Callable[[int, int], int]] = {  # kind -> (bytes of the operand, devices) -> bytes sent
+    "all_gather": lambda shard, n: shard * (n - 1),
+    "all_reduce": lambda v, n: _part(v, 2 * (n - 1), n),
+    "all_to_all": lambda v, n: _part(v, n - 1, n),
+    "broadcast": lambda v, n: v * (n > 1),
+    "ppermute": lambda shard, senders: shard * (senders > 0),
+    "reduce_scatter": lambda v, n: _part(v, n - 1, n),
+}

@@ -1,0 +1,1 @@
+"""Several meshes over the same devices as one."""

@@ -1,0 +1,221 @@
+"""Crossings: what moves an argument or result between the program's mesh and one that does not fit it.
+
+Such a mesh has the same blocks on other devices, so one ppermute brings each where it belongs; a device that has its block
+keeps it, as 0 and 5 do here:
+
+    device                              0 1 2 3 4 5
+    there, x of (x=3, y=2) splits it    0 0 1 1 2 2      block
+    here, y of (x=2, y=3)               0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
+
+Between the two it is an array of the same shards, one after the other in the first dim: that lies alike on every mesh of these
+devices. An argument whose devices stand in the program's order crosses in the compiled program. `jax.jit` takes one order only:
+from another, arrays cross before the call. Results cross after it: a `jax.jit` around names them all on one mesh.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax.annotations.user_mesh import UserMesh
+from shardax.ledger import causes
+from shardax.ledger.collectives import Collective, collectives
+from shardax.ledger.words import spec_text
+from shardax.meshes import sites
+from shardax.meshes.refinement import Placement, Refinement, refinement
+from shardax.sharding import AxisSizes, Sharding, shard_count
+
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Crossed(causes.Cause):
+    """It moves an argument or result between the program's mesh and a mesh that does not fit it."""
+
+    crossing: "Crossing"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Argument or result `number` of the program, which rests `there`; the program has it in `here`, in refined axes.
+
+    `side` is "argument" or "result". `shape` and `dtype` are those of the array; of random keys, those of their words.
+    """
+
+    side: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: Any
+    there: Placement
+    here: Sharding
+    refinement: Refinement
+
+    @property
+    def outside(self) -> bool:
+        """Whether it crosses outside the compiled program: a result, or an argument whose devices are in another order."""
+        return self.side == "result" or self.there.mesh.places is not None
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(from, to) for every device of the program, by their numbers."""
+        there, here = _blocks_there(self.there), _blocks(self.here, self.refinement.sizes)
+        pairs = _matched(there, here) if self.side == "argument" else _matched(here, there)
+        return tuple(sorted(pairs))
+
+    @property
+    def sends(self) -> bool:
+        return math.prod(self.shape) > 0 and any(a != b for a, b in self.pairs)
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        dims = zip(self.shape, self.here.dims, strict=True)
+        return tuple(n // shard_count(axes, self.refinement.sizes) for n, axes in dims)
+
+    def reason(self, name: str | None = None) -> str:
+        """ "argument state/w from P('x') on (x=3, y=2)"; "#0" where no name is known."""
+        what = f"{self.side} {f'#{self.number}' if name is None else name}".rstrip()
+        toward = "from" if self.side == "argument" else "to"
+        return f"{what} {toward} {spec_text(self.there.sharding)} on {self.there.mesh}"
+
+    def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
+        """The collectives of the crossing; `name` is that of the argument or result in messages."""
+        found = collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
+        return tuple(replace(c, reason=self.reason(name)) for c in found)
+
+    def jaxpr(self, mesh: AnyMesh) -> Any:
+        """The program that runs, from or to the array that has the shards one after the other."""
+        shape = self._stacked if self.side == "argument" else self.shape
+        return jax.make_jaxpr(lambda x: self._permuted(x, mesh))(jax.ShapeDtypeStruct(shape, self.dtype))
+
+    def inside(self, x, mesh: AnyMesh):
+        """An argument, brought to the program's mesh as a part of what is being traced."""
+        if not self.sends:
+            return x
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.random.wrap_key_data(self.inside(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+        own, every = self.there.on(mesh), PartitionSpec(tuple(self.there.mesh.sizes))
+        return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
+
+    def eagerly(self, x: jax.Array, mesh: Mesh) -> jax.Array:
+        """The array on the other side, moved now. Its devices are not, or shall not be, in the program's order."""
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
+            return jax.random.wrap_key_data(self.eagerly(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+        refined = sites.refined_mesh(mesh, self.refinement, concrete=True)
+        here = placed_here(self, len(self.shape)).on(mesh)
+        if not self.sends:
+            return _of_shards(x, x.shape, here if self.side == "argument" else self.there.on(mesh))
+        every = NamedSharding(refined, PartitionSpec(refined.axis_names))
+        if self.side == "argument":
+            return jax.device_put(_compiled(self, mesh)(_of_shards(x, self._stacked, every)), here)
+        return _of_shards(_compiled(self, mesh)(x), self.shape, self.there.on(mesh))
+
+    def abstractly(self, x, mesh: Mesh) -> jax.ShapeDtypeStruct:
+        """The shape of an argument on the other side, for lowering."""
+        own = placed_here(self, x.ndim).on(mesh)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own, weak_type=getattr(x, "weak_type", False))
+
+    def _permuted(self, x, mesh: AnyMesh):
+        axes, refined = tuple(self.refinement.sizes), sites.refined_mesh(mesh, self.refinement)
+        every, here = PartitionSpec(axes), self.here.spec
+        before, after = (every, here) if self.side == "argument" else (here, every)
+
+        def permuted(shard):
+            with causes.scope("ppermute", self.reason(), Crossed(self)):
+                return lax.ppermute(shard, axes, self.pairs)
+
+        with jax.sharding.use_abstract_mesh(refined):
+            return jax.shard_map(permuted, mesh=refined, in_specs=before, out_specs=after, check_vma=False)(x)
+
+    @property
+    def _stacked(self) -> tuple[int, ...]:
+        first, *others = self.shard
+        return (first * math.prod(self.refinement.sizes.values()), *others)
+
+
+def crossings(side: str, avals: Sequence[Any], rests: Sequence[Placement], refined: Refinement) -> tuple[Crossing, ...]:
+    """The crossings of a program's arguments or results: those that rest on a mesh that does not fit, or has another order."""
+    return tuple(
+        _crossing(side, i, aval, placement, refined.sharding(placement), refined)
+        for i, (aval, placement) in enumerate(zip(avals, rests, strict=True))
+        if placement.mesh.places is not None or placement.mesh in refined.boundaries
+    )
+
+
+@lru_cache(1024)
+def entering(number: int, aval, own: Placement, mesh: Mesh) -> Crossing:
+    """The crossing of an argument whose devices are in another order than the program's. It needs no program to be known."""
+    both = refinement([sites.program_mesh(mesh), own.mesh])
+    return _crossing("argument", number, aval, own, both.sharding(own), both)
+
+
+def placed_here(crossing: Crossing, rank: int) -> Placement:
+    """The placement that the program sees of an argument or result that crosses outside: on its own mesh if that has a spec
+    for it.
+    """
+    here, refined = Sharding(crossing.here.dims[:rank]), crossing.refinement
+    spelled = refined.spelled(here)
+    return Placement(refined.program, spelled) if spelled else Placement(UserMesh(tuple(refined.sizes.items())), here)
+
+
+def _crossing(side: str, number: int, aval, there: Placement, here: Sharding, refined: Refinement) -> Crossing:
+    """The crossing of one argument or result. Of random keys, their words cross."""
+    shape, dtype = tuple(aval.shape), aval.dtype
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        whole = ((),) * (len(words.shape) - len(shape))
+        there, here = replace(there, sharding=Sharding(there.sharding.dims + whole)), Sharding(here.dims + whole)
+        shape, dtype = words.shape, words.dtype
+    return Crossing(side, number, shape, np.dtype(dtype), there, here, refined)
+
+
+def _blocks(sharding: Sharding, sizes: AxisSizes) -> list[tuple[int, ...]]:
+    """Which block each device of a mesh holds, in the order of the mesh."""
+    if not sharding.dims:
+        return [()] * math.prod(sizes.values())
+    places = dict(zip(sizes, np.unravel_index(np.arange(math.prod(sizes.values())), tuple(sizes.values())), strict=True))
+    dims = [sum(places[a] * shard_count(dim[k + 1 :], sizes) for k, a in enumerate(dim)) for dim in sharding.dims]
+    return list(zip(*(np.broadcast_to(d, math.prod(sizes.values())).tolist() for d in dims), strict=True))
+
+
+def _blocks_there(there: Placement) -> list[tuple[int, ...]]:
+    """The same by the devices' numbers in the program's mesh."""
+    found = _blocks(there.sharding, there.mesh.sizes)
+    numbers = there.mesh.places or range(len(found))
+    return [block for _, block in sorted(zip(numbers, found, strict=True))]
+
+
+def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, int]]:
+    """Who sends to whom: devices that have the block that they want keep it; the others get it from its holders, in order."""
+    holders: dict[Any, list[int]] = {}
+    for device, block in enumerate(have):
+        if want[device] == block:
+            yield device, device
+        else:
+            holders.setdefault(block, []).append(device)
+    for device, block in enumerate(want):
+        if have[device] != block:
+            yield holders[block].pop(0), device
+
+
+def _relabelled(x, mesh: AnyMesh, before: PartitionSpec, after: PartitionSpec):
+    """The same shards under another spec, or another mesh; nothing moves."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return jax.shard_map(lambda shard: shard, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)(x)
+
+
+def _of_shards(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in x.addressable_shards])
+
+
+@lru_cache
+def _compiled(crossing: Crossing, mesh: Mesh):
+    """The compiled crossing. It is told the sharding of its result, or JAX would choose a spec itself."""
+    refined = sites.refined_mesh(mesh, crossing.refinement, concrete=True)
+    spec = crossing.here.spec if crossing.side == "argument" else PartitionSpec(refined.axis_names)
+    return jax.jit(lambda x: crossing._permuted(x, mesh), out_shardings=NamedSharding(refined, spec))

@@ -1,0 +1,292 @@
+"""Rewrites the annotations of a program, each in the axes of a mesh of its own, to the one mesh that the program runs on."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from shardax import _jax
+from shardax.annotations.annotate import Dims, annotate_p, bind_annotation, check_devices
+from shardax.annotations.explicit import memory_of, shape_of
+from shardax.annotations.user_mesh import UserMesh, user_mesh
+from shardax.graph import annotations
+from shardax.graph.annotations import Annotation
+from shardax.graph.graph import Graph, Node
+from shardax.graph.inline import Own
+from shardax.meshes.refinement import Placement, Refinement
+from shardax.sharding import Axes, Sharding, entry_axes, from_spec, in_mesh_order, rows_apart
+
+AnyMesh = Mesh | AbstractMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node that names axes, with its parameters as the user's program has them; `given` where it is an annotation."""
+
+    node: Node
+    params: Mapping[str, Any]
+    mesh: UserMesh
+    given: Annotation | None = None
+
+
+def sites(graph: Graph, mesh: AnyMesh) -> list[Site]:
+    """The annotations, islands, what is named in islands, and custom partitionings, in program order.
+
+    Raises:
+      ValueError: an annotation is on a mesh that has other devices than the program's.
+    """
+    return list(_sites(graph, mesh, None))
+
+
+def program_mesh(mesh: AnyMesh) -> UserMesh:
+    """The program's own mesh, as a mesh that the user named."""
+    return UserMesh(tuple(mesh.shape.items()), None, mesh)
+
+
+def _sites(graph: Graph, mesh: AnyMesh, island: UserMesh | None) -> Iterator[Site]:
+    """`island` is the mesh of the shard_map around, whose axes collectives name."""
+    for node in graph.nodes:
+        own = _own_mesh(mesh, node.params["mesh"]) if node.name == "shard_map" else island
+        for body in node.bodies:
+            yield from _sites(body, mesh, own)
+        if (given := annotations.of_node(node)) is not None:
+            yield Site(node, node.params, _mesh_of(node, given, mesh), given)
+        elif own is not None and (node.name == "shard_map" or named_axes(node.params)):
+            yield Site(node, node.params, own)
+        elif node.name == "custom_partitioning":
+            yield Site(node, node.params, program_mesh(mesh))
+
+
+def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
+    """The mesh whose axes an annotation names: its own, else that of the innermost shard_jit around it, else the program's."""
+    called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
+    own = called if given.mesh is None else given.mesh
+    if own is mesh or not any(given.dims) and not given.names_result:
+        return program_mesh(mesh)
+    if user_mesh(own, mesh) is None:
+        check_devices(own, Sharding(tuple(dim or () for dim in given.dims)).spec, mesh, f"{given.source} asks for a sharding")
+    found = _own_mesh(mesh, own)
+    return found if any(given.dims) or found.places else program_mesh(mesh)  # what is whole is so in any axes
+
+
+def _own_mesh(mesh: AnyMesh, own: AnyMesh) -> UserMesh:
+    """A mesh over the program's devices as one that the user named; the program's own if it is that."""
+    found, program = user_mesh(own, mesh), program_mesh(mesh)
+    assert found is not None
+    return program if found == program else found
+
+
+def refined_mesh(mesh: AnyMesh, refinement: Refinement, concrete: bool = False) -> Any:
+    """The program's mesh with the refined axes: an AbstractMesh, unless `concrete`."""
+    if refinement.is_trivial:
+        return mesh if concrete or isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    names, sizes = tuple(refinement.sizes), tuple(refinement.sizes.values())
+    types = (AxisType.Auto,) * len(sizes)
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(sizes, names, types)
+    refined = Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+    return refined if concrete else refined.abstract_mesh
+
+
+@_jax.weakly_cached
+def others(jaxpr, mesh: AnyMesh) -> tuple[UserMesh, ...]:
+    """The meshes besides the program's that the annotations in a jaxpr name, and that have its devices."""
+    found = (user_mesh(own, mesh) for own in dict.fromkeys(_own_meshes(jaxpr, set())) if own is not mesh)
+    return tuple(other for other in dict.fromkeys(found) if other not in (None, program_mesh(mesh)))
+
+
+def _own_meshes(jaxpr, seen: set[int]) -> Iterator[AnyMesh]:
+    for eqn in jaxpr.eqns:
+        yield from annotations.meshes_of(eqn)
+        for body in jaxprs_in_params(eqn.params):
+            if id(body) not in seen:
+                seen.add(id(body))
+                yield from _own_meshes(body, seen)
+
+
+def settled(jaxpr, mesh: AnyMesh):
+    """The jaxpr with JAX's own annotations as ours where their meshes have the program's devices in another order: `jax.jit`
+    looks into programs for shardings, and takes those of one order only.
+
+    Raises:
+      OtherDevices: a mesh has other devices than the program's.
+    """
+
+    def change(eqn):
+        if eqn.primitive is annotate_p:
+            return _checked(eqn, mesh)
+        given = list(annotations.shardings_of(eqn))
+        found = [user_mesh(sharding.mesh, mesh) for sharding in given]
+        if all(m is not None and not m.places for m in found):
+            return eqn
+        island = eqn.primitive.name == "shard_map"
+        asks = "has shards" if island else "asks for a sharding"
+        words = f"{annotations.name_of(eqn)} at {_jax.user_line(eqn.source_info) or 'an unknown line'} {asks}"
+        for sharding in given:
+            check_devices(sharding.mesh, None if island else sharding.spec, mesh, words)
+        return _IN_ORDER[eqn.primitive.name](eqn)
+
+    return _jax.map_eqns(jaxpr, change)
+
+
+def _checked(eqn, mesh: AnyMesh):
+    """An annotation of our own, which may be on a mesh of the program's devices in any order."""
+    own, dims, line = eqn.params["mesh"], eqn.params["dims"], _jax.user_line(eqn.source_info)
+    if own is not None:
+        spec = Sharding(tuple(dim or () for dim in dims)).spec
+        check_devices(own, spec, mesh, f"{eqn.params['source']} at {line or 'an unknown line'} asks for a sharding")
+    return eqn
+
+
+def _annotation_in_order(eqn):
+    return eqn.replace(primitive=annotate_p, params=annotations.as_annotation(eqn))
+
+
+def _island_in_order(eqn):
+    """An island over an abstract mesh: what it computes depends only on the places on its mesh, not on devices."""
+    return eqn.replace(params={**eqn.params, "mesh": eqn.params["mesh"].abstract_mesh})
+
+
+def _jit_in_order(eqn):
+    """A jit inside, whose shardings become annotations in its body."""
+    jaxpr, line = eqn.params["jaxpr"], _jax.user_line(eqn.source_info)
+
+    def run(*args):
+        outs = jaxpr_as_fun(jaxpr)(*_annotated(args, eqn.params["in_shardings"], "jit in_shardings", line))
+        return _annotated(outs, eqn.params["out_shardings"], "jit out_shardings", line)
+
+    unsaid = {side: (_jax.UNSPECIFIED,) * len(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
+    return eqn.replace(params={**eqn.params, **unsaid, "jaxpr": jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))})
+
+
+def _put_in_order(eqn):
+    """A device_put of any number of arrays, as a jit of annotations; what moves to another memory does so after them."""
+    line, memories = _jax.user_line(eqn.source_info), [memory_of(v.aval) for v in eqn.outvars]
+
+    def run(*args):
+        placed = _annotated(args, eqn.params["devices"], "device_put", line)
+        return [x if memory_of(jax.typeof(x)) is m else jax.device_put(x, m) for x, m in zip(placed, memories, strict=True)]
+
+    (jitted,) = jax.make_jaxpr(jax.jit(run))(*(shape_of(v.aval) for v in eqn.invars)).eqns
+    return eqn.replace(primitive=jitted.primitive, params=jitted.params)
+
+
+def _annotated(xs, shardings, words: str, line: str):
+    given = [
+        annotations.of_sharding(s, words, x.ndim, line) if isinstance(s, NamedSharding) else None
+        for x, s in zip(xs, shardings, strict=True)
+    ]
+    return [
+        x if g is None else bind_annotation(x, g.dims, g.source, g.role, mesh=g.mesh) for x, g in zip(xs, given, strict=True)
+    ]
+
+
+_IN_ORDER = {
+    "device_put": _put_in_order,
+    "jit": _jit_in_order,
+    "pjit": _jit_in_order,
+    "reshard": _annotation_in_order,
+    "shard_map": _island_in_order,
+    "sharding_constraint": _annotation_in_order,
+}
+
+
+def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
+    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions are also told the axes that the
+    user knows.
+    """
+    for site in found:
+        if site.node.name == "custom_partitioning":
+            own = Own(site.params["call"].jaxpr)
+            site.node.params = {**site.params, "call": own, "on": (site.mesh.mesh, refinement)}
+        elif site.given is not None:
+            dims = _needed(site, refinement)
+            if dims != site.given.dims or not refinement.is_trivial:
+                site.node.primitive = annotate_p
+                site.node.params = _annotation(site.given, dims, site.mesh, refinement)
+        elif refinement.is_trivial:
+            continue
+        elif site.node.name == "shard_map":
+            site.node.params = _island(site, refinement)
+        else:
+            site.node.params = _collective(site.params, site.mesh, refinement)
+
+
+def _annotation(given: Annotation, dims: Dims, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
+    words = given.source if mesh == refinement.program else f"{given.source} on {mesh}"
+    return {"dims": dims, "source": words, "role": given.role, "like": given.like, "mesh": None, "on": mesh}
+
+
+def _needed(site: Site, refinement: Refinement) -> Dims:
+    """The refined axes of an annotation. Of those of a dim, the first that split it into single rows are enough.
+
+    Over the other axes its rows are replicated, for else devices would be without any. What names a result stays as it is.
+    """
+    assert site.given is not None
+    dims, shape = refinement.refined(site.given.dims, site.mesh), site.node.outputs[0].shape
+    if site.given.names_result or site.given.like is not None:
+        return dims
+    return tuple(axes and rows_apart(axes, n, refinement.sizes) for axes, n in zip(dims, shape, strict=True))
+
+
+def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
+    mesh = refined_mesh(site.params["mesh"], refinement)
+    specs = {
+        side: tuple(Sharding(refinement.refined(from_spec(s, len(s)).dims, site.mesh)).spec for s in site.params[side])  # type: ignore[arg-type]
+        for side in ("in_specs", "out_specs")
+    }
+    return {**site.params, **specs, "mesh": mesh}
+
+
+def in_refined_axes(jaxpr, refinement: Refinement):
+    """A jaxpr over shards that names axes of the program's own mesh, rewritten to the refined ones."""
+
+    def change(eqn):
+        params = _collective(eqn.params, refinement.program, refinement) if named_axes(eqn.params) else eqn.params
+        if eqn.primitive.name != "axis_index" or len(params["axis_name"]) == 1:
+            return eqn.replace(params=params)
+        index = jax.make_jaxpr(jax.jit(lambda: lax.axis_index(params["axis_name"])), axis_env=list(refinement.sizes.items()))()
+        return eqn.replace(primitive=index.eqns[0].primitive, params=index.eqns[0].params)
+
+    return jaxpr if refinement.is_trivial else _jax.map_eqns(jaxpr, change)
+
+
+def _collective(params: Mapping[str, Any], mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
+    """A collective, or index, of shards. The pairs of a ppermute count devices in the order of the mesh, whatever the order in
+    which it names axes."""
+    axes = refinement.axes[mesh]
+    if "perm" not in params:
+        return {**params, **{k: _renamed(v, axes) for k, v in named_axes(params).items()}}
+    names = sorted(entry_axes(params["axis_name"]), key=list(axes).index)
+    axes, pairs = in_mesh_order(_renamed(tuple(names), axes), params["perm"], refinement.sizes)
+    return {**params, "axis_name": axes, "perm": tuple(pairs)}
+
+
+def named_axes(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a collective that name axes."""
+    named = {k: params[k] for k in ("axes", "axis_name") if k in params}
+    return {k: v for k, v in named.items() if any(isinstance(a, str) for a in (v if isinstance(v, tuple | list) else (v,)))}
+
+
+def _renamed(names, axes: Mapping[str, Axes]) -> Axes:
+    return tuple(sub for name in entry_axes(names) for sub in axes.get(name, (name,)))
+
+
+def placements(graph: Graph, given: Sequence[Sharding | Placement | None], found: Sequence[Site], refinement: Refinement):
+    """How each argument rests: as it is committed, else nearest to its annotation; None where nothing says so."""
+    rest = {v: _on(refinement.program, p) for v, p in zip(graph.inputs, given, strict=True)}
+    inputs = set(graph.inputs)
+    for site in found:
+        note, value = site.given, site.node.inputs[0] if site.given else None
+        if value in inputs and rest[value] is None and note is not None and None not in note.dims:
+            dims = refinement.refined(note.dims, site.mesh)
+            rest[value] = refinement.rest(Sharding(dims), value.shape, site.mesh)  # type: ignore[arg-type, union-attr]
+    return [rest[v] for v in graph.inputs]
+
+
+def _on(program: UserMesh, given: Sharding | Placement | None) -> Placement | None:
+    return Placement(program, given) if isinstance(given, Sharding) else given

@@ -1,0 +1,1 @@
+"""From one layout to another: the cheapest path, its steps, and how they run on shards."""

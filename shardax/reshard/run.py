@@ -1,0 +1,225 @@
+"""Reshards as they run on the local shard, inside `jax.shard_map`: one function for each kind of step of `reshard.plan`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardax.reshard.halo import bring
+from shardax.reshard.paths import Path
+from shardax.reshard.steps import next_blocks, pairs
+from shardax.sharding import Axes, AxisSizes, in_mesh_order, shard_count
+
+
+def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) -> jax.Array:
+    """Runs `path` on the local shard `x`, inside `jax.shard_map`; positions past the true `shape` hold garbage afterwards."""
+    for step in path.steps:
+        x = _pad_whole_dim(x, step)
+        x = RUN[step.kind](x, step, shape, sizes)
+        x = _fit(x, step.layout.local_shape(sizes))
+    return x
+
+
+def _run_all_gather(x, step, shape, sizes):
+    return lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
+
+
+def _run_all_reduce(x, step, shape, sizes):
+    kind = dict(step.source.pending)[step.axes[0]]
+    return REDUCE[kind](x, step.axes)
+
+
+def _run_all_to_all(x, step, shape, sizes):
+    if step.dim is None:
+        return _run_exchange(x, step, sizes)
+    return lax.all_to_all(x, step.axes, split_axis=step.to, concat_axis=step.dim, tiled=True)
+
+
+def _run_exchange(x, step, sizes):
+    """An all_to_all between several dims: each axis that comes to a dim cuts it, and these cuts, in front of all dims, go to
+    the devices; what comes from them is put in front of the rows of the dims that the axes leave.
+    """
+    before, after = step.source.dims, step.layout.dims
+    whole = [n if have else p for n, have, p in zip(x.shape, before, step.layout.padded, strict=True)]
+    whole = [p if axes else n for n, p, axes in zip(x.shape, whole, after, strict=True)]
+    coming = [axes[len(have) :] if axes[: len(have)] == have else () for have, axes in zip(before, after, strict=True)]
+    leaving = [axes[len(left) :] if axes[: len(left)] == left else () for axes, left in zip(before, after, strict=True)]
+    rows = [n // shard_count(axes, sizes) for n, axes in zip(whole, coming, strict=True)]
+    cuts = [sizes[a] for a in step.axes]
+    x = _rearranged(_fit(x, whole), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
+    x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True).reshape(*cuts, *rows)
+    x = lax.transpose(x, [_index(label, step.axes) for label in _labels(leaving)])
+    return x.reshape([n * shard_count(axes, sizes) for n, axes in zip(rows, leaving, strict=True)])
+
+
+def _labels(axes):
+    """What a shape consists of in which each dim has these axes in front: axes by name, dims by number."""
+    return [label for dim, some in enumerate(axes) for label in (*some, dim)]
+
+
+def _rearranged(x, labels, order, sizes, rows):
+    """`x`, whose dims consist of `labels`, as an array with a dim for each of them, in this order."""
+    x = x.reshape([rows[label] if isinstance(label, int) else sizes[label] for label in labels])
+    return lax.transpose(x, [labels.index(label) for label in order])
+
+
+def _index(label, axes):
+    """The place of a label where the axes come first, then the dims."""
+    return len(axes) + label if isinstance(label, int) else axes.index(label)
+
+
+def _run_reduce_scatter(x, step, shape, sizes):
+    return lax.psum_scatter(x, step.axes, scatter_dimension=step.to, tiled=True)
+
+
+def _run_ppermute(x, step, shape, sizes):
+    return lax.ppermute(x, step.axes, pairs(step.source, step.layout, step.axes, sizes))
+
+
+def ppermute(x, axes, pairs, sizes):
+    """`lax.ppermute`, where `pairs` are numbered along `axes` in the order given; JAX wants them in mesh order."""
+    return lax.ppermute(x, *in_mesh_order(axes, pairs, sizes))
+
+
+def _run_slice(x, step, shape, sizes):
+    block = step.layout.local_shape(sizes)[step.to]
+    return block_of(x, axis_position(step.axes, sizes), block, step.to)
+
+
+def block_of(x, place, block: int, dim: int):
+    """`block` rows of x along `dim`, from `place · block` on. (`lax.dynamic_slice` would look for negative starts.)"""
+    starts = [np.int32(0)] * x.ndim
+    starts[dim] = lax.mul(place, np.int32(block))
+    return lax.dynamic_slice_p.bind(x, *starts, slice_sizes=(*x.shape[:dim], block, *x.shape[dim + 1 :]))
+
+
+def axis_position(axes: Axes, sizes: AxisSizes):
+    """This device's position along `axes`, major to minor: an int32 scalar, 0 where there are none."""
+    if not axes:
+        return 0
+    place = lax.axis_index(axes[0])
+    for axis in axes[1:]:
+        place = lax.add(lax.mul(place, np.int32(sizes[axis])), lax.axis_index(axis))
+    return place
+
+
+def _run_owe(x, step, shape, sizes):
+    kinds = dict(step.layout.pending)
+    for axis in step.axes:
+        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, identity(kinds[axis], x.dtype)))
+    return x
+
+
+def _run_halo(x, step, shape, sizes):
+    dim, axes, count = step.dim, step.axes, shard_count(step.axes, sizes)
+    old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
+    want = next_blocks(dim, axes, old, new, count, shape[dim])
+    return bring(want, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes))
+
+
+def _run_crop(x, step, shape, sizes):
+    return x
+
+
+def _run_empty(x, step, shape, sizes):
+    return jnp.zeros(step.layout.local_shape(sizes), x.dtype)
+
+
+RUN: dict[str, Callable] = {
+    "all_gather": _run_all_gather,
+    "all_reduce": _run_all_reduce,
+    "all_to_all": _run_all_to_all,
+    "crop": _run_crop,
+    "empty": _run_empty,
+    "halo": _run_halo,
+    "owe": _run_owe,
+    "ppermute": _run_ppermute,
+    "reduce_scatter": _run_reduce_scatter,
+    "slice": _run_slice,
+}
+
+
+def _extremum(reduce: Callable, kind: str) -> Callable:
+    """The maximum or minimum of floats over devices, taken of integers that have the same order, with NaN beyond all others,
+    as XLA has it within a device. Collectives on floats may lose a NaN.
+    """
+
+    def reduced(x, axes):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return reduce(x, axes)
+        if x.dtype.itemsize == 1:  # some of these have no integer to spare for NaN
+            return reduced(x.astype(jnp.bfloat16), axes).astype(x.dtype)
+        whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+        beyond = np.asarray(whole.max if kind == "max" else whole.min, whole.dtype)
+        bits = lax.select(jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, whole.dtype)))
+        bits = reduce(bits, axes)
+        nan = lax.full(x.shape, np.asarray(np.nan).astype(x.dtype))
+        return lax.select(bits == beyond, nan, lax.bitcast_convert_type(_turned(bits), x.dtype))
+
+    return reduced
+
+
+def _turned(bits):
+    """The bits of floats as integers in the same order, and back. (The greater the bits of a negative float, the less the
+    float.)
+    """
+    low = np.asarray(jnp.iinfo(bits.dtype).max, bits.dtype)
+    return lax.select(bits < 0, bits ^ low, bits)
+
+
+REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": _extremum(lax.pmax, "max"), "min": _extremum(lax.pmin, "min")}
+
+
+def identity(kind: str, dtype) -> Any:
+    """What leaves a reduction of this kind unchanged: 0, the least, or the greatest value of the dtype.
+
+    >>> float(identity("max", "float32"))
+    -inf
+    """
+    dtype = np.dtype(dtype)
+    if kind == "sum":
+        return np.zeros((), dtype)
+    if dtype == np.bool_:
+        return np.asarray(kind == "min")
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        return np.asarray(info.min if kind == "max" else info.max, dtype)
+    endless, info = np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
+    if np.isinf(np.real(endless).astype("float32")):
+        return endless
+    return np.asarray(info.min if kind == "max" else info.max, dtype)  # some floats of one byte have no infinity
+
+
+def _pad_whole_dim(x, step):
+    """Pads the dim at which axes arrive, if it was whole before."""
+    to = step.to
+    if to is None or step.source.dims[to]:
+        return x
+    return _fit(x, (*x.shape[:to], step.layout.padded[to], *x.shape[to + 1 :]))
+
+
+def _fit(x, shape):
+    """`x` cropped or padded at the end of each dim to `shape`."""
+    if x.shape == tuple(shape):
+        return x
+    x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
+    if x.shape == tuple(shape):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero to pad with: the last one is repeated
+        return _repeat_last(x, shape)
+    return lax.pad(x, _garbage(x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)])
+
+
+def _repeat_last(x, shape):
+    for dim, (have, want) in enumerate(zip(x.shape, shape, strict=True)):
+        last = lax.slice_in_dim(x, have - 1, have, axis=dim)
+        x = lax.concatenate([x] + [last] * (want - have), dim) if want > have else x
+    return x
+
+
+def _garbage(dtype):
+    """What padding is filled with. Its value must not matter to anybody."""
+    return jnp.zeros((), dtype)

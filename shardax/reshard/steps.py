@@ -1,0 +1,387 @@
+"""The steps that a reshard may take: from a layout, all layouts that one collective or local operation leads to.
+
+A `Space` says between which layouts: which axes, which dims, and how these may be padded. It keeps the steps from each layout
+that it was asked for, so that all paths through the same space share them.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from shardax.cost.network import Network
+from shardax.reshard import halo
+from shardax.reshard.halo import Wanted
+from shardax.sharding import Axes, AxisSizes, Layout, shard_count
+
+Pending = tuple[tuple[str, str], ...]
+
+
+class State(NamedTuple):
+    """A layout, as a tuple that is quick to make and to look up."""
+
+    dims: tuple[Axes, ...]
+    padded: tuple[int, ...]
+    pending: Pending
+
+    @property
+    def pending_axes(self) -> Axes:
+        return tuple([axis for axis, _ in self.pending])
+
+
+class Edge(NamedTuple):
+    """A step to `after`. `price`: in picoseconds. `count`: of collectives."""
+
+    kind: str
+    axes: Axes
+    after: State
+    nbytes: int
+    price: float
+    dim: int | None = None
+    to: int | None = None
+    count: int = 1
+
+
+class Counts(dict[Axes, int]):
+    """The number of pieces into which axes split a dim."""
+
+    def __init__(self, sizes: AxisSizes):
+        self.sizes = sizes
+
+    def __missing__(self, axes: Axes) -> int:
+        count = self[axes] = shard_count(axes, self.sizes)
+        return count
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search may use: mesh axes, dims, padded sizes of each dim; and how many major axes of each dim stay in place.
+
+    `owing`: the reductions that are to be pending at the end.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+    network: Network
+    axes: Axes
+    dims: tuple[int, ...]
+    paddings: tuple[tuple[int, ...], ...]
+    fixed: tuple[int, ...]
+    owing: Pending
+    counts: Counts = field(compare=False)
+    numbers: dict[State, int] = field(default_factory=dict, compare=False)
+    states: list[State] = field(default_factory=list, compare=False)
+    known: dict[int, list[tuple[float, int, int, Edge]]] = field(default_factory=dict, compare=False)
+    shards: dict[State, int] = field(default_factory=dict, compare=False)
+
+    def number(self, state: State) -> int:
+        """The number of a layout here, which is quicker to look up."""
+        found = self.numbers.setdefault(state, len(self.states))
+        if found == len(self.states):
+            self.states.append(state)
+        return found
+
+    def edges(self, node: int) -> list[tuple[float, int, int, Edge]]:
+        """All steps that one can take from a layout: the price, the collectives, the number of the layout after it, and the
+        step itself."""
+        found = self.known.get(node)
+        if found is None:
+            steps = (edge for step in STEPS for edge in step(self.states[node], self))
+            found = self.known[node] = [(edge.price, edge.count, self.number(edge.after), edge) for edge in steps]
+        return found
+
+    def count(self, axes: Axes) -> int:
+        return self.counts[axes]
+
+    def nbytes(self, node: State) -> int:
+        """Bytes of the shard."""
+        nbytes = self.shards.get(node)
+        if nbytes is None:
+            nbytes = self.itemsize
+            for padded, axes in zip(node.padded, node.dims, strict=True):
+                nbytes *= padded // self.counts[axes]
+            self.shards[node] = nbytes
+        return nbytes
+
+    def free_axes(self, node: State) -> Axes:
+        used = {*itertools.chain(*node.dims), *node.pending_axes}
+        return tuple([a for a in self.axes if a not in used])
+
+    def movable(self, node: State, dim: int) -> Iterator[Axes]:
+        """The minor axes of `dim` that may leave it together."""
+        axes = node.dims[dim]
+        return (axes[keep:] for keep in range(self.fixed[dim], len(axes)))
+
+    def room(self, node: State, dim: int, axes: Axes) -> Iterator[int]:
+        """The padded sizes with which `dim` can take `axes` as its minor-most: its own, or any where it is still whole."""
+        count = self.count(node.dims[dim] + axes)
+        paddings = (node.padded[dim],) if node.dims[dim] else self.paddings[dim]
+        return (p for p in paddings if p % count == 0)
+
+
+def _sends(space: Space, kind: str, axes: Axes, after: State, nbytes: int, dim: int | None = None, to: int | None = None):
+    """A collective in which each device sends so many bytes."""
+    minor = None
+    if kind == "reduce_scatter" and to is not None and to == len(space.shape) - 1:
+        minor = after.padded[to] // space.count(after.dims[to])
+    return Edge(kind, axes, after, nbytes, space.network.collective(kind, axes, nbytes, minor), dim, to)
+
+
+def _all_gathers(node: State, space: Space) -> Iterator[Edge]:
+    for dim in space.dims:
+        for axes in space.movable(node, dim):
+            nbytes = space.nbytes(node) * (space.count(axes) - 1)
+            yield _sends(space, "all_gather", axes, _without(node, dim, axes, space), nbytes, dim=dim)
+
+
+def _slices(node: State, space: Space) -> Iterator[Edge]:
+    for dim in space.dims:
+        for axis in space.free_axes(node):
+            for padded in space.room(node, dim, (axis,)):
+                yield Edge("slice", (axis,), with_more(node, dim, (axis,), padded), 0, 0.0, to=dim, count=0)
+
+
+def _all_to_alls(node: State, space: Space) -> Iterator[Edge]:
+    for dim, to in itertools.permutations(space.dims, 2):
+        for axes in space.movable(node, dim):
+            for padded in space.room(node, to, axes):
+                after = _crossed(node, [(dim, axes)], [(to, axes, padded)], space)
+                sent = _padded_nbytes(node, to, padded, space) // space.count(axes) * (space.count(axes) - 1)
+                yield _sends(space, "all_to_all", axes, after, sent, dim, to)
+
+
+def _exchanges(node: State, space: Space) -> Iterator[Edge]:
+    """One all_to_all of axes that leave any dims and come to any others, in any order: what `_all_to_alls` has not."""
+    ways = [[(), *space.movable(node, dim)] if dim in space.dims else [()] for dim in range(len(node.dims))]
+    for leaving in itertools.product(*ways):
+        targets = tuple(dim for dim in space.dims if not leaving[dim])
+        for arriving in _arrivals(tuple(a for axes in leaving for a in axes), targets):
+            if sum(map(bool, leaving)) + len(arriving) > 2 or not set(arriving.values()) <= set(leaving):
+                yield from _exchanged(node, leaving, arriving, space)
+
+
+@lru_cache
+def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
+    """The ways in which axes may come to dims, major to minor in each."""
+    found = []
+    for order in itertools.permutations(axes) if len(axes) > 1 and targets else ():
+        for cuts in itertools.combinations_with_replacement(range(len(axes) + 1), len(targets) - 1):
+            ends = (0, *cuts, len(axes))
+            pairs = zip(targets, itertools.pairwise(ends), strict=True)
+            found.append({dim: order[start:end] for dim, (start, end) in pairs if start < end})
+    return found
+
+
+def _exchanged(node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space) -> Iterator[Edge]:
+    moved = {*itertools.chain(*leaving)}
+    axes, left = tuple([a for a in space.axes if a in moved]), [(dim, some) for dim, some in enumerate(leaving) if some]
+    count = space.count(axes)
+    for come in itertools.product(*[[(d, some, p) for p in space.room(node, d, some)] for d, some in arriving.items()]):
+        volume = space.nbytes(node)
+        for dim, _, padded in come:
+            volume = volume if node.dims[dim] else volume // space.shape[dim] * padded
+        yield _sends(space, "all_to_all", axes, _crossed(node, left, come, space), volume // count * (count - 1))
+
+
+def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:
+    axes, kind = _settleable(node)
+    if kind != "sum":
+        return
+    for k, to in itertools.product(range(1, len(axes) + 1), space.dims):
+        for some in itertools.permutations(axes, k):
+            for padded in space.room(node, to, some):
+                after = with_more(_settle(node, some), to, some, padded)
+                sent = _padded_nbytes(node, to, padded, space) // space.count(some) * (space.count(some) - 1)
+                yield _sends(space, "reduce_scatter", some, after, sent, to=to)
+
+
+def _all_reduces(node: State, space: Space) -> Iterator[Edge]:
+    axes, _ = _settleable(node)
+    for k in range(1, len(axes) + 1):
+        for some in itertools.combinations(axes, k):
+            nbytes = -(-2 * space.nbytes(node) * (space.count(some) - 1) // space.count(some))
+            yield _sends(space, "all_reduce", some, _settle(node, some), nbytes)
+
+
+def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
+    """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per receiver does."""
+    before = _places(node, space.counts)
+    for dims, pending in _rearrangements(node, space):
+        after = State(dims, node.padded, pending)
+        if after != node:
+            places = _places(after, space.counts)
+            moved = tuple([a for a in space.axes if before.get(a) != places.get(a)])
+            yield _sends(space, "ppermute", moved, after, space.nbytes(node))
+
+
+def _rearrangements(node: State, space: Space) -> Iterator[tuple[tuple[Axes, ...], Pending]]:
+    """The ways to fill the places of a layout with other axes, so that each dim keeps its number of blocks."""
+    kinds = {kind for _, kind in node.pending}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    swap_pending = kind is not None and bool(space.owing)
+    places = [axes[fixed:] for axes, fixed in zip(node.dims, space.fixed, strict=True)]
+    places += [node.pending_axes] if swap_pending else []
+    pool = {*space.free_axes(node)}.union(*places)
+    counts = tuple([space.count(axes) if axes else 0 for axes in places])
+    for filled in _fill(counts, tuple([a for a in space.axes if a in pool]), space.network):
+        dims, pending = filled[: len(node.dims)], node.pending
+        if kind is not None and swap_pending:
+            pending = tuple((a, kind) for a in sorted(filled[-1]))
+        yield tuple(axes[:f] + new for axes, f, new in zip(node.dims, space.fixed, dims, strict=True)), pending
+
+
+@lru_cache(maxsize=1 << 14)
+def _fill(counts: tuple[int, ...], pool: Axes, network: Network) -> list[tuple[Axes, ...]]:
+    """The ways to fill places with axes of `pool` that make so many blocks of each, 0 where there is nothing to fill."""
+    if not counts:
+        return [()]
+    first, rest = counts[0], counts[1:]
+    orders = itertools.chain.from_iterable(itertools.permutations(pool, k) for k in range(1, len(pool) + 1)) if first else [()]
+    return [
+        (axes, *others)
+        for axes in orders
+        if not axes or shard_count(axes, network) == first
+        for others in _fill(rest, tuple([a for a in pool if a not in axes]), network)
+    ]
+
+
+def _halos(node: State, space: Space) -> Iterator[Edge]:
+    """Changes of the padded size of a split dim: only the rows that change device are sent."""
+    for dim in space.dims:
+        axes, padded = node.dims[dim], node.padded[dim]
+        for other in space.paddings[dim] if axes else ():
+            if other != padded and other % space.count(axes) == 0:
+                yield _halo(node, dim, other, space)
+
+
+def _halo(node: State, dim: int, padded: int, space: Space) -> Edge:
+    """Its price is that of its ppermutes."""
+    axes, count = node.dims[dim], space.count(node.dims[dim])
+    old, after = node.padded[dim] // count, with_more(node, dim, (), padded)
+    sent = _rows_sent(old, padded // count, count, space.shape[dim])
+    row = space.nbytes(node) // old
+    price = sum(space.network.collective("ppermute", axes, row * rows) for rows in sent)
+    return Edge("halo" if sent else "crop", axes if sent else (), after, row * sum(sent), price, dim, count=len(sent))
+
+
+@lru_cache(maxsize=1 << 14)
+def _rows_sent(old: int, new: int, count: int, size: int) -> Sequence[int]:
+    """How many rows each device sends in each ppermute of such a halo, along whichever dim and axes it is."""
+    return halo.exchange_of(next_blocks(0, (), old, new, count, size)).sent
+
+
+def _owes(node: State, space: Space) -> Iterator[Edge]:
+    """All pending reductions at once that are not owed yet: the first device keeps its shard, the others write zeros."""
+    lacking = tuple(p for p in space.owing if p not in node.pending)
+    if lacking and _in_order(node.pending + lacking) == space.owing:
+        axes = tuple(a for a, _ in lacking)
+        if set(axes) <= set(space.free_axes(node)):
+            price = space.network.compute(0, 2 * space.nbytes(node))
+            yield Edge("owe", axes, node._replace(pending=space.owing), 0, price, count=0)
+
+
+STEPS = (_all_gathers, _slices, _all_to_alls, _exchanges, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
+
+
+def with_more(node: State, dim: int, axes: Axes, padded: int) -> State:
+    return _changed(node, dim, node.dims[dim] + axes, padded)
+
+
+def _crossed(
+    node: State, leaving: Sequence[tuple[int, Axes]], arriving: Sequence[tuple[int, Axes, int]], space: Space
+) -> State:
+    """Minor axes leave some dims and come to others, which are padded so."""
+    dims, sizes = [*node.dims], [*node.padded]
+    for dim, axes, padded in arriving:
+        dims[dim], sizes[dim] = dims[dim] + axes, padded
+    for dim, axes in leaving:
+        dims[dim] = dims[dim][: -len(axes)]
+        sizes[dim] = sizes[dim] if dims[dim] else space.shape[dim]
+    return State(tuple(dims), tuple(sizes), node.pending)
+
+
+def _without(node: State, dim: int, axes: Axes, space: Space) -> State:
+    left = node.dims[dim][: -len(axes)]
+    return _changed(node, dim, left, node.padded[dim] if left else space.shape[dim])
+
+
+def _changed(node: State, dim: int, axes: Axes, padded: int) -> State:
+    dims, sizes, pending = node
+    return State((*dims[:dim], axes, *dims[dim + 1 :]), (*sizes[:dim], padded, *sizes[dim + 1 :]), pending)
+
+
+def _padded_nbytes(node: State, dim: int, padded: int, space: Space) -> int:
+    nbytes = space.nbytes(node)
+    return nbytes if node.dims[dim] else nbytes // space.shape[dim] * padded
+
+
+# Pending reductions are settled in their order; among neighbours of one kind the order means nothing.
+
+
+def canonical(layout: Layout) -> Layout:
+    pending = _in_order(layout.pending)
+    return layout if pending == layout.pending else Layout(layout.sharding, layout.padded, pending)
+
+
+def _in_order(pending: Pending) -> Pending:
+    if len(pending) < 2:
+        return pending
+    return tuple(p for _, run in itertools.groupby(pending, key=lambda p: p[1]) for p in sorted(run))
+
+
+def _settleable(node: State) -> tuple[Axes, str | None]:
+    """The axes whose reductions may be settled now, all of one kind, and that kind."""
+    for kind, run in itertools.groupby(node.pending, key=lambda p: p[1]):
+        return tuple(a for a, _ in run), kind
+    return (), None
+
+
+def _settle(node: State, axes: Axes) -> State:
+    return node._replace(pending=_in_order(tuple(p for p in node.pending if p[0] not in axes)))
+
+
+# Who sends what: ppermute and halo
+
+
+def _places(layout: Layout | State, counts: Counts) -> dict[str, tuple[int, int]]:
+    """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks there."""
+    return {
+        a: (dim, counts[axes[i + 1 :]])
+        for dim, axes in enumerate((*layout.dims, layout.pending_axes))
+        for i, a in enumerate(axes)
+    }
+
+
+def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Which block a device holds, as far as the moved axes tell: its number in each dim."""
+    numbers: dict[int, int] = {}
+    for axis, i in coordinates.items():
+        if axis in places:
+            dim, stride = places[axis]
+            numbers[dim] = numbers.get(dim, 0) + i * stride
+    return tuple(sorted(numbers.items()))
+
+
+def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[tuple[int, int]]:
+    """(sender, receiver) for each device along `axes`; a device that holds what it needs sends to itself."""
+    counts = Counts(sizes)
+    before, after = _places(source, counts), _places(layout, counts)
+    devices = [dict(zip(axes, c, strict=True)) for c in itertools.product(*(range(sizes[a]) for a in axes))]
+    held, needed = [_block(d, before) for d in devices], [_block(d, after) for d in devices]
+    content = range(len(devices))
+    stay = {i for i in content if held[i] == needed[i]}
+    senders = sorted((i for i in content if i not in stay), key=lambda i: (held[i], i))
+    receivers = sorted((i for i in content if i not in stay), key=lambda i: (needed[i], i))
+    return sorted([*zip(senders, receivers, strict=True), *((i, i) for i in stay)])
+
+
+@lru_cache(maxsize=4096)
+def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> Wanted:
+    """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold blocks of `new` rows.
+
+    >>> halo.exchange_of(next_blocks(0, ("x",), 65, 66, 4, 257)).sent
+    [3]
+    """
+    firsts = range(0, count * new, new)
+    return Wanted(dim, axes, tuple(firsts), tuple(min(first + new, size) for first in firsts), new, size, old)

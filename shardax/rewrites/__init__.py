@@ -1,0 +1,1 @@
+"""What JAX shows only expanded, found in the graph and written as one node."""

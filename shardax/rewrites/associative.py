@@ -1,0 +1,299 @@
+"""Finds associative scans in a graph. `jax.lax.associative_scan` is a Python function, so a jaxpr only has its expansion.
+
+An expansion begins with strided slices and the nodes that combine them: these give the elements, and a first guess of the
+function. JAX then expands a scan with that function anew, and differentiates it. Only where the graph has exactly these
+equations does a node for the scan, and one for its gradient, take their place. A scan is left as it is where something else
+reads its intermediates, and where its function is not associative, because then only JAX's own order of steps gives the
+result that JAX gives.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardax import _jax
+from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.inline import from_jaxpr
+from shardax.graph.numbering import Numbers, params_key
+from shardax.rewrites.associativity import has_associative_gradient, is_associative
+from shardax.rewrites.combines import combine_of
+from shardax.spmd_rules.associative import Combine, associative_scan_p, associative_scan_vjp_p
+
+
+def with_associative_scans(graph: Graph) -> Graph:
+    """The graph and its bodies, each expansion of an associative scan as one node, and that of its gradient."""
+    for node in graph.nodes:
+        for body in node.bodies:
+            with_associative_scans(body)
+    at, numbers = 0, None
+    while at < len(graph.nodes):
+        guess = _guess_at(graph, at)
+        if guess:
+            numbers = numbers or Numbers(graph)
+            if _replaced(graph, _found(graph, numbers, guess), numbers):
+                numbers = None
+        at += 1
+    _merge_reversals(graph)
+    return graph
+
+
+# A first guess
+
+
+@dataclass(frozen=True)
+class _Guess:
+    elements: tuple[Value, ...]
+    dim: int
+    combine: Combine
+
+    @property
+    def types(self) -> tuple[tuple[Any, Any], ...]:
+        return tuple((v.shape, v.aval.dtype) for v in self.elements)
+
+
+def _guess_at(graph: Graph, at: int) -> _Guess | None:
+    """The scan whose expansion may begin at a node."""
+    level = _level(graph.nodes, at)
+    if level is None:
+        return None
+    elements, dim = level
+    count = len(elements)
+    end = next((i for i in range(at + 2 * count, len(graph.nodes)) if _is_cut(graph.nodes[i], dim, 0)), None)
+    below = _level(graph.nodes, end) if end else None
+    if below is None or len(below[0]) != count:
+        return None
+    lefts, rights = ([node.outputs[0] for node in graph.nodes[at + i * count :][:count]] for i in (0, 1))
+    combine = combine_of(lefts, rights, graph.nodes[at + 2 * count : end], below[0], dim)
+    return _Guess(tuple(elements), dim, combine) if combine else None
+
+
+def _level(nodes: Sequence[Node], at: int) -> tuple[list[Value], int] | None:
+    """The elements of one level of the recursion, and their dim: those from which x[0:-1:2], then x[1::2] are cut."""
+    dim = _cut_dim(nodes[at])
+    if dim is None or not _is_cut(nodes[at], dim, 0):
+        return None
+    cuts = list(itertools.takewhile(lambda node: _is_cut(node, dim, 0), nodes[at:]))
+    elements = [node.inputs[0] for node in cuts]
+    others = nodes[at + len(cuts) :][: len(cuts)]
+    same = [node.inputs[0] for node in others if _is_cut(node, dim, 1)] == elements
+    return (elements, dim) if same and len({v.shape[dim] for v in elements}) == 1 else None
+
+
+def _cut_dim(node: Node) -> int | None:
+    strides = node.params["strides"] if node.name == "slice" else None
+    return strides.index(2) if strides and sorted(strides) == [*[1] * (len(strides) - 1), 2] else None
+
+
+def _is_cut(node: Node, dim: int, start: int) -> bool:
+    """Whether a node is x[start : -1 + start : 2]."""
+    if _cut_dim(node) != dim:
+        return False
+    shape, params = node.inputs[0].shape, node.params
+    starts, ends = [0] * len(shape), list(shape)
+    starts[dim], ends[dim] = start, shape[dim] - 1 + start
+    return [*params["start_indices"]] == starts and [*params["limit_indices"]] == ends
+
+
+# What the graph computes of it
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A node, the numbers of its results in the graph (None: nothing computes it), of all that is computed for them, and of
+    what of that is between."""
+
+    node: Node
+    results: list[int | None]
+    computed: set[int]
+    between: set[int]
+
+
+def _found(graph: Graph, numbers: Numbers, guess: _Guess) -> list[_Found]:
+    """The scan and its gradients, as far as the graph computes them."""
+    expected = _expansion(guess.types, guess.dim, guess.combine)
+    params = {"combine": guess.combine, "dim": guess.dim, "reverse": False}
+    scan = _computed(graph, numbers, expected, list(guess.elements), (associative_scan_p, params))
+    if scan is None or not is_associative(guess.combine, guess.types, guess.dim):
+        return []
+    same_gradient = has_associative_gradient(guess.combine, guess.types, guess.dim)
+    return [scan, *(_without_parts(_gradients(graph, numbers, guess)) if same_gradient else ())]
+
+
+def _computed(graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Value], what: tuple[Any, Any]) -> _Found | None:
+    """A node in the place of a known program, if the graph computes one of its results of `inputs`."""
+    given = [numbers.number(v) for v in inputs]
+    known = numbers.find(expected, given)
+    results = [None if known[v] in given or not numbers.same(known[v], v.shape) else known[v] for v in expected.outputs]
+    if all(n is None for n in results):
+        return None
+    same_everywhere = {n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()}  # no elements, or zeros
+    near = {v for node in expected.nodes if not _is_inner(node, expected) for v in node.outputs}
+    computed = set(known.values()) - {*given}
+    between = {n for v, n in known.items() if v not in near} - {*given, *results} - same_everywhere
+    primitive, params = what
+    first = next(node for node in graph.nodes if any(numbers.of[v] in results for v in node.outputs))
+    outputs = [Value(v.aval) for v in expected.outputs]
+    return _Found(
+        replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs), results, computed, between
+    )
+
+
+@lru_cache(maxsize=64)
+def _expansion(types: tuple[tuple[Any, Any], ...], dim: int, combine: Combine) -> Graph:
+    return _traced(lambda *elements: combine.scan(elements, dim, reverse=False), types)
+
+
+def _traced(function: Callable[..., Any], types) -> Graph:
+    """Traces under no mesh, because under one JAX would note the shardings of gradients."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return from_jaxpr(_jax.dce(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*t) for t in types))))
+
+
+def _gradients(graph: Graph, numbers: Numbers, guess: _Guess) -> Iterator[_Found]:
+    """For some of the results, and what may be their cotangents: the cotangents of the elements."""
+    wanted = tuple(i for i, (_, dtype) in enumerate(guess.types) if jnp.issubdtype(dtype, jnp.inexact))
+    for seeds in _subsets(wanted):
+        expected = _gradient(guess.types, guess.dim, guess.combine, seeds, wanted)
+        params = {"combine": guess.combine, "dim": guess.dim, "reverse": False, "seeds": seeds, "wanted": wanted}
+        candidates = [_candidates(graph, numbers, expected, ct) for ct in expected.inputs[len(guess.elements) :]]
+        for cts in itertools.islice(itertools.product(*candidates), 64):
+            found = _computed(graph, numbers, expected, [*guess.elements, *cts], (associative_scan_vjp_p, params))
+            if found:
+                yield found
+
+
+def _without_parts(found: Iterable[_Found]) -> Iterator[_Found]:
+    """Without those whose results a larger one of them gives too."""
+    covered: set[int | None] = {None}
+    for one in sorted(found, key=lambda one: one.results.count(None)):
+        if not covered.issuperset(one.results):
+            covered.update(one.results)
+            yield one
+
+
+def _subsets(which: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Subsets of `which`, the largest first: of up to four all subsets, of more only all, all but one, and single ones."""
+    count = len(which)
+    for size in range(count, 0, -1):
+        yield from itertools.combinations(which, size) if count <= 4 or size in (1, count - 1, count) else ()
+
+
+@lru_cache(maxsize=64)
+def _gradient(types, dim: int, combine: Combine, seeds: tuple[int, ...], wanted: tuple[int, ...]) -> Graph:
+    def gradient(*args):
+        elements, cts = args[: len(types)], args[len(types) :]
+
+        def scan(*moving):
+            given = dict(zip(wanted, moving, strict=True))
+            results = combine.scan([given.get(i, x) for i, x in enumerate(elements)], dim, reverse=False)
+            return [results[i] for i in seeds]
+
+        return jax.vjp(scan, *(elements[i] for i in wanted))[1](list(cts))
+
+    return _traced(gradient, (*types, *(types[i] for i in seeds)))
+
+
+def _candidates(graph: Graph, numbers: Numbers, expected: Graph, ct: Value) -> list[Value]:
+    """The values to which the graph does all that is expected to be done to a cotangent at first."""
+    found: dict[int, Value] | None = None
+    for want in expected.nodes:
+        if ct in want.inputs:
+            at, key = want.inputs.index(ct), params_key(want.params)
+            alike = (n for n in graph.nodes if n.primitive is want.primitive and n.in_shapes == want.in_shapes)
+            here = [n.inputs[at] for n in alike if params_key(n.params) == key and not n.inputs[at].is_literal]
+            values = {numbers.of[v]: v for v in here}
+            found = values if found is None else {n: v for n, v in found.items() if n in values}
+    return list((found or {}).values())
+
+
+def _is_inner(node: Node, graph: Graph) -> bool:
+    """Whether a node needs intermediates of the scan: something that is neither a piece of an input nor a constant."""
+    return any(not v.is_literal and v not in graph.inputs for v in node.inputs)
+
+
+# Putting it in
+
+
+def _replaced(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> bool:
+    """Puts nodes in the place of what they compute, unless something would still read an intermediate."""
+    stands = {
+        old: new
+        for one in found
+        for new, number in zip(one.node.outputs, one.results, strict=True)
+        for old in (numbers.same(number, new.shape) if number is not None else ())
+    }
+    read = [replace(n, inputs=[stands.get(v, v) for v in n.inputs]) for n in _inserted(graph.nodes, found)]
+    outputs = [stands.get(v, v) for v in graph.outputs]
+    computed = set().union(*(one.computed for one in found))
+    between = set().union(*(one.between for one in found)) - {n for one in found for n in one.results}
+    nodes = _without_unread(read, outputs, lambda v: numbers.of.get(v) in computed)
+    if not found or any(numbers.of.get(v) in between for n in nodes for v in n.outputs) or not _in_order(graph.inputs, nodes):
+        return False
+    graph.nodes[:], graph.outputs[:] = nodes, outputs
+    return True
+
+
+def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> list[Node]:
+    """The nodes of the graph and the new ones, each new one right after the nodes that make what it reads."""
+    places = {v: i for i, node in enumerate(nodes, 1) for v in node.outputs}
+    after: dict[int, list[Node]] = {}
+    for one in found:
+        after.setdefault(max(places.get(v, 0) for v in one.node.inputs), []).append(one.node)
+    return [*after.get(0, ()), *itertools.chain.from_iterable([node, *after.get(i, ())] for i, node in enumerate(nodes, 1))]
+
+
+def _without_unread(nodes: Sequence[Node], outputs: Sequence[Value], may_drop: Callable[[Value], bool]) -> list[Node]:
+    read, kept = set(outputs), []
+    for node in reversed(nodes):
+        if not node.outputs or any(v in read for v in node.outputs) or not all(map(may_drop, node.outputs)):
+            kept.append(node)
+            read.update(node.inputs)
+    return kept[::-1]
+
+
+def _in_order(inputs: Sequence[Value], nodes: Sequence[Node]) -> bool:
+    made = set(inputs)
+    for node in nodes:
+        if any(v not in made and not v.is_literal for v in node.inputs):
+            return False
+        made.update(node.outputs)
+    return True
+
+
+def _merge_reversals(graph: Graph) -> None:
+    """Makes a scan of reversed elements, whose results are reversed again, a scan from the other end."""
+    makers = {v: node for node in graph.nodes for v in node.outputs}
+    readers: dict[Value, list[Node | None]] = {v: [None] for v in graph.outputs}
+    for node in graph.nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node)
+    turned: dict[Node, Node] = {}
+    dropped: set[Node] = set()
+    for node in graph.nodes:
+        if node.primitive in (associative_scan_p, associative_scan_vjp_p) and (ends := _reversals(node, makers, readers)):
+            before, after = ends
+            outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
+            inputs = [rev.inputs[0] for rev in before]
+            turned[node] = replace(node, params={**node.params, "reverse": True}, inputs=inputs, outputs=outputs)
+            dropped.update(after.values())
+    nodes = [turned.get(node, node) for node in graph.nodes if node not in dropped]
+    graph.nodes[:] = _without_unread(nodes, graph.outputs, lambda v: makers.get(v) is not None and makers[v].name == "rev")
+
+
+def _reversals(
+    node: Node, makers: dict[Value, Node], readers: dict[Value, list[Node | None]]
+) -> tuple[list[Node], dict[Value, Node]] | None:
+    """The reversals of a scan's elements and of its results, if nothing else reads either."""
+
+    def is_reversal(other: Node | None) -> bool:
+        return other is not None and other.name == "rev" and tuple(other.params["dimensions"]) == (node.params["dim"],)
+
+    before = [makers[v] for v in node.inputs if v in makers and is_reversal(makers[v])]
+    read = {v: readers[v] for v in node.outputs if v in readers}
+    after = {v: who[0] for v, who in read.items() if len(who) == 1 and who[0] is not None and is_reversal(who[0])}
+    return (before, after) if len(before) == len(node.inputs) and len(after) == len(read) else None

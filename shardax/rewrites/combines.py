@@ -1,0 +1,151 @@
+"""Reads the function of an associative scan off the nodes of one application of it: its steps, and which dims it ties together.
+
+A scan may run on blocks only if the function makes row i of its result of rows i of its operands. The rules of the steps tell
+whether it does, and which other dims may be split: dims that a rule ties together are one class, and a class may be split if
+every step keeps it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardax.annotations.explicit import ASKED
+from shardax.graph.graph import Node, Value
+from shardax.spmd_rules.associative import Combine, Constant, Operand, Size
+from shardax.spmd_rules.registry import RULES
+from shardax.spmd_rules.rule import KEEP
+
+_SHAPES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes", "slice": "limit_indices"}  # hold sizes
+_SIZELESS = {"concatenate", "dot_general", "pad", "reduce_max", "reduce_min", "reduce_sum", "squeeze", "transpose"}
+
+Dim = tuple[Value, int]
+
+
+def combine_of(lefts: Sequence[Value], rights: Sequence[Value], nodes: Sequence[Node], made: Sequence[Value], dim: int):
+    """The function of the nodes that make `made` of two lists of values, row by row along `dim`; None where they are no such
+    function.
+    """
+    nodes = _needed(nodes, made)
+    numbers = {v: i for i, v in enumerate([*lefts, *rights, *(node.outputs[0] for node in nodes)])}
+    operands = [[_operand(v, numbers) for v in node.inputs] for node in nodes]
+    if any(None in row for row in operands) or any(v not in numbers for v in made) or not all(map(_is_plain, nodes)):
+        return None
+    classes = _Classes(nodes)
+    for left, right, value in zip(lefts, rights, made, strict=True):
+        for d in range(len(left.shape)):
+            classes.tie((left, d), (right, d))
+            classes.tie((left, d), (value, d))
+    if not _is_by_row(classes, lefts, dim):
+        return None
+    places = {classes.of((v, d)): Size(i, d) for i, v in reversed([*enumerate(lefts)]) for d in range(len(v.shape))}
+    sizes = {c: size for c, size in places.items() if c not in classes.mixed}
+    steps = tuple((n.primitive, _params(n, classes, sizes), tuple(row)) for n, row in zip(nodes, operands, strict=True))
+    return Combine(steps, tuple(numbers[v] for v in made), _words(classes, lefts))  # type: ignore[arg-type]
+
+
+def _needed(nodes: Sequence[Node], made: Sequence[Value]) -> list[Node]:
+    """The nodes that `made` needs: in a gradient, nodes for the way back stand among them."""
+    needed, kept = set(made), []
+    for node in reversed(nodes):
+        if any(v in needed for v in node.outputs):
+            needed.update(node.inputs)
+            kept.append(node)
+    return kept[::-1]
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether a node's parameters hold no sizes but those that `_params` knows."""
+    if node.name not in RULES or len(node.outputs) != 1 or node.bodies or node.eqn.effects:
+        return False
+    return node.name in _SHAPES or node.name in _SIZELESS or _is_elementwise(node)
+
+
+def _is_elementwise(node: Node) -> bool:
+    factors = RULES[node.name].factors(node)
+    (result,) = factors.results
+    return not RULES[node.name].sends and all(dims in ((), result) for dims in factors.operands)
+
+
+def _operand(value: Value, numbers: dict[Value, int]) -> Operand | None:
+    if not value.is_literal:
+        return numbers.get(value)
+    if value.shape or not isinstance(value.aval.dtype, np.dtype):
+        return None
+    return Constant(value.aval.dtype, np.asarray(value.literal, value.aval.dtype).tobytes())
+
+
+class _Classes:
+    """Classes of dims that rules tie together. `mixed` holds the dims whose positions some step does not keep apart."""
+
+    def __init__(self, nodes: Sequence[Node]):
+        self.parent: dict[Dim, Dim] = {}
+        self.mixed: set[Dim] = set()
+        for node in nodes:
+            self._add(node)
+
+    def of(self, dim: Dim) -> Dim:
+        while dim in self.parent:
+            dim = self.parent[dim]
+        return dim
+
+    def tie(self, one: Dim, two: Dim) -> None:
+        one, two = self.of(one), self.of(two)
+        if one != two:
+            self.parent[one] = two
+            if one in self.mixed:
+                self.mixed.add(two)
+
+    def mix(self, dim: Dim) -> None:
+        self.mixed.add(self.of(dim))
+
+    def _add(self, node: Node) -> None:
+        factors = RULES[node.name].factors(node)
+        values = [*node.inputs, *node.outputs]
+        places: dict[str, list[Dim]] = {}
+        for value, tensor in zip(values, factors.tensors, strict=True):
+            for d, dim in enumerate(tensor):
+                for f in dim:
+                    places.setdefault(f, []).append((value, d))
+                if len(dim) != 1:
+                    self.mix((value, d))
+        for f, dims in places.items():
+            for dim in dims[1:]:
+                self.tie(dims[0], dim)
+            if factors.kind(f) != KEEP or "~" in f or not self._carried(node, factors, f):
+                self.mix(dims[0])
+
+    def _carried(self, node: Node, factors, f: str) -> bool:
+        """Whether a factor of the result comes from an operand, or all that lies along it is the same."""
+        there = any(f in dim for tensor in factors.operands for dim in tensor)
+        return there or node.name == "broadcast_in_dim"
+
+
+def _is_by_row(classes: _Classes, lefts: Sequence[Value], dim: int) -> bool:
+    rows = classes.of((lefts[0], dim))
+    others = [(v, d) for v in lefts for d in range(len(v.shape)) if d != dim]
+    alike = all(classes.of((v, dim)) == rows for v in lefts)
+    return alike and rows not in classes.mixed and all(classes.of(other) != rows for other in others)
+
+
+def _params(node: Node, classes: _Classes, sizes: dict[Dim, Size]) -> tuple[tuple[str, Any], ...]:
+    """The parameters of a node, in which sizes of its shape refer to the sizes of the function's operands."""
+    params: dict[str, Any] = {name: None if name in ASKED else p for name, p in node.params.items()}
+    if node.name in _SHAPES:
+        (out,), name = node.outputs, _SHAPES[node.name]
+        params[name] = tuple(sizes.get(classes.of((out, d)), n) for d, n in enumerate(params[name]))
+    return tuple(params.items())
+
+
+def _words(classes: _Classes, lefts: Sequence[Value]) -> tuple[str, ...]:
+    """The dims of each element as factors of a rule: one factor for each class of dims, whole where a step mixes its
+    positions.
+    """
+    names: dict[Dim, str] = {}
+    dims = [[classes.of((v, d)) for d in range(len(v.shape))] for v in lefts]
+    whole = classes.mixed.union(c for own in dims for c in own if own.count(c) > 1)
+    for own in dims:
+        for c in own:
+            names.setdefault(c, f"k{len(names)}")
+    words = [[f"w{i}_{d}!" if c in whole else names[c] for d, c in enumerate(own)] for i, own in enumerate(dims)]
+    return tuple(map(" ".join, words))

@@ -1,0 +1,47 @@
+"""Finds contractions over dims that were merged only for that, as by `jnp.vdot`, and contracts the dims themselves instead.
+
+    reshape x[64, 16] to [1024], y likewise, contract 1024     ->     contract x and y over 64 and 16
+
+A merged dim can only be split over the axes of its major part, so those of its minor part would be gathered.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardax.graph.graph import Graph, Node, Value
+
+
+def with_unmerged_contractions(graph: Graph) -> Graph:
+    """The graph and its bodies, where what is contracted is not merged before."""
+    makers: dict[Value, Node] = {}
+    for i, node in enumerate(graph.nodes):
+        for body in node.bodies:
+            with_unmerged_contractions(body)
+        if node.name == "dot_general":
+            graph.nodes[i] = _unmerged(node, makers)
+        makers.update(dict.fromkeys(node.outputs, node))
+    return graph
+
+
+def _unmerged(node: Node, makers: dict[Value, Node]) -> Node:
+    contracted, batch = node.params["dimension_numbers"]
+    if len(contracted[0]) != 1:
+        return node
+    (one,), (two,) = contracted
+    merged = [_merged(makers.get(v), d) for v, d in zip(node.inputs, (one, two), strict=True)]
+    if merged[0] != merged[1] or len(merged[0]) < 2:
+        return node
+    count = len(merged[0])
+    groups = tuple(tuple(range(d, d + count)) for d in (one, two))
+    moved = tuple(tuple(b + (count - 1) * (b > d) for b in dims) for dims, d in zip(batch, (one, two), strict=True))
+    inputs = [makers[v].inputs[0] for v in node.inputs]
+    return replace(node, inputs=inputs, params={**node.params, "dimension_numbers": (groups, moved)})
+
+
+def _merged(maker: Node | None, dim: int) -> Sequence[int]:
+    """The sizes of the dims of which a reshape makes dim `dim`, the others being left as they are; none where it does not."""
+    if maker is None or maker.name != "reshape" or maker.params["dimensions"] is not None:
+        return ()
+    (old,), (new,) = maker.in_shapes, maker.out_shapes
+    end = len(old) - len(new) + dim + 1
+    return old[dim:end] if old[:dim] == new[:dim] and old[end:] == new[dim + 1 :] and 0 not in old else ()

@@ -1,0 +1,183 @@
+"""Rewrites bodies so that they have rows of an array where they had the array.
+
+    y.at[i].set(f(y[i]))                                  row -> f(row)
+    cond(p, lambda: y.at[i].add(1), lambda: y)            row -> cond(p, lambda: row + 1, lambda: row)
+    fori_loop(0, m, lambda j, y: y.at[i, j].set(x), y)    the inner loop carries the row
+
+All that is done with such an array is done at one place, and elsewhere it is what some array was when the trip began, or zero,
+as gradients of reads are.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from jax import lax
+from jax.core import ShapedArray
+
+from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.indices import READS, WRITES, Index, Place, zeros
+from shardax.graph.inline import made_of
+from shardax.graph.operands import carries_of, operands_of
+
+SPARSE = "sparse"  # zero elsewhere
+SUMS = {"add", "add_any"}
+
+
+@dataclass(eq=False, slots=True)
+class Narrowing:
+    """The rows that arrays of one type have at a place; the dim is there, of size one.
+
+    `kinds` says what the arrays are elsewhere: a name of what was there when the trip began, or `SPARSE`. `gone` are those that
+    nothing makes any more.
+    """
+
+    index: Index
+    place: Place
+    aval: ShapedArray
+    rows: dict[Value, Value] = field(default_factory=dict)
+    kinds: dict[Value, Hashable] = field(default_factory=dict)
+    gone: set[Value] = field(default_factory=set)
+
+    def run(self, nodes: Sequence[Node]) -> list[Node] | None:
+        """The nodes, of rows instead of arrays; None where something else reads an array that is gone."""
+        new: list[Node] = []
+        for node in nodes:
+            made = self._through(node)
+            if made is None and not self.gone.isdisjoint(node.inputs):
+                return None
+            new += [node] if made is None else made
+        return new
+
+    def add(self, value: Value, row: Value, kind: Hashable, gone: bool = True) -> None:
+        self.rows[value], self.kinds[value] = row, kind
+        self.gone.update([value] if gone else [])
+
+    def kind(self, value: Value) -> Hashable | None:
+        zero = value not in self.kinds and self._is_array(value) and self.index.is_zero(value)
+        return SPARSE if zero else self.kinds.get(value)
+
+    def row(self, value: Value) -> Value:
+        return self.rows[value] if value in self.rows else zeros(self.new_row())
+
+    def new_row(self) -> Value:
+        shape = (*self.aval.shape[: self.place.dim], 1, *self.aval.shape[self.place.dim + 1 :])
+        return Value(ShapedArray(shape, self.aval.dtype))
+
+    def _is_array(self, value: Value) -> bool:
+        return value.shape == self.aval.shape and value.aval.dtype == self.aval.dtype
+
+    def _through(self, node: Node) -> list[Node] | None:
+        """What a node does to rows; None where it does nothing to them, or something else."""
+        if node.bodies:
+            return self._through_bodies(node)
+        if node.name in READS | WRITES:
+            return self._access(node)
+        kinds = [self.kind(v) for v in node.inputs]
+        if node.name in SUMS and None not in kinds and SPARSE in kinds:
+            return self._of_rows(node, next((kind for kind in kinds if kind != SPARSE), SPARSE))
+        if node.name == "select_n" and not node.in_shapes[0] and kinds[1] and len({*kinds[1:]}) == 1:
+            return self._of_rows(node, kinds[1])
+        if node.name in ("copy", "optimization_barrier") and any(v in self.rows for v in node.inputs):
+            return self._renamed(node)
+        return None
+
+    def _of_rows(self, node: Node, kind: Hashable) -> list[Node]:
+        inputs = [self.row(v) if self.kind(v) else v for v in node.inputs]
+        made = replace(node, inputs=inputs, outputs=[self.new_row()])
+        return self._noted(node, [made], made.outputs[0], kind)
+
+    def _noted(self, node: Node, made: list[Node], row: Value, kind: Hashable) -> list[Node]:
+        """A node of rows, and where no operand is gone the node itself too: what is not read is dropped later."""
+        gone = not self.gone.isdisjoint(node.inputs)
+        self.add(node.outputs[0], row, kind, gone)
+        return made if gone else [node, *made]
+
+    def _renamed(self, node: Node) -> list[Node]:
+        inputs, outputs = [self.rows.get(v, v) for v in node.inputs], list(node.outputs)
+        for i, value in enumerate(node.inputs):
+            if value in self.rows:
+                outputs[i] = self.new_row()
+                self.add(node.outputs[i], outputs[i], self.kinds[value])
+        return [replace(node, inputs=inputs, outputs=outputs)]
+
+    def _access(self, node: Node) -> list[Node] | None:
+        kind, others = self.kind(node.inputs[0]), any(v in self.rows for v in node.inputs[1:])
+        if kind is None or others or self.place not in self.index.accesses(node):
+            return None
+        row = self.row(node.inputs[0])
+        if _covers(node, row):
+            update = node.inputs[1 if node.name == "dynamic_update_slice" else 2]
+            made, (end,) = made_of(lambda x: lax.reshape(x, row.shape), [update], node)
+        else:
+            made = self.index.of_row(node, row, self.place)
+            (end,) = made[-1].outputs
+        return self._noted(node, made, end, kind) if node.name in WRITES else made
+
+    # Nodes with bodies
+
+    def _through_bodies(self, node: Node) -> list[Node] | None:
+        """What is zero when a loop begins may become something else: then it is left as it is."""
+        must = [k for k, v in enumerate(node.inputs) if v in self.gone]
+        carried = [k for k in carries_of(node) if node.inputs[k] not in self.gone and self.kind(node.inputs[k])]
+        if node.name == "cond":
+            carried = [k for k, v in enumerate(node.inputs) if self._is_array(v) and self.kind(v) and k not in must]
+        ways = [[*must, *carried], must] if carried else [must]
+        if not must and not carried and not (node.name == "cond" and any(map(self._is_array, node.outputs))):
+            return None
+        found = (self._with_rows(node, way) for way in ways)
+        return next((made for made in found if made), None)
+
+    def _with_rows(self, node: Node, mapped: Sequence[int]) -> list[Node] | None:
+        """The node, where operands `mapped` are rows."""
+        inside, children = [], []
+        for body, operands in zip(node.bodies, operands_of(node), strict=True):
+            child = Narrowing(self.index, self.place, self.aval)
+            for inner, k in zip(body.inputs, operands, strict=False):
+                if k in mapped:
+                    child.add(inner, self.new_row(), self.kind(node.inputs[k]) or "")
+            children.append(child)
+            inside.append(child.run(body.nodes))
+        kinds = None if None in inside else self._kinds_of_results(node, mapped, children)
+        return self._rebuilt(node, mapped, inside, children, kinds) if kinds or (mapped and kinds is not None) else None
+
+    def _kinds_of_results(
+        self, node: Node, mapped: Sequence[int], children: Sequence["Narrowing"]
+    ) -> dict[int, Hashable] | None:
+        """The kinds of those results that are rows; None where an array that is gone would be left."""
+        found, carries = {}, carries_of(node)
+        givers = list(zip(children, node.bodies, strict=True))[-1 if carries or node.name == "scan" else 0 :]
+        for r in range(len(node.outputs)):
+            kinds = {child.kind(body.outputs[r]) for child, body in givers}
+            carried = r < len(carries) and carries[r] in mapped
+            row = kinds == {self.kind(node.inputs[carries[r]])} if carried else node.name == "cond" and len(kinds) == 1
+            if row and None not in kinds:
+                found[r] = kinds.pop()
+            elif carried or any(body.outputs[r] in child.gone for child, body in givers):
+                return None
+        return found
+
+    def _rebuilt(
+        self, node: Node, mapped, inside, children: Sequence["Narrowing"], kinds: Mapping[int, Hashable]
+    ) -> list[Node]:
+        inputs, outputs = [self.row(v) if k in mapped else v for k, v in enumerate(node.inputs)], list(node.outputs)
+        for r, kind in kinds.items():
+            outputs[r] = self.new_row()
+            self.add(node.outputs[r], outputs[r], kind)
+        bodies = []
+        for body, nodes, child in zip(node.bodies, inside, children, strict=True):
+            gives = kinds if len(body.outputs) == len(node.outputs) and body is not _condition(node) else ()
+            given = [child.row(v) if r in gives else v for r, v in enumerate(body.outputs)]
+            bodies.append(Graph([child.rows.get(v, v) for v in body.inputs], nodes, given))
+        return [replace(node, inputs=inputs, outputs=outputs, bodies=tuple(bodies))]
+
+
+def _condition(node: Node) -> Graph | None:
+    return node.bodies[0] if node.name == "while" else None
+
+
+def _covers(node: Node, row: Value) -> bool:
+    """Whether a node writes all of a row, whatever was there."""
+    if node.name == "dynamic_update_slice":
+        return node.in_shapes[1] == row.shape
+    plain = node.name == "scatter" and node.params["update_jaxpr"] is None
+    return plain and node.in_shapes[1] == (1,) and node.inputs[2].nbytes == row.nbytes

@@ -1,0 +1,145 @@
+"""Finds rotations in a graph: `jnp.roll` and its gradient, which JAX writes as slices put together the other way round.
+
+    concatenate(x[k:], x[:k])              jnp.roll(x, -k), rotating buffers of a pipeline
+    pad(x[:-k], low k) + pad(x[-k:])       their transpose
+    concatenate(x[:k], x[k:])              x itself, rotated by nothing
+
+Each becomes one `rotate` node, which sends a shard's rows once: as slices and a concatenation they would be two shifts, with
+what goes around the end in sums over all devices. Where k is known when the program runs, JAX writes a window of twice the
+array, and each becomes one `rotate_by` node:
+
+    dynamic_slice(concatenate(x, x), k)    jnp.roll(x, -k)
+    dynamic_update_slice(zeros, x, k)      its transpose: the two halves added
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.primitives import rotate_by_p, rotate_p
+
+
+def with_rotations(graph: Graph) -> Graph:
+    """The graph and its bodies with `rotate` nodes for what rotates."""
+    makers = {value: node for node in graph.nodes for value in node.outputs}
+    found = {node: new for node in graph.nodes if (new := _rotate(node, makers) or _rotate_by(node, makers))}
+    for node in graph.nodes:
+        for body in node.bodies:
+            with_rotations(body)
+    graph.nodes = [found.get(node, node) for node in graph.nodes]
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows `start` to before `stop` of dim `dim` of a value."""
+
+    value: Value
+    dim: int
+    start: int
+    stop: int
+
+
+Makers = dict[Value, Node]
+
+
+def _rotate(node: Node, makers: Makers) -> Node | None:
+    """The `rotate` for a node whose result is a rotation of a value."""
+    found = _rotation(_placed_parts(node, makers))
+    if found is None:
+        return None
+    value, dim, first = found
+    return replace(node, primitive=rotate_p, params={"dim": dim, "first": first}, inputs=[value])
+
+
+def _rotation(parts: Sequence[tuple[int, _Part] | None]) -> tuple[Value, int, int] | None:
+    """(value, dim, first) where parts, side by side, are a rotation of the one value that they are all cut from."""
+    if len(parts) < 2 or None in parts:
+        return None
+    placed = sorted((p for p in parts if p), key=lambda p: p[0])
+    one, rows = placed[0][1], 0
+    size, first = one.value.shape[one.dim], one.start
+    for place, part in placed:
+        if (part.value, part.dim, part.start) != (one.value, one.dim, (first + rows) % size) or place != rows:
+            return None
+        rows += part.stop - part.start
+    return (one.value, one.dim, first) if rows == size else None
+
+
+def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | None]:
+    """(row of the result, part) of the parts that a node puts side by side."""
+    if node.name == "concatenate":
+        places = itertools.accumulate([0, *(v.shape[node.params["dimension"]] for v in node.inputs[:-1])])
+        parts = [_part(v, makers) for v in node.inputs]
+        return [(at, p) if p and p.dim == node.params["dimension"] else None for at, p in zip(places, parts, strict=True)]
+    if node.name in ("add_any", "add"):
+        return [_padded_part(v, makers) for v in node.inputs]
+    return []
+
+
+def _padded_part(value: Value, makers: Makers) -> tuple[int, _Part] | None:
+    """The part of a value that stands among zeros, and the row at which it begins."""
+    pad = makers.get(value)
+    if pad is None or pad.name != "pad" or not pad.inputs[1].is_literal or pad.inputs[1].literal != 0:
+        return None
+    part = _part(pad.inputs[0], makers)
+    config = pad.params["padding_config"]
+    if part is None or any(inner or ((low or high) and d != part.dim) for d, (low, high, inner) in enumerate(config)):
+        return None
+    low, high, _ = config[part.dim]
+    return (low, part) if low >= 0 and high >= 0 and value.shape == part.value.shape else None
+
+
+def _part(value: Value, makers: Makers) -> _Part | None:
+    node = makers.get(value)
+    if node is None or node.name not in ("slice", "split"):
+        return None
+    return _sliced(node) if node.name == "slice" else _split_off(node, value)
+
+
+def _sliced(node: Node) -> _Part | None:
+    (x,), params = node.inputs, node.params
+    cut = [d for d, (n, k) in enumerate(zip(x.shape, node.outputs[0].shape, strict=True)) if n != k]
+    strides = params["strides"] or (1,) * len(x.shape)
+    if len(cut) != 1 or strides[cut[0]] != 1:
+        return None
+    return _Part(x, cut[0], params["start_indices"][cut[0]], params["limit_indices"][cut[0]])
+
+
+def _split_off(node: Node, value: Value) -> _Part:
+    sizes, i = node.params["sizes"], node.outputs.index(value)
+    start = sum(sizes[:i])
+    return _Part(node.inputs[0], node.params["axis"], start, start + sizes[i])
+
+
+def _rotate_by(node: Node, makers: Makers) -> Node | None:
+    """The `rotate_by` for a window of a value beside itself, and for its transpose."""
+    found = _window_of_two(node, makers) if node.name == "dynamic_slice" else _sum_of_halves(node, makers)
+    if found is None:
+        return None
+    value, first, dim, back = found
+    return replace(node, primitive=rotate_by_p, params={"dim": dim, "back": back}, inputs=[value, first])
+
+
+def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
+    both = makers.get(node.inputs[0])
+    if both is None or both.name != "concatenate" or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
+        return None
+    value, dim = both.inputs[0], both.params["dimension"]
+    return (value, node.inputs[1 + dim], dim, False) if node.outputs[0].shape == value.shape else None
+
+
+def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
+    split = makers.get(node.inputs[0]) if node.name in ("add", "add_any") else None
+    if split is None or split.name != "split" or sorted(map(id, split.outputs)) != sorted(map(id, node.inputs)):
+        return None
+    update, dim = makers.get(split.inputs[0]), split.params["axis"]
+    if update is None or update.name != "dynamic_update_slice" or update.inputs[1].shape != node.outputs[0].shape:
+        return None
+    return (update.inputs[1], update.inputs[2 + dim], dim, True) if _is_zero(update.inputs[0], makers) else None
+
+
+def _is_zero(value: Value, makers: Makers) -> bool:
+    node = makers.get(value)
+    return node is not None and node.name == "broadcast_in_dim" and node.inputs[0].is_literal and node.inputs[0].literal == 0

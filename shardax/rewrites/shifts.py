@@ -1,0 +1,68 @@
+"""Finds padding of a slice, and slices of what is padded, and makes one shift of the two.
+
+    pad x[1:] by one behind     ->     pad x by -1 in front and 1 behind
+
+A slice of an uneven dim lies in other blocks than the array, and padding moves them back: two exchanges of rows instead of one.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardax.graph.graph import Graph, Node, Value
+
+Config = tuple[int, int, int]
+
+
+def with_shifts(graph: Graph) -> Graph:
+    """The graph and its bodies, where what is padded and sliced, and nothing else reads in between, is padded alone."""
+    uses = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
+    makers: dict[Value, Node] = {}
+    for i, node in enumerate(graph.nodes):
+        for body in node.bodies:
+            with_shifts(body)
+        if node.name in ("pad", "slice") and uses[node.inputs[0]] == 1:
+            graph.nodes[i] = node = _shift(node, makers.get(node.inputs[0])) or node
+        makers.update(dict.fromkeys(node.outputs, node))
+    return graph
+
+
+def _shift(node: Node, maker: Node | None) -> Node | None:
+    """One node instead of a pad and a slice, whichever comes first."""
+    if maker is None or {node.name, maker.name} != {"pad", "slice"}:
+        return None
+    pad, cut = (node, maker) if node.name == "pad" else (maker, node)
+    merge = _padded_slice if pad is node else _sliced_padding
+    sizes = maker.in_shapes[0]
+    configs = [merge(c, s, n) for c, s, n in zip(pad.params["padding_config"], _cuts(cut), sizes, strict=True)]
+    if None in configs or 0 in node.out_shapes[0]:
+        return None
+    params = {**pad.params, "padding_config": tuple(configs)}
+    return replace(pad, inputs=[maker.inputs[0], pad.inputs[1]], outputs=node.outputs, params=params)
+
+
+def _cuts(node: Node) -> Iterator[tuple[int, int, int]]:
+    """Of each dim how many rows a slice leaves out in front and behind, and its stride."""
+    params, (shape,) = node.params, node.in_shapes
+    strides = params["strides"] or (1,) * len(shape)
+    for n, first, limit, stride in zip(shape, params["start_indices"], params["limit_indices"], strides, strict=True):
+        yield first, n - limit, stride
+
+
+def _padded_slice(config: Config, cut: tuple[int, int, int], size: int) -> Config | None:
+    """The padding of one dim instead of its slice and then its padding; None where rows are cut off and others put there."""
+    (low, high, holes), (front, behind, stride) = config, cut
+    if not (front or behind) and stride == 1:
+        return config
+    refilled = front and low > 0 or behind and high > 0
+    return None if holes or stride != 1 or refilled else (low - front, high - behind, 0)
+
+
+def _sliced_padding(config: Config, cut: tuple[int, int, int], size: int) -> Config | None:
+    """The same of its padding and then its slice; None where hardly anything but padding is left."""
+    (low, high, holes), (front, behind, stride) = config, cut
+    if not (front or behind) and stride == 1:
+        return config
+    low, high = low - front, high - behind
+    lost = max(0, -low) + max(0, -high)
+    return None if holes or stride != 1 or lost >= size else (low, high, 0)

@@ -1,0 +1,1 @@
+"""shard_jit as a primitive of JAX."""
