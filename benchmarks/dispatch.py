@@ -1,8 +1,9 @@
-"""What a call costs beside `jax.jit`'s, for the same function, arguments and shardings, on virtual CPU devices.
+"""What a call costs beside `jax.jit`'s, for the same function, arguments and shardings, on virtual CPU
+devices.
 
-`python -m benchmarks.dispatch` prints microseconds and ratios, and fails if a ratio is over 1.05. A number is processor time
-of the calling thread in one call, the median of rounds in which both are called in turn, so that other programs on the machine
-count little; a ratio is the median of the rounds' ratios.
+`python -m benchmarks.dispatch` prints microseconds and ratios, and fails if a ratio is over 1.05. A number is
+processor time of the calling thread in one call, the median of rounds in which both are called in turn, so
+that other programs on the machine count little; a ratio is the median of the rounds' ratios.
 """
 
 import argparse
@@ -55,13 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dispatch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="dispatch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=101, help="of about 20 ms each (default: 101)")
     return parser
 
 
 def measure(devices: int, leaves: int, given: bool, rounds: int) -> Timing:
-    """Both called on the same tree of arrays, split over all devices; `given` says whether in_shardings tell so too."""
+    """Both called on the same tree of arrays, split over all devices; `given` says whether in_shardings tell
+    so too.
+    """
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     split = NamedSharding(mesh, P("x"))
     tree = {f"leaf{i}": jax.device_put(np.ones((8, 4), np.float32), split) for i in range(leaves)}

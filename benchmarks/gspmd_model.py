@@ -1,9 +1,11 @@
-"""The Transformer of GSPMD's Tables 1 to 3 (Xu et al. 2021, arXiv 2105.04663): its train step, with seven annotations a layer.
+"""The Transformer of GSPMD's Tables 1 to 3 (Xu et al. 2021, arXiv 2105.04663): its train step, with seven
+annotations a layer.
 
-Layers are stacked, scanned, and recomputed in the backward pass. Parameters are float32, activations bfloat16; Adafactor.
+Layers are stacked, scanned, and recomputed in the backward pass. Parameters are float32, activations
+bfloat16; Adafactor.
 
-Shape suffixes: L layers, B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H hidden, V vocabulary;
-3 stands for queries, keys and values.
+Shape suffixes: L layers, B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H
+hidden, V vocabulary; 3 stands for queries, keys and values.
 """
 
 from dataclasses import dataclass
@@ -63,7 +65,10 @@ def param_shapes(dims: Dims):
     def array(names: str, _: P):
         return jax.ShapeDtypeStruct(dims.shape(names), jnp.float32)
 
-    return {"embedding": array(*EMBEDDING), "layers": {name: array(*weight) for name, weight in WEIGHTS.items()}}
+    return {
+        "embedding": array(*EMBEDDING),
+        "layers": {name: array(*weight) for name, weight in WEIGHTS.items()},
+    }
 
 
 def param_specs():
@@ -71,7 +76,9 @@ def param_specs():
 
 
 def flops(dims: Dims) -> int:
-    """Model FLOPs of a train step: three times those of the forward pass, nothing recomputed, masked scores included."""
+    """Model FLOPs of a train step: three times those of the forward pass, nothing recomputed, masked scores
+    included.
+    """
     L, B, S, M, N, D, V = dims.shape("LBSMNDV")
     weights = sum(array.size for array in jax.tree.leaves(param_shapes(dims)["layers"])) + M * V
     return 3 * (2 * weights * B * S + 4 * L * B * N * D * S**2)
@@ -88,7 +95,9 @@ def loss(mesh: Mesh, activations: Activations, params, text_BS: Array) -> Array:
     body = jax.checkpoint(partial(layer, mesh, activations), prevent_cse=False)
     x_BSM = annotate(mesh, params["embedding"].astype(jnp.bfloat16)[text_BS], activations.bsm)
     x_BSM, _ = lax.scan(lambda x_BSM, weights: (body(x_BSM, weights), None), x_BSM, params["layers"])
-    logits_BSV = jnp.einsum("bsm,vm->bsv", norm(x_BSM), params["embedding"].astype(jnp.bfloat16)).astype(jnp.float32)
+    logits_BSV = jnp.einsum("bsm,vm->bsv", norm(x_BSM), params["embedding"].astype(jnp.bfloat16)).astype(
+        jnp.float32
+    )
     return optax.softmax_cross_entropy_with_integer_labels(logits_BSV[:, :-1], text_BS[:, 1:]).mean()
 
 

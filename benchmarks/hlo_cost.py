@@ -1,7 +1,8 @@
-"""What one call of a program costs, read off what the TPU compiler made of it: cycles, and bytes that a device sends.
+"""What one call of a program costs, read off what the TPU compiler made of it: cycles, and bytes that a
+device sends.
 
-The compiler writes its own estimate of cycles beside most instructions, loops and collectives excepted. Loops are counted here
-with their trips, and collectives by the bytes of ring algorithms.
+The compiler writes its own estimate of cycles beside most instructions, loops and collectives excepted. Loops
+are counted here with their trips, and collectives by the bytes of ring algorithms.
 """
 
 import re
@@ -29,7 +30,9 @@ class Cost:
         return Cost(self.cycles + other.cycles, self.sent + other.sent, self.times + other.times)
 
     def __mul__(self, trips: int) -> "Cost":
-        sent, times = (Counter({kind: trips * n for kind, n in counts.items()}) for counts in (self.sent, self.times))
+        sent, times = (
+            Counter({kind: trips * n for kind, n in counts.items()}) for counts in (self.sent, self.times)
+        )
         return Cost(self.cycles * trips, sent, times)
 
     def seconds(self, chip: Chip) -> float:
@@ -101,7 +104,9 @@ _LATER = ("async-update", "async-done")  # of what an async-start has called
 
 
 class _Module:
-    """The computations of a module. Those of loops, branches and calls are followed; a fusion's belongs to its caller."""
+    """The computations of a module. Those of loops, branches and calls are followed; a fusion's belongs to
+    its caller.
+    """
 
     def __init__(self, text: str):
         self.head = text.split("\n", 1)[0]
@@ -116,16 +121,17 @@ class _Module:
         return total
 
     def own(self, computation: _Computation) -> Cost:
-        """Without what its loops, branches and calls cost. An asynchronous collective stands in several fusions of one
-        computation, by which the reader of collectives knows that it is one; so they are read together."""
+        """Without what its loops, branches and calls cost. An asynchronous collective stands in several
+        fusions of one computation, by which the reader of collectives knows that it is one; so they are read
+        together."""
         total = Cost(sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', computation.text)))
         for c in hlo.compiled("\n".join([self.head, *self.fused(computation)])):
             total += Cost(0, Counter({c.kind: c.nbytes}), Counter({c.kind: 1}))
         return total
 
     def fused(self, computation: _Computation) -> Iterator[str]:
-        """The text of a computation and of its fusions. To the compiler a reduce-scatter is an all-reduce in a fusion that
-        slices it."""
+        """The text of a computation and of its fusions. To the compiler a reduce-scatter is an all-reduce in
+        a fusion that slices it."""
         yield "{\n" + computation.text
         for instruction in computation.instructions.values():
             name = instruction.called("calls")
@@ -139,7 +145,9 @@ class _Module:
             case "while":
                 return self.cost(instruction.called("body")) * self.trips(computation, instruction)
             case "conditional":
-                branches = re.findall(r"%[\w.-]+", instruction.attribute(r"((?:branch|true|false)_computations?=.*)$"))
+                branches = re.findall(
+                    r"%[\w.-]+", instruction.attribute(r"((?:branch|true|false)_computations?=.*)$")
+                )
                 known = [self.cost(name) for name in branches if name in self.computations]
                 return max(known, key=lambda branch: branch.cycles)
             case "call":

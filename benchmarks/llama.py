@@ -1,11 +1,13 @@
-"""A Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783): its train step, sharded, and the same over several microbatches.
+"""A Llama 3 (Grattafiori et al. 2024, arXiv 2407.21783): its train step, sharded, and the same over several
+microbatches.
 
-`fsdp` splits the batch and stores the parameters split; `model` splits heads and the hidden dim, and the sequence between them
-(Korthikanti et al. 2022); `data` splits the batch alone. Any of them may be missing from the mesh. Layers are stacked, scanned,
-and recomputed in the backward pass. Parameters are float32, activations bfloat16; AdamW.
+`fsdp` splits the batch and stores the parameters split; `model` splits heads and the hidden dim, and the
+sequence between them (Korthikanti et al. 2022); `data` splits the batch alone. Any of them may be missing
+from the mesh. Layers are stacked, scanned, and recomputed in the backward pass. Parameters are float32,
+activations bfloat16; AdamW.
 
-Shape suffixes: L layers, A accumulated microbatches, B batch, S sequence (T: the sequence attended to), M model, K heads of
-keys and values, G heads of queries for each of them, D head, H hidden, V vocabulary.
+Shape suffixes: L layers, A accumulated microbatches, B batch, S sequence (T: the sequence attended to), M
+model, K heads of keys and values, G heads of queries for each of them, D head, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -77,10 +79,16 @@ def param_specs(axes):
 
 
 def flops(dims: Dims) -> int:
-    """Model FLOPs of a train step: three times those of the forward pass, nothing recomputed, masked scores included."""
+    """Model FLOPs of a train step: three times those of the forward pass, nothing recomputed, masked scores
+    included.
+    """
     A, B, S, L, K, G, D = dims.shape("ABSLKGD")
     shapes = param_shapes(dims)
-    weights = sum(array.size for name, array in {**shapes["layers"], "logits": shapes["logits"]}.items() if "norm" not in name)
+    weights = sum(
+        array.size
+        for name, array in {**shapes["layers"], "logits": shapes["logits"]}.items()
+        if "norm" not in name
+    )
     return 3 * A * B * (2 * weights * S + 4 * L * K * G * D * S**2)
 
 
@@ -113,7 +121,9 @@ def loss(mesh: Mesh, params, text_BS: Array) -> Array:
     x_BSM = annotate(mesh, params["embedding"].astype(jnp.bfloat16)[text_BS], BSM)
     x_BSM, _ = lax.scan(lambda x_BSM, weights: (body(x_BSM, weights), None), x_BSM, params["layers"])
     logits_BSV = norm(x_BSM, params["norm"]) @ params["logits"].astype(jnp.bfloat16)
-    losses_BS = optax.softmax_cross_entropy_with_integer_labels(logits_BSV[:, :-1].astype(jnp.float32), text_BS[:, 1:])
+    losses_BS = optax.softmax_cross_entropy_with_integer_labels(
+        logits_BSV[:, :-1].astype(jnp.float32), text_BS[:, 1:]
+    )
     return losses_BS.mean()
 
 
@@ -128,7 +138,9 @@ def attention(mesh: Mesh, weights, x_BSM: Array) -> Array:
     q_BSKGD = rotated(annotate(mesh, jnp.einsum("bsm,mkgd->bskgd", x_BSM, weights["query"]), BSKGD))
     k_BTKD = rotated(annotate(mesh, jnp.einsum("btm,mkd->btkd", x_BSM, weights["key"]), BSKD))
     v_BTKD = annotate(mesh, jnp.einsum("btm,mkd->btkd", x_BSM, weights["value"]), BSKD)
-    scores_BKGST = jnp.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD).astype(jnp.float32) * q_BSKGD.shape[-1] ** -0.5
+    scores_BKGST = (
+        jnp.einsum("bskgd,btkd->bkgst", q_BSKGD, k_BTKD).astype(jnp.float32) * q_BSKGD.shape[-1] ** -0.5
+    )
     scores_BKGST = jax.nn.softmax(gspmd_model.causal(scores_BKGST)).astype(x_BSM.dtype)
     y_BSKGD = annotate(mesh, jnp.einsum("bkgst,btkd->bskgd", scores_BKGST, v_BTKD), BSKGD)
     return jnp.einsum("bskgd,kgdm->bsm", y_BSKGD, weights["out"])
@@ -141,7 +153,9 @@ def feed_forward(mesh: Mesh, weights, x_BSM: Array) -> Array:
 
 def norm(x_BSM: Array, scale_M: Array) -> Array:
     x32_BSM = x_BSM.astype(jnp.float32)
-    scaled_BSM = x32_BSM * lax.rsqrt((x32_BSM**2).mean(-1, keepdims=True) + 1e-5) * scale_M.astype(jnp.float32)
+    scaled_BSM = (
+        x32_BSM * lax.rsqrt((x32_BSM**2).mean(-1, keepdims=True) + 1e-5) * scale_M.astype(jnp.float32)
+    )
     return scaled_BSM.astype(x_BSM.dtype)
 
 

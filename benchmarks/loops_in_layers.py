@@ -1,8 +1,8 @@
-"""How long planning takes where every unrolled layer has a loop in it: attention that goes over its keys in blocks, and is
-recomputed in the backward pass. Needs no devices.
+"""How long planning takes where every unrolled layer has a loop in it: attention that goes over its keys in
+blocks, and is recomputed in the backward pass. Needs no devices.
 
-`python -m benchmarks.loops_in_layers` prints processor seconds of completion and of choice for 24 and for 96 such layers, and
-fails if both together take more than 1.5 times as long for 96 as planning 24 does in all.
+`python -m benchmarks.loops_in_layers` prints processor seconds of completion and of choice for 24 and for 96
+such layers, and fails if both together take more than 1.5 times as long for 96 as planning 24 does in all.
 """
 
 import sys
@@ -69,7 +69,10 @@ def main() -> int:
 
 def row(layers: int, timing: Timing) -> str:
     completion, choice = (timing.phases[name] for name in ("completion", "choice"))
-    return f"{layers} layers: completion {completion:.2f} s, choice {choice:.2f} s, plan in all {timing.total:.2f} s"
+    return (
+        f"{layers} layers: completion {completion:.2f} s, choice {choice:.2f} s, plan in all "
+        f"{timing.total:.2f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""How long planning takes: the train step of a GPT-2 of 48 unrolled layers, for 8 devices and for 2048. Needs no devices.
+"""How long planning takes: the train step of a GPT-2 of 48 unrolled layers, for 8 devices and for 2048. Needs
+no devices.
 
-`python -m benchmarks.planner` prints the seconds of each phase beside JAX's own tracing, and fails if a bound is broken:
-planning for 2048 devices takes at most 1.1 times as long as for 8, planning at most 2.5 times as long as JAX's tracing,
-completion alone at most half as long. Layers that are alike are completed and chosen once: for 96 of them that takes at most
-1.5 times as long as planning 24 in all. (How it compares with completion and choice for 24 is printed too.)
-Every measurement starts with JAX's caches empty, and is of processor seconds. A ratio is the median of those of the rounds, in
-each of which both sides run one after the other: other programs on the machine slow both. (Those of layers are of the best.)
-What shardax itself remembers, such as prices of reshards, is kept from the first round on.
+`python -m benchmarks.planner` prints the seconds of each phase beside JAX's own tracing, and fails if a bound
+is broken: planning for 2048 devices takes at most 1.1 times as long as for 8, planning at most 2.5 times as
+long as JAX's tracing, completion alone at most half as long. Layers that are alike are completed and chosen
+once: for 96 of them that takes at most 1.5 times as long as planning 24 in all. (How it compares with
+completion and choice for 24 is printed too.) Every measurement starts with JAX's caches empty, and is of
+processor seconds. A ratio is the median of those of the rounds, in each of which both sides run one after the
+other: other programs on the machine slow both. (Those of layers are of the best.) What shardax itself
+remembers, such as prices of reshards, is kept from the first round on.
 """
 
 import argparse
@@ -61,7 +63,9 @@ def job_of(args: argparse.Namespace, layers: int | None = None) -> Job:
     """A train step, of another number of layers than its size says where one is given."""
     size = gpt2.SIZES[args.size]
     with mock.patch.dict(gpt2.SIZES, {args.size: replace(size, layers=layers or size.layers)}):
-        return make_job(options.parse(["--size", args.size, "--seq", str(args.seq), "--batch", str(args.batch)]))
+        return make_job(
+            options.parse(["--size", args.size, "--seq", str(args.seq), "--batch", str(args.batch)])
+        )
 
 
 def best(args: argparse.Namespace, layers: int) -> Timing:
@@ -74,7 +78,9 @@ def decided(timing: Timing) -> float:
     return timing.phases["completion"] + timing.phases["choice"]
 
 
-def bounds(rounds: Sequence[Sequence[Timing]], layers: Sequence[Timing]) -> Iterator[tuple[str, float, float]]:
+def bounds(
+    rounds: Sequence[Sequence[Timing]], layers: Sequence[Timing]
+) -> Iterator[tuple[str, float, float]]:
     """(what, ratio, at most)"""
     few, many = (math.prod(shape.values()) for shape in MESHES)
     ratios = [
@@ -89,27 +95,40 @@ def bounds(rounds: Sequence[Sequence[Timing]], layers: Sequence[Timing]) -> Iter
         fewer, more = layers
         what = f"completion and choice of {LAYERS[1]} layers"
         print(f"{what} / of {LAYERS[0]}: {decided(more) / decided(fewer):.2f}")
-        yield f"{what} / plan of {LAYERS[0]} layers in all", decided(more) / fewer.total, MAX_OVER_FEWER_LAYERS
+        yield (
+            f"{what} / plan of {LAYERS[0]} layers in all",
+            decided(more) / fewer.total,
+            MAX_OVER_FEWER_LAYERS,
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="gpt2-xl", help="of the model (default: gpt2-xl)")
     parser.add_argument("--batch", type=int, default=1024, help="sequences a step (default: 1024)")
     parser.add_argument("--seq", type=int, default=1024, help="tokens a sequence (default: 1024)")
     parser.add_argument("--rounds", type=int, default=5, help="(default: 5)")
-    parser.add_argument("--no-layers", action="store_true", help=f"leave out those of {LAYERS[0]} and {LAYERS[1]} layers")
+    parser.add_argument(
+        "--no-layers", action="store_true", help=f"leave out those of {LAYERS[0]} and {LAYERS[1]} layers"
+    )
     return parser
 
 
 def heading(job: Job) -> str:
     params = jax.tree.leaves(job.state.params)
-    return f"train step of a GPT-2 of {sum(leaf.size for leaf in params) / 1e9:.2f} B parameters in {len(params)} arrays"
+    return (
+        f"train step of a GPT-2 of {sum(leaf.size for leaf in params) / 1e9:.2f} B parameters in "
+        f"{len(params)} arrays"
+    )
 
 
 def measure(job: Job) -> list[Timing]:
     """JAX's own tracing, then a plan for each mesh."""
-    tracing = timed(lambda: jax.make_jaxpr(job.step)(job.state, job.batch))  # the shapes of the state are traced, too
+    tracing = timed(
+        lambda: jax.make_jaxpr(job.step)(job.state, job.batch)
+    )  # the shapes of the state are traced, too
     return [tracing, *(timed(lambda shape=shape: plan(job, shape)) for shape in MESHES)]
 
 
@@ -118,7 +137,9 @@ def timed(run: Callable[[], Any]) -> Timing:
     start = time.process_time()
     with mock.patch.object(time, "perf_counter", time.process_time):  # by which phases are timed
         result = run()
-    return Timing(time.process_time() - start, getattr(result, "phases", {}), getattr(result, "comm_bytes", 0.0))
+    return Timing(
+        time.process_time() - start, getattr(result, "phases", {}), getattr(result, "comm_bytes", 0.0)
+    )
 
 
 def plan(job: Job, shape: Mapping[str, int]):

@@ -1,11 +1,14 @@
-"""What XLA's partitioner and ours make of the same train step on a TPU, as the TPU compiler sees it. Needs no TPU.
+"""What XLA's partitioner and ours make of the same train step on a TPU, as the TPU compiler sees it. Needs no
+TPU.
 
-`python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the same annotations,
-and prints side by side what a device sends, the seconds that a step would take, peak HBM, and the processor seconds of each
-stage on the way. It needs the `tpu` extra, for its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit
-status is 1 if something does not compile, which does not keep the rest from being measured.
+`python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the
+same annotations, and prints side by side what a device sends, the seconds that a step would take, peak HBM,
+and the processor seconds of each stage on the way. It needs the `tpu` extra, for its libtpu. `--list` shows
+the workloads; `all` stands for all of them. The exit status is 1 if something does not compile, which does
+not keep the rest from being measured.
 
-Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis, nothing overlapped.
+Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis,
+nothing overlapped.
 """
 
 import argparse
@@ -43,7 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = workloads()
     args = _parse(argv, known)
     if args.list:
-        print("\n".join(f"{name:<{max(map(len, known))}}  {heading(workload)}" for name, workload in known.items()))
+        print(
+            "\n".join(
+                f"{name:<{max(map(len, known))}}  {heading(workload)}" for name, workload in known.items()
+            )
+        )
         return 0
     os.environ |= WITHOUT_TPU  # libtpu reads them when it is first asked for a topology
     jax.config.update("jax_platforms", "cpu")
@@ -57,12 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="tpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
     parser.add_argument("--list", action="store_true", help="show the workloads, and compile nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, after each workload anew")
-    parser.add_argument("--rounds", type=int, default=1, help="of which the seconds of stages are the median (default: 1)")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the compiled programs and the plans there, as text")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the figures there, after each workload anew"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="of which the seconds of stages are the median (default: 1)"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="write the compiled programs and the plans there, as text"
+    )
     args = parser.parse_args(argv)
     if unknown := [name for name in args.workloads if name not in known and name != "all"]:
         parser.error(f"no such workload: {', '.join(unknown)} (--list shows them)")
@@ -79,14 +94,18 @@ def heading(workload: Workload) -> str:
 
 
 def compare(workload: Workload, keep: Path | None = None, rounds: int = 1) -> dict[str, Figures]:
-    """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper measured."""
+    """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper
+    measured.
+    """
     topology = topologies.get_topology_desc(workload.topology, "tpu")
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
     step = workload.step(mesh)
     found: dict[str, list[Figures]] = {}
     for _ in range(rounds):
         for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
-            found.setdefault(name, []).append(measured(workload, name, partitioned(step, mesh), step.args, keep))
+            found.setdefault(name, []).append(
+                measured(workload, name, partitioned(step, mesh), step.args, keep)
+            )
     columns = {name: medians(figures) for name, figures in found.items()}
     return columns | ({"paper": published(workload.published)} if workload.published else {})
 
@@ -97,7 +116,9 @@ def medians(found: Sequence[Figures]) -> Figures:
 
 
 def by_jit(step: Step, mesh: Mesh):
-    named = jax.tree.map(lambda spec: NamedSharding(mesh, spec), step.specs, is_leaf=lambda leaf: isinstance(leaf, P))
+    named = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), step.specs, is_leaf=lambda leaf: isinstance(leaf, P)
+    )
     return jax.jit(step.run, in_shardings=named, donate_argnums=(0, 1))
 
 
@@ -159,14 +180,18 @@ def published(paper: Published) -> Figures:
 
 
 def table(columns: Mapping[str, Figures]) -> str:
-    """One row for each figure that is not zero in all columns; the second column over the first at the right."""
+    """One row for each figure that is not zero in all columns; the second column over the first at the
+    right.
+    """
     names = dict.fromkeys(name for figures in columns.values() for name in figures)
     rows = [_row("", [*columns, "ratio"])]
     for name in names:
         values = [figures.get(name) for figures in columns.values()]
         if any(values):
             first, second, *_ = values
-            ratio = second / first if first and second and "%" not in name else None  # a share says more by itself
+            ratio = (
+                second / first if first and second and "%" not in name else None
+            )  # a share says more by itself
             rows.append(_row(name, [_number(value) for value in values] + [f"{ratio:.3f}" if ratio else ""]))
     return "\n".join(rows)
 

@@ -1,4 +1,6 @@
-"""The train steps that `python -m benchmarks.tpu` compiles: their sizes and meshes, and what papers say of them."""
+"""The train steps that `python -m benchmarks.tpu` compiles: their sizes and meshes, and what papers say of
+them.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +20,8 @@ from shardax.cost.chips import CHIPS, Chip
 
 @dataclass(frozen=True)
 class Step:
-    """A train step (params, optimizer state, text) for a mesh, shapes of its arguments, and PartitionSpecs for them.
+    """A train step (params, optimizer state, text) for a mesh, shapes of its arguments, and PartitionSpecs
+    for them.
 
     The optimizer's state is None among the specs: it follows by completion.
     """
@@ -71,7 +74,14 @@ def workloads() -> dict[str, Workload]:
     return {workload.name: workload for workload in found}
 
 
-_V3 = {8: "v3:2x2", 64: "v3:4x8", 128: "v3:8x8", 256: "v3:8x16", 512: "v3:16x16", 2048: "v3:32x32"}  # of two cores each
+_V3 = {
+    8: "v3:2x2",
+    64: "v3:4x8",
+    128: "v3:8x8",
+    256: "v3:8x16",
+    512: "v3:16x16",
+    2048: "v3:32x32",
+}  # of two cores each
 
 _WIDE = gspmd_model.Dims(L=32, B=64, M=8192, N=128, D=256, H=65536)
 _NARROW = gspmd_model.Dims(L=64, B=48, M=4096, N=64, D=128, H=16384)
@@ -90,7 +100,12 @@ def _table_2() -> Iterator[Workload]:
         ("128b-32x64", (32, 64), replace(_WIDE, L=64, B=512), Published(6.31, 0.565, 14.0)),
         ("256b-32x64", (32, 64), replace(_WIDE, L=128, B=256), Published(6.71, 0.541, 12.9)),
         ("512b-32x64", (32, 64), replace(_WIDE, L=256, B=128), Published(7.64, 0.475, 13.6)),
-        ("1t-32x64", (32, 64), replace(_WIDE, L=128, B=128, M=16384, N=256, H=131072), Published(12.66, 0.556, 15.8)),
+        (
+            "1t-32x64",
+            (32, 64),
+            replace(_WIDE, L=128, B=128, M=16384, N=256, H=131072),
+            Published(12.66, 0.556, 15.8),
+        ),
     ):
         yield _gspmd(f"table2-{name}", "GSPMD's Table 2", sizes, dims, published)
 
@@ -111,14 +126,20 @@ def _table_3() -> Iterator[Workload]:
 def _table_1() -> Iterator[Workload]:
     """On the first column of Table 2; "finalized" is that column."""
     for name, activations in (("attempt-1", gspmd_model.ATTEMPT_1), ("attempt-2", gspmd_model.ATTEMPT_2)):
-        yield _gspmd(f"table1-{name}", f"GSPMD's Table 1, {name.replace('-', ' ')}", (8, 16), _WIDE, None, activations)
+        yield _gspmd(
+            f"table1-{name}", f"GSPMD's Table 1, {name.replace('-', ' ')}", (8, 16), _WIDE, None, activations
+        )
     yield _gspmd("table1-finalized", "GSPMD's Table 1, finalized", (8, 16), _WIDE, None)
 
 
-def _gspmd(name, what, sizes: tuple[int, int], dims, published, activations=gspmd_model.FINALIZED) -> Workload:
+def _gspmd(
+    name, what, sizes: tuple[int, int], dims, published, activations=gspmd_model.FINALIZED
+) -> Workload:
     def step(mesh: Mesh) -> Step:
         specs = gspmd_model.param_specs(), None, P("x")
-        return Step(partial(gspmd_model.train_step, mesh, activations), gspmd_model.abstract_args(dims), specs)
+        return Step(
+            partial(gspmd_model.train_step, mesh, activations), gspmd_model.abstract_args(dims), specs
+        )
 
     x, y = sizes
     return Workload(name, what, _V3[x * y], {"x": x, "y": y}, step, gspmd_model.flops(dims), published)
@@ -127,11 +148,17 @@ def _gspmd(name, what, sizes: tuple[int, int], dims, published, activations=gspm
 def _llamas() -> Iterator[Workload]:
     eight_b = llama.Dims(L=32, B=64, M=4096, K=8, G=4, D=128, H=14336)
     one_b = llama.Dims(L=16, B=128, M=2048, K=8, G=4, D=64, H=8192)
-    yield _llama("llama-8b", "Llama 3 8B, fully sharded and tensor parallel", {"fsdp": 16, "model": 4}, eight_b)
-    yield _llama("llama-1b-accumulated", "Llama 3 1B, data parallel, 8 microbatches", {"data": 64}, replace(one_b, A=8))
+    yield _llama(
+        "llama-8b", "Llama 3 8B, fully sharded and tensor parallel", {"fsdp": 16, "model": 4}, eight_b
+    )
+    yield _llama(
+        "llama-1b-accumulated", "Llama 3 1B, data parallel, 8 microbatches", {"data": 64}, replace(one_b, A=8)
+    )
 
 
-def _llama(name: str, what: str, axes: Mapping[str, int], dims: llama.Dims, topology: str = "v5p:4x4x4") -> Workload:
+def _llama(
+    name: str, what: str, axes: Mapping[str, int], dims: llama.Dims, topology: str = "v5p:4x4x4"
+) -> Workload:
     accumulated = dims.A > 1
     run, text = (llama.accumulated_step, "ABS") if accumulated else (llama.train_step, "BS")
     batch = on_axes(P(None, *llama.BATCH) if accumulated else llama.BATCH, axes)

@@ -1,7 +1,8 @@
-"""Causal flash attention (Dao et al., arXiv 2205.14135) as Pallas kernels, each with the rule by which it may be split.
+"""Causal flash attention (Dao et al., arXiv 2205.14135) as Pallas kernels, each with the rule by which it may
+be split.
 
-B batch, S queries, T keys, H heads, D head. Batch, heads and queries are split as they come; the gradients of keys and values
-are sums over the queries.
+B batch, S queries, T keys, H heads, D head. Batch, heads and queries are split as they come; the gradients of
+keys and values are sums over the queries.
 """
 
 import math
@@ -39,7 +40,9 @@ flash_attention.defvjp(_remember, _gradients)
 
 
 def _products(count: int):
-    """The FLOPs of so many products of the queries' rows with those of the keys, of the shapes that a shard has."""
+    """The FLOPs of so many products of the queries' rows with those of the keys, of the shapes that a shard
+    has.
+    """
 
     def flops(in_shapes, out_shapes):
         (b, s, h, d), t = in_shapes[1], in_shapes[2][1]
@@ -71,7 +74,8 @@ def _of_keys(at_S, q_BSHD, k_BTHD, v_BTHD, ct_BSHD, lse_BSH, delta_BSH):
 
 
 def _call(kernel, like, over: str, outs: str, args, kinds: str):
-    """Runs a kernel for each batch, head and block of queries ("q") or keys ("k"); of the other side it sees all.
+    """Runs a kernel for each batch, head and block of queries ("q") or keys ("k"); of the other side it sees
+    all.
 
     `kinds` and `outs`, of arguments and results: "q" and "k" BSHD and BTHD, "r" BSH, "a" S.
     """

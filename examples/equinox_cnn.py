@@ -1,8 +1,10 @@
-"""A convolutional network in Equinox: the model is a pytree with functions in it, which `eqx.partition` sets apart.
+"""A convolutional network in Equinox: the model is a pytree with functions in it, which `eqx.partition` sets
+apart.
 
     python -m examples.equinox_cnn
 
-`eqx.filter_jit` does so by itself, and calls `jax.jit`; here both steps are written out, so that `shard_jit` can stand there.
+`eqx.filter_jit` does so by itself, and calls `jax.jit`; here both steps are written out, so that `shard_jit`
+can stand there.
 """
 
 import equinox as eqx
@@ -61,9 +63,13 @@ def train_step(state, batch):
 
 
 def specs(shapes):
-    """The hidden layer is split over its 62 features, which 4 does not divide; the rest follows, or is whole."""
+    """The hidden layer is split over its 62 features, which 4 does not divide; the rest follows, or is
+    whole.
+    """
     nothing = jax.tree.map(lambda _: None, shapes[0])
-    return eqx.tree_at(lambda m: m.layers[4].weight, nothing, P("model", None), is_leaf=lambda x: x is None), None
+    return eqx.tree_at(
+        lambda m: m.layers[4].weight, nothing, P("model", None), is_leaf=lambda x: x is None
+    ), None
 
 
 def batches(steps: int):

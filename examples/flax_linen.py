@@ -30,7 +30,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BSE, _):
         h_BSE = nn.LayerNorm()(x_BSE)
-        qkv = nn.DenseGeneral((3, HEADS, EMBED // HEADS), kernel_init=named("embed", None, "heads", None))(h_BSE)
+        qkv = nn.DenseGeneral((3, HEADS, EMBED // HEADS), kernel_init=named("embed", None, "heads", None))(
+            h_BSE
+        )
         q_BSND, k_BTND, v_BTND = (qkv[:, :, i] for i in range(3))
         seen_ST = jnp.tril(jnp.ones((x_BSE.shape[1],) * 2, bool))
         y_BSND = jax.nn.dot_product_attention(q_BSND, k_BTND, v_BTND, mask=seen_ST)
@@ -42,7 +44,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens_BS):
-        embed = nn.Embed(VOCAB, EMBED, embedding_init=named("vocab", "embed", init=nn.initializers.normal(0.1)))
+        embed = nn.Embed(
+            VOCAB, EMBED, embedding_init=named("vocab", "embed", init=nn.initializers.normal(0.1))
+        )
         position_SE = self.param("position", nn.initializers.normal(0.1), (SEQ, EMBED))
         layers = nn.scan(
             nn.remat(Block, prevent_cse=False),

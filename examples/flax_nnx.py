@@ -1,9 +1,10 @@
-"""A convolutional network in Flax nnx with batch norm, dropout, an optimizer and metrics, each changed in place.
+"""A convolutional network in Flax nnx with batch norm, dropout, an optimizer and metrics, each changed in
+place.
 
     python -m examples.flax_nnx
 
-The decorator is all that a mesh changes; the sharding of a parameter stands with its initializer, as nnx has it.
-Shape suffixes: B batch, H W image, C channels.
+The decorator is all that a mesh changes; the sharding of a parameter stands with its initializer, as nnx has
+it. Shape suffixes: B batch, H W image, C channels.
 """
 
 import numpy as np
@@ -26,7 +27,9 @@ class ConvNet(nnx.Module):
         first, second = CHANNELS
         self.conv1 = nnx.Conv(3, first, (3, 3), kernel_init=split_over(None, None, None, "model"), rngs=rngs)
         self.norm = nnx.BatchNorm(first, rngs=rngs)
-        self.conv2 = nnx.Conv(first, second, (3, 3), kernel_init=split_over(None, None, "model", None), rngs=rngs)
+        self.conv2 = nnx.Conv(
+            first, second, (3, 3), kernel_init=split_over(None, None, "model", None), rngs=rngs
+        )
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.out = nnx.Linear(second, CLASSES, rngs=rngs)
 
@@ -74,7 +77,9 @@ def train(mesh, steps: int = 20) -> list[float]:
 
 
 def step_on(mesh):
-    return shardax.flax.shard_jit(train_step, mesh=mesh, in_shardings=(None, None, None, P("data")), donate_argnums=(0, 1, 2))
+    return shardax.flax.shard_jit(
+        train_step, mesh=mesh, in_shardings=(None, None, None, P("data")), donate_argnums=(0, 1, 2)
+    )
 
 
 def plan(mesh):

@@ -1,4 +1,5 @@
-"""A variational autoencoder in Haiku: `hk.transform` makes pure functions, which `shard_jit` takes as they are.
+"""A variational autoencoder in Haiku: `hk.transform` makes pure functions, which `shard_jit` takes as they
+are.
 
     python -m examples.haiku_vae
 
@@ -36,7 +37,10 @@ def autoencode(x):
 
 
 MODEL = hk.transform(autoencode)
-SPECS = {"encoder": {"w": P(None, "model"), "b": P("model")}, "decoder": {"w": P(None, "model"), "b": P("model")}}
+SPECS = {
+    "encoder": {"w": P(None, "model"), "b": P("model")},
+    "decoder": {"w": P(None, "model"), "b": P("model")},
+}
 
 
 def init(key) -> State:

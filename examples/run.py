@@ -1,4 +1,6 @@
-"""A train step that is written for one device, and what an example does when it is run: trains on 8, one beside them."""
+"""A train step that is written for one device, and what an example does when it is run: trains on 8, one
+beside them.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +29,9 @@ class Example(Protocol):
 
 @dataclass(frozen=True)
 class TrainStep:
-    """`init(key)` makes a state, `step(state, batch)` the next and a loss; `specs` of the state's shapes is how it lies."""
+    """`init(key)` makes a state, `step(state, batch)` the next and a loss; `specs` of the state's shapes is
+    how it lies.
+    """
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any], tuple[Any, Any]]
@@ -38,7 +42,9 @@ class TrainStep:
         """The decorated step: nothing else depends on the mesh."""
         if mesh is None:
             return jax.jit(self.step)
-        return sx.shard_jit(self.step, mesh=mesh, in_shardings=(self.specs(self.shapes()), P("data")), donate_argnums=0)
+        return sx.shard_jit(
+            self.step, mesh=mesh, in_shardings=(self.specs(self.shapes()), P("data")), donate_argnums=0
+        )
 
     def train(self, mesh, steps: int = 20) -> list[float]:
         step, state, losses = self.on(mesh), jax.jit(self.init)(jax.random.key(0)), []

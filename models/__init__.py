@@ -1,1 +1,3 @@
-"""Plain models, one file each; their shardings in short files beside them; and the main job, `python -m models.train`."""
+"""Plain models, one file each; their shardings in short files beside them; and the main job, `python -m
+models.train`.
+"""

@@ -1,4 +1,5 @@
-"""A small convolutional classifier, its shardings and its train step: batch over `data`, features over `model`.
+"""A small convolutional classifier, its shardings and its train step: batch over `data`, features over
+`model`.
 
 Shape suffixes: B batch, H height, W width, C channels, K classes.
 """

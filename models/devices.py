@@ -1,4 +1,6 @@
-"""The devices that the main job runs on: accelerators where there are any, else virtual CPU devices; and its processes."""
+"""The devices that the main job runs on: accelerators where there are any, else virtual CPU devices; and its
+processes.
+"""
 
 import math
 import os
@@ -37,7 +39,8 @@ def make_mesh(shape: Mapping[str, int] | None, processes: int = 1) -> Mesh:
         stop(f"--mesh {mesh_text(shape)} needs {wanted} devices, and there are {len(devices)}")
     if wanted < len(devices) and jax.process_count() > 1:
         stop(
-            f"--mesh {mesh_text(shape)} leaves out {len(devices) - wanted} of {len(devices)} devices: several processes use all"
+            f"--mesh {mesh_text(shape)} leaves out {len(devices) - wanted} of {len(devices)} devices: "
+            "several processes use all"
         )
     auto = (AxisType.Auto,) * len(shape)
     return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices[:wanted])
@@ -58,7 +61,9 @@ def mesh_text(shape: Mapping[str, int]) -> str:
 
 
 def _virtual_devices(wanted: int, processes: int) -> None:
-    """Asks for virtual CPU devices, which JAX makes when it first needs a device; accelerators are used before them."""
+    """Asks for virtual CPU devices, which JAX makes when it first needs a device; accelerators are used
+    before them.
+    """
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={max(VIRTUAL, wanted) // processes}"

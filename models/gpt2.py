@@ -1,6 +1,6 @@
 """GPT-2 in Flax linen, written for one device: nothing but `program` knows of meshes (Radford et al. 2019).
 
-Shape suffixes: B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H hidden, V vocabulary.
+Shape suffixes: B batch, S sequence (T: that attended to), M model, N heads, D head, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -54,8 +54,8 @@ class GPT2(nn.Module):
     @nn.compact
     def __call__(self, tokens_BS: Array) -> Array:
         c = self.config
-        embed = nn.Embed(c.vocab, c.model, dtype=c.dtype, embedding_init=nn.initializers.normal(0.02), name="embed")
-        position_SM = self.param("position", nn.initializers.normal(0.02), (c.seq, c.model))
+        embed = nn.Embed(c.vocab, c.model, dtype=c.dtype, embedding_init=normal(), name="embed")
+        position_SM = self.param("position", normal(), (c.seq, c.model))
         x_BSM = embed(tokens_BS) + position_SM[: tokens_BS.shape[1]].astype(c.dtype)
         x_BSM = layers(c, dropout(self, c, x_BSM))
         x_BSM = nn.LayerNorm(dtype=c.dtype, name="norm")(x_BSM)
@@ -81,8 +81,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BSM: Array, _: None) -> tuple[Array, None]:
         c = self.config
-        x_BSM += dropout(self, c, Attention(c, name="attention")(nn.LayerNorm(dtype=c.dtype, name="norm_1")(x_BSM)))
-        x_BSM += dropout(self, c, FeedForward(c, name="mlp")(nn.LayerNorm(dtype=c.dtype, name="norm_2")(x_BSM)))
+        norms = [nn.LayerNorm(dtype=c.dtype, name=f"norm_{i}") for i in (1, 2)]
+        x_BSM += dropout(self, c, Attention(c, name="attention")(norms[0](x_BSM)))
+        x_BSM += dropout(self, c, FeedForward(c, name="mlp")(norms[1](x_BSM)))
         return x_BSM, None
 
 
@@ -93,12 +94,13 @@ class Attention(nn.Module):
     def __call__(self, x_BSM: Array) -> Array:
         c = self.config
         head = c.model // c.heads
-        qkv_BS3ND = nn.DenseGeneral((3, c.heads, head), dtype=c.dtype, kernel_init=normal(), name="qkv")(x_BSM)
-        q_BSND, k_BTND, v_BTND = (y.squeeze(2) for y in jnp.split(qkv_BS3ND, 3, axis=2))
+        qkv = nn.DenseGeneral((3, c.heads, head), dtype=c.dtype, kernel_init=normal(), name="qkv")
+        out = nn.DenseGeneral(c.model, axis=(-2, -1), dtype=c.dtype, kernel_init=residual(c), name="out")
+        q_BSND, k_BTND, v_BTND = (y.squeeze(2) for y in jnp.split(qkv(x_BSM), 3, axis=2))
         logits_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND).astype(jnp.float32) * head**-0.5
         weights_BNST = jax.nn.softmax(causal(logits_BNST)).astype(c.dtype)
         y_BSND = jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND)
-        return nn.DenseGeneral(c.model, axis=(-2, -1), dtype=c.dtype, kernel_init=residual(c), name="out")(y_BSND)
+        return out(y_BSND)
 
 
 class FeedForward(nn.Module):
@@ -144,13 +146,13 @@ def logits(config: Config, params, tokens_BS: Array, dropout_key: Array | None =
 
 
 def loss(config: Config, params, text_BS: Array, dropout_key: Array | None = None) -> Array:
-    """The mean cross entropy, in nats, of each token given those before it. `text_BS` holds one token more than is read."""
+    """The mean cross entropy, in nats, of a token given those before it; `text_BS` has one token more."""
     logits_BSV = logits(config, params, text_BS[:, :-1], dropout_key)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BSV, text_BS[:, 1:]).mean()
 
 
 def program(mesh, size: str = "gpt2", batch: int = 64, seq: int = 1024):
-    """Its train step on a mesh with axes of data, fsdp and model, for `python -m shardax.explain models.gpt2`."""
+    """Its train step on a mesh of data, fsdp and model, for `python -m shardax.explain models.gpt2`."""
     if size not in SIZES:
         raise ValueError(f"size={size!r}: there are {', '.join(SIZES)}")
     config, tx = replace(SIZES[size], seq=seq), adamw(peak=1e-3, warmup=20, steps=200)

@@ -1,8 +1,9 @@
-"""The shardings of a GPT-2: parameters and batch. Optimizer state, gradients and activations follow by completion.
+"""The shardings of a GPT-2: parameters and batch. Optimizer state, gradients and activations follow by
+completion.
 
-`model` splits attention by heads, the feed-forward by its hidden dim (Megatron, Shoeybi et al. 2019) and the embedding by
-vocabulary; `data` splits the batch; `fsdp` splits both the batch and what `model` leaves of the large parameters. Any of
-them may be missing from the mesh.
+`model` splits attention by heads, the feed-forward by its hidden dim (Megatron, Shoeybi et al. 2019) and the
+embedding by vocabulary; `data` splits the batch; `fsdp` splits both the batch and what `model` leaves of the
+large parameters. Any of them may be missing from the mesh.
 """
 
 from collections.abc import Collection
@@ -30,12 +31,16 @@ PARAMS = (
 
 
 def param_specs(params, axes: Collection[str]):
-    """The PartitionSpec of each parameter, on a mesh with these axes. What no rule names (norms, biases) is replicated."""
+    """The PartitionSpec of each parameter, on a mesh with these axes. What no rule names (norms, biases) is
+    replicated.
+    """
     return specs_by_path(PARAMS, params, axes)
 
 
 def sharded_step(step: Step, state: State, mesh: Mesh | AbstractMesh):
-    """A GPT-2's train step by shardax: parameters and batch are annotated, the rest follows. `state` may be of shapes."""
+    """A GPT-2's train step by shardax: parameters and batch are annotated, the rest follows. `state` may be
+    of shapes.
+    """
     unknown = [axis for axis in mesh.axis_names if axis not in AXES]
     if unknown:
         raise ValueError(f"unknown axis {unknown[0]!r}: the shardings of models.gpt2 know {', '.join(AXES)}")

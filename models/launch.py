@@ -1,6 +1,8 @@
-"""The main job as several processes of this machine: `python -m models.launch 2 --steps 50`, options as for `models.train`.
+"""The main job as several processes of this machine: `python -m models.launch 2 --steps 50`, options as for
+`models.train`.
 
-Each process has its share of eight virtual devices. When one fails or is killed the others end too, by themselves.
+Each process has its share of eight virtual devices. When one fails or is killed the others end too, by
+themselves.
 """
 
 import os
@@ -33,7 +35,9 @@ def start(count: int, argv: Sequence[str], **options: Any) -> list[subprocess.Po
     command = [sys.executable, "-m", "models.train", *argv]
     if count > 1:
         command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
-    return [subprocess.Popen([*command, "--process", str(i)], env=environment(), **options) for i in range(count)]
+    return [
+        subprocess.Popen([*command, "--process", str(i)], env=environment(), **options) for i in range(count)
+    ]
 
 
 def environment(devices: int | None = None) -> Mapping[str, str]:

@@ -44,10 +44,14 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     if options.cluster and options.coordinator:
         stop("--cluster finds the coordinator itself: leave --coordinator out, or --cluster")
     if (options.processes > 1) != (options.coordinator is not None):
-        stop("--processes and --coordinator go together: --coordinator 127.0.0.1:7000 --processes 2 --process 0")
+        stop(
+            "--processes and --coordinator go together: --coordinator 127.0.0.1:7000 --processes 2 "
+            "--process 0"
+        )
     if options.process >= options.processes:
         stop(
-            f"--process {options.process} is not one of 0 to {options.processes - 1}, as --processes {options.processes} has it"
+            f"--process {options.process} is not one of 0 to {options.processes - 1}, as --processes "
+            f"{options.processes} has it"
         )
     if options.out.is_dir():
         stop(f"--out {options.out} is a folder: name a file, {options.out / 'loss.png'}")
@@ -70,7 +74,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--mesh", type=mesh_shape, metavar="data=4,model=2", help="axes, of data, fsdp and model (default: all devices)")
+    add(
+        "--mesh",
+        type=mesh_shape,
+        metavar="data=4,model=2",
+        help="axes, of data, fsdp and model (default: all devices)",
+    )
     add("--size", choices=list(gpt2.SIZES), default="default", help="of the model")
     add("--steps", type=_at_least(1), default=200)
     add("--batch", type=_at_least(1), default=16, help="sequences a step")
@@ -78,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", type=float, default=1e-3, help="peak of the learning rate")
     add("--dropout", type=_fraction, default=0.0)
     add("--seed", type=_at_least(0), default=0)
-    add("--compare", action="store_true", help="train by plain jax.jit on one device too, and compare the losses")
+    add(
+        "--compare",
+        action="store_true",
+        help="train by plain jax.jit on one device too, and compare the losses",
+    )
     add(
         "--partitioner",
         choices=PARTITIONERS,
@@ -86,12 +99,20 @@ def _parser() -> argparse.ArgumentParser:
         help="xla: jax.jit with the same shardings; both: their speeds",
     )
     add("--out", type=Path, default=Path("out/loss.png"), help="the plot of the loss")
-    add("--checkpoints", type=Path, help="a folder: the state is saved there, and a run goes on from the newest")
+    add(
+        "--checkpoints",
+        type=Path,
+        help="a folder: the state is saved there, and a run goes on from the newest",
+    )
     add("--save-every", type=_at_least(1), default=50, help="steps between saves")
     add("--coordinator", metavar="HOST:PORT", help="of process 0, where the job runs as several processes")
     add("--processes", type=_at_least(1), default=1, help="how many there are")
     add("--process", type=_at_least(0), default=0, help="which of them this is")
-    add("--cluster", action="store_true", help="several processes, as the cluster's own environment says (TPU pods, Slurm)")
+    add(
+        "--cluster",
+        action="store_true",
+        help="several processes, as the cluster's own environment says (TPU pods, Slurm)",
+    )
     return parser
 
 
@@ -105,7 +126,9 @@ def mesh_shape(text: str) -> dict[str, int]:
     for word in text.split(","):
         axis, _, size = word.partition("=")
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise argparse.ArgumentTypeError(f"'{word}' is not of the form axis=size, with an axis of {', '.join(AXES)}")
+            raise argparse.ArgumentTypeError(
+                f"'{word}' is not of the form axis=size, with an axis of {', '.join(AXES)}"
+            )
         if axis in shape:
             raise argparse.ArgumentTypeError(f"axis {axis} is named twice in '{text}'")
         shape[axis] = int(size)

@@ -57,7 +57,9 @@ def plot_losses(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     if jax.process_index() > 0:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats a token", title="GPT-2 on the Python standard library")
+    axes = figure.add_subplot(
+        xlabel="step", ylabel="loss, nats a token", title="GPT-2 on the Python standard library"
+    )
     for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):
         axes.plot(range(1, len(losses) + 1), losses, style, label=name)
     axes.legend()

@@ -12,14 +12,16 @@ Rules = Sequence[tuple[str, P]]
 def specs_by_path(rules: Rules, tree, axes: Collection[str]):
     """The spec of each leaf: that of the first rule whose pattern ends its path, else replicated.
 
-    Axes that the mesh lacks are dropped. A leaf with more dims than its spec (layers stacked in front) keeps those whole, so
-    optimizer states, whose paths end as their parameter's do, are covered too.
+    Axes that the mesh lacks are dropped. A leaf with more dims than its spec (layers stacked in front) keeps
+    those whole, so optimizer states, whose paths end as their parameter's do, are covered too.
 
     >>> stacked = {"up": {"kernel": jax.ShapeDtypeStruct((4, 8, 8), "float32")}}
     >>> specs_by_path([("up/kernel", P("fsdp", "model"))], stacked, ["model"])
     {'up': {'kernel': P(None, None, 'model')}}
     """
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(rules, path_name(path), leaf.ndim, axes), tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _spec(rules, path_name(path), leaf.ndim, axes), tree
+    )
 
 
 def path_name(path) -> str:

@@ -41,6 +41,8 @@ def make_step(loss: Callable[[Any, Any, Array], Array], tx: optax.GradientTransf
 
 
 def adamw(peak: float, warmup: int, steps: int, clip: float = 1.0) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm; the rate climbs to its peak over `warmup` steps, then falls to a tenth."""
+    """AdamW after clipping by the global norm; the rate climbs to its peak over `warmup` steps, then falls to
+    a tenth.
+    """
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), end_value=peak / 10)
     return optax.chain(optax.clip_by_global_norm(clip), optax.adamw(rate, b2=0.95, weight_decay=0.1))

@@ -39,7 +39,9 @@ def files(root: Path) -> list[Path]:
 
 
 def split(paths: Iterable[Path], root: Path) -> tuple[list[Path], list[Path]]:
-    """(training, held-out): one file in twenty is held out, by its name alone, so that no other file moves it."""
+    """(training, held-out): one file in twenty is held out, by its name alone, so that no other file moves
+    it.
+    """
     train, held_out = [], []
     for path in paths:
         (train if zlib.crc32(path.relative_to(root).as_posix().encode()) % 20 else held_out).append(path)
@@ -47,10 +49,14 @@ def split(paths: Iterable[Path], root: Path) -> tuple[list[Path], list[Path]]:
 
 
 def tokens(paths: Iterable[Path]) -> np.ndarray:
-    return np.concatenate([np.append(np.fromfile(path, np.uint8).astype(np.uint16), np.uint16(END)) for path in paths])
+    return np.concatenate(
+        [np.append(np.fromfile(path, np.uint8).astype(np.uint16), np.uint16(END)) for path in paths]
+    )
 
 
-def batch(stream: np.ndarray, step: int, seed: int, size: int, seq: int, rows: slice = slice(None)) -> np.ndarray:
+def batch(
+    stream: np.ndarray, step: int, seed: int, size: int, seq: int, rows: slice = slice(None)
+) -> np.ndarray:
     """The int32[B, S + 1] windows of a step, or `rows` of them: a function of `step` and `seed` alone."""
     starts_B = np.random.default_rng((seed, step)).integers(0, len(stream) - seq, size)
     return windows(stream, starts_B[rows], seq)

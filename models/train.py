@@ -1,4 +1,6 @@
-"""The main job: trains a GPT-2 on the Python standard library's source, over all devices. `python -m models.train --help`."""
+"""The main job: trains a GPT-2 on the Python standard library's source, over all devices. `python -m
+models.train --help`.
+"""
 
 import statistics
 import time
@@ -44,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def heading(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(job.state.params))
     return (
-        f"GPT-2 '{options.size}', {size / 1e6:.2f} M parameters, vocabulary {job.vocab}, "
-        f"on {mesh.size} {mesh.devices.flat[0].device_kind} devices{_processes()}, mesh {mesh_text(mesh.shape)}; "
+        f"GPT-2 '{options.size}', {size / 1e6:.2f} M parameters, vocabulary {job.vocab}, on {mesh.size} "
+        f"{mesh.devices.flat[0].device_kind} devices{_processes()}, mesh {mesh_text(mesh.shape)}; "
         f"{len(corpus.train) / 1e6:.1f} M training tokens"
     )
 
@@ -80,10 +82,14 @@ def make_trainer(partitioner: str, job: Job, mesh: Mesh) -> Trainer:
 def checkpoints(options: Options) -> AbstractContextManager[Checkpoints | None]:
     if options.checkpoints is None:
         return nullcontext()
-    return Checkpoints(options.checkpoints, options.save_every, {name: getattr(options, name) for name in DECISIVE}, stop)
+    return Checkpoints(
+        options.checkpoints, options.save_every, {name: getattr(options, name) for name in DECISIVE}, stop
+    )
 
 
-def run(trainer: Trainer, options: Options, corpus: text.Text, kept: Checkpoints | None = None) -> tuple[State, list[float]]:
+def run(
+    trainer: Trainer, options: Options, corpus: text.Text, kept: Checkpoints | None = None
+) -> tuple[State, list[float]]:
     """Trains from the newest saved state, else the first, to the last.
 
     The speed shown leaves out the first step, which compiles.
@@ -96,7 +102,9 @@ def run(trainer: Trainer, options: Options, corpus: text.Text, kept: Checkpoints
             state, loss = trainer.step(state, next(batches))
             losses.append(float(loss))
             start = start or time.perf_counter()
-            update(step + 1, losses[-1], tokens_per_second(step - first, options, time.perf_counter() - start))
+            update(
+                step + 1, losses[-1], tokens_per_second(step - first, options, time.perf_counter() - start)
+            )
             if kept:
                 kept.save(state, losses, last=step + 1 == options.steps)
     return state, losses
@@ -112,10 +120,14 @@ def begin(trainer: Trainer, options: Options, kept: Checkpoints | None) -> tuple
 
 
 def train_batches(options: Options, corpus: text.Text, trainer: Trainer, first: int = 0) -> Iterator[Any]:
-    """The batch of each step from `first` on, placed as it rests: a process makes the rows that its devices hold."""
+    """The batch of each step from `first` on, placed as it rests: a process makes the rows that its devices
+    hold.
+    """
     for step in count(first):
         made = partial(text.batch, corpus.train, step, options.seed, options.batch, options.seq)
-        yield made() if trainer.batch is None else place(made, (options.batch, options.seq + 1), trainer.batch)
+        yield (
+            made() if trainer.batch is None else place(made, (options.batch, options.seq + 1), trainer.batch)
+        )
 
 
 def place(rows: Callable[[slice], np.ndarray], shape: tuple[int, int], sharding: NamedSharding) -> jax.Array:
@@ -172,7 +184,10 @@ def race(trainer: Trainer, options: Options, corpus: text.Text) -> Iterator[floa
 
 def report_speed(trainer: Trainer, speeds: Sequence[float]) -> float:
     median = statistics.median(speeds)
-    print(f"{trainer.name}: {median:,.0f} tokens/s, the median of {', '.join(f'{speed:,.0f}' for speed in speeds)}")
+    print(
+        f"{trainer.name}: {median:,.0f} tokens/s, the median of "
+        f"{', '.join(f'{speed:,.0f}' for speed in speeds)}"
+    )
     return median
 
 

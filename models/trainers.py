@@ -53,7 +53,9 @@ def by_shardax(job: Job, mesh: Mesh) -> Trainer:
 def by_xla(job: Job, mesh: Mesh) -> Trainer:
     """`jax.jit` takes no dim that an axis does not divide: such axes are dropped, and said to be."""
     specs = specs_by_path(PARAMS, job.state, mesh.axis_names)
-    state = jax.tree.map(lambda spec, leaf: NamedSharding(mesh, dividing(spec, leaf.shape, mesh)), specs, job.state)
+    state = jax.tree.map(
+        lambda spec, leaf: NamedSharding(mesh, dividing(spec, leaf.shape, mesh)), specs, job.state
+    )
     batch = NamedSharding(mesh, dividing(on_axes(BATCH, mesh.axis_names), job.batch.shape, mesh))
     whole = NamedSharding(mesh, P())
     return Trainer(
@@ -79,7 +81,9 @@ def _sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDt
 
 def dividing(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The spec without the entries whose axes do not divide their dim."""
-    return P(*(entry if size % _ways(entry, mesh) == 0 else None for entry, size in zip(spec, shape, strict=False)))
+    return P(
+        *(entry if size % _ways(entry, mesh) == 0 else None for entry, size in zip(spec, shape, strict=False))
+    )
 
 
 def _ways(entry, mesh: Mesh) -> int:

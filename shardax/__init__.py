@@ -1,7 +1,18 @@
-"""A program for one device and a few sharding annotations in, one readable per-device program with explicit collectives out."""
+"""A program for one device and a few sharding annotations in, one readable per-device program with explicit
+collectives out.
+"""
 
 from shardax.annotations.annotate import annotate, replicate
-from shardax.annotations.systems import Partial, Replicate, Shard, mark_sharding, mesh_split, redistribute, shard, split
+from shardax.annotations.systems import (
+    Partial,
+    Replicate,
+    Shard,
+    mark_sharding,
+    mesh_split,
+    redistribute,
+    shard,
+    split,
+)
 from shardax.api import shard_jit
 from shardax.jit.abstract_state import abstract_state
 from shardax.options import Options, Refused
@@ -31,4 +42,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return __all__  # submodules are no public names; `shardax.flax`, `.testing` and `.check` are imported by name
+    """Submodules are no public names; `shardax.flax`, `.testing` and `.check` are imported by name."""
+    return __all__

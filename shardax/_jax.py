@@ -1,24 +1,27 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 64 entries, here by what the public API lacks:
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 64 entries, here by what the
+public API lacks:
 
-Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to change its
-equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some parameters, have changed:
-    Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns, under_local_mesh,
-    with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
-    dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, is_ref_aval, value_type,
-    without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp,
-    checkpoint_rule, register_dce.
+Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
+change its equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some
+parameters, have changed:
+    Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns,
+    under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable, dce,
+    dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, is_ref_aval,
+    value_type, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached,
+    lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
-    EMPTY_NAME_STACK, scope_names, user_line, current_line, with_user_frame, lines_of_their_own, hide_frames, boundary,
-    prefix_error, infer_names.
-The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether anything is being
-traced, the store that processes share:
+    EMPTY_NAME_STACK, scope_names, user_line, current_line, with_user_frame, lines_of_their_own, hide_frames,
+    boundary, prefix_error, infer_names.
+The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
+anything is being traced, the store that processes share:
     context_mesh, wants_own_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
-Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with our Python where
-its cache has nothing; the seconds of one compilation; shardings given to what is traced already:
+Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with
+our Python where its cache has nothing; the seconds of one compilation; shardings given to what is traced
+already:
     Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
 The rule of a custom_partitioning, which may be a callable of the user's that wants MLIR types:
     sharding_rule.
@@ -56,7 +59,9 @@ from jax._src import named_sharding as named_sharding_lib
 from jax._src import sharding_impls as sharding_lib
 from jax._src.custom_partitioning_sharding_rule import SdyShardingRule, str_to_sdy_sharding_rule
 from jax._src.interpreters import ad, batching, mlir
-from jax._src.interpreters import partial_eval as pe  # dce_jaxpr keeps effects and prunes inside scan, while and remat
+from jax._src.interpreters import (
+    partial_eval as pe,
+)  # dce_jaxpr keeps effects and prunes inside scan, while and remat
 from jax._src.state import AbstractRef, discharge
 from jaxlib import xla_client
 from jaxlib.mlir import ir
@@ -78,14 +83,18 @@ def is_literal(atom) -> bool:
 
 
 def closed(jaxpr) -> Any:
-    """A jaxpr with its constants; open jaxprs (remat2's, shard_map's) have none. One type in 0.12, two before."""
+    """A jaxpr with its constants; open jaxprs (remat2's, shard_map's) have none. One type in 0.12, two
+    before.
+    """
     return jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
 
 
 def expand_hi_primitive(eqn) -> Any:
     """The jaxpr of 0.12's call_hi_primitive (searchsorted, nonzero, custom_root): its expansion, traced."""
     prim = eqn.params["_prim"] if "_prim" in eqn.params else eqn.params["prim"]
-    return jax.make_jaxpr(lambda *flat: prim.expand(*jax.tree.unflatten(prim.in_tree, flat)))(*(v.aval for v in eqn.invars))
+    return jax.make_jaxpr(lambda *flat: prim.expand(*jax.tree.unflatten(prim.in_tree, flat)))(
+        *(v.aval for v in eqn.invars)
+    )
 
 
 def dce(jaxpr) -> Any:
@@ -96,11 +105,17 @@ def dce(jaxpr) -> Any:
 
 def dce_open(jaxpr) -> Any:
     """The same of a jaxpr that may be open, as bodies are."""
-    return dce(jaxpr) if hasattr(jaxpr, "consts") else pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return (
+        dce(jaxpr)
+        if hasattr(jaxpr, "consts")
+        else pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    )
 
 
 def scan_counts(params) -> tuple[int, int]:
-    """(number of constants, number of carries) of a scan equation: parameters in 0.10, a tree of them in 0.12."""
+    """(number of constants, number of carries) of a scan equation: parameters in 0.10, a tree of them in
+    0.12.
+    """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = map(len, params["ft_in"].unpack())
@@ -110,14 +125,17 @@ def scan_counts(params) -> tuple[int, int]:
 def user_line(source_info) -> str:
     """The place "file.py:12" in the user's own code that made an equation, "" where it is not known.
 
-    JAX's user frames include those of installed libraries (Flax, optax): the first outside them is the user's, if there is one.
+    JAX's user frames include those of installed libraries (Flax, optax): the first outside them is the
+    user's, if there is one.
     """
     frames = list(source_info_util.user_frames(source_info.traceback))
     own = [f for f in frames if not f.file_name.startswith(_LIBRARIES)] or frames
     return f"{own[0].file_name}:{own[0].start_line}" if own else ""
 
 
-_LIBRARIES = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")})
+_LIBRARIES = tuple(
+    {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), sysconfig.get_path("stdlib")}
+)
 
 
 def current_line() -> str:
@@ -126,7 +144,9 @@ def current_line() -> str:
 
 
 def with_user_frame(eqn, callers) -> Any:
-    """The source info of an equation, or of the innermost of its callers where its own has no user frame (jax.nn's jits)."""
+    """The source info of an equation, or of the innermost of its callers where its own has no user frame
+    (jax.nn's jits).
+    """
     for e in (eqn, *callers) if callers else ():
         if source_info_util.user_frame(e.source_info.traceback) is not None:
             return e.source_info
@@ -135,8 +155,8 @@ def with_user_frame(eqn, callers) -> Any:
 
 @contextmanager
 def lines_of_their_own():
-    """Inside, what is traced has the lines of the code that is run, not that of an equation which is just lowered or emitted.
-    The public `user_context` takes a line, but cannot take one away."""
+    """Inside, what is traced has the lines of the code that is run, not that of an equation which is just
+    lowered or emitted. The public `user_context` takes a line, but cannot take one away."""
     context = source_info_util._source_info_context
     before, context.context = context.context, source_info_util.new_source_info()
     try:
@@ -156,7 +176,8 @@ def is_concrete(tree) -> bool:
 
 
 def context_mesh() -> Any:
-    """The mesh in context, concrete where there is one: of use_abstract_mesh, jax.set_mesh, a legacy `with mesh:`, or None.
+    """The mesh in context, concrete where there is one: of use_abstract_mesh, jax.set_mesh, a legacy `with
+    mesh:`, or None.
 
     Under jit the public reader gives the abstract one alone.
     """
@@ -173,15 +194,17 @@ def wants_own_mesh(error: Exception) -> bool:
 
 
 def lowering_on(mesh) -> Any:
-    """A context in which a shard_map over an abstract mesh is lowered for `mesh`: JAX takes the one of jax.set_mesh, whatever
-    its axes."""
+    """A context in which a shard_map over an abstract mesh is lowered for `mesh`: JAX takes the one of
+    jax.set_mesh, whatever its axes."""
     concrete = mesh if isinstance(mesh, jax.sharding.Mesh) else mesh_lib.empty_concrete_mesh
     return sharding_lib._internal_use_concrete_mesh(concrete)
 
 
 @contextmanager
 def legacy_mesh(mesh):
-    """`with mesh:`, for which JAX warns: bare specs find it, and shard_maps may have meshes of their own all the same."""
+    """`with mesh:`, for which JAX warns: bare specs find it, and shard_maps may have meshes of their own all
+    the same.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         mesh.__enter__()
@@ -223,7 +246,9 @@ def infer_names(fun, argnums, argnames) -> tuple[tuple[int, ...], tuple[str, ...
 weakly_cached = util.weakref_lru_cache  # a cache that lives as long as its first argument; functools has none
 jvp_jaxpr = ad.jvp_jaxpr  # public from 0.12; memoized
 batch_jaxpr = batching.batch_jaxpr2  # says which results are batched, which jax.vmap does not
-partial_eval_jaxpr = pe.partial_eval_jaxpr_nounits_fwd  # the split of a jaxpr into what is known and what is not
+partial_eval_jaxpr = (
+    pe.partial_eval_jaxpr_nounits_fwd
+)  # the split of a jaxpr into what is known and what is not
 
 
 def checkpoint_rule(name: str) -> Any:
@@ -232,8 +257,8 @@ def checkpoint_rule(name: str) -> Any:
 
 
 def lazy_derivative(thunk, ctx, change) -> Any:
-    """The rule of a custom_jvp or custom_vjp equation, which JAX traces when it differentiates: in the equation's own context,
-    and with `change` applied to its jaxpr."""
+    """The rule of a custom_jvp or custom_vjp equation, which JAX traces when it differentiates: in the
+    equation's own context, and with `change` applied to its jaxpr."""
 
     def traced(*zeros):
         with ctx.manager:
@@ -252,8 +277,9 @@ def _closed_over(jaxpr, consts, **changes) -> Any:
 
 
 def lazy_vjp(eqn, change) -> dict[str, Any]:
-    """Both rules of a custom_vjp equation likewise, as parameters. What the backward rule is given has the types that the
-    forward rule gave it in the equation's own context, and they are known when that has been traced."""
+    """Both rules of a custom_vjp equation likewise, as parameters. What the backward rule is given has the
+    types that the forward rule gave it in the equation's own context, and they are known when that has been
+    traced."""
     forward, backward = eqn.params["fwd_jaxpr_thunk"], eqn.params["bwd"]
     made: list[Any] = []
 
@@ -274,7 +300,9 @@ def lazy_vjp(eqn, change) -> dict[str, Any]:
         changed = change(jaxpr)
         found = tree.unflatten(core.eval_jaxpr(changed.jaxpr, changed.consts, *(args[i] for i in moving)))
         return jax.tree.map(
-            lambda x: _untyped_zero(x) if type(x) is ad_util.Zero else x, found, is_leaf=lambda x: type(x) is ad_util.Zero
+            lambda x: _untyped_zero(x) if type(x) is ad_util.Zero else x,
+            found,
+            is_leaf=lambda x: type(x) is ad_util.Zero,
         )
 
     return {
@@ -284,10 +312,17 @@ def lazy_vjp(eqn, change) -> dict[str, Any]:
 
 
 def _backward_jaxpr(backward, args, avals) -> tuple[Any, Any, list[int]]:
-    """Of those arguments that are no zeros, which are given by their numbers; and the structure of its results, in which zeros
-    have no leaves."""
-    moving = [i for i, x in enumerate(args) if not isinstance(x, ad_util.SymbolicZero) and x.dtype != jax.dtypes.float0]
-    full = [ad_util.SymbolicZero(a) if isinstance(x, ad_util.SymbolicZero) else x for x, a in zip(args, avals, strict=True)]
+    """Of those arguments that are no zeros, which are given by their numbers; and the structure of its
+    results, in which zeros have no leaves."""
+    moving = [
+        i
+        for i, x in enumerate(args)
+        if not isinstance(x, ad_util.SymbolicZero) and x.dtype != jax.dtypes.float0
+    ]
+    full = [
+        ad_util.SymbolicZero(a) if isinstance(x, ad_util.SymbolicZero) else x
+        for x, a in zip(args, avals, strict=True)
+    ]
     trees: list[Any] = []
 
     def run(*xs):
@@ -306,7 +341,9 @@ def _untyped_zero(zero) -> Any:
 
 
 def register_dce(primitive, rule) -> None:
-    """`rule(used_outputs, eqn)` gives (used inputs, equation or None); 0.12 also passes which inputs are live."""
+    """`rule(used_outputs, eqn)` gives (used inputs, equation or None); 0.12 also passes which inputs are
+    live.
+    """
     pe.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
@@ -326,8 +363,14 @@ def with_eqns(jaxpr, eqns) -> Any:
 
 
 def with_constants_made(jaxpr, made) -> Any:
-    """The same closed jaxpr, where closed jaxprs of one equation and no arguments make the constants of some variables."""
-    kept = [(var, const) for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True) if var not in made]
+    """The same closed jaxpr, where closed jaxprs of one equation and no arguments make the constants of some
+    variables.
+    """
+    kept = [
+        (var, const)
+        for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)
+        if var not in made
+    ]
     eqns = [eqn.replace(outvars=[var]) for var, one in made.items() for (eqn,) in [one.jaxpr.eqns]]
     new = {"constvars": [var for var, _ in kept], "eqns": [*eqns, *jaxpr.jaxpr.eqns]}
     return _closed_over(jaxpr.jaxpr, [const for _, const in kept], **new)
@@ -336,7 +379,9 @@ def with_constants_made(jaxpr, made) -> Any:
 def on_line_of(eqn, jaxpr) -> Any:
     """The same closed jaxpr, its equations on the user's line of another one."""
     traceback = eqn.source_info.traceback
-    return with_eqns(jaxpr, [e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in jaxpr.jaxpr.eqns])
+    return with_eqns(
+        jaxpr, [e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in jaxpr.jaxpr.eqns]
+    )
 
 
 _JAXPRS = (core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr))
@@ -351,7 +396,9 @@ def has_bodies(eqn) -> bool:
 
 
 def _holds_jaxprs(param) -> bool:
-    return isinstance(param, _JAXPRS) or isinstance(param, tuple) and any(isinstance(x, _JAXPRS) for x in param)
+    return (
+        isinstance(param, _JAXPRS) or isinstance(param, tuple) and any(isinstance(x, _JAXPRS) for x in param)
+    )
 
 
 def replaced_eqns(jaxpr, eqns) -> Any:
@@ -372,9 +419,15 @@ new_variable = core.Var
 
 
 def with_bodies(eqn, change) -> Any:
-    """An equation, each jaxpr in its parameters as `change` returns it; the equation itself where none is another."""
+    """An equation, each jaxpr in its parameters as `change` returns it; the equation itself where none is
+    another.
+    """
     new = {name: _changed(param, change) for name, param in eqn.params.items() if _holds_jaxprs(param)}
-    return eqn.replace(params={**eqn.params, **new}) if any(eqn.params[name] is not x for name, x in new.items()) else eqn
+    return (
+        eqn.replace(params={**eqn.params, **new})
+        if any(eqn.params[name] is not x for name, x in new.items())
+        else eqn
+    )
 
 
 def _changed(param, change):
@@ -401,18 +454,20 @@ def _under_local_mesh(eqn):
 
 def map_eqns(jaxpr, change) -> Any:
     """The jaxpr with every equation, those of jaxprs in parameters first, as `change` returns it."""
-    return replaced_eqns(jaxpr, [change(with_bodies(eqn, lambda body: map_eqns(body, change))) for eqn in jaxpr.eqns])
+    return replaced_eqns(
+        jaxpr, [change(with_bodies(eqn, lambda body: map_eqns(body, change))) for eqn in jaxpr.eqns]
+    )
 
 
 Committed = tuple[tuple[tuple[str, int], ...], tuple[int, ...] | None, tuple[tuple[str, ...], ...]]
 
 
 def committed_dims(operand, device_count: int) -> Committed | None:
-    """Where a lowered value is an argument of the program, committed to a mesh of all devices: that mesh's axes, the places of
-    its devices among the program's (None: in their order), and the axes of each dim.
+    """Where a lowered value is an argument of the program, committed to a mesh of all devices: that mesh's
+    axes, the places of its devices among the program's (None: in their order), and the axes of each dim.
 
-    jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it: as Shardy's attribute, or, with
-    `jax_use_shardy_partitioner` off, as GSPMD's, which knows of no axes.
+    jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it: as Shardy's
+    attribute, or, with `jax_use_shardy_partitioner` off, as GSPMD's, which knows of no axes.
     """
     if not isinstance(operand, ir.BlockArgument):
         return None
@@ -432,14 +487,21 @@ def _sdy_dims(attribute, device_count: int) -> Committed | None:
         return None  # while jax.jit lowers arguments, meshes are no symbols of the module yet
     mesh = sdy.MeshAttr(sharding.mesh_or_ref)
     axes = tuple((axis.name, axis.size) for axis in map(sdy.MeshAxisAttr, mesh.axes))
-    dims = [[sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in sharding.dimension_shardings]
-    if any(axis.sub_axis_info is not None for dim in dims for axis in dim) or math.prod(n for _, n in axes) != device_count:
+    dims = [
+        [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in sharding.dimension_shardings
+    ]
+    if (
+        any(axis.sub_axis_info is not None for dim in dims for axis in dim)
+        or math.prod(n for _, n in axes) != device_count
+    ):
         return None
     return axes, None, tuple(tuple(axis.name for axis in dim) for dim in dims)
 
 
 def _tiled_dims(attribute, device_count: int) -> Committed | None:
-    """A tile assignment as a mesh of its own, with an axis for each dim. "{replicated}" has none, and no dims."""
+    """A tile assignment as a mesh of its own, with an axis for each dim. "{replicated}" has none, and no
+    dims.
+    """
     sharding = _hlo_sharding(ir.StringAttr(attribute).value_bytes)
     if sharding.is_replicated():
         return (("all", device_count),), None, ()
@@ -465,7 +527,9 @@ def _hlo_sharding(text: bytes) -> Any:
 
 
 def with_cache_miss(jitted, miss) -> Any:
-    """A jax.jit function whose C++ calls `miss` where its cache has nothing for a call, and nothing of ours where it has."""
+    """A jax.jit function whose C++ calls `miss` where its cache has nothing for a call, and nothing of ours
+    where it has.
+    """
     kind: Any = type(jitted)
     twin = kind.__new__(kind)
     twin.__setstate__({**jitted.__getstate__(), "cache_miss": miss})
@@ -474,12 +538,16 @@ def with_cache_miss(jitted, miss) -> Any:
 
 
 def cache_miss(jitted) -> Any:
-    """What the C++ of a jax.jit function calls where its cache has nothing: gives results, and what is to be cached."""
+    """What the C++ of a jax.jit function calls where its cache has nothing: gives results, and what is to be
+    cached.
+    """
     return jitted.__getstate__()["cache_miss"]
 
 
 class TimedLowered(jax.stages.Lowered):
-    """A Lowered that tells `done` the seconds that compiling it took. JAX's own has no such hook for one program."""
+    """A Lowered that tells `done` the seconds that compiling it took. JAX's own has no such hook for one
+    program.
+    """
 
     __slots__ = ("done",)
 
@@ -496,7 +564,8 @@ class TimedLowered(jax.stages.Lowered):
 
 
 class PlacedTraced(jax.stages.Traced):
-    """A Traced that is lowered with the shardings of all arguments and of all results that `shardings()` gives, flat lists.
+    """A Traced that is lowered with the shardings of all arguments and of all results that `shardings()`
+    gives, flat lists.
 
     JAX's own has no other way to them than tracing the function again.
     """
@@ -524,17 +593,22 @@ def sharding_rule(params, mesh, operands, results) -> Any:
         return rule
     with mlir.make_ir_context(), ir.Location.unknown():
         types = (
-            [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in side] for side in (operands, results)
+            [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in side]
+            for side in (operands, results)
         )
         rule = rule(*params["static_args"], mesh, *types)
     rule, kinds = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (rule, {})
     if not isinstance(rule, str | SdyShardingRule):
-        raise ValueError(f"the sharding_rule of a custom_partitioning gave {rule!r}: give a SdyShardingRule or a string")
+        raise ValueError(
+            f"the sharding_rule of a custom_partitioning gave {rule!r}: give a SdyShardingRule or a string"
+        )
     return str_to_sdy_sharding_rule(rule, **kinds) if isinstance(rule, str) else rule
 
 
 def key_value_store() -> Any:
-    """What the processes of `jax.distributed` can all read and write, None where there is one process. No public reader."""
+    """What the processes of `jax.distributed` can all read and write, None where there is one process. No
+    public reader.
+    """
     return distributed.global_state.client
 
 
@@ -597,6 +671,9 @@ def boundary(fun):
     return call
 
 
-DONATED_AGAIN_CRASHES = jax.__version_info__ < (0, 11)  # what was donated, given again: a segmentation fault; later an error
+DONATED_AGAIN_CRASHES = jax.__version_info__ < (
+    0,
+    11,
+)  # what was donated, given again: a segmentation fault; later an error
 traceback_util.register_exclusion(os.path.dirname(__file__))  # our frames are hidden as JAX's are
 source_info_util.register_exclusion(os.path.dirname(__file__))  # and are no user's lines

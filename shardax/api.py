@@ -35,15 +35,15 @@ def shard_jit(
 ) -> Any:
     """`jax.jit(fun)`, partitioned over a mesh. Without `fun` it returns a decorator.
 
-    Args:
-      fun: a function of pytrees of arrays, written for one device.
-      mesh: the devices that it runs on. Without it, the mesh of `in_shardings`, of the context (`jax.set_mesh`, `with
+    Args: fun: a function of pytrees of arrays, written for one device. mesh: the devices that it runs on.
+      Without it, the mesh of `in_shardings`, of the context (`jax.set_mesh`, `with
         mesh:`), or of the arguments. An AbstractMesh can be planned and lowered for, but not run on.
-      in_shardings: a tree that is a prefix of the tuple of positional arguments that are not static, whether a call gives
-        them by position or by name. Keyword-only arguments are left to completion. A leaf is a PartitionSpec, a
-        NamedSharding, or None, which means the sharding of a committed argument, and else leaves it to completion.
-      out_shardings: a tree that is a prefix of the results. None leaves a result to completion, or, where it succeeds a donated
-        argument, gives it the sharding of that argument.
+      in_shardings: a tree that is a prefix of the tuple of positional arguments that are not static, whether
+        a call gives them by position or by name. Keyword-only arguments are left to completion. A leaf is a
+        PartitionSpec, a NamedSharding, or None, which means the sharding of a committed argument, and else
+        leaves it to completion.
+      out_shardings: a tree that is a prefix of the results. None leaves a result to completion, or, where it
+        succeeds a donated argument, gives it the sharding of that argument.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as for `jax.jit`.
       transforms: functions from global jaxpr to global jaxpr, applied in order before it is partitioned.
       options: see `Options`.
@@ -74,26 +74,33 @@ def shard_jit(
     static = _jax.infer_names(fun, static_argnums, static_argnames)
     donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
     named = {"mesh=": mesh, "in_shardings": mesh_of(in_shardings), "out_shardings": mesh_of(out_shardings)}
-    by, wanted = next(((f", named by {by} of shard_jit,", m) for by, m in named.items() if m is not None), ("", None))
-    function = Function(fun, wanted, by, in_shardings, out_shardings, static, donated, tuple(transforms), options)
+    by, wanted = next(
+        ((f", named by {by} of shard_jit,", m) for by, m in named.items() if m is not None), ("", None)
+    )
+    function = Function(
+        fun, wanted, by, in_shardings, out_shardings, static, donated, tuple(transforms), options
+    )
     return ShardJit(function)
 
 
 class ShardJit:
     """What `shard_jit` returns. It is called as the function is.
 
-    `plan`, `lower`, `trace` and `eval_shape` take the arguments of a call, which may be `jax.ShapeDtypeStruct`s.
-    `__wrapped__` is the function itself.
+    `plan`, `lower`, `trace` and `eval_shape` take the arguments of a call, which may be
+    `jax.ShapeDtypeStruct`s. `__wrapped__` is the function itself.
     """
 
-    # `__call__` is a slot that holds jax.jit's own C++ function, so that a call has no frame of ours and no lookup.
+    # `__call__` is a slot that holds jax.jit's own C++ function, so that a call has no frame of ours and no
+    # lookup.
     __slots__ = ("__call__", "__dict__", "__weakref__")
 
     def __init__(self, function: Function):
         wrapper: Any = self
         functools.update_wrapper(wrapper, function.fun)
         self._function = function
-        self._jits: dict[Any, Any] = {}  # by the mesh that was found on the arguments; under None, where none had to be
+        self._jits: dict[
+            Any, Any
+        ] = {}  # by the mesh that was found on the arguments; under None, where none had to be
         self.__call__ = function.guarded(_jax.with_cache_miss(self._on(None), self._miss))
 
     def __get__(self, instance, owner=None):
@@ -107,7 +114,8 @@ class ShardJit:
     def trace(self, /, *args, **kwargs) -> jax.stages.Traced:
         """The program before it is partitioned, as `jax.jit(fun).trace`.
 
-        What is lowered from it, also by `jax.export`, names the shardings of all arguments and results, and takes no others.
+        What is lowered from it, also by `jax.export`, names the shardings of all arguments and results, and
+        takes no others.
         """
         self._function.check_sizes(args, kwargs)
         traced = self._stage(attrgetter("trace"), args, kwargs)
@@ -117,11 +125,15 @@ class ShardJit:
 
     @_jax.boundary
     def lower(self, /, *args, **kwargs) -> jax.stages.Lowered:
-        """The partitioned program in StableHLO, as `jax.jit(fun).lower`. It and its `.compile()` add to `Plan.phases`."""
+        """The partitioned program in StableHLO, as `jax.jit(fun).lower`. It and its `.compile()` add to
+        `Plan.phases`.
+        """
         self._function.check_sizes(args, kwargs)
         entering = self._function.entering(args, kwargs)
         args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.abstractly)
-        lowered = self._stage(lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs)
+        lowered = self._stage(
+            lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs
+        )
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return lowered
         phases = self._call(self._stage(attrgetter("trace"), args, kwargs), args, kwargs).built().phases
@@ -134,7 +146,9 @@ class ShardJit:
 
     @_jax.boundary
     def plan(self, /, *args, **kwargs):
-        """What the partitioned program does, why, and what it costs; needs no devices. See `shardax.explain.plan.Plan`."""
+        """What the partitioned program does, why, and what it costs; needs no devices. See
+        `shardax.explain.plan.Plan`.
+        """
         self._function.check_sizes(args, kwargs)
         start = time.perf_counter()
         traced = self._stage(attrgetter("trace"), args, kwargs)
@@ -156,7 +170,9 @@ class ShardJit:
 
     @_jax.boundary
     def _miss(self, /, *args, **kwargs):
-        """Handles a call for which nothing is compiled yet. All our work happens here; later calls are `jax.jit`'s alone."""
+        """Handles a call for which nothing is compiled yet. All our work happens here; later calls are
+        `jax.jit`'s alone.
+        """
         self._function.check_devices(args, kwargs)
         entering = self._function.entering(args, kwargs)
         args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.eagerly)
@@ -168,7 +184,11 @@ class ShardJit:
         leaving, outs, *to_cache = self._stage(calling, args, kwargs)
         if not entering and not leaving:
             return outs, *to_cache
-        return _across(leaving, outs, self._function.mesh_for(args, kwargs)), None, *to_cache[1:]  # every call comes here
+        return (
+            _across(leaving, outs, self._function.mesh_for(args, kwargs)),
+            None,
+            *to_cache[1:],
+        )  # every call comes here
 
     def _stage(self, stage_of: Callable[[Any], Callable[..., Any]], args, kwargs):
         try:
@@ -179,8 +199,8 @@ class ShardJit:
     def _told(self, jitted, args, kwargs, entering: Sequence[Crossing] = ()) -> tuple[Any, list[Crossing]]:
         """The `jax.jit` function to call, and the results that have to cross to another mesh after the call.
 
-        JAX would name one mesh for all results. Where the program has several, the function is told the sharding of each
-        result.
+        JAX would name one mesh for all results. Where the program has several, the function is told the
+        sharding of each result.
         """
         if not _jax.is_eager((args, kwargs)) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return jitted, []
@@ -198,7 +218,9 @@ class ShardJit:
     def _call(self, traced: jax.stages.Traced, args, kwargs, entering: Sequence[Crossing] = ()) -> Call:
         mesh = self._function.mesh_for(args, kwargs)
         assert mesh is not None
-        return Call(self._function, traced, mesh, [x for _, x in self._function.named_leaves(args, kwargs)], entering)
+        return Call(
+            self._function, traced, mesh, [x for _, x in self._function.named_leaves(args, kwargs)], entering
+        )
 
     def _jit_for(self, args, kwargs):
         return self._on(None if self._function.known_mesh() else mesh_of((args, kwargs)))
@@ -211,4 +233,6 @@ class ShardJit:
 
 def _across(leaving: Sequence[Crossing], outs, mesh):
     crossings, (leaves, tree) = {c.number: c for c in leaving}, jax.tree.flatten(outs)
-    return tree.unflatten(crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves))
+    return tree.unflatten(
+        crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves)
+    )

@@ -1,7 +1,8 @@
 """Python's cyclic garbage collector, out of the way while programs are traced and planned.
 
-Both make many objects that stay and few cycles. The collector would walk them over and over: a third of the time of a plan for
-GPT-2. What was made meanwhile it takes for old afterwards, and walks when it next walks all.
+Both make many objects that stay and few cycles. The collector would walk them over and over: a third of the
+time of a plan for GPT-2. What was made meanwhile it takes for old afterwards, and walks when it next walks
+all.
 """
 
 import gc

@@ -24,16 +24,18 @@ from shardax.validation import require, require_function, require_names, require
 
 @_jax.boundary
 def specs(tree: Any, rules: Rules | None = None) -> Any:
-    """The shardings that the names in a pytree of Flax variables ask for: a PartitionSpec where there are names, else None.
+    """The shardings that the names in a pytree of Flax variables ask for: a PartitionSpec where there are
+    names, else None.
 
-    None leaves an array to completion, where `nn.get_partition_spec` would keep it whole. Arrays in the state of an optimizer
-    get None, even where nnx copied the names of a parameter to them: their shardings follow from the parameters by
-    completion.
+    None leaves an array to completion, where `nn.get_partition_spec` would keep it whole. Arrays in the state
+    of an optimizer get None, even where nnx copied the names of a parameter to them: their shardings follow
+    from the parameters by completion.
 
-    Args:
-      tree: linen variables with boxes, an `nnx.State`, or pytrees of these, of arrays or of shapes (`jax.eval_shape`).
-      rules: pairs of a name and a mesh axis. Without them, the rules of a box or Variable are taken, then those in context
-        (`nn.logical_axis_rules`). Where there are no rules, the names of `nn.Partitioned` and of Variables are mesh axes.
+    Args: tree: linen variables with boxes, an `nnx.State`, or pytrees of these, of arrays or of shapes
+      (`jax.eval_shape`). rules: pairs of a name and a mesh axis. Without them, the rules of a box or Variable
+      are taken, then those in context
+        (`nn.logical_axis_rules`). Where there are no rules, the names of `nn.Partitioned` and of Variables
+        are mesh axes.
 
     Raises ValueError where there are no rules for `nn.LogicallyPartitioned`.
 
@@ -76,11 +78,13 @@ def shard_jit(
     donate_argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Any:
-    """`shardax.shard_jit` for functions of nnx objects. As by `nnx.jit`, what the function changes in them is written back.
+    """`shardax.shard_jit` for functions of nnx objects. As by `nnx.jit`, what the function changes in them is
+    written back.
 
-    Modules, optimizers, `Rngs` and metrics may stand anywhere in the arguments and the results, shared or not. Where
-    `in_shardings` says nothing about an argument (None), its Variables rest as their metadata says (see `specs`), and so for
-    results. Other leaves of the shardings are a PartitionSpec for all of an object, or the `nnx.State` that `specs` makes.
+    Modules, optimizers, `Rngs` and metrics may stand anywhere in the arguments and the results, shared or
+    not. Where `in_shardings` says nothing about an argument (None), its Variables rest as their metadata says
+    (see `specs`), and so for results. Other leaves of the shardings are a PartitionSpec for all of an object,
+    or the `nnx.State` that `specs` makes.
 
     Args:
       fun: a function of pytrees of arrays and nnx objects. Without it, the decorator.
@@ -102,13 +106,17 @@ def shard_jit(
             donate_argnums=donate_argnums,
             **options,
         )
-    require_function(fun, "fun of shardax.flax.shard_jit", "a function: give shardings and the mesh by their names")
+    require_function(
+        fun, "fun of shardax.flax.shard_jit", "a function: give shardings and the mesh by their names"
+    )
     require_numbers(static_argnums, "static_argnums of shardax.flax.shard_jit")
     require_numbers(donate_argnums, "donate_argnums of shardax.flax.shard_jit")
     require_names(options.get("static_argnames"), "static_argnames of shardax.flax.shard_jit")
     given = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     step = api.shard_jit(
-        _of_states(fun, given, out_shardings, *_jax.infer_names(fun, static_argnums, options.get("static_argnames"))),
+        _of_states(
+            fun, given, out_shardings, *_jax.infer_names(fun, static_argnums, options.get("static_argnames"))
+        ),
         in_shardings=(None, *given) if isinstance(given, tuple) else given,
         out_shardings=(None, None, out_shardings),
         static_argnums=_shifted(static_argnums),
@@ -120,26 +128,33 @@ def shard_jit(
 
 @_jax.boundary
 def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kwargs: Any) -> Any:
-    """`shardax.abstract_state` for what `shardax.flax.shard_jit` returned: an object among the arguments gives its `nnx.State`.
+    """`shardax.abstract_state` for what `shardax.flax.shard_jit` returned: an object among the arguments
+    gives its `nnx.State`.
 
-    The objects may be abstract (`nnx.eval_shape`). What comes out is a value for `out_shardings=` of the function that makes
-    the objects, and what orbax restores into.
+    The objects may be abstract (`nnx.eval_shape`). What comes out is a value for `out_shardings=` of the
+    function that makes the objects, and what orbax restores into.
 
-    >>> step = shard_jit(lambda model, x: model(x), mesh=jax.make_mesh((1,), ("x",)), in_shardings=(None, PartitionSpec("x")))
+    >>> mesh = jax.make_mesh((1,), ("x",))
+    >>> step = shard_jit(lambda model, x: model(x), mesh=mesh, in_shardings=(None, PartitionSpec("x")))
     >>> model = nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     >>> abstract_state(step, model, jax.ShapeDtypeStruct((4, 2), "float32"))["kernel"].sharding.spec
     P(None, None)
     """
     if not isinstance(step, NnxShardJit):
         raise ValueError(
-            f"abstract_state: step is {step!r}, which shardax.flax.shard_jit did not make: give it shard_jit(fun, ...)"
+            f"abstract_state: step is {step!r}, which shardax.flax.shard_jit did not make: give it "
+            "shard_jit(fun, ...)"
         )
     require_numbers(argnums, "argnums of abstract_state", or_none=False)
-    return step._of_states(functools.partial(abstract_arguments, step._step, argnums=_shifted(argnums)), args, kwargs)
+    return step._of_states(
+        functools.partial(abstract_arguments, step._step, argnums=_shifted(argnums)), args, kwargs
+    )
 
 
 class NnxShardJit:
-    """What `shardax.flax.shard_jit` returns: called as the function is. `plan` and `lower` are those of `shard_jit`."""
+    """What `shardax.flax.shard_jit` returns: called as the function is. `plan` and `lower` are those of
+    `shard_jit`.
+    """
 
     def __init__(self, fun: Callable[..., Any], step: Any):
         functools.update_wrapper(self, fun)
@@ -177,9 +192,15 @@ _TAG = "shardax.flax.shard_jit"
 
 
 def _of_states(
-    fun: Callable[..., Any], in_shardings: Any, out_shardings: Any, static_nums: Sequence[int], static_names: Sequence[str]
+    fun: Callable[..., Any],
+    in_shardings: Any,
+    out_shardings: Any,
+    static_nums: Sequence[int],
+    static_names: Sequence[str],
 ) -> Callable[..., Any]:
-    """The pure function: states in the places of the objects, their graphs before all other arguments and results."""
+    """The pure function: states in the places of the objects, their graphs before all other arguments and
+    results.
+    """
     names = [name for name in positional_names(fun) if name not in static_names]
 
     def pure(graphs, *states, **kwstates):
@@ -202,10 +223,15 @@ def _of_states(
 
 
 def _with_graphs(fun: Callable[..., Any]) -> inspect.Signature:
-    """The signature of the pure function: names and numbers of arguments are inferred from it, and messages use them."""
+    """The signature of the pure function: names and numbers of arguments are inferred from it, and messages
+    use them.
+    """
     own = inspect.signature(fun)
     graphs = inspect.Parameter("graphs", inspect.Parameter.POSITIONAL_ONLY)
-    first = [p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p for p in own.parameters.values()]
+    first = [
+        p.replace(kind=p.POSITIONAL_OR_KEYWORD) if p.kind is p.POSITIONAL_ONLY else p
+        for p in own.parameters.values()
+    ]
     return own.replace(parameters=[graphs, *first])
 
 
@@ -218,11 +244,15 @@ def _said(in_shardings: Any, count: int) -> list[bool]:
 
 def _annotated(tree):
     """The states in a tree, their arrays split as their metadata says."""
-    return jax.tree.map(lambda x: annotate(x, specs(x)) if isinstance(x, nnx.State) else x, tree, is_leaf=_is_whole)
+    return jax.tree.map(
+        lambda x: annotate(x, specs(x)) if isinstance(x, nnx.State) else x, tree, is_leaf=_is_whole
+    )
 
 
 def _split(context, tree) -> tuple[tuple[Any, ...], Any]:
-    """The graph of each object in a tree, None for each other leaf; and the tree with the objects' states in their places."""
+    """The graph of each object in a tree, None for each other leaf; and the tree with the objects' states in
+    their places.
+    """
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
     pairs = [context.split(x) if _is_object(x) else (None, x) for x in leaves]
     return tuple(graph for graph, _ in pairs), structure.unflatten([x for _, x in pairs])

@@ -13,18 +13,20 @@ _CHIPS = CHIPS | {"slow": SLOW}
 class Options:
     """Frozen and hashable; the same options and the same program give the same plan.
 
-    strict (False): what to do about what nobody asked for. That is a primitive without a rule, which runs replicated, and the
-      collectives that bring an operand to the sharding that its primitive needs. It is not what annotations ask for, the sums
-      that split contractions owe, or what halos and scans exchange. False: the primitive warns. "warn": both warn, once for
-      each line of the user's. True: both are refused with a ValueError. See `docs/strict.md`.
-    max_gather_bytes (None): the largest array, in bytes on each device, that an all_gather may make, asked for or not. Larger
-      ones are refused; with `strict="warn"` they warn.
-    allow (()): what is exempt from both, as patterns with the wildcards of file names: primitives ("sort"), collectives
-      ("all_to_all"), or the user's lines ("*/gpt2.py:41").
-    chip (None): the chip for whose prices programs are chosen: one of "v3", "v4", "v5e", "v5p", "v6e", "H200", a
-      `shardax.cost.chips.Chip`, or "devices": that of the mesh. Where the mesh's devices are that chip, their places say which
-      axes run over which links. None: a nominal chip, all devices equally near, so that one program is chosen everywhere.
-      "slow": one on which whatever can be split is, however small, to test what rules and kernels do then.
+    strict (False): what to do about what nobody asked for. That is a primitive without a rule, which runs
+      replicated, and the collectives that bring an operand to the sharding that its primitive needs. It is
+      not what annotations ask for, the sums that split contractions owe, or what halos and scans exchange.
+      False: the primitive warns. "warn": both warn, once for each line of the user's. True: both are refused
+      with a ValueError. See `docs/strict.md`.
+    max_gather_bytes (None): the largest array, in bytes on each device, that an all_gather may make, asked
+      for or not. Larger ones are refused; with `strict="warn"` they warn.
+    allow (()): what is exempt from both, as patterns with the wildcards of file names: primitives ("sort"),
+      collectives ("all_to_all"), or the user's lines ("*/gpt2.py:41").
+    chip (None): the chip for whose prices programs are chosen: one of "v3", "v4", "v5e", "v5p", "v6e",
+      "H200", a `shardax.cost.chips.Chip`, or "devices": that of the mesh. Where the mesh's devices are that
+      chip, their places say which axes run over which links. None: a nominal chip, all devices equally near,
+      so that one program is chosen everywhere. "slow": one on which whatever can be split is, however small,
+      to test what rules and kernels do then.
 
     Raises ValueError for other values.
 
@@ -41,12 +43,16 @@ class Options:
         if not isinstance(self.strict, bool | str) or self.strict not in (False, True, "warn"):
             raise ValueError(f'Options(strict={self.strict!r}): must be False, "warn" or True')
         if self.max_gather_bytes is not None and not is_whole(self.max_gather_bytes, 0):
-            raise ValueError(f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None")
+            raise ValueError(
+                f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None"
+            )
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
         if not (self.chip is None or isinstance(self.chip, Chip) or self.chip in ("devices", *_CHIPS)):
             names = ", ".join(f'"{name}"' for name in (*_CHIPS, "devices"))
-            raise ValueError(f"Options(chip={self.chip!r}): must be one of {names}, a shardax.cost.chips.Chip, or None")
+            raise ValueError(
+                f"Options(chip={self.chip!r}): must be one of {names}, a shardax.cost.chips.Chip, or None"
+            )
 
     @property
     def priced_for(self) -> Chip | None:
@@ -57,6 +63,8 @@ class Options:
 
 
 class Refused(ValueError):
-    """Raised where `Options` refuse a program. If `.plan` raised it, `error.plan` is the plan that was refused."""
+    """Raised where `Options` refuse a program. If `.plan` raised it, `error.plan` is the plan that was
+    refused.
+    """
 
     plan: Any = None

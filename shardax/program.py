@@ -47,10 +47,10 @@ AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 class Program:
     """What `build` makes.
 
-    `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over `mesh`, the refined
-    one. `arguments` and `results` say how each lies between calls, on a mesh that the user named, `in_shardings` and
-    `out_shardings` the same in the axes of `mesh`; every shard has the same size there. `phases` holds the seconds that each
-    phase took; lowering and compiling add theirs.
+    `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over
+    `mesh`, the refined one. `arguments` and `results` say how each lies between calls, on a mesh that the
+    user named, `in_shardings` and `out_shardings` the same in the axes of `mesh`; every shard has the same
+    size there. `phases` holds the seconds that each phase took; lowering and compiling add theirs.
     """
 
     jaxpr: Any
@@ -76,11 +76,14 @@ class Program:
         return crossings("result", self.jaxpr.out_avals, self.results, self.refinement)
 
     def left(self, mesh: AnyMesh) -> tuple[NamedSharding, ...]:
-        """The shardings in which the compiled program leaves its results. Those that cross outside are left on the refined
-        mesh.
+        """The shardings in which the compiled program leaves its results. Those that cross outside are left
+        on the refined mesh.
         """
         outside = {
-            c.number: placed_here(c, p.sharding.rank) for c in self.leaving if c.outside for p in (self.results[c.number],)
+            c.number: placed_here(c, p.sharding.rank)
+            for c in self.leaving
+            if c.outside
+            for p in (self.results[c.number],)
         }
         return tuple(outside.get(i, placement).on(mesh) for i, placement in enumerate(self.results))
 
@@ -106,8 +109,8 @@ def build(jaxpr, given: tuple[Sharding | Placement | None, ...], mesh: AnyMesh, 
 
 
 def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
-    """The shardings that completion alone gives to the results of a global jaxpr, in axes of `mesh`: of none, where it has no
-    spec for them."""
+    """The shardings that completion alone gives to the results of a global jaxpr, in axes of `mesh`: of none,
+    where it has no spec for them."""
     with collector.paused():
         whole = _graph(jaxpr)
         refined, _, done = _completed(whole, (None,) * len(whole.inputs), mesh)
@@ -136,13 +139,17 @@ _FINDERS = (
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
     options = options or Options()
     built = _build_one(jaxpr, given, mesh, options)
-    report_replicated(built.decisions, built.refinement.sizes, strict=options.strict is True, allow=options.allow)
+    report_replicated(
+        built.decisions, built.refinement.sizes, strict=options.strict is True, allow=options.allow
+    )
     if options.strict or options.max_gather_bytes is not None:
         _check(built, options)
     return built
 
 
-def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options) -> Program:
+def _build_one(
+    jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options
+) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = _graph(jaxpr)
@@ -164,20 +171,26 @@ def _build_one(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMes
     with timed(phases, "passes"):
         local = scopes.named(combine.combined(dead.dropped(share.shared(local)), refined.sizes))
     (ins, outs), (arguments, results) = shardings, rests
-    return Program(local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases)
+    return Program(
+        local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases
+    )
 
 
 def _check(built: Program, options: Options) -> None:
-    """Checks the program against strict mode. An argument that comes in on a mesh which the program itself names may cross."""
+    """Checks the program against strict mode. An argument that comes in on a mesh which the program itself
+    names may cross.
+    """
     refined = built.refinement
-    crossed = [x for c in built.entering if c.there.mesh not in refined.named for x in c.collectives(built.mesh)]
+    crossed = [
+        x for c in built.entering if c.there.mesh not in refined.named for x in c.collectives(built.mesh)
+    ]
     found = [*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)]
     strict.check(found, options, refined.shown, dict.fromkeys(_conflicts(built.graph, refined)))
 
 
 def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
-    """The annotations that are only read by another annotation, which asks for something else. Arguments may rest in another
-    sharding than they are used in, and so may results.
+    """The annotations that are only read by another annotation, which asks for something else. Arguments may
+    rest in another sharding than they are used in, and so may results.
     """
     makers = {node.outputs[0]: node for node, note in annotations.among(graph.nodes) if note.role == "inside"}
     reads = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
@@ -186,7 +199,9 @@ def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
         if maker is not None and note.role == "inside" and reads[node.inputs[0]] == 1:
             before = annotations.of_node(maker)
             assert before is not None
-            if any(None not in pair and pair[0] != pair[1] for pair in zip(before.dims, note.dims, strict=True)):
+            if any(
+                None not in pair and pair[0] != pair[1] for pair in zip(before.dims, note.dims, strict=True)
+            ):
                 yield strict.Conflict(*(_said(n, x, refined) for n, x in ((maker, before), (node, note))))
     for body in (body for node in graph.nodes for body in node.bodies):
         yield from _conflicts(body, refined)
@@ -205,7 +220,8 @@ def _completed(
 ) -> tuple[Refinement, list[Placement | None], Completion]:
     """The mesh that the program runs on, how arguments rest, and the completion on it.
 
-    Where a reshape needs a part of an axis, which only completion tells, the mesh is refined and all is completed anew.
+    Where a reshape needs a part of an axis, which only completion tells, the mesh is refined and all is
+    completed anew.
     """
     found = sites.sites(program, mesh)
     committed = [p.mesh for p in given if isinstance(p, Placement)]
@@ -224,20 +240,33 @@ def _completed(
 def _resting(
     program: Graph, completion: Completion, resting: Sequence[Placement | None], refined: Refinement
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-    """How arguments and results rest: as given, as the argument that they succeed, else nearest to what was completed."""
+    """How arguments and results rest: as given, as the argument that they succeed, else nearest to what was
+    completed.
+    """
     ins = tuple(
-        placement or refined.rest(completion.sharding(v), v.shape) for v, placement in zip(program.inputs, resting, strict=True)
+        placement or refined.rest(completion.sharding(v), v.shape)
+        for v, placement in zip(program.inputs, resting, strict=True)
     )
     notes = {node.outputs[0]: note for node, note in completion.notes}
     return ins, tuple(_result(v, notes.get(v), ins, completion, refined) for v in program.outputs)
 
 
-def _result(value: Value, note: annotations.Annotation | None, ins: Sequence[Placement], completion: Completion, refined):
+def _result(
+    value: Value,
+    note: annotations.Annotation | None,
+    ins: Sequence[Placement],
+    completion: Completion,
+    refined,
+):
     if note is None or note.like is None:
         across = note is not None and note.names_result
         return refined.rest(completion.sharding(value), value.shape, note and note.on, across)
     argument = ins[note.like]
-    return argument if refined.may_rest_on(argument.mesh) else refined.rest(refined.sharding(argument), value.shape)
+    return (
+        argument
+        if refined.may_rest_on(argument.mesh)
+        else refined.rest(refined.sharding(argument), value.shape)
+    )
 
 
 def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refinement):
@@ -247,7 +276,9 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
     full = [0 not in v.shape for v in program.inputs]
 
     def local(*shards):
-        return tuple(emit(decisions, _with_empty(full, shards, decisions.inputs, program, sizes), sizes, refined.shown))
+        return tuple(
+            emit(decisions, _with_empty(full, shards, decisions.inputs, program, sizes), sizes, refined.shown)
+        )
 
     def run(*args):
         """Arguments without elements stay outside: XLA takes no shard_map all of whose operands are such."""
@@ -258,7 +289,9 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
     return jax.make_jaxpr(run)(*(shape_of(v.aval) for v in program.inputs))
 
 
-def _with_empty(full: Sequence[bool], shards: Sequence[Any], layouts: Sequence[Layout], program: Graph, sizes: AxisSizes):
+def _with_empty(
+    full: Sequence[bool], shards: Sequence[Any], layouts: Sequence[Layout], program: Graph, sizes: AxisSizes
+):
     given, slots = iter(shards), zip(full, program.inputs, layouts, strict=True)
     return [next(given) if has else lax.empty(lay.local_shape(sizes), v.aval.dtype) for has, v, lay in slots]
 

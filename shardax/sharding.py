@@ -1,4 +1,6 @@
-"""How a value lies on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and pending reductions."""
+"""How a value lies on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and pending
+reductions.
+"""
 
 import itertools
 import math
@@ -12,7 +14,8 @@ AxisSizes = Mapping[str, int]  # mesh axis -> number of devices along it, in mes
 
 
 def rows_apart(axes: Axes, size: int, sizes: AxisSizes) -> Axes:
-    """The first axes that split a dim of this size into single rows, with nothing left; all of them where there are no such.
+    """The first axes that split a dim of this size into single rows, with nothing left; all of them where
+    there are no such.
 
     >>> rows_apart(("x", "y"), 4, {"x": 4, "y": 2}), rows_apart(("x", "y"), 3, {"x": 4, "y": 2})
     (('x',), ('x', 'y'))
@@ -29,8 +32,11 @@ def shard_count(axes: Axes, sizes: AxisSizes) -> int:
     return math.prod([sizes[a] for a in axes])
 
 
-def in_mesh_order(axes: Axes, pairs: Iterable[tuple[int, int]], sizes: AxisSizes) -> tuple[Axes, list[tuple[int, int]]]:
-    """The same axes in mesh order, and pairs of devices, counted along `axes` as they stand, counted along these.
+def in_mesh_order(
+    axes: Axes, pairs: Iterable[tuple[int, int]], sizes: AxisSizes
+) -> tuple[Axes, list[tuple[int, int]]]:
+    """The same axes in mesh order, and pairs of devices, counted along `axes` as they stand, counted along
+    these.
 
     >>> in_mesh_order(("y", "x"), [(0, 1)], {"x": 2, "y": 3})
     (('x', 'y'), [(0, 3)])
@@ -66,7 +72,9 @@ class Sharding:
     def __post_init__(self):
         axes = self.axes
         if len(set(axes)) != len(axes):
-            raise ValueError(f"a mesh axis is used twice in {self}: each axis splits at most one dim; drop one of its uses")
+            raise ValueError(
+                f"a mesh axis is used twice in {self}: each axis splits at most one dim; drop one of its uses"
+            )
 
     @property
     def axes(self) -> Axes:
@@ -119,15 +127,18 @@ def from_spec(spec: Iterable, rank: int) -> Sharding:
     """
     dims = tuple(map(entry_axes, spec))
     if len(dims) > rank:
-        raise ValueError(f"{spec} has {len(dims)} entries, the value has rank {rank}: drop the entries past it")
+        raise ValueError(
+            f"{spec} has {len(dims)} entries, the value has rank {rank}: drop the entries past it"
+        )
     return Sharding(dims + ((),) * (rank - len(dims)))
 
 
 def at_rest(sharding: Sharding, shape: tuple[int, ...], sizes: AxisSizes) -> Sharding:
-    """The nearest sharding under which every shard has the same size, as a `jax.Array` between calls must have.
+    """The nearest sharding under which every shard has the same size, as a `jax.Array` between calls must
+    have.
 
-    Each dim keeps the longest run of major axes that divides it. An axis that it cannot keep moves to the largest other dim
-    that it divides, else it is dropped.
+    Each dim keeps the longest run of major axes that divides it. An axis that it cannot keep moves to the
+    largest other dim that it divides, else it is dropped.
 
     >>> at_rest(Sharding((("x",), ())), (257, 64), {"x": 4})
     P(None, 'x')
@@ -153,9 +164,10 @@ def _dividing_prefix(axes: Axes, size: int, sizes: AxisSizes) -> Axes:
 class Layout:
     """A Sharding, the padded size of each dim, and the reductions that are still owed.
 
-    A dim that no axis splits is never padded. A split dim of true size n is stored as `count` equal blocks that together
-    hold `padded >= n` positions; positions n and beyond hold garbage. `pending` maps mesh axes to the reduction
-    ("sum", "max", "min") that is still owed over them: the value is the reduction of the devices' values along that axis.
+    A dim that no axis splits is never padded. A split dim of true size n is stored as `count` equal blocks
+    that together hold `padded >= n` positions; positions n and beyond hold garbage. `pending` maps mesh axes
+    to the reduction ("sum", "max", "min") that is still owed over them: the value is the reduction of the
+    devices' values along that axis.
     """
 
     sharding: Sharding
@@ -209,10 +221,10 @@ def whole(shape: tuple[int, ...]) -> Layout:
 class Padding:
     """To what size each dim is padded: for the finest split that the program gives to dims of its size.
 
-    Ceil-division does not nest (blocks of ceil(257/8) straddle blocks of ceil(257/4)), so a dim that is split over (x,) in one
-    place and over (x, y) in another is padded for (x, y) in both: coarser shards are whole multiples of finer ones, and
-    moving between them is an exact slice or all_gather.
-    `splits` holds (dim size, axes) for every split that the program uses.
+    Ceil-division does not nest (blocks of ceil(257/8) straddle blocks of ceil(257/4)), so a dim that is split
+    over (x,) in one place and over (x, y) in another is padded for (x, y) in both: coarser shards are whole
+    multiples of finer ones, and moving between them is an exact slice or all_gather. `splits` holds (dim
+    size, axes) for every split that the program uses.
     """
 
     sizes: AxisSizes
@@ -233,6 +245,8 @@ class Padding:
             return size
         return round_up(size, self._finest.get((size, axes)) or shard_count(axes, self.sizes))  # type: ignore[attr-defined]
 
-    def layout(self, sharding: Sharding, shape: tuple[int, ...], pending: tuple[tuple[str, str], ...] = ()) -> Layout:
+    def layout(
+        self, sharding: Sharding, shape: tuple[int, ...], pending: tuple[tuple[str, str], ...] = ()
+    ) -> Layout:
         """The layout of a value of this shape under `sharding`."""
         return Layout(sharding, tuple(map(self.padded, shape, sharding.dims)), pending)

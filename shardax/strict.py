@@ -1,4 +1,6 @@
-"""Strict mode: refuses, warns of or allows what nobody asked for. It is read off the collectives of the final local program."""
+"""Strict mode: refuses, warns of or allows what nobody asked for. It is read off the collectives of the final
+local program.
+"""
 
 import math
 import warnings
@@ -30,9 +32,10 @@ class Unasked:
     def __str__(self):
         sent = f"each device sends {bytes_text(comm_bytes(self.collectives))} per call"
         return (
-            f"{self.primitive} at {self.line or 'an unknown line'} needs an operand in {self.needs}, which no annotation asks "
-            f"for: {_listed(self.collectives)} ({sent}). Annotate the operand, as in shardax.annotate(x, {self.needs}), split "
-            f"it otherwise, or allow it: Options(allow=({self.primitive!r},))"
+            f"{self.primitive} at {self.line or 'an unknown line'} needs an operand in {self.needs}, which "
+            f"no annotation asks for: {_listed(self.collectives)} ({sent}). Annotate the operand, as in "
+            f"shardax.annotate(x, {self.needs}), split it otherwise, or allow it: "
+            f"Options(allow=({self.primitive!r},))"
         )
 
 
@@ -48,10 +51,9 @@ class TooLarge:
         reason = f", because of {c.reason}" if c.reason else ""
         operand = ", ".join(map(array_text, c.operands))
         return (
-            f"{c.kind} over {','.join(c.axes)} of {operand} at {c.line or 'an unknown line'} makes an array of "
-            f"{gathered_bytes(c):,} bytes on each device{reason}; "
-            f"max_gather_bytes={self.limit:,}. Split it otherwise, raise the limit, or allow it: "
-            f"Options(allow=({_place(c)!r},))"
+            f"{c.kind} over {','.join(c.axes)} of {operand} at {c.line or 'an unknown line'} makes an array "
+            f"of {gathered_bytes(c):,} bytes on each device{reason}; max_gather_bytes={self.limit:,}. Split "
+            f"it otherwise, raise the limit, or allow it: Options(allow=({_place(c)!r},))"
         )
 
 
@@ -64,8 +66,9 @@ class Entered:
     def __str__(self):
         return (
             f"{self.collective.reason}, which does not fit the program's mesh: each device sends "
-            f"{bytes_text(self.collective.total)} per call to bring it there, which nobody asked for. Place it on the "
-            "program's mesh once (jax.device_put), name its mesh in in_shardings, or allow it: Options(allow=('ppermute',))"
+            f"{bytes_text(self.collective.total)} per call to bring it there, which nobody asked for. Place "
+            "it on the program's mesh once (jax.device_put), name its mesh in in_shardings, or allow it: "
+            "Options(allow=('ppermute',))"
         )
 
 
@@ -79,8 +82,9 @@ class Conflict:
     def __str__(self):
         (one, line, wanted), (other, _, last) = self.first, self.second
         return (
-            f"{one} asks for {wanted}, and {other} for {last}, of one value: nothing is computed between them, so that "
-            f"the first only moves it. Drop one of them, or allow it: Options(allow=({'*/' + line.rsplit('/', 1)[-1]!r},))"
+            f"{one} asks for {wanted}, and {other} for {last}, of one value: nothing is computed between "
+            "them, so that the first only moves it. Drop one of them, or allow it: "
+            f"Options(allow=({'*/' + line.rsplit('/', 1)[-1]!r},))"
         )
 
 
@@ -88,7 +92,12 @@ Shown = Callable[[Sharding], object]
 """A sharding as a person reads it."""
 
 
-def check(collectives: Sequence[Collective], options: Options, shown: Shown = str, conflicts: Iterable[Conflict] = ()) -> None:
+def check(
+    collectives: Sequence[Collective],
+    options: Options,
+    shown: Shown = str,
+    conflicts: Iterable[Conflict] = (),
+) -> None:
     """Refuses or warns of what the options do not allow.
 
     Raises:
@@ -104,7 +113,9 @@ def check(collectives: Sequence[Collective], options: Options, shown: Shown = st
         warnings.warn(str(finding), stacklevel=2)
 
 
-def findings(collectives: Iterable[Collective], options: Options, shown: Shown = str) -> Iterator[Unasked | TooLarge | Entered]:
+def findings(
+    collectives: Iterable[Collective], options: Options, shown: Shown = str
+) -> Iterator[Unasked | TooLarge | Entered]:
     """What these options do not allow, the dearest first."""
     limit = math.inf if options.max_gather_bytes is None else options.max_gather_bytes
     found = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _reader(c))]

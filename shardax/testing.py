@@ -1,4 +1,6 @@
-"""Assertions for users' own tests: a plan is compared with a file of theirs, so that a new collective fails their CI."""
+"""Assertions for users' own tests: a plan is compared with a file of theirs, so that a new collective fails
+their CI.
+"""
 
 import json
 import os
@@ -19,8 +21,8 @@ from shardax.validation import is_number, require
 def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update: bool = False) -> None:
     """Asserts that what a function sends, and how its arguments and results rest, is as a file says.
 
-    Where there is no file, or with `update`, the file is written, and a warning says so: commit it. Lines of the user's code
-    count by their file only, so that edits above them change nothing.
+    Where there is no file, or with `update`, the file is written, and a warning says so: commit it. Lines of
+    the user's code count by their file only, so that edits above them change nothing.
 
     Args:
       f: what `shard_jit` returned. It may be on an AbstractMesh: no devices are needed.
@@ -33,23 +35,34 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
       ValueError: the file is not a plan, or is one of another program, mesh or types of arguments.
 
     >>> import tempfile, jax, shardax as sx
-    >>> f = sx.shard_jit(lambda x: 2 * x, mesh=jax.sharding.AbstractMesh((4,), ("x",)), in_shardings=jax.P("x"))
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
+    >>> f = sx.shard_jit(lambda x: 2 * x, mesh=mesh, in_shardings=jax.P("x"))
     >>> file = Path(tempfile.mkdtemp(), "plan.json")
     >>> with warnings.catch_warnings(action="ignore"):
     ...     assert_plan(f, (jax.ShapeDtypeStruct((8,), "float32"),), file)
     >>> assert_plan(f, (jax.ShapeDtypeStruct((8,), "float32"),), file)
     """
-    require(isinstance(file, str | os.PathLike), "file of assert_plan", file, "a path, such as 'tests/plans/train_step.json'")
+    require(
+        isinstance(file, str | os.PathLike),
+        "file of assert_plan",
+        file,
+        "a path, such as 'tests/plans/train_step.json'",
+    )
     path, now = Path(file), record(_plan(f, args))
     if update or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(now), indent=1) + "\n")
-        warnings.warn(f"assert_plan wrote the plan of {now.program} to {path}: read it, and commit it", stacklevel=2)
+        warnings.warn(
+            f"assert_plan wrote the plan of {now.program} to {path}: read it, and commit it", stacklevel=2
+        )
         return
     before, anew = read(path), "Give each its own file, or write this one anew: assert_plan(..., update=True)"
     check_same_program(before, now, str(path), anew)
     if before.mesh != now.mesh:
-        raise ValueError(f"{path} is the plan of {before.named} on another mesh, {before.mesh}; this is on {now.mesh}. {anew}")
+        raise ValueError(
+            f"{path} is the plan of {before.named} on another mesh, {before.mesh}; this is on {now.mesh}. "
+            f"{anew}"
+        )
     different = changes(before, now)
     if different:
         raise AssertionError(
@@ -63,9 +76,8 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
 def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[str] = ()) -> None:
     """Asserts that a function sends nothing, or nothing of these kinds ("all_gather", "all_reduce", ...).
 
-    Raises:
-      AssertionError: it sends some; the text has a line for each collective, with the user's line and the reason.
-      ValueError: there is no such kind.
+    Raises: AssertionError: it sends some; the text has a line for each collective, with the user's line and
+      the reason. ValueError: there is no such kind.
 
     >>> import jax, shardax as sx
     >>> f = sx.shard_jit(jax.numpy.sum, mesh=jax.sharding.AbstractMesh((4,), ("x",)), in_shardings=jax.P("x"))
@@ -73,13 +85,23 @@ def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[s
     """
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     ok = isinstance(kinds, Collection) and all(isinstance(kind, str) for kind in kinds)
-    require(ok, "kinds of assert_no_collectives", kinds, "a kind of collective, such as 'all_gather', or a tuple of them")
+    require(
+        ok,
+        "kinds of assert_no_collectives",
+        kinds,
+        "a kind of collective, such as 'all_gather', or a tuple of them",
+    )
     for kind in kinds:
         if kind not in KINDS.values():
-            raise ValueError(f"kinds={kinds!r}: there is no {kind!r}; give some of {', '.join(sorted(set(KINDS.values())))}")
+            raise ValueError(
+                f"kinds={kinds!r}: there is no {kind!r}; give some of "
+                f"{', '.join(sorted(set(KINDS.values())))}"
+            )
     found = [c for c in _plan(f, args).collectives if not kinds or c.kind in kinds]
     if found:
-        raise AssertionError(f"{_name(f)} sends, {bytes_text(comm_bytes(found))} per call and device:\n{_listed(found)}")
+        raise AssertionError(
+            f"{_name(f)} sends, {bytes_text(comm_bytes(found))} per call and device:\n{_listed(found)}"
+        )
 
 
 @_jax.boundary
@@ -97,8 +119,8 @@ def assert_max_bytes(f: Any, args: Sequence[Any], nbytes: int) -> None:
     plan = _plan(f, args)
     if plan.comm_bytes > nbytes:
         raise AssertionError(
-            f"each device sends {plan.comm_bytes:,} bytes in a call of {_name(f)}, which is more than {nbytes:,}:\n"
-            + _listed(plan.collectives)
+            f"each device sends {plan.comm_bytes:,} bytes in a call of {_name(f)}, which is more than "
+            f"{nbytes:,}:\n" + _listed(plan.collectives)
         )
 
 
@@ -106,7 +128,9 @@ def _plan(f: Any, args: Sequence[Any]) -> Any:
     if not hasattr(f, "plan"):
         raise ValueError(f"{_name(f)} has no plan: give what shardax.shard_jit made of it")
     if not isinstance(args, tuple | list):
-        raise ValueError(f"args of {_name(f)} is of type {type(args).__name__}: give the tuple of the arguments of a call")
+        raise ValueError(
+            f"args of {_name(f)} is of type {type(args).__name__}: give the tuple of the arguments of a call"
+        )
     return f.plan(*args)
 
 

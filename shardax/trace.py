@@ -1,4 +1,6 @@
-"""Traces a function to the global jaxpr, in which the shardings that the user gave are recorded as annotation equations."""
+"""Traces a function to the global jaxpr, in which the shardings that the user gave are recorded as annotation
+equations.
+"""
 
 import functools
 import inspect
@@ -13,7 +15,16 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax, collector
-from shardax.annotations.annotate import Dims, OtherDevices, Role, bind_annotation, broadcast_specs, dims_of, flatten, own_mesh
+from shardax.annotations.annotate import (
+    Dims,
+    OtherDevices,
+    Role,
+    bind_annotation,
+    broadcast_specs,
+    dims_of,
+    flatten,
+    own_mesh,
+)
 from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
 from shardax.meshes import sites
 from shardax.rewrites.constants import with_made_constants
@@ -22,11 +33,13 @@ from shardax.sharding import Sharding
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be traced: a function of pytrees, its arguments, and what the user said about their shardings.
+    """What is to be traced: a function of pytrees, its arguments, and what the user said about their
+    shardings.
 
-    `args` and `kwargs` are the dynamic arguments, `names` what messages call those in `args`, `donated` the donated flat
-    arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results. `named_by` says in messages who named
-    the mesh. `kw_shardings` are those of some of `kwargs`, which in_shardings covers.
+    `args` and `kwargs` are the dynamic arguments, `names` what messages call those in `args`, `donated` the
+    donated flat arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results. `named_by`
+    says in messages who named the mesh. `kw_shardings` are those of some of `kwargs`, which in_shardings
+    covers.
     """
 
     fun: Callable[..., Any]
@@ -43,9 +56,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Traced:
-    """`jaxpr` takes the flat arguments, then `consts`, what the function closed over; `out_tree` is its results' structure.
+    """`jaxpr` takes the flat arguments, then `consts`, what the function closed over; `out_tree` is its
+    results' structure.
 
-    The flat arguments `refs` are Refs. It takes what they hold, and its last results are what they hold in the end.
+    The flat arguments `refs` are Refs. It takes what they hold, and its last results are what they hold in
+    the end.
     """
 
     jaxpr: Any
@@ -56,7 +71,9 @@ class Traced:
 
 @dataclass(frozen=True)
 class Slot:
-    """A flat argument or result: how messages name it, its path, and what the user said of its sharding and memory."""
+    """A flat argument or result: how messages name it, its path, and what the user said of its sharding and
+    memory.
+    """
 
     name: str
     path: str
@@ -78,7 +95,8 @@ class Slot:
 def trace(request: Request) -> Traced:
     """The global jaxpr of a function.
 
-    Raises ValueError where a sharding tree does not fit; what the function itself raises comes through as it is.
+    Raises ValueError where a sharding tree does not fit; what the function itself raises comes through as it
+    is.
     """
     try:
         with collector.paused():
@@ -101,7 +119,9 @@ def _trace(request: Request) -> Traced:
         out_trees.append(out_tree)
         likes = _successors(slots, results)
         written = [_annotated(ref[...], replace(slots[i], dims=None), i) for i, ref in refs.items()]
-        return [_annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)] + written
+        return [
+            _annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)
+        ] + written
 
     flat.__signature__ = _signature(slots)  # type: ignore[attr-defined]
     jaxpr = sites.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
@@ -165,12 +185,16 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
         _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
         source, aval = f"out_shardings{path}", jax.typeof(x)
-        results.append(Slot(f"result{path}", path, source, "result", aval, dims, own_mesh(spec), _memory(spec)))
+        results.append(
+            Slot(f"result{path}", path, source, "result", aval, dims, own_mesh(spec), _memory(spec))
+        )
     return results, leaves, tree
 
 
 def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:
-    """For each result the donated argument that it succeeds: of its path and type, else the first free one of its type."""
+    """For each result the donated argument that it succeeds: of its path and type, else the first free one of
+    its type.
+    """
     free: dict[tuple, dict[int, Slot]] = {}
     for i, slot in enumerate(slots):
         if slot.donated:
@@ -193,7 +217,9 @@ def _type_of(slot: Slot) -> tuple[tuple[int, ...], Any]:
 def _annotated(x, slot: Slot, like: int | None = None):
     if slot.dims is not None or like is not None:
         dims = slot.dims or (None,) * len(slot.aval.shape)
-        words = (slot.source, slot.role) if slot.dims else (f"{slot.name}, which succeeds an argument", "implied")
+        words = (
+            (slot.source, slot.role) if slot.dims else (f"{slot.name}, which succeeds an argument", "implied")
+        )
         x = bind_annotation(x, dims, *words, like, slot.mesh)
     return x if slot.memory in (None, memory_of(jax.typeof(x))) else jax.device_put(x, slot.memory)
 
@@ -204,12 +230,15 @@ def _memory(spec) -> Any:
     return None if kind is None else jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host
 
 
-def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], mesh: Mesh | AbstractMesh):
+def _make_jaxpr(
+    flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], mesh: Mesh | AbstractMesh
+):
     """No one mesh context accepts all programs.
 
-    Auto allows a bare PartitionSpec in with_sharding_constraint, but no Explicit array that the function closes over, which the
-    empty context allows. `reshard`, `out_sharding=` and islands with an Explicit mesh want types, as under `jax.jit`. Islands
-    over another mesh than the program's are allowed in the empty context, and where `with mesh:` gives bare specs their mesh.
+    Auto allows a bare PartitionSpec in with_sharding_constraint, but no Explicit array that the function
+    closes over, which the empty context allows. `reshard`, `out_sharding=` and islands with an Explicit mesh
+    want types, as under `jax.jit`. Islands over another mesh than the program's are allowed in the empty
+    context, and where `with mesh:` gives bare specs their mesh.
     """
     auto, empty = abstract_mesh(auto_mesh(mesh)), AbstractMesh((), ())
     attempts = [lambda: _traced(flat, leaves, slots, auto)]
@@ -232,7 +261,9 @@ def _make_jaxpr(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence
 
 def _traced(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], context: AbstractMesh):
     with jax.sharding.use_abstract_mesh(context):
-        return _jax.without_refs(jax.make_jaxpr(flat)(*_arranged([shape_of(slot.aval) for slot in slots], slots)))
+        return _jax.without_refs(
+            jax.make_jaxpr(flat)(*_arranged([shape_of(slot.aval) for slot in slots], slots))
+        )
 
 
 def _traced_typed(flat, leaves: Sequence[Any], slots: Sequence[Slot], mesh: AbstractMesh, auto: AbstractMesh):
@@ -262,7 +293,10 @@ def _arranged(shapes: Sequence[Any], slots: Sequence[Slot]) -> list[_Leaves]:
 def _signature(slots: Sequence[Slot]) -> inspect.Signature:
     """The signature of a function of `_arranged` leaves, so that JAX's messages name the user's arguments."""
     names = list(dict.fromkeys(slot.argument for slot in slots))
-    valid = [name if name.isidentifier() and not iskeyword(name) else f"argument_{i}" for i, name in enumerate(names)]
+    valid = [
+        name if name.isidentifier() and not iskeyword(name) else f"argument_{i}"
+        for i, name in enumerate(names)
+    ]
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in valid])
 
 

@@ -1,4 +1,6 @@
-"""Whether what a user gives is of the right kind: ValueErrors that name the argument, what it is, and what to give."""
+"""Whether what a user gives is of the right kind: ValueErrors that name the argument, what it is, and what to
+give.
+"""
 
 import operator
 import reprlib
@@ -32,15 +34,27 @@ def is_whole(x: Any, least: float = -np.inf) -> TypeGuard[int]:
 
 def is_number(x: Any, least: float = -np.inf) -> TypeGuard[float]:
     """Whether it is a real number, and no bool."""
-    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool) and bool(x >= least)
+    return (
+        isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool) and bool(x >= least)
+    )
 
 
 def require_mesh(mesh: Any, what: str) -> None:
-    require(isinstance(mesh, Mesh | AbstractMesh), f"mesh of {what}", mesh, "a mesh, such as jax.make_mesh((4, 2), ('x', 'y'))")
+    require(
+        isinstance(mesh, Mesh | AbstractMesh),
+        f"mesh of {what}",
+        mesh,
+        "a mesh, such as jax.make_mesh((4, 2), ('x', 'y'))",
+    )
 
 
 def require_function(f: Any, argument: str, wanted: str = "a function", or_none: bool = False) -> None:
-    require(callable(f) and not isinstance(f, Mesh) or or_none and f is None, argument, f, wanted + " or None" * or_none)
+    require(
+        callable(f) and not isinstance(f, Mesh) or or_none and f is None,
+        argument,
+        f,
+        wanted + " or None" * or_none,
+    )
 
 
 def require_array(x: Any, argument: str, wanted: str = "an array or a number") -> None:
@@ -55,8 +69,9 @@ def require_sizes(shape: tuple[Any, ...], what: str) -> None:
     for n in shape:
         if not is_whole(n):
             raise ValueError(
-                f"{what} of shape ({', '.join(map(str, shape))}) has the symbolic size {n} (jax.export), but which splits a "
-                "program takes depends on its sizes: export it for each size that you need, or pad to the next of a few"
+                f"{what} of shape ({', '.join(map(str, shape))}) has the symbolic size {n} (jax.export), "
+                "but which splits a program takes depends on its sizes: export it for each size that you "
+                "need, or pad to the next of a few"
             )
 
 

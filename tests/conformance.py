@@ -1,7 +1,9 @@
-"""JAX's own primitive test cases, each run through shard_jit under a random mesh and random shardings, against jax.jit.
+"""JAX's own primitive test cases, each run through shard_jit under a random mesh and random shardings,
+against jax.jit.
 
-`python -m tests.conformance [--primitive NAME] [--case WORDS] [--sample N] [--part K/N] [--seed S] [--jobs N]` prints a table
-by primitive, and fails where a case is wrong or refused, or a primitive is replicated that is not among `MEANT`:
+`python -m tests.conformance [--primitive NAME] [--case WORDS] [--sample N] [--part K/N] [--seed S] [--jobs
+N]` prints a table by primitive, and fails where a case is wrong or refused, or a primitive is replicated that
+is not among `MEANT`:
 
     equal       every result is as the unsharded function gives it: integers equal, floats within reassociation error
     wrong       some result is not
@@ -11,11 +13,12 @@ by primitive, and fails where a case is wrong or refused, or a primitive is repl
     small       the same, where it took no longer than to start the four collectives that would have to be instead
     sent        bytes that one device sends, all cases together
 
-The last lines name those primitives, which need not be the one that a case is about, each with the bytes that it gathered.
+The last lines name those primitives, which need not be the one that a case is about, each with the bytes that
+it gathered.
 
-Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a case gets is drawn
-from its name and the seed, so it is the same in every sample. Compilation takes the time: cases with the same mesh share one,
-unoptimized.
+Cases come stratified: first one of each primitive, then a second one, so a sample has some of all. What a
+case gets is drawn from its name and the seed, so it is the same in every sample. Compilation takes the time:
+cases with the same mesh share one, unoptimized.
 """
 
 import argparse
@@ -66,7 +69,9 @@ FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case; `verdict` is "equal", "wrong", "refused", or "skipped" where JAX itself cannot run it."""
+    """What became of one case; `verdict` is "equal", "wrong", "refused", or "skipped" where JAX itself cannot
+    run it.
+    """
 
     primitive: str
     case: str
@@ -90,7 +95,9 @@ def cases() -> dict[str, Any]:
 
 
 def _function(name: str) -> Any:
-    """The function of a case. Of approx_top_k, which does not say in what order equal values come, what lies at its places."""
+    """The function of a case. Of approx_top_k, which does not say in what order equal values come, what lies
+    at its places.
+    """
     case = cases()[name]
     return case.dyn_fun if case.group_name != "approx_top_k" else partial(_looked_up, case.dyn_fun)
 
@@ -116,7 +123,9 @@ _own = threading.local()
 
 
 def _in_worker(names: Sequence[str], seed: int) -> list[Outcome]:
-    """Runs a batch in this thread's process. XLA may take a process down: then by halves, until the case is found."""
+    """Runs a batch in this thread's process. XLA may take a process down: then by halves, until the case is
+    found.
+    """
     if not hasattr(_own, "worker"):
         _own.worker = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     try:
@@ -165,7 +174,9 @@ def _run_together(names: Sequence[str], seed: int) -> list[Outcome]:
         raise
     shape = mesh_of(names[0], seed)
     step = sx.shard_jit(
-        lambda args: [_sharded(*x, seed, len(shape)) for x in zip(names, args, strict=True)], mesh=_mesh(shape), options=SPLIT
+        lambda args: [_sharded(*x, seed, len(shape)) for x in zip(names, args, strict=True)],
+        mesh=_mesh(shape),
+        options=SPLIT,
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*has no sharding rule")
@@ -193,7 +204,9 @@ def _sharded(name: str, args: Any, seed: int, axes: int) -> Any:
         dice = _dice(name, "shardings", seed)
         args = jax.tree.map(lambda x: sx.annotate(jnp.asarray(x), _spec(dice, axes, jnp.shape(x))), args)
         out = _function(name)(*args)
-        return jax.tree.map(lambda x: x if dice.random() < 0.5 else sx.annotate(x, _spec(dice, axes, jnp.shape(x))), out)
+        return jax.tree.map(
+            lambda x: x if dice.random() < 0.5 else sx.annotate(x, _spec(dice, axes, jnp.shape(x))), out
+        )
 
 
 def _scope(name: str) -> str:
@@ -214,9 +227,15 @@ def _judged(name: str, wanted: Any, got: Any, plan: Any, nodes: Sequence[Replica
     found = (difference(*(np.asarray(words(x)) for x in (got, wanted))) for wanted, got in pairs)
     different = [f"result {i}: {problem}" for i, problem in enumerate(found) if problem]
     own = [one for one in nodes if _scope(name) in str(one.node.scope)]
-    small, gathered = (tuple((_named(r.node), int(r.nbytes)) for r in own if r.small == few) for few in (True, False))
-    note = "; ".join(different[:1] or [f"{_named(r.node)} gathers {r.nbytes:,.0f} B" for r in own if not r.small])
-    outcome = _outcome(name, "wrong" if different else "equal", gathered, comm_bytes(_sends(name, plan)), note)
+    small, gathered = (
+        tuple((_named(r.node), int(r.nbytes)) for r in own if r.small == few) for few in (True, False)
+    )
+    note = "; ".join(
+        different[:1] or [f"{_named(r.node)} gathers {r.nbytes:,.0f} B" for r in own if not r.small]
+    )
+    outcome = _outcome(
+        name, "wrong" if different else "equal", gathered, comm_bytes(_sends(name, plan)), note
+    )
     return replace(outcome, small=small)
 
 
@@ -224,7 +243,9 @@ def _named(node: Node) -> str:
     return node.name if node.name in RULES else f"{node.name} (no rule)"
 
 
-def _outcome(name: str, verdict: str, gathered: tuple[tuple[str, int], ...] = (), sent: int = 0, note: str = "") -> Outcome:
+def _outcome(
+    name: str, verdict: str, gathered: tuple[tuple[str, int], ...] = (), sent: int = 0, note: str = ""
+) -> Outcome:
     return Outcome(cases()[name].group_name, name, verdict, gathered, sent, note)
 
 
@@ -259,7 +280,9 @@ def _replicated(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(["replicated by", *(lines or ["  none"]), "small", *(small or ["  none"])])
 
 
-def _counted(outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[tuple[str, int], ...]]) -> Iterator[tuple[str, str]]:
+def _counted(
+    outcomes: Sequence[Outcome], of: Callable[[Outcome], tuple[tuple[str, int], ...]]
+) -> Iterator[tuple[str, str]]:
     """(primitive, cases and bytes) of what was gathered, by primitive."""
     counts, nbytes = Counter(), Counter()
     for o in outcomes:
@@ -288,7 +311,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--part", default="1/1", help="of those the k-th of n parts: k/n")
     parser.add_argument("--seed", type=int, default=0, help="of the meshes and shardings that are drawn")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--verbose", action="store_true", help="says what was gathered, and what JAX cannot run")
+    parser.add_argument(
+        "--verbose", action="store_true", help="says what was gathered, and what JAX cannot run"
+    )
     given = parser.parse_args(words)
     start, outcomes = time.time(), []
     part, parts = map(int, given.part.split("/"))
@@ -296,7 +321,10 @@ def main(words: Sequence[str]) -> int:
     for outcome in run(names, given.jobs, given.seed):
         outcomes.append(outcome)
         if outcome.verdict in ("wrong", "refused") or given.verbose and outcome.note:
-            print(f"{outcome.verdict}: {outcome.case} on {mesh_of(outcome.case, given.seed)}: {outcome.note}", flush=True)
+            print(
+                f"{outcome.verdict}: {outcome.case} on {mesh_of(outcome.case, given.seed)}: {outcome.note}",
+                flush=True,
+            )
     print(table(outcomes))
     print(f"{len(outcomes)} cases, seed {given.seed}, {time.time() - start:.0f} s, JAX {jax.__version__}")
     return bool(failures(outcomes))

@@ -1,7 +1,7 @@
 """Kills the main job and starts it again, until it is through: `python -m tests.kill --kills 20 --seed 0`.
 
-Each start is on another mesh. What must hold: nothing that was saved is lost, and the curve of losses is that of a run which
-nobody killed.
+Each start is on another mesh. What must hold: nothing that was saved is lost, and the curve of losses is that
+of a run which nobody killed.
 """
 
 import argparse
@@ -57,12 +57,22 @@ def survive(kills: int, seed: int, folder: Path) -> Iterator[str]:
     assert len(finished) == len(whole) == STEPS
     difference = largest_difference(finished, whole)
     assert difference < TOLERANCE, f"the losses differ by {difference:.1e}"
-    yield f"after {killed} kills: {STEPS} losses, no further than {difference:.1e} from those of a run that nobody killed"
+    yield (
+        f"after {killed} kills: {STEPS} losses, no further than {difference:.1e} from those of a run that "
+        "nobody killed"
+    )
 
 
 def command(mesh: str, kept: Path) -> list[str]:
     tiny = ["--size", "tiny", "--batch", "8", "--seq", "32", "--steps", str(STEPS), "--mesh", mesh]
-    out = ["--out", str(kept.with_suffix(".png")), "--checkpoints", str(kept), "--save-every", str(SAVE_EVERY)]
+    out = [
+        "--out",
+        str(kept.with_suffix(".png")),
+        "--checkpoints",
+        str(kept),
+        "--save-every",
+        str(SAVE_EVERY),
+    ]
     return [sys.executable, "-m", "models.train", *tiny, *out]
 
 
@@ -71,7 +81,9 @@ def run(mesh: str, kept: Path) -> str:
 
 
 def run_and_kill(mesh: str, kept: Path, chance: random.Random) -> list[str]:
-    """One in four is killed somewhere in starting and compiling; the others after so many lines and a moment."""
+    """One in four is killed somewhere in starting and compiling; the others after so many lines and a
+    moment.
+    """
     starting = chance.random() < 0.25
     with subprocess.Popen(command(mesh, kept), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

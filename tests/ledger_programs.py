@@ -1,4 +1,6 @@
-"""Programs of many kinds, on eight devices: for comparing what plans say with what lowered and compiled programs do."""
+"""Programs of many kinds, on eight devices: for comparing what plans say with what lowered and compiled
+programs do.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +43,9 @@ def convnet_step(mesh):
     config = convnet.Config(side=8, features=(4, 8))
     init, step = convnet.train(config, optax.sgd(0.1))
     state = jax.eval_shape(init, jax.random.key(0))
-    specs = state._replace(params=convnet.param_specs(state.params, mesh.axis_names), opt_state=None, step=None)
+    specs = state._replace(
+        params=convnet.param_specs(state.params, mesh.axis_names), opt_state=None, step=None
+    )
     batch = floats(8, 8, 8, 3), floats(8, dtype=jnp.int32)
     return sx.shard_jit(step, mesh=mesh, in_shardings=(specs, convnet.BATCH)), (state, batch)
 

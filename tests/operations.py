@@ -11,7 +11,11 @@ def smooth(w: Writer):
     x = w.number("float32", "bfloat16")
     text, bound = w.rng.choice(
         [("jnp.tanh({0})", 1), ("jnp.sin({0})", 1), ("jax.nn.gelu({0})", x.bound), ("jnp.exp(-{0} * {0})", 1)]
-        + [("1 / (1 + {0} * {0})", 1), ("jnp.sqrt(1 + {0} * {0})", x.bound + 1), ("jax.nn.silu({0})", x.bound)]
+        + [
+            ("1 / (1 + {0} * {0})", 1),
+            ("jnp.sqrt(1 + {0} * {0})", x.bound + 1),
+            ("jax.nn.silu({0})", x.bound),
+        ]
         + [("{0} / 3", x.bound), ("jax.nn.softplus({0})", x.bound + 1), ("jnp.log1p({0} * {0})", x.bound + 1)]
     )
     w.put(text.format(x), bound, False)
@@ -27,13 +31,22 @@ def polynomial(w: Writer):
 
 def kink(w: Writer):
     x = w.kinked()
-    text = w.rng.choice(["jax.nn.relu({0})", "jnp.abs({0})", "jnp.clip({0}, -1, 2)", "jnp.maximum({0}, 0)", "jnp.sign({0})"])
+    text = w.rng.choice(
+        ["jax.nn.relu({0})", "jnp.abs({0})", "jnp.clip({0}, -1, 2)", "jnp.maximum({0}, 0)", "jnp.sign({0})"]
+    )
     w.put(text.format(x), x.bound, x.exact)
 
 
 def integer(w: Writer):
     x = w.number("int32", "uint32")
-    choices = ["{0} // 2", "{0} % 5", "lax.div({0}, jnp.asarray(2, {0}.dtype))", "{0} >> 1", "{0} & 3", "{0} ^ 1"]
+    choices = [
+        "{0} // 2",
+        "{0} % 5",
+        "lax.div({0}, jnp.asarray(2, {0}.dtype))",
+        "{0} >> 1",
+        "{0} & 3",
+        "{0} ^ 1",
+    ]
     w.put(w.rng.choice(choices).format(x), x.bound)
 
 
@@ -69,14 +82,25 @@ def compare(w: Writer):
 
 def logic(w: Writer):
     x = w.pick(("bool",))
-    texts = [f"~{x}", f"{x} & {w.beside(x)}", f"{x} ^ {w.beside(x)}", f"jnp.any({x}, axis={_some_dims(w, x)})"]
-    w.put(w.rng.choice([*texts, f"jnp.all({x}, axis={_some_dims(w, x)})", f"jnp.cumsum({x}.astype('int32'), axis=-1)"]))
+    texts = [
+        f"~{x}",
+        f"{x} & {w.beside(x)}",
+        f"{x} ^ {w.beside(x)}",
+        f"jnp.any({x}, axis={_some_dims(w, x)})",
+    ]
+    w.put(
+        w.rng.choice(
+            [*texts, f"jnp.all({x}, axis={_some_dims(w, x)})", f"jnp.cumsum({x}.astype('int32'), axis=-1)"]
+        )
+    )
 
 
 def select(w: Writer):
     x = w.number()
     y, which = w.beside(x), w.pick(("bool",), where=lambda c: broadcasts(c.shape, x.shape))
-    w.put(f"jnp.where({which}, {x}, {w.rng.choice([str(y), '0'])})", max(x.bound, y.bound), x.exact and y.exact)
+    w.put(
+        f"jnp.where({which}, {x}, {w.rng.choice([str(y), '0'])})", max(x.bound, y.bound), x.exact and y.exact
+    )
 
 
 def einsum(w: Writer):
@@ -89,7 +113,11 @@ def einsum(w: Writer):
     w.rng.shuffle(kept)
     sizes = dict(zip(left + right, x.shape + y.shape, strict=True))
     summed = math.prod(n for c, n in sizes.items() if c not in kept)
-    w.put(f"jnp.einsum('{left},{right}->{''.join(kept)}', {x}, {y})", x.bound * y.bound * summed, x.exact and y.exact)
+    w.put(
+        f"jnp.einsum('{left},{right}->{''.join(kept)}', {x}, {y})",
+        x.bound * y.bound * summed,
+        x.exact and y.exact,
+    )
 
 
 def _letters(w: Writer, x: Value, y: Value, left: str) -> str:
@@ -113,7 +141,11 @@ def total(w: Writer):
 
 def mean(w: Writer):
     x = w.number("float32", "bfloat16", least_rank=1)
-    w.put(f"jnp.{w.rng.choice(['mean', 'var'])}({x}, axis={w.dim(x)}, keepdims={w.rng.random() < 0.5})", x.bound**2, False)
+    w.put(
+        f"jnp.{w.rng.choice(['mean', 'var'])}({x}, axis={w.dim(x)}, keepdims={w.rng.random() < 0.5})",
+        x.bound**2,
+        False,
+    )
 
 
 def normalize(w: Writer):
@@ -139,7 +171,11 @@ def cumulate(w: Writer):
 
 def sort(w: Writer):
     x = w.kinked(least_rank=1)
-    w.put(w.rng.choice(["jnp.sort({0}, axis={1})", "lax.cummax({0}, {1})"]).format(x, w.dim(x)), x.bound, x.exact)
+    w.put(
+        w.rng.choice(["jnp.sort({0}, axis={1})", "lax.cummax({0}, {1})"]).format(x, w.dim(x)),
+        x.bound,
+        x.exact,
+    )
 
 
 def top_k(w: Writer):
@@ -193,14 +229,21 @@ def cut(w: Writer):
 
 def pad(w: Writer):
     x = w.pick(("float32", "int32"), 1)
-    config = [w.rng.choice([(0, 0, 0), (1, 0, 0), (0, 2, 0), (-1, 1, 0), (1, 1, 1), (3, 4, 0)]) for _ in x.shape]
+    config = [
+        w.rng.choice([(0, 0, 0), (1, 0, 0), (0, 2, 0), (-1, 1, 0), (1, 1, 1), (3, 4, 0)]) for _ in x.shape
+    ]
     w.same(x, f"lax.pad({x}, jnp.asarray({w.rng.choice([0, 1])}, {x}.dtype), {config})")
 
 
 def concatenate(w: Writer):
     x = w.pick(ANY, 1)
     d = w.dim(x)
-    fits = lambda y: (x.shape[:d], x.shape[d + 1 :]) == (y.shape[:d], y.shape[d + 1 :]) and len(x.shape) == len(y.shape)  # noqa: E731
+
+    def fits(y):
+        return (x.shape[:d], x.shape[d + 1 :]) == (y.shape[:d], y.shape[d + 1 :]) and len(x.shape) == len(
+            y.shape
+        )
+
     y = w.pick((x.dtype,), where=fits)
     w.put(f"jnp.concatenate([{x}, {y}], {d})", max(x.bound, y.bound), x.exact and y.exact)
 
@@ -208,18 +251,25 @@ def concatenate(w: Writer):
 def stack(w: Writer):
     x = w.pick(ANY)
     y = w.pick((x.dtype,), where=lambda y: x.shape == y.shape)
-    w.put(f"jnp.stack([{x}, {y}], {w.rng.randint(0, len(x.shape))})", max(x.bound, y.bound), x.exact and y.exact)
+    w.put(
+        f"jnp.stack([{x}, {y}], {w.rng.randint(0, len(x.shape))})", max(x.bound, y.bound), x.exact and y.exact
+    )
 
 
 def shift(w: Writer):
     x = w.pick(ANY, 1)
-    w.same(x, w.rng.choice(["jnp.roll({0}, 1, {1})", "jnp.flip({0}, {1})", "jnp.tile({0}, 2)"]).format(x, w.dim(x)))
+    w.same(
+        x,
+        w.rng.choice(["jnp.roll({0}, 1, {1})", "jnp.flip({0}, {1})", "jnp.tile({0}, 2)"]).format(x, w.dim(x)),
+    )
 
 
 def take(w: Writer):
     x, i = w.pick(ANY, 1, where=lambda x: 0 not in x.shape), w.places()
     d = w.dim(x)
-    index, mode = w.rng.choice([(f"{i} % {x.shape[d]}", "clip"), (str(i), "clip"), (str(i), "wrap"), (str(i), "fill")])
+    index, mode = w.rng.choice(
+        [(f"{i} % {x.shape[d]}", "clip"), (str(i), "clip"), (str(i), "wrap"), (str(i), "fill")]
+    )
     fill = ", fill_value=0" if mode == "fill" and x.dtype != "bool" else ""
     w.same(x, f"jnp.take({x}, {index}, axis={d}, mode={mode!r}{fill})")
 
@@ -297,7 +347,10 @@ def constrain(w: Writer):
 def split(w: Writer):
     x = w.pick(ANY, 1, where=lambda x: max(x.shape) > 1)
     d = w.dim(x)
-    texts = [f"jnp.array_split({x}, {w.rng.randint(2, 3)}, {d})[{w.rng.randint(0, 1)}]", f"jnp.repeat({x}, 2, {d})"]
+    texts = [
+        f"jnp.array_split({x}, {w.rng.randint(2, 3)}, {d})[{w.rng.randint(0, 1)}]",
+        f"jnp.repeat({x}, 2, {d})",
+    ]
     w.same(x, w.rng.choice([*texts, f"jnp.unstack({x}, axis={d})[0]"]))
 
 
@@ -306,7 +359,11 @@ def neighbours(w: Writer):
     d = w.dim(x)
     ends = [(1, 2) if e == d else (0, 0) for e in range(len(x.shape))]
     mode = w.rng.choice(["edge", "wrap", "reflect"])
-    w.put(w.rng.choice([f"jnp.diff({x}, axis={d})", f"jnp.pad({x}, {ends}, mode={mode!r})"]), 2 * x.bound, x.exact)
+    w.put(
+        w.rng.choice([f"jnp.diff({x}, axis={d})", f"jnp.pad({x}, {ends}, mode={mode!r})"]),
+        2 * x.bound,
+        x.exact,
+    )
 
 
 def triangle(w: Writer):
@@ -322,23 +379,43 @@ def convolve(w: Writer):
     kernel = [w.rng.choice([1, 2, 3]) for _ in range(spatial)]
     count = math.prod(kernel) * channels
     dims = ("NHC", "HIO", "NHC") if spatial == 1 else ("NHWC", "HWIO", "NHWC")
-    padding = w.rng.choice(["SAME", "VALID", [w.rng.choice([(0, 1), (2, 2), (1, -1)]) for _ in range(spatial)]])
-    more = "".join(f", {name}={[w.rng.choice([1, 1, 2]) for _ in range(spatial)]}" for name in ("lhs_dilation", "rhs_dilation"))
+    padding = w.rng.choice(
+        ["SAME", "VALID", [w.rng.choice([(0, 1), (2, 2), (1, -1)]) for _ in range(spatial)]]
+    )
+    more = "".join(
+        f", {name}={[w.rng.choice([1, 1, 2]) for _ in range(spatial)]}"
+        for name in ("lhs_dilation", "rhs_dilation")
+    )
     more = more if padding != "SAME" else ""
     features = w.rng.choice([1, 2, 5])
-    weights = f"((jnp.arange({count * features}) % 3 - 1).reshape({(*kernel, channels, features)}).astype({x}.dtype))"
+    weights = (
+        f"((jnp.arange({count * features}) % 3 - "
+        f"1).reshape({(*kernel, channels, features)}).astype({x}.dtype))"
+    )
     strides = [w.rng.choice([1, 1, 2]) for _ in range(spatial)]
-    text = f"lax.conv_general_dilated({operand}, {weights}, {strides}, {padding!r}, dimension_numbers={dims}{more})"
+    text = (
+        f"lax.conv_general_dilated({operand}, {weights}, {strides}, {padding!r}, "
+        f"dimension_numbers={dims}{more})"
+    )
     w.put(text, x.bound * count, x.exact)
 
 
 def pool(w: Writer):
     how, start = w.rng.choice([("add", 0), ("max", "-inf"), ("min", "inf")])
-    x = w.number("float32", least_rank=1) if how == "add" else w.kinked(least_rank=1, where=lambda x: x.dtype == "float32")
+    x = (
+        w.number("float32", least_rank=1)
+        if how == "add"
+        else w.kinked(least_rank=1, where=lambda x: x.dtype == "float32")
+    )
     window = [w.rng.choice([1, 1, 2, 3]) for _ in x.shape]
     strides = [w.rng.choice([1, 1, 2]) for _ in x.shape]
-    text = f"lax.reduce_window({x}, float('{start}'), lax.{how}, {window}, {strides}, {w.rng.choice(['SAME', 'VALID'])!r})"
-    w.put(f"jnp.clip({text}, -{MOST}, {MOST})" if how != "add" else text, x.bound * math.prod(window), x.exact)
+    text = (
+        f"lax.reduce_window({x}, float('{start}'), lax.{how}, {window}, {strides}, "
+        f"{w.rng.choice(['SAME', 'VALID'])!r})"
+    )
+    w.put(
+        f"jnp.clip({text}, -{MOST}, {MOST})" if how != "add" else text, x.bound * math.prod(window), x.exact
+    )
 
 
 def accumulate(w: Writer):
@@ -355,7 +432,11 @@ def accumulate_smoothly(w: Writer):
     d = w.dim(x)
     logsumexp = f"lax.cumlogsumexp(jnp.tanh({x}), {d})"
     text, bound = w.rng.choice([(logsumexp, 8), (f"lax.cumprod(jnp.tanh({x}), {d})", 1)])
-    w.put(w.rng.choice([text, f"jax.nn.logsumexp(jnp.tanh({x}), axis={d}, keepdims=True)"]), max(bound, 8), False)
+    w.put(
+        w.rng.choice([text, f"jax.nn.logsumexp(jnp.tanh({x}), axis={d}, keepdims=True)"]),
+        max(bound, 8),
+        False,
+    )
 
 
 def sort_together(w: Writer):
@@ -381,7 +462,12 @@ def transform(w: Writer):
 
 def bits(w: Writer):
     x = w.pick(("int32", "uint32"))
-    w.put(w.rng.choice([f"lax.population_count({x})", f"lax.clz({x})", f"lax.bitcast_convert_type({x}, 'uint16')"]), 64)
+    w.put(
+        w.rng.choice(
+            [f"lax.population_count({x})", f"lax.clz({x})", f"lax.bitcast_convert_type({x}, 'uint16')"]
+        ),
+        64,
+    )
 
 
 def index(w: Writer):
@@ -401,7 +487,9 @@ def update(w: Writer):
     start, stop = sorted(w.rng.sample(range(x.shape[0] + 1), 2))
     part = f"{start}:{stop}"
     w.put(
-        f"{x}.at[{part}].{w.rng.choice(['add', 'set', 'multiply'])}({x}[{part}][::-1])", max(2 * x.bound, x.bound**2), x.exact
+        f"{x}.at[{part}].{w.rng.choice(['add', 'set', 'multiply'])}({x}[{part}][::-1])",
+        max(2 * x.bound, x.bound**2),
+        x.exact,
     )
 
 
@@ -413,7 +501,9 @@ def mapped(w: Writer):
     params += [replace(y, name=w.fresh("p"), exact=not y.is_float)] if (both := w.rng.random() < 0.5) else []
     block = _nested(w, params)
     name, text = w.define(block, params, [str(block.values[-1])])
-    call = f"jax.vmap({name}, (0, None), {w.rng.choice([0, 0, -1]) if block.values[-1].shape else 0})({x}, {y})"
+    call = (
+        f"jax.vmap({name}, (0, None), {w.rng.choice([0, 0, -1]) if block.values[-1].shape else 0})({x}, {y})"
+    )
     single = w.rng.choice([f"jax.vmap({name})({x})", f"lax.map({name}, {x})"])
     _finish(w, text, f"{call if both else single}[0]", 1)
 
@@ -480,8 +570,17 @@ def loop(w: Writer):
     block = _nested(w, [c])
     name, text = w.define(block, [c], [_damped(f"{c} + {block.like(c)}", c)])
     names = [w.fresh()]
-    count = w.rng.choice(["2", "3"]) if w.smooth else w.rng.choice(["2", f"jnp.abs({w.pick(('int32',))}).sum() % 4"])
-    w.write(f"{text}{names[0]} = lax.fori_loop(0, {count}, lambda i, c: {name}(c)[0], {start})", names, 64.0, False)
+    count = (
+        w.rng.choice(["2", "3"])
+        if w.smooth
+        else w.rng.choice(["2", f"jnp.abs({w.pick(('int32',))}).sum() % 4"])
+    )
+    w.write(
+        f"{text}{names[0]} = lax.fori_loop(0, {count}, lambda i, c: {name}(c)[0], {start})",
+        names,
+        64.0,
+        False,
+    )
 
 
 def search(w: Writer):
@@ -513,7 +612,19 @@ OPERATIONS = [
     *[total, total, mean, normalize, greatest, place, cumulate, sort, top_k],
     *[transpose, reshape, reshape, broadcast, expand, cut, pad, concatenate, stack, shift],
     *[take, take, label, scatter, position, one_hot, iota, convert, draw, draw, constrain, constrain],
-    *[split, neighbours, triangle, convolve, convolve, pool, accumulate, accumulate_smoothly, sort_together, find, transform],
+    *[
+        split,
+        neighbours,
+        triangle,
+        convolve,
+        convolve,
+        pool,
+        accumulate,
+        accumulate_smoothly,
+        sort_together,
+        find,
+        transform,
+    ],
     *[bits, index, index, update, partly],
     *[call, branch, scan, scan, loop, search, mapped, choose],
 ]

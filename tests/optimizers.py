@@ -1,7 +1,7 @@
 """Every gradient transformation of optax and optax.contrib, by name, made ready to minimize a loss.
 
-The names are read off the packages. A new one is made from its signature where it takes a learning rate or nothing; else
-`make` fails for it, and its line is missing here.
+The names are read off the packages. A new one is made from its signature where it takes a learning rate or
+nothing; else `make` fails for it, and its line is missing here.
 """
 
 import inspect
@@ -18,8 +18,15 @@ Tx = optax.GradientTransformation
 
 
 def names() -> list[str]:
-    """Public functions that make gradient transformations. The last two do not say so in their annotations."""
-    found = {n for package in (optax, contrib) for n in dir(package) if n[0].islower() and _makes_one(getattr(package, n))}
+    """Public functions that make gradient transformations. The last two do not say so in their
+    annotations.
+    """
+    found = {
+        n
+        for package in (optax, contrib)
+        for n in dir(package)
+        if n[0].islower() and _makes_one(getattr(package, n))
+    }
     return sorted(found | {"scale_by_factored_rms", "hutchinson_estimator_diag_hessian"})
 
 
@@ -77,12 +84,25 @@ def adam() -> Tx:
 
 
 DESCEND = {
-    *("adadelta", "adafactor", "chain", "cocob", "dadapt_adamw", "lbfgs", "momo", "momo_adam", "named_chain", "polyak_sgd"),
+    *(
+        "adadelta",
+        "adafactor",
+        "chain",
+        "cocob",
+        "dadapt_adamw",
+        "lbfgs",
+        "momo",
+        "momo_adam",
+        "named_chain",
+        "polyak_sgd",
+    ),
     *("prodigy", "schedule_free_adamw", "schedule_free_sgd", "set_to_zero"),
 }
 
 MADE: dict[str, Callable[[], Tx]] = {
-    "acprop": lambda: contrib.acprop(RATE, eps=1e-3),  # its denominators are a step old, and at first nearly zero
+    "acprop": lambda: contrib.acprop(
+        RATE, eps=1e-3
+    ),  # its denominators are a step old, and at first nearly zero
     "adadelta": lambda: optax.adadelta(RATE),
     "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=8),
     "adaptive_grad_clip": lambda: descending(optax.adaptive_grad_clip(0.1)),
@@ -97,13 +117,19 @@ MADE: dict[str, Callable[[], Tx]] = {
     "conditionally_transform": lambda: optax.chain(
         optax.conditionally_transform(optax.clip(0.01), _every_second), optax.sgd(RATE)
     ),
-    "differentially_private_aggregate": lambda: descending(contrib.differentially_private_aggregate(0.1, 0.2, seed=3)),
+    "differentially_private_aggregate": lambda: descending(
+        contrib.differentially_private_aggregate(0.1, 0.2, seed=3)
+    ),
     "dpsgd": lambda: contrib.dpsgd(RATE, 0.1, 0.2, seed=3, momentum=0.9),
     "ema": lambda: descending(optax.ema(0.9)),
     "flatten": lambda: optax.flatten(adam()),
-    "freeze": lambda: optax.chain(optax.freeze({"up": True, "bias": False, "down": False, "gain": True}), adam()),
+    "freeze": lambda: optax.chain(
+        optax.freeze({"up": True, "bias": False, "down": False, "gain": True}), adam()
+    ),
     "galore": lambda: contrib.galore(RATE, rank=3, base_optimizer=optax.trace(0.9)),
-    "hutchinson_estimator_diag_hessian": lambda: descending(contrib.hutchinson_estimator_diag_hessian(jax.random.PRNGKey(1))),
+    "hutchinson_estimator_diag_hessian": lambda: descending(
+        contrib.hutchinson_estimator_diag_hessian(jax.random.PRNGKey(1))
+    ),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(RATE, 0.0, 4)),
     "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adam)(RATE),
     "lbfgs": lambda: optax.lbfgs(memory_size=3, linesearch=optax.scale_by_backtracking_linesearch(5)),
@@ -113,15 +139,21 @@ MADE: dict[str, Callable[[], Tx]] = {
         optax.monitor({"norm": optax.measure_with_ema(optax.global_norm, 0.9)}), optax.sgd(RATE)
     ),
     "mechanize": lambda: contrib.mechanize(optax.sgd(RATE), s_init=0.1),
-    "multi_transform": lambda: optax.multi_transform({"matrices": contrib.muon(RATE), "rest": adam()}, _halves),
+    "multi_transform": lambda: optax.multi_transform(
+        {"matrices": contrib.muon(RATE), "rest": adam()}, _halves
+    ),
     "named_chain": lambda: optax.named_chain(("clip", optax.clip(0.1)), ("adam", adam())),
     "noisy_sgd": lambda: optax.noisy_sgd(RATE, seed=3),
     "partition": lambda: optax.partition({"matrices": optax.lion(0.01), "rest": optax.sgd(RATE)}, _halves),
-    "reduce_on_plateau": lambda: optax.chain(optax.sgd(RATE), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.3)),
+    "reduce_on_plateau": lambda: optax.chain(
+        optax.sgd(RATE), contrib.reduce_on_plateau(0.5, patience=1, rtol=0.3)
+    ),
     "sam": lambda: contrib.sam(adam(), _ascent()),
     "scale": lambda: optax.scale(-RATE),
     "scale_by_acprop": lambda: descending(contrib.scale_by_acprop(eps=1e-3)),
-    "scale_by_backtracking_linesearch": lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)),
+    "scale_by_backtracking_linesearch": lambda: optax.chain(
+        optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)
+    ),
     "scale_by_factored_rms": lambda: descending(optax.scale_by_factored_rms(min_dim_size_to_factor=8)),
     "scale_by_galore": lambda: descending(contrib.scale_by_galore(rank=3, base_optimizer=optax.trace(0.9))),
     "scale_by_learning_rate": lambda: optax.scale_by_learning_rate(RATE),
@@ -171,16 +203,23 @@ def _steps(**options) -> Tx:
 
 COMBINATIONS: dict[str, Callable[[], Tx]] = {
     "clip_chain_decay_schedule": lambda: optax.chain(
-        optax.clip_by_global_norm(0.2), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 2, 5), eps=1e-5)
+        optax.clip_by_global_norm(0.2),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, RATE, 2, 5), eps=1e-5),
     ),
     "ema_of_adam": lambda: optax.chain(adam(), optax.ema(0.9)),
-    "inject_clipped": lambda: optax.chain(optax.clip(0.1), optax.inject_hyperparams(optax.lion)(learning_rate=0.01)),
+    "inject_clipped": lambda: optax.chain(
+        optax.clip(0.1), optax.inject_hyperparams(optax.lion)(learning_rate=0.01)
+    ),
     "masked_decay": lambda: optax.adamw(RATE, eps=1e-5, mask=_matrices),
     "multi_steps": _steps,
     "multi_steps_of_sums": lambda: _steps(use_grad_mean=False),
     "multi_steps_skipping": lambda: _steps(should_skip_update_fn=optax.skip_not_finite),
-    "muon_and_frozen": lambda: optax.multi_transform({"matrices": contrib.muon(RATE), "rest": optax.set_to_zero()}, _halves),
-    "lookahead_of_masked": lambda: optax.lookahead(optax.chain(optax.masked(optax.trace(0.9), _not_matrices), adam()), 2, 0.5),
+    "muon_and_frozen": lambda: optax.multi_transform(
+        {"matrices": contrib.muon(RATE), "rest": optax.set_to_zero()}, _halves
+    ),
+    "lookahead_of_masked": lambda: optax.lookahead(
+        optax.chain(optax.masked(optax.trace(0.9), _not_matrices), adam()), 2, 0.5
+    ),
     "under_cond": _under_cond,
     "zero_nans_then_adam": lambda: optax.chain(optax.zero_nans(), adam()),
 }

@@ -18,7 +18,12 @@ from tests.operations import OPERATIONS
 from tests.rarer_operations import RARER_OPERATIONS
 from tests.writer import MOST, Value, Writer
 
-_MESHES = [sizes for k in (1, 2, 3) for sizes in itertools.product((1, 2, 3, 4, 8), repeat=k) if math.prod(sizes) <= 8]
+_MESHES = [
+    sizes
+    for k in (1, 2, 3)
+    for sizes in itertools.product((1, 2, 3, 4, 8), repeat=k)
+    if math.prod(sizes) <= 8
+]
 MESHES = _MESHES + [sizes for sizes in _MESHES if 1 not in sizes] * 6
 EVEN = (4, 6, 8, 8, 12, 16, 24)
 
@@ -34,7 +39,9 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Program:
-    """The text of a function: its statements and results. Its arguments: shapes, dtypes, specs. And how it is called."""
+    """The text of a function: its statements and results. Its arguments: shapes, dtypes, specs. And how it is
+    called.
+    """
 
     args: tuple[tuple[str, tuple[int, ...], str], ...]
     statements: tuple[str, ...]
@@ -51,10 +58,15 @@ class Program:
     def __str__(self):
         lines = [line for statement in self.statements for line in statement.splitlines()]
         called = ("in_shardings", "out_shardings", "grad", "way", "donated", "scale", "chip")
-        notes = [f"mesh: {dict(zip('xyz', self.mesh, strict=False))}", *(f"{n}: {getattr(self, n)}" for n in called)]
+        notes = [
+            f"mesh: {dict(zip('xyz', self.mesh, strict=False))}",
+            *(f"{n}: {getattr(self, n)}" for n in called),
+        ]
         notes += [f"{name}: {dtype}{list(shape)}" for name, shape, dtype in self.args]
         body = "".join(f"    {line}\n" for line in [*lines, f"return ({', '.join(self.results)},)"])
-        return f"def f({', '.join(name for name, _, _ in self.args)}):\n{body}\n" + "\n".join(f"# {note}" for note in notes)
+        return f"def f({', '.join(name for name, _, _ in self.args)}):\n{body}\n" + "\n".join(
+            f"# {note}" for note in notes
+        )
 
     def function(self, constrain: Callable[..., Any]) -> Callable[..., Any]:
         names = {"jax": jax, "jnp": jnp, "lax": lax, "P": P, "constrain": constrain}
@@ -78,7 +90,9 @@ def _argument(rng, shape: tuple[int, ...], dtype: str):
 def random_program(rng: random.Random) -> Program:
     mesh = rng.choice(MESHES)
     sizes = [rng.choice([*range(1, 14), *EVEN, *EVEN, 257, 0]) for _ in range(rng.randint(2, 3))]
-    w = Writer(rng, sizes, "xyz"[: len(mesh)], [], [*OPERATIONS, *RARER_OPERATIONS], smooth=rng.random() < 0.4)
+    w = Writer(
+        rng, sizes, "xyz"[: len(mesh)], [], [*OPERATIONS, *RARER_OPERATIONS], smooth=rng.random() < 0.4
+    )
     dtypes = [
         "float32",
         rng.choice(["int32", "float32"]),
@@ -87,7 +101,14 @@ def random_program(rng: random.Random) -> Program:
     ]
     for dtype in dtypes[: rng.randint(1, 5)]:
         shape = w.shape() if dtype != "key" else rng.choice([(), (2,), (5,)])
-        w.values.append(Value(w.fresh("a"), shape if math.prod(shape) <= MOST else shape[:1], dtype, exact=dtype != "bfloat16"))
+        w.values.append(
+            Value(
+                w.fresh("a"),
+                shape if math.prod(shape) <= MOST else shape[:1],
+                dtype,
+                exact=dtype != "bfloat16",
+            )
+        )
     args = tuple((v.name, v.shape, v.dtype) for v in w.values)
     _split(w)
     w.fill(12)

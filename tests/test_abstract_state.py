@@ -33,7 +33,9 @@ def train_step(state, x, scale=1.0):
 
 
 def step_on(mesh, **options):
-    return sx.shard_jit(train_step, mesh=mesh, in_shardings=((SPECS, None), P("data")), donate_argnums=0, **options)
+    return sx.shard_jit(
+        train_step, mesh=mesh, in_shardings=((SPECS, None), P("data")), donate_argnums=0, **options
+    )
 
 
 def abstract(mesh):
@@ -56,7 +58,9 @@ def test_sharded_init_never_holds_a_whole_state():
     mesh = make_mesh({"data": 2, "model": 4})
     state = abstract(mesh)
     sharded = sx.shard_jit(init, out_shardings=state)
-    memory, on_one = (f.lower(jax.random.key(0)).compile().memory_analysis() for f in (sharded, jax.jit(init)))
+    memory, on_one = (
+        f.lower(jax.random.key(0)).compile().memory_analysis() for f in (sharded, jax.jit(init))
+    )
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     one = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert memory.output_size_in_bytes <= one + 8 * len(jax.tree.leaves(state))
@@ -84,24 +88,33 @@ def test_chosen_arguments():
 
 
 def test_static_arguments_do_not_count():
-    step = sx.shard_jit(lambda n, x: x * n, mesh=make_mesh({"data": 2}), in_shardings=P("data"), static_argnums=0)
+    step = sx.shard_jit(
+        lambda n, x: x * n, mesh=make_mesh({"data": 2}), in_shardings=P("data"), static_argnums=0
+    )
     assert sx.abstract_state(step, 3, BATCH).sharding.spec == P("data", None)
 
 
 def test_a_sharding_that_an_abstract_argument_names_and_no_array_can_have():
     mesh = make_mesh({"data": 2, "model": 4})
-    x = jax.ShapeDtypeStruct((10, 30), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P("data", "model")))
+    x = jax.ShapeDtypeStruct(
+        (10, 30), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P("data", "model"))
+    )
     assert sx.abstract_state(sx.shard_jit(lambda x: 2 * x), x).sharding.spec == P("data", None)
 
 
 def test_errors():
     step = sx.shard_jit(lambda x: 2 * x, mesh=make_mesh({"data": 2}))
-    with pytest.raises(ValueError, match=r"step is <function.*which shard_jit did not make: give it shard_jit\(fun"):
+    with pytest.raises(
+        ValueError, match=r"step is <function.*which shard_jit did not make: give it shard_jit\(fun"
+    ):
         sx.abstract_state(train_step, BATCH)
-    with pytest.raises(ValueError, match="argnums names argument 1, and this call has 1 positional arguments"):
+    with pytest.raises(
+        ValueError, match="argnums names argument 1, and this call has 1 positional arguments"
+    ):
         sx.abstract_state(step, BATCH, argnums=1)
     other = jax.ShapeDtypeStruct((3, 3), jnp.float32)
     with pytest.raises(
-        ValueError, match=r"argument x of shape \(6, 64\) is given the sharding of an abstract array of shape \(3, 3\)"
+        ValueError,
+        match=r"argument x of shape \(6, 64\) is given the sharding of an abstract array of shape \(3, 3\)",
     ):
         sx.shard_jit(lambda x: 2 * x, mesh=make_mesh({"data": 2}), in_shardings=(other,)).plan(BATCH)

@@ -1,4 +1,6 @@
-"""Every form of shard_jit's signature, every way to a mesh, every kind of argument, against the plain function."""
+"""Every form of shard_jit's signature, every way to a mesh, every kind of argument, against the plain
+function.
+"""
 
 import functools
 import sys
@@ -40,7 +42,9 @@ def is_on(x, mesh: Mesh, *spec):
 
 class TestForms:
     def test_call(self):
-        np.testing.assert_allclose(sx.shard_jit(matmul, mesh=AUTO, in_shardings=(P("x"), P(None, "y")))(A, B), A @ B)
+        np.testing.assert_allclose(
+            sx.shard_jit(matmul, mesh=AUTO, in_shardings=(P("x"), P(None, "y")))(A, B), A @ B
+        )
 
     def test_decorator(self):
         @sx.shard_jit(mesh=AUTO, in_shardings=P("x"))
@@ -60,7 +64,9 @@ class TestForms:
             np.testing.assert_allclose(double(A), 2 * A)
 
     def test_partial(self):
-        jitted = functools.partial(sx.shard_jit, mesh=AUTO, in_shardings=P("x"))(functools.partial(matmul, b=B))
+        jitted = functools.partial(sx.shard_jit, mesh=AUTO, in_shardings=P("x"))(
+            functools.partial(matmul, b=B)
+        )
         np.testing.assert_allclose(jitted(A), A @ B)
 
     def test_method(self):
@@ -128,13 +134,17 @@ class TestMeshes:
 
     @pytest.mark.parametrize("shape", [(2, 4), (4, 2), (8, 1)])
     def test_another_in_context(self, shape):
-        """Axes of the same names and other sizes; and the program's own mesh is a refined one: 4 heads on 8 devices."""
+        """Axes of the same names and other sizes; and the program's own mesh is a refined one: 4 heads on 8
+        devices.
+        """
         x, lines = np.arange(24.0).reshape(8, 3), jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
         sums = sx.shard_jit(lambda x: (x.sum(0), x[::-1], jnp.cumsum(x, 0)), mesh=AUTO, in_shardings=P("x"))
         heads = sx.shard_jit(lambda x: x.reshape(4, 2, 3).sum(1), mesh=lines, in_shardings=P("x"))
         with jax.set_mesh(jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)):
             for got, want in zip(
-                (*sums(x), heads(x)), (x.sum(0), x[::-1], np.cumsum(x, 0), x.reshape(4, 2, 3).sum(1)), strict=True
+                (*sums(x), heads(x)),
+                (x.sum(0), x[::-1], np.cumsum(x, 0), x.reshape(4, 2, 3).sum(1)),
+                strict=True,
             ):
                 np.testing.assert_allclose(got, want)
 
@@ -149,7 +159,9 @@ class TestMeshes:
         def f(x):
             y = jax.sharding.reshard(jax.nn.relu(x - 3), P("x", "y"))
             y = jax.lax.scan(lambda c, _: (jax.sharding.reshard(c * 2, P("x", "y")), None), y, length=3)[0]
-            return jnp.einsum("ab,bc->ac", y, jnp.ones((4, 4)), out_sharding=P("x")), jnp.zeros((8, 4), out_sharding=P("y"))
+            return jnp.einsum("ab,bc->ac", y, jnp.ones((4, 4)), out_sharding=P("x")), jnp.zeros(
+                (8, 4), out_sharding=P("y")
+            )
 
         with jax.set_mesh(EXPLICIT):
             x = jax.device_put(A, P("y"))
@@ -168,7 +180,9 @@ class TestMeshes:
 
         x = on(mesh, A, "x")
         np.testing.assert_allclose(sx.shard_jit(f, mesh=mesh)(x), 2 * A + 1 + np.arange(8)[:, None] // 2)
-        np.testing.assert_allclose(sx.shard_jit(f, mesh=mesh, in_shardings=P("x"))(A), 2 * A + 1 + np.arange(8)[:, None] // 2)
+        np.testing.assert_allclose(
+            sx.shard_jit(f, mesh=mesh, in_shardings=P("x"))(A), 2 * A + 1 + np.arange(8)[:, None] // 2
+        )
 
     def test_explicit_closed_over(self):
         x = on(EXPLICIT, A, "x")
@@ -176,8 +190,12 @@ class TestMeshes:
             np.testing.assert_allclose(sx.shard_jit(lambda y: x + y)(A), 2 * A)
 
     def test_abstract_plans_but_does_not_run(self):
-        jitted = sx.shard_jit(matmul, mesh=AbstractMesh((64, 32), ("x", "y")), in_shardings=(P("x"), P(None, "y")))
-        plan = jitted.plan(jax.ShapeDtypeStruct((4096, 64), "float32"), jax.ShapeDtypeStruct((64, 8192), "float32"))
+        jitted = sx.shard_jit(
+            matmul, mesh=AbstractMesh((64, 32), ("x", "y")), in_shardings=(P("x"), P(None, "y"))
+        )
+        plan = jitted.plan(
+            jax.ShapeDtypeStruct((4096, 64), "float32"), jax.ShapeDtypeStruct((64, 8192), "float32")
+        )
         assert plan.out_shardings.spec == P("x", "y")
         assert plan.comm_bytes == 0
         with pytest.raises(ValueError, match="AbstractMesh has no devices to run on"):
@@ -207,17 +225,29 @@ class TestArguments:
         with pytest.raises(ValueError, match=r"argument params\['layer'\]\.b"):
             sx.shard_jit(lambda params, x: x @ params["layer"].w, mesh=AUTO, in_shardings=specs)(params, A)
         specs = ({"layer": Params(P(None, "y"), P("y")), "none": None, "empty": None}, P("x"))
-        is_on(sx.shard_jit(lambda p, x: x @ p["layer"].w, mesh=AUTO, in_shardings=specs)(params, A), AUTO, "x", "y")
+        is_on(
+            sx.shard_jit(lambda p, x: x @ p["layer"].w, mesh=AUTO, in_shardings=specs)(params, A),
+            AUTO,
+            "x",
+            "y",
+        )
 
     def test_one_spec_for_all(self):
         is_on(sx.shard_jit(lambda a, b: a + b, mesh=AUTO, in_shardings=P("x"))(A, A), AUTO, "x")
 
     def test_unconstrained(self):
         spec = P(P.UNCONSTRAINED, "y")
-        is_on(sx.shard_jit(lambda a, b: a + b, mesh=AUTO, in_shardings=(spec, P("x", "y")))(A, A), AUTO, "x", "y")
+        is_on(
+            sx.shard_jit(lambda a, b: a + b, mesh=AUTO, in_shardings=(spec, P("x", "y")))(A, A),
+            AUTO,
+            "x",
+            "y",
+        )
 
     def test_out_shardings(self):
-        jitted = sx.shard_jit(lambda x: {"a": x, "b": (x, x.sum())}, mesh=AUTO, out_shardings={"a": P("y"), "b": None})
+        jitted = sx.shard_jit(
+            lambda x: {"a": x, "b": (x, x.sum())}, mesh=AUTO, out_shardings={"a": P("y"), "b": None}
+        )
         is_on(jitted(A)["a"], AUTO, "y")
 
     def test_kwargs_beside_in_shardings(self):
@@ -227,7 +257,9 @@ class TestArguments:
 
     def test_in_shardings_of_arguments_by_name(self):
         specs = (P("x"), {"w": P(None, "y")}, None)
-        jitted = sx.shard_jit(lambda a, n, b, c=1, **scale: a @ b["w"] * n, mesh=AUTO, static_argnums=1, in_shardings=specs)
+        jitted = sx.shard_jit(
+            lambda a, n, b, c=1, **scale: a @ b["w"] * n, mesh=AUTO, static_argnums=1, in_shardings=specs
+        )
         is_on(jitted(A, 2, {"w": B}, 1), AUTO, "x", "y")
         is_on(jitted(A, n=2, c=1, b={"w": B}, scale=3), AUTO, "x", "y")
         is_on(jitted(n=2, c=1, b={"w": B}, a=A), AUTO, "x", "y")
@@ -240,7 +272,9 @@ class TestArguments:
         np.testing.assert_allclose(jitted(2, A), 2 * A)
 
     def test_static_by_name(self):
-        jitted = sx.shard_jit(lambda a, n: a * n if n > 2 else a, mesh=AUTO, static_argnames="n", in_shardings=(P("x"),))
+        jitted = sx.shard_jit(
+            lambda a, n: a * n if n > 2 else a, mesh=AUTO, static_argnames="n", in_shardings=(P("x"),)
+        )
         np.testing.assert_allclose(jitted(A, 3), 3 * A)
         np.testing.assert_allclose(jitted(A, n=2), A)
 
@@ -271,7 +305,9 @@ class TestArguments:
 
     def test_constants(self):
         table = jnp.asarray(B)
-        np.testing.assert_allclose(sx.shard_jit(lambda a: a @ table, mesh=AUTO, in_shardings=P("x"))(A), A @ B)
+        np.testing.assert_allclose(
+            sx.shard_jit(lambda a: a @ table, mesh=AUTO, in_shardings=P("x"))(A), A @ B
+        )
 
     def test_uncommitted_arrays(self):
         is_on(sx.shard_jit(lambda x: 2 * x, mesh=AUTO, in_shardings=P("x"))(jnp.asarray(A)), AUTO, "x")
@@ -281,7 +317,9 @@ class TestArguments:
         jitted = sx.shard_jit(lambda x: 2 * x, mesh=mesh, in_shardings=P("x"))
         x = on(mesh, A, None, "y")
         is_on(jitted(x), mesh, "x")
-        assert [(c.kind, c.axes, c.nbytes) for c in jitted.plan(x).collectives] == [("all_gather", ("y",), 16)]
+        assert [(c.kind, c.axes, c.nbytes) for c in jitted.plan(x).collectives] == [
+            ("all_gather", ("y",), 16)
+        ]
         assert jitted.plan(A).comm_bytes == 0 and not jitted.plan(x).at_rest
 
     def test_committed_without_a_spec_stays(self):
@@ -311,7 +349,9 @@ class TestDonation:
         assert state["w"].is_deleted()
 
     def test_told_otherwise(self):
-        jitted = sx.shard_jit(lambda x: x + 1, mesh=AUTO, donate_argnums=0, in_shardings=P("x"), out_shardings=P("y"))
+        jitted = sx.shard_jit(
+            lambda x: x + 1, mesh=AUTO, donate_argnums=0, in_shardings=P("x"), out_shardings=P("y")
+        )
         is_on(jitted(on(AUTO, A, "x")), AUTO, "y")
 
     def test_index_moves_when_an_argument_is_unused(self):
@@ -354,7 +394,9 @@ class TestReturned:
         jitted = sx.shard_jit(matmul, mesh=AUTO, in_shardings=(P("x"), P(None, "y")))
         jitted(A, B)
         events = []
-        jax.monitoring.register_event_duration_secs_listener(lambda name, *args, **kwargs: events.append(name))
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda name, *args, **kwargs: events.append(name)
+        )
         try:
             jitted(A, B)
         finally:
@@ -366,7 +408,9 @@ class TestReturned:
         jitted, x = sx.shard_jit(lambda x: 2 * x, **given), on(AUTO, A, "x")
         jitted(x)
         ran = []
-        sys.setprofile(lambda frame, event, arg: ran.append(frame.f_code.co_name) if event == "call" else None)
+        sys.setprofile(
+            lambda frame, event, arg: ran.append(frame.f_code.co_name) if event == "call" else None
+        )
         try:
             jitted(x)
         finally:

@@ -1,4 +1,6 @@
-"""Associative scans along a split dim: found in what JAX expands them into, run on blocks, the totals exchanged."""
+"""Associative scans along a split dim: found in what JAX expands them into, run on blocks, the totals
+exchanged.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +55,11 @@ SCANS = {
 
 def found(f, *args):
     graph = with_associative_scans(from_jaxpr(_jax.dce(jax.make_jaxpr(f)(*args))))
-    return [(node.params["dim"], node.params["reverse"]) for node in graph.nodes if node.name == "associative_scan"]
+    return [
+        (node.params["dim"], node.params["reverse"])
+        for node in graph.nodes
+        if node.name == "associative_scan"
+    ]
 
 
 @pytest.mark.parametrize("name", SCANS)
@@ -65,7 +71,9 @@ def test_scans_are_found(name, n):
 
 
 NOT_SCANS = {
-    "depends on the place": lambda a: lax.associative_scan(lambda x, y: x + y * jnp.arange(len(x))[:, None, None], a),
+    "depends on the place": lambda a: lax.associative_scan(
+        lambda x, y: x + y * jnp.arange(len(x))[:, None, None], a
+    ),
     "depends on the size": lambda a: lax.associative_scan(lambda x, y: x + y * len(x), a),
     "mixes rows": lambda a: lax.associative_scan(lambda x, y: x + y[::-1], a),
     "sums over rows": lambda a: lax.associative_scan(lambda x, y: x + y.sum(0), a),
@@ -90,7 +98,9 @@ def test_what_is_between_may_be_read():
         return lax.associative_scan(jnp.multiply, a), a[0:-1:2] * a[1::2] + 1
 
     assert found(f, array(16)) == [(0, False)]
-    np.testing.assert_array_equal(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(array(16))[0], f(array(16))[0])
+    np.testing.assert_array_equal(
+        sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(array(16))[0], f(array(16))[0]
+    )
 
 
 def cubes(a):
@@ -121,7 +131,9 @@ def test_found_in_gradients(name, n):
         graph = with_associative_scans(from_jaxpr(_jax.dce(jax.make_jaxpr(grad)(x, x))))
         names = [node.name for node in graph.nodes]
         assert names.count("associative_scan") == names.count("associative_scan_vjp") == 1
-        assert not [node for node in graph.nodes if node.name == "slice" and 2 in (node.params["strides"] or ())]
+        assert not [
+            node for node in graph.nodes if node.name == "slice" and 2 in (node.params["strides"] or ())
+        ]
 
 
 def test_two_layers_are_found():
@@ -165,7 +177,9 @@ def test_scans_on_blocks_give_what_scans_on_one_device_give(name, n, spec):
         def f(a, b):
             a, b = constrain(a), constrain(b)
             results = SCANS[name](a, b), SCANS[name](a, b, reverse=True)
-            return jax.tree.map(lambda x: ~constrain(x) if x.dtype == bool else constrain(x) * 3, jax.tree.leaves(results))
+            return jax.tree.map(
+                lambda x: ~constrain(x) if x.dtype == bool else constrain(x) * 3, jax.tree.leaves(results)
+            )
 
         return f
 
@@ -186,7 +200,9 @@ def test_sends_the_totals(reverse):
     ] * 2
 
 
-@pytest.mark.parametrize("f", [lambda x: lax.cummax(x, 0), lambda x: lax.associative_scan(jnp.minimum, x, reverse=True)])
+@pytest.mark.parametrize(
+    "f", [lambda x: lax.cummax(x, 0), lambda x: lax.associative_scan(jnp.minimum, x, reverse=True)]
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_of_equal_numbers_of_16_bits(f, dtype):
     """What each of equal numbers gets depends on JAX's order of steps: such a gradient is no scan."""

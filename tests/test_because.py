@@ -1,4 +1,6 @@
-"""Every collective of every plan says why it is there: a reason, a line, and the facts, as the two that clashed."""
+"""Every collective of every plan says why it is there: a reason, a line, and the facts, as the two that
+clashed.
+"""
 
 import itertools
 import json
@@ -31,11 +33,17 @@ def abstract(mesh):
 
 def tell(plan):
     """(collective, its reason, its facts), alike ones once."""
-    return list(dict.fromkeys((f"{c.kind} over {','.join(c.axes)}", c.reason, plan.because(c)) for c in plan.collectives))
+    return list(
+        dict.fromkeys(
+            (f"{c.kind} over {','.join(c.axes)}", c.reason, plan.because(c)) for c in plan.collectives
+        )
+    )
 
 
 SHARDING = r"(P\(.+?\)|replicated)"
-CLASH = re.compile(rf"\S.* {SHARDING}.* against .*({SHARDING}|whole|owe a|itself send|trips are not split).*|.*, padded to .*")
+CLASH = re.compile(
+    rf"\S.* {SHARDING}.* against .*({SHARDING}|whole|owe a|itself send|trips are not split).*|.*, padded to .*"
+)
 FACTS = {
     Resharded: CLASH,
     Settled: re.compile("over .*|what each trip .*|owed in .*"),
@@ -48,7 +56,9 @@ def check(plan, written=False):
         assert c.reason and re.search(r"\.py:\d+$", c.line), c
         assert (c.reason == AS_WRITTEN) == (c.cause is None) and (written or c.cause), c
         because = plan.because(c)
-        assert because and "\n" not in because and (c.cause is None or FACTS[type(c.cause)].fullmatch(because)), (c, because)
+        assert (
+            because and "\n" not in because and (c.cause is None or FACTS[type(c.cause)].fullmatch(because))
+        ), (c, because)
 
 
 @pytest.mark.once
@@ -71,7 +81,9 @@ def test_loops(name):
 
 
 def plan(f, specs, *shapes, out=None, mesh=MESH):
-    return sx.shard_jit(f, mesh=mesh, in_shardings=specs, out_shardings=out).plan(*(floats(*shape) for shape in shapes))
+    return sx.shard_jit(f, mesh=mesh, in_shardings=specs, out_shardings=out).plan(
+        *(floats(*shape) for shape in shapes)
+    )
 
 
 def product(x, w):
@@ -180,7 +192,8 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
             (
                 "all_to_all over data",
                 "sort in P(None, 'data')",
-                "the carry f32[16,8] P('data') by annotate at test_because.py:CARRY against sort, which needs dim 0 whole",
+                "the carry f32[16,8] P('data') by annotate at test_because.py:CARRY against sort, which "
+                "needs dim 0 whole",
             ),
             (
                 "all_to_all over data",
@@ -205,7 +218,13 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
     ),
     "a convolution": (
         (convolved, (P(None, None, "data"), None), [(1, 2, 16, 8), (3, 2, 3, 3)], None),
-        [("ppermute over data", "halo of conv_general_dilated", "along dim 2 of x, split by in_shardings[0]")],
+        [
+            (
+                "ppermute over data",
+                "halo of conv_general_dilated",
+                "along dim 2 of x, split by in_shardings[0]",
+            )
+        ],
     ),
     "the best of each shard": (
         (best, P("data"), [(16, 8)], None),
@@ -228,7 +247,11 @@ def test_what_is_said(name):
 def with_lines(facts):
     """The facts, each WORD as the number of the line of this file that ends so."""
     lines = enumerate(Path(__file__).read_text().splitlines(), 1)
-    numbers = {line.rpartition("  # ")[2].upper(): i for i, line in lines if line.endswith(("# asked", "# rows", "# carry"))}
+    numbers = {
+        line.rpartition("  # ")[2].upper(): i
+        for i, line in lines
+        if line.endswith(("# asked", "# rows", "# carry"))
+    }
     return re.sub("py:([A-Z]+)", lambda found: f"py:{numbers[found[1]]}", facts)
 
 
@@ -241,7 +264,11 @@ def test_axes_are_those_that_the_user_named():
         return sx.annotate(v, jax.sharding.NamedSharding(other, P(None, "b"))).sum(1)
 
     told = tell(plan(f, P("x"), (16, 8), mesh=mesh))
-    assert [collective for collective, _, _ in told] == ["all_to_all over b", "all_gather over a", "all_reduce over b"]
+    assert [collective for collective, _, _ in told] == [
+        "all_to_all over b",
+        "all_gather over a",
+        "all_reduce over b",
+    ]
     asked = "annotate on (a=2, b=4)"
     assert [facts.rsplit(" at ", 1)[0] for _, _, facts in told] == [
         *[f"v P('x') by in_shardings[0] against P(None, 'b') by {asked}"] * 2,
@@ -270,7 +297,10 @@ def test_equal_layers_are_told_together():
     specs = [{"up": P(None, "model"), "down": P("model")}] * 3, P("data")
     args = [{"up": floats(8, 16), "down": floats(16, 8)}] * 3, floats(16, 8)
     text = sx.shard_jit(layers, mesh=MESH, in_shardings=specs).plan(*args).text()
-    assert "over dim 1 of x and dim 0 of ws/{0..2}/down, split by ws/{0..2}/up and ws/{0..2}/down" in " ".join(text.split())
+    assert (
+        "over dim 1 of x and dim 0 of ws/{0..2}/down, split by ws/{0..2}/up and ws/{0..2}/down"
+        in " ".join(text.split())
+    )
 
 
 def test_lowerings_of_users_send_as_they_write_it():
@@ -311,7 +341,10 @@ def test_json_and_html_have_the_facts(tmp_path):
     (entry,) = json.loads(made.to_json())["collectives"]
     assert entry["because"] == made.because(c) and entry["reason"] == c.reason and entry["nbytes"] == c.nbytes
     made.to_html(tmp_path / "plan.html")
-    assert "<div>w P(None, &#x27;data&#x27;) by in_shardings[1] against x" in (tmp_path / "plan.html").read_text()
+    assert (
+        "<div>w P(None, &#x27;data&#x27;) by in_shardings[1] against x"
+        in (tmp_path / "plan.html").read_text()
+    )
 
 
 def test_the_boundary_serves_the_line_of_the_function():

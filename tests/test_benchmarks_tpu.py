@@ -1,4 +1,6 @@
-"""The benchmark that compiles for TPUs: reading costs off compiled text, its workloads, and the figures that it prints."""
+"""The benchmark that compiles for TPUs: reading costs off compiled text, its workloads, and the figures that
+it prints.
+"""
 
 import json
 import os
@@ -90,7 +92,10 @@ def test_a_loop_costs_its_body_times_its_trips(start, step, trips):
 @pytest.mark.parametrize(
     "known, unknown",
     [
-        ("%bound = s32[]{:T(256)} constant(32)", "%bound = s32[]{:T(256)} get-tuple-element(%state.1), index=0"),
+        (
+            "%bound = s32[]{:T(256)} constant(32)",
+            "%bound = s32[]{:T(256)} get-tuple-element(%state.1), index=0",
+        ),
         ("%step = s32[]{:T(256)} constant(1)", "%step = s32[]{:T(256)} negate(%i)"),
         ("%start = s32[]{:T(256)} constant(0)", "%start = s32[]{:T(256)} get-dimension-size(%p.2)"),
         ("while(%initial)", "while(%p.2)"),
@@ -98,7 +103,9 @@ def test_a_loop_costs_its_body_times_its_trips(start, step, trips):
 )
 def test_a_loop_that_counts_by_no_constants(known, unknown):
     assert known in loop()
-    with pytest.raises(ValueError, match="the loop %while.1 does not count from a constant by a constant up to one"):
+    with pytest.raises(
+        ValueError, match="the loop %while.1 does not count from a constant by a constant up to one"
+    ):
         cost(loop().replace(known, unknown))
 
 
@@ -131,14 +138,25 @@ def test_seconds_are_cycles_over_the_clock_and_bytes_over_the_links():
 
 @pytest.mark.parametrize("name", [name for name, workload in workloads().items() if workload.published])
 def test_utilization_is_the_papers(name):
-    """At its step time. It does not print its formula, and its two figures for (8, 32) contradict each other."""
+    """At its step time. It does not print its formula, and its two figures for (8, 32) contradict each
+    other.
+    """
     workload = workloads()[name]
     assert workload.published is not None
     found = workload.utilization(workload.published.seconds)
-    assert found == pytest.approx(0.241 if name == "table3-16b-8x32" else workload.published.utilization, rel=0.03)
+    assert found == pytest.approx(
+        0.241 if name == "table3-16b-8x32" else workload.published.utilization, rel=0.03
+    )
 
 
-SIZES = {"64b": 64, "128b": 128, "256b": 256, "512b": 512, "1t": 1024, "16b": 16}  # in units of 2^30, as the paper counts
+SIZES = {
+    "64b": 64,
+    "128b": 128,
+    "256b": 256,
+    "512b": 512,
+    "1t": 1024,
+    "16b": 16,
+}  # in units of 2^30, as the paper counts
 
 
 @pytest.mark.parametrize("name", [name for name in workloads() if name.startswith("table")])
@@ -149,7 +167,9 @@ def test_models_have_the_sizes_that_their_names_say(name):
 
 def test_llamas_sizes():
     assert parameters("llama-8b") == 8_030_261_248
-    assert parameters("llama-1b-accumulated") == 1_498_482_688  # 1.24 billion, and logits that are not the embedding
+    assert (
+        parameters("llama-1b-accumulated") == 1_498_482_688
+    )  # 1.24 billion, and logits that are not the embedding
 
 
 def parameters(name: str, part: str | None = None) -> int:
@@ -168,7 +188,9 @@ def test_a_step_gives_what_it_takes(name):
 
 def abstract_step(name: str):
     axes = workloads()[name].axes
-    return workloads()[name].step(AbstractMesh((*axes.values(),), (*axes,), axis_types=(AxisType.Auto,) * len(axes)))
+    return workloads()[name].step(
+        AbstractMesh((*axes.values(),), (*axes,), axis_types=(AxisType.Auto,) * len(axes))
+    )
 
 
 def described(array) -> tuple:
@@ -188,7 +210,9 @@ def test_table():
     workload = workloads()["table2-64b-8x16"]
     total = cost(loop()) * 10**6
     found = tpu.figures(workload, total, 3 << 30)
-    text = tpu.table({"jax.jit": found, "shard_jit": found | {"seconds": 2 * found["seconds"]}, "paper": {"seconds": 5.74}})
+    text = tpu.table(
+        {"jax.jit": found, "shard_jit": found | {"seconds": 2 * found["seconds"]}, "paper": {"seconds": 5.74}}
+    )
     rows = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
     assert rows[""] == ["jax.jit", "shard_jit", "paper", "ratio"]
     assert rows["seconds"] == ["35.1", "70.2", "5.74", "2.000"]
@@ -201,7 +225,10 @@ def test_table():
 def test_list_and_wrong_names(capsys):
     assert tpu.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(workloads())
-    for names, message in (["tiny", "gpt-5"], "no such workload: gpt-5 (--list shows them)"), ([], "name a workload"):
+    for names, message in (
+        (["tiny", "gpt-5"], "no such workload: gpt-5 (--list shows them)"),
+        ([], "name a workload"),
+    ):
         with pytest.raises(SystemExit):
             tpu.main(names)
         assert message in capsys.readouterr().err
@@ -222,6 +249,7 @@ def test_a_small_step_compiles_for_a_tpu(tmp_path):
     columns = json.loads((tmp_path / "figures.json").read_text())["tiny"]
     assert set(columns) == {"jax.jit", "shard_jit"}
     assert columns["shard_jit"]["GB sent in all"] <= 1.01 * columns["jax.jit"]["GB sent in all"]
-    # of so small a step 0.72 of the bytes, 0.99 of the seconds, and 1.10 of the memory, which nothing prices yet
+    # of so small a step 0.72 of the bytes, 0.99 of the seconds, and 1.10 of the memory, which nothing prices
+    # yet
     assert columns["shard_jit"]["seconds"] <= 1.01 * columns["jax.jit"]["seconds"]
     assert columns["shard_jit"]["peak HBM, GiB"] <= 1.1 * columns["jax.jit"]["peak HBM, GiB"]

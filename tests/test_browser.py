@@ -1,4 +1,6 @@
-"""The page of a plan in a real browser: GPT-2's train step is looked through. `make test-browser` gets a browser."""
+"""The page of a plan in a real browser: GPT-2's train step is looked through. `make test-browser` gets a
+browser.
+"""
 
 import shutil
 from itertools import pairwise
@@ -11,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from models.gpt2 import program
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install shardax[browser]")
+webdriver = pytest.importorskip(
+    "selenium.webdriver", reason="selenium is not installed: pip install shardax[browser]"
+)
 from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 
@@ -26,7 +30,13 @@ def start():
         pytest.skip("no Chromium with its chromedriver on PATH: `make test-browser` gets them")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1440,900"):
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--window-size=1440,900",
+    ):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     return webdriver.Chrome(options=options, service=Service(driver))
@@ -121,9 +131,13 @@ def test_search_hides_the_other_rows(page):
 
 
 def test_a_reason_opens_to_its_facts(page):
-    page.find_element(By.ID, "search").send_keys("dot_general in")  # what a product wants otherwise than it was made
+    page.find_element(By.ID, "search").send_keys(
+        "dot_general in"
+    )  # what a product wants otherwise than it was made
     facts = ((reason, reason.find_element(By.TAG_NAME, "div")) for reason in visible(page, "details.because"))
-    reason, fact = next((reason, fact) for reason, fact in facts if " against " in fact.get_attribute("textContent"))
+    reason, fact = next(
+        (reason, fact) for reason, fact in facts if " against " in fact.get_attribute("textContent")
+    )
     assert not fact.is_displayed()
     click(page, reason.find_element(By.TAG_NAME, "summary"))
     assert fact.is_displayed() and " against " in fact.text
@@ -145,7 +159,9 @@ def test_a_line_leads_to_its_place_in_the_program(page):
 def test_how_an_uneven_array_lies(page):
     """257 rows over 4: blocks of 65, the last of 62, each on the two devices along `data`."""
     page.find_element(By.ID, "search").send_keys("embed.attend")
-    button = next(b for b in visible(page, "button.array") if b.text.endswith("f32[8,16,257] P('data', None, 'model')"))
+    button = next(
+        b for b in visible(page, "button.array") if b.text.endswith("f32[8,16,257] P('data', None, 'model')")
+    )
     click(page, button)
     facts = page.find_element(By.ID, "array-facts").text
     assert "8 blocks of [4, 16, 65], 16,640 bytes each; uneven: hatched is padding." in facts
@@ -161,19 +177,30 @@ def test_how_an_uneven_array_lies(page):
 def test_replicated_groups_have_one_color(page):
     choose(page, "state/params/layer_0/mlp/up/kernel")
     assert page.find_element(By.ID, "array-name").text == "argument state/params/layer_0/mlp/up/kernel"
-    assert "4 blocks of [32, 32], 4,096 bytes each, each on 2 devices." in page.find_element(By.ID, "array-facts").text
+    assert (
+        "4 blocks of [32, 32], 4,096 bytes each, each on 2 devices."
+        in page.find_element(By.ID, "array-facts").text
+    )
     devices = page.find_elements(By.CSS_SELECTOR, "#mesh .block")
     colors = [device.value_of_css_property("background-color") for device in devices]
     assert [device.text for device in devices] == list(map(str, range(8)))
     assert colors[:4] == colors[4:] and len(set(colors)) == 4
     click(page, devices[6])
     assert [d.text for d in devices if "chosen" in d.get_attribute("class")] == ["2", "6"]
-    assert page.find_element(By.ID, "block-facts").text == "Block 0, 2 holds [:, 64:96]. Devices 2, 6 (2 copies)."
-    assert "in_shardings[0].params['layer_0']['mlp']['up']['kernel'] says so" in page.find_element(By.ID, "why").text
+    assert (
+        page.find_element(By.ID, "block-facts").text
+        == "Block 0, 2 holds [:, 64:96]. Devices 2, 6 (2 copies)."
+    )
+    assert (
+        "in_shardings[0].params['layer_0']['mlp']['up']['kernel'] says so"
+        in page.find_element(By.ID, "why").text
+    )
 
 
 def test_blocks_of_nested_splits(page, tmp_path):
-    """257 rows, over 2 and over 2 x 4: padded once, to 8 blocks of 33, of which the first axis has 4 each: 132 and 125 rows."""
+    """257 rows, over 2 and over 2 x 4: padded once, to 8 blocks of 33, of which the first axis has 4 each:
+    132 and 125 rows.
+    """
     mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
     def program(x):
@@ -183,12 +210,17 @@ def test_blocks_of_nested_splits(page, tmp_path):
     sx.shard_jit(program, mesh=mesh).plan(jnp.ones((257, 8))).to_html(tmp_path / "nested.html")
     page.get(f"file://{tmp_path}/nested.html")
     click(page, next(b for b in visible(page, "button.array") if b.text.endswith("f32[257,8] P('data')")))
-    assert "2 blocks of [132, 8], 4,224 bytes each, each on 4 devices; uneven" in page.find_element(By.ID, "array-facts").text
+    assert (
+        "2 blocks of [132, 8], 4,224 bytes each, each on 4 devices; uneven"
+        in page.find_element(By.ID, "array-facts").text
+    )
     blocks = page.find_elements(By.CSS_SELECTOR, "#blocks .block")
     hatched = blocks[1].find_element(By.TAG_NAME, "i")
     assert hatched.size["width"] / blocks[1].size["width"] == pytest.approx(7 / 132, abs=0.03)
     click(page, blocks[1])
-    assert page.find_element(By.ID, "block-facts").text.startswith("Block 1, 0 holds [132:257, :], and 56 elements of padding.")
+    assert page.find_element(By.ID, "block-facts").text.startswith(
+        "Block 1, 0 holds [132:257, :], and 56 elements of padding."
+    )
 
 
 @pytest.mark.parametrize("width", [1440, 1000, 500])

@@ -56,18 +56,30 @@ def test_rules_that_are_right(rules_module, capsys):
 
 def test_missing_claims_fail_with_what_shows_them(rules_module, capsys):
     status, out = _run(rules_module("missing", MODULE.format(cos="... -> ...", sinh="a b! -> a b!")), capsys)
-    assert status == 1 and "sinh ((5, 6),) -> ((5, 6),): dim 1 of operand 0 (factor b) is whole and could be kept" in out
-    assert "  f, *args = missing.SAMPLES['sinh']; print(shardax.check.missing_claims(f, *args, only='sinh'))\n" in out
+    assert (
+        status == 1
+        and "sinh ((5, 6),) -> ((5, 6),): dim 1 of operand 0 (factor b) is whole and could be kept" in out
+    )
+    assert (
+        "  f, *args = missing.SAMPLES['sinh']; print(shardax.check.missing_claims(f, *args, only='sinh'))\n"
+        in out
+    )
     assert "2 rules, failed: sinh; JAX " in out
 
 
 def _in_new_python(text: str, folder):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])
+    }
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, env=env)
 
 
 def test_wrong_claims_fail_with_what_shows_them(rules_module, capsys, tmp_path):
-    text = MODULE.replace("lax.cos,", "lax.cumsum,").replace('"cos"', '"cumsum"').format(cos="a b -> a b", sinh="... -> ...")
+    text = (
+        MODULE.replace("lax.cos,", "lax.cumsum,")
+        .replace('"cos"', '"cumsum"')
+        .format(cos="a b -> a b", sinh="... -> ...")
+    )
     status, out = _run(rules_module("wrong", text), capsys)
     assert status == 1 and "2 rules, failed: cumsum; JAX " in out
     assert "cumsum ((5, 6),) -> ((5, 6),), a (5 in 6) over x: result 0 on one device: " in out
@@ -76,7 +88,8 @@ def test_wrong_claims_fail_with_what_shows_them(rules_module, capsys, tmp_path):
     (imports,) = {line for line in out.splitlines() if line.startswith("  import ")}
     pasted = _in_new_python(f"{imports.strip()}\n{show.strip()}", tmp_path)
     assert (
-        pasted.returncode == 1 and "these claims are wrong:\ncumsum ((5, 6),) -> ((5, 6),), a (5 in 6) over x" in pasted.stderr
+        pasted.returncode == 1
+        and "these claims are wrong:\ncumsum ((5, 6),) -> ((5, 6),), a (5 in 6) over x" in pasted.stderr
     )
 
 
@@ -116,7 +129,9 @@ def test_every_rule_has_a_sample_or_a_reason():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_lost_parts_of_a_sum_are_a_difference(dtype):
-    """However coarse the floats are: a sum of which three of four devices' parts are missing is no rounding."""
+    """However coarse the floats are: a sum of which three of four devices' parts are missing is no
+    rounding.
+    """
     wanted = np.asarray([4.0, -2.0, 1.0], dtype=jnp.dtype(dtype))
     assert difference(wanted, wanted) == ""
     assert difference(np.asarray([4.0, -2.0, 1.0]).astype(wanted.dtype) / wanted.dtype.type(4), wanted) != ""

@@ -1,4 +1,6 @@
-"""`docs/primitives.md` is what `python -m shardax.check --page` makes, and tells of every primitive that JAX has."""
+"""`docs/primitives.md` is what `python -m shardax.check --page` makes, and tells of every primitive that JAX
+has.
+"""
 
 import re
 import subprocess
@@ -25,9 +27,13 @@ def test_every_primitive_of_this_jax_is_there():
 
 
 def fresh_names() -> set[str]:
-    """In a process of its own: modules of kernels, which other tests import, add what lives inside kernels."""
+    """In a process of its own: modules of kernels, which other tests import, add what lives inside
+    kernels.
+    """
     code = "import shardax; from shardax import _jax; print(*_jax.primitive_names())"
-    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    names = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split()
     assert "dot_general" in names
     return set(names)
 
@@ -48,7 +54,12 @@ def test_rows(name, cells):
 
 @pytest.mark.parametrize(
     "name, section",
-    [("add", "Elementwise"), ("all_gather", "Others"), ("pallas_call", "Without a rule"), ("scan", "With a program inside")],
+    [
+        ("add", "Elementwise"),
+        ("all_gather", "Others"),
+        ("pallas_call", "Without a rule"),
+        ("scan", "With a program inside"),
+    ],
 )
 def test_sections(name, section):
     assert [text.partition("\n")[0] for text in TEXT.split("\n## ")[1:] if f"`{name}`" in text] == [section]

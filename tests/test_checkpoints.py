@@ -1,4 +1,6 @@
-"""The states that the main job saves: resumed on other meshes, refused for another run, whole after a kill."""
+"""The states that the main job saves: resumed on other meshes, refused for another run, whole after a
+kill.
+"""
 
 from dataclasses import replace
 
@@ -82,7 +84,9 @@ def test_what_is_saved_is_the_state_of_that_step(tmp_path):
     with train.checkpoints(some) as kept:
         train.run(replace(trainer, step=step), some, CORPUS, kept)
     with train.checkpoints(some) as kept:
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, kept.at(3, trainer.state)), states[3])
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.tree.map(np.array, kept.at(3, trainer.state)), states[3]
+        )
 
 
 @pytest.mark.parametrize(

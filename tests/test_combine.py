@@ -1,4 +1,6 @@
-"""Small reductions that are one in the local program: which they are, what waits for them, and what the plan says of them."""
+"""Small reductions that are one in the local program: which they are, what waits for them, and what the plan
+says of them.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,9 @@ from shardax.partition.reasons import Settled
 from shardax.passes import combine
 from tests.test_program import mesh_of
 
-V5E = replace(chips.V5E, latency=0.0, start=1e-6)  # whatever is sent starts in a microsecond, however many hops it goes
+V5E = replace(
+    chips.V5E, latency=0.0, start=1e-6
+)  # whatever is sent starts in a microsecond, however many hops it goes
 
 
 @pytest.fixture(params=[NOMINAL, V5E], ids=lambda chip: chip.name)
@@ -39,10 +43,14 @@ def array(*shape, dtype="float32"):
 
 
 def local(f, shapes, chip=V5E, sizes=(4, 2)):
-    """What runs on each device of a shard_map of f, all of whose arguments are replicated, and how it was before."""
+    """What runs on each device of a shard_map of f, all of whose arguments are replicated, and how it was
+    before.
+    """
     mesh = mesh_of(*sizes)
     mapped = jax.shard_map(f, mesh=mesh, in_specs=(P(),) * len(shapes), out_specs=P(), check_vma=False)
-    before = jax.make_jaxpr(mapped)(*(jax.ShapeDtypeStruct(*s) if isinstance(s, tuple) else s for s in shapes))
+    before = jax.make_jaxpr(mapped)(
+        *(jax.ShapeDtypeStruct(*s) if isinstance(s, tuple) else s for s in shapes)
+    )
     return before, combine.combined(before, Network(dict(mesh.shape), chip))
 
 
@@ -73,7 +81,14 @@ def test_sums_of_one_key_are_one():
 def test_axes_dtypes_and_kinds_are_not_mixed():
     def f(a, b, n, m):
         both = lax.psum(a, ("x", "y")), lax.psum(b, ("x", "y"))
-        return both, lax.psum(a * 2, "x"), lax.psum(b * 2, "y"), lax.psum(n, "x"), lax.pmax(n * 3, "x"), lax.pmax(m, "x")
+        return (
+            both,
+            lax.psum(a * 2, "x"),
+            lax.psum(b * 2, "y"),
+            lax.psum(n, "x"),
+            lax.pmax(n * 3, "x"),
+            lax.pmax(m, "x"),
+        )
 
     found = counted(f, [f32(3), f32(5), ((3,), "int32"), ((2, 2), "int32")])
     assert found == [of("x", "y", 8), of("x", 3), of("y", 5), of("x", 3), of("x", 7)]
@@ -110,7 +125,9 @@ def test_what_depends_on_another_stays_apart():
 
 
 def test_small_readers_wait():
-    """The readers of `a` come before `b` is made, and are put after it; they are small, so `b` need not be sent alone."""
+    """The readers of `a` come before `b` is made, and are put after it; they are small, so `b` need not be
+    sent alone.
+    """
 
     def f(x, y):
         a = lax.psum(x, "x")
@@ -224,7 +241,9 @@ def test_gradients_of_biases(chip):
     """On a real chip they are one sum with the loss; on the nominal one a kilobyte is too large for that."""
     plan = built().plan(PARAMS, X)
     biases = [(769,)] if chip is V5E else [(), *[(256,)] * 3]
-    assert sorted(c.shape for c in plan.collectives if len(c.shape) < 2) == biases  # the others: of the gradients of weights
+    assert (
+        sorted(c.shape for c in plan.collectives if len(c.shape) < 2) == biases
+    )  # the others: of the gradients of weights
     assert plan.comm_bytes == 3 * 4 * (256 * 256 + 256) * 3 // 2 + 6
     lowered = built().lower(PARAMS, X)
     assert hlo.counts(plan.collectives) == hlo.counts(hlo.lowered(lowered.compiler_ir()))
@@ -236,7 +255,9 @@ def test_values_with_donation_and_gradients(chip):
     np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), new, wanted)
     grads = jax.grad(built(loss))(PARAMS, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, jax.grad(loss)(PARAMS, X))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, jax.grad(loss)(PARAMS, X)
+    )
 
 
 @real
@@ -244,7 +265,10 @@ def test_the_plan_tells_of_each(chip):
     plan = built().plan(PARAMS, X)
     (c,) = [c for c in plan.collectives if isinstance(c.cause, causes.Combined)]
     assert c.reason == "4 as one: sum of reduce_sum" and len(c.parts) == 4
-    assert sum(part.nbytes for part in c.parts) == c.nbytes and {part.shape for part in c.parts} == {(), (256,)}
+    assert sum(part.nbytes for part in c.parts) == c.nbytes and {part.shape for part in c.parts} == {
+        (),
+        (256,),
+    }
     assert all(isinstance(part.cause, Settled) and "test_combine.py" in part.line for part in c.parts)
     told = plan.because(c).splitlines()
     assert len(told) == 2 and max(told).startswith("sum of reduce_sum at tests/test_combine.py:"), told

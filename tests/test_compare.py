@@ -20,7 +20,13 @@ MESH = {"x": 2, "y": 3}
 def _program(x, w, key):
     h = jnp.tanh(sx.annotate(x @ w["a"], P("x")))
     c, ys = lax.scan(lambda c, r: (c / 2 + jnp.cumsum(r), c.sum()), jnp.zeros(6), h)
-    return {"c": jnp.sort(c), "ys": ys, "bits": jax.random.bits(key, (5, 3)), "half": h.astype("bfloat16"), "n": jnp.argmax(h)}
+    return {
+        "c": jnp.sort(c),
+        "ys": ys,
+        "bits": jax.random.bits(key, (5, 3)),
+        "half": h.astype("bfloat16"),
+        "n": jnp.argmax(h),
+    }
 
 
 ARGS = ramp(5, 7), {"a": ramp(7, 6)}, jax.random.key(3)
@@ -28,7 +34,9 @@ ARGS = ramp(5, 7), {"a": ramp(7, 6)}, jax.random.key(3)
 
 def test_equal():
     text = str(compare(_program, ARGS, n=2))
-    assert text.startswith("_program: equal under 2 shardings\n  greatest error ") and "in_shardings=(P(" in text
+    assert (
+        text.startswith("_program: equal under 2 shardings\n  greatest error ") and "in_shardings=(P(" in text
+    )
     same = [compare(jnp.sin, (ramp(5, 7),), n=1, seed=seed).trials[0] for seed in (5, 5, 6)]
     assert str(same[0]) == str(same[1]) != str(same[2])
 
@@ -50,7 +58,12 @@ def _until(x):
 
 UNLIKE_CUMSUM = {"local": None, "sends": None}
 WRONG = {
-    "in the program": (lambda x: jnp.sin(jnp.cumsum(x + 1, 0)), "cumsum", UNLIKE_CUMSUM, "result 0, float32[5,7]"),
+    "in the program": (
+        lambda x: jnp.sin(jnp.cumsum(x + 1, 0)),
+        "cumsum",
+        UNLIKE_CUMSUM,
+        "result 0, float32[5,7]",
+    ),
     "in a branch": (_branches, "cumsum", UNLIKE_CUMSUM, ", in branch 0 of the cond at"),
     "in a loop": (_until, "cumsum", UNLIKE_CUMSUM, ", in trip 0 of the while at"),
     "passes": (lambda x: lax.square(x @ x.T).sum(), "square", {"passes": (LINEAR(0),)}, "pending sum over"),
@@ -102,8 +115,12 @@ def test_the_snippets_show_it_again(monkeypatch):
 
 def test_what_shard_jit_raises_comes_with_the_program():
     with pytest.raises(ValueError, match="refuses") as error:
-        compare(lambda x: jnp.sort(x, 0), (ramp(8, 8),), meshes=[{"x": 8}], n=9, options=sx.Options(strict=True))
-    assert any("raised by shard_jit in compare, x=8: in_shardings=(P('x'" in note for note in error.value.__notes__)
+        compare(
+            lambda x: jnp.sort(x, 0), (ramp(8, 8),), meshes=[{"x": 8}], n=9, options=sx.Options(strict=True)
+        )
+    assert any(
+        "raised by shard_jit in compare, x=8: in_shardings=(P('x'" in note for note in error.value.__notes__
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +150,9 @@ def _by_rows(x):
 
 @pytest.mark.parametrize("f", [_counting, _by_rows])
 def test_in_loops_that_were_made_of_others(f, monkeypatch):
-    """A `while` that counts becomes a scan, and a loop over rows a map: their equations still have the jaxpr from before."""
+    """A `while` that counts becomes a scan, and a loop over rows a map: their equations still have the jaxpr
+    from before.
+    """
     monkeypatch.setitem(RULES, "cumsum", replace(RULES["cumsum"], **UNLIKE_CUMSUM))
     with pytest.raises(Different, match=", in trip 0 of the scan at") as error:
         compare(f, (ramp(5, 7),), meshes=[MESH], n=12)

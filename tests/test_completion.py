@@ -54,7 +54,9 @@ def _graph(program: Graph, done: Completion, indent: str = "") -> Iterator[str]:
         for body in node.bodies:
             yield f"{indent}{node.name} of"
             yield from _graph(body, done, indent + "  ")
-        repeats = annotations.of_node(node) and done.sharding(node.inputs[0]) == done.sharding(node.outputs[0])
+        repeats = annotations.of_node(node) and done.sharding(node.inputs[0]) == done.sharding(
+            node.outputs[0]
+        )
         for value in node.outputs if not repeats else ():
             yield from _value(node.name, value, done, indent)
 
@@ -126,7 +128,9 @@ def test_scan_over_layers():
 
 
 def test_scan_over_layers_backward():
-    """What each layer leaves for the backward pass is stacked, and lies in the stack as it did in the layer."""
+    """What each layer leaves for the backward pass is stacked, and lies in the stack as it did in the
+    layer.
+    """
     f = jax.grad(lambda weights, x: layers(weights, x)[0].sum())
     found = completed(f, ((3, 16, 64), (3, 64, 16)), (8, 16), specs=((P(None, None, "y"), None), P("x")))
     assert found == cleandoc("""
@@ -234,8 +238,17 @@ def test_a_bias_learns_from_what_it_is_added_to():
 
 
 def test_a_bias_does_not_decide():
-    """GSPMD, figure 4: were its broadcast as early as the sum, this would be split over the bias's dim, and x gathered."""
-    found = completed(lambda w, b, x: jnp.cos(x @ w + b), (32, 16), (16,), (8, 4, 32), specs=(None, P("x"), None), outs=P("x"))
+    """GSPMD, figure 4: were its broadcast as early as the sum, this would be split over the bias's dim, and x
+    gathered.
+    """
+    found = completed(
+        lambda w, b, x: jnp.cos(x @ w + b),
+        (32, 16),
+        (16,),
+        (8, 4, 32),
+        specs=(None, P("x"), None),
+        outs=P("x"),
+    )
     assert found == cleandoc("""
         argument             f32[32,16]     P(None, None)
         argument             f32[16]        P('x')
@@ -248,8 +261,16 @@ def test_a_bias_does_not_decide():
 
 
 def test_what_is_stretched_does_not_decide():
-    """Elementwise equations between the larger operand and the result come before products, and before smaller operands."""
-    found = completed(lambda b, x: (jnp.cos(x) + b) * x, (1, 1, 16), (8, 4, 16), specs=(P(None, None, "x"), None), outs=P("x"))
+    """Elementwise equations between the larger operand and the result come before products, and before
+    smaller operands.
+    """
+    found = completed(
+        lambda b, x: (jnp.cos(x) + b) * x,
+        (1, 1, 16),
+        (8, 4, 16),
+        specs=(P(None, None, "x"), None),
+        outs=P("x"),
+    )
     assert found == cleandoc("""
         argument             f32[1,1,16]    P(None, None, 'x')
         argument             f32[8,4,16]    P('x', None, None)
@@ -409,7 +430,9 @@ def test_reshape_in_the_middle_of_a_block():
 
 def test_heads():
     """Reshape, transpose, and back."""
-    found = completed(lambda x: jnp.sin(x.reshape(8, 4, 6).transpose(1, 0, 2)).reshape(4, 48), (8, 24), specs=P(None, "x"))
+    found = completed(
+        lambda x: jnp.sin(x.reshape(8, 4, 6).transpose(1, 0, 2)).reshape(4, 48), (8, 24), specs=P(None, "x")
+    )
     assert found == cleandoc("""
         argument             f32[8,24]      P(None, 'x')
         reshape              f32[8,4,6]     P(None, 'x', None)
@@ -536,17 +559,22 @@ def test_the_order_of_dicts_does_not_matter():
 
 def test_repeated_runs_are_equal():
     """Under another seed, sets are ordered otherwise."""
-    program = "from tests.test_completion import *; test_scan_over_layers_backward(); test_data_before_state()"
+    program = (
+        "from tests.test_completion import *; test_scan_over_layers_backward(); test_data_before_state()"
+    )
     for seed in "1", "2":
         env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
         subprocess.run([sys.executable, "-c", program], check=True, env=env, cwd=Path(__file__).parents[1])
 
 
-# Both directions through everything: arguments of shape (8, 4, 4) unless said, split over x by an annotation at one end.
+# Both directions through everything: arguments of shape (8, 4, 4) unless said, split over x by an annotation
+# at one end.
 
 
 def both_ways(f, *shapes, dim: int = 0) -> tuple[list[P], P]:
-    """The shardings of the arguments where the first result is annotated, and of the first result where the arguments are."""
+    """The shardings of the arguments where the first result is annotated, and of the first result where the
+    arguments are.
+    """
     spec = lambda rank: P(*[None] * dim, "x", *[None] * (rank - dim - 1))  # noqa: E731
 
     def annotated(*args):
@@ -587,7 +615,10 @@ BOTH_WAYS = {
     "fft": (lambda x: jnp.fft.fft(x).real, MATRICES),
     "fft of two dims": (lambda x: jnp.fft.rfft2(x).real, MATRICES),
     "gather": (lambda x: x[:, jnp.array([2, 0])], MATRICES),
-    "gradient of remat": (jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum()), MATRICES),
+    "gradient of remat": (
+        jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum()),
+        MATRICES,
+    ),
     "inverse": (jnp.linalg.inv, MATRICES),
     "lu": (lambda x: lax.linalg.lu(x)[0], MATRICES),
     "map": (lambda x: lax.map(jnp.sin, x), MATRICES),
@@ -602,7 +633,10 @@ BOTH_WAYS = {
     "sort": (lambda x: jnp.sort(x, 2), MATRICES),
     "svd": (lambda x: jnp.linalg.svd(x)[1], MATRICES),
     "triangular solve": (lambda a, b: jax.scipy.linalg.solve_triangular(a, b), MATRICES, (8, 4, 3)),
-    "vmap of while": (jax.vmap(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x)), MATRICES),
+    "vmap of while": (
+        jax.vmap(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x)),
+        MATRICES,
+    ),
     "while": (lambda x: lax.while_loop(lambda x: x.sum() < 9, jnp.sin, x), MATRICES),
 }
 
@@ -629,7 +663,10 @@ def test_a_stacked_dim_reaches_through_scan_and_back():
 def test_a_barrier_passes_each_operand_on_by_itself():
     """As a remat's does with parameters and activations, some of which have dims of one size."""
     found = completed(
-        lambda x, y: [a + 1.0 for a in lax.optimization_barrier((x, y))], (8, 8), (8, 8), specs=(P("x"), P(None, "y"))
+        lambda x, y: [a + 1.0 for a in lax.optimization_barrier((x, y))],
+        (8, 8),
+        (8, 8),
+        specs=(P("x"), P(None, "y")),
     )
     assert found == cleandoc("""
         argument             f32[8,8]       P('x', None)
@@ -642,7 +679,9 @@ def test_a_barrier_passes_each_operand_on_by_itself():
 
 
 def test_state_speaks_to_its_own_before_data_does():
-    """The data knows nothing of the columns when it reaches the cast weights: it would split their rows over y."""
+    """The data knows nothing of the columns when it reaches the cast weights: it would split their rows over
+    y.
+    """
 
     def loss(w, x):
         y = x @ w.astype(x.dtype)
@@ -656,11 +695,14 @@ def test_state_speaks_to_its_own_before_data_does():
     assert weights and all(line.endswith("P('x', 'y')") for line in weights)
 
 
-# GSPMD's other example: a pipeline's wrapper (section 3.3): stages stacked by vmap, the stage dim annotated, the others open.
+# GSPMD's other example: a pipeline's wrapper (section 3.3): stages stacked by vmap, the stage dim annotated,
+# the others open.
 
 
 def pipeline(weights, xs):
-    """`weights` of each stage, stacked; microbatches in `xs` shift through the stages (one more each tick)."""
+    """`weights` of each stage, stacked; microbatches in `xs` shift through the stages (one more each
+    tick).
+    """
 
     def stage(w, x):
         return jnp.sin(lax.with_sharding_constraint(x @ w, P(None, "y"))) @ w.T
@@ -679,7 +721,10 @@ def test_the_pipeline_wrapper_leaves_the_stages_their_shardings():
     assert done.sharding(program.inputs[0]).spec == P("x", None, None)  # in_shardings closes it
     (loop,) = (node for node in program.nodes if node.name == "scan")
     shardings = {
-        v.shape: done.sharding(v).spec for node in loop.bodies[0].walk() for v in node.outputs if node.name == "dot_general"
+        v.shape: done.sharding(v).spec
+        for node in loop.bodies[0].walk()
+        for v in node.outputs
+        if node.name == "dot_general"
     }
     assert shardings == {(4, 8, 32): P("x", None, "y"), (4, 8, 16): P("x", None, None)}
     open_program, opened = completion(pipeline, (4, 16, 32), (6, 8, 16), specs=(P("x", OPEN, OPEN), None))
@@ -709,7 +754,13 @@ for backward in False, True:
     texts = []
     for seed in "1", "2":
         env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-        how = {"check": True, "env": env, "cwd": Path(__file__).parents[1], "capture_output": True, "text": True}
+        how = {
+            "check": True,
+            "env": env,
+            "cwd": Path(__file__).parents[1],
+            "capture_output": True,
+            "text": True,
+        }
         texts.append(subprocess.run([sys.executable, "-c", program], **how).stdout)
     first, second = texts[0][: len(texts[0]) // 2], texts[0][len(texts[0]) // 2 :]
     assert texts[0] == texts[1] and first == second and "P('y'" in first

@@ -22,7 +22,9 @@ def test_one_case_of_each_primitive(part):
 def test_a_wrong_result_is_found(monkeypatch):
     name = "sort_dtypes_num_arrays_1_shape_float32_5_7_axis_0_isstable_False_num_keys_1"
     assert [o.verdict for o in conformance.run_batch([name])] == ["equal"]
-    monkeypatch.setattr(conformance, "_sharded", lambda name, args, *_: conformance.cases()[name].dyn_fun(*(-x for x in args)))
+    monkeypatch.setattr(
+        conformance, "_sharded", lambda name, args, *_: conformance.cases()[name].dyn_fun(*(-x for x in args))
+    )
     assert [o.verdict for o in conformance.run_batch([name])] == ["wrong"]
 
 
@@ -42,7 +44,10 @@ OUTCOMES = [("equal", ()), ("skipped", ()), ("wrong", ()), ("refused", ()), ("eq
 def test_what_is_small_is_told_and_meant():
     rev = conformance.Outcome("rev", "case", "equal", small=(("rev", 120),))
     assert not conformance.failures([rev])
-    assert [line.split() for line in conformance.table([rev]).splitlines()[-2:]] == [["small"], "rev 1 cases 120 B".split()]
+    assert [line.split() for line in conformance.table([rev]).splitlines()[-2:]] == [
+        ["small"],
+        "rev 1 cases 120 B".split(),
+    ]
 
 
 # (words of the case, seed) of those that once gathered what another dim could have been split over

@@ -1,4 +1,6 @@
-"""Indices that count along a dim: nothing is sent along it, and the values are those of the plain function."""
+"""Indices that count along a dim: nothing is sent along it, and the values are those of the plain
+function.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +94,9 @@ def test_an_iota_elsewhere(start):
     def f(x, i):
         return x[start + ROWS(7), i[:7]]
 
-    np.testing.assert_array_equal(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(*arguments(8)), f(*arguments(8)))
+    np.testing.assert_array_equal(
+        sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(*arguments(8)), f(*arguments(8))
+    )
 
 
 COUNT = np.arange(8)
@@ -105,7 +109,9 @@ def test_constants_that_count(rows):
     args = tuple(map(jnp.asarray, arguments(8)))
     plan = f.plan(*args)
     assert not plan.collectives and len(plan.global_jaxpr.in_avals) == 2
-    for got, want in zip(f(*args), (args[0][COUNT, args[1]], args[0].at[COUNT, args[1]].add(1.0)), strict=True):
+    for got, want in zip(
+        f(*args), (args[0][COUNT, args[1]], args[0].at[COUNT, args[1]].add(1.0)), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
 
 

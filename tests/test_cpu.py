@@ -1,5 +1,5 @@
-"""What XLA's CPU compiler gets wrong. For arrays into which parts of themselves are written, wanted is what the operations give
-one by one: `jax.jit` has the fault."""
+"""What XLA's CPU compiler gets wrong. For arrays into which parts of themselves are written, wanted is what
+the operations give one by one: `jax.jit` has the fault."""
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,12 @@ CASES = {
     "twice": twice,
     "max": lambda x, i: x.at[2:8].max(x[:6]).reshape(1, 11, 8),
     "multiply": lambda x, i: x.at[2:8].multiply(x[:6]).reshape(1, 11, 8),
-    "loop": lambda x, i: lax.fori_loop(0, 1, lambda t, y: lax.dynamic_update_slice(y, y[:10], (i + t, 0)), x).reshape(1, 88),
-    "branch": lambda x, i: lax.cond(i > 0, lambda y: lax.dynamic_update_slice(y, y[:10], (i, 0)).reshape(88), jnp.ravel, x),
+    "loop": lambda x, i: lax.fori_loop(
+        0, 1, lambda t, y: lax.dynamic_update_slice(y, y[:10], (i + t, 0)), x
+    ).reshape(1, 88),
+    "branch": lambda x, i: lax.cond(
+        i > 0, lambda y: lax.dynamic_update_slice(y, y[:10], (i, 0)).reshape(88), jnp.ravel, x
+    ),
     "arguments": with_two_arguments,
 }
 
@@ -64,7 +68,9 @@ def test_what_is_read_is_not_overwritten_yet(name, spec):
 
 def shifted(x):
     """A loop whose trips each write a row that is made of the one before."""
-    return lax.fori_loop(1, len(x), lambda i, y: lax.dynamic_update_slice(y, jnp.sin(y[i - 1])[None], (i, 0)), x)
+    return lax.fori_loop(
+        1, len(x), lambda i, y: lax.dynamic_update_slice(y, jnp.sin(y[i - 1])[None], (i, 0)), x
+    )
 
 
 def test_updates_stay_in_place():
@@ -79,7 +85,9 @@ def test_updates_stay_in_place():
 def test_only_what_runs_on_cpus_calls_updates(platform):
     step = sx.shard_jit(shifted, mesh=mesh_of(4), in_shardings=P(None, "x"))
     x = jax.ShapeDtypeStruct((8, 8), "float32")
-    assert "dynamic_update_slice" in str(step.plan(x).local_jaxpr) and "jit[" not in str(step.plan(x).local_jaxpr)
+    assert "dynamic_update_slice" in str(step.plan(x).local_jaxpr) and "jit[" not in str(
+        step.plan(x).local_jaxpr
+    )
     text = step.trace(x).lower(lowering_platforms=(platform,)).as_text()
     assert ("inlineable" in text) == (platform == "cpu")
 

@@ -1,4 +1,6 @@
-"""Arguments and results on meshes that do not fit the program's: values, where they end, what the plan says and XLA runs."""
+"""Arguments and results on meshes that do not fit the program's: values, where they end, what the plan says
+and XLA runs.
+"""
 
 import json
 import re
@@ -51,7 +53,9 @@ def test_there_and_back(name):
             got = f(x)
             assert got.sharding.mesh == there.mesh and got.sharding.is_equivalent_to(there, 2)
             want = jnp.sin(X.astype(dtype))
-            np.testing.assert_allclose(got.astype("float32"), want.astype("float32"), rtol=float(jnp.finfo(want.dtype).eps))
+            np.testing.assert_allclose(
+                got.astype("float32"), want.astype("float32"), rtol=float(jnp.finfo(want.dtype).eps)
+            )
     x = jax.device_put(X, there)
     plan = f.plan(x)
     assert sent(plan) == 2 * [("ppermute", devices, nbytes)] * bool(devices) and plan.comm_bytes == 2 * nbytes
@@ -116,14 +120,18 @@ def test_keys_scalars_and_nothing():
 
 def test_the_plan_says_it_everywhere(tmp_path):
     there = NamedSharding(OTHER, P("x"))
-    plan = sx.shard_jit(lambda state: state["w"] * 2, mesh=SIX, out_shardings=there).plan({"w": jax.device_put(X, there)})
+    plan = sx.shard_jit(lambda state: state["w"] * 2, mesh=SIX, out_shardings=there).plan(
+        {"w": jax.device_put(X, there)}
+    )
     words = ["argument state/w from P('x') on (x=3, y=2)", "result to P('x') on (x=3, y=2)"]
     plan.to_html(tmp_path / "plan.html")
     for text in (str(plan), (tmp_path / "plan.html").read_text().replace("&#x27;", "'"), plan.source()):
         assert [word in text for word in words] == [True, True]
     found = json.loads(plan.to_json())["collectives"]
     assert [(c["reason"], c["total"]) for c in found] == [(word, 1536) for word in words]
-    assert {c["because"] for c in found} == {"P('x') on (x=3, y=2) against P('y') on (x=2, y=3), which do not fit each other"}
+    assert {c["because"] for c in found} == {
+        "P('x') on (x=3, y=2) against P('y') on (x=2, y=3), which do not fit each other"
+    }
     assert {c["line"].rsplit("/", 1)[-1].partition(":")[0] for c in found} == {"test_crossing.py"}
     assert plan.memory().peak >= 3 * 1536 and plan.estimate("v5e").links > 0
 
@@ -136,11 +144,16 @@ def test_strict(name):
     f = sx.shard_jit(lambda state: state["w"] * 2, mesh=mesh, options=strict)
     for go in (f, f.plan, f.lower):
         with pytest.raises(
-            ValueError, match=r"argument state\['w'\] from P\('x'\) on .*which nobody asked for.*jax.device_put"
+            ValueError,
+            match=r"argument state\['w'\] from P\('x'\) on .*which nobody asked for.*jax.device_put",
         ):
             go(x)
-    sx.shard_jit(lambda state: state["w"] * 2, mesh=mesh, options=sx.Options(strict=True, allow=("ppermute",)))(x)
-    sx.shard_jit(lambda state: state["w"] * 2, mesh=mesh, in_shardings=there, out_shardings=there, options=strict)(x)
+    sx.shard_jit(
+        lambda state: state["w"] * 2, mesh=mesh, options=sx.Options(strict=True, allow=("ppermute",))
+    )(x)
+    sx.shard_jit(
+        lambda state: state["w"] * 2, mesh=mesh, in_shardings=there, out_shardings=there, options=strict
+    )(x)
 
 
 def test_abstract_meshes():
@@ -167,7 +180,10 @@ def test_explicit_axes():
 def attend(heads, x, p):
     b, s, m = x.shape
     q, k, v = ((x @ p[name]).reshape(b, s, heads, m // heads) for name in "qkv")
-    return jnp.einsum("bnst,btnd->bsnd", jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q, k)), v).reshape(b, s, m) @ p["o"]
+    return (
+        jnp.einsum("bnst,btnd->bsnd", jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q, k)), v).reshape(b, s, m)
+        @ p["o"]
+    )
 
 
 def weights(size):
@@ -194,4 +210,6 @@ def test_25_heads_on_16_ways():
     )
     reshapes = [c for c in plan.collectives if c.reason.startswith("reshape")]
     assert {c.kind for c in plan.collectives} == {"ppermute", "all_reduce"}
-    assert sum(c.total for c in reshapes) == 638976 < 3 * 4 * 128 * 1600 * 2 / 4  # 656640 by two all_to_alls each
+    assert (
+        sum(c.total for c in reshapes) == 638976 < 3 * 4 * 128 * 1600 * 2 / 4
+    )  # 656640 by two all_to_alls each

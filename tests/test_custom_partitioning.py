@@ -65,7 +65,9 @@ def test_matmul(sizes, spec):
 def test_matmul_sends_its_own_sum():
     plan = _equal(lambda a, b: matmul(a, b), (_array(8, 16), _array(16, 4)), (P("y", "x"), P("x")))
     assert _sent(plan) == [("all_reduce", ("x",), (4, 4))]
-    assert plan.collectives[0].line.endswith(f"test_custom_partitioning.py:{_partition_matmul.__code__.co_firstlineno + 4}")
+    assert plan.collectives[0].line.endswith(
+        f"test_custom_partitioning.py:{_partition_matmul.__code__.co_firstlineno + 4}"
+    )
     assert (P("y", "x"), P("x", None), P("y", None)) in ASKED
 
 
@@ -83,7 +85,10 @@ def test_uneven_sums_stay_whole():
     assert not plan.collectives
     del ASKED[:]
     plan = _equal(lambda a, b: matmul(a, b), (_array(8, 18), _array(18, 4)), (P(None, "x"), None))
-    assert "all_reduce" not in {c.kind for c in plan.collectives} and (P(None, "x"), P("x", None), P(None, None)) in ASKED
+    assert (
+        "all_reduce" not in {c.kind for c in plan.collectives}
+        and (P(None, "x"), P("x", None), P(None, None)) in ASKED
+    )
 
 
 # The example of JAX's documentation
@@ -111,12 +116,18 @@ def _fft(**params):
 
 FFTS = {
     "string": {"sharding_rule": "...i -> ...i"},
-    "object": {"sharding_rule": SdyShardingRule((ArrayMapping(BATCHING, "i"),), (ArrayMapping(BATCHING, "i"),))},
+    "object": {
+        "sharding_rule": SdyShardingRule((ArrayMapping(BATCHING, "i"),), (ArrayMapping(BATCHING, "i"),))
+    },
     "whole": {"sharding_rule": "... i -> ... i", "need_replication_factors": ("i",)},
     "callable": {
-        "sharding_rule": lambda mesh, ins, outs: " ".join("abc"[: ins[0].rank]) + " -> " + " ".join("abc"[: outs[0].rank])
+        "sharding_rule": lambda mesh, ins, outs: (
+            " ".join("abc"[: ins[0].rank]) + " -> " + " ".join("abc"[: outs[0].rank])
+        )
     },
-    "callable, whole": {"sharding_rule": lambda mesh, ins, outs: ("... i -> ... i", {"need_replication_factors": ("i",)})},
+    "callable, whole": {
+        "sharding_rule": lambda mesh, ins, outs: ("... i -> ... i", {"need_replication_factors": ("i",)})
+    },
 }
 
 
@@ -126,7 +137,9 @@ def test_fft(name):
     x = _array(8, 16).astype("complex64")
     assert not _equal(lambda x: f(x), (x,), P("x")).collectives
     kinds = {c.kind for c in _equal(lambda x: f(x * 2), (x,), P(None, "x")).collectives}
-    assert kinds == {"all_to_all"}  # also of those that claim to take it split, and of which the partition says otherwise
+    assert kinds == {
+        "all_to_all"
+    }  # also of those that claim to take it split, and of which the partition says otherwise
 
 
 @pytest.mark.parametrize("sizes", [(7, 10), (3, 4, 8), (16,)])
@@ -161,7 +174,10 @@ def test_without_a_rule(gspmd, sizes):
                 NamedSharding(mesh, P(*d))
                 for d in ((args[0].sharding.spec[0], args[1].sharding.spec[1]), (args[1].sharding.spec[1],))
             ),
-            tuple(NamedSharding(mesh, P(*d)) for d in ((args[0].sharding.spec[0], None), (None, args[1].sharding.spec[1]))),
+            tuple(
+                NamedSharding(mesh, P(*d))
+                for d in ((args[0].sharding.spec[0], None), (None, args[1].sharding.spec[1]))
+            ),
         ),
         lambda mesh, args, result: (
             NamedSharding(mesh, P(args[0].sharding.spec[0], args[1].sharding.spec[1])),
@@ -251,7 +267,12 @@ def test_results_where_the_callback_puts_them():
         k = args[0].sharding.spec[1]
         made = NamedSharding(mesh, P(k, None))
         taken = NamedSharding(mesh, P(None, k)), NamedSharding(mesh, P(k, None))
-        return mesh, lambda a, b: a @ b if k is None else jax.lax.psum_scatter(a @ b, k, tiled=True), made, taken
+        return (
+            mesh,
+            lambda a, b: a @ b if k is None else jax.lax.psum_scatter(a @ b, k, tiled=True),
+            made,
+            taken,
+        )
 
     f.def_partition(partition, sharding_rule="i j, j k -> i k", reduction_factors=("j",))
     plan = _equal(lambda a, b: f(a, b), (_array(8, 8), _array(8, 8)), (P(None, "x"), P("x")), out=P("x"))
@@ -286,7 +307,10 @@ def test_windows_and_permutations():
     def partition(mesh, args, result):
         axis = args[0].sharding.spec[0]
         n = 1 if axis is None else mesh.shape[axis]
-        lower = lambda x: x[::-1] if n == 1 else jax.lax.ppermute(x[::-1], axis, [(i, n - 1 - i) for i in range(n)])  # noqa: E731
+
+        def lower(x):
+            return x[::-1] if n == 1 else jax.lax.ppermute(x[::-1], axis, [(i, n - 1 - i) for i in range(n)])
+
         return mesh, lower, args[0].sharding, (args[0].sharding,)
 
     turned.def_partition(partition, sharding_rule="i -> i", permutation_factors=("i",))
@@ -298,7 +322,12 @@ def test_static_arguments_trees_and_compound_factors():
     f = custom_partitioning(lambda n, xs: {"sum": xs["a"].reshape(-1, n) + xs["b"]}, static_argnums=(0,))
 
     def partition(n, mesh, args, result):
-        return mesh, lambda xs: {"sum": xs["a"].reshape(-1, n) + xs["b"]}, {"sum": result["sum"].sharding}, _shardings(args)
+        return (
+            mesh,
+            lambda xs: {"sum": xs["a"].reshape(-1, n) + xs["b"]},
+            {"sum": result["sum"].sharding},
+            _shardings(args),
+        )
 
     f.def_partition(partition, sharding_rule="(i j), i j -> i j")
     args = ({"a": _array(32), "b": _array(8, 4)},)
@@ -419,7 +448,10 @@ ANSWERS = {
         lambda mesh, args, result: (mesh, lambda x: x.sum(0), result.sharding, _shardings(args)),
         r"lower_fn makes float32\[4\] of shards of shapes \(2, 4\), .* promise float32\[2, 4\]",
     ),
-    "dtype": (lambda mesh, args, result: (mesh, lambda x: x > 0, result.sharding, _shardings(args)), "lower_fn makes bool"),
+    "dtype": (
+        lambda mesh, args, result: (mesh, lambda x: x > 0, result.sharding, _shardings(args)),
+        "lower_fn makes bool",
+    ),
 }
 
 

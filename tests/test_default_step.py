@@ -1,4 +1,5 @@
-"""What the main job's default step sends (two million parameters, mesh data=4, model=2): listed here, and nothing else is sent.
+"""What the main job's default step sends (two million parameters, mesh data=4, model=2): listed here, and
+nothing else is sent.
 
 Counted from the StableHLO that JAX lowers, not from our own plan, and equal to the plan.
 """
@@ -31,7 +32,10 @@ def default_step():
     """The mesh, the parameters' shapes, and the default step's plan and lowered form."""
     mesh = make_mesh({"data": DATA, "model": MODEL})
     job = make_job(parse([]))
-    specs = (State(param_specs(job.state.params, mesh.axis_names), None, None), on_axes(BATCH, mesh.axis_names))
+    specs = (
+        State(param_specs(job.state.params, mesh.axis_names), None, None),
+        on_axes(BATCH, mesh.axis_names),
+    )
     step = sx.shard_jit(job.step, mesh=mesh, in_shardings=specs, donate_argnums=0)
     return mesh, job.state.params, step.plan(job.state, job.batch), step.lower(job.state, job.batch)
 
@@ -44,14 +48,39 @@ def expected() -> Counter:
     part, whole = (batch, options.seq // MODEL, width), (batch, options.seq, width)
     table = [
         # kind             devices  shape                   times       what for
-        ("all_gather", MODEL, part, 3 * layers - 1),  # sequence parallelism: what products over `model` read, there and back
+        (
+            "all_gather",
+            MODEL,
+            part,
+            3 * layers - 1,
+        ),  # sequence parallelism: what products over `model` read, there and back
         ("reduce_scatter", MODEL, whole, 3 * layers),  # the sums that they owe
-        ("all_to_all", MODEL, (batch, options.seq, heads, head), layers),  # attention's output: from heads to positions
-        ("all_to_all", MODEL, (batch, options.seq // MODEL, config.heads, head), layers),  # its gradient: back
+        (
+            "all_to_all",
+            MODEL,
+            (batch, options.seq, heads, head),
+            layers,
+        ),  # attention's output: from heads to positions
+        (
+            "all_to_all",
+            MODEL,
+            (batch, options.seq // MODEL, config.heads, head),
+            layers,
+        ),  # its gradient: back
         ("all_gather", MODEL, (heads, head, width), layers),  # attention's projection is whole then
         ("reduce_scatter", MODEL, (width, config.heads, head), layers),  # and so is its gradient
-        ("all_gather", MODEL, (vocab, width // MODEL), 1),  # vocabulary, forward: fewer rows than a device has tokens
-        ("all_gather", MODEL, (batch, options.seq // MODEL, 1), 2),  # the first layer's normalization of its input
+        (
+            "all_gather",
+            MODEL,
+            (vocab, width // MODEL),
+            1,
+        ),  # vocabulary, forward: fewer rows than a device has tokens
+        (
+            "all_gather",
+            MODEL,
+            (batch, options.seq // MODEL, 1),
+            2,
+        ),  # the first layer's normalization of its input
         ("all_reduce", BOTH, (2,), 1),  # the loss, and the norm of all gradients for clipping
         *gradients(),
     ]
@@ -62,8 +91,8 @@ def expected() -> Counter:
 
 
 def gradients() -> list[tuple]:
-    """The large ones are scattered over `data`, where AdamW updates a part of each parameter; what is new is gathered. (The
-    optimizer's state rests as parameters do, so its parts are cut out.)"""
+    """The large ones are scattered over `data`, where AdamW updates a part of each parameter; what is new is
+    gathered. (The optimizer's state rests as parameters do, so its parts are cut out.)"""
     config = gpt2.SIZES["default"]
     layers, vocab, width, head = config.layers, config.vocab, config.model, config.model // config.heads
     heads, hidden, positions = config.heads // MODEL, config.hidden // MODEL, config.seq
@@ -111,6 +140,10 @@ def test_it_sends_less_than_megatron():
 
 def test_what_the_uneven_embedding_costs_is_in_the_plan():
     (moved,) = default_step()[2].at_rest
-    assert (moved.shape, str(moved.wanted), str(moved.rests)) == ((257, 192), "P('model', None)", "P(None, 'model')")
+    assert (moved.shape, str(moved.wanted), str(moved.rests)) == (
+        (257, 192),
+        "P('model', None)",
+        "P(None, 'model')",
+    )
     each = math.ceil(257 / MODEL) * 192 * 4 // MODEL
     assert default_step()[2].cost_at_rest(moved) == each

@@ -30,7 +30,10 @@ def run(text: str, name: str) -> int:
 
 def cases():
     """optax mixes dtypes."""
-    return [pytest.param(p, id=p.stem, marks=[pytest.mark.mixed_dtypes] if p.stem in ("flax",) else []) for p in PAGES]
+    return [
+        pytest.param(p, id=p.stem, marks=[pytest.mark.mixed_dtypes] if p.stem in ("flax",) else [])
+        for p in PAGES
+    ]
 
 
 @pytest.mark.parametrize("page", cases())
@@ -39,18 +42,24 @@ def test_page(page):
 
 
 def test_pages_without_examples():
-    """Tables that commands write, and pages of which the examples would want several processes or the insides."""
+    """Tables that commands write, and pages of which the examples would want several processes or the
+    insides.
+    """
     without = {"design", "multihost", "primitives", "third_party", "transformations"}
     assert {page.stem for page in PAGES if ">>> " not in page.read_text()} == without
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem
+)
 def test_files_that_a_page_names_are_there(page):
     text = page.read_text()
     prose = re.sub(r"(?s)```.*?```|`[^`\n]*`", "", text)
     links = re.findall(r"\]\((?!https:)([^)#]+)\)", prose)
     assert [link for link in links if not (page.parent / link).exists()] == []
-    files = re.findall(r"(?<![\w/])(?:benchmarks|docs|examples|models|shardax|tests)/[\w/]+\.(?:py|md|js)\b", text)
+    files = re.findall(
+        r"(?<![\w/])(?:benchmarks|docs|examples|models|shardax|tests)/[\w/]+\.(?:py|md|js)\b", text
+    )
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 

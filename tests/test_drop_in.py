@@ -54,8 +54,13 @@ def double(x):
 
 class TestMemory:
     def test_results_on_the_host(self):
-        out = sx.shard_jit(lambda x: (2 * x, x), mesh=MESH, in_shardings=P("x"), out_shardings=(HOST, P("x")))(A)
-        assert [x.sharding.memory_kind for x in out] == ["pinned_host", jax.device_put(A, SPLIT).sharding.memory_kind]
+        out = sx.shard_jit(
+            lambda x: (2 * x, x), mesh=MESH, in_shardings=P("x"), out_shardings=(HOST, P("x"))
+        )(A)
+        assert [x.sharding.memory_kind for x in out] == [
+            "pinned_host",
+            jax.device_put(A, SPLIT).sharding.memory_kind,
+        ]
         np.testing.assert_array_equal(out[0], 2 * A)
 
     @pytest.mark.parametrize("given", [{"in_shardings": HOST}, {}])
@@ -81,11 +86,18 @@ class TestMemory:
 
     def test_residuals_that_a_policy_offloads(self):
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=["h"],
+            offload_src="device",
+            offload_dst="pinned_host",
         )
         f = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "h")), policy=policy)
         out, pullback = jax.vjp(sx.shard_jit(f, mesh=MESH, in_shardings=P("x")), A)
-        kept = [x for x in jax.tree.leaves(pullback) if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host"]
+        kept = [
+            x
+            for x in jax.tree.leaves(pullback)
+            if isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host"
+        ]
         assert [x.sharding.shard_shape(x.shape) for x in kept] == [(2, 4)]
         np.testing.assert_allclose(kept[0], np.sin(A), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(pullback(out)[0], jax.vjp(f, A)[1](np.array(out))[0], rtol=1e-5, atol=1e-6)
@@ -99,7 +111,9 @@ class TestMemory:
         def f(x):
             return jnp.sin(jax.device_put(jax.device_put(jnp.sin(x), space), jax.memory.Space.Device)).sum()
 
-        plain, ours = (_outcome(jax.grad(g), jax.device_put(A, SPLIT)) for g in (jax.jit(f), sx.shard_jit(f, mesh=MESH)))
+        plain, ours = (
+            _outcome(jax.grad(g), jax.device_put(A, SPLIT)) for g in (jax.jit(f), sx.shard_jit(f, mesh=MESH))
+        )
         assert type(plain) is type(ours)
         assert plain == ours if isinstance(plain, str) else np.allclose(plain, ours, rtol=1e-5)
 
@@ -112,7 +126,9 @@ def _outcome(f, x):
 
 
 class TestLeaves:
-    @pytest.mark.parametrize("spec", [P(("x", "y")), SPLIT, None, P.UNCONSTRAINED, P(P.UNCONSTRAINED, "y"), P(None, "x")])
+    @pytest.mark.parametrize(
+        "spec", [P(("x", "y")), SPLIT, None, P.UNCONSTRAINED, P(P.UNCONSTRAINED, "y"), P(None, "x")]
+    )
     def test_spec(self, spec):
         np.testing.assert_array_equal(sx.shard_jit(double, mesh=MESH, in_shardings=(spec,))(A), 2 * A)
 
@@ -128,7 +144,9 @@ class TestLeaves:
         keys, legacy = jax.random.split(jax.random.key(1), 8), jax.random.PRNGKey(0)
         f = lambda keys, legacy: (jax.vmap(jax.random.normal)(keys), jax.random.bits(legacy, (8,)))  # noqa: E731
         for got, wanted in zip(
-            sx.shard_jit(f, mesh=MESH, in_shardings=(P("x"), None))(keys, legacy), f(keys, legacy), strict=True
+            sx.shard_jit(f, mesh=MESH, in_shardings=(P("x"), None))(keys, legacy),
+            f(keys, legacy),
+            strict=True,
         ):
             np.testing.assert_array_equal(got, wanted)
 
@@ -144,7 +162,9 @@ class TestInside:
         assert plan.out_shardings.spec == P("x", None)
 
     def test_constraint_under_vmap(self):
-        f = sx.shard_jit(jax.vmap(lambda x: jax.lax.with_sharding_constraint(2 * x, P("y")), spmd_axis_name="x"), mesh=MESH)
+        f = sx.shard_jit(
+            jax.vmap(lambda x: jax.lax.with_sharding_constraint(2 * x, P("y")), spmd_axis_name="x"), mesh=MESH
+        )
         assert f(A).sharding.is_equivalent_to(NamedSharding(MESH, P("x", "y")), 2)
 
     def test_nested_jit_with_shardings(self):
@@ -160,7 +180,9 @@ class TestInside:
             "fori": lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x + 1, x),
             "barrier": lambda x: jax.lax.optimization_barrier((x, 2 * x))[1],
         }[name]
-        np.testing.assert_allclose(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(A), jax.jit(f)(A), rtol=1e-6)
+        np.testing.assert_allclose(
+            sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(A), jax.jit(f)(A), rtol=1e-6
+        )
 
 
 def _written(refs, x):
@@ -192,7 +214,10 @@ class TestRefs:
         traced = []
         specs = None if kind == "inferred" else ({"w": P("x"), "n": None, "read": P("x", "y")}, P("x"))
         f = sx.shard_jit(lambda *args: (traced.append(1), _written(*args))[1], mesh=mesh, in_shardings=specs)
-        call = {"jit": jax.jit(lambda *args: f(*args)), "nested": sx.shard_jit(lambda *args: f(*args), mesh=mesh)}.get(kind, f)
+        call = {
+            "jit": jax.jit(lambda *args: f(*args)),
+            "nested": sx.shard_jit(lambda *args: f(*args), mesh=mesh),
+        }.get(kind, f)
         with jax.set_mesh(mesh) if kind == "explicit" else contextlib.nullcontext():
             refs, x = self.refs(rows, place)
             got = self.results(call, refs, x)
@@ -233,16 +258,22 @@ class TestStages:
 
     @pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "tpu")])
     def test_export_and_back(self, platforms):
-        pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers, which is not installed")
+        pytest.importorskip(
+            "flatbuffers", reason="jax.export serializes with flatbuffers, which is not installed"
+        )
         exported = export.export(self.f, platforms=platforms)(self.shape)
         back = export.deserialize(exported.serialize(vjp_order=1))
         (given,), (result,) = back.in_shardings_jax(MESH), back.out_shardings_jax(MESH)
         assert back.nr_devices == 8 and given.is_equivalent_to(SPLIT, 2) and result.is_equivalent_to(SPLIT, 2)
         x = jax.device_put(A / 32, given)
         np.testing.assert_allclose(back.call(x), 2 * np.tanh(A / 32), rtol=1e-5)
-        np.testing.assert_allclose(jax.grad(lambda x: back.call(x).sum())(x), 2 * (1 - np.tanh(A / 32) ** 2), rtol=1e-5)
+        np.testing.assert_allclose(
+            jax.grad(lambda x: back.call(x).sum())(x), 2 * (1 - np.tanh(A / 32) ** 2), rtol=1e-5
+        )
 
-    @pytest.mark.parametrize("name", ["uneven", "keywords", "keys", "unused", "host", "explicit", "committed", "other mesh"])
+    @pytest.mark.parametrize(
+        "name", ["uneven", "keywords", "keys", "unused", "host", "explicit", "committed", "other mesh"]
+    )
     def test_what_is_exported_names_the_shardings_of_the_plan(self, name):
         call, args, kwargs, mesh = _exported(name)
         exported, plan = export.export(call)(*args, **kwargs), call.plan(*args, **kwargs)
@@ -253,18 +284,28 @@ class TestStages:
         kept = [i in exported.module_kept_var_idx for i in range(len(exported.in_avals))]
         found = exported.in_shardings_jax(mesh), exported.out_shardings_jax(mesh)
         wanted = jax.tree.leaves((plan.in_shardings, plan.kw_shardings)), jax.tree.leaves(plan.out_shardings)
-        assert [s and s.spec for s in found[0]] == [s.spec if k else None for s, k in zip(wanted[0], kept, strict=True)]
+        assert [s and s.spec for s in found[0]] == [
+            s.spec if k else None for s, k in zip(wanted[0], kept, strict=True)
+        ]
         assert [s.spec for s in found[1]] == [s.spec for s in wanted[1]]
-        placed = [jax.device_put(x, s) for x, s in zip(jax.tree.leaves((args, kwargs)), found[0], strict=True)]
+        placed = [
+            jax.device_put(x, s) for x, s in zip(jax.tree.leaves((args, kwargs)), found[0], strict=True)
+        ]
         args, kwargs = exported.in_tree.unflatten(placed)
         jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), exported.call(*args, **kwargs), call(*args, **kwargs)
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5),
+            exported.call(*args, **kwargs),
+            call(*args, **kwargs),
         )
 
     def test_a_second_process_calls_what_was_exported(self, tmp_path):
         """It need not know shardax."""
-        pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers, which is not installed")
-        f = sx.shard_jit(lambda x, w: jnp.cumsum(jnp.tanh(x @ w), 0), mesh=MESH, in_shardings=(P("x"), P(None, "y")))
+        pytest.importorskip(
+            "flatbuffers", reason="jax.export serializes with flatbuffers, which is not installed"
+        )
+        f = sx.shard_jit(
+            lambda x, w: jnp.cumsum(jnp.tanh(x @ w), 0), mesh=MESH, in_shardings=(P("x"), P(None, "y"))
+        )
         x, w = A[:7] / 32, A[:4] / 32
         (tmp_path / "f").write_bytes(export.export(f)(x, w).serialize(vjp_order=1))
         np.savez(tmp_path / "given", x=x, w=w)
@@ -272,7 +313,9 @@ class TestStages:
         found = np.load(tmp_path / "found.npz")
         plain = f.__wrapped__
         np.testing.assert_allclose(found["y"], plain(x, w), rtol=1e-5)
-        for name, wanted in zip("xw", jax.grad(lambda x, w: (plain(x, w) ** 2).sum(), (0, 1))(x, w), strict=True):
+        for name, wanted in zip(
+            "xw", jax.grad(lambda x, w: (plain(x, w) ** 2).sum(), (0, 1))(x, w), strict=True
+        ):
             np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-5)
 
     def test_wrapped(self):
@@ -310,7 +353,11 @@ def _exported(name: str):
             {},
         ),
         "explicit": (on(lambda x: (x @ x.T).T, mesh=EXPLICIT), (x,), {}),
-        "committed": (on(double, in_shardings=None), (jax.device_put(x, NamedSharding(MESH, P("y", "x"))),), {}),
+        "committed": (
+            on(double, in_shardings=None),
+            (jax.device_put(x, NamedSharding(MESH, P("y", "x"))),),
+            {},
+        ),
         "other mesh": (on(double, out_shardings=NamedSharding(OTHER, P("a"))), (x,), {}),
     }[name]
     return call, args, kwargs, EXPLICIT if name == "explicit" else MESH
@@ -343,14 +390,24 @@ class TestConfiguration:
                 x.at[i].add(1),
                 jnp.roll(x, i[1], 0),
             )
-            runs = jax.lax.associative_scan(jnp.add, x, reverse=True), jnp.cumsum(x, 0), jnp.sort(x, 0), jax.lax.top_k(x.T, 3)
+            runs = (
+                jax.lax.associative_scan(jnp.add, x, reverse=True),
+                jnp.cumsum(x, 0),
+                jnp.sort(x, 0),
+                jax.lax.top_k(x.T, 3),
+            )
             return moved, runs, loop, jnp.argmax(x, 0), jnp.diff(x, axis=0), jnp.concatenate([x[5:], x])
 
-        with jax.enable_x64(True), jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)):
+        with (
+            jax.enable_x64(True),
+            jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)),
+        ):
             args = np.arange(13 * 3).reshape(13, 3) * 7 % 16, np.arange(4)
             wanted = jax.jit(f)(*args)
         with jax.enable_x64(True), jax.set_mesh(MESH):
-            for got, want in zip(jax.tree.leaves(sx.shard_jit(f)(*args)), jax.tree.leaves(wanted), strict=True):
+            for got, want in zip(
+                jax.tree.leaves(sx.shard_jit(f)(*args)), jax.tree.leaves(wanted), strict=True
+            ):
                 np.testing.assert_array_equal(got, want, strict=True)
 
     def test_debug_nans(self):
@@ -376,7 +433,9 @@ class TestConfiguration:
             out, text = f(x), f.lower(x).compile().as_text()
         finally:
             jax.config.update("jax_use_shardy_partitioner", True)
-        assert out.sharding.is_equivalent_to(x.sharding, 2) and f.plan(x).in_shardings[0].is_equivalent_to(x.sharding, 2)
+        assert out.sharding.is_equivalent_to(x.sharding, 2) and f.plan(x).in_shardings[0].is_equivalent_to(
+            x.sharding, 2
+        )
         assert not any(kind in text for kind in ("all-gather", "all-to-all", "collective-permute"))
         np.testing.assert_array_equal(out, 2 * A)
 
@@ -399,7 +458,9 @@ class TestConfiguration:
 
     def test_disable_jit_goes_through_transformations(self):
         with jax.disable_jit():
-            np.testing.assert_allclose(jax.grad(lambda x: sx.shard_jit(jnp.sin, mesh=MESH)(x).sum())(A), np.cos(A), rtol=1e-5)
+            np.testing.assert_allclose(
+                jax.grad(lambda x: sx.shard_jit(jnp.sin, mesh=MESH)(x).sum())(A), np.cos(A), rtol=1e-5
+            )
 
 
 class TestCaches:
@@ -410,7 +471,9 @@ class TestCaches:
         gc.collect()
         arrays, programs = len(jax.live_arrays()), f.__call__._cache_size()
         for _ in range(1000):
-            state, x = jax.block_until_ready(f(state, x))  # too many collectives in flight starve XLA's CPU threads
+            state, x = jax.block_until_ready(
+                f(state, x)
+            )  # too many collectives in flight starve XLA's CPU threads
         gc.collect()
         assert (len(jax.live_arrays()), f.__call__._cache_size()) == (arrays, programs)
 
@@ -442,7 +505,9 @@ class TestCaches:
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
-        return subprocess.run([sys.executable, "-c", _STEP], env=env, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [sys.executable, "-c", _STEP], env=env, capture_output=True, text=True, check=True
+        ).stdout
 
 
 _STEP = """

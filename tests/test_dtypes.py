@@ -1,4 +1,6 @@
-"""Every family of rules on every kind of dtype, ranks 0 to 8, empty dims, split unevenly: as the plain function."""
+"""Every family of rules on every kind of dtype, ranks 0 to 8, empty dims, split unevenly: as the plain
+function.
+"""
 
 import math
 
@@ -25,7 +27,12 @@ def _array(shape, dtype):
         return jax.random.split(jax.random.key(3), shape)
     values = (np.arange(math.prod(shape)) * 7 % 5).reshape(shape)
     return jnp.asarray(
-        values % 2 == 0 if dtype == "bool" else values + 1j * (values % 3) if dtype == "complex64" else values, dtype
+        values % 2 == 0
+        if dtype == "bool"
+        else values + 1j * (values % 3)
+        if dtype == "complex64"
+        else values,
+        dtype,
     )
 
 
@@ -58,7 +65,13 @@ def _reductions(x):
 
 def _dots(x):
     if _is(x, jnp.inexact, jnp.integer):
-        kind = jnp.complex64 if _is(x, jnp.complexfloating) else jnp.float32 if _is(x, jnp.inexact) else jnp.int32
+        kind = (
+            jnp.complex64
+            if _is(x, jnp.complexfloating)
+            else jnp.float32
+            if _is(x, jnp.inexact)
+            else jnp.int32
+        )
         yield jnp.tensordot(x, x, x.ndim, preferred_element_type=kind)
         if x.ndim:
             yield jnp.tensordot(x, x, ((0,), (0,)), preferred_element_type=kind)
@@ -102,7 +115,14 @@ def _moves(x):
 
 
 def _shapes(x):
-    yield from (x.reshape(-1), x.T, jnp.stack([x, x], -1), jnp.broadcast_to(x, (3, *x.shape)), jnp.squeeze(x), x[None])
+    yield from (
+        x.reshape(-1),
+        x.T,
+        jnp.stack([x, x], -1),
+        jnp.broadcast_to(x, (3, *x.shape)),
+        jnp.squeeze(x),
+        x[None],
+    )
     if x.ndim > 1:
         yield from (jnp.swapaxes(x, 0, -1), x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]))
 
@@ -120,7 +140,9 @@ def _conversions(x):
         yield jax.random.key_data(x)
         return
     yield from (
-        x.astype(t) for t in ("complex64", "float32", "int32", "bool") if t == "complex64" or not _is(x, jnp.complexfloating)
+        x.astype(t)
+        for t in ("complex64", "float32", "int32", "bool")
+        if t == "complex64" or not _is(x, jnp.complexfloating)
     )
     if not _is(x, np.bool_, jnp.complexfloating):
         yield lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -176,7 +198,9 @@ FAMILIES = {
 
 
 def _arguments(family, splits, all_shapes):
-    """By name the arrays for which plain JAX takes this family, and their specs. All shapes, or for each dtype another one."""
+    """By name the arrays for which plain JAX takes this family, and their specs. All shapes, or for each
+    dtype another one.
+    """
     args, turn = {}, list(FAMILIES.values()).index(family)
     for i, dtype in enumerate(DTYPES):
         own = [(6, 5)] if family is _windows else [SHAPES[(i + turn) % 7]]

@@ -39,11 +39,15 @@ def test_print_in_a_loop_and_a_branch(capfd):
 
 
 def test_callbacks_in_loops_are_called_once_a_trip():
-    """On rows that are split over the devices, whose trips would not depend on each other but for the calls."""
+    """On rows that are split over the devices, whose trips would not depend on each other but for the
+    calls.
+    """
     seen = []
 
     def f(a):
-        return lax.map(lambda row: jax.pure_callback(lambda r: seen.append(np.asarray(r)) or r * 2, row, row), a)
+        return lax.map(
+            lambda row: jax.pure_callback(lambda r: seen.append(np.asarray(r)) or r * 2, row, row), a
+        )
 
     np.testing.assert_array_equal(_run(f, X), 2 * X)
     np.testing.assert_array_equal(seen, X)
@@ -68,7 +72,9 @@ def test_results_of_callbacks(call, dtype):
     )
 
     def f(a):
-        result = call(lambda x: calls.append(1) or answer, jax.ShapeDtypeStruct(answer.shape, answer.dtype), a)
+        result = call(
+            lambda x: calls.append(1) or answer, jax.ShapeDtypeStruct(answer.shape, answer.dtype), a
+        )
         return sx.annotate(result, P(None, "y"))
 
     assert np.asarray(_run(f, X)).tobytes() == answer.tobytes()
@@ -83,6 +89,7 @@ def test_inspect_sharding():
 
 def test_ordered_effects_are_refused():
     with pytest.raises(
-        ValueError, match=r"debug_print at .*test_effects.py:\d+ is ordered, and several devices have no common"
+        ValueError,
+        match=r"debug_print at .*test_effects.py:\d+ is ordered, and several devices have no common",
     ):
         _run(lambda a: jax.debug.print("{}", a, ordered=True), X)

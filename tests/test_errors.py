@@ -46,13 +46,15 @@ def test_axis_that_the_mesh_lacks(specs):
 def test_axis_used_twice():
     text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=P("x", ("y", "x"))), W)
     assert text == (
-        "argument state of shape (8, 4) is given P('x', ('y', 'x')), which uses axis 'x' twice, for dims 0 and 1: "
-        "an axis splits at most one dim, drop one of its uses"
+        "argument state of shape (8, 4) is given P('x', ('y', 'x')), which uses axis 'x' twice, for dims 0 "
+        "and 1: an axis splits at most one dim, drop one of its uses"
     )
 
 
 def test_spec_longer_than_the_rank():
-    text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=(None, P("x", None, "y"))), W, {"tokens": W})
+    text = message(
+        sx.shard_jit(identity, mesh=MESH, in_shardings=(None, P("x", None, "y"))), W, {"tokens": W}
+    )
     assert text == (
         "argument batch['tokens'] of shape (8, 4) is given P('x', None, 'y'), with 3 entries for 2 dims: "
         "drop the entries past the array's rank"
@@ -77,8 +79,9 @@ def test_none_is_a_leaf_of_a_spec_tree_that_does_not_fit():
 def test_too_many_specs(kwargs, given):
     f = sx.shard_jit(lambda state, batch=None, **other: state, mesh=MESH, in_shardings=(P("x"), P("y")))
     assert message(f, W, **kwargs) == (
-        f"in_shardings is a tuple of 2 entries, but the arguments of this call that are not static are ({given}): give one for "
-        "each positional argument, None where it is left open, or one sharding for all of them, not in a tuple"
+        "in_shardings is a tuple of 2 entries, but the arguments of this call that are not static are "
+        f"({given}): give one for each positional argument, None where it is left open, or one sharding for "
+        "all of them, not in a tuple"
     )
 
 
@@ -90,8 +93,14 @@ def test_too_few_specs():
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"mesh": (4, 2)}, "mesh=(4, 2) of shard_jit is no mesh: give one, such as jax.make_mesh((4, 2), ('data', 'model'))"),
-        ({"options": {"strict": True}}, "options={'strict': True} of shard_jit: must be shardax.Options, such as "),
+        (
+            {"mesh": (4, 2)},
+            "mesh=(4, 2) of shard_jit is no mesh: give one, such as jax.make_mesh((4, 2), ('data', 'model'))",
+        ),
+        (
+            {"options": {"strict": True}},
+            "options={'strict': True} of shard_jit: must be shardax.Options, such as ",
+        ),
         ({"transforms": identity}, " of shard_jit: must be a tuple of functions of a jaxpr"),
         ({"fun": MESH}, ", not a function: give shardings and the mesh by their names"),
     ],
@@ -108,9 +117,9 @@ def test_no_sharding():
 def test_named_sharding_on_other_devices():
     text = message(sx.shard_jit(identity, mesh=MESH, in_shardings=NamedSharding(ELSEWHERE, P("x"))), W)
     assert text == (
-        "argument state is given a NamedSharding on the mesh (x=2) of devices [2, 3], but the program's mesh, named by mesh= "
-        "of shard_jit, is (x=4, y=2) of devices [0, 1, 2, 3, 4, 5, 6, 7]: give its spec P('x') alone, or build it on the "
-        "program's mesh"
+        "argument state is given a NamedSharding on the mesh (x=2) of devices [2, 3], but the program's "
+        "mesh, named by mesh= of shard_jit, is (x=4, y=2) of devices [0, 1, 2, 3, 4, 5, 6, 7]: give its "
+        "spec P('x') alone, or build it on the program's mesh"
     )
 
 
@@ -118,9 +127,14 @@ def test_named_sharding_on_other_devices():
 @pytest.mark.parametrize("program", [MESH, NEARBY], ids=["more", "as many"])
 def test_annotation_on_other_devices(annotate, program):
     """Inside, with its line; and who named the program's mesh."""
-    f = sx.shard_jit(lambda x: annotate(x, NamedSharding(ELSEWHERE, P("x"))), in_shardings=NamedSharding(program, P("x")))
+    f = sx.shard_jit(
+        lambda x: annotate(x, NamedSharding(ELSEWHERE, P("x"))), in_shardings=NamedSharding(program, P("x"))
+    )
     text = message(f, W)
-    assert re.search(r" at .*tests/test_errors.py:\d+ asks for a sharding on the mesh \(x=2\) of devices \[2, 3\], but", text)
+    assert re.search(
+        r" at .*tests/test_errors.py:\d+ asks for a sharding on the mesh \(x=2\) of devices \[2, 3\], but",
+        text,
+    )
     assert re.search(
         r"mesh, named by in_shardings of shard_jit, is \(.*\) of devices \[0, 1.*\]: give its spec P\('x'(, None)?\) alone",
         text,
@@ -148,7 +162,9 @@ def test_inside_shard_map():
 def test_committed_on_other_devices():
     x = jax.device_put(W, NamedSharding(ELSEWHERE, P("x")))
     text = message(sx.shard_jit(identity, mesh=MESH), {"w": x})
-    assert text.startswith("argument state['w'] of shape (8, 4) is committed to NamedSharding(mesh=Mesh('x': 2")
+    assert text.startswith(
+        "argument state['w'] of shape (8, 4) is committed to NamedSharding(mesh=Mesh('x': 2"
+    )
     assert text.endswith(
         " on devices [2, 3], but the mesh (x=4, y=2) has the devices [0, 1, 2, 3, 4, 5, 6, 7]: "
         "move it there with jax.device_put, or pass it as a numpy array"
@@ -164,10 +180,12 @@ def test_committed_on_one_device():
 @pytest.mark.parametrize("donate", [0, (0, 1)])
 def test_donated_twice(donate):
     x = jax.device_put(W, NamedSharding(MESH, P("x")))
-    jitted = sx.shard_jit(lambda state, batch: (state["w"] + 1, batch["w"] * 2), mesh=MESH, donate_argnums=donate)
+    jitted = sx.shard_jit(
+        lambda state, batch: (state["w"] + 1, batch["w"] * 2), mesh=MESH, donate_argnums=donate
+    )
     assert message(jitted, {"w": x}, {"w": x}) == (
-        "argument state['w'] of shape (8, 4) is donated, and the same array is passed as argument batch['w'] too: "
-        "pass a copy (jax.numpy.copy), or do not donate it"
+        "argument state['w'] of shape (8, 4) is donated, and the same array is passed as argument "
+        "batch['w'] too: pass a copy (jax.numpy.copy), or do not donate it"
     )
 
 
@@ -178,7 +196,10 @@ def test_donated_before():
     jitted(state)
     with pytest.raises(RuntimeError, match=r"Array has been deleted with shape=float32\[8,4\]") as caught:
         jitted(state)
-    assert not _jax.DONATED_AGAIN_CRASHES or "It is argument state['w'], and was donated to a call before" in str(caught.value)
+    assert (
+        not _jax.DONATED_AGAIN_CRASHES
+        or "It is argument state['w'], and was donated to a call before" in str(caught.value)
+    )
 
 
 def test_static_that_cannot_be_hashed():
@@ -198,7 +219,8 @@ def test_output_tree_that_does_not_fit():
 def test_output_spec_longer_than_the_rank():
     text = message(sx.shard_jit(lambda x: {"loss": x.sum()}, mesh=MESH, out_shardings=P("x")), W)
     assert text == (
-        "result['loss'] of shape () is given P('x'), with 1 entries for 0 dims: drop the entries past the array's rank"
+        "result['loss'] of shape () is given P('x'), with 1 entries for 0 dims: drop the entries past the "
+        "array's rank"
     )
 
 
@@ -210,7 +232,8 @@ def test_annotate():
         text,
     )
     assert message(sx.annotate, W, P("x")) == (
-        "annotate's value: there is no mesh to place it on; enter one with jax.set_mesh, or give a NamedSharding"
+        "annotate's value: there is no mesh to place it on; enter one with jax.set_mesh, or give a "
+        "NamedSharding"
     )
 
 
@@ -220,12 +243,15 @@ def test_symbolic_sizes():
     shapes = {"w": jax.ShapeDtypeStruct((b, 4), "float32")}, None
     f = sx.shard_jit(identity, mesh=MESH, in_shardings=P(None, "x"))
     why = (
-        " of shape (b, 4) has the symbolic size b (jax.export), but which splits a program takes depends on its sizes: export "
-        "it for each size that you need, or pad to the next of a few"
+        " of shape (b, 4) has the symbolic size b (jax.export), but which splits a program takes depends "
+        "on its sizes: export it for each size that you need, or pad to the next of a few"
     )
     for stage in (f.plan, f.lower, f.trace):
         assert message(stage, *shapes) == "argument state['w'] of shard_jit(identity)" + why
-    for jitted, what in ((f, "argument state['w'] of"), (jax.jit(lambda *args: f(*args)), "argument 0 of a shard_jit inside")):
+    for jitted, what in (
+        (f, "argument state['w'] of"),
+        (jax.jit(lambda *args: f(*args)), "argument 0 of a shard_jit inside"),
+    ):
         with pytest.raises(ValueError, match=re.escape(what)):
             export.export(jitted)(*shapes)
     assert f.eval_shape(*shapes)["w"].shape == (b, 4)
@@ -253,7 +279,9 @@ class TestRefs:
         def step(x):
             ref[0] = x
 
-        assert f"step closes over{self.words}pass it as an argument" == message(sx.shard_jit(step, mesh=MESH), W[0])
+        assert f"step closes over{self.words}pass it as an argument" == message(
+            sx.shard_jit(step, mesh=MESH), W[0]
+        )
 
 
 class TestOwnErrors:

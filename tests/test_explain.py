@@ -49,16 +49,17 @@ def lines_hidden(text: str) -> str:
 @pytest.mark.parametrize("what", ["params/down", "0/down"])
 def test_why_of_an_argument(what):
     assert lines_hidden(make_plan().why(what)) == (
-        "argument params/down f32[32,16]: P('model')\n"
-        "  dim 0 is split over model:\n"
-        "    tests/test_explain.py:LINE (dot_general) ties it to h_BH f32[8,32] at tests/test_explain.py:LINE\n"
-        "    tests/test_explain.py:LINE (max, dot_general) ties that to argument params/up f32[16,32]\n"
-        "    in_shardings[0]['up'] says so"
+        "argument params/down f32[32,16]: P('model')\n  dim 0 is split over model:\n    "
+        "tests/test_explain.py:LINE (dot_general) ties it to h_BH f32[8,32] at "
+        "tests/test_explain.py:LINE\n    tests/test_explain.py:LINE (max, dot_general) ties that to "
+        "argument params/up f32[16,32]\n    in_shardings[0]['up'] says so"
     )
 
 
 def test_why_of_what_nothing_splits():
-    assert make_plan().why("params/bias") == ("argument params/bias f32[16]: replicated\n  no annotation asks that it be split")
+    assert make_plan().why("params/bias") == (
+        "argument params/bias f32[16]: replicated\n  no annotation asks that it be split"
+    )
 
 
 WHY_H = """\
@@ -72,7 +73,11 @@ h_BH f32[8,32] at tests/test_explain.py:LINE: P('data', 'model') (and 1 more the
 
 
 def test_why_of_a_variable_and_of_its_line():
-    here = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.startswith("    h_BH = "))
+    here = next(
+        i
+        for i, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if line.startswith("    h_BH = ")
+    )
     plan = make_plan()
     assert lines_hidden(plan.why("h_BH")) == WHY_H
     assert plan.why(f"test_explain.py:{here}") == plan.why("h_BH")
@@ -83,8 +88,12 @@ def test_why_of_a_name():
 
 
 def test_why_of_a_loop():
-    story = make_plan(lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x), P("data"), (shape(8, 16),)).why("x")
-    assert story == "argument x f32[8,16]: P('data')\n  dim 0 is split over data:\n    in_shardings[0] says so"
+    story = make_plan(
+        lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x), P("data"), (shape(8, 16),)
+    ).why("x")
+    assert (
+        story == "argument x f32[8,16]: P('data')\n  dim 0 is split over data:\n    in_shardings[0] says so"
+    )
 
 
 def test_why_of_committed_arguments():
@@ -104,7 +113,9 @@ def test_why_of_state_at_rest():
         return w - 0.1 * jax.grad(lambda w: jnp.sum(x @ w))(w)
 
     plan = make_plan(step, (P("model"), P("data")), (shape(257, 64), shape(8, 257)), donate_argnums=0)
-    assert "state is updated as it rests" in plan.why(next(v.line for v in intermediates(plan) if v.primitive == "sub"))
+    assert "state is updated as it rests" in plan.why(
+        next(v.line for v in intermediates(plan) if v.primitive == "sub")
+    )
 
 
 def test_why_of_nothing():
@@ -223,7 +234,12 @@ def test_donated_arguments_are_freed():
 
 def test_memory():
     memory = make_plan(jax.value_and_grad(loss)).memory(threshold=64)
-    assert memory.arguments == {"params/bias": 64, "params/down": 16 * 16 * 4, "params/up": 16 * 16 * 4, "x_BM": 2 * 16 * 4}
+    assert memory.arguments == {
+        "params/bias": 64,
+        "params/down": 16 * 16 * 4,
+        "params/up": 16 * 16 * 4,
+        "x_BM": 2 * 16 * 4,
+    }
     assert memory.results == 4 + 64 + 2 * 16 * 16 * 4
     assert sum(t.nbytes for t in memory.tensors) == memory.peak
     assert [(x.array, x.origin) for x in memory.replicated][0] == ("f32[16]", "argument params/bias")
@@ -246,7 +262,11 @@ def test_what_is_saved_for_the_backward_pass_by_name():
     args = shape(3, 16, 32), shape(8, 16)
     memory = make_plan(jax.value_and_grad(scanned_loss), (P(None, None, "model"), P("data")), args).memory()
     named = {(t.name, t.array): t.nbytes for t in memory.saved if t.name}
-    assert named == {("hidden", "f32[3,2,16]"): 3 * 2 * 16 * 4, ("hidden", "f32[2,16]"): 128, ("last", "f32[2,16]"): 128}
+    assert named == {
+        ("hidden", "f32[3,2,16]"): 3 * 2 * 16 * 4,
+        ("hidden", "f32[2,16]"): 128,
+        ("last", "f32[2,16]"): 128,
+    }
     assert [t.nbytes for t in memory.saved] == sorted((t.nbytes for t in memory.saved), reverse=True)
     assert "'hidden' tests/test_explain.py:LINE h = checkpoint_name(" in words(str(memory))
 
@@ -258,9 +278,13 @@ def test_without_differentiation_nothing_is_saved():
 
 def test_text_of_memory():
     text = str(make_plan(jax.value_and_grad(loss)).memory(threshold=64))
-    assert re.match(r"Memory on each device: [\d.]+ KiB at most, at tests/test_explain.py:\d+\n  Arguments\n", text)
+    assert re.match(
+        r"Memory on each device: [\d.]+ KiB at most, at tests/test_explain.py:\d+\n  Arguments\n", text
+    )
     assert "\nargument params/down f32[16,16] 1.0 KiB\n" in words(text)
-    assert re.search(r"\nReplicated, arrays of 64 B and more\n(.*\n)*argument params/bias ", words(text) + "\n")
+    assert re.search(
+        r"\nReplicated, arrays of 64 B and more\n(.*\n)*argument params/bias ", words(text) + "\n"
+    )
     assert max(map(len, text.splitlines())) <= 110
 
 
@@ -303,8 +327,9 @@ def test_a_file_of_another_program_is_refused(tmp_path):
     path.write_text(make_plan().to_json())
     with pytest.raises(ValueError) as error:
         make_plan(scanned_loss, args=(shape(3, 16, 32), shape(8, 16)), specs=None).diff(path)
-    assert f"{path} is the plan of another program: it was written for loss (test_explain.py) on the mesh data=4" in str(
-        error.value
+    assert (
+        f"{path} is the plan of another program: it was written for loss (test_explain.py) on the mesh data=4"
+        in str(error.value)
     )
     assert "this is scanned_loss (test_explain.py) on data=4, model=2" in str(error.value)
     with pytest.raises(ValueError, match="missing.json is no plan: No such file or directory"):
@@ -321,7 +346,11 @@ def test_json():
     read = json.loads(plan.to_json())
     assert read["mesh"] == {"data": 4, "model": 2}
     assert read["comm_bytes"] == plan.comm_bytes == sum(c["total"] for c in read["collectives"])
-    assert read["arguments"][1] == {"path": "params/down", "array": "f32[32,16]", "sharding": "P('model', None)"}
+    assert read["arguments"][1] == {
+        "path": "params/down",
+        "array": "f32[32,16]",
+        "sharding": "P('model', None)",
+    }
     assert {"primitive", "array", "line", "nbytes", "sharding", "shards"} == set(read["values"][0])
     assert read["memory"]["peak"] == plan.memory().peak
     assert {"trace", "completion", "choice", "emission"} <= set(read["phases"])

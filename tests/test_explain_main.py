@@ -1,4 +1,6 @@
-"""`python -m shardax.explain`: the plan of a program of a module, without devices; what is wrong is said in one line."""
+"""`python -m shardax.explain`: the plan of a program of a module, without devices; what is wrong is said in
+one line.
+"""
 
 import json
 import subprocess
@@ -10,7 +12,17 @@ import pytest
 from shardax.explain.__main__ import main
 
 ROOT = Path(__file__).parents[1]
-GPT2 = ("models.gpt2", "--mesh", "data=2,model=4", "--set", "size=tiny", "--set", "batch=8", "--set", "seq=16")
+GPT2 = (
+    "models.gpt2",
+    "--mesh",
+    "data=2,model=4",
+    "--set",
+    "size=tiny",
+    "--set",
+    "batch=8",
+    "--set",
+    "seq=16",
+)
 
 PROGRAM = """
 import jax, shardax as sx
@@ -44,11 +56,28 @@ def module(tmp_path, monkeypatch):
 def test_gpt2_in_a_process_of_its_own(tmp_path):
     """On 2048 devices; everything is printed and written."""
     html, text = tmp_path / "plan.html", tmp_path / "plan.json"
-    command = [sys.executable, "-m", "shardax.explain", "models.gpt2", "--mesh", "data=16,model=128", "--set", "size=default"]
-    done = subprocess.run([*command, "--html", html, "--json", text], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "shardax.explain",
+        "models.gpt2",
+        "--mesh",
+        "data=16,model=128",
+        "--set",
+        "size=default",
+    ]
+    done = subprocess.run(
+        [*command, "--html", html, "--json", text], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     parts = [part.splitlines()[0] for part in done.stdout.split("\n\n")]
-    begin = ["2048 devices", "It runs on the common", "Arguments at rest", "Results at rest", "At rest other than"]
+    begin = [
+        "2048 devices",
+        "It runs on the common",
+        "Arguments at rest",
+        "Results at rest",
+        "At rest other than",
+    ]
     begin += ["Collectives", "Totals", "Values"]
     begin += ["Memory on each", "Estimate by roofline", "Planned in", "Written:", "Written:", "In all"]
     assert [part[: len(b)] for part, b in zip(parts, begin, strict=True)] == begin
@@ -85,7 +114,10 @@ def test_against_another_mesh_and_a_file(tmp_path, capsys):
     [
         ([], "the following arguments are required: program, --mesh"),
         (["mine"], "the following arguments are required: --mesh"),
-        (["mine", "--mesh", "data"], "--mesh data: 'data' is not of the form axis=size, as in --mesh data=16,model=128"),
+        (
+            ["mine", "--mesh", "data"],
+            "--mesh data: 'data' is not of the form axis=size, as in --mesh data=16,model=128",
+        ),
         (["mine", "--mesh", "data=0"], "'data=0' is not of the form axis=size"),
         (["mine", "--mesh", "data=2,data=2"], "--mesh data=2,data=2: axis data is named twice"),
         (
@@ -99,20 +131,44 @@ def test_against_another_mesh_and_a_file(tmp_path, capsys):
         ),
         (["mine", "--mesh", "data=2", "--why", "nothing"], "why('nothing'): no argument, line or variable"),
         (["mine", "--mesh", "data=2", "--chip", "v9"], "argument --chip: invalid choice: 'v9'"),
-        (["mine", "--mesh", "data=2", "--html", "missing/plan.html"], "missing/plan.html cannot be written: No such file"),
-        (["mine", "--mesh", "data=2", "--against", "mine.py"], "mine.py is no plan: neither assert_plan nor Plan.to_json"),
-        (["mine:number", "--mesh", "data=2"], "mine.py) has no function 'number': write one that takes a mesh and"),
-        (["mine:refused", "--mesh", "data=2"], "mine:refused on the mesh data=2: this program wants an axis 'expert'"),
-        (["mine:nothing", "--mesh", "data=2"], "mine:nothing returned 3: it must return (what shard_jit made, the tuple of"),
-        (["mine.py", "--mesh", "data=2"], "'mine.py' is a file: give the module as Python imports it, such as mine"),
-        (["./models/mine.py", "--mesh", "data=2"], "is a file: give the module as Python imports it, such as models.mine"),
+        (
+            ["mine", "--mesh", "data=2", "--html", "missing/plan.html"],
+            "missing/plan.html cannot be written: No such file",
+        ),
+        (
+            ["mine", "--mesh", "data=2", "--against", "mine.py"],
+            "mine.py is no plan: neither assert_plan nor Plan.to_json",
+        ),
+        (
+            ["mine:number", "--mesh", "data=2"],
+            "mine.py) has no function 'number': write one that takes a mesh and",
+        ),
+        (
+            ["mine:refused", "--mesh", "data=2"],
+            "mine:refused on the mesh data=2: this program wants an axis 'expert'",
+        ),
+        (
+            ["mine:nothing", "--mesh", "data=2"],
+            "mine:nothing returned 3: it must return (what shard_jit made, the tuple of",
+        ),
+        (
+            ["mine.py", "--mesh", "data=2"],
+            "'mine.py' is a file: give the module as Python imports it, such as mine",
+        ),
+        (
+            ["./models/mine.py", "--mesh", "data=2"],
+            "is a file: give the module as Python imports it, such as models.mine",
+        ),
         (["theirs", "--mesh", "data=2"], "no module 'theirs' in "),
         (["broken", "--mesh", "data=2"], "broken imports not_there, which is not installed"),
         (
             ["models.gpt2", "--mesh", "data=2,expert=2"],
             "unknown axis 'expert': the shardings of models.gpt2 know data, fsdp, model",
         ),
-        (["models.gpt2", "--mesh", "data=2", "--set", "size=huge"], "size='huge': there are tiny, default, gpt2, gpt2-xl"),
+        (
+            ["models.gpt2", "--mesh", "data=2", "--set", "size=huge"],
+            "size='huge': there are tiny, default, gpt2, gpt2-xl",
+        ),
     ],
 )
 def test_bad_input(module, arguments, words):

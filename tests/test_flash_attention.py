@@ -1,4 +1,6 @@
-"""The Pallas kernels of `docs/flash_attention.py` under their rules: equal to plain attention, and what they send."""
+"""The Pallas kernels of `docs/flash_attention.py` under their rules: equal to plain attention, and what they
+send.
+"""
 
 import functools
 
@@ -36,10 +38,16 @@ BY_QUERIES = (P("x", "z", "y"), P("x", None, "y"), P("x", None, "y"))
 @pytest.mark.parametrize("sizes", [(1, 128, 2), (2, 6, 2, 10)])
 def test_equal(sizes):
     args = _qkv(*sizes)
-    jax.tree.map(close, jax.jit(_with_gradients(flash_attention))(*args), jax.jit(_with_gradients(plain_attention))(*args))
+    jax.tree.map(
+        close,
+        jax.jit(_with_gradients(flash_attention))(*args),
+        jax.jit(_with_gradients(plain_attention))(*args),
+    )
 
 
-@pytest.mark.parametrize("sizes, specs", [((2, 16, 2), BY_QUERIES), ((3, 5, 3), BY_BATCH_AND_HEADS), ((3, 5, 3), BY_QUERIES)])
+@pytest.mark.parametrize(
+    "sizes, specs", [((2, 16, 2), BY_QUERIES), ((3, 5, 3), BY_BATCH_AND_HEADS), ((3, 5, 3), BY_QUERIES)]
+)
 def test_split(sizes, specs):
     args = _qkv(*sizes)
     step = sx.shard_jit(_with_gradients(flash_attention), mesh=MESH, in_shardings=specs)
@@ -48,7 +56,9 @@ def test_split(sizes, specs):
 
 def test_differentiated_from_outside():
     args, specs = _qkv(2, 4, 2), BY_QUERIES
-    around = jax.value_and_grad(sx.shard_jit(_loss(flash_attention), mesh=MESH, in_shardings=specs), (0, 1, 2))
+    around = jax.value_and_grad(
+        sx.shard_jit(_loss(flash_attention), mesh=MESH, in_shardings=specs), (0, 1, 2)
+    )
     jax.tree.map(close, around(*args), jax.jit(_with_gradients(plain_attention))(*args))
 
 
@@ -56,7 +66,9 @@ def test_nothing_is_sent():
     args = _qkv(4, 16, 4)
     for specs in (BY_BATCH_AND_HEADS, BY_QUERIES):
         assert not sx.shard_jit(flash_attention, mesh=MESH, in_shardings=specs).plan(*args).collectives
-    backward = sx.shard_jit(jax.grad(_loss(flash_attention), (0, 1, 2)), mesh=MESH, in_shardings=BY_BATCH_AND_HEADS)
+    backward = sx.shard_jit(
+        jax.grad(_loss(flash_attention), (0, 1, 2)), mesh=MESH, in_shardings=BY_BATCH_AND_HEADS
+    )
     assert not backward.plan(*args).collectives
 
 
@@ -70,13 +82,20 @@ def test_without_rules_it_runs_replicated_with_a_warning():
     from jax.experimental import pallas as pl
 
     double = pl.pallas_call(
-        lambda x, o: o.__setitem__(..., x[...] * 2), out_shape=jax.ShapeDtypeStruct((8, 4), "float32"), interpret=True
+        lambda x, o: o.__setitem__(..., x[...] * 2),
+        out_shape=jax.ShapeDtypeStruct((8, 4), "float32"),
+        interpret=True,
     )
     f = sx.shard_jit(lambda x: double(x), mesh=MESH, in_shardings=P("x"))
     with pytest.warns(
-        UserWarning, match="pallas_call at .*test_flash_attention.py:.* has no sharding rule: it runs replicated"
+        UserWarning,
+        match="pallas_call at .*test_flash_attention.py:.* has no sharding rule: it runs replicated",
     ):
         close(f(np.ones((8, 4), "float32")), np.full((8, 4), 2))
-    strict = sx.shard_jit(lambda x: double(x), mesh=MESH, in_shardings=P("x"), options=sx.Options(strict=True))
-    with pytest.raises(ValueError, match=r"Put the function that calls it under shardax.partition_as\(rule\)"):
+    strict = sx.shard_jit(
+        lambda x: double(x), mesh=MESH, in_shardings=P("x"), options=sx.Options(strict=True)
+    )
+    with pytest.raises(
+        ValueError, match=r"Put the function that calls it under shardax.partition_as\(rule\)"
+    ):
         strict(np.ones((8, 4), "float32"))

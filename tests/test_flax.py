@@ -1,4 +1,6 @@
-"""Flax linen: names of dims as shardings, boxes in arguments and in trees of shardings, mutable collections."""
+"""Flax linen: names of dims as shardings, boxes in arguments and in trees of shardings, mutable
+collections.
+"""
 
 import flax.linen as nn
 import jax
@@ -59,7 +61,9 @@ def init(model, key):
 
 def train_step(state, x):
     def loss(params):
-        y, new = state.apply_fn({"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"])
+        y, new = state.apply_fn(
+            {"params": params, "batch_stats": state.batch_stats}, x, mutable=["batch_stats"]
+        )
         return jnp.mean(y**2), new
 
     (value, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
@@ -80,7 +84,9 @@ def near(found, expected):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_boxed_train_state_with_batch_stats(kind):
-    """Boxed parameters, their optimizer state and statistics: initialized sharded, trained as on one device."""
+    """Boxed parameters, their optimizer state and statistics: initialized sharded, trained as on one
+    device.
+    """
     model, mesh = MODELS[kind], make_mesh(MESH)
     shapes = jax.eval_shape(lambda key: init(model, key), jax.random.key(0))
     specs = sx.flax.specs(shapes, RULES if kind == "logical" else None)
@@ -91,7 +97,9 @@ def test_boxed_train_state_with_batch_stats(kind):
     assert isinstance(up, nn.LogicallyPartitioned if kind == "logical" else nn.Partitioned)
     assert up.value.sharding.spec == P("model") == made.opt_state[0].mu["up"]["kernel"].value.sharding.spec
 
-    expected, losses = five_steps(jax.jit(lambda key: init(model, key))(jax.random.key(0)), jax.jit(train_step))
+    expected, losses = five_steps(
+        jax.jit(lambda key: init(model, key))(jax.random.key(0)), jax.jit(train_step)
+    )
     found, sharded_losses = five_steps(made, step)
     near(sharded_losses, losses)
     near(found, expected)
@@ -101,7 +109,9 @@ def test_boxed_train_state_with_batch_stats(kind):
 def placed(in_shardings, params):
     """How a kernel rests under a tree of shardings."""
     step = sx.shard_jit(
-        lambda params, x: MODELS["axes"].apply(params, x, train=False), mesh=make_mesh(MESH), in_shardings=in_shardings
+        lambda params, x: MODELS["axes"].apply(params, x, train=False),
+        mesh=make_mesh(MESH),
+        in_shardings=in_shardings,
     )
     return sx.abstract_state(step, params, X)
 
@@ -117,7 +127,12 @@ def test_shardings_in_every_form_of_flax(boxed):
     names = nn.get_partition_spec(shapes)
     params = shapes if boxed else meta.unbox(shapes)
     with nn.logical_axis_rules(RULES):
-        forms = [shapes, sx.flax.specs(shapes), nn.logical_to_mesh_sharding(names, mesh), nn.logical_to_mesh(names)]
+        forms = [
+            shapes,
+            sx.flax.specs(shapes),
+            nn.logical_to_mesh_sharding(names, mesh),
+            nn.logical_to_mesh(names),
+        ]
         found = [kernels(placed((form, P("data")), params)) for form in forms]
     assert found == [{"up": P("model", None), "down": P(None, "model")}] * 4
 
@@ -131,7 +146,9 @@ def test_axes_in_boxes():
 
 
 def test_constraints_inside():
-    """`nn.with_logical_constraint` is an annotation where rules and a mesh are in context, as they are inside `shard_jit`."""
+    """`nn.with_logical_constraint` is an annotation where rules and a mesh are in context, as they are inside
+    `shard_jit`.
+    """
 
     def f(x):
         return nn.with_logical_constraint(2 * x, ("batch", "hidden"))
@@ -152,13 +169,16 @@ def test_what_an_optimizer_puts_into_boxes_of_fewer_dims_is_left_to_completion()
 
 def test_without_rules():
     shapes = jax.eval_shape(MODELS["logical"].init, jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"named \('hidden', 'outputs'\), and there are no rules.*specs\(tree, rules\)"):
+    with pytest.raises(
+        ValueError, match=r"named \('hidden', 'outputs'\), and there are no rules.*specs\(tree, rules\)"
+    ):
         sx.flax.specs(shapes)
 
 
 def test_named_shardings_of_another_kind():
     mesh = make_mesh(MESH)
     box = nn.Partitioned(
-        jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data"))), names=("model", None)
+        jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data"))),
+        names=("model", None),
     )
     assert sx.flax.specs({"w": box})["w"].spec == P("data")

@@ -1,4 +1,6 @@
-"""What is of the wrong kind, anywhere in the public surface: the message names the argument, what it is, and what to give."""
+"""What is of the wrong kind, anywhere in the public surface: the message names the argument, what it is, and
+what to give.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +127,12 @@ RIGHT = {  # some of them are meant
 ARRAYS = ("annotate's", "x of", "a result of", "argument 0")  # they may be arrays and numbers
 
 
-CONSTRUCTORS = ("Options(strict=", "Options(max_gather_bytes=", "Options(allow=", "dim of Shard is")  # show one frame
+CONSTRUCTORS = (
+    "Options(strict=",
+    "Options(max_gather_bytes=",
+    "Options(allow=",
+    "dim of Shard is",
+)  # show one frame
 
 
 def words(call, given, frames: bool) -> str:
@@ -138,7 +145,9 @@ def words(call, given, frames: bool) -> str:
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_of_the_wrong_kind(kind):
-    """Each argument of everything public; None of them reaches the machinery, whose errors would say nothing."""
+    """Each argument of everything public; None of them reaches the machinery, whose errors would say
+    nothing.
+    """
     for start, call in CALLS.items():
         whatever = kind in ("an array", "a number") and start.startswith(ARRAYS) and "value: " not in start
         if RIGHT.get(start) != kind and not whatever:
@@ -152,8 +161,8 @@ def test_of_the_wrong_kind(kind):
     [
         (
             lambda: PLAN.why(3),
-            "what of Plan.why is 3, of type int: give the path of an argument ('state/params/w'), a line ('model.py:12'), or "
-            "the name of a variable",
+            "what of Plan.why is 3, of type int: give the path of an argument ('state/params/w'), a line "
+            "('model.py:12'), or the name of a variable",
         ),
         (
             lambda: PLAN.memory("x"),
@@ -161,17 +170,18 @@ def test_of_the_wrong_kind(kind):
         ),
         (
             lambda: shard_jit(transforms=(lambda jaxpr: jaxpr.eqns,))(W),
-            "the result of transforms[0] of shard_jit is [], of type list: give a ClosedJaxpr, as that function gets one",
+            "the result of transforms[0] of shard_jit is [], of type list: give a ClosedJaxpr, as that "
+            "function gets one",
         ),
         (
             lambda: shard_jit(transforms=(lambda jaxpr: of_two(),))(W),
-            "the result of transforms[0] of shard_jit has other inputs, f32[8,4], f32[], than the jaxpr that it was given, "
-            "f32[8,4]: keep them",
+            "the result of transforms[0] of shard_jit has other inputs, f32[8,4], f32[], than the jaxpr "
+            "that it was given, f32[8,4]: keep them",
         ),
         (
             lambda: compare(identity, (W,), [{"x": 2}, {"x": "2"}]),
-            "one of meshes of compare is {'x': '2'}, of type dict: give meshes, or mappings of axis names to sizes, such as "
-            "[{'x': 4, 'y': 2}]",
+            "one of meshes of compare is {'x': '2'}, of type dict: give meshes, or mappings of axis "
+            "names to sizes, such as [{'x': 4, 'y': 2}]",
         ),
     ],
 )

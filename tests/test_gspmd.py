@@ -1,7 +1,8 @@
-"""GSPMD's Table 1 (arXiv 2105.04663): the shardings of a Transformer with seven annotations a layer, and what its FFN sends.
+"""GSPMD's Table 1 (arXiv 2105.04663): the shardings of a Transformer with seven annotations a layer, and what
+its FFN sends.
 
-The seven of a layer: its four weights, where they come in, and inside x_BSM, y_BSND and h_BSH. Everything else, gradients,
-optimizer state and results included, gets its sharding by completion.
+The seven of a layer: its four weights, where they come in, and inside x_BSM, y_BSND and h_BSH. Everything
+else, gradients, optimizer state and results included, gets its sharding by completion.
 
 B batch, S sequence (T: the sequence attended to), M model, N heads, D head, H hidden.
 """
@@ -77,7 +78,9 @@ def norm(x_BSM: Array) -> Array:
 def attention(a: Attempt, weights, x_BSM: Array) -> Array:
     qkv_3BSND = jnp.einsum("bsm,mknd->kbsnd", x_BSM, weights["qkv"])
     q_BSND, k_BTND, v_BTND = qkv_3BSND
-    weights_BNST = jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND).astype("float32")).astype(x_BSM.dtype)
+    weights_BNST = jax.nn.softmax(jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND).astype("float32")).astype(
+        x_BSM.dtype
+    )
     y_BSND = said(jnp.einsum("bnst,btnd->bsnd", weights_BNST, v_BTND), a.bsnd)
     return jnp.einsum("bsnd,ndm->bsm", y_BSND, weights["out"])
 
@@ -115,7 +118,9 @@ def step_plan(a: Attempt, tx, dims: Dims = WIDE, sizes=WIDE_MESH, layers: int = 
     state = jax.eval_shape(tx.init, params)
     x_BSM = jax.ShapeDtypeStruct(dims.of("BSM"), "bfloat16")
     specs = ([WEIGHTS] * layers, None, None)
-    step = sx.shard_jit(partial(train_step, a, tx), mesh=abstract(sizes), in_shardings=specs, donate_argnums=(0, 1))
+    step = sx.shard_jit(
+        partial(train_step, a, tx), mesh=abstract(sizes), in_shardings=specs, donate_argnums=(0, 1)
+    )
     return step.plan(params, state, x_BSM)
 
 
@@ -128,7 +133,11 @@ def listed(a: Attempt, dims: Dims, shape: tuple[int, ...]) -> P:
     names = [next((name for name in "BSMNDH" if getattr(dims, name) == n), "1") for n in shape]
     tables = {"BSM": a.bsm, "BSND": a.bsnd, "BSH": a.bsh}
     activation = "BSH" if "H" in names else "BSND" if {"N", "D"} & {*names} else "BSM"
-    where = dict(zip(activation, tables[activation], strict=True)) if "B" in names else {"M": "x", "N": "y", "H": "y"}
+    where = (
+        dict(zip(activation, tables[activation], strict=True))
+        if "B" in names
+        else {"M": "x", "N": "y", "H": "y"}
+    )
     return P(*(where.get(name) for name in names))
 
 
@@ -149,8 +158,9 @@ def test_every_value_of_a_train_step(attempt, optimizer):
         assert sharding.spec == listed(a, WIDE, leaf.shape), f"{leaf}: {sharding}"
 
 
-# What one FFN sends, as the table's last column says. Bytes are those that one device sends: a ring sends (n-1)/n of what an
-# all-gather makes or a reduce-scatter takes, twice that in an all-reduce; activations and weights are bf16.
+# What one FFN sends, as the table's last column says. Bytes are those that one device sends: a ring sends
+# (n-1)/n of what an all-gather makes or a reduce-scatter takes, twice that in an all-reduce; activations and
+# weights are bf16.
 
 
 def ring(axis: str, whole: int, *split: str) -> int:
@@ -226,7 +236,9 @@ def random_like(tree, seed: int):
 
 @pytest.mark.once
 @pytest.mark.parametrize("dims", [EVEN, UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("attempt", [*(pytest.param(a, marks=pytest.mark.slow) for a in [*ATTEMPTS][:2]), "finalized"])
+@pytest.mark.parametrize(
+    "attempt", [*(pytest.param(a, marks=pytest.mark.slow) for a in [*ATTEMPTS][:2]), "finalized"]
+)
 def test_train_steps_are_those_of_one_device(attempt, dims):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     tx = optax.sgd(0.1, momentum=0.9)

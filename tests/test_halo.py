@@ -1,4 +1,6 @@
-"""The halo exchange brings whatever each device wants: random windows, several shards away, outside of the value, padded."""
+"""The halo exchange brings whatever each device wants: random windows, several shards away, outside of the
+value, padded.
+"""
 
 import itertools
 import random
@@ -23,12 +25,18 @@ def exchanged(count, cases, garbage):
     mesh = Mesh(np.array(jax.devices()[:count]), axes)
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False)
+    @partial(
+        jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False
+    )
     def run(shards):
         ways = [(want, fill) for want, _, fill in cases]
-        return [bring(w, x, lax.axis_index("x"), lax.ppermute, f) for x, (w, f) in zip(shards, ways, strict=True)]
+        return [
+            bring(w, x, lax.axis_index("x"), lax.ppermute, f) for x, (w, f) in zip(shards, ways, strict=True)
+        ]
 
-    padded = [jnp.concatenate([x, jnp.broadcast_to(garbage, (w.block * count - w.size,))]) for w, x, _ in cases]
+    padded = [
+        jnp.concatenate([x, jnp.broadcast_to(garbage, (w.block * count - w.size,))]) for w, x, _ in cases
+    ]
     return [out.reshape(count, -1) for out in run(padded)]
 
 
@@ -54,8 +62,16 @@ def test_every_device_gets_what_it_wants(count):
 @pytest.mark.parametrize("count", COUNTS)
 def test_blocks_of_random_keys(count):
     """Keys have no zero that could fill anything."""
-    blocks = [(16, 9, 12), (13, 16, 14), (9, 30, 9), (5, 8, 11)]  # size, and the blocks before and after, at the least
-    wants = [next_blocks(0, ("x",), max(o // 2, -(-n // count)), max(w // 2, -(-n // count)), count, n) for n, o, w in blocks]
+    blocks = [
+        (16, 9, 12),
+        (13, 16, 14),
+        (9, 30, 9),
+        (5, 8, 11),
+    ]  # size, and the blocks before and after, at the least
+    wants = [
+        next_blocks(0, ("x",), max(o // 2, -(-n // count)), max(w // 2, -(-n // count)), count, n)
+        for n, o, w in blocks
+    ]
     cases = [(want, jax.random.split(jax.random.key(want.size), want.size), 0) for want in wants]
     for (want, keys, _), out in zip(cases, exchanged(count, cases, jax.random.key(99)), strict=True):
         lengths = np.maximum(np.subtract(want.ends, want.firsts), 0)
@@ -65,7 +81,10 @@ def test_blocks_of_random_keys(count):
 
 def test_no_device_sends_what_nobody_wants():
     """Own rows are not sent, nor the padding: 9 rows in blocks of 3 on 4 devices, wanted in blocks of 4."""
-    assert [(p.distance, p.rows) for p in exchange_of(next_blocks(0, ("x",), 3, 4, 4, 9)).pieces] == [(0, 3), (1, 2)]
+    assert [(p.distance, p.rows) for p in exchange_of(next_blocks(0, ("x",), 3, 4, 4, 9)).pieces] == [
+        (0, 3),
+        (1, 2),
+    ]
     assert exchange_of(next_blocks(0, ("x",), 4, 4, 4, 9)).sent == []
 
 
@@ -75,7 +94,9 @@ def rows_sent(want: Wanted) -> int:
 
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_one_piece_serves_several_distances(count):
-    """Blocks of one row become blocks of two, and back, in two pieces of one row, however many distances there are."""
+    """Blocks of one row become blocks of two, and back, in two pieces of one row, however many distances
+    there are.
+    """
     assert exchange_of(next_blocks(0, ("x",), 1, 2, count, count)).sent == [1, 1]
     assert exchange_of(next_blocks(0, ("x",), 2, 1, count, count)).sent == [1, 1]
 
@@ -104,11 +125,15 @@ def messages_of(want: Wanted):
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_hardly_any_exchange_sends_less(count):
-    """Changes of blocks, even and uneven, against all ways to put the messages into rounds. One in forty may send one row more:
-    to find the best is as hard as to color edges by weight.
+    """Changes of blocks, even and uneven, against all ways to put the messages into rounds. One in forty may
+    send one row more: to find the best is as hard as to color edges by weight.
     """
     sizes = range(1, 25)
-    blocks = [(n, -(-n // count) + a, -(-n // count) + b) for n in sizes for a, b in itertools.combinations(range(6), 2)]
+    blocks = [
+        (n, -(-n // count) + a, -(-n // count) + b)
+        for n in sizes
+        for a, b in itertools.combinations(range(6), 2)
+    ]
     wants = [next_blocks(0, ("x",), *way, count, n) for n, a, b in blocks for way in ((a, b), (b, a))]
     small = [want for want in wants if len(messages_of(want)) < 10]
     extra = [rows_sent(want) - least(messages_of(want)) for want in small]
@@ -117,7 +142,9 @@ def test_hardly_any_exchange_sends_less(count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_blocks_of_any_two_sizes(count):
-    """Every device gets the rows of its new block, whether its pieces lie side by side or each in its place."""
+    """Every device gets the rows of its new block, whether its pieces lie side by side or each in its
+    place.
+    """
     rng = random.Random(count)
     wants = []
     while len(wants) < 24:

@@ -1,4 +1,6 @@
-"""What compiled programs say of where they come from: every collective by the user's line, every other operation as it was."""
+"""What compiled programs say of where they come from: every collective by the user's line, every other
+operation as it was.
+"""
 
 import re
 from pathlib import Path
@@ -33,7 +35,11 @@ def loss(params, x_BM):
 
 
 def place(comment: str) -> str:
-    number = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith(f"# {comment}"))
+    number = next(
+        i
+        for i, line in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if line.endswith(f"# {comment}")
+    )
     return f"{HERE}:{number}"
 
 
@@ -42,7 +48,9 @@ def places(op: hlo.Operation) -> list[str]:
 
 
 def compiled(fun, specs, *args) -> list[hlo.Operation]:
-    step = sx.shard_jit(fun, mesh=MESH, in_shardings=specs, options=sx.Options(chip="slow"))  # on others so little is gathered
+    step = sx.shard_jit(
+        fun, mesh=MESH, in_shardings=specs, options=sx.Options(chip="slow")
+    )  # on others so little is gathered
     return list(hlo.operations(step.lower(*args).compile().as_text()))
 
 
@@ -60,7 +68,9 @@ def test_every_collective_has_the_users_line_as_a_scope(step):
         scope = re.search(rf"(?:^|[/(])(\w+):({HERE}:\d+)(?=[/)]|$)", op.scopes)
         assert scope and scope[1] == op.opcode.removesuffix("-start").replace("-", "_"), op
         assert scope[2] in places(op), op
-    assert any(place("down") in op.scopes for op in found) and any(place("error") in op.scopes for op in found)
+    assert any(place("down") in op.scopes for op in found) and any(
+        place("error") in op.scopes for op in found
+    )
 
 
 def test_local_operations_keep_their_lines_and_scopes(step):
@@ -78,10 +88,16 @@ def test_collectives_that_rules_make_inside_are_named_too():
 
     def f(x):
         with jax.named_scope("outer"):
-            x = lax.scan(lambda c, _: (jnp.cumsum(c, axis=0) + jnp.roll(c, 1, axis=0), None), x, None, length=2)[0]
+            x = lax.scan(
+                lambda c, _: (jnp.cumsum(c, axis=0) + jnp.roll(c, 1, axis=0), None), x, None, length=2
+            )[0]
         return lax.cond(x[0, 0] > 0, lambda x: jnp.sort(x, axis=0), lambda x: jnp.flip(x, 0), x)
 
-    ops = [op for op in compiled(f, P("data"), jax.ShapeDtypeStruct((8, 4), "float32")) if op.opcode in COLLECTIVES]
+    ops = [
+        op
+        for op in compiled(f, P("data"), jax.ShapeDtypeStruct((8, 4), "float32"))
+        if op.opcode in COLLECTIVES
+    ]
     assert {"collective-permute", "all-gather"} <= {op.opcode for op in ops}
     assert all(re.search(rf"[a-z_]+:{HERE}:\d+/", op.scopes) for op in ops), ops
     assert any("outer" in op.scopes for op in ops)
@@ -89,5 +105,7 @@ def test_collectives_that_rules_make_inside_are_named_too():
 
 def test_collectives_at_the_boundary_belong_to_shard_jit():
     f = sx.shard_jit(lambda x: x, mesh=MESH, in_shardings=P("data"), out_shardings=P(None, "data"))
-    (op,) = [op for op in hlo.operations(f.lower(jnp.ones((8, 8))).compile().as_text()) if op.opcode in COLLECTIVES]
+    (op,) = [
+        op for op in hlo.operations(f.lower(jnp.ones((8, 8))).compile().as_text()) if op.opcode in COLLECTIVES
+    ]
     assert "/all_to_all:shard_jit/" in op.scopes or "/all_to_all:tests/test_hlo.py:" in op.scopes

@@ -1,4 +1,6 @@
-"""`Plan.to_html`: one file that needs nothing else, with the program, the ledgers, and what their script stands on."""
+"""`Plan.to_html`: one file that needs nothing else, with the program, the ledgers, and what their script
+stands on.
+"""
 
 import json
 import re
@@ -52,7 +54,9 @@ class Tables(HTMLParser):
 @pytest.fixture
 def page(tmp_path):
     args = {"<up>": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}, jnp.ones((8, 16))
-    plan = sx.shard_jit(loss, mesh=MESH, in_shardings=({"<up>": P(None, "model"), "down": None}, P("data"))).plan(*args)
+    plan = sx.shard_jit(
+        loss, mesh=MESH, in_shardings=({"<up>": P(None, "model"), "down": None}, P("data"))
+    ).plan(*args)
     plan.to_html(tmp_path / "plan.html")
     return plan, (tmp_path / "plan.html").read_text(encoding="utf-8")
 
@@ -130,9 +134,9 @@ def test_the_arrays_that_can_be_chosen(page):
 
 def arrays(plan, path) -> list[dict]:
     plan.to_html(path / "plan.html")
-    return json.loads(re.search(r'id="data">(.*?)</script>', (path / "plan.html").read_text(encoding="utf-8"), re.S)[1])[
-        "arrays"
-    ]
+    return json.loads(
+        re.search(r'id="data">(.*?)</script>', (path / "plan.html").read_text(encoding="utf-8"), re.S)[1]
+    )["arrays"]
 
 
 def nested(x):
@@ -141,26 +145,52 @@ def nested(x):
 
 
 def test_blocks_are_those_of_the_program(tmp_path):
-    """257 rows over 4 and over 8: padded once, to 8 blocks of 33, of which those over 4 are two each, not to 4 of 65."""
+    """257 rows over 4 and over 8: padded once, to 8 blocks of 33, of which those over 4 are two each, not to
+    4 of 65.
+    """
     plan = sx.shard_jit(nested, mesh=MESH).plan(jnp.ones((257, 8)))
-    found = {(a["sharding"], tuple(a["padded"])) for a in arrays(plan, tmp_path) if a["shape"] == [257, 8] and a["dims"][0]}
+    found = {
+        (a["sharding"], tuple(a["padded"]))
+        for a in arrays(plan, tmp_path)
+        if a["shape"] == [257, 8] and a["dims"][0]
+    }
     assert found == {("P('data')", (264, 8)), ("P(('data', 'model'))", (264, 8))}
-    made = {v: lay for node, d in plan.decisions.pairs() for v, lay in zip(node.outputs, d.results, strict=True)}
+    made = {
+        v: lay for node, d in plan.decisions.pairs() for v, lay in zip(node.outputs, d.results, strict=True)
+    }
     pictures = Pictures(plan)
-    assert all(pictures.of(v).padded == lay.padded for v, lay in made.items() if plan.values.sharding(v) == lay.sharding)
+    assert all(
+        pictures.of(v).padded == lay.padded
+        for v, lay in made.items()
+        if plan.values.sharding(v) == lay.sharding
+    )
 
 
 def test_pictures_of_other_meshes(tmp_path):
-    """An axis cut in two has its parts; what rests on another mesh, or on devices in another order, has that one's."""
+    """An axis cut in two has its parts; what rests on another mesh, or on devices in another order, has that
+    one's.
+    """
     devices = np.array(jax.devices())
-    wide, tall = (Mesh(devices.reshape(n), ("x", "y"), axis_types=(AxisType.Auto,) * 2) for n in ((2, 4), (4, 2)))
-    turned = NamedSharding(Mesh(devices[::-1].reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("y"))
-    f = sx.shard_jit(lambda a, b: (sx.annotate(a, NamedSharding(tall, P("x"))) * 2, b), mesh=wide, out_shardings=(None, turned))
+    wide, tall = (
+        Mesh(devices.reshape(n), ("x", "y"), axis_types=(AxisType.Auto,) * 2) for n in ((2, 4), (4, 2))
+    )
+    turned = NamedSharding(
+        Mesh(devices[::-1].reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2), P("y")
+    )
+    f = sx.shard_jit(
+        lambda a, b: (sx.annotate(a, NamedSharding(tall, P("x"))) * 2, b),
+        mesh=wide,
+        out_shardings=(None, turned),
+    )
     found = arrays(f.plan(jnp.ones((8, 8)), jax.device_put(jnp.ones((4, 4)), turned)), tmp_path)
     (doubled,) = [a for a in found if a["name"].startswith("tests/test_html.py")]
     assert (doubled["dims"], doubled["mesh"]) == ([["x", "y.0"], []], [["x", 2], ["y.0", 2], ["y.1", 2]])
     (b,) = [a for a in found if a["name"] == "argument b"]
-    assert (b["dims"], b["mesh"], b["devices"]) == ([["y"], []], [["x", 2], ["y", 4]], [7, 6, 5, 4, 3, 2, 1, 0])
+    assert (b["dims"], b["mesh"], b["devices"]) == (
+        [["y"], []],
+        [["x", 2], ["y", 4]],
+        [7, 6, 5, 4, 3, 2, 1, 0],
+    )
 
 
 def test_text_of_the_program_ends_no_script(tmp_path):

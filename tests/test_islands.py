@@ -52,21 +52,25 @@ PROGRAMS = {
     "gradient, recomputed": jax.grad(lambda a, b: jax.checkpoint(_sum_of_products)(a, b).sum()),
     "vmap": lambda a, b: jax.vmap(island(lambda a: lax.psum(a, "x"), in_specs=X, out_specs=P()), 1)(a),
     "ring": lambda a, b: island(_ring, in_specs=XY, out_specs=(XY, P()))(a),
-    "all_gather": lambda a, b: island(lambda a: lax.all_gather(a, "x", tiled=True), in_specs=XY, out_specs=Y, check_vma=False)(
-        a
-    ),
-    "all_to_all": lambda a, b: island(lambda a: lax.all_to_all(a, "x", 1, 0, tiled=True), in_specs=X, out_specs=P(None, "x"))(
-        b.T[:, :4]
-    ),
+    "all_gather": lambda a, b: island(
+        lambda a: lax.all_gather(a, "x", tiled=True), in_specs=XY, out_specs=Y, check_vma=False
+    )(a),
+    "all_to_all": lambda a, b: island(
+        lambda a: lax.all_to_all(a, "x", 1, 0, tiled=True), in_specs=X, out_specs=P(None, "x")
+    )(b.T[:, :4]),
     "psum_scatter": lambda a, b: island(
-        lambda a: lax.psum_scatter(a, "x", tiled=True) * lax.axis_index("y").astype("float32"), in_specs=Y, out_specs=XY
+        lambda a: lax.psum_scatter(a, "x", tiled=True) * lax.axis_index("y").astype("float32"),
+        in_specs=Y,
+        out_specs=XY,
     )(a),
     "some axes": lambda a, b: island(
         lambda a: lax.psum(a @ jnp.ones((6, 6)), "x"), in_specs=X, out_specs=P(), axis_names={"x"}
     )(a),
     "loop around": _centered_in_a_loop,
     "branch": lambda a, b: island(
-        lambda a: lax.cond(lax.axis_index("x") > 1, lambda a: a * 2, lambda a: a - 1, a), in_specs=XY, out_specs=XY
+        lambda a: lax.cond(lax.axis_index("x") > 1, lambda a: a * 2, lambda a: a - 1, a),
+        in_specs=XY,
+        out_specs=XY,
     )(a),
     "nested": _nested,
     "random": lambda a, b: island(_noisy, in_specs=XY, out_specs=XY)(a),
@@ -77,7 +81,9 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_island(program, specs):
     got = sx.shard_jit(PROGRAMS[program], mesh=MESH, in_shardings=specs)(A, B)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, jax.jit(PROGRAMS[program])(A, B))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, jax.jit(PROGRAMS[program])(A, B)
+    )
 
 
 def test_nothing_is_sent_but_what_is_written():
@@ -89,7 +95,9 @@ DEVICES = np.array(jax.devices())
 
 
 def _mesh(shape, names, devices=DEVICES):
-    return Mesh(devices[: int(np.prod(shape))].reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+    return Mesh(
+        devices[: int(np.prod(shape))].reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape)
+    )
 
 
 SIX, FLAT = _mesh((2, 3), ("x", "y")), _mesh((8,), ("z",))
@@ -104,24 +112,34 @@ MESHES = {  # (the program's, the island's)
 
 
 def _everything(mesh, a):
-    """Collectives over one axis, over all, and over all in the wrong order: who has which number, and what he gets."""
+    """Collectives over one axis, over all, and over all in the wrong order: who has which number, and what he
+    gets.
+    """
     first, *_ = names = mesh.axis_names
     around, back = names if len(names) > 1 else first, names[::-1]
     b = a * lax.axis_index(first).astype("float32") + lax.axis_index(around).astype("float32")
     b = b + lax.psum(a, names[-1]) + lax.ppermute(a, first, [(0, 1)])
     b = b + lax.ppermute(a, around, [(i, (5 * i + 1) % mesh.size) for i in range(mesh.size - 1)])
     gathered = lax.all_gather(a, back, tiled=True)
-    return b + lax.psum_scatter(gathered, around, tiled=True) + lax.all_to_all(gathered, back, 0, 0, tiled=True)[: len(a)]
+    return (
+        b
+        + lax.psum_scatter(gathered, around, tiled=True)
+        + lax.all_to_all(gathered, back, 0, 0, tiled=True)[: len(a)]
+    )
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_island_over_another_mesh(name):
-    """What an island computes depends on the places on its mesh, not on who holds them: nothing is moved for that."""
+    """What an island computes depends on the places on its mesh, not on who holds them: nothing is moved for
+    that.
+    """
     mesh, own = MESHES[name]
     spec = P(own.axis_names)
 
     def f(x):
-        y = jax.shard_map(partial(_everything, own), mesh=own, in_specs=spec, out_specs=spec, check_vma=False)(x * 2)
+        y = jax.shard_map(
+            partial(_everything, own), mesh=own, in_specs=spec, out_specs=spec, check_vma=False
+        )(x * 2)
         return jnp.sin(y) if mesh is SIX else jnp.sin(sx.annotate(y, P(mesh.axis_names[0])))
 
     x = np.random.RandomState(2).randn(mesh.size**2, 3).astype("float32")
@@ -130,17 +148,24 @@ def test_island_over_another_mesh(name):
     step = sx.shard_jit(jax.value_and_grad(lambda x: (f(x) ** 2).sum()), mesh=mesh)
     for _ in range(2):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3), step(x), want)
-    np.testing.assert_allclose(jax.grad(lambda x: (sx.shard_jit(f, mesh=mesh)(x) ** 2).sum())(x), want[1], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: (sx.shard_jit(f, mesh=mesh)(x) ** 2).sum())(x), want[1], rtol=1e-3, atol=1e-3
+    )
 
 
 def _plain(own, spec, x):
-    return jax.shard_map(partial(_everything, own), mesh=own, in_specs=spec, out_specs=spec, check_vma=False)(x * 2)
+    return jax.shard_map(partial(_everything, own), mesh=own, in_specs=spec, out_specs=spec, check_vma=False)(
+        x * 2
+    )
 
 
 def test_island_over_other_devices_is_refused():
     other = _mesh((4,), ("z",))
-    f = sx.shard_jit(lambda a: jax.shard_map(jnp.sin, mesh=other, in_specs=P("z"), out_specs=P("z"))(a), mesh=MESH)
+    f = sx.shard_jit(
+        lambda a: jax.shard_map(jnp.sin, mesh=other, in_specs=P("z"), out_specs=P("z"))(a), mesh=MESH
+    )
     with pytest.raises(
-        ValueError, match=r"shard_map at .*py:\d+ has shards on the mesh \(z=4\) of devices .*leave out its mesh="
+        ValueError,
+        match=r"shard_map at .*py:\d+ has shards on the mesh \(z=4\) of devices .*leave out its mesh=",
     ):
         f(A)

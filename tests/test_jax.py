@@ -9,13 +9,18 @@ from shardax import _jax
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [
-    path for folder in ("shardax", "models", "benchmarks", "examples", "tests") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("shardax", "models", "benchmarks", "examples", "tests")
+    for path in (ROOT / folder).rglob("*.py")
 ]
-INTERNALS = re.compile(r"^\s*(from|import) jax\._src|^\s*from jax import .*\b_src\b|\bjax\._src\.|__version_info__", re.M)
+INTERNALS = re.compile(
+    r"^\s*(from|import) jax\._src|^\s*from jax import .*\b_src\b|\bjax\._src\.|__version_info__", re.M
+)
 
 
 @pytest.mark.parametrize(
-    "line", ["from jax._src import core", "    import jax._src.core", "from jax import _src", "jax._src.core.Jaxpr"]
+    "line",
+    ["from jax._src import core", "    import jax._src.core", "from jax import _src", "jax._src.core.Jaxpr"],
 )
 def test_the_pattern_finds(line):
     assert INTERNALS.search(line)
@@ -24,7 +29,9 @@ def test_the_pattern_finds(line):
 def test_no_other_file_touches_them():
     mine = {Path(_jax.__file__).resolve(), Path(__file__).resolve()}
     assert len(SOURCES) > 100
-    assert [str(path) for path in SOURCES if path.resolve() not in mine and INTERNALS.search(path.read_text())] == []
+    assert [
+        str(path) for path in SOURCES if path.resolve() not in mine and INTERNALS.search(path.read_text())
+    ] == []
 
 
 def test_every_entry_has_a_reason_and_their_number_is_right():

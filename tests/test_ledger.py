@@ -1,4 +1,6 @@
-"""What the ledger says of programs written by hand, and that the lowered and the compiled program say the same."""
+"""What the ledger says of programs written by hand, and that the lowered and the compiled program say the
+same.
+"""
 
 import re
 from collections import Counter
@@ -19,7 +21,9 @@ KIB = 1024  # a float32[16, 16]
 
 
 def on_shards(body, *shapes, check_vma=False, mesh=None):
-    """`body` on shards of these shapes, and its arguments; shards differ along both axes, and so do the results."""
+    """`body` on shards of these shapes, and its arguments; shards differ along both axes, and so do the
+    results.
+    """
     specs = tuple(P(("x", "y")) if shape else P() for shape in shapes)
     mesh = mesh or jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
     f = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(("x", "y")), check_vma=check_vma)
@@ -99,7 +103,9 @@ def test_invariant_types_count_alike():
 
 def test_axes_of_size_one_send_nothing():
     mesh = AbstractMesh((8, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    f, args = on_shards(lambda v: lax.psum(lax.all_gather(v, "y", tiled=True), ("x", "y")), (16, 16), mesh=mesh)
+    f, args = on_shards(
+        lambda v: lax.psum(lax.all_gather(v, "y", tiled=True), ("x", "y")), (16, 16), mesh=mesh
+    )
     assert sent(collectives(jax.make_jaxpr(f)(*args), mesh.shape)) == [("all_reduce", ("x", "y"), 1792, 1)]
 
 
@@ -108,7 +114,9 @@ def test_uneven_bytes_are_rounded_up():
 
 
 def test_psum_of_several_operands_is_one_collective():
-    jaxpr = jax.make_jaxpr(lambda v, w: lax.psum((v, w), "x"), axis_env=[("x", 4)])(jnp.ones(16), jnp.ones((2, 16)))
+    jaxpr = jax.make_jaxpr(lambda v, w: lax.psum((v, w), "x"), axis_env=[("x", 4)])(
+        jnp.ones(16), jnp.ones((2, 16))
+    )
     first, second = jaxpr.eqns
     both = first.replace(invars=first.invars + second.invars, outvars=first.outvars + second.outvars)
     (found,) = collectives(jaxpr.replace(jaxpr=jaxpr.jaxpr.replace(eqns=[both])), {"x": 4})
@@ -139,7 +147,9 @@ def nested_jit(v):
     return twice(v) + twice(v + 1)
 
 
-@pytest.mark.parametrize(("body", "trips"), [(scan, [5]), (unrolled_scan, [5]), (empty_scan, []), (scan_in_scan, [15])])
+@pytest.mark.parametrize(
+    ("body", "trips"), [(scan, [5]), (unrolled_scan, [5]), (empty_scan, []), (scan_in_scan, [15])]
+)
 def test_scans_multiply(body, trips):
     found = ledger(body, (16, 16))
     assert sent(found) == [("all_reduce", ("x",), 1536, n) for n in trips]
@@ -165,12 +175,16 @@ def test_a_while_loop_counts_one_iteration_and_is_marked():
 
 def counted(start, bound, step):
     def f(v):
-        return lax.while_loop(lambda c: c[0] < bound, lambda c: (c[0] + step, lax.psum(c[1], "x")), (start, v))[1]
+        return lax.while_loop(
+            lambda c: c[0] < bound, lambda c: (c[0] + step, lax.psum(c[1], "x")), (start, v)
+        )[1]
 
     return f
 
 
-@pytest.mark.parametrize(("loop", "trips"), [((0, 5, 1), 5), ((2, 9, 3), 3), ((4, 4, 1), None), ((9, 2, 1), None)])
+@pytest.mark.parametrize(
+    ("loop", "trips"), [((0, 5, 1), 5), ((2, 9, 3), 3), ((4, 4, 1), None), ((9, 2, 1), None)]
+)
 def test_a_while_loop_that_counts_to_a_constant_multiplies(loop, trips):
     found = ledger(counted(*loop), (16, 16))
     assert [(c.trips, c.open_loop) for c in found] == ([(trips, False)] if trips else [])
@@ -182,7 +196,9 @@ def test_a_while_loop_that_counts_otherwise_is_open():
         return lax.while_loop(lambda c: c[0] < v.size, lambda c: (c[0] * 2, lax.psum(c[1], "x")), (1, v))[1]
 
     def from_argument(v):
-        return lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, lax.psum(c[1], "x")), (v[0, 0].astype(int), v))[1]
+        return lax.while_loop(
+            lambda c: c[0] < 5, lambda c: (c[0] + 1, lax.psum(c[1], "x")), (v[0, 0].astype(int), v)
+        )[1]
 
     for f in (to_argument, from_argument):
         assert [c.open_loop for c in ledger(f, (16, 16))] == [True]
@@ -230,7 +246,10 @@ def test_random_keys_and_other_dtypes_agree_with_stablehlo():
     def body(v):
         keys = lax.all_gather(jax.random.split(jax.random.key(0), 4), "x", tiled=True)
         flags = lax.all_gather(v > 0, "y", tiled=True)
-        sums = [jnp.abs(lax.psum(v.astype(dtype), "x")).astype(v.dtype) for dtype in (jnp.bfloat16, jnp.int8, jnp.complex64)]
+        sums = [
+            jnp.abs(lax.psum(v.astype(dtype), "x")).astype(v.dtype)
+            for dtype in (jnp.bfloat16, jnp.int8, jnp.complex64)
+        ]
         return sum(sums, v) + jax.random.bits(keys[5]).astype(v.dtype) + flags[0].astype(v.dtype)
 
     texts = [array_text(c.operands[0]) for c in ledger(body, (2, 2))]
@@ -240,13 +259,18 @@ def test_random_keys_and_other_dtypes_agree_with_stablehlo():
 
 def test_line_and_reason():
     def body(v):
-        with jax.named_scope("layer"), jax.named_scope("all_reduce[sum of dot_general, at rest in P(None, 'x')]"):
+        with (
+            jax.named_scope("layer"),
+            jax.named_scope("all_reduce[sum of dot_general, at rest in P(None, 'x')]"),
+        ):
             return lax.psum(v, "x")  # here
 
     def looped(v):
         return lax.scan(lambda c, _: (body(c), None), v, None, length=2)[0]
 
-    here = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith("# here"))
+    here = next(
+        i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.endswith("# here")
+    )
     for f in (body, jax.jit(body), looped):
         (found,) = ledger(f, (16, 16))
         assert found.reason == "sum of dot_general, at rest in P(None, 'x')"

@@ -1,4 +1,6 @@
-"""Plans of many programs say exactly what the lowered programs send, and, after the listed rewritings, the compiled ones."""
+"""Plans of many programs say exactly what the lowered programs send, and, after the listed rewritings, the
+compiled ones.
+"""
 
 from collections import Counter
 
@@ -32,7 +34,9 @@ def test_lowered(name):
     assert hlo.counts(hlo.lowered(lowered.compiler_ir())) == hlo.counts(planned)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in PROGRAMS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in PROGRAMS]
+)
 def test_compiled_for_cpu(name):
     planned, lowered = planned_and_lowered(name)
     compiled = hlo.compiled(lowered.compile().as_text())
@@ -46,9 +50,19 @@ def sent(kind: str, dtype: str, size: int, trips: int = 1) -> Collective:
 
 
 def test_what_is_rewritten_is_listed():
-    """A bfloat16 sum as float32; of two equal ones in a program that computes twice, one. Nothing else is explained away."""
-    planned = [sent("all_reduce", "bfloat16", 32), *[sent("reduce_scatter", "float32", 32)] * 2, sent("all_gather", "int8", 32)]
-    compiled = [sent("all_reduce", "float32", 32), sent("reduce_scatter", "float32", 32), sent("all_to_all", "int8", 8)]
+    """A bfloat16 sum as float32; of two equal ones in a program that computes twice, one. Nothing else is
+    explained away.
+    """
+    planned = [
+        sent("all_reduce", "bfloat16", 32),
+        *[sent("reduce_scatter", "float32", 32)] * 2,
+        sent("all_gather", "int8", 32),
+    ]
+    compiled = [
+        sent("all_reduce", "float32", 32),
+        sent("reduce_scatter", "float32", 32),
+        sent("all_to_all", "int8", 8),
+    ]
     only_planned, only_compiled, applied = hlo.normalized(planned, compiled, "cpu")
     assert only_planned == {("all_gather", 4, 32, ""): 1}
     assert only_compiled == {("all_to_all", 4, 8, ""): 1}
@@ -56,7 +70,15 @@ def test_what_is_rewritten_is_listed():
 
 
 def test_the_rewritings_of_tpus():
-    planned = [sent("all_gather", "float32", 32), sent("reduce_scatter", "int8", 16), sent("all_reduce", "int8", 8, trips=3)]
-    compiled = [sent("all_gather", "bfloat16", 32), sent("all_reduce", "int8", 16), sent("all_reduce", "int8", 24)]
+    planned = [
+        sent("all_gather", "float32", 32),
+        sent("reduce_scatter", "int8", 16),
+        sent("all_reduce", "int8", 8, trips=3),
+    ]
+    compiled = [
+        sent("all_gather", "bfloat16", 32),
+        sent("all_reduce", "int8", 16),
+        sent("all_reduce", "int8", 24),
+    ]
     assert hlo.normalized(planned, compiled, "tpu")[:2] == (Counter(), Counter())
     assert sum(hlo.normalized(planned, compiled, "cpu")[0].values()) == 3

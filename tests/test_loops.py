@@ -52,7 +52,9 @@ def accumulated(w, xs):
 
 def accumulated_until(w, xs, n):
     """The same, as often as an argument says."""
-    return lax.fori_loop(0, n, lambda i, total: total + jax.grad(lambda w: (jnp.tanh(xs[i] @ w) ** 2).sum())(w), w)
+    return lax.fori_loop(
+        0, n, lambda i, total: total + jax.grad(lambda w: (jnp.tanh(xs[i] @ w) ** 2).sum())(w), w
+    )
 
 
 def branches(i, x, w):
@@ -73,28 +75,58 @@ PROGRAMS = {
     "layers, remat": (jax.grad(lambda w, x: layers(w, x, jax.checkpoint)), STACK, MEGATRON),
     "accumulated": (accumulated, (array(6, 5), array(4, 8, 6)), (P(), P(None, "x"))),
     "fori": (lambda x: lax.fori_loop(0, 5, lambda i, c: c * 0.5 + i, x), (array(7, 6),), (P("x", "y"),)),
-    "while": (lambda x: lax.while_loop(lambda c: (c**2).sum() < 99, lambda c: c * 1.5, x), (array(7, 6),), (P("x"),)),
+    "while": (
+        lambda x: lax.while_loop(lambda c: (c**2).sum() < 99, lambda c: c * 1.5, x),
+        (array(7, 6),),
+        (P("x"),),
+    ),
     "cond": (
         lambda x, w: lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: 2 * x, x),
         (array(7, 6), array(6, 6)),
         (P("x"), P("y")),
     ),
-    "switch": (lambda i, x: lax.switch(i, [jnp.sin, jnp.cos, lambda x: x[::-1]], x), (np.int32(2), array(7, 6)), (P(), P("x"))),
+    "switch": (
+        lambda i, x: lax.switch(i, [jnp.sin, jnp.cos, lambda x: x[::-1]], x),
+        (np.int32(2), array(7, 6)),
+        (P(), P("x")),
+    ),
     "nested": (
         lambda x: lax.scan(lambda c, r: (lax.fori_loop(0, 3, lambda i, c: c + r, c), c), x[0], x)[1],
         (array(5, 7),),
         (P(None, "x"),),
     ),
-    "no trips": (lambda x, xs: lax.scan(lambda c, x: (c + x, c), x, xs), (array(7), array(0, 7)), (P("x"), P())),
-    "reversed": (lambda x: lax.scan(lambda c, r: (c * 0.5 + r, c), x[0], x, reverse=True), (array(5, 7),), (P(None, "y"),)),
-    "rotated, uneven": (jax.grad(lambda x: (jnp.roll(x.T, 3, 1) * jnp.roll(x, -2, 0).T).sum()), (array(7, 6),), (P("x"),)),
+    "no trips": (
+        lambda x, xs: lax.scan(lambda c, x: (c + x, c), x, xs),
+        (array(7), array(0, 7)),
+        (P("x"), P()),
+    ),
+    "reversed": (
+        lambda x: lax.scan(lambda c, r: (c * 0.5 + r, c), x[0], x, reverse=True),
+        (array(5, 7),),
+        (P(None, "y"),),
+    ),
+    "rotated, uneven": (
+        jax.grad(lambda x: (jnp.roll(x.T, 3, 1) * jnp.roll(x, -2, 0).T).sum()),
+        (array(7, 6),),
+        (P("x"),),
+    ),
     "counted backwards": (
-        lambda x: lax.scan(lambda i, r: (i + 2, r * lax.convert_element_type(i, "float32")), jnp.int32(1), x, reverse=True),
+        lambda x: lax.scan(
+            lambda i, r: (i + 2, r * lax.convert_element_type(i, "float32")), jnp.int32(1), x, reverse=True
+        ),
         (array(8, 6),),
         (P(("y", "x")),),
     ),
-    "open number of trips": (accumulated_until, (array(6, 5), array(4, 8, 6), np.int32(3)), (P(), P(None, "x"), P())),
-    "one trip": (lambda x: lax.scan(lambda c, r: (jnp.maximum(c, r), r * 2), x[0] - 1, x), (array(1, 6),), (P(None, "x"),)),
+    "open number of trips": (
+        accumulated_until,
+        (array(6, 5), array(4, 8, 6), np.int32(3)),
+        (P(), P(None, "x"), P()),
+    ),
+    "one trip": (
+        lambda x: lax.scan(lambda c, r: (jnp.maximum(c, r), r * 2), x[0] - 1, x),
+        (array(1, 6),),
+        (P(None, "x"),),
+    ),
     "mapped rows": (lambda x: lax.map(jnp.cumsum, x), (array(8, 6),), (P("x"),)),
 }
 
@@ -124,7 +156,11 @@ def test_microbatches_that_are_asked_to_be_split_are():
 
     def step(w, batch, split_each):
         micro = batch.reshape(8, 96, 16)
-        micro = jax.lax.with_sharding_constraint(micro, NamedSharding(mesh_of(4), P(None, "x"))) if split_each else micro
+        micro = (
+            jax.lax.with_sharding_constraint(micro, NamedSharding(mesh_of(4), P(None, "x")))
+            if split_each
+            else micro
+        )
         return accumulated(w, micro)
 
     w, batch = array(16, 512), array(768, 16)
@@ -133,11 +169,15 @@ def test_microbatches_that_are_asked_to_be_split_are():
     assert [c.kind for c in trips.collectives] == ["all_reduce"]
     assert [(c.kind, c.nbytes) for c in each.collectives[:-1]] == [("all_to_all", 3 * batch.nbytes // 16)]
     assert 2 * (each.memory().peak - 2 * w.nbytes) < trips.memory().peak - 2 * w.nbytes
-    np.testing.assert_allclose(run(w, batch, True), jax.jit(accumulated)(w, batch.reshape(8, 96, 16)), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(
+        run(w, batch, True), jax.jit(accumulated)(w, batch.reshape(8, 96, 16)), rtol=1e-5, atol=1e-4
+    )
 
 
 def test_what_a_trip_needs_settled_is_settled_once_a_trip():
-    """The residual stream is read by the next product: it cannot wait, and is not reduced again after the loop."""
+    """The residual stream is read by the next product: it cannot wait, and is not reduced again after the
+    loop.
+    """
     assert sent(layers, *PROGRAMS["layers"][1:])["all_reduce", ("y",), 3] == 1
     assert sent(*PROGRAMS["layers"])["all_reduce", ("y",), 3] == 2
 
@@ -174,7 +214,9 @@ def test_loops_that_are_long_on_garbage_are_not_split_unevenly():
     root = lambda a: lax.while_loop(lambda x: abs(x * x - a) > 1e-3 * a, lambda x: (x + a / x) / 2, a)  # noqa: E731
     mesh = mesh_of(4, 2)
     f = lambda x: lax.map(root, sx.annotate(x, NamedSharding(mesh, P("x"))))  # noqa: E731
-    np.testing.assert_allclose(sx.shard_jit(f, mesh=mesh)(np.arange(1, 6.0, dtype="float32")), np.sqrt(np.arange(1, 6)), 1e-2)
+    np.testing.assert_allclose(
+        sx.shard_jit(f, mesh=mesh)(np.arange(1, 6.0, dtype="float32")), np.sqrt(np.arange(1, 6)), 1e-2
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +255,9 @@ def _recurrence(x, h, **how):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("n", [64, 8, 61])
 def test_a_recurrence_keeps_the_block_of_its_stack(n, reverse):
-    """Every device does all trips; of what they stack it keeps what is to lie there, and nothing is sent for that."""
+    """Every device does all trips; of what they stack it keeps what is to lie there, and nothing is sent for
+    that.
+    """
     x, h = np.random.default_rng(0).normal(size=(n, 256)).astype("float32"), np.ones(256, "float32")
     f = lambda x, h: _recurrence(x, h, reverse=reverse)  # noqa: E731
     step = sx.shard_jit(f, mesh=mesh_of(4), in_shardings=(P(), P()), out_shardings=(P(), P("x")))

@@ -37,16 +37,28 @@ BAD = {
     "split of no dim": (lambda x: sx.split(x, 2, "x"), "x has 2 dims, none of them is 2"),
     "split in three": (lambda x: sx.split(x, 0, 3), "none of its axes has so many devices; name the axes"),
     "shard of another rank": (lambda x: sx.shard(x, IDS), r"shape \(8,\) for an array of shape \(16, 8\)"),
-    "shard twice on a device": (lambda x: sx.shard(x, (IDS // 2).reshape(4, 2)), "no tiling by the axes of the mesh"),
+    "shard twice on a device": (
+        lambda x: sx.shard(x, (IDS // 2).reshape(4, 2)),
+        "no tiling by the axes of the mesh",
+    ),
     "shard of other devices": (lambda x: sx.shard(x, [[0, 1]]), "no tiling by the axes"),
-    "mesh_split twice": (lambda x: sx.mesh_split(x, MESH, [0, 0]), "uses 'x' of the mesh .x=4, y=2. twice, for dims 0 and 1: "),
+    "mesh_split twice": (
+        lambda x: sx.mesh_split(x, MESH, [0, 0]),
+        "uses 'x' of the mesh .x=4, y=2. twice, for dims 0 and 1: ",
+    ),
     "mesh_split of a missing dim": (lambda x: sx.mesh_split(x, MESH, [2, -1]), "has no dim 2"),
     "mesh_split too short": (lambda x: sx.mesh_split(x, MESH, [0]), "one entry for each dim, -1"),
     "mark_sharding of a missing axis": (lambda x: sx.mark_sharding(x, MESH, ("z", None)), "has no dim 'z'"),
     "mark_sharding too short": (lambda x: sx.mark_sharding(x, MESH, (None,)), "one entry for each dim, None"),
     "mark_sharding twice": (lambda x: sx.mark_sharding(x, MESH, (0, "x")), "twice, for dims 0 and 1: "),
-    "redistribute, owing": (lambda x: sx.redistribute(x, MESH, [Partial(), Replicate()]), "cannot owe a reduction"),
-    "redistribute too short": (lambda x: sx.redistribute(x, MESH, [Shard(0)]), "one placement for each of its 2 dims"),
+    "redistribute, owing": (
+        lambda x: sx.redistribute(x, MESH, [Partial(), Replicate()]),
+        "cannot owe a reduction",
+    ),
+    "redistribute too short": (
+        lambda x: sx.redistribute(x, MESH, [Shard(0)]),
+        "one placement for each of its 2 dims",
+    ),
     "redistribute, what": (lambda x: sx.redistribute(x, MESH, ["x", Replicate()]), "'x' is no placement"),
 }
 
@@ -75,14 +87,19 @@ def test_shard_in_another_order(inside):
     """Outside the array lies so; inside it is a boundary: blocks of the same sizes, in the mesh's order."""
     order, x = IDS[::-1].reshape(4, 2), jnp.arange(128.0).reshape(16, 8)
     with jax.set_mesh(MESH):
-        y = (sx.shard_jit(lambda x: sx.shard(x, order), mesh=MESH) if inside else lambda x: sx.shard(x, order))(x)
+        y = (
+            sx.shard_jit(lambda x: sx.shard(x, order), mesh=MESH) if inside else lambda x: sx.shard(x, order)
+        )(x)
     first = next(s for s in y.addressable_shards if s.index == (slice(0, 4), slice(0, 4)))
     assert first.device.id == (0 if inside else 7)
     np.testing.assert_array_equal(x, y)
 
 
 def test_a_count_that_several_axes_have():
-    with jax.set_mesh(THREE), pytest.raises(ValueError, match=r"\('a',\) and \('b',\) and \('c',\) have so many devices"):
+    with (
+        jax.set_mesh(THREE),
+        pytest.raises(ValueError, match=r"\('a',\) and \('b',\) and \('c',\) have so many devices"),
+    ):
         sx.split(jnp.zeros((16, 8)), 0, 2)
 
 

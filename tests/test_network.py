@@ -1,4 +1,6 @@
-"""Prices: what they are made of, that more to send never costs less, and which links the places of devices mean."""
+"""Prices: what they are made of, that more to send never costs less, and which links the places of devices
+mean.
+"""
 
 import itertools
 import random
@@ -25,7 +27,9 @@ EVERY = (chips.NOMINAL, *chips.CHIPS.values())
 def test_nominal_prices():
     """A nominal collective is 128 bytes and what it sends, at 20 ps each, whatever its kind and its axes."""
     network = network_of(SIZES)
-    assert {network.collective(kind, axes, 1000) for kind in KINDS for axes in (("x",), ("y", "z"))} == {20 * 1128.0}
+    assert {network.collective(kind, axes, 1000) for kind in KINDS for axes in (("x",), ("y", "z"))} == {
+        20 * 1128.0
+    }
     assert network.compute(0, 1000) == 1000.0 and network.compute(4000, 1) == 20.0
     assert network_of(network) is network
 
@@ -48,8 +52,12 @@ def test_prices_on_a_torus(kind, axes, nbytes, microseconds):
 
 def test_short_reduce_scatter():
     network, axes = Network(SIZES, chips.V5E), ("x",)
-    assert network.collective("reduce_scatter", axes, 1000, minor=129) == network.collective("reduce_scatter", axes, 1000)
-    assert network.collective("reduce_scatter", axes, 1000, minor=128) == network.collective("all_reduce", axes, 2000)
+    assert network.collective("reduce_scatter", axes, 1000, minor=129) == network.collective(
+        "reduce_scatter", axes, 1000
+    )
+    assert network.collective("reduce_scatter", axes, 1000, minor=128) == network.collective(
+        "all_reduce", axes, 2000
+    )
     assert Network(SIZES, chips.H200).collective("reduce_scatter", axes, 1000, minor=1) == 15e6 + 20000
 
 
@@ -63,14 +71,18 @@ def test_more_is_never_cheaper(chip):
             price = network.collective(kind, axes, nbytes)
             assert price == int(price) >= network.least(tuple(SIZES), nbytes)
             assert price <= network.collective(kind, axes, nbytes + rng.randrange(10**6))
-            assert all(price <= network.collective(kind, (*axes, more), nbytes) for more in SIZES if more not in axes)
+            assert all(
+                price <= network.collective(kind, (*axes, more), nbytes) for more in SIZES if more not in axes
+            )
             longer = Network({a: n * (2 if a in axes else 1) for a, n in SIZES.items()}, chip)
             assert price <= longer.collective(kind, axes, nbytes)
 
 
 def test_networks_are_keys():
     same, other = Network(SIZES, chips.V5E), Network(SIZES, chips.V6E)
-    assert Network(SIZES, chips.V5E) == same and hash(Network(SIZES, chips.V5E)) == hash(same) and same == SIZES
+    assert (
+        Network(SIZES, chips.V5E) == same and hash(Network(SIZES, chips.V5E)) == hash(same) and same == SIZES
+    )
     assert same != other and same != Network(dict(reversed(SIZES.items())), chips.V5E)
     assert same != Network(SIZES, chips.V5E, {axis: Line(1e9, 1e-6) for axis in SIZES})
     assert tuple(same) == ("x", "y", "z") and str(same) == "Network({'x': 16, 'y': 2, 'z': 8}, v5e)"
@@ -87,7 +99,9 @@ def test_assumed_hosts():
 
 
 def device(kind, coords=None, **places):
-    return SimpleNamespace(device_kind=kind, platform="tpu" if "TPU" in kind else "gpu", coords=coords, **places)
+    return SimpleNamespace(
+        device_kind=kind, platform="tpu" if "TPU" in kind else "gpu", coords=coords, **places
+    )
 
 
 def mesh_of(devices, names):
@@ -114,11 +128,15 @@ def torus(kind, extents, **places):
 
 
 def test_places_on_a_torus():
-    """A whole ring of 16 sends both ways; a line of 8 one way; and every second device of a ring shares its links."""
+    """A whole ring of 16 sends both ways; a line of 8 one way; and every second device of a ring shares its
+    links.
+    """
     network = network_of_mesh(mesh_of(torus("TPU v5 lite", (16, 8)), ("x", "y")))
     assert network.chip is chips.V5E
     assert network.lines == {"x": Line(100e9, 8e-6, 4.0), "y": Line(50e9, 7e-6, 2.0)}
-    network = network_of_mesh(mesh_of(torus("TPU v5 lite", (16, 8)), ("x", "y")), chips.V5E, {"a": 8, "b": 2, "y": 8})
+    network = network_of_mesh(
+        mesh_of(torus("TPU v5 lite", (16, 8)), ("x", "y")), chips.V5E, {"a": 8, "b": 2, "y": 8}
+    )
     assert network.lines == {"a": Line(50e9, 8e-6, 2.0), "b": Line(50e9, 1e-6), "y": Line(50e9, 7e-6, 2.0)}
 
 
@@ -143,7 +161,10 @@ def test_hosts():
 
 def test_other_chips_and_no_devices():
     """CPUs are nobody's chip; a chip that the devices are not is assumed, as on an abstract mesh."""
-    cpus, abstract = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2), AbstractMesh((4, 2), ("x", "y"))
+    cpus, abstract = (
+        jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2),
+        AbstractMesh((4, 2), ("x", "y")),
+    )
     for mesh in (cpus, abstract):
         assert network_of_mesh(mesh) == Network({"x": 4, "y": 2})
         assert network_of_mesh(mesh, chips.V5P) == Network({"x": 4, "y": 2}, chips.V5P)
@@ -161,7 +182,9 @@ def test_a_slow_axis_is_gathered_while_little_is_there():
 
 
 def test_a_short_dim_is_not_scattered():
-    """What the TPU compiler makes of a reduce-scatter to 128 lanes costs more than one along another dim and an all_to_all."""
+    """What the TPU compiler makes of a reduce-scatter to 128 lanes costs more than one along another dim and
+    an all_to_all.
+    """
     shape, network = (1 << 14, 1 << 13), Network({"x": 64}, replace(chips.V3, latency=0.0))
     pending = Layout(Sharding(((), ())), shape, (("x", "sum"),))
     path = paths.plan(pending, Layout(Sharding(((), ("x",))), shape), shape, 2, network)
@@ -172,7 +195,12 @@ def test_options():
     """The chip goes all the way: what is built carries its prices, and the plan's estimate has the same."""
     mesh = AbstractMesh((4, 2), ("x", "y"))
     spec = PartitionSpec("x")
-    for chip, wanted in ((None, chips.NOMINAL), ("v5p", chips.V5P), (chips.V3, chips.V3), ("devices", chips.NOMINAL)):
+    for chip, wanted in (
+        (None, chips.NOMINAL),
+        ("v5p", chips.V5P),
+        (chips.V3, chips.V3),
+        ("devices", chips.NOMINAL),
+    ):
         step = sx.shard_jit(lambda v: v.sum(0), mesh=mesh, in_shardings=spec, options=sx.Options(chip=chip))
         plan = step.plan(jax.ShapeDtypeStruct((64, 64), "float32"))
         assert plan.refinement.sizes == Network({"x": 4, "y": 2}, wanted)
@@ -183,5 +211,7 @@ def test_options():
 
 @pytest.mark.parametrize("chip", ["v7", "nominal", 5, ("v3",)])
 def test_options_refuse(chip):
-    with pytest.raises(ValueError, match=r'must be one of "v3", "v4", .*, "devices", a shardax.cost.chips.Chip, or None'):
+    with pytest.raises(
+        ValueError, match=r'must be one of "v3", "v4", .*, "devices", a shardax.cost.chips.Chip, or None'
+    ):
         sx.Options(chip=chip)

@@ -28,7 +28,10 @@ class Block(nnx.Module):
         self.norm = nnx.BatchNorm(30, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.down = nnx.Linear(
-            30, 12, kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model")), rngs=rngs
+            30,
+            12,
+            kernel_init=nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model")),
+            rngs=rngs,
         )
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
@@ -39,7 +42,9 @@ class Block(nnx.Module):
 
 @pytest.fixture(autouse=True)
 def unsharded_outside():
-    """nnx would place each Variable on the mesh in context when it is made, and refuse sizes that do not divide."""
+    """nnx would place each Variable on the mesh in context when it is made, and refuse sizes that do not
+    divide.
+    """
     with nnx.use_eager_sharding(False):
         yield
 
@@ -71,7 +76,10 @@ def train_step_on_mesh():
 
 def values(objects):
     leaves = jax.tree.leaves(nnx.state(objects))
-    return [np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in leaves]
+    return [
+        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        for x in leaves
+    ]
 
 
 def test_model_optimizer_rngs_and_metrics_are_written_back():
@@ -102,7 +110,9 @@ def test_sharded_init():
     step = train_step_on_mesh()
     wanted = sx.flax.abstract_state(step, *nnx.eval_shape(create), X, argnums=(0, 1, 2))
     made = on_mesh(create, out_shardings=wanted)()
-    same = jax.tree.map(lambda a, x: a.sharding.is_equivalent_to(x.sharding, x.ndim), wanted, tuple(map(nnx.state, made)))
+    same = jax.tree.map(
+        lambda a, x: a.sharding.is_equivalent_to(x.sharding, x.ndim), wanted, tuple(map(nnx.state, made))
+    )
     assert all(jax.tree.leaves(same))
     for x, y in zip(values(made), values(nnx.jit(create)()), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
@@ -147,7 +157,9 @@ def test_arguments_of_every_kind():
         assert nothing is None and mode in ("sum", "mean")
         return getattr(jnp, mode)(model.up(batch["x"]) ** power) * scale + jnp.sum(state["down"]["bias"][...])
 
-    step = on_mesh(f, static_argnums=1, static_argnames="mode", in_shardings=(None, {"x": P("data")}, None, None))
+    step = on_mesh(
+        f, static_argnums=1, static_argnames="mode", in_shardings=(None, {"x": P("data")}, None, None)
+    )
     state = nnx.state(model, nnx.Param)
     args = (model, 3, {"x": X}, state, None)
     for options in ({}, {"scale": 2.0, "mode": "mean"}):

@@ -1,7 +1,8 @@
-"""Every optimizer of optax, five steps, sharded over two and three axes, against plain `jax.jit` on one device.
+"""Every optimizer of optax, five steps, sharded over two and three axes, against plain `jax.jit` on one
+device.
 
-Sizes: `up` divides its mesh, `down` does not, and rests where it can; `bias` and `gain` have one dim and none. How optimizer
-states rest is completion's doing alone: the annotations say how parameters and batch do.
+Sizes: `up` divides its mesh, `down` does not, and rests where it can; `bias` and `gain` have one dim and
+none. How optimizer states rest is completion's doing alone: the annotations say how parameters and batch do.
 """
 
 import re
@@ -98,7 +99,9 @@ def make_step(name: str, tx):
         def again(params, **extra):
             return loss(params, batch)
 
-        extra = {"value": value, "grad": grads, "value_fn": again} | ({"obj_fn": again} if name in SECOND_ORDER else {})
+        extra = {"value": value, "grad": grads, "value_fn": again} | (
+            {"obj_fn": again} if name in SECOND_ORDER else {}
+        )
         updates, opt_state = tx.update(grads, opt_state, params, **({} if name in WITHOUT_EXTRA else extra))
         return (optax.apply_updates(params, updates), opt_state), value
 
@@ -129,7 +132,9 @@ def sharded(name: str, number: int):
     (shape, specs), batch = MESHES[number], BATCH[number]
     tx = transformation(name)
     shardings = ((specs_of(name, specs), None), batch)
-    return tx, sx.shard_jit(make_step(name, tx), mesh=make_mesh(shape), in_shardings=shardings, donate_argnums=0)
+    return tx, sx.shard_jit(
+        make_step(name, tx), mesh=make_mesh(shape), in_shardings=shardings, donate_argnums=0
+    )
 
 
 def leaf_equal(path, found, expected, tolerance: float) -> None:
@@ -163,7 +168,8 @@ OF_NO_PARAMETER = r"\.(ns_coeffs|key|weights_memory|[rmvs])$"  # small vectors
 def check_resting(name: str, number: int, state) -> None:
     """Moments rest as their parameters do, what kept some of their dims as those dims do, all else whole.
 
-    A parameter whose annotation does not divide it rests otherwise; what kept a dim of it may rest as that dim was annotated.
+    A parameter whose annotation does not divide it rests otherwise; what kept a dim of it may rest as that
+    dim was annotated.
     """
     params, opt_state = state
     params = params.fast if isinstance(params, optax.LookaheadParams) else params
@@ -176,12 +182,20 @@ def check_resting(name: str, number: int, state) -> None:
             assert key, leaf
             kept = _kept(params[key].shape, x.shape)
             assert kept is not None, leaf
-            likes = [spec(params[key])] + [_padded(MESHES[number][1][key], params[key].ndim)] * (x.shape != params[key].shape)
-            assert spec(x) in [tuple(None if d is None else like[d] for d in kept) for like in likes], (leaf, spec(x), likes)
+            likes = [spec(params[key])] + [_padded(MESHES[number][1][key], params[key].ndim)] * (
+                x.shape != params[key].shape
+            )
+            assert spec(x) in [tuple(None if d is None else like[d] for d in kept) for like in likes], (
+                leaf,
+                spec(x),
+                likes,
+            )
 
 
 def _kept(full: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
-    """For each dim of a state the dim of the parameter that it is, None for one of size 1 or a leading one of history."""
+    """For each dim of a state the dim of the parameter that it is, None for one of size 1 or a leading one of
+    history.
+    """
     if shape[1:] == full:
         return (None, *range(len(full)))
     if len(shape) == len(full) and all(n in (1, m) for n, m in zip(shape, full, strict=True)):
@@ -222,7 +236,9 @@ def cases():
     for number, (shape, _) in enumerate(MESHES):
         for i, name in enumerate(everything):
             slow = name not in QUICK or number != i % 2
-            yield pytest.param(name, number, id=f"{name}-{mesh_text(shape)}", marks=[pytest.mark.slow] if slow else [])
+            yield pytest.param(
+                name, number, id=f"{name}-{mesh_text(shape)}", marks=[pytest.mark.slow] if slow else []
+            )
 
 
 @pytest.mark.parametrize(("name", "number"), list(cases()))

@@ -1,4 +1,6 @@
-"""States of Flax, saved by orbax as they lie and restored as they rest on another mesh, through `abstract_state`."""
+"""States of Flax, saved by orbax as they lie and restored as they rest on another mesh, through
+`abstract_state`.
+"""
 
 import jax
 import numpy as np
@@ -39,13 +41,18 @@ def check(found, saved, wanted):
 
 def nnx_step(mesh):
     return sx.flax.shard_jit(
-        test_nnx.train_step, mesh=make_mesh(mesh), in_shardings=(None, None, None, P("data")), donate_argnums=(0, 1, 2)
+        test_nnx.train_step,
+        mesh=make_mesh(mesh),
+        in_shardings=(None, None, None, P("data")),
+        donate_argnums=(0, 1, 2),
     )
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """Objects of nnx after two steps: parameters, statistics, a generator's key and count, factored moments, a metric."""
+    """Objects of nnx after two steps: parameters, statistics, a generator's key and count, factored moments,
+    a metric.
+    """
     with nnx.use_eager_sharding(False):
         objects, step = sx.flax.shard_jit(test_nnx.create, mesh=make_mesh(FIRST))(), nnx_step(FIRST)
         for _ in range(2):

@@ -42,7 +42,9 @@ def equations(jaxpr, name):
 
 
 class Followed:
-    """Goes through decisions, and checks that every operand is read from a layout in which the value is there by then."""
+    """Goes through decisions, and checks that every operand is read from a layout in which the value is there
+    by then.
+    """
 
     def __init__(self):
         self.there, self.makers, self.checked = {}, {}, 0
@@ -73,7 +75,9 @@ class Followed:
         found, node = set(self.there[value]), self.makers.get(value)
         if node is not None and annotations.of_node(node) and not node.inputs[0].is_literal:
             found |= self.known(node.inputs[0])
-        if node is not None and (annotations.of_node(node) or node.name in RULES and RULES[node.name].made_anywhere):
+        if node is not None and (
+            annotations.of_node(node) or node.name in RULES and RULES[node.name].made_anywhere
+        ):
             found.add(whole(value.shape))
         return found
 
@@ -91,7 +95,9 @@ def test_a_copy_is_made_once():
     """Two products want x whole: the second reads the copy of the first."""
     f = lambda x, a, b: (x @ a, x @ b)  # noqa: E731
     ins = (P(None, "x"), P(None, "y"), P(None, "y"))
-    decisions = planned(f, floats(8, 64), floats(64, 4096), floats(64, 4096), ins=ins, options=sx.Options()).decisions
+    decisions = planned(
+        f, floats(8, 64), floats(64, 4096), floats(64, 4096), ins=ins, options=sx.Options()
+    ).decisions
     first, second = (step.moves[0] for node, step in decisions.pairs() if node.name == "dot_general")
     assert first.source != first.target and second.source == second.target == first.target
 
@@ -123,7 +129,9 @@ def test_each_device_keeps_its_block_of_a_stack():
     f = lambda x: lax.scan(lambda c, _: (jnp.sin(c), c), x, length=8)[1]  # noqa: E731
     plan = planned(f, floats(6), ins=(P(),), outs=P("x"))
     (scan,) = equations(plan.local_jaxpr.jaxpr, "scan")
-    assert (8, 6) not in [v.aval.shape for v in scan.outvars] and (2, 6) in [v.aval.shape for v in scan.outvars]
+    assert (8, 6) not in [v.aval.shape for v in scan.outvars] and (2, 6) in [
+        v.aval.shape for v in scan.outvars
+    ]
     assert not plan.collectives
 
 
@@ -140,10 +148,15 @@ def test_branches_leave_one_layout():
     def f(p, x, w):
         return lax.cond(p, lambda: x @ w, lambda: jnp.zeros((8, 16)))
 
-    plan = planned(f, jax.ShapeDtypeStruct((), "bool"), floats(8, 64), floats(64, 16), ins=(P(), P(None, "x"), P("x")))
+    plan = planned(
+        f, jax.ShapeDtypeStruct((), "bool"), floats(8, 64), floats(64, 16), ins=(P(), P(None, "x"), P("x"))
+    )
     (cond,) = equations(plan.local_jaxpr.jaxpr, "cond")
     shapes = [tuple(v.aval.shape for v in branch.jaxpr.outvars) for branch in cond.params["branches"]]
-    assert shapes[0] == shapes[1] and sum(c.kind in ("all_reduce", "reduce_scatter") for c in plan.collectives) == 1
+    assert (
+        shapes[0] == shapes[1]
+        and sum(c.kind in ("all_reduce", "reduce_scatter") for c in plan.collectives) == 1
+    )
 
 
 # What runs replicated
@@ -154,8 +167,15 @@ def nodes(plan):
 
 
 def test_one_matrix_is_decomposed_by_all():
-    (found,) = replicated(planned(jnp.linalg.cholesky, floats(64, 64), ins=(P("x"),)).decisions, dict(MESH.shape))
-    assert (found.node.name, found.axes, found.nbytes, found.small) == ("cholesky", ("x",), 16 * 64 * 4 * 3, False)
+    (found,) = replicated(
+        planned(jnp.linalg.cholesky, floats(64, 64), ins=(P("x"),)).decisions, dict(MESH.shape)
+    )
+    assert (found.node.name, found.axes, found.nbytes, found.small) == (
+        "cholesky",
+        ("x",),
+        16 * 64 * 4 * 3,
+        False,
+    )
 
 
 def test_a_batch_of_them_is_not():

@@ -49,7 +49,9 @@ def test_attention(sizes, spec):
 
 
 def test_batch_and_heads_send_nothing():
-    assert not _equal(sx.partition_as(ATTENTION)(_attention), _qkv(8, 4, 2), (P("x", None, "y"),) * 3).collectives
+    assert not _equal(
+        sx.partition_as(ATTENTION)(_attention), _qkv(8, 4, 2), (P("x", None, "y"),) * 3
+    ).collectives
 
 
 def test_a_factor_that_the_result_lacks_is_whole():
@@ -85,7 +87,10 @@ def test_uneven_sums_are_gathered_within(n, monkeypatch):
 def test_a_product_over_an_even_sum_sends_what_dot_does():
     f = sx.partition_as("m k+, k+ n -> m n")(lambda a, b: a @ b)
     kinds = [
-        [(c.kind, c.axes, c.nbytes) for c in _equal(g, (_array(8, 8), _array(8, 8)), (P(None, "x"), P("x"))).collectives]
+        [
+            (c.kind, c.axes, c.nbytes)
+            for c in _equal(g, (_array(8, 8), _array(8, 8)), (P(None, "x"), P("x"))).collectives
+        ]
         for g in (f, lambda a, b: a @ b)
     ]
     assert kinds[0] == kinds[1]
@@ -97,7 +102,9 @@ def _scale_kernel(x, o):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _scale(x, interpret=True):
-    return pl.pallas_call(_scale_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret)(x)
+    return pl.pallas_call(
+        _scale_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret
+    )(x)
 
 
 @pytest.mark.parametrize("n", [8, 5])
@@ -141,7 +148,11 @@ def test_trees_integers_vmap_loops():
     _equal(jax.grad(lambda x: f(x)["sum"].sum()), args, (P("x"),))
     _equal(jax.vmap(f, ({"a": 1, "b": None},)), ({"a": _array(8, 3, 4), "b": _array(8, 4)},), (None,))
     double = sx.partition_as("... -> ...")(lambda x: jnp.sin(x) * 2)
-    _equal(lambda x: jax.lax.scan(lambda c, _: (double(c), c.sum()), x, None, length=3), (_array(5, 4),), (P("x"),))
+    _equal(
+        lambda x: jax.lax.scan(lambda c, _: (double(c), c.sum()), x, None, length=3),
+        (_array(5, 4),),
+        (P("x"),),
+    )
     _equal(jax.grad(jax.checkpoint(lambda x: double(double(x)).sum())), (_array(5, 4),), (P("x"),))
 
 
@@ -167,7 +178,11 @@ BAD = {
     "rank": ("b -> b", jnp.sin, "it names 1 dims, the shape is"),
     "size": ("b b -> b b", jnp.sin, "at 'b': this factor has size 4 in one place and 6 in another"),
     "effects": ("... -> ...", lambda x: (jax.debug.print("{}", x), x)[1], "has side effects"),
-    "shards": ("b k -> b k", lambda x: x.reshape(-1, 6)[:4] if x.shape[0] == 4 else x[:1].repeat(3, 0), "on shards of shapes"),
+    "shards": (
+        "b k -> b k",
+        lambda x: x.reshape(-1, 6)[:4] if x.shape[0] == 4 else x[:1].repeat(3, 0),
+        "on shards of shapes",
+    ),
 }
 
 
@@ -180,7 +195,11 @@ def test_what_does_not_fit(name):
 
 def test_no_arrays_and_traced_values_from_around():
     with pytest.raises(
-        ValueError, match="operand 1 of .* is 'a', of type str: give an array: bind what is none below with functools.partial"
+        ValueError,
+        match=(
+            "operand 1 of .* is 'a', of type str: give an array: bind what is none below with "
+            "functools.partial"
+        ),
     ):
         sx.partition_as("b, -> b")(lambda x, mode: x)(_array(4), "a")
     with pytest.raises(ValueError, match="closes over a traced value"):
@@ -208,7 +227,9 @@ def test_flops(fn):
     args, specs = (_array(8, 8), _array(8, 4)), (P("x"), P(None, "y"))
     assert _equal(lambda a, b: f(a, b), args, specs).estimate("v5e").flops == 2 * 2 * 8 * 2
     mapped = jax.vmap(f, (0, None))
-    assert _equal(mapped, (_array(4, 8, 8), _array(8, 4)), (P("x"), None)).estimate("v5e").flops == 2 * 8 * 8 * 4
+    assert (
+        _equal(mapped, (_array(4, 8, 8), _array(8, 4)), (P("x"), None)).estimate("v5e").flops == 2 * 8 * 8 * 4
+    )
     twice = lambda a, b: f(f(a, b) @ jnp.ones((4, 8)), b)  # noqa: E731
     assert _equal(twice, args, (P("x"), None)).estimate("v5e").flops == (2 + 1) * 2 * 2 * 8 * 4
 
@@ -219,7 +240,9 @@ def test_without_flops_what_can_be_seen_counts():
         f = sx.partition_as("m k!, k! n -> m n")(fn)
         plan = _equal(lambda a, b, f=f: f(a, b), args, (P("x"), None))
         assert plan.estimate("v5e").flops == flops
-        assert plan.estimate("v5e").nbytes == 4 * (2 * 8 + 8 * 4 + 2 * 4)  # a kernel's blocks are not in memory
+        assert plan.estimate("v5e").nbytes == 4 * (
+            2 * 8 + 8 * 4 + 2 * 4
+        )  # a kernel's blocks are not in memory
 
 
 def test_a_kernels_own_estimate_counts():
@@ -232,5 +255,7 @@ def test_a_kernels_own_estimate_counts():
 
 def test_bad_flops():
     f = sx.partition_as("... -> ...", flops=lambda ins, outs: "many")(jnp.sin)
-    with pytest.raises(ValueError, match=r"what `flops` of partition_as at .*test_partition_as.py:\d+ gives is 'many'"):
+    with pytest.raises(
+        ValueError, match=r"what `flops` of partition_as at .*test_partition_as.py:\d+ gives is 'many'"
+    ):
         sx.shard_jit(lambda x: f(x), mesh=MESH, in_shardings=P("x")).plan(_array(4, 6))

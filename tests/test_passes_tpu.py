@@ -17,10 +17,14 @@ MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,
 
 
 def on_devices(run, rank, axes, dim):
-    """`run` on shards split along `dim`, which leaves what it makes stacked in front, as a jaxpr of one argument."""
+    """`run` on shards split along `dim`, which leaves what it makes stacked in front, as a jaxpr of one
+    argument.
+    """
     spec = [None] * rank
     spec[dim] = axes
-    mapped = jax.shard_map(lambda x: run(x)[None], mesh=MESH, in_specs=P(*spec), out_specs=P(("x", "y")), check_vma=False)
+    mapped = jax.shard_map(
+        lambda x: run(x)[None], mesh=MESH, in_specs=P(*spec), out_specs=P(("x", "y")), check_vma=False
+    )
     return lambda x: jax.make_jaxpr(mapped)(x)
 
 
@@ -29,7 +33,11 @@ def all_to_alls(jaxpr):
         if eqn.primitive is lax.all_to_all_p:
             yield eqn
         for param in eqn.params.values():
-            yield from all_to_alls(getattr(param, "jaxpr", param)) if hasattr(param, "eqns") or hasattr(param, "jaxpr") else ()
+            yield from (
+                all_to_alls(getattr(param, "jaxpr", param))
+                if hasattr(param, "eqns") or hasattr(param, "jaxpr")
+                else ()
+            )
 
 
 def same_values(jaxpr, x):
@@ -50,7 +58,12 @@ def test_every_pair_of_dims(cut, join, axes):
 
 def test_in_a_loop():
     def run(x):
-        step = lambda x, _: (lax.all_to_all(lax.all_to_all(x, "x", 1, 0, tiled=True), "x", 0, 1, tiled=True) + 1.0, None)  # noqa: E731
+        def step(x, _):
+            return (
+                lax.all_to_all(lax.all_to_all(x, "x", 1, 0, tiled=True), "x", 0, 1, tiled=True) + 1.0,
+                None,
+            )
+
         return lax.scan(step, x, length=3)[0]
 
     x = jnp.arange(32.0).reshape(8, 4)

@@ -44,7 +44,10 @@ def shards(state, batch_B):
     return state, lax.psum(x_BM.sum(), ("data", "model"))
 
 
-LAYER = {"up": jax.ShapeDtypeStruct((64, 256), jnp.float32), "down": jax.ShapeDtypeStruct((256, 64), jnp.float32)}
+LAYER = {
+    "up": jax.ShapeDtypeStruct((64, 256), jnp.float32),
+    "down": jax.ShapeDtypeStruct((256, 64), jnp.float32),
+}
 STATE = {"embed": jax.ShapeDtypeStruct((257, 64), jnp.float32)} | {f"layer_{i}": LAYER for i in range(LAYERS)}
 BATCH = jax.ShapeDtypeStruct((16,), jnp.int32)
 LAYER_SPECS = {"up": P(None, "model"), "down": P("model")}
@@ -148,7 +151,9 @@ def test_on_a_terminal_rich_draws_the_same():
 
 def test_at_rest():
     (embed,) = plan_with_embedding_moved().at_rest
-    assert embed == AtRest("argument 0/embed", (257, 64), Sharding((("model",), ())), Sharding(((), ("model",))), 257 * 32 * 4)
+    assert embed == AtRest(
+        "argument 0/embed", (257, 64), Sharding((("model",), ())), Sharding(((), ("model",))), 257 * 32 * 4
+    )
 
 
 def test_comm_bytes():
@@ -185,7 +190,10 @@ def test_equal_layers_and_moments_are_shown_once():
         "as 0/params",
         "0/same 10 arrays 160 B",
     ]
-    assert "argument 0/params/layer_{0..9} 10 x [16]: wanted P(('data', 'model')), rests in P('data') 0 B" in lines
+    assert (
+        "argument 0/params/layer_{0..9} 10 x [16]: wanted P(('data', 'model')), rests in P('data') 0 B"
+        in lines
+    )
     assert any(line.endswith(": params/layer_{0..9} in P()") for line in lines)
     assert "10 x all_reduce over data of i32[4] 24 B 240 B 100.0 %" in lines
 
@@ -244,13 +252,16 @@ def test_slices_and_updates_move_only_their_part():
 
 def test_estimate():
     jaxpr = jax.make_jaxpr(jnp.matmul)(*[jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2)
-    result = estimate(list(work(jaxpr)), [Sent("ppermute", ("x",), 10**8, trips=10)], Network({"x": 16}, chips.V5E))
+    result = estimate(
+        list(work(jaxpr)), [Sent("ppermute", ("x",), 10**8, trips=10)], Network({"x": 16}, chips.V5E)
+    )
     assert result.compute == pytest.approx(2 * 8192**3 / 197e12)
     assert result.memory == pytest.approx(3 * 2 * 8192**2 / 819e9)
     assert result.links == pytest.approx(0.01 + 10e-6)
     assert result.seconds == pytest.approx(result.compute + result.links)
     assert str(result) == (
-        "0.0156 s on v5e, bound by links: 0.00558 s compute (1.1e+12 FLOPs), 0.000492 s HBM (4.03e+08 bytes), 0.01 s links"
+        "0.0156 s on v5e, bound by links: 0.00558 s compute (1.1e+12 FLOPs), 0.000492 s HBM (4.03e+08 "
+        "bytes), 0.01 s links"
     )
 
 

@@ -1,4 +1,6 @@
-"""The main job as several processes: the same losses as one, and an end, not a hang, where one of them fails."""
+"""The main job as several processes: the same losses as one, and an end, not a hang, where one of them
+fails.
+"""
 
 import re
 import subprocess
@@ -27,7 +29,9 @@ def start(count: int, folder: Path, *argv: str) -> list[subprocess.Popen]:
 def printed(processes: list[subprocess.Popen]) -> str:
     """What the first one printed; all must have ended well."""
     texts = [process.communicate() for process in processes]
-    assert [p.returncode for p in processes] == [0] * len(processes), "\n".join(error[-2000:] for _, error in texts)
+    assert [p.returncode for p in processes] == [0] * len(processes), "\n".join(
+        error[-2000:] for _, error in texts
+    )
     return texts[0][0]
 
 
@@ -82,7 +86,8 @@ print("came to the end", flush=True)
 """
 
 
-# Programs of some of three processes, between those of all. The last program of all is not the same on the third.
+# Programs of some of three processes, between those of all. The last program of all is not the same on the
+# third.
 SOME = """
 import sys
 import jax, numpy as np
@@ -112,11 +117,15 @@ def disagreeing(rates=(0.1, 0.1), rows=(5, 5), stop: str = "no") -> list[str]:
 
 
 def ended(program: str, devices: int, *arguments: tuple[str, ...]) -> list[tuple[str, str]]:
-    """What processes of this program, with these arguments and so many devices each, printed: their output and their errors."""
+    """What processes of this program, with these arguments and so many devices each, printed: their output
+    and their errors.
+    """
     address = f"127.0.0.1:{launch.free_port()}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen([sys.executable, "-c", program, address, str(i), *given], env=launch.environment(devices), **pipes)
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(i), *given], env=launch.environment(devices), **pipes
+        )
         for i, given in enumerate(arguments)
     ]
     return [process.communicate(timeout=2 * BOUND) for process in processes]
@@ -128,9 +137,14 @@ def test_processes_that_agree():
 
 def test_another_constant_is_an_error_on_both():
     for error in disagreeing(rates=(0.1, 0.2)):
-        assert "ValueError: processes disagree on the program: process 1 has the program at <string>:" in error
+        assert (
+            "ValueError: processes disagree on the program: process 1 has the program at <string>:" in error
+        )
         assert "process 0 has '" in error and "mul 0.1" in error
-        assert error.count("Every process must call the same functions on the same shapes, in the same order") >= 1
+        assert (
+            error.count("Every process must call the same functions on the same shapes, in the same order")
+            >= 1
+        )
 
 
 def test_other_shapes_are_an_error_on_both():
@@ -146,4 +160,6 @@ def test_a_process_that_stays_away_is_named():
 def test_programs_of_some_processes_do_not_put_others_out_of_step():
     for text, error in ended(SOME, 1, (), (), ()):
         assert "came so far" in text and "came to the end" not in text, error
-        assert "ValueError: processes disagree on the program: process 2 has the program at <string>:" in error
+        assert (
+            "ValueError: processes disagree on the program: process 2 has the program at <string>:" in error
+        )

@@ -14,7 +14,10 @@ import shardax as sx
 
 def mesh_of(*sizes: int):
     return jax.make_mesh(
-        sizes, tuple("xyz"[: len(sizes)]), axis_types=(AxisType.Auto,) * len(sizes), devices=jax.devices()[: math.prod(sizes)]
+        sizes,
+        tuple("xyz"[: len(sizes)]),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=jax.devices()[: math.prod(sizes)],
     )
 
 
@@ -44,7 +47,11 @@ def test_gradient_of_a_scan_with_unused_cotangents():
 
 
 def test_booleans_that_are_pending_beside_others_that_are_not():
-    same(lambda x, i: jnp.where((x > 0)[i], (x > 1)[i], False), [ones(9, 4), np.array([1, 8, 3])], (P("x"), P("y")))
+    same(
+        lambda x, i: jnp.where((x > 0)[i], (x > 1)[i], False),
+        [ones(9, 4), np.array([1, 8, 3])],
+        (P("x"), P("y")),
+    )
 
 
 def test_arguments_without_elements():
@@ -57,7 +64,11 @@ def test_while_under_vmap_each_until_its_own_end():
 
 
 def test_results_without_elements_need_no_lowering():
-    same(lambda x: (jnp.cumsum(x, 1), jnp.tile(x, 2), jnp.sort(x, 0), x[:, ::-1], x.sum(1)), [ones(4, 0)], P(None, "x"))
+    same(
+        lambda x: (jnp.cumsum(x, 1), jnp.tile(x, 2), jnp.sort(x, 0), x[:, ::-1], x.sum(1)),
+        [ones(4, 0)],
+        P(None, "x"),
+    )
 
 
 def test_mutable_arrays_inside():
@@ -73,7 +84,12 @@ def test_mutable_arrays_inside():
 def test_branches_for_platforms():
     never = lambda x: jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)  # noqa: E731
     allow = sx.Options(allow=("ffi_call",))
-    same(lambda x: lax.platform_dependent(x, cpu=lambda x: x * 2, tpu=never), [ones(5, 4)], P("x"), options=allow)
+    same(
+        lambda x: lax.platform_dependent(x, cpu=lambda x: x * 2, tpu=never),
+        [ones(5, 4)],
+        P("x"),
+        options=allow,
+    )
 
 
 def test_high_words_of_products():
@@ -87,7 +103,12 @@ def test_positions_of_sorted_values():
 def test_roots():
     """One equation with a tree of operands in 0.12."""
     newton = lambda f, x: lax.fori_loop(0, 20, lambda i, x: x - f(x) / (3 * x * x), x)  # noqa: E731
-    cubic = lambda a: lax.custom_root(lambda x: x**3 - a, jnp.ones_like(a), newton, lambda g, y: y / g(jnp.ones_like(y)))  # noqa: E731
+
+    def cubic(a):
+        return lax.custom_root(
+            lambda x: x**3 - a, jnp.ones_like(a), newton, lambda g, y: y / g(jnp.ones_like(y))
+        )
+
     same(cubic, [1 + ones(5)], P("x"))
     same(jax.grad(lambda a: cubic(a).sum()), [1 + ones(5)], P("x"))
 
@@ -99,7 +120,9 @@ def test_scatter_of_one_place_into_a_slice():
 
 def test_shardings_of_a_jit_inside_are_annotations():
     mesh = mesh_of(4, 2)
-    inner = jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, P("x", "y")), out_shardings=NamedSharding(mesh, P("y", "x")))
+    inner = jax.jit(
+        jnp.sin, in_shardings=NamedSharding(mesh, P("x", "y")), out_shardings=NamedSharding(mesh, P("y", "x"))
+    )
     plan = sx.shard_jit(lambda x: inner(x + 1), mesh=mesh).plan(ones(16, 8))
     assert (plan.in_shardings[0].spec, plan.out_shardings.spec) == (P("x", "y"), P("y", "x"))
     same(lambda x: inner(x + 1), [ones(16, 8)])

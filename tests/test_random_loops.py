@@ -1,4 +1,5 @@
-"""Random loops and branches under random meshes and shardings, against the same function under plain `jax.jit`.
+"""Random loops and branches under random meshes and shardings, against the same function under plain
+`jax.jit`.
 
 python -m tests.test_random_loops 500            as many programs, of seeds 0, 1, ...
 python -m tests.test_random_loops 1 --seed 17    that of one seed
@@ -54,7 +55,9 @@ def random_loops(seed: int) -> Loops:
 
 
 def spec(rng: random.Random, axes: str, rank: int) -> P:
-    """Half of the time the leading dim, that of the trips, is split; the axes that are left split other dims, or none."""
+    """Half of the time the leading dim, that of the trips, is split; the axes that are left split other dims,
+    or none.
+    """
     dims: list[list[str]] = [[] for _ in range(rank)]
     for axis in rng.sample(axes, len(axes)):
         d = rng.choice([0, 0, *range(rank), rank])
@@ -75,7 +78,9 @@ def program(loops: Loops, constrain):
     pads = [rng.random() < 0.5 for _ in range(4)]
 
     def f(*args):
-        start, xs, w, rows = (constrain(x, s) if pad else x for x, s, pad in zip(args, loops.specs, pads, strict=True))
+        start, xs, w, rows = (
+            constrain(x, s) if pad else x for x, s, pad in zip(args, loops.specs, pads, strict=True)
+        )
         if mapped:
             return lax.map(lambda x: body(w, [], x)[1], (xs, rows), batch_size=batches)
         init = [first(kind, start) for kind in carries]
@@ -86,7 +91,9 @@ def program(loops: Loops, constrain):
 
 def gradient(f):
     def scalar(*args):
-        return sum((jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(f(*args)) if x.dtype == jnp.float32), jnp.float32(0))
+        return sum(
+            (jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(f(*args)) if x.dtype == jnp.float32), jnp.float32(0)
+        )
 
     return jax.value_and_grad(scalar, (0, 1, 2, 3))
 
@@ -118,7 +125,9 @@ def trip(steps: Steps, carries, w, carry, x, remat=False):
         x = x + sum(read(kind, c) for kind, c in zip(carries, carry, strict=True))
         made = steps(x, w, row)
         new = [go_on(kind, c, made) for kind, c in zip(carries, carry, strict=True)]
-        given = {"row": made.sum(0), "all": (made, made * row), "none": None, "carry": (made, new)}[steps.given]
+        given = {"row": made.sum(0), "all": (made, made * row), "none": None, "carry": (made, new)}[
+            steps.given
+        ]
         return new, given
 
     return (jax.checkpoint(body) if remat else body)(w, carry, x)

@@ -1,6 +1,8 @@
-"""Random programs under random meshes and shardings, against the same function under plain `jax.jit`, on one device.
+"""Random programs under random meshes and shardings, against the same function under plain `jax.jit`, on one
+device.
 
-A program is text, so that a failure prints what reproduces it. In CI a few dozen, always the same; by hand as many as wanted:
+A program is text, so that a failure prints what reproduces it. In CI a few dozen, always the same; by hand as
+many as wanted:
 
     python -m tests.test_random_programs 2000 --jobs 2   as many programs, of seeds 0, 1, ...; failures are printed, reduced
     python -m tests.test_random_programs 1 --seed 17     that of one seed
@@ -45,7 +47,9 @@ def test_random_programs(rng):
 def poisoned_padding():
     """Padding holds NaN or 77 here, so that whoever reads it is found out."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_garbage", lambda dtype: jnp.asarray(np.nan if _is_float(dtype) else 77).astype(dtype))
+        patch.setattr(
+            run, "_garbage", lambda dtype: jnp.asarray(np.nan if _is_float(dtype) else 77).astype(dtype)
+        )
         yield
 
 
@@ -73,8 +77,8 @@ def _agree(got, wanted, scale: float) -> bool:
 
 
 def _one_by_one(program: Program, compiled):
-    """What decides where the compiled program and ours differ: XLA's CPU compiler fuses some of them wrongly, as a reversed
-    slice that is written back before a convolution (`jax.jit` alone, on one device)."""
+    """What decides where the compiled program and ours differ: XLA's CPU compiler fuses some of them wrongly,
+    as a reversed slice that is written back before a convolution (`jax.jit` alone, on one device)."""
     with jax.disable_jit():
         wanted = _called(program, jax.jit, lambda x, spec: x)(*program.arguments())
     if not _agree(compiled, wanted, program.scale):
@@ -83,7 +87,9 @@ def _one_by_one(program: Program, compiled):
 
 
 def _called(program: Program, jit: Callable[..., Any], constrain: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a program, compiled by `jit`, differentiated inside or outside of it, and called in its way."""
+    """The function of a program, compiled by `jit`, differentiated inside or outside of it, and called in its
+    way.
+    """
     f = program.function(constrain)
     if not program.grad:
         return WAYS[program.way](jit(f))
@@ -100,12 +106,18 @@ def _shard_jit(program: Program) -> Callable[..., Any]:
     donated = program.donated if program.way == "call" else ()
     options = sx.Options(chip=program.chip)
     return sx.shard_jit(
-        mesh=mesh, in_shardings=program.in_shardings, out_shardings=outs, donate_argnums=donated, options=options
+        mesh=mesh,
+        in_shardings=program.in_shardings,
+        out_shardings=outs,
+        donate_argnums=donated,
+        options=options,
     )
 
 
 def _compare(got, wanted, scale: float) -> None:
-    """Floats to within what the order of sums changes, in relation to the greatest numbers at hand; all else exactly."""
+    """Floats to within what the order of sums changes, in relation to the greatest numbers at hand; all else
+    exactly.
+    """
     got, wanted = ([_plain(x) for x in jax.tree.leaves(tree)] for tree in (got, wanted))
     floats = [np.abs(x[np.isfinite(x)]).max(initial=0.0) for x in wanted if x.dtype == np.float64]
     for have, want in zip(got, wanted, strict=True):
@@ -128,7 +140,9 @@ def _with_gradients(f: Callable[..., Any], args) -> Callable[..., Any]:
 
     def loss(*args):
         results = f(*args)
-        return sum((_weights(x.shape) * x.astype("float32")).sum() for x in results if _is_float(x)) + jnp.float32(0), results
+        return sum(
+            (_weights(x.shape) * x.astype("float32")).sum() for x in results if _is_float(x)
+        ) + jnp.float32(0), results
 
     return jax.grad(loss, moving, has_aux=True)
 
@@ -145,7 +159,9 @@ def _is_float(x) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("count", type=int, nargs="?", default=2000)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--jobs", type=int, default=1)
@@ -158,7 +174,10 @@ def main() -> int:
     with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn"), _start) as pool:
         found = pool.map(_failure, seeds)
         failed = [seed for seed, words in zip(seeds, found, strict=True) if words and not print(words)]
-    print(f"{given.count} programs of seeds from {given.seed}, JAX {jax.__version__}, failed: {failed or 'none'}")
+    print(
+        f"{given.count} programs of seeds from {given.seed}, JAX {jax.__version__}, failed: "
+        f"{failed or 'none'}"
+    )
     return bool(failed)
 
 
@@ -203,7 +222,9 @@ def _reduced(program: Program, kind: type) -> Program:
 
 def _simpler(program: Program):
     for i in range(len(program.results) if len(program.results) > 1 else 0):
-        yield replace(program, results=_less(program.results, i), out_shardings=_less(program.out_shardings, i))
+        yield replace(
+            program, results=_less(program.results, i), out_shardings=_less(program.out_shardings, i)
+        )
     for i in reversed(range(len(program.statements))):
         yield replace(program, statements=_less(program.statements, i))
     for i, (name, _, _) in enumerate(program.args):

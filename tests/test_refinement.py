@@ -1,4 +1,6 @@
-"""Several meshes in one program: results as under plain jax.jit, and what is sent between annotations on them."""
+"""Several meshes in one program: results as under plain jax.jit, and what is sent between annotations on
+them.
+"""
 
 from functools import partial
 
@@ -42,7 +44,10 @@ MESHES = {
 
 def program(one, other, wsc=jax.lax.with_sharding_constraint):
     """A chain of annotations on two meshes, over products, sums and slices."""
-    first, last = NamedSharding(one, P(one.axis_names[0])), NamedSharding(other, P(None, other.axis_names[-1]))
+    first, last = (
+        NamedSharding(one, P(one.axis_names[0])),
+        NamedSharding(other, P(None, other.axis_names[-1])),
+    )
 
     def run(x, w):
         y = wsc(jnp.tanh(x), first) @ w
@@ -96,7 +101,11 @@ SENT = {
     "a finer split": (NamedSharding(A, P("x")), NamedSharding(B, P("x")), {}),
     "a coarser split": (NamedSharding(B, P("x")), NamedSharding(A, P("x")), {"all_gather": 3072}),
     "another dim": (NamedSharding(A, P("x")), NamedSharding(B, P(None, "x")), {"all_to_all": 2304}),
-    "a minor part": (NamedSharding(A, P("y")), NamedSharding(B, P("y")), {"ppermute": 3072, "all_gather": 3072}),
+    "a minor part": (
+        NamedSharding(A, P("y")),
+        NamedSharding(B, P("y")),
+        {"ppermute": 3072, "all_gather": 3072},
+    ),
     "one axis moves": (NamedSharding(B, P("x", "y")), NamedSharding(FLAT, P("z")), {"all_to_all": 768}),
     "transposed": (NamedSharding(A, P("x", "y")), NamedSharding(TRANSPOSED, P("q", "p")), {}),
     "reversed": (NamedSharding(A, P("x", "y")), NamedSharding(REVERSED, P("x", "y")), {}),
@@ -113,10 +122,14 @@ def test_what_is_sent(name):
 
 
 def named(sharding, got):
-    assert got.sharding.mesh == sharding.mesh and got.sharding.is_equivalent_to(sharding, got.ndim), got.sharding
+    assert got.sharding.mesh == sharding.mesh and got.sharding.is_equivalent_to(sharding, got.ndim), (
+        got.sharding
+    )
 
 
-@pytest.mark.parametrize("other", [B, FLAT, REVERSED, TRANSPOSED], ids=["4x2", "flat", "reversed", "transposed"])
+@pytest.mark.parametrize(
+    "other", [B, FLAT, REVERSED, TRANSPOSED], ids=["4x2", "flat", "reversed", "transposed"]
+)
 def test_results_are_on_the_users_meshes(other):
     wanted = NamedSharding(A, P("y")), NamedSharding(other, P(other.axis_names[-1]))
     f = sx.shard_jit(lambda x: (jnp.sin(x), x * 2), mesh=A, out_shardings=wanted)
@@ -136,7 +149,9 @@ def test_arguments_on_several_meshes_rest_there():
     plan = f.plan(*placed)
     assert plan.in_shardings == specs and not plan.collectives
     assert "P('x') on (x=4, y=2)" in str(plan) and "x is x y.0; y is y.1" in str(plan)
-    assert not {"all-gather", "all-to-all", "collective-permute"} & set(f.lower(*placed).compile().as_text().split())
+    assert not {"all-gather", "all-to-all", "collective-permute"} & set(
+        f.lower(*placed).compile().as_text().split()
+    )
 
 
 def test_committed_elsewhere_needs_no_annotation():
@@ -172,7 +187,10 @@ def test_heads_inside_an_axis(name):
     mesh, count = HEADS[name]
     p = {n: np.random.RandomState(i).randn(32, 32).astype("float32") / 6 for i, n in enumerate("qkvo")}
     x = np.random.RandomState(9).randn(4, 8, 32).astype("float32")
-    specs = P("data" if "data" in mesh.shape else None), {**dict.fromkeys("qkv", P(None, "model")), "o": P("model")}
+    specs = (
+        P("data" if "data" in mesh.shape else None),
+        {**dict.fromkeys("qkv", P(None, "model")), "o": P("model")},
+    )
     options = sx.Options(chip="slow")  # on others so little is gathered
     f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs, options=options)
     same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
@@ -192,7 +210,9 @@ def test_the_scores_of_long_sequences_are_not_reduced():
     same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
     plan = f.plan(x, p)
     assert (4, 1, 128, 128) not in [c.shape for c in plan.collectives]
-    assert plan.comm_bytes <= 2 * 8192 + 114688  # to gather queries and keys, and to sum over the axis what o makes
+    assert (
+        plan.comm_bytes <= 2 * 8192 + 114688
+    )  # to gather queries and keys, and to sum over the axis what o makes
 
 
 def test_no_reshape_in_need_changes_nothing():
@@ -211,7 +231,10 @@ def test_islands_keep_their_names():
         )
 
     mapped = jax.shard_map(island, mesh=A, in_specs=P("y", "x"), out_specs=P("y", "x"))
-    f = sx.shard_jit(lambda x: sx.annotate(mapped(sx.annotate(x, NamedSharding(B, P("x")))), NamedSharding(B, P("y"))), mesh=A)
+    f = sx.shard_jit(
+        lambda x: sx.annotate(mapped(sx.annotate(x, NamedSharding(B, P("x")))), NamedSharding(B, P("y"))),
+        mesh=A,
+    )
     same(f(X), jax.jit(mapped)(X))
 
 
@@ -230,11 +253,13 @@ def test_names_on_differently_factored_meshes():
 
 
 INSIDE = {
-    "jit": lambda x, s, t: jax.jit(lambda a, b: (jnp.sin(a) @ b, b), in_shardings=(s, None), out_shardings=(t, None))(x, x.T)[
-        0
-    ],
+    "jit": lambda x, s, t: jax.jit(
+        lambda a, b: (jnp.sin(a) @ b, b), in_shardings=(s, None), out_shardings=(t, None)
+    )(x, x.T)[0],
     "device_put": lambda x, s, t: jnp.sin(jax.device_put(x, s)) @ jax.device_put({"b": x.T}, t)["b"],
-    "shard_jit": lambda x, s, t: sx.shard_jit(lambda x: jnp.sin(x) @ x.T, mesh=s.mesh, in_shardings=s, out_shardings=t)(x),
+    "shard_jit": lambda x, s, t: sx.shard_jit(
+        lambda x: jnp.sin(x) @ x.T, mesh=s.mesh, in_shardings=s, out_shardings=t
+    )(x),
 }
 
 
@@ -251,7 +276,12 @@ def test_calls_inside_on_another_mesh(name, meshes):
 
 
 def test_a_boundary_is_in_the_plan():
-    f = sx.shard_jit(lambda x: sx.annotate(x, NamedSharding(OTHER_SIX, P("x"))), mesh=SIX, in_shardings=P("x"))
+    f = sx.shard_jit(
+        lambda x: sx.annotate(x, NamedSharding(OTHER_SIX, P("x"))), mesh=SIX, in_shardings=P("x")
+    )
     text = " ".join(str(f.plan(X[:48])).split())
-    assert "(x=3, y=2): x is y; y is x. A boundary: inside, shards of these sizes lie on other devices than it says;" in text
+    assert (
+        "(x=3, y=2): x is y; y is x. A boundary: inside, shards of these sizes lie on other devices than "
+        "it says;" in text
+    )
     assert "annotate on (x=3, y=2) in P('y', None)" in text

@@ -27,7 +27,9 @@ mlir.register_lowering(double_p, mlir.lower_fun(lambda x: x * 2, multiple_result
 
 
 def _step(**options):
-    return sx.shard_jit(lambda x: double_p.bind(x) + 1, mesh=MESH, in_shardings=P("x"), options=sx.Options(**options))
+    return sx.shard_jit(
+        lambda x: double_p.bind(x) + 1, mesh=MESH, in_shardings=P("x"), options=sx.Options(**options)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +49,15 @@ AT_REGISTRATION = [
     ("a b -> a b, a", "at '->': it has 2 results, double has one"),
     ("a -> a -> a", "at '->': a rule has one arrow"),
     ("a b:sum, a -> a", "at ':sum': expected a factor"),
-    ("a k -> a", "at 'k': no result has it: mark it k+ (k:max, k:min) if results are reduced over it, k! if it must be whole"),
-    ("a -> a n", "at 'n': no operand has it, so nothing is computed in parts along it: mark it n!; or give `local`"),
+    (
+        "a k -> a",
+        "at 'k': no result has it: mark it k+ (k:max, k:min) if results are reduced over it, k! if it must "
+        "be whole",
+    ),
+    (
+        "a -> a n",
+        "at 'n': no operand has it, so nothing is computed in parts along it: mark it n!; or give `local`",
+    ),
     ("a ... -> a", "at '...': only operands have it: name the dims; or give `local`"),
     ("a~ -> a~", "at 'a~': a windowed factor needs what neighbours have: give `local`, which sends it"),
 ]
@@ -68,8 +77,14 @@ def test_a_lowering_may_have_factors_on_one_side():
 
 
 PARTS = [
-    (dict(passes=(sx.LINEAR(1),)), "passes of register_rule names operand 1, the rule 'a b -> a b' has 1: count from 0"),
-    (dict(in_place=(0, 2)), "in_place of register_rule names place 2, the rule 'a b -> a b' has 2 operands and results"),
+    (
+        dict(passes=(sx.LINEAR(1),)),
+        "passes of register_rule names operand 1, the rule 'a b -> a b' has 1: count from 0",
+    ),
+    (
+        dict(in_place=(0, 2)),
+        "in_place of register_rule names place 2, the rule 'a b -> a b' has 2 operands and results",
+    ),
 ]
 
 
@@ -85,16 +100,40 @@ def test_parts_that_contradict_the_rule(parts, why):
 
 
 FUNCTIONS = [
-    (dict(rule=lambda node: None), "what the function that is its rule gives is None, of type NoneType: give text"),
+    (
+        dict(rule=lambda node: None),
+        "what the function that is its rule gives is None, of type NoneType: give text",
+    ),
     (dict(rule=lambda node: "a n -> a k"), "rule 'a n -> a k': at 'k': no operand has it"),
-    (dict(passes=lambda node: [sx.LINEAR(3)]), "a sequence of LINEAR(...) and MOVES(...), of operands below 1"),
-    (dict(sends=lambda local: 4096), "gives is 4096, of type int: give the bytes of each collective, such as [4096]"),
-    (dict(flops=lambda params, ins, outs: -1), "gives is -1, of type int: give the FLOPs that one device does, such as"),
-    (dict(flops=lambda params, ins, outs: [8]), "gives is [8], of type list: give the FLOPs that one device does, such as"),
-    (dict(ways=lambda candidates, padding: None), "gives is None, of type NoneType: give those of the candidates"),
+    (
+        dict(passes=lambda node: [sx.LINEAR(3)]),
+        "a sequence of LINEAR(...) and MOVES(...), of operands below 1",
+    ),
+    (
+        dict(sends=lambda local: 4096),
+        "gives is 4096, of type int: give the bytes of each collective, such as [4096]",
+    ),
+    (
+        dict(flops=lambda params, ins, outs: -1),
+        "gives is -1, of type int: give the FLOPs that one device does, such as",
+    ),
+    (
+        dict(flops=lambda params, ins, outs: [8]),
+        "gives is [8], of type list: give the FLOPs that one device does, such as",
+    ),
+    (
+        dict(ways=lambda candidates, padding: None),
+        "gives is None, of type NoneType: give those of the candidates",
+    ),
     (dict(local=lambda local, x: x), "give a list with a shard for each result"),
-    (dict(local=lambda local, x: [x, x]), "gives float32[2, 4], float32[2, 4], where it promises float32[2, 4]: mark what"),
-    (dict(local=lambda local, x: [x[:1]]), "gives float32[1, 4], where it promises float32[2, 4]: mark what cannot be split"),
+    (
+        dict(local=lambda local, x: [x, x]),
+        "gives float32[2, 4], float32[2, 4], where it promises float32[2, 4]: mark what",
+    ),
+    (
+        dict(local=lambda local, x: [x[:1]]),
+        "gives float32[1, 4], where it promises float32[2, 4]: mark what cannot be split",
+    ),
     (dict(local=lambda local, x: [x > 0]), "gives bool[2, 4], where it promises float32[2, 4]"),
 ]
 
@@ -160,14 +199,18 @@ def test_no_rule_is_one_priced_warning_or_refused():
     words = [str(w.message) for w in said if "double" in str(w.message)]
     assert len(words) == 1 and "no sharding rule: it runs replicated, each device sends 96 bytes" in words[0]
     assert "test_registry.py:" in words[0]
-    with pytest.raises(sx.Refused, match=r"double at .* Register one, shardax.register_rule\('double', ...\)"):
+    with pytest.raises(
+        sx.Refused, match=r"double at .* Register one, shardax.register_rule\('double', ...\)"
+    ):
         _step(strict=True).plan(X)
     sx.register_rule(double_p, "... -> ...")
     assert not _step(strict=True).plan(X).collectives
 
 
 def test_results_by_the_number():
-    """Of a primitive that is named only, and of one of several results, the number is not known before it is used."""
+    """Of a primitive that is named only, and of one of several results, the number is not known before it is
+    used.
+    """
     sx.register_rule("double", "a b -> a b, a")
     with pytest.raises(ValueError, match="it has 2 results, the equation has 1"):
         _step().plan(X)
@@ -185,7 +228,8 @@ def test_kernels_of_others_are_whole_or_under_a_rule():
     x = np.tile(np.eye(3, dtype="float32") * 4 + 1, (8, 1, 1))
     wanted = jax.jit(_potrf)(x)
     with pytest.warns(
-        UserWarning, match=r"ffi_call at .*test_registry.py:\d+ has no sharding rule: .* sends 216 bytes .*partition_as"
+        UserWarning,
+        match=r"ffi_call at .*test_registry.py:\d+ has no sharding rule: .* sends 216 bytes .*partition_as",
     ):
         got = sx.shard_jit(_potrf, mesh=MESH, in_shardings=P("x"))(x)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
@@ -198,7 +242,11 @@ def test_kernels_of_others_are_whole_or_under_a_rule():
 def test_random_bits_inside_islands(impl):
     def inside(key, x):
         key = jax.random.fold_in(key, jax.lax.axis_index("x"))
-        return x + jax.random.normal(key, x.shape), jax.random.bits(key, (3,), "uint8"), jax.random.split(key, 2)
+        return (
+            x + jax.random.normal(key, x.shape),
+            jax.random.bits(key, (3,), "uint8"),
+            jax.random.split(key, 2),
+        )
 
     def f(data, x):
         key = jax.random.wrap_key_data(data, impl=impl)
@@ -223,7 +271,10 @@ def test_flops_of_a_users_primitive_count(local):
     scanned = lambda x: jax.lax.scan(lambda c, _: (double_p.bind(c) + 1, None), x, None, length=3)[0]  # noqa: E731
     plan = _step().plan(X)
     assert plan.estimate("v5e").flops == 1000 * 2 * 4
-    assert sx.shard_jit(scanned, mesh=MESH, in_shardings=P("x")).plan(X).estimate("v5e").flops == 3 * 1000 * 2 * 4
+    assert (
+        sx.shard_jit(scanned, mesh=MESH, in_shardings=P("x")).plan(X).estimate("v5e").flops
+        == 3 * 1000 * 2 * 4
+    )
     (found,) = ((n, d) for n, d in plan_decisions(lambda x: double_p.bind(x) + 1) if n.name == "double")
     assert RULES["double"].has_flops(found[0])
     assert RULES["double"].flops_of(found[1].local(found[0], {"x": 4, "y": 2})) == 1000 * 2 * 4
@@ -237,15 +288,17 @@ def plan_decisions(f):
 def test_flops_that_are_none():
     """An equation may have no products, though others of its primitive do."""
     sx.register_rule(double_p, "a b -> a b", flops=lambda params, ins, outs: None)
-    ((node, decision), *_) = [pair for pair in plan_decisions(lambda x: double_p.bind(x)) if pair[0].name == "double"]
+    ((node, decision), *_) = [
+        pair for pair in plan_decisions(lambda x: double_p.bind(x)) if pair[0].name == "double"
+    ]
     assert not RULES["double"].has_flops(node)
     assert RULES["double"].flops_of(decision.local(node, {"x": 4, "y": 2})) == 0
     assert _step().plan(X).estimate("v5e").flops == 0
 
 
 MULTIPLY = """
-    cholesky conv_general_dilated dot_general eig eigh fft hessenberg householder_product lu qr ragged_dot_general schur svd
-    symmetric_product triangular_solve tridiagonal
+    cholesky conv_general_dilated dot_general eig eigh fft hessenberg householder_product lu qr
+    ragged_dot_general schur svd symmetric_product triangular_solve tridiagonal
 """.split()
 
 
@@ -260,7 +313,9 @@ def test_what_multiplies_has_flops(name):
 
 
 def test_nothing_else_has_flops():
-    others = "geqp3 geqrf ormqr partition_as scaled_matmul scaled_matmul_wrapper".split()  # no public function makes them here
+    others = (
+        "geqp3 geqrf ormqr partition_as scaled_matmul scaled_matmul_wrapper".split()
+    )  # no public function makes them here
     assert {name for name, entry in RULES.items() if entry.flops} == {*MULTIPLY, *others}
 
 

@@ -1,4 +1,6 @@
-"""Layers that are alike are completed and chosen once, and nothing else changes: shardings, their origins, decisions."""
+"""Layers that are alike are completed and chosen once, and nothing else changes: shardings, their origins,
+decisions.
+"""
 
 from collections import Counter
 from functools import partial
@@ -33,7 +35,9 @@ SIZES = {"data": 4, "model": 2}
 def program(f, args, specs, donated=()) -> Graph:
     mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
     names = tuple(f"args[{i}]" for i in range(len(args)))
-    return inline.from_jaxpr(_jax.dce(trace(Request(f, args, {}, names, frozenset(donated), mesh, specs)).jaxpr))
+    return inline.from_jaxpr(
+        _jax.dce(trace(Request(f, args, {}, names, frozenset(donated), mesh, specs)).jaxpr)
+    )
 
 
 def floats(*shape):
@@ -55,14 +59,18 @@ MLP = [(floats(16, 64), floats(64, 16))] * LAYERS
 
 
 def gpt2_step(**changes):
-    """The train step of a small GPT-2: of 3 heads, over an axis of 2, and a vocabulary that nothing divides."""
+    """The train step of a small GPT-2: of 3 heads, over an axis of 2, and a vocabulary that nothing
+    divides.
+    """
     config = gpt2.Config(layers=LAYERS, heads=3, model=48, seq=16, **changes)
     tx = adamw(1e-3, 20, 100)
     init = make_init(lambda key: gpt2.init_params(config, key), tx)
     state = jax.eval_shape(init, jax.random.key(0))
     step = make_step(lambda params, text, _: gpt2.loss(config, params, text), tx)
     specs = (State(param_specs(state.params, SIZES), None, None), on_axes(BATCH, SIZES))
-    return program(step, (state, jax.ShapeDtypeStruct((8, 17), "int32")), specs, range(len(jax.tree.leaves(state))))
+    return program(
+        step, (state, jax.ShapeDtypeStruct((8, 17), "int32")), specs, range(len(jax.tree.leaves(state)))
+    )
 
 
 def adam_step(specs):
@@ -102,12 +110,16 @@ def branches(weights, x):
             x,
         )
         spec = P("data") if i % 6 else P("data", "model")
-        x, _ = lax.scan(lambda x, _, spec=spec: (lax.with_sharding_constraint(x * 2, spec), x.sum()), x, None, length=2)
+        x, _ = lax.scan(
+            lambda x, _, spec=spec: (lax.with_sharding_constraint(x * 2, spec), x.sum()), x, None, length=2
+        )
     return x
 
 
 def scanned_attention(weights, x):
-    """Each layer goes over its keys in blocks, as attention without the whole matrix of weights does, and is recomputed."""
+    """Each layer goes over its keys in blocks, as attention without the whole matrix of weights does, and is
+    recomputed.
+    """
 
     @jax.checkpoint
     def layer(up, down, x):
@@ -130,7 +142,11 @@ def conflicts(weights, x):
     """Rows and columns want the same axis in turn."""
     for i, (up, down) in enumerate(weights):
         x = lax.with_sharding_constraint(x, P("data", "model") if i % 3 else P(None, "data"))
-        x = jnp.sin(x @ up) @ down + x.T @ x @ x.T[: x.shape[1], :16] if x.shape[0] == x.shape[1] else jnp.sin(x @ up) @ down
+        x = (
+            jnp.sin(x @ up) @ down + x.T @ x @ x.T[: x.shape[1], :16]
+            if x.shape[0] == x.shape[1]
+            else jnp.sin(x @ up) @ down
+        )
     return x
 
 
@@ -139,7 +155,9 @@ SPLIT = [(P(None, "model"), None)] * LAYERS
 STORED = [(P("data"), P("data"))] * LAYERS
 PROGRAMS = {
     "forward": lambda: program(mlp, (MLP, floats(8, 16)), (None, P("data", "model"))),
-    "gradient": lambda: program(jax.grad(lambda w, x: mlp(w, x).sum()), (MLP, floats(8, 16)), (SPLIT, P("data"))),
+    "gradient": lambda: program(
+        jax.grad(lambda w, x: mlp(w, x).sum()), (MLP, floats(8, 16)), (SPLIT, P("data"))
+    ),
     "update": lambda: program(mlp_step, (MLP, floats(8, 16)), (STORED, P("data")), range(2 * LAYERS)),
     "Adam": lambda: adam_step((P(None, "model"), P("model"))),
     "Adam, stored split": lambda: adam_step((P("data", "model"), P("model", "data"))),
@@ -148,12 +166,18 @@ PROGRAMS = {
     "shared weights": lambda: program(
         jax.grad(lambda w, x: shared_weights(w, x).sum()), (BIASES, floats(8, 16)), (None, P("data", "model"))
     ),
-    "loops": lambda: program(jax.grad(lambda w, x: scans(w, x).sum()), (MLP, floats(8, 16)), (None, P("data", "model"))),
-    "branches": lambda: program(branches, (MLP, floats(8, 16)), ([(P(None, "model"), P("model"))] * LAYERS, P("data"))),
+    "loops": lambda: program(
+        jax.grad(lambda w, x: scans(w, x).sum()), (MLP, floats(8, 16)), (None, P("data", "model"))
+    ),
+    "branches": lambda: program(
+        branches, (MLP, floats(8, 16)), ([(P(None, "model"), P("model"))] * LAYERS, P("data"))
+    ),
     "scanned attention": lambda: program(
         jax.grad(lambda w, x: scanned_attention(w, x).sum()), (MLP, floats(8, 16)), (SPLIT, P("data"))
     ),
-    "conflicts": lambda: program(partial(conflicts), (MLP, floats(16, 16)), ([(P(None, "data"), P("model"))] * LAYERS, None)),
+    "conflicts": lambda: program(
+        partial(conflicts), (MLP, floats(16, 16)), ([(P(None, "data"), P("model"))] * LAYERS, None)
+    ),
 }
 ONCE = {
     "gradient",
@@ -186,13 +210,17 @@ def test_the_same_plan(name):
         assert reused.sharding(value) == plain.sharding(value), value
         for dim in range(len(value.shape)):
             assert reused.why(value, dim) == plain.why(value, dim), value
-    ins, outs = ([at_rest(plain.sharding(v), v.shape, SIZES) for v in side] for side in (made.inputs, made.outputs))
+    ins, outs = (
+        [at_rest(plain.sharding(v), v.shape, SIZES) for v in side] for side in (made.inputs, made.outputs)
+    )
     layouts = [
         [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
         for side, values in ((ins, made.inputs), (outs, made.outputs))
     ]
     shared, alone = choose(made, reused, *layouts), choose(made, plain, *layouts)
-    most = 1.1 if name.startswith("GPT-2") else 1 + 1e-6  # there at most 1.08: neither is proven to be the least
+    most = (
+        1.1 if name.startswith("GPT-2") else 1 + 1e-6
+    )  # there at most 1.08: neither is proven to be the least
     assert shared.price <= most * alone.price
 
 
@@ -210,14 +238,24 @@ def test_layers_with_loops_compute_the_same(f):
 
 
 def test_more_layers_are_no_more_to_complete():
-    """What is computed is counted, the states of all patterns: they depend on the ends of the stack, not on its length."""
+    """What is computed is counted, the states of all patterns: they depend on the ends of the stack, not on
+    its length.
+    """
     assert states(24) < 1.5 * states(12)
 
 
 def states(layers: int) -> int:
     weights = [(floats(16, 64), floats(64, 16))] * layers
-    made = program(mlp_step, (weights, floats(8, 16)), ([(P(None, "model"), None)] * layers, P("data")), range(2 * layers))
-    front = [pattern.root for pattern in {b.pattern for b in complete(made, [None] * len(made.inputs), SIZES).blocks}]
+    made = program(
+        mlp_step,
+        (weights, floats(8, 16)),
+        ([(P(None, "model"), None)] * layers, P("data")),
+        range(2 * layers),
+    )
+    front = [
+        pattern.root
+        for pattern in {b.pattern for b in complete(made, [None] * len(made.inputs), SIZES).blocks}
+    ]
     count = 0
     while front:
         front.extend(front.pop().next.values())

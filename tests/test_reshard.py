@@ -1,4 +1,6 @@
-"""Paths between layouts: cheapest against an exhaustive search, right when executed, and the known cases by name."""
+"""Paths between layouts: cheapest against an exhaustive search, right when executed, and the known cases by
+name.
+"""
 
 import itertools
 import math
@@ -32,7 +34,9 @@ MESHES = {
 
 
 def random_layout(rng, shape, sizes, kinds):
-    """Each axis splits a dim, or is pending, or is unused; a split dim is padded as little as possible, or a little more."""
+    """Each axis splits a dim, or is pending, or is unused; a split dim is padded as little as possible, or a
+    little more.
+    """
     dims, pending = [()] * len(shape), []
     kind = rng.choice(kinds) if kinds else None
     for axis in rng.sample(list(sizes), len(sizes)):
@@ -65,7 +69,9 @@ def block_slices(layout, shape, sizes, device):
 
 
 def contributions(rng, value, layout, sizes):
-    """For each position along the pending axes, a global array; reduced over all of them they give `value`."""
+    """For each position along the pending axes, a global array; reduced over all of them they give
+    `value`.
+    """
     positions = list(itertools.product(*(range(sizes[a]) for a in layout.pending_axes)))
     kinds = {k for _, k in layout.pending}
     parts = {p: rng.integers(-9, 9, value.shape).astype(value.dtype) for p in positions}
@@ -180,17 +186,26 @@ def test_exchanges_between_several_dims(mesh, shape, before, after):
     assert_holds(np.asarray(out), value, dst, sizes)
 
 
-# Against an exhaustive search: all layouts over the axes that the two use, all pairs of them that one collective connects
+# Against an exhaustive search: all layouts over the axes that the two use, all pairs of them that one
+# collective connects
 
 
 def all_layouts(shape, sizes, pending_axes, finest):
-    """Every way to split `shape`, padded for every split up to `finest` blocks, with every subset of pending sums."""
+    """Every way to split `shape`, padded for every split up to `finest` blocks, with every subset of pending
+    sums.
+    """
     places = [*range(len(shape)), None]
     for order in itertools.permutations(sizes):
-        for choice in itertools.product(*([*places, "pending"] if a in pending_axes else places for a in order)):
-            dims = tuple(tuple(a for a, c in zip(order, choice, strict=True) if c == d) for d in range(len(shape)))
+        for choice in itertools.product(
+            *([*places, "pending"] if a in pending_axes else places for a in order)
+        ):
+            dims = tuple(
+                tuple(a for a, c in zip(order, choice, strict=True) if c == d) for d in range(len(shape))
+            )
             pending = tuple(sorted((a, "sum") for a, c in zip(order, choice, strict=True) if c == "pending"))
-            options = [paddings(n, shard_count(axes, sizes), finest) for n, axes in zip(shape, dims, strict=True)]
+            options = [
+                paddings(n, shard_count(axes, sizes), finest) for n, axes in zip(shape, dims, strict=True)
+            ]
             for padded in itertools.product(*options):
                 yield Layout(Sharding(dims), padded, pending)
 
@@ -201,13 +216,18 @@ def paddings(size, count, finest):
 
 
 class Graph:
-    """The single steps between all layouts, found by looking at pairs of layouts, priced by what each device holds."""
+    """The single steps between all layouts, found by looking at pairs of layouts, priced by what each device
+    holds.
+    """
 
     def __init__(self, shape, network, pending_axes, finest):
         self.shape, self.sizes, self.network = shape, network, network
         self.layouts = list(dict.fromkeys(all_layouts(shape, network, pending_axes, finest)))
         self.held = {layout: self.blocks(layout) for layout in self.layouts}
-        self.edges = {a: [(b, c) for b in self.layouts if a != b and (c := self.cost(a, b)) is not None] for a in self.layouts}
+        self.edges = {
+            a: [(b, c) for b in self.layouts if a != b and (c := self.cost(a, b)) is not None]
+            for a in self.layouts
+        }
 
     def blocks(self, layout):
         """For each device, the first row of its block in each dim, and its place along the pending axes."""
@@ -225,11 +245,17 @@ class Graph:
 
     def cost(self, a, b):
         """(picoseconds, collectives) of the cheapest single step from a to b, None if there is none."""
-        differing = [d for d in range(len(self.shape)) if (a.dims[d], a.padded[d]) != (b.dims[d], b.padded[d])]
+        differing = [
+            d for d in range(len(self.shape)) if (a.dims[d], a.padded[d]) != (b.dims[d], b.padded[d])
+        ]
         lost, won = [sorted(set(p) - set(q)) for p, q in ((a.pending, b.pending), (b.pending, a.pending))]
         costs = [self.bijection(a, b)]
         if not lost and not won and len(differing) == 1:
-            costs += [self.gather(a, b, *differing), self.slice(a, b, *differing), self.halo(a, b, *differing)]
+            costs += [
+                self.gather(a, b, *differing),
+                self.slice(a, b, *differing),
+                self.halo(a, b, *differing),
+            ]
         if not lost and not won and len(differing) == 2:
             costs += [self.exchange(a, b, i, j) for i, j in itertools.permutations(differing)]
         if not lost and not won:
@@ -251,7 +277,9 @@ class Graph:
         return math.prod(layout.local_shape(self.sizes))
 
     def bijection(self, a, b):
-        if a.local_shape(self.sizes) == b.local_shape(self.sizes) and sorted(self.held[a]) == sorted(self.held[b]):
+        if a.local_shape(self.sizes) == b.local_shape(self.sizes) and sorted(self.held[a]) == sorted(
+            self.held[b]
+        ):
             moved = [axis for axis in self.sizes if self.place(a, axis) != self.place(b, axis)]
             return (0, 0) if self.held[a] == self.held[b] else self.sends("ppermute", moved, self.volume(a))
 
@@ -263,14 +291,24 @@ class Graph:
 
     def gather(self, a, b, dim):
         keep = len(b.dims[dim])
-        if keep < len(a.dims[dim]) and a.dims[dim][:keep] == b.dims[dim] and (not keep or a.padded[dim] == b.padded[dim]):
+        if (
+            keep < len(a.dims[dim])
+            and a.dims[dim][:keep] == b.dims[dim]
+            and (not keep or a.padded[dim] == b.padded[dim])
+        ):
             k = shard_count(a.dims[dim][keep:], self.sizes)
             return self.sends("all_gather", a.dims[dim][keep:], self.volume(a) * (k - 1))
 
     def slice(self, a, b, dim):
-        """What each device needs, it has: free. (The padded size of a split dim stays; changing it is a halo's business.)"""
+        """What each device needs, it has: free. (The padded size of a split dim stays; changing it is a
+        halo's business.)
+        """
         have = len(a.dims[dim])
-        if a.dims[dim] == b.dims[dim] or b.dims[dim][:have] != a.dims[dim] or (have and a.padded[dim] != b.padded[dim]):
+        if (
+            a.dims[dim] == b.dims[dim]
+            or b.dims[dim][:have] != a.dims[dim]
+            or (have and a.padded[dim] != b.padded[dim])
+        ):
             return None
         old, new, size = a.local_shape(self.sizes)[dim], b.local_shape(self.sizes)[dim], self.shape[dim]
         for p, q in zip(self.held[a], self.held[b], strict=True):
@@ -283,12 +321,16 @@ class Graph:
             return None
         old, new = a.local_shape(self.sizes)[dim], b.local_shape(self.sizes)[dim]
         count = shard_count(a.dims[dim], self.sizes)
-        sent = exchange_of(steps.next_blocks(dim, a.dims[dim], old, new, count, self.shape[dim])).sent  # see test_halo.py
+        sent = exchange_of(
+            steps.next_blocks(dim, a.dims[dim], old, new, count, self.shape[dim])
+        ).sent  # see test_halo.py
         row = self.volume(a) // old
         return sum(self.sends("ppermute", a.dims[dim], row * rows)[0] for rows in sent), len(sent)
 
     def arrives(self, a, b, dim):
-        """The axes that b adds as minor-most to `dim`, and a's elements with `dim` padded for them; None if they do not fit."""
+        """The axes that b adds as minor-most to `dim`, and a's elements with `dim` padded for them; None if
+        they do not fit.
+        """
         have = len(a.dims[dim])
         axes = b.dims[dim][have:]
         if b.dims[dim][:have] == a.dims[dim] and axes and (not have or a.padded[dim] == b.padded[dim]):
@@ -363,11 +405,15 @@ EXHAUSTIVE = [
 
 
 TORUS = replace(chips.V5E, lanes=1)
-"""A chip whose hops count, and to whose compiler few elements of the minor-most dim are too few for a reduce_scatter."""
+"""A chip whose hops count, and to whose compiler few elements of the minor-most dim are too few for a
+reduce_scatter.
+"""
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("chip", [chips.NOMINAL, TORUS, replace(chips.H200, host=2)], ids=lambda chip: chip.name)
+@pytest.mark.parametrize(
+    "chip", [chips.NOMINAL, TORUS, replace(chips.H200, host=2)], ids=lambda chip: chip.name
+)
 @pytest.mark.parametrize("shape, sizes, pending_axes", EXHAUSTIVE)
 def test_nothing_is_cheaper(shape, sizes, pending_axes, chip):
     rng, finest = random.Random(0), math.prod(sizes.values())
@@ -376,7 +422,9 @@ def test_nothing_is_cheaper(shape, sizes, pending_axes, chip):
         for dst in rng.sample(everything, min(12, len(everything))):
             used = {*src.sharding.axes, *dst.sharding.axes, *src.pending_axes, *dst.pending_axes}
             network = Network(sizes, chip)
-            only = Network({a: n for a, n in sizes.items() if a in used}, chip, {a: network.lines[a] for a in used})
+            only = Network(
+                {a: n for a, n in sizes.items() if a in used}, chip, {a: network.lines[a] for a in used}
+            )
             best = graph(shape, only, pending_axes, finest).distances(src)[dst]
             path = paths.plan(src, dst, shape, 1, network)
             assert path.price == best[0], f"{src} -> {dst}: {path}, {path.price} ps; possible: {best}"
@@ -386,7 +434,9 @@ CHIPS = [chips.NOMINAL, replace(chips.V5E, lanes=4), replace(chips.H200, host=2)
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("mesh", [{"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 4, "z": 2}, {"x": 3, "y": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 4, "z": 2}, {"x": 3, "y": 2}], ids=str
+)
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 def test_a_price_is_that_of_the_path(mesh, chip):
     """Though what costs the same, in other dims or over axes that are joined alike, is priced once."""
@@ -454,7 +504,9 @@ def test_known(before, owed, after, owing, sizes, steps):
     "dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fnuz", "int16", "uint8", "bool"]
 )
 def test_extrema_are_those_of_one_device(dtype):
-    """Collectives of XLA's CPU lose NaN; and some floats of eight bits have all integers but one for numbers."""
+    """Collectives of XLA's CPU lose NaN; and some floats of eight bits have all integers but one for
+    numbers.
+    """
     x = np.random.RandomState(0).randn(4, 9).astype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         greatest = float(jnp.finfo(dtype).max)
@@ -490,7 +542,11 @@ def test_some_devices_get_padding():
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     columns = jax.vmap(
-        sx.shard_jit(scanned, mesh=mesh, in_shardings=PartitionSpec(None, "x"), out_shardings=PartitionSpec("x")), -1, -1
+        sx.shard_jit(
+            scanned, mesh=mesh, in_shardings=PartitionSpec(None, "x"), out_shardings=PartitionSpec("x")
+        ),
+        -1,
+        -1,
     )
     x = np.random.default_rng(0).normal(size=(5, 16, 2)).astype("float32")
     np.testing.assert_allclose(columns(x), jax.vmap(scanned, -1, -1)(x), rtol=1e-5, atol=1e-5)

@@ -10,7 +10,10 @@ import shardax as sx
 
 MESH = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,))
 WIDE, ODD = jax.ShapeDtypeStruct((257, 64), "float32"), jax.ShapeDtypeStruct((257, 33), "float32")
-BLOCK, GATHER = 65 * 64 // 4 * 3 * 4, 65 * 33 * 3 * 4  # bytes: an all_to_all of 65 rows of 64, a gather of 65 rows of 33
+BLOCK, GATHER = (
+    65 * 64 // 4 * 3 * 4,
+    65 * 33 * 3 * 4,
+)  # bytes: an all_to_all of 65 rows of 64, a gather of 65 rows of 33
 
 
 def moved(f, *args, **options):
@@ -34,7 +37,9 @@ def test_in_and_out():
 
 
 def test_a_donated_argument_counts_what_succeeds_it():
-    assert moved(sort_rows, WIDE, in_shardings=P("d"), donate_argnums=0) == [("argument x", WANTED, ASIDE, BLOCK, BLOCK)]
+    assert moved(sort_rows, WIDE, in_shardings=P("d"), donate_argnums=0) == [
+        ("argument x", WANTED, ASIDE, BLOCK, BLOCK)
+    ]
 
 
 def test_results_that_nobody_annotated():

@@ -25,11 +25,18 @@ def test_rotations_by_what_is_known_when_they_run(name, rows):
     x = np.random.RandomState(0).randn(rows, 4096).astype("float32")
     step = sx.shard_jit(ROLLS[name], mesh=mesh, in_shardings=(P("x"), None), out_shardings=P("x"))
     for k in (0, 1, -1, 5, rows, 1000):
-        np.testing.assert_allclose(step(x, k), jax.jit(ROLLS[name])(x, k), rtol=1e-5, atol=1e-6, err_msg=str(k))
-    if rows == 16 and name in ("rows", "gradient"):  # blocks go on by 1, 2, 4 devices and to the next; to gather them is 7
+        np.testing.assert_allclose(
+            step(x, k), jax.jit(ROLLS[name])(x, k), rtol=1e-5, atol=1e-6, err_msg=str(k)
+        )
+    if rows == 16 and name in (
+        "rows",
+        "gradient",
+    ):  # blocks go on by 1, 2, 4 devices and to the next; to gather them is 7
         plan, there = step.plan(x, 1), [("ppermute", 2 * 4096 * 4)] * 4
         assert [(c.kind, c.nbytes) for c in plan.collectives[:4]] == there
-        assert plan.comm_bytes <= sum(nbytes for _, nbytes in there) * (2 if name == "gradient" else 1)  # it rolls back too
+        assert plan.comm_bytes <= sum(nbytes for _, nbytes in there) * (
+            2 if name == "gradient" else 1
+        )  # it rolls back too
 
 
 def test_uneven_rotations_step_by_step(monkeypatch):
@@ -37,7 +44,9 @@ def test_uneven_rotations_step_by_step(monkeypatch):
     monkeypatch.setattr(rotation, "_hops", lambda local: 1)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     x, slow = np.random.RandomState(0).randn(91).astype("float32"), {"options": sx.Options(chip="slow")}
-    step = sx.shard_jit(ROLLS["rows"], mesh=mesh, in_shardings=(P(("y", "x")), None), out_shardings=P(("y", "x")), **slow)
+    step = sx.shard_jit(
+        ROLLS["rows"], mesh=mesh, in_shardings=(P(("y", "x")), None), out_shardings=P(("y", "x")), **slow
+    )
     for k in range(14):
         np.testing.assert_array_equal(step(x, k), jnp.roll(x, k, 0), err_msg=str(k))
     assert {c.kind for c in step.plan(x, 1).collectives} >= {"ppermute"}

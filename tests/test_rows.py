@@ -1,4 +1,6 @@
-"""Loops that read and write rows by their index: nothing is sent, and the values are those of the plain function."""
+"""Loops that read and write rows by their index: nothing is sent, and the values are those of the plain
+function.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -85,13 +87,17 @@ def several(x, y):
 
 
 def batched(x, y):
-    return jax.vmap(lambda x, y: over(len(x), lambda i, y: y.at[i].set(x[i] * y[i]), y), in_axes=1, out_axes=1)(x, y)
+    return jax.vmap(
+        lambda x, y: over(len(x), lambda i, y: y.at[i].set(x[i] * y[i]), y), in_axes=1, out_axes=1
+    )(x, y)
 
 
 def noise(x, y):
     """The index itself is read."""
     key = jax.random.key(0)
-    return over(len(x), lambda i, y: y.at[i].add(jax.random.normal(jax.random.fold_in(key, i), x[i].shape)), y)
+    return over(
+        len(x), lambda i, y: y.at[i].add(jax.random.normal(jax.random.fold_in(key, i), x[i].shape)), y
+    )
 
 
 def element_by_element(x, y):
@@ -135,7 +141,11 @@ def in_branches(x, y):
 
 def by_switch(x, y):
     """Only some branches write, and one in an inner loop."""
-    again = [lambda i, y: y, lambda i, y: y.at[i].add(x[i]), lambda i, y: over(3, lambda j, y: y.at[i].multiply(x[i, j]), y)]
+    again = [
+        lambda i, y: y,
+        lambda i, y: y.at[i].add(x[i]),
+        lambda i, y: over(3, lambda j, y: y.at[i].multiply(x[i, j]), y),
+    ]
     return over(len(y), lambda i, y: lax.switch(i % 3, again, i, y), y)
 
 
@@ -147,17 +157,46 @@ def until(x, y):
     """An inner loop goes on as long as what it writes is small."""
 
     def trip(i, y):
-        return lax.while_loop(lambda y: (y[i] ** 2).sum() < 9, lambda y: y.at[i].multiply(1.5), y.at[i].add(x[i] + 0.01))
+        return lax.while_loop(
+            lambda y: (y[i] ** 2).sum() < 9, lambda y: y.at[i].multiply(1.5), y.at[i].add(x[i] + 0.01)
+        )
 
     return over(len(y), trip, y)
 
 
 def remat(x, y):
-    return over(len(x), lambda i, y: y.at[i].set(jax.checkpoint(lambda x, i: jnp.sin(x[i]) * x[i, 0])(x, i)), y)
+    return over(
+        len(x), lambda i, y: y.at[i].set(jax.checkpoint(lambda x, i: jnp.sin(x[i]) * x[i, 0])(x, i)), y
+    )
 
 
-FREE = (written, added, twice, updated, columns, picked, maxima, mapped, scanned, counted_by_numpy, several, batched, noise)
-FREE += (element_by_element, backwards, downwards, counted, counted_down, in_branches, by_switch, where, until, remat)
+FREE = (
+    written,
+    added,
+    twice,
+    updated,
+    columns,
+    picked,
+    maxima,
+    mapped,
+    scanned,
+    counted_by_numpy,
+    several,
+    batched,
+    noise,
+)
+FREE += (
+    element_by_element,
+    backwards,
+    downwards,
+    counted,
+    counted_down,
+    in_branches,
+    by_switch,
+    where,
+    until,
+    remat,
+)
 
 
 def check(f, n, spec=None, inside=None, mesh=MESH):
@@ -266,7 +305,9 @@ def both_ways(x, y):
 
 def in_another_type(x, y):
     """What is not written is cut off too."""
-    return over(len(y), lambda i, y: lax.cond(x[i, 0] > 0, lambda: y.at[i].set(x[i]), lambda: jnp.floor(y)), y)
+    return over(
+        len(y), lambda i, y: lax.cond(x[i, 0] > 0, lambda: y.at[i].set(x[i]), lambda: jnp.floor(y)), y
+    )
 
 
 def shifted(x, y):
@@ -281,7 +322,19 @@ def shifted(x, y):
 
 @pytest.mark.parametrize(
     "f, n",
-    [(f, 8) for f in (recurrence, read_elsewhere, past_the_end, before_the_start, clamped, returned, every_other, shifted)]
+    [
+        (f, 8)
+        for f in (
+            recurrence,
+            read_elsewhere,
+            past_the_end,
+            before_the_start,
+            clamped,
+            returned,
+            every_other,
+            shifted,
+        )
+    ]
     + [(by_another_carry, 8), (wraps, 200), (few, 64), (both_ways, 8), (in_another_type, 8)],
     ids=lambda f: getattr(f, "__name__", ""),
 )
@@ -312,7 +365,9 @@ def test_gradients(f):
     check(gradient, 7, inside=P("x"))
 
 
-@pytest.mark.parametrize("start, stop, step", [(0, 5, 1), (3, 3, 1), (5, 0, 1), (0, 7, 3), (5, 0, -2), (1, 2, 5)])
+@pytest.mark.parametrize(
+    "start, stop, step", [(0, 5, 1), (3, 3, 1), (5, 0, 1), (0, 7, 3), (5, 0, -2), (1, 2, 5)]
+)
 @pytest.mark.parametrize("test", [lax.lt, lax.le, lax.gt, lax.ge])
 def test_whiles_that_count(start, stop, step, test):
     """Only loops that end are scans, and they have as many trips."""

@@ -1,4 +1,6 @@
-"""Every built-in rule, brute-forced by the checker: a line per primitive, sizes that devices divide and do not."""
+"""Every built-in rule, brute-forced by the checker: a line per primitive, sizes that devices divide and do
+not.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +28,9 @@ T = ramp(3, 5, 8)
 M = ramp(5, 4, 4) / 16 + 4 * np.eye(4, dtype="float32")  # five well-conditioned matrices
 S = M @ M.swapaxes(1, 2)
 SIZES = np.asarray([[1, 6], [3, 4], [7, 0]])  # of two groups of rows, in three batches
-ODDS = np.where(np.arange(23) % 3, ramp(23), np.float32([np.nan, -0.0, np.inf, 0.0, -np.inf])[np.arange(23) % 5])
+ODDS = np.where(
+    np.arange(23) % 3, ramp(23), np.float32([np.nan, -0.0, np.inf, 0.0, -np.inf])[np.arange(23) % 5]
+)
 KEY, KEYS = jax.random.key(7), partial(jax.random.split, jax.random.key(3), 5)
 
 
@@ -57,33 +61,62 @@ _sum_pool = _pool(lambda x, **params: lax.reduce_window(x, 0.0, lax.add, **param
 
 
 def _pair_pool(x):
-    return _pool(lambda x, **params: lax.reduce_window((x, x), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), **params))(
-        x
-    )
+    return _pool(
+        lambda x, **params: lax.reduce_window(
+            (x, x), (0.0, 1.0), lambda a, b: (a[0] + b[0], a[1] * b[1]), **params
+        )
+    )(x)
 
 
 def _reduce_pairs(x, y):
     """Of each column the greatest x, and its y."""
     zeros = (np.float32(-np.inf), np.float32(0))
     return lax.reduce(
-        (x, y), zeros, lambda a, b: tuple(lax.select(a[0] >= b[0], *pair) for pair in zip(a, b, strict=True)), (0,)
+        (x, y),
+        zeros,
+        lambda a, b: tuple(lax.select(a[0] >= b[0], *pair) for pair in zip(a, b, strict=True)),
+        (0,),
     )
 
 
 WIDTHS = "int16 int32 uint16 uint32 int8".split()
 ELEMENTWISE = {
-    "unary, real": (lambda x: [getattr(lax, n)(x) for n in "abs neg sign floor ceil round cos sin tanh exp square".split()], X),
-    "unary, positive": (lambda x: [getattr(lax, n)(x) for n in "log sqrt rsqrt erf_inv lgamma log1p acos".split()], U),
-    "unary, integers": (lambda i: [getattr(lax, n)(i) for n in "abs neg sign clz population_count".split()], INTS),
+    "unary, real": (
+        lambda x: [
+            getattr(lax, n)(x) for n in "abs neg sign floor ceil round cos sin tanh exp square".split()
+        ],
+        X,
+    ),
+    "unary, positive": (
+        lambda x: [getattr(lax, n)(x) for n in "log sqrt rsqrt erf_inv lgamma log1p acos".split()],
+        U,
+    ),
+    "unary, integers": (
+        lambda i: [getattr(lax, n)(i) for n in "abs neg sign clz population_count".split()],
+        INTS,
+    ),
     "unary, booleans": (lax.bitwise_not, B),
-    "binary": (lambda a, b: [getattr(lax, n)(a, b) for n in "add sub mul div max min atan2 rem nextafter eq lt".split()], X, Y),
+    "binary": (
+        lambda a, b: [
+            getattr(lax, n)(a, b) for n in "add sub mul div max min atan2 rem nextafter eq lt".split()
+        ],
+        X,
+        Y,
+    ),
     "mulhi": (lambda a, b: [lax.mulhi(*(x.astype(t) * 40503 for x in (a, b))) for t in WIDTHS], INTS, ODD),
-    "binary, integers": (lambda a, b: [getattr(lax, n)(a, b) for n in "add mul rem max bitwise_xor".split()], INTS, ODD),
+    "binary, integers": (
+        lambda a, b: [getattr(lax, n)(a, b) for n in "add mul rem max bitwise_xor".split()],
+        INTS,
+        ODD,
+    ),
     "complex": (lambda a, b: [f(lax.complex(a, b)) for f in (lax.conj, lax.real, lax.imag)], X, Y),
     "select_n": (lambda p, a, b: lax.select_n(p, a, b), B, X, Y),
     "clamp": (lambda a: lax.clamp(-1.0, a, 2.0), X),
     "clamp, all shaped": (lax.clamp, X - 1, Y, X + 1),
-    "convert_element_type": (lambda a: [a.astype("int32"), a.astype("bfloat16"), a.astype("bfloat16").astype("float32")], X),
+    "convert_element_type": (
+        lambda a: [a.astype("int32"), a.astype("bfloat16"), a.astype("bfloat16").astype("float32")],
+        X,
+    ),
 }
 
 FAMILIES = {
@@ -95,12 +128,36 @@ FAMILIES = {
     "cholesky": (lambda a: linalg.cholesky(a, symmetrize_input=False), S),
     "conv_general_dilated": (_conv, ramp(5, 4, 3, 6), ramp(3, 3, 6, 4)),
     "conv_general_dilated, 1x1": (_conv, ramp(5, 4, 3, 6), ramp(1, 1, 6, 4)),
-    "conv_general_dilated, strided": (partial(_conv, strides=(2, 1), padding="VALID"), ramp(4, 5, 4, 2), ramp(2, 2, 2, 5)),
-    "conv_general_dilated, NCHW": (partial(_conv, dims=("NCHW", "OIHW", "NCHW")), ramp(2, 6, 4, 3), ramp(5, 6, 3, 3)),
-    "conv_general_dilated, groups": (partial(_conv, feature_group_count=2), ramp(3, 4, 3, 8), ramp(2, 2, 4, 12)),
-    "conv_general_dilated, groups of 5": (partial(_conv, feature_group_count=5), ramp(3, 4, 3, 10), ramp(2, 2, 2, 15)),
-    "conv_general_dilated, depthwise": (partial(_conv, feature_group_count=6), ramp(3, 4, 3, 6), ramp(2, 2, 1, 6)),
-    "conv_general_dilated, batch groups": (partial(_conv, batch_group_count=4), ramp(8, 4, 3, 6), ramp(2, 2, 6, 8)),
+    "conv_general_dilated, strided": (
+        partial(_conv, strides=(2, 1), padding="VALID"),
+        ramp(4, 5, 4, 2),
+        ramp(2, 2, 2, 5),
+    ),
+    "conv_general_dilated, NCHW": (
+        partial(_conv, dims=("NCHW", "OIHW", "NCHW")),
+        ramp(2, 6, 4, 3),
+        ramp(5, 6, 3, 3),
+    ),
+    "conv_general_dilated, groups": (
+        partial(_conv, feature_group_count=2),
+        ramp(3, 4, 3, 8),
+        ramp(2, 2, 4, 12),
+    ),
+    "conv_general_dilated, groups of 5": (
+        partial(_conv, feature_group_count=5),
+        ramp(3, 4, 3, 10),
+        ramp(2, 2, 2, 15),
+    ),
+    "conv_general_dilated, depthwise": (
+        partial(_conv, feature_group_count=6),
+        ramp(3, 4, 3, 6),
+        ramp(2, 2, 1, 6),
+    ),
+    "conv_general_dilated, batch groups": (
+        partial(_conv, batch_group_count=4),
+        ramp(8, 4, 3, 6),
+        ramp(2, 2, 6, 8),
+    ),
     "conv_general_dilated, gradients": (_gradients(_conv), ramp(5, 4, 3, 2), ramp(3, 3, 2, 4)),
     "conv_general_dilated, gradients, strided": (
         _gradients(partial(_conv, strides=(2, 2))),
@@ -120,10 +177,18 @@ FAMILIES = {
     "cumlogsumexp": (lambda a: [lax.cumlogsumexp(a, 0), lax.cumlogsumexp(a, 1, reverse=True)], X),
     "cummax": (lambda a, i: [lax.cummax(a, 0), lax.cummax(i, 0, reverse=True), lax.cummax(a, 1)], X, INTS),
     "cummin": (lambda a, i: [lax.cummin(a, 0), lax.cummin(i, 0, reverse=True), lax.cummin(a, 1)], X, INTS),
-    "cumprod": (lambda a, i: [lax.cumprod(a, 0), lax.cumprod(i, 0, reverse=True), lax.cumprod(a, 1)], U, INTS),
+    "cumprod": (
+        lambda a, i: [lax.cumprod(a, 0), lax.cumprod(i, 0, reverse=True), lax.cumprod(a, 1)],
+        U,
+        INTS,
+    ),
     "cumsum": (lambda a, i: [lax.cumsum(a, 0), lax.cumsum(i, 0, reverse=True), lax.cumsum(a, 1)], X, INTS),
     "dot_general": (lax.dot, ramp(5, 8), ramp(8, 6)),
-    "dot_general, batched": (lambda a, b: lax.dot_general(a, b, (((2,), (1,)), ((0,), (2,)))), ramp(3, 4, 5), ramp(6, 5, 3)),
+    "dot_general, batched": (
+        lambda a, b: lax.dot_general(a, b, (((2,), (1,)), ((0,), (2,)))),
+        ramp(3, 4, 5),
+        ramp(6, 5, 3),
+    ),
     "dot_general, booleans": (lax.dot, ramp(5, 8) > 4, ramp(8, 6) > 5),
     "dot_general, two contracted": (
         lambda a, b: lax.dot_general(a, b, (((0, 2), (2, 0)), ((), ()))),
@@ -142,7 +207,12 @@ FAMILIES = {
     "ragged_dot_general, rows past": (lax.ragged_dot, ramp(9, 4), ramp(5, 4, 2), np.asarray([3, 0, 2, 1, 1])),
     "ragged_dot_general, gradients": (_ragged_gradients, ramp(7, 4), ramp(4, 4, 5), np.asarray([1, 3, 0, 3])),
     "ragged_dot_general, batches": (jax.vmap(lax.ragged_dot), ramp(3, 7, 4), ramp(3, 2, 4, 5), SIZES),
-    "ragged_dot_general, batched gradients": (jax.vmap(_ragged_gradients), ramp(3, 7, 4), ramp(3, 2, 4, 5), SIZES),
+    "ragged_dot_general, batched gradients": (
+        jax.vmap(_ragged_gradients),
+        ramp(3, 7, 4),
+        ramp(3, 2, 4, 5),
+        SIZES,
+    ),
     "random_bits": (_bits((3, 5)), KEYS),
     "random_bits, one key": (lambda key: jax.random.bits(key, (6, 5, 3)), KEY),
     "random_bits, 8": (_bits((7,), "uint8"), KEYS),
@@ -175,26 +245,47 @@ FAMILIES = {
     "schur": (lambda a: linalg.schur(a), M),
     "select_and_gather_add": (lambda a, t: jax.jvp(_max_pool, (a,), (t,)), T, T[::-1].copy()),
     "select_and_scatter_add": (jax.grad(lambda a: jnp.sum(_max_pool(a) ** 3)), T),
-    "sort, a lone dim": (lambda a, i: [lax.sort(a), lax.sort(i), jnp.argsort(a), lax.sort(i > 1)], ODDS, INTS.ravel()[:23] % 4),
+    "sort, a lone dim": (
+        lambda a, i: [lax.sort(a), lax.sort(i), jnp.argsort(a), lax.sort(i > 1)],
+        ODDS,
+        INTS.ravel()[:23] % 4,
+    ),
     "sort, a lone dim, by keys": (
         lambda a, i: [lax.sort((i, a), num_keys=1), lax.sort((i.astype("bfloat16"), a, a[::-1]), num_keys=2)],
         ODDS,
         INTS.ravel()[:23] % 4,
     ),
-    "sort, the last of all": (lambda a: [lax.sort(a[:, None], dimension=0), lax.sort(a * jnp.nan)], ODDS[:15]),
+    "sort, the last of all": (
+        lambda a: [lax.sort(a[:, None], dimension=0), lax.sort(a * jnp.nan)],
+        ODDS[:15],
+    ),
     "sort": (lambda a, i: [lax.sort(a, dimension=0), lax.sort((a, i), dimension=1, num_keys=1)], X, INTS),
     "svd": (lambda a: linalg.svd(a, full_matrices=False), ramp(5, 4, 3)),
     "svd, values": (lambda a: linalg.svd(a, compute_uv=False), M),
     "symmetric_product": (lambda a: linalg.symmetric_product(a, a), M),
-    "threefry2x32, one key": (lambda k, x: threefry2x32_p.bind(k, k, x, x), *(ramp(5, n, dtype="uint32") for n in (1, 6))),
+    "threefry2x32, one key": (
+        lambda k, x: threefry2x32_p.bind(k, k, x, x),
+        *(ramp(5, n, dtype="uint32") for n in (1, 6)),
+    ),
     "threefry2x32": (threefry2x32_p.bind, *(ramp(5, 6, dtype="uint32"),) * 4),
     "top_k": (lambda a: lax.top_k(a, 3), X),
-    "top_k, NaN": (lambda a: lax.top_k(a, 5, axis=0), np.where(X > 2, -np.float32(np.nan), np.where(X < -2, -np.inf, X))),
+    "top_k, NaN": (
+        lambda a: lax.top_k(a, 5, axis=0),
+        np.where(X > 2, -np.float32(np.nan), np.where(X < -2, -np.inf, X)),
+    ),
     "top_k, ties": (lambda i: lax.top_k(i, 4, axis=0), INTS // 8),
-    "triangular_solve": (lambda a, b: linalg.triangular_solve(a, b, left_side=True, lower=True), M, ramp(5, 4, 6)),
+    "triangular_solve": (
+        lambda a, b: linalg.triangular_solve(a, b, left_side=True, lower=True),
+        M,
+        ramp(5, 4, 6),
+    ),
     "triangular_solve, right": (lambda a, b: linalg.triangular_solve(a, b), M, ramp(5, 6, 4)),
     "tridiagonal": (linalg.tridiagonal, S),
-    "tridiagonal_solve": (lambda d, b: linalg.tridiagonal_solve(d / 8, d + 4, d / 8, b), U[:, :4], ramp(5, 4, 6)),
+    "tridiagonal_solve": (
+        lambda d, b: linalg.tridiagonal_solve(d / 8, d + 4, d / 8, b),
+        U[:, :4],
+        ramp(5, 4, 6),
+    ),
 }
 
 
@@ -267,7 +358,9 @@ def test_bits_of_64():
     ids=lambda entry: entry.name,
 )
 def test_the_checker_finds_wrong_claims(entry, monkeypatch):
-    f = {"sort": jnp.sort, "reduce_max": lambda a: a.max(1), "cumsum": lambda a: lax.cumsum(a, 1)}.get(entry.name)
+    f = {"sort": jnp.sort, "reduce_max": lambda a: a.max(1), "cumsum": lambda a: lax.cumsum(a, 1)}.get(
+        entry.name
+    )
     monkeypatch.setitem(RULES, entry.name, entry)
     with pytest.raises(AssertionError, match=f"these claims are wrong:\n{entry.name} "):
         check_rule(f or getattr(lax, entry.name), X)
@@ -287,9 +380,17 @@ MISSING = {
         "a! b! -> a!",
         lambda x: x.sum(1),
         [X],
-        ["dim 0 of operand 0 (factor a) is whole and could be kept", "dim 1 of operand 0 (factor b) is whole and could be sum"],
+        [
+            "dim 0 of operand 0 (factor a) is whole and could be kept",
+            "dim 1 of operand 0 (factor b) is whole and could be sum",
+        ],
     ),
-    "reduce_max": ("a b! -> a", lambda x: x.max(1), [X], ["dim 1 of operand 0 (factor b) is whole and could be max"]),
+    "reduce_max": (
+        "a b! -> a",
+        lambda x: x.max(1),
+        [X],
+        ["dim 1 of operand 0 (factor b) is whole and could be max"],
+    ),
     "dot_general": (
         "a k!, k! b -> a b",
         lax.dot,
@@ -309,7 +410,12 @@ MISSING = {
         ["dim 0 of result 0 (factor a) is whole and could be made"],
     ),
     "sort": ("a s! -> a s!", jnp.sort, [X], []),
-    "cumsum": ("a s! -> a s!", lambda x: lax.cumsum(x, 1), [X], ["dim 1 of operand 0 (factor s) is whole and could be sum"]),
+    "cumsum": (
+        "a s! -> a s!",
+        lambda x: lax.cumsum(x, 1),
+        [X],
+        ["dim 1 of operand 0 (factor s) is whole and could be sum"],
+    ),
     "cumprod": ("a s! -> a s!", lambda x: lax.cumprod(x, 1), [X], []),
 }
 
@@ -323,7 +429,9 @@ def test_the_checker_finds_missing_claims(name, monkeypatch):
 
 def test_an_fft_whose_dims_lie_in_another_order():
     """XLA's CPU aborts on it, where the layout of an FFT's operand is that of what stands beside it."""
-    mesh = jax.make_mesh((3, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:6])
+    mesh = jax.make_mesh(
+        (3, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:6]
+    )
     step = sx.shard_jit(lambda x: jnp.fft.ifft(sx.annotate(x, P("x"))).real, mesh=mesh)
     x = ramp(8, 2)
     np.testing.assert_allclose(jax.vmap(step, -1, -1)(x), np.fft.ifft(x, axis=0).real, atol=1e-5)
@@ -342,12 +450,16 @@ FFTS = {
     "rfftn": jnp.fft.rfftn,
     "irfftn": lambda x: jnp.fft.irfftn(x, (9, 13, 21)),
     "fft2": lambda x: jnp.fft.ifft2(x, axes=(2, 0)),
-    "loop": lambda x: lax.fori_loop(0, 2, lambda i, y: (jnp.fft.fftn(y) / 10).astype("complex64"), x.astype("complex64")),
+    "loop": lambda x: lax.fori_loop(
+        0, 2, lambda i, y: (jnp.fft.fftn(y) / 10).astype("complex64"), x.astype("complex64")
+    ),
     "gradient": jax.grad(lambda x: jnp.abs(jnp.fft.rfftn(x)).sum()),
 }
 
 
-@pytest.mark.parametrize("spec", [P(("x", "z")), P(None, ("z", "y")), P(None, "y", "x"), P("x", "y", "z")], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(("x", "z")), P(None, ("z", "y")), P(None, "y", "x"), P("x", "y", "z")], ids=str
+)
 @pytest.mark.parametrize("name", FFTS)
 def test_ffts_over_all_dims(name, spec):
     """Each goes dim by dim: no device has all of the array."""
@@ -355,8 +467,13 @@ def test_ffts_over_all_dims(name, spec):
     x = np.random.default_rng(0).normal(size=(9, 13, 11)).astype("float32")
     options = sx.Options(chip="slow")  # on others so little is gathered
     step = sx.shard_jit(
-        lambda x: jnp.abs(sx.annotate(FFTS[name](sx.annotate(2 * x, spec)), spec)).max(0), mesh=mesh, options=options
+        lambda x: jnp.abs(sx.annotate(FFTS[name](sx.annotate(2 * x, spec)), spec)).max(0),
+        mesh=mesh,
+        options=options,
     )
     wanted = np.abs(FFTS[name](2 * x)).max(0)
     np.testing.assert_allclose(step(x), wanted, atol=2e-6 * wanted.max())
-    assert {c.kind for c in step.plan(x).collectives if c.reason.startswith("fft")} <= {"all_to_all", "ppermute"}
+    assert {c.kind for c in step.plan(x).collectives if c.reason.startswith("fft")} <= {
+        "all_to_all",
+        "ppermute",
+    }

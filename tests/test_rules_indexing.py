@@ -1,4 +1,6 @@
-"""gather, scatter, dynamic slices: every claim of their rules, against the plain primitive. One line per case."""
+"""gather, scatter, dynamic slices: every claim of their rules, against the plain primitive. One line per
+case.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from shardax.spmd_rules import indexing
 from shardax.spmd_rules.registry import RULES
 
 I32, U8 = np.dtype("int32"), np.dtype("uint8")
-TOKENS = np.array([[0, 4, 6, 2], [6, -1, 7, 99], [3, 3, -7, -200]], I32)  # some out of the range of 7, on both sides
+TOKENS = np.array(
+    [[0, 4, 6, 2], [6, -1, 7, 99], [3, 3, -7, -200]], I32
+)  # some out of the range of 7, on both sides
 FEW = np.array([4, 0, 6, 6, 99, -3], I32)
 
 
@@ -29,13 +33,17 @@ def two_dims(x, i, mode=None):
 
 def windows(x, i, **how):
     """Windows of two rows, one column, all of the last dim."""
-    numbers = lax.GatherDimensionNumbers(offset_dims=(1, 2), collapsed_slice_dims=(1,), start_index_map=(0, 1))
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(1, 2), collapsed_slice_dims=(1,), start_index_map=(0, 1)
+    )
     return lax.gather(x, i, numbers, (2, 1, x.shape[2]), **how)
 
 
 def long_windows(x, i, **how):
     """Windows of two rows and three planes; the slices' dims around that of the indices."""
-    numbers = lax.GatherDimensionNumbers(offset_dims=(0, 2, 3), collapsed_slice_dims=(), start_index_map=(2, 0))
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(0, 2, 3), collapsed_slice_dims=(), start_index_map=(2, 0)
+    )
     return lax.gather(x, i, numbers, (2, x.shape[1], 3), **how)
 
 
@@ -95,7 +103,11 @@ CASES = {
     "windows clip": (lambda x, i: windows(x, i, mode="clip"), ramp(7, 3, 4), PAIRS),
     "windows fill": (lambda x, i: windows(x, i, mode="fill", fill_value=7), ramp(7, 3, 4), PAIRS),
     "long windows clip": (lambda x, i: long_windows(x, i, mode="clip"), ramp(5, 2, 7), LONG),
-    "long windows vmap": (jax.vmap(lambda x, i: long_windows(x, i, mode="fill")), ramp(3, 5, 2, 7), np.stack([LONG] * 3)),
+    "long windows vmap": (
+        jax.vmap(lambda x, i: long_windows(x, i, mode="fill")),
+        ramp(3, 5, 2, 7),
+        np.stack([LONG] * 3),
+    ),
     "embedding gradient": (lambda e, i: embed_grad(e, i, {}), ramp(7, 3), TOKENS),
     "embedding gradient clip": (lambda e, i: embed_grad(e, i, {"mode": "clip"}), ramp(7, 3), TOKENS),
     "embedding gradient fill": (lambda e, i: embed_grad(e, i, {"mode": "fill"}), ramp(7, 3), TOKENS),
@@ -105,14 +117,24 @@ CASES = {
     "add uint8": (lambda x, i, u: x.at[i].add(u), ramp(7, 3), FEW.astype(U8), ramp(6, 3)),
     "add clip": (lambda x, i, u: x.at[i].add(u, mode="clip"), ramp(7, 3), FEW, ramp(6, 3)),
     "add two dims": (lambda x, i, u: x.at[i, 1, i - 1].add(u), ramp(7, 3, 5), FEW, ramp(6)),
-    "add windows": (lambda x, i, u: put_windows(lax.scatter_add, x, i, u), ramp(7, 3, 4), PAIRS, ramp(5, 2, 4)),
+    "add windows": (
+        lambda x, i, u: put_windows(lax.scatter_add, x, i, u),
+        ramp(7, 3, 4),
+        PAIRS,
+        ramp(5, 2, 4),
+    ),
     "add windows clip": (
         lambda x, i, u: put_windows(lax.scatter_add, x, i, u, mode="clip"),
         ramp(7, 3, 4),
         PAIRS,
         ramp(5, 2, 4),
     ),
-    "add long windows vmap": (jax.vmap(put_long_windows), ramp(3, 5, 2, 7), np.stack([LONG] * 3), ramp(3, 2, 5, 2, 3)),
+    "add long windows vmap": (
+        jax.vmap(put_long_windows),
+        ramp(3, 5, 2, 7),
+        np.stack([LONG] * 3),
+        ramp(3, 2, 5, 2, 3),
+    ),
     "add vmap": (jax.vmap(lambda x, i, u: x.at[i].add(u)), ramp(3, 7), TOKENS, ramp(3, 4)),
     "subtract": (lambda x, i, u: x.at[i].subtract(u), ramp(7, 3), FEW, ramp(6, 3)),
     "mul": (lambda x, i, u: x.at[i].mul(u), ramp(7, 3), FEW, ramp(6, 3)),

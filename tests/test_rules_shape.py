@@ -1,4 +1,6 @@
-"""Primitives that only place elements: every claim of their rules, against the plain primitive. One line per case."""
+"""Primitives that only place elements: every claim of their rules, against the plain primitive. One line per
+case.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""Each family of primitives on the dtypes and sizes that are easily forgotten: empty dims, scalars, eight dims, f8, keys."""
+"""Each family of primitives on the dtypes and sizes that are easily forgotten: empty dims, scalars, eight
+dims, f8, keys.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,9 @@ def families(x):
         "extrema": [x.max(0, initial=0), x.min(-1, initial=0)] if _ordered(x) else [],
         "cumulative": [lax.cumsum(x), lax.cummax(x, x.ndim - 1)] if _ordered(x) else [],
         "sorting": [jnp.sort(x, 0), jnp.argsort(x, -1)] if _ordered(x) else [],
-        "indexing": [x.at[:1].set(x[-1:]), jnp.take(x, jnp.arange(2) % max(len(x), 1), axis=0)] if x.size else [],
+        "indexing": [x.at[:1].set(x[-1:]), jnp.take(x, jnp.arange(2) % max(len(x), 1), axis=0)]
+        if x.size
+        else [],
     }
 
 
@@ -60,18 +64,32 @@ def test_families(dtype):
     wanted = jax.jit(lambda args: [families(x) for x in args], compiler_options=FAST)(args)
     sharded = sx.shard_jit(lambda args: [families(_split(x)) for x in args], mesh=MESH)
     got = sharded.lower(args).compile(compiler_options=FAST)(args)
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(got), strict=True):
+    for (path, one), other in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(got), strict=True
+    ):
         assert (one.shape, one.dtype) == (other.shape, other.dtype), path
         exact = not jnp.issubdtype(one.dtype, jnp.inexact)
         wide = "complex64" if one.dtype.kind == "c" else "float64"
         rtol = 0 if exact else float(jnp.finfo(one.dtype).eps)
-        np.testing.assert_allclose(np.asarray(other).astype(wide), np.asarray(one).astype(wide), rtol=rtol, err_msg=str(path))
+        np.testing.assert_allclose(
+            np.asarray(other).astype(wide), np.asarray(one).astype(wide), rtol=rtol, err_msg=str(path)
+        )
 
 
 def _moved_keys(keys):
-    moved = [keys[1:], keys[::-1], jnp.roll(keys, 1), jnp.concatenate([keys, keys]), keys.reshape(5, 1), jnp.stack([keys] * 2)]
+    moved = [
+        keys[1:],
+        keys[::-1],
+        jnp.roll(keys, 1),
+        jnp.concatenate([keys, keys]),
+        keys.reshape(5, 1),
+        jnp.stack([keys] * 2),
+    ]
     picked = [keys[3], keys[jnp.array([4, 0])], jnp.broadcast_to(keys, (2, 5))]
-    put = [keys.at[jnp.array([4, 0])].set(keys[1:3]), jax.vmap(lambda k: k.at[1:3].set(k[:2]))(jnp.stack([keys] * 2))]
+    put = [
+        keys.at[jnp.array([4, 0])].set(keys[1:3]),
+        jax.vmap(lambda k: k.at[1:3].set(k[:2]))(jnp.stack([keys] * 2)),
+    ]
     return [jax.random.key_data(x) for x in (*moved, *picked, *put)]
 
 

@@ -1,4 +1,6 @@
-"""Windows that slide along split dims: every claim of their rules, against the plain primitive. One line per case."""
+"""Windows that slide along split dims: every claim of their rules, against the plain primitive. One line per
+case.
+"""
 
 from functools import partial
 
@@ -19,7 +21,9 @@ from tests.test_program import mesh_of
 
 def conv(x, kernel, stride=1, padding="SAME", holes=1, spread=1):
     dims = ("NHC", "HIO", "NHC")
-    return lax.conv_general_dilated(x, kernel, (stride,), padding, (holes,), (spread,), dimension_numbers=dims)
+    return lax.conv_general_dilated(
+        x, kernel, (stride,), padding, (holes,), (spread,), dimension_numbers=dims
+    )
 
 
 def gradients(f):
@@ -65,7 +69,9 @@ CASES = {
     "pool start, padded": case(pool, P, combine=lax.add, start=1.5),
     "pool product": case(pool, P / 4, combine=lax.mul, start=2.0),
     "pool product, holes": case(pool, P / 4, combine=lax.mul, start=2.0, holes=2, padding=(1, 2)),
-    "pool product, holes and stride": case(pool, P / 4, combine=lax.mul, start=1.0, holes=3, stride=2, padding=(4, 1)),
+    "pool product, holes and stride": case(
+        pool, P / 4, combine=lax.mul, start=1.0, holes=3, stride=2, padding=(4, 1)
+    ),
     "pool int": (lambda x: pool(x, start=jnp.int32(-1000)), ramp(9, 2, dtype="int32")),
     "pool gradient": (gradients(pool), P),
     "pool gradient strided": (gradients(partial(pool, size=2, stride=2, padding="VALID")), P),
@@ -88,7 +94,11 @@ def test_claims(name):
     [
         ("conv same", "conv_general_dilated", ["n s0~ c+, w0! c+ o -> n s0~ o"]),
         ("conv global", "conv_general_dilated", ["n s0~+ c+, s0~+ c+ o -> n t0! o"]),
-        ("conv gradients", "conv_general_dilated", ["n s0~ c+, w0! c+ o -> n s0~ o", "c+ s0~+ n, c+ s0~+ o -> t0! n o", ""]),
+        (
+            "conv gradients",
+            "conv_general_dilated",
+            ["n s0~ c+, w0! c+ o -> n s0~ o", "c+ s0~+ n, c+ s0~+ o -> t0! n o", ""],
+        ),
         ("pool min", "reduce_window_min", ["s0~ k1 -> s0~ k1"]),
         ("pool gradient", "select_and_scatter_add", ["s0~ k1, s0~ k1 -> s0~ k1"]),
     ],
@@ -96,7 +106,9 @@ def test_claims(name):
 def test_rules_read(name, primitive, texts):
     f, *args = CASES[name]
     nodes = [n for n in from_jaxpr(jax.make_jaxpr(f)(*args)).nodes if n.name == primitive]
-    assert [RULES[n.name].rule(n) for n, text in zip(nodes, texts, strict=True) if text] == [t for t in texts if t]
+    assert [RULES[n.name].rule(n) for n, text in zip(nodes, texts, strict=True) if text] == [
+        t for t in texts if t
+    ]
 
 
 @pytest.mark.parametrize("size, stride", [(29, 4), (31, 3), (32, 7)])
@@ -105,5 +117,7 @@ def test_rows_outside_of_all_windows_count_for_nothing(size, stride):
     x, used = jnp.ones((1, size, 2)), (size - 3) // stride * stride + 3
     x = x.at[:, used:].set(jnp.inf)
     gradient = jax.grad(lambda kernel, x: conv(x, kernel, stride, "VALID").sum())
-    step = sx.shard_jit(lambda kernel, x: gradient(kernel, sx.annotate(x, PartitionSpec(None, "x"))), mesh=mesh_of(4))
+    step = sx.shard_jit(
+        lambda kernel, x: gradient(kernel, sx.annotate(x, PartitionSpec(None, "x"))), mesh=mesh_of(4)
+    )
     np.testing.assert_array_equal(step(K, x), gradient(K, x))

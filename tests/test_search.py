@@ -48,7 +48,11 @@ def beside(*names):
         return ins if isinstance(ins, tuple) and not isinstance(ins, P) else (ins,) * len(args)
 
     ins = specs(f_ins, fs), specs(g_ins, gs)
-    return sx.shard_jit(both, mesh=MESH, in_shardings=ins, out_shardings=(f_outs, g_outs)).plan(tuple(fs), tuple(gs)).comm_bytes
+    return (
+        sx.shard_jit(both, mesh=MESH, in_shardings=ins, out_shardings=(f_outs, g_outs))
+        .plan(tuple(fs), tuple(gs))
+        .comm_bytes
+    )
 
 
 @pytest.mark.once
@@ -66,9 +70,13 @@ def test_every_pair_sends_what_each_sends(name):
 
 
 def test_lookups_of_one_table_are_decided_apart():
-    """Features of the table or batch of the indices over x: what is best for one lookup costs the other nothing."""
+    """Features of the table or batch of the indices over x: what is best for one lookup costs the other
+    nothing.
+    """
     mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    table, tokens, w = (jax.ShapeDtypeStruct(*s) for s in (((64, 64), "float32"), ((64,), "int32"), ((64, 64), "float32")))
+    table, tokens, w = (
+        jax.ShapeDtypeStruct(*s) for s in (((64, 64), "float32"), ((64,), "int32"), ((64, 64), "float32"))
+    )
 
     def sent(f, *args, ins):
         return sx.shard_jit(f, mesh=mesh, in_shardings=ins).plan(*args).comm_bytes
@@ -89,7 +97,9 @@ def test_a_residual_stream_settles_each_sum_once():
             x = x + jax.nn.relu(normed @ up) @ down
         return x
 
-    x, up, down = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 1024), (1024, 4096), (4096, 1024)))
+    x, up, down = (
+        jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 1024), (1024, 4096), (4096, 1024))
+    )
     ins = (P(), [P(None, "x")] * 3, [P("x")] * 3)
     plan = sx.shard_jit(layers, mesh=mesh, in_shardings=ins).plan(x, [up] * 3, [down] * 3)
     assert plan.comm_bytes <= 3 * 2 * (512 * 1024 * 4) * 3 // 4
@@ -169,7 +179,10 @@ def test_a_copy_is_shared_by_its_readers():
 
 def test_what_one_reader_alone_may_use_is_no_copy_for_all():
     found = copies_of([ROWS_X], [[WHOLE, ROWS_X], [COLS_X, ROWS_X]], price)
-    assert [chosen for _, chosen in found.states] == [(), (WHOLE,)]  # the second reader cuts its part out of it
+    assert [chosen for _, chosen in found.states] == [
+        (),
+        (WHOLE,),
+    ]  # the second reader cuts its part out of it
     assert (ROWS_X, (COLS_X,)) not in found.states
 
 
@@ -177,7 +190,9 @@ def test_what_one_reader_alone_may_use_is_no_copy_for_all():
 
 
 def random_program(seed):
-    """Up to eight operations on two matrices, split over one axis somehow; some results are asked for in some layout."""
+    """Up to eight operations on two matrices, split over one axis somehow; some results are asked for in some
+    layout.
+    """
     rng = np.random.default_rng(seed)
     kinds = rng.integers(0, 5, int(rng.integers(3, 9)))
     picks = rng.random((len(kinds), 2))
@@ -186,7 +201,9 @@ def random_program(seed):
         values = [a, b]
         for kind, (p, q) in zip(kinds, picks, strict=True):
             x, y = values[int(p * len(values))], values[int(q * len(values))]
-            made = (x + y, jnp.tanh(x), x @ y.T @ y, x * x.sum(axis=0), x / y.max(axis=1, keepdims=True))[kind]
+            made = (x + y, jnp.tanh(x), x @ y.T @ y, x * x.sum(axis=0), x / y.max(axis=1, keepdims=True))[
+                kind
+            ]
             values.append(made)
         return values[-1], values[-2]
 
@@ -195,8 +212,8 @@ def random_program(seed):
 
 
 def cheapest_of_all(search):
-    """The least price of any choice of ways, each priced by itself: its own, and for each value the copies that serve its
-    readers best, at most two of them made for all."""
+    """The least price of any choice of ways, each priced by itself: its own, and for each value the copies
+    that serve its readers best, at most two of them made for all."""
     sites = [site for site in search.sites if len(site.ways) > 1]
     reads = {}
     for value, site, i in search.reading:
@@ -206,7 +223,10 @@ def cheapest_of_all(search):
 
     def served(value, made, wanted):
         def left(shared):
-            return sum(min([price(value, made, t), *(price(value, c, t) for c in shared if is_cut(c, t))]) for t in wanted)
+            return sum(
+                min([price(value, made, t), *(price(value, c, t) for c in shared if is_cut(c, t))])
+                for t in wanted
+            )
 
         shareable = [c for c in dict.fromkeys(wanted) if price(value, made, c) > 0]
         some = [(), *((c,) for c in shareable), *itertools.combinations(shareable, 2)]
@@ -218,7 +238,11 @@ def cheapest_of_all(search):
         chosen = {site: site.ways[0] for site in search.sites} | dict(zip(sites, ways, strict=True))
         own = sum(way.price for way in chosen.values())
         return own + sum(
-            served(v, chosen[search.maker[v][0]].results[search.maker[v][1]], tuple(chosen[s].operands[i] for s, i in readers))
+            served(
+                v,
+                chosen[search.maker[v][0]].results[search.maker[v][1]],
+                tuple(chosen[s].operands[i] for s, i in readers),
+            )
             for v, readers in reads.items()
         )
 
@@ -241,7 +265,9 @@ def test_what_is_chosen_is_the_exhaustive_optimum(monkeypatch):
         search, solution = found.pop()
         least = cheapest_of_all(search)
         if least is not None:
-            assert solution.price == pytest.approx(least, rel=1e-9, abs=0.5), seed - 1  # ties are broken by less
+            assert solution.price == pytest.approx(least, rel=1e-9, abs=0.5), (
+                seed - 1
+            )  # ties are broken by less
             compared += 1
 
 
@@ -255,7 +281,10 @@ def test_memory_is_bought_for_time():
     program = inline.from_jaxpr(jax.make_jaxpr(f)(jax.ShapeDtypeStruct((16,), "float32")))
     known, outs = complete(program, [Sharding((("x",),))], Network({"x": 4})), [whole(())] * 3
     prices = (0.0, 1.0, 1e9)
-    found = [choose(program, known, [Layout(Sharding((("x",),)), (16,))], outs, byte_price=price) for price in prices]
+    found = [
+        choose(program, known, [Layout(Sharding((("x",),)), (16,))], outs, byte_price=price)
+        for price in prices
+    ]
     kept = [memory(d, {"x": 4}) for d in found]
     seconds = [d.price - n * p for d, n, p in zip(found, kept, prices, strict=True)]
     assert kept == sorted(kept, reverse=True) and (kept[0], kept[-1]) == (4 * 4 + 16 * 4 + 12, 4 * 4 + 2 * 12)

@@ -32,7 +32,9 @@ def exhaustive(problem: Problem) -> float:
 
 
 def ilp(problem: Problem) -> float:
-    """The price of the optimum by HiGHS: one 0-1 variable for each entry of each table, those of shared variables tied."""
+    """The price of the optimum by HiGHS: one 0-1 variable for each entry of each table, those of shared
+    variables tied.
+    """
     sizes = [np.prod(table.prices.shape, dtype=int) for table in problem.tables]
     starts = np.cumsum([sum(problem.counts), *sizes])
     first = np.cumsum([0, *problem.counts])
@@ -106,7 +108,9 @@ def test_two_problems_side_by_side_cost_what_each_costs():
     for table in other.tables:
         both.add([v + len(one.counts) for v in table.scope], table.prices)
     assert solve(both).price == solve(one).price + solve(other).price
-    assert solve(both, limit=8).price == solve(one, limit=8).price + solve(other, limit=8).price  # also where it is not exact
+    assert (
+        solve(both, limit=8).price == solve(one, limit=8).price + solve(other, limit=8).price
+    )  # also where it is not exact
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50])

@@ -46,7 +46,9 @@ def test_what_pads_a_table_is_not_counted(method, side, dtype):
         t, q = t.at[-2:].set(255), q.at[0, 0].set(255)
 
     def f(t, q):
-        return jnp.searchsorted(lax.with_sharding_constraint(jnp.sort(t), P(("y", "x"))), q, side=side, method=method)
+        return jnp.searchsorted(
+            lax.with_sharding_constraint(jnp.sort(t), P(("y", "x"))), q, side=side, method=method
+        )
 
     with jax.set_mesh(MESH):
         check(f, [t, q], (P(), P("y")))
@@ -57,7 +59,11 @@ def test_searches_inside_of_others():
     args = [jnp.asarray(np.linspace(0, 140, 12), "float32"), table(40), table(40)]
     found = check(jax.grad(lambda x, t, v: jnp.interp(x, t, v).sum(), 2), args, (P("y"), P("x"), P("x")))
     assert sum(nbytes * trips for _, nbytes, trips in found) <= 600
-    found = check(lambda q, t: lax.map(lambda q: jnp.searchsorted(t, q), q), [args[0].reshape(3, 4), table(40)], (P(), P("x")))
+    found = check(
+        lambda q, t: lax.map(lambda q: jnp.searchsorted(t, q), q),
+        [args[0].reshape(3, 4), table(40)],
+        (P(), P("x")),
+    )
     assert found == [("all_reduce", 3 * 4 * 4 * 2 * 3 // 4, 1)]
 
 

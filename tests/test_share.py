@@ -1,4 +1,6 @@
-"""What is sent once although two want it: halos of a convolution and its gradient, of stencils by slices; totals of scans."""
+"""What is sent once although two want it: halos of a convolution and its gradient, of stencils by slices;
+totals of scans.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -38,9 +40,17 @@ def with_a_loop(x):
 
 # name: function, arguments, kinds and bytes of what is sent, results in the sharding of the argument aside
 CASES = {
-    "differences": (lambda u: jnp.sum(jnp.diff(u, axis=0) ** 2) + jnp.abs(jnp.diff(u, axis=0)).sum(), (64, 64), [ROW]),
+    "differences": (
+        lambda u: jnp.sum(jnp.diff(u, axis=0) ** 2) + jnp.abs(jnp.diff(u, axis=0)).sum(),
+        (64, 64),
+        [ROW],
+    ),
     "five points": (lambda u: five_points(u).sum(), (64, 64), [2 * ROW]),
-    "five points, padded": (lambda u: five_points(u).sum(), (61, 64), [2 * 61 * 4]),  # of what is cut out already
+    "five points, padded": (
+        lambda u: five_points(u).sum(),
+        (61, 64),
+        [2 * 61 * 4],
+    ),  # of what is cut out already
     "rolls": (
         lambda u: jnp.roll(u, 1, 0) + jnp.roll(u, 2, 0) - jnp.roll(u, -1, 0) * jnp.roll(u, 1, 0),
         (64, 64),
@@ -63,7 +73,9 @@ def test_stencils(name):
 
 
 def test_a_convolution_and_its_gradient():
-    """Rows of the image before the convolution, from both sides; for the image's gradient those of the cotangents."""
+    """Rows of the image before the convolution, from both sides; for the image's gradient those of the
+    cotangents.
+    """
     x, kernel = array(2, 32, 16, 8), array(3, 3, 8, 8)
     loss = lambda x, kernel: (conv(x, kernel) ** 2).sum()  # noqa: E731
     halo = ("ppermute", 2 * 16 * 8 * 4, "halo of conv_general_dilated")
@@ -81,7 +93,9 @@ def test_a_convolution_and_its_gradient_of_uneven_blocks():
     x, kernel = array(2, 29, 16, 8), array(3, 3, 8, 8)
     gradient = jax.grad(lambda kernel, x: (conv(x, kernel) ** 2).sum())
     step = sx.shard_jit(lambda kernel, x: gradient(kernel, sx.annotate(x, P(None, "x"))), mesh=MESH)
-    assert [c.reason for c in step.plan(kernel, x).collectives if c.kind == "ppermute"] == ["halo of conv_general_dilated"] * 2
+    assert [c.reason for c in step.plan(kernel, x).collectives if c.kind == "ppermute"] == [
+        "halo of conv_general_dilated"
+    ] * 2
     wanted = gradient(kernel, x)
     np.testing.assert_allclose(step(kernel, x), wanted, rtol=1e-5, atol=1e-6 * float(abs(wanted).max()))
 

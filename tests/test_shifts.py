@@ -21,7 +21,10 @@ SHIFTS = {  # function, the nodes that are left
     "every second row": (lambda x: jnp.pad(x[::2], ((1, 0), (0, 0))), ["slice", "pad"]),
     "holes": (lambda x: lax.pad(x[1:], np.float32(3), ((0, 1, 1), (0, 0, 0))), ["slice", "pad"]),
     "nothing but padding": (lambda x: jnp.pad(x, ((0, 12), (0, 0)))[9:], ["pad", "slice"]),
-    "both read": (lambda x: (x[1:], jnp.pad(x[1:], ((0, 1), (0, 0))))[1] + jnp.pad(x, ((0, 0), (0, 0))), None),
+    "both read": (
+        lambda x: (x[1:], jnp.pad(x[1:], ((0, 1), (0, 0))))[1] + jnp.pad(x, ((0, 0), (0, 0))),
+        None,
+    ),
     "loop": (lambda x: lax.fori_loop(0, 3, lambda i, y: jnp.pad(y[:-1], ((1, 0), (0, 0))), x), None),
     "negative padding": (lambda x: lax.pad(x[1:], np.float32(0), ((-1, 2, 0), (0, 0, 0))), ["pad"]),
 }

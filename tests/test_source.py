@@ -89,7 +89,12 @@ def ordered(x):
 
 
 def scattered(x, at):
-    return x.at[at].add(1.0), x.at[2:5].set(0.0), jnp.concatenate([x[3:], x[:3]]), x.astype(jnp.bfloat16).sum(0)
+    return (
+        x.at[at].add(1.0),
+        x.at[2:5].set(0.0),
+        jnp.concatenate([x[3:], x[:3]]),
+        x.astype(jnp.bfloat16).sum(0),
+    )
 
 
 X = np.ones((8, 4), np.float32)
@@ -100,7 +105,11 @@ def closing_over(x):
     return (x + LARGE) * jnp.arange(32.0), x.sum() + 2.0
 
 
-LONG = ("kernel_of_a_layer_whose_name_is_so_long_that_little_fits_beside_it", "mean_of_its_gradient", "noise_added_to_it")
+LONG = (
+    "kernel_of_a_layer_whose_name_is_so_long_that_little_fits_beside_it",
+    "mean_of_its_gradient",
+    "noise_added_to_it",
+)
 
 
 def long_lines(params, x):
@@ -138,7 +147,10 @@ def executed(plan):
 @pytest.mark.parametrize(
     "fun, args",
     [
-        (lambda s, x: (s * 2, s.astype(jnp.float32) * 2.0, x * s, jnp.broadcast_to(s, (8, 4)), s * 1j), (2.0, X)),
+        (
+            lambda s, x: (s * 2, s.astype(jnp.float32) * 2.0, x * s, jnp.broadcast_to(s, (8, 4)), s * 1j),
+            (2.0, X),
+        ),
         (lambda i, x: (i / 2, i % 3, jnp.full((8, 4), 0.5), 3.0, True, x.sum()), (3, X)),
         (lambda s: lax.fori_loop(0, 3, lambda i, c: c * 2, s), (1.0,)),
         (lambda x, s: (jnp.where(x[0, 0] > 0, s, 0.0), jnp.asarray(s, jnp.bfloat16)), (X, 1.5)),
@@ -246,7 +258,10 @@ def test_the_train_step_of_a_gpt2(monkeypatch):
     f, shapes = gpt2.program(mesh(), size="tiny", batch=8, seq=16)
     keys = iter(jax.random.split(jax.random.key(0), 1000))
     args = jax.tree.map(lambda x: drawn(next(keys), x), shapes)
-    results, expected = executed(f.plan(*args))(*jax.tree.leaves(args)), jax.tree.leaves(f(*jax.tree.map(jnp.copy, args)))
+    results, expected = (
+        executed(f.plan(*args))(*jax.tree.leaves(args)),
+        jax.tree.leaves(f(*jax.tree.map(jnp.copy, args))),
+    )
     assert len(results) == len(expected) > 50
     for have, want in zip(results, expected, strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)

@@ -36,10 +36,10 @@ def refusal(**options) -> str:
 
 def test_strict_refuses_what_nobody_asked_for():
     assert refusal(strict=True) == (
-        "Options(strict=True, max_gather_bytes=None, allow=()) refuses:\n"
-        "  fft at tests/test_strict.py:LINE needs an operand in P(None), which no annotation asks for: all_gather over data "
-        "(each device sends 384 B per call). Annotate the operand, as in shardax.annotate(x, P(None)), split it otherwise, or "
-        "allow it: Options(allow=('fft',))"
+        "Options(strict=True, max_gather_bytes=None, allow=()) refuses:\n  fft at "
+        "tests/test_strict.py:LINE needs an operand in P(None), which no annotation asks for: all_gather "
+        "over data (each device sends 384 B per call). Annotate the operand, as in shardax.annotate(x, "
+        "P(None)), split it otherwise, or allow it: Options(allow=('fft',))"
     )
 
 
@@ -72,15 +72,20 @@ def test_what_annotations_ask_for_is_allowed():
 
 
 def test_sums_of_split_contractions_are_allowed():
-    summed = plan(lambda a, b: a @ b, (P(None, "data"), P("data")), (X, jax.ShapeDtypeStruct((8, 4), jnp.float32)), strict=True)
+    summed = plan(
+        lambda a, b: a @ b,
+        (P(None, "data"), P("data")),
+        (X, jax.ShapeDtypeStruct((8, 4), jnp.float32)),
+        strict=True,
+    )
     assert [c.kind for c in summed.collectives] == ["all_reduce"]
 
 
 def test_large_gathers_are_refused():
     assert refusal(max_gather_bytes=511) == (
-        "Options(strict=False, max_gather_bytes=511, allow=()) refuses:\n"
-        "  all_gather over data of f32[32] at tests/test_strict.py:LINE makes an array of 512 bytes on each "
-        "device, because of fft in P(None); max_gather_bytes=511. Split it otherwise, raise the limit, or allow it: "
+        "Options(strict=False, max_gather_bytes=511, allow=()) refuses:\n  all_gather over data of f32[32] "
+        "at tests/test_strict.py:LINE makes an array of 512 bytes on each device, because of fft in "
+        "P(None); max_gather_bytes=511. Split it otherwise, raise the limit, or allow it: "
         "Options(allow=('*/test_strict.py:21',))"
     )
     assert plan(max_gather_bytes=512).comm_bytes > 0
@@ -88,7 +93,9 @@ def test_large_gathers_are_refused():
 
 
 def test_large_gathers_that_annotations_ask_for_are_refused_too():
-    with pytest.raises(ValueError, match="makes an array of 512 bytes on each device, because of annotate in"):
+    with pytest.raises(
+        ValueError, match="makes an array of 512 bytes on each device, because of annotate in"
+    ):
         plan(lambda x: sx.annotate(x, P()) * 2, max_gather_bytes=100)
 
 
@@ -111,9 +118,13 @@ def without_rule(name):
 
 def test_primitives_without_a_rule():
     fun = without_rule("unknown_op")
-    with pytest.warns(UserWarning, match=r"unknown_op at .*:\d+ has no sharding rule.* Options\(allow=\('unknown_op',\)\)"):
+    with pytest.warns(
+        UserWarning, match=r"unknown_op at .*:\d+ has no sharding rule.* Options\(allow=\('unknown_op',\)\)"
+    ):
         plan(lambda x: fun(x))
-    with pytest.raises(ValueError, match="has no sharding rule: it runs replicated, each device sends 384 bytes"):
+    with pytest.raises(
+        ValueError, match="has no sharding rule: it runs replicated, each device sends 384 bytes"
+    ):
         plan(lambda x: fun(x), strict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -142,7 +153,12 @@ def conflicting(x):
 
 
 @pytest.mark.parametrize(
-    "f", [conflicting, jax.grad(conflicting), lambda x: jax.lax.scan(lambda c, _: (c + conflicting(x), None), 0.0, None, 2)]
+    "f",
+    [
+        conflicting,
+        jax.grad(conflicting),
+        lambda x: jax.lax.scan(lambda c, _: (c + conflicting(x), None), 0.0, None, 2),
+    ],
 )
 def test_conflicting_annotations_of_one_value(f):
     """Both places are named. Where something is computed between, or reads the first, each has its use."""
@@ -150,10 +166,13 @@ def test_conflicting_annotations_of_one_value(f):
     with pytest.raises(sx.Refused) as caught:
         sx.shard_jit(f, mesh=MESH, options=sx.Options(strict=True)).plan(x)
     both = re.search(
-        r" (\w+) at .*test_strict.py:(\d+) asks for (.*), and (\w+) at .*:(\d+) for (.*), of one value", str(caught.value)
+        r" (\w+) at .*test_strict.py:(\d+) asks for (.*), and (\w+) at .*:(\d+) for (.*), of one value",
+        str(caught.value),
     )
     assert both
-    (one, first, wanted), (other, second, last) = sorted((both.groups()[:3], both.groups()[3:]))  # backward they are turned
+    (one, first, wanted), (other, second, last) = sorted(
+        (both.groups()[:3], both.groups()[3:])
+    )  # backward they are turned
     assert (one, other, int(second)) == ("annotate", "with_sharding_constraint", int(first) + 1)
     assert (wanted, last) == ("P('data', None)", "P(None, 'data')")
     sx.shard_jit(f, mesh=MESH, options=sx.Options(strict=True, allow=(f"*/test_strict.py:{first}",))).plan(x)
@@ -166,15 +185,19 @@ def test_annotations_that_do_not_conflict():
         z = sx.annotate(jnp.sin(y), P("data"))
         return sx.annotate(z, P(None, "data")) + z, sx.annotate(x, P())
 
-    sx.shard_jit(f, mesh=MESH, in_shardings=P("model"), out_shardings=P(), options=sx.Options(strict=True)).plan(
-        jnp.ones((8, 16))
-    )
+    sx.shard_jit(
+        f, mesh=MESH, in_shardings=P("model"), out_shardings=P(), options=sx.Options(strict=True)
+    ).plan(jnp.ones((8, 16)))
 
 
 @pytest.mark.parametrize("allow", [(), ("sort",), ("all_*",), ("*/test_strict.py:*",)])
 def test_what_is_allowed_is_chosen_as_if_it_were_not_strict(allow):
-    """A short row is cheaper gathered than sorted in blocks, which strict mode does where it may not be gathered."""
+    """A short row is cheaper gathered than sorted in blocks, which strict mode does where it may not be
+    gathered.
+    """
     short = (jax.ShapeDtypeStruct((64,), jnp.float32),)
-    chosen, free = (plan(lambda x: jnp.sort(x), args=short, **how) for how in ({"strict": True, "allow": allow}, {}))
+    chosen, free = (
+        plan(lambda x: jnp.sort(x), args=short, **how) for how in ({"strict": True, "allow": allow}, {})
+    )
     assert {c.kind for c in free.collectives} == {"all_gather"}
     assert ([str(c) for c in chosen.collectives] == [str(c) for c in free.collectives]) == bool(allow)

@@ -37,7 +37,8 @@ OTHER = (P("data"), P(None, "model"), P(None, "model"))
 
 def written(path):
     with pytest.warns(
-        UserWarning, match=f"assert_plan wrote the plan of mlp to {re.escape(str(path))}: read it, and commit it"
+        UserWarning,
+        match=f"assert_plan wrote the plan of mlp to {re.escape(str(path))}: read it, and commit it",
     ):
         assert_plan(on_mesh(MEGATRON), ARGS, path)
     return path
@@ -55,7 +56,9 @@ def test_the_file(tmp_path):
         "mesh": "data=4, model=2",
         "types": {"x": "f32[8,16]", "up": "f32[16,32]", "down": "f32[32,16]"},
         "comm_bytes": 128,
-        "collectives": ["all_reduce over model of f32[2,16], 128 B each (test_testing.py: sum of dot_general)"],
+        "collectives": [
+            "all_reduce over model of f32[2,16], 128 B each (test_testing.py: sum of dot_general)"
+        ],
         "arguments": {"x": "P('data')", "up": "P(None, 'model')", "down": "P('model')"},
         "results": {"": "P('data')"},
         "place": "test_testing.py",
@@ -71,12 +74,11 @@ def test_the_same_plan_passes(tmp_path):
 
 def test_another_plan_fails(tmp_path):
     assert failure(AssertionError, on_mesh(OTHER), ARGS, written(tmp_path / "plan.json")) == (
-        "the plan of mlp is not that of plan.json:\n"
-        "  - all_reduce over model of f32[2,16], 128 B each (test_testing.py: sum of dot_general)\n"
-        "  + all_gather over model of f32[2,16], 128 B each (test_testing.py: dot_general in P('data', None))\n"
-        "  argument down: P(None, 'model'), not P('model')\n"
-        "  result (the value): P('data', 'model'), not P('data')\n"
-        "If that is meant, write the file anew: assert_plan(..., update=True)"
+        "the plan of mlp is not that of plan.json:\n  - all_reduce over model of f32[2,16], 128 B each "
+        "(test_testing.py: sum of dot_general)\n  + all_gather over model of f32[2,16], 128 B each "
+        "(test_testing.py: dot_general in P('data', None))\n  argument down: P(None, 'model'), not "
+        "P('model')\n  result (the value): P('data', 'model'), not P('data')\nIf that is meant, write the "
+        "file anew: assert_plan(..., update=True)"
     )
 
 
@@ -94,9 +96,9 @@ def test_a_plan_of_another_program(tmp_path):
         return x @ up @ down
 
     assert failure(ValueError, on_mesh(MEGATRON, other), ARGS, path) == (
-        "plan.json is the plan of another program: it was written for mlp (test_testing.py) on the mesh data=4, model=2, this "
-        "is other (test_testing.py) on data=4, model=2. "
-        "Give each its own file, or write this one anew: assert_plan(..., update=True)"
+        "plan.json is the plan of another program: it was written for mlp (test_testing.py) on the mesh "
+        "data=4, model=2, this is other (test_testing.py) on data=4, model=2. Give each its own file, or "
+        "write this one anew: assert_plan(..., update=True)"
     )
 
 
@@ -104,13 +106,19 @@ def test_a_plan_of_a_function_of_the_same_name_elsewhere(tmp_path):
     path = written(tmp_path / "plan.json")
     path.write_text(path.read_text().replace('"test_testing.py"', '"other.py"'))
     words = failure(ValueError, on_mesh(MEGATRON), ARGS, path)
-    assert "it was written for mlp (other.py) on the mesh data=4, model=2, this is mlp (test_testing.py) on" in words
+    assert (
+        "it was written for mlp (other.py) on the mesh data=4, model=2, this is mlp (test_testing.py) on"
+        in words
+    )
 
 
 def test_a_plan_on_another_mesh(tmp_path):
     mesh = AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     words = failure(ValueError, on_mesh(MEGATRON, mesh=mesh), ARGS, written(tmp_path / "plan.json"))
-    assert "is the plan of mlp (test_testing.py) on another mesh, data=4, model=2; this is on data=2, model=4. Give" in words
+    assert (
+        "is the plan of mlp (test_testing.py) on another mesh, data=4, model=2; this is on data=2, "
+        "model=4. Give" in words
+    )
 
 
 def test_a_plan_of_other_arguments(tmp_path):
@@ -127,7 +135,9 @@ def test_a_plan_of_other_arguments(tmp_path):
 def test_no_plan(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
-    words = "plan.json is no plan: neither assert_plan nor Plan.to_json wrote it. Delete it, or give another file"
+    words = (
+        "plan.json is no plan: neither assert_plan nor Plan.to_json wrote it. Delete it, or give another file"
+    )
     assert failure(ValueError, on_mesh(MEGATRON), ARGS, path) == words
 
 
@@ -153,14 +163,16 @@ def test_no_collectives():
     with pytest.raises(AssertionError) as error:
         assert_no_collectives(on_mesh(MEGATRON), ARGS)
     assert re.sub(r"/\S*:\d+", "LINE", str(error.value)) == (
-        "mlp sends, 128 B per call and device:\n  128 B: all_reduce over model of f32[2,16]: sum of dot_general, at LINE"
+        "mlp sends, 128 B per call and device:\n  128 B: all_reduce over model of f32[2,16]: sum of "
+        "dot_general, at LINE"
     )
 
 
 def test_max_bytes():
     assert_max_bytes(on_mesh(MEGATRON), ARGS, 128)
     with pytest.raises(
-        AssertionError, match="each device sends 128 bytes in a call of mlp, which is more than 127:\n  128 B: "
+        AssertionError,
+        match="each device sends 128 bytes in a call of mlp, which is more than 127:\n  128 B: ",
     ):
         assert_max_bytes(on_mesh(MEGATRON), ARGS, 127)
 
@@ -182,7 +194,11 @@ def test_more_bytes_are_said_first(tmp_path):
             {},
             "args of mlp is of type ShapeDtypeStruct: give the tuple of the arguments of a call",
         ),
-        ((on_mesh(MEGATRON), ARGS), {"kinds": ("allgather",)}, "there is no 'allgather'; give some of all_gather, all_reduce,"),
+        (
+            (on_mesh(MEGATRON), ARGS),
+            {"kinds": ("allgather",)},
+            "there is no 'allgather'; give some of all_gather, all_reduce,",
+        ),
     ],
 )
 def test_what_cannot_be_asserted(args, kwargs, words):

@@ -1,4 +1,6 @@
-"""The page of train steps after other people's: each trains as on one device, and the page tells what it does."""
+"""The page of train steps after other people's: each trains as on one device, and the page tells what it
+does.
+"""
 
 import jax
 import numpy as np
@@ -30,7 +32,9 @@ def numbers(cell: str) -> list[float]:
     return [float(x) for x in cell.split()]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in page.ROWS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in page.ROWS]
+)
 def test_train_step(name):
     found = page.row(name)
     assert len(found.plain) == page.STEPS >= 10
@@ -39,7 +43,9 @@ def test_train_step(name):
     _, _, _, sharded, plain, sent = cells(name)
     for shown, losses in ((sharded, found.sharded), (plain, found.plain)):
         np.testing.assert_allclose(numbers(shown), [losses[i] for i in page.SHOWN], rtol=1e-4)
-    stated = int(sent.replace(",", ""))  # programs may come to send less, not more; another JAX traces other programs
+    stated = int(
+        sent.replace(",", "")
+    )  # programs may come to send less, not more; another JAX traces other programs
     same_jax = f"JAX {jax.__version__}." in page.PAGE.read_text()
     assert 0.5 * stated < found.sent <= (stated if same_jax else 1.2 * stated)
 

@@ -1,6 +1,8 @@
-"""The main job's step and programs of many kinds compile for a TPU v5e-8, without a TPU, and send what the plans say.
+"""The main job's step and programs of many kinds compile for a TPU v5e-8, without a TPU, and send what the
+plans say.
 
-`make test-tpu`. The topology must be asked for before JAX starts, so this file compiles as a program of its own.
+`make test-tpu`. The topology must be asked for before JAX starts, so this file compiles as a program of its
+own.
 """
 
 import json
@@ -43,11 +45,17 @@ def test_programs_of_many_kinds():
             assert (planned, there) == ([], []), name
 
 
-CUT = ("convnet", "gpt2 2x2x2", "gpt2 2x4")  # of what is gathered, and then cut, XLA gathers less than was planned
+CUT = (
+    "convnet",
+    "gpt2 2x2x2",
+    "gpt2 2x4",
+)  # of what is gathered, and then cut, XLA gathers less than was planned
 
 
 def compiled_there(what: str) -> dict[str, list]:
-    """Of each program whether the lowered one is as planned, and what only the plan and only the compiled one hold."""
+    """Of each program whether the lowered one is as planned, and what only the plan and only the compiled one
+    hold.
+    """
     command = [sys.executable, __file__, what]
     found = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=900)
     assert found.returncode == 0, found.stderr[-4000:]
@@ -57,7 +65,8 @@ def compiled_there(what: str) -> dict[str, list]:
 
 
 def main(what: str) -> None:
-    """Prints how XLA rewrote each program for TPU, and last what the listed rewritings do not explain, as JSON.
+    """Prints how XLA rewrote each program for TPU, and last what the listed rewritings do not explain, as
+    JSON.
 
     `what`: a mesh for the default step, or "programs".
     """

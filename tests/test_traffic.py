@@ -1,4 +1,6 @@
-"""What programs send where XLA's partitioner sends more than it must: kinds and bytes of each collective, and right results."""
+"""What programs send where XLA's partitioner sends more than it must: kinds and bytes of each collective, and
+right results.
+"""
 
 from functools import partial
 
@@ -89,13 +91,37 @@ VALUES = ramp(8, 64, 16) / 64
 # name: (function, arguments, in_shardings, out_shardings, what is sent)
 ROWS = {
     "top_k, batch sharded": (lambda x: lax.top_k(x, 3), [X], P("x"), P("x"), []),
-    "top_k, rows sharded": (lambda x: lax.top_k(x, 3), [X], P(None, "x"), P(), [("all_gather", 3 * 16 * 3 * 4)] * 2),
-    "top_k, most of it": (lambda x: lax.top_k(x, 9), [X], P(None, "x"), P(), [("all_gather", 3 * 16 * 16 * 4)]),
+    "top_k, rows sharded": (
+        lambda x: lax.top_k(x, 3),
+        [X],
+        P(None, "x"),
+        P(),
+        [("all_gather", 3 * 16 * 3 * 4)] * 2,
+    ),
+    "top_k, most of it": (
+        lambda x: lax.top_k(x, 9),
+        [X],
+        P(None, "x"),
+        P(),
+        [("all_gather", 3 * 16 * 16 * 4)],
+    ),
     "cumsum": (lambda x: lax.cumsum(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "cummax": (lambda x: lax.cummax(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
-    "cumsum over two axes": (lambda x: lax.cumsum(x, 0), [X], P(("y", "x")), P(("y", "x")), [("all_gather", 7 * ROW)]),
-    "cummax, reversed": (lambda x: lax.cummax(x, 0, reverse=True), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
+    "cumsum over two axes": (
+        lambda x: lax.cumsum(x, 0),
+        [X],
+        P(("y", "x")),
+        P(("y", "x")),
+        [("all_gather", 7 * ROW)],
+    ),
+    "cummax, reversed": (
+        lambda x: lax.cummax(x, 0, reverse=True),
+        [X],
+        P("x"),
+        P("x"),
+        [("all_gather", 3 * ROW)],
+    ),
     "cumprod": (lambda x: lax.cumprod(x / 512, 0), [X], P("x"), P("x"), [("all_gather", 3 * ROW)]),
     "map": (mapped, [WIDE, X], (P(), P("x")), P("x"), []),
     "map over two axes": (mapped, [WIDE, X], (P(), P(("y", "x"))), P(("y", "x")), []),
@@ -139,7 +165,13 @@ ROWS = {
         [("ppermute", 3 * ROW // 2)],
     ),
     "roll far": (lambda x: jnp.roll(x, 6, 0), [X], P("x"), P("x"), [("ppermute", 2 * ROW)] * 2),
-    "gradient of roll": (gradients(lambda x: jnp.roll(x, 1, 0)), [X], P("x"), P("x"), [("ppermute", ROW)] * 2),
+    "gradient of roll": (
+        gradients(lambda x: jnp.roll(x, 1, 0)),
+        [X],
+        P("x"),
+        P("x"),
+        [("ppermute", ROW)] * 2,
+    ),
     "layers split by layer": (layers, [LAYERS, X], (P("x"), P("x")), P("x"), [("all_gather", 6 * LAYER)]),
     "gradient by layer": (
         lambda w, x: gradients(layers)(w, x)[0],
@@ -155,7 +187,13 @@ ROWS = {
         P(),
         [("all_to_all", ROW * 3 // 4)] * 2 + [("all_gather", ROW * 3 // 4)],
     ),
-    "product": (lambda x: x.prod(0), [X], P("x"), P(), [("all_to_all", ROW * 3 // 4), ("all_gather", ROW * 3 // 4)]),
+    "product": (
+        lambda x: x.prod(0),
+        [X],
+        P("x"),
+        P(),
+        [("all_to_all", ROW * 3 // 4), ("all_gather", ROW * 3 // 4)],
+    ),
     "x[i]": (lambda x, i: x[i], [X, FIVE], (P("x"), P()), P(), [("all_reduce", 3 * ROW // 2)]),
     "x[3]": (lambda x: x[3], [X], P("x"), P(), [("all_reduce", 3 * ROW // 2)]),
     "dynamic_slice": (
@@ -172,9 +210,27 @@ ROWS = {
         P("x"),
         [],
     ),
-    "diff": (lambda x: jnp.sum(jnp.diff(x, axis=0), 1), [X], P("x"), P(), [("ppermute", ROW), ("all_gather", 3 * 16)]),
-    "diff over two axes": (lambda x: x.at[1:].add(-x[:-1]), [X], P(("y", "x")), P(("y", "x")), [("ppermute", ROW)]),
-    "gradient of diff": (gradients(lambda x: jnp.diff(x, axis=0)), [X], P("x"), P("x"), [("ppermute", ROW)] * 2),
+    "diff": (
+        lambda x: jnp.sum(jnp.diff(x, axis=0), 1),
+        [X],
+        P("x"),
+        P(),
+        [("ppermute", ROW), ("all_gather", 3 * 16)],
+    ),
+    "diff over two axes": (
+        lambda x: x.at[1:].add(-x[:-1]),
+        [X],
+        P(("y", "x")),
+        P(("y", "x")),
+        [("ppermute", ROW)],
+    ),
+    "gradient of diff": (
+        gradients(lambda x: jnp.diff(x, axis=0)),
+        [X],
+        P("x"),
+        P("x"),
+        [("ppermute", ROW)] * 2,
+    ),
     "laplacian": (
         lambda x: jnp.pad(laplacian(x), ((1, 1), (0, 0))),
         [X],
@@ -221,7 +277,13 @@ ROWS = {
         P("x"),
         [("ppermute", ROW), ("ppermute", 2 * ROW)],
     ),
-    "experts, one group": (dispatch, [TOKENS[0], EXPERTS[0], PLACES[0]], (P("x"),) * 3, P("x"), [("reduce_scatter", 3 * 1024)]),
+    "experts, one group": (
+        dispatch,
+        [TOKENS[0], EXPERTS[0], PLACES[0]],
+        (P("x"),) * 3,
+        P("x"),
+        [("reduce_scatter", 3 * 1024)],
+    ),
     "experts, many groups": (
         jax.vmap(dispatch),
         [TOKENS, EXPERTS, PLACES],
@@ -265,7 +327,13 @@ ROWS = {
         P("y"),
         [("all_reduce", 2 * 3 * 8 // 4)],
     ),
-    "result wanted sharded": (jnp.matmul, [A, B], (P(None, "x"), P("x")), P("x"), [("reduce_scatter", 3 * 256 // 4)]),
+    "result wanted sharded": (
+        jnp.matmul,
+        [A, B],
+        (P(None, "x"), P("x")),
+        P("x"),
+        [("reduce_scatter", 3 * 256 // 4)],
+    ),
     "unused results": (unused, [A, B], (P(None, "x"), P("x")), P(None, "x"), []),
     "sum of products": (
         lambda a, b, c, d: a @ b + c @ d,
@@ -300,12 +368,30 @@ ROWS = {
         P("x", "y"),
         [("all_to_all", 3 * ROW // 2)] * 2,
     ),
-    "sort, a lone dim": (jnp.sort, [ramp(4096, dtype="int32")], P(("x", "y")), P(("x", "y")), [("ppermute", 2048)] * 6),
+    "sort, a lone dim": (
+        jnp.sort,
+        [ramp(4096, dtype="int32")],
+        P(("x", "y")),
+        P(("x", "y")),
+        [("ppermute", 2048)] * 6,
+    ),
     "sort, a lone dim of few devices": (jnp.sort, [ramp(1024)], P("x"), P("x"), [("all_gather", 3 * 1024)]),
-    "fft": (lambda x: jnp.fft.irfft(jnp.fft.rfft(x)), [X], P(None, "x"), P(None, "x"), [("all_to_all", 3 * ROW)] * 2),
+    "fft": (
+        lambda x: jnp.fft.irfft(jnp.fft.rfft(x)),
+        [X],
+        P(None, "x"),
+        P(None, "x"),
+        [("all_to_all", 3 * ROW)] * 2,
+    ),
     "fft of all dims": (jnp.fft.fft2, [X + 0j], P("x"), P(None, "x"), [("all_to_all", 6 * ROW)]),
     "rfft of all dims": (jnp.fft.rfft2, [ramp(16, 126)], P("x"), P(None, "x"), [("all_to_all", 6 * ROW)]),
-    "fft of few batches": (jnp.fft.fft2, [ramp(2, 64, 64) + 0j], P(None, "x"), P(None, None, "x"), [("all_to_all", 48 * ROW)]),
+    "fft of few batches": (
+        jnp.fft.fft2,
+        [ramp(2, 64, 64) + 0j],
+        P(None, "x"),
+        P(None, None, "x"),
+        [("all_to_all", 48 * ROW)],
+    ),
     "cholesky": (
         lambda x: lax.linalg.cholesky(x, symmetrize_input=False),
         [SQUARES],
@@ -321,7 +407,11 @@ ROWS = {
         [("all_gather", 3 * 64), ("all_to_all", 3 * 512 // 4)],
     ),
     "gradients of a convolution of patches": (
-        gradients(lambda x, k: lax.conv_general_dilated(x, k, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))),
+        gradients(
+            lambda x, k: lax.conv_general_dilated(
+                x, k, (4, 4), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        ),
         [IMAGE, ramp(4, 4, 4, 8)],
         (P(None, "x"), P()),
         (P(None, "x"), P()),
@@ -416,25 +506,33 @@ def check(mesh, f, args, ins, outs, chip=None):
 def test_sends(name):
     f, args, ins, outs, wanted = ROWS[name]
     found = [(c.kind, c.nbytes) for c in check(MESH, f, args, ins, outs).collectives]
-    fewer = wanted[:-1] if name == "gradients of a map" else wanted  # the newest JAX traces a product less to gather for
+    fewer = (
+        wanted[:-1] if name == "gradients of a map" else wanted
+    )  # the newest JAX traces a product less to gather for
     assert found in (wanted, fewer)
 
 
 def test_spatial_and_feature_dims_sharded():
     """Plain jax.jit gives wrong numbers here, on JAX 0.10.2 and 0.12.0.1."""
-    plan = check(SQUARE, conv, [IMAGE, KERNEL], (P(None, "x"), P(None, None, None, "y")), P(None, "x", None, "y"))
+    plan = check(
+        SQUARE, conv, [IMAGE, KERNEL], (P(None, "x"), P(None, None, None, "y")), P(None, "x", None, "y")
+    )
     assert [(c.kind, c.nbytes) for c in plan.collectives] == [("ppermute", 2 * 16 * 4 * 4)] * 2
 
 
 def test_gradients_of_a_convolution():
     """Halos for the image, which both want, and for what comes back; one sum for the kernel."""
     ins = (P(None, "x"), P())
-    plan = check(MESH, gradients(conv), [IMAGE, KERNEL], ins, ins, chip="slow")  # else so small an image is gathered
+    plan = check(
+        MESH, gradients(conv), [IMAGE, KERNEL], ins, ins, chip="slow"
+    )  # else so small an image is gathered
     assert [c.kind for c in plan.collectives] == ["ppermute"] * 4 + ["all_reduce"]
 
 
 def test_halves_of_a_product_are_cut_into_even_blocks():
-    """As in a gated layer. Where they lie, on half of the devices each, they would be moved for every reader."""
+    """As in a gated layer. Where they lie, on half of the devices each, they would be moved for every
+    reader.
+    """
 
     def gated(x, w, out):
         a, b = jnp.split(x @ w, 2, 1)
@@ -471,12 +569,17 @@ def attention(split, w, x):
 def test_fewer_heads_than_devices(heads, ways):
     """Those that have one send what they would if there were enough for all.
 
-    Where a part of the axis gives each device one head, heads are replicated over the rest; else some devices have none.
+    Where a part of the axis gives each device one head, heads are replicated over the rest; else some devices
+    have none.
     """
     mesh = jax.make_mesh((1, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     w, x = {"qkv": ramp(16, 3, heads, 4) / 512, "out": ramp(heads, 4, 16) / 512}, ramp(2, 12, 16) / 64
     split, plain = partial(attention, sx.annotate), partial(attention, lambda w, _: w)
-    how = {"mesh": mesh, "in_shardings": P(), "options": sx.Options(chip="slow")}  # else so little is computed by all
+    how = {
+        "mesh": mesh,
+        "in_shardings": P(),
+        "options": sx.Options(chip="slow"),
+    }  # else so little is computed by all
     f, close = sx.shard_jit(split, **how), partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
     close(f(w, x), jax.jit(plain)(w, x))
     sent = [f"all_reduce over {ways} of f32[2,12,16]: sum of dot_general"] if ways else []
@@ -501,17 +604,24 @@ def test_heads_that_share_keys(keys, heads):
     shapes = {"q": (16, heads, 4), "k": (16, keys, 4), "v": (16, keys, 4), "o": (heads, 4, 16)}
     w, x = {name: ramp(*shape) / 512 for name, shape in shapes.items()}, ramp(2, 12, 16) / 64
     split, plain = partial(grouped, sx.annotate), partial(grouped, lambda w, _: w)
-    how, close = {"mesh": mesh, "in_shardings": (P(), P("x"))}, partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4)
+    how, close = (
+        {"mesh": mesh, "in_shardings": (P(), P("x"))},
+        partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4),
+    )
     f = sx.shard_jit(split, **how)
     close(f(w, x), jax.jit(plain)(w, x))
     jax.tree.map(close, sx.shard_jit(gradients(split), **how)(w, x), jax.jit(gradients(plain))(w, x))
     if heads % 4 == 0:
-        assert [str(c) for c in f.plan(w, x).collectives] == ["all_reduce over y of f32[1,12,16]: sum of dot_general"]
+        assert [str(c) for c in f.plan(w, x).collectives] == [
+            "all_reduce over y of f32[1,12,16]: sum of dot_general"
+        ]
 
 
 @pytest.mark.mixed_dtypes
 def test_moves_that_what_follows_takes_back_are_not_made():
-    """Two heads on four devices: axes that no head has would move to the sequence and back, 226,157 bytes in all."""
+    """Two heads on four devices: axes that no head has would move to the sequence and back, 226,157 bytes in
+    all.
+    """
     program = PROGRAMS["gpt2 2x4"]
     axes = (AxisType.Auto,) * len(program.mesh)
     f, args = program.make(jax.make_mesh(tuple(program.mesh.values()), tuple(program.mesh), axis_types=axes))

@@ -56,7 +56,10 @@ def test_compare(capsys, tmp_path, mesh):
 @pytest.mark.once
 def test_xla_says_what_it_drops(capsys, tmp_path):
     out = run(capsys, tmp_path, "--mesh", "data=2,model=4", "--steps", "2", "--partitioner", "xla")
-    assert "xla does not split params/embed/embedding float32[257, 32]: P('model', None) becomes P(None, None)" in out
+    assert (
+        "xla does not split params/embed/embedding float32[257, 32]: P('model', None) becomes P(None, None)"
+        in out
+    )
     assert "plan" not in out
 
 
@@ -78,11 +81,13 @@ def test_dropout_is_the_same_on_every_mesh(capsys, tmp_path):
     [
         (
             ["--mesh", "date=4"],
-            "train: argument --mesh: 'date=4' is not of the form axis=size, with an axis of data, fsdp, model",
+            "train: argument --mesh: 'date=4' is not of the form axis=size, with an axis of data, fsdp, "
+            "model",
         ),
         (
             ["--mesh", "data=0"],
-            "train: argument --mesh: 'data=0' is not of the form axis=size, with an axis of data, fsdp, model",
+            "train: argument --mesh: 'data=0' is not of the form axis=size, with an axis of data, fsdp, "
+            "model",
         ),
         (["--mesh", "data=2,data=4"], "train: argument --mesh: axis data is named twice in 'data=2,data=4'"),
         (["--mesh", "data=8,model=2"], "train: --mesh data=8,model=2 needs 16 devices, and there are 8"),
@@ -97,7 +102,8 @@ def test_dropout_is_the_same_on_every_mesh(capsys, tmp_path):
         ),
         (
             ["--processes", "2"],
-            "train: --processes and --coordinator go together: --coordinator 127.0.0.1:7000 --processes 2 --process 0",
+            "train: --processes and --coordinator go together: --coordinator 127.0.0.1:7000 --processes 2 "
+            "--process 0",
         ),
         (
             ["--coordinator", "127.0.0.1:7000", "--processes", "2", "--process", "2"],
@@ -166,7 +172,9 @@ def test_batches_follow_step_and_seed():
     first = text.batch(stream, 0, 0, 4, 16)
     assert first.shape == (4, 17) and first.dtype == np.int32
     np.testing.assert_array_equal(first, text.batch(stream, 0, 0, 4, 16))
-    assert (first != text.batch(stream, 1, 0, 4, 16)).any() and (first != text.batch(stream, 0, 1, 4, 16)).any()
+    assert (first != text.batch(stream, 1, 0, 4, 16)).any() and (
+        first != text.batch(stream, 0, 1, 4, 16)
+    ).any()
     np.testing.assert_array_equal(np.diff(first), 1)
 
 
@@ -181,7 +189,9 @@ def test_specs_fit_the_parameters(axes, scan):
     config = gpt2.Config(scan=scan)
     params = jax.eval_shape(lambda: gpt2.init_params(config, jax.random.key(0)))
     specs = gpt2_sharding.param_specs(params, axes)
-    jax.tree.map(lambda spec, leaf: len(spec) <= leaf.ndim or pytest.fail(f"{spec} for {leaf}"), specs, params)
+    jax.tree.map(
+        lambda spec, leaf: len(spec) <= leaf.ndim or pytest.fail(f"{spec} for {leaf}"), specs, params
+    )
     used = {axis for spec in jax.tree.leaves(specs) for axis in spec if axis}
     assert used == set(axes) - {"data"}
 
@@ -204,13 +214,18 @@ def test_scan_and_remat_train_alike(changes):
         other = params
     tokens = np.arange(18, dtype=np.int32).reshape(2, 9)
     changed = gpt2.Config(layers=2, heads=2, model=16, seq=8, **changes)
-    np.testing.assert_allclose(gpt2.loss(changed, other, tokens), gpt2.loss(config, params, tokens), rtol=1e-6)
+    np.testing.assert_allclose(
+        gpt2.loss(changed, other, tokens), gpt2.loss(config, params, tokens), rtol=1e-6
+    )
 
 
 def small_models():
     rng = np.random.default_rng(0)
     x_BI, y_BO = rng.normal(size=(12, 16)).astype(np.float32), rng.normal(size=(12, 8)).astype(np.float32)
-    images_BHWC, labels_B = rng.normal(size=(12, 16, 16, 3)).astype(np.float32), rng.integers(0, 10, 12).astype(np.int32)
+    images_BHWC, labels_B = (
+        rng.normal(size=(12, 16, 16, 3)).astype(np.float32),
+        rng.integers(0, 10, 12).astype(np.int32),
+    )
     return [
         pytest.param(mlp, mlp.Config(), (x_BI, y_BO), id="mlp"),
         pytest.param(convnet, convnet.Config(), (images_BHWC, labels_B), id="convnet"),
@@ -225,7 +240,9 @@ def test_small_models_train_as_on_one_device(model, config, batch):
     mesh = make_mesh({"data": 2, "model": 4})
     specs = model.param_specs(jax.eval_shape(init, jax.random.key(0)).params, mesh.axis_names)
     sharded = sx.shard_jit(step, mesh=mesh, in_shardings=(State(specs, None, None), model.BATCH))
-    np.testing.assert_allclose(three_losses(init, sharded, batch), three_losses(init, jax.jit(step), batch), rtol=1e-4)
+    np.testing.assert_allclose(
+        three_losses(init, sharded, batch), three_losses(init, jax.jit(step), batch), rtol=1e-4
+    )
 
 
 def three_losses(init, step, batch) -> list[float]:

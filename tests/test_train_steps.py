@@ -1,7 +1,9 @@
-"""Real train steps, several in a row: sharded on every kind of mesh, uneven wherever possible, against plain `jax.jit`.
+"""Real train steps, several in a row: sharded on every kind of mesh, uneven wherever possible, against plain
+`jax.jit`.
 
-Losses and what optimizers accumulate are compared within reassociation. So are parameters, because each optimizer's epsilon is
-far above what rounding leaves of a gradient that is zero: Adam would divide noise by noise.
+Losses and what optimizers accumulate are compared within reassociation. So are parameters, because each
+optimizer's epsilon is far above what rounding leaves of a gradient that is zero: Adam would divide noise by
+noise.
 """
 
 import random
@@ -137,13 +139,20 @@ def trains_alike(job: Job, mesh_shape, tolerance: float = 1e-4, specs=None) -> N
     `specs`: of parameters and batch, else the model's own.
     """
     mesh = make_mesh(mesh_shape)
-    params, batch = specs or (job.specs(shapes(job).params, mesh.axis_names), on_axes(job.batch_spec, mesh.axis_names))
-    step = sx.shard_jit(job.step, mesh=mesh, in_shardings=(State(params, None, None), batch), donate_argnums=0)
+    params, batch = specs or (
+        job.specs(shapes(job).params, mesh.axis_names),
+        on_axes(job.batch_spec, mesh.axis_names),
+    )
+    step = sx.shard_jit(
+        job.step, mesh=mesh, in_shardings=(State(params, None, None), batch), donate_argnums=0
+    )
     state, losses = run(job, step)
     expected, expected_losses = on_one_device(job)
     np.testing.assert_allclose(losses, expected_losses, rtol=tolerance / 10)
     jax.tree_util.tree_map_with_path(lambda path, x, y: leaf_equal(path, x, y, tolerance), state, expected)
-    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state) if isinstance(leaf.sharding, NamedSharding)} == {mesh}
+    assert {
+        leaf.sharding.mesh for leaf in jax.tree.leaves(state) if isinstance(leaf.sharding, NamedSharding)
+    } == {mesh}
 
 
 def leaf_equal(path, found, expected, tolerance: float) -> None:
@@ -152,12 +161,15 @@ def leaf_equal(path, found, expected, tolerance: float) -> None:
         np.testing.assert_array_equal(found, expected, str(path))
     elif expected.size:
         scale = max(float(abs(expected).max()), 1e-6)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            found, expected, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path)
+        )
 
 
 def cases(*rows):
     return pytest.mark.parametrize(
-        ("job", "mesh"), [pytest.param(job, m, id=f"{name}-{mesh_text(m)}", marks=marks) for name, job, m, *marks in rows]
+        ("job", "mesh"),
+        [pytest.param(job, m, id=f"{name}-{mesh_text(m)}", marks=marks) for name, job, m, *marks in rows],
     )
 
 

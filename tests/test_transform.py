@@ -59,21 +59,29 @@ TRANSFORMS = {
     "vmap": lambda f: lambda x, w: jax.vmap(f)(jnp.stack([x, 2 * x]), jnp.stack([w, w])),
     "vmap_of_one": lambda f: lambda x, w: jax.vmap(f, (None, 2), 1)(x, jnp.stack([w, 2 * w], 2)),
     "vmap_grad": lambda f: lambda x, w: jax.vmap(jax.grad(loss(f)), (0, None))(jnp.stack([x, 2 * x]), w),
-    "grad_vmap": lambda f: jax.grad(lambda x, w: jax.vmap(loss(f), (0, None))(jnp.stack([x, 2 * x]), w).sum()),
+    "grad_vmap": lambda f: jax.grad(
+        lambda x, w: jax.vmap(loss(f), (0, None))(jnp.stack([x, 2 * x]), w).sum()
+    ),
     "grad_grad": lambda f: jax.grad(lambda x, w: jax.grad(loss(f))(x, w).sum(), (0, 1)),
     "hessian": lambda f: lambda x, w: jax.hessian(lambda w: loss(f)(x, w))(w),
     "jacfwd": lambda f: lambda x, w: jax.jacfwd(lambda w: f(x, w).sum(0))(w),
     "checkpoint": lambda f: jax.grad(loss(jax.checkpoint(f)), (0, 1)),
-    "checkpoint_dots": lambda f: jax.grad(loss(jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)), (0, 1)),
+    "checkpoint_dots": lambda f: jax.grad(
+        loss(jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)), (0, 1)
+    ),
     "scan": scanned,
     "grad_scan": lambda f: jax.grad(lambda x, w: loss(lambda x, w: scanned(f)(x, w)[0])(x, w), (0, 1)),
     "scan_checkpoint": lambda f: jax.grad(lambda x, w: scanned(jax.checkpoint(f))(x, w)[1].sum(), (0, 1)),
     "while": lambda f: lambda x, w: lax.fori_loop(0, 3, lambda i, c: f(c, w), x),
-    "cond": lambda f: jax.grad(lambda x, w: lax.cond(x.sum() > 5, loss(f), lambda x, w: 2 * loss(f)(x, w), x, w), (0, 1)),
+    "cond": lambda f: jax.grad(
+        lambda x, w: lax.cond(x.sum() > 5, loss(f), lambda x, w: 2 * loss(f)(x, w), x, w), (0, 1)
+    ),
     "custom_vjp": lambda f: jax.grad(lambda x, w: clipped(f(clipped(x), w)).sum(), (0, 1)),
     "nested": lambda f: sx.shard_jit(jax.grad(loss(f)), mesh=MESH, in_shardings=(P("x"), P())),
     "closure": lambda f: jax.grad(lambda x, w: sx.shard_jit(lambda y: f(y, w), mesh=MESH)(x).sum(), (0, 1)),
-    "eval_shape": lambda f: lambda x, w: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, x, w)),
+    "eval_shape": lambda f: (
+        lambda x, w: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(f, x, w))
+    ),
 }
 
 
@@ -95,11 +103,16 @@ def test_transform_on_an_explicit_mesh(name):
 
 
 def test_custom_derivatives_inside():
-    check(jax.grad(lambda x: sx.shard_jit(clipped, mesh=MESH)(3 * x).sum())(X), jax.grad(lambda x: clipped(3 * x).sum())(X))
+    check(
+        jax.grad(lambda x: sx.shard_jit(clipped, mesh=MESH)(3 * x).sum())(X),
+        jax.grad(lambda x: clipped(3 * x).sum())(X),
+    )
 
 
 def projected(symbolic_zeros: bool, **asked):
-    """Rows of x times w, and their sum: residuals that are arguments and that are not, integers, a zero cotangent."""
+    """Rows of x times w, and their sum: residuals that are arguments and that are not, integers, a zero
+    cotangent.
+    """
     spec = asked.get("out_sharding", P()) or P()
 
     @jax.custom_vjp
@@ -117,7 +130,11 @@ def projected(symbolic_zeros: bool, **asked):
         drawn = x.at[rows].get(**asked)
         if asked:
             ct = jax.sharding.reshard(ct, spec)
-        dx = jnp.zeros(x.shape, x.dtype, **asked).at[rows].add(jnp.einsum("ac,bc->ab", ct, w, **asked), **asked)
+        dx = (
+            jnp.zeros(x.shape, x.dtype, **asked)
+            .at[rows]
+            .add(jnp.einsum("ac,bc->ab", ct, w, **asked), **asked)
+        )
         dw = jnp.einsum("ab,ac->bc", drawn, ct, **({"out_sharding": P()} if asked else {}))
         ones = jnp.reshape(jnp.broadcast_to(jnp.ones(4), x.shape, **asked), x.shape)
         return dx * ones, dw * slope, None
@@ -127,7 +144,8 @@ def projected(symbolic_zeros: bool, **asked):
 
 
 @pytest.mark.parametrize(
-    "name, symbolic_zeros", [("grad", True), ("one", False), ("nested", False), ("checkpoint", False), ("vmap", True)]
+    "name, symbolic_zeros",
+    [("grad", True), ("one", False), ("nested", False), ("checkpoint", False), ("vmap", True)],
 )
 def test_a_backward_rule_that_asks_for_shardings(name, symbolic_zeros):
     """It is traced under the Explicit mesh that it was written for, whenever that is."""
@@ -224,8 +242,13 @@ def test_a_sum_over_a_named_dim_and_an_axis():
     """Of a shard_map, which a vmap is around."""
 
     total = functools.partial(lax.psum, axis_name=("x", "batch"))
-    f = jax.vmap(jax.shard_map(total, mesh=MESH, in_specs=P("x"), out_specs=P(), check_vma=False), axis_name="batch")
-    check(sx.shard_jit(f, mesh=MESH, in_shardings=P("y"))(X.T), jnp.broadcast_to(X.reshape(4, 2, 4).sum((0, 2)), (4, 2)))
+    f = jax.vmap(
+        jax.shard_map(total, mesh=MESH, in_specs=P("x"), out_specs=P(), check_vma=False), axis_name="batch"
+    )
+    check(
+        sx.shard_jit(f, mesh=MESH, in_shardings=P("y"))(X.T),
+        jnp.broadcast_to(X.reshape(4, 2, 4).sum((0, 2)), (4, 2)),
+    )
 
 
 def test_unused_results_and_arguments_are_dropped():
@@ -247,7 +270,9 @@ def test_cotangents_of_weak_types_are_weak():
 
 @pytest.mark.parametrize("rows, saved", [(8, 0), (7, 1)])
 def test_annotated_arguments_are_not_stored_again(rows, saved):
-    """Those that rest as annotated. 7 rows over 4 devices do not: they are saved as the forward part has them, padded."""
+    """Those that rest as annotated. 7 rows over 4 devices do not: they are saved as the forward part has
+    them, padded.
+    """
     f = sx.shard_jit(lambda x, w: x @ w, mesh=MESH, in_shardings=(P("x"), P(None, "y")))
     forward = jax.make_jaxpr(lambda x, w: jax.vjp(f, x, w)[1](x @ w))(ramp(rows, 4), ramp(4, 6)).eqns
     (eqn,) = next(e for e in forward if e.primitive.name in ("jit", "pjit")).params["jaxpr"].eqns
@@ -271,7 +296,12 @@ def test_uneven_residuals_of_every_kind():
         noise = jax.vmap(lambda key, row: jax.random.uniform(key, (3,)) * row)(
             jax.random.split(jax.random.key(0), 7), jnp.sin(x)
         )
-        return (rows * rows).sum().astype(jnp.float32) + jnp.cos(x[:, :0]).sum() + (noise**2).sum() + x[order, 0].sum()
+        return (
+            (rows * rows).sum().astype(jnp.float32)
+            + jnp.cos(x[:, :0]).sum()
+            + (noise**2).sum()
+            + x[order, 0].sum()
+        )
 
     x = ramp(7, 3)
     g = sx.shard_jit(f, mesh=MESH, in_shardings=P(("y", "x")))
@@ -290,7 +320,9 @@ def test_forward_mode_stores_nothing_over_time():
 
 
 def sent(f, *args) -> tuple[int, int]:
-    """Bytes that one device sends in all the programs of `f`, and how many of them bring residuals to rest or back."""
+    """Bytes that one device sends in all the programs of `f`, and how many of them bring residuals to rest or
+    back.
+    """
     found = [c for jaxpr in programs(jax.make_jaxpr(f)(*args)) for c in collectives(jaxpr, MESH.shape)]
     return comm_bytes(found), comm_bytes(c for c in found if SAVED in c.reason)
 
@@ -298,7 +330,9 @@ def sent(f, *args) -> tuple[int, int]:
 def programs(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive is primitive.shard_jit_p:
-            yield primitive.build(eqn.params["jaxpr"], (None,) * len(eqn.invars), MESH, eqn.params["options"]).jaxpr
+            yield primitive.build(
+                eqn.params["jaxpr"], (None,) * len(eqn.invars), MESH, eqn.params["options"]
+            ).jaxpr
         else:
             yield from (p for inner in eqn.params.values() if hasattr(inner, "eqns") for p in programs(inner))
 
@@ -323,15 +357,20 @@ class TestBytes:
         whole = functools.partial(sx.shard_jit, mesh=MESH, in_shardings=(specs, P("x")), out_shardings=specs)
         args = self.args(rows, hidden)
         once, twice = (whole(jax.grad(f)).plan(*args) for f in (mlp, sx.shard_jit(mlp, mesh=MESH)))
-        assert [(c.kind, c.axes, c.nbytes) for c in once.collectives] == [(c.kind, c.axes, c.nbytes) for c in twice.collectives]
+        assert [(c.kind, c.axes, c.nbytes) for c in once.collectives] == [
+            (c.kind, c.axes, c.nbytes) for c in twice.collectives
+        ]
         again = whole(jax.grad(sx.shard_jit(mlp, mesh=MESH, in_shardings=(specs, P("x"))))).plan(*args)
         assert again.comm_bytes == once.comm_bytes
 
     def test_an_eager_grad_gathers_twice(self, specs, rows, hidden):
         args = self.args(rows, hidden)
-        whole = sx.shard_jit(jax.grad(mlp), mesh=MESH, in_shardings=(specs, P("x")), out_shardings=specs).plan(*args)
+        whole = sx.shard_jit(
+            jax.grad(mlp), mesh=MESH, in_shardings=(specs, P("x")), out_shardings=specs
+        ).plan(*args)
         both, residuals = sent(jax.grad(sx.shard_jit(mlp, mesh=MESH, in_shardings=(specs, P("x")))), *args)
-        # forward and backward are chosen apart: what both gather of weights and batch is gathered twice, the loss is summed
+        # forward and backward are chosen apart: what both gather of weights and batch is gathered twice, the
+        # loss is summed
         assert residuals == 0 and both <= 2.2 * whole.comm_bytes
 
 
@@ -345,7 +384,9 @@ def test_what_is_made_of_it_is_not_it():
     check(jax.jit(jax.checkpoint(grad))(X, W), jax.grad(loss(layer), 1)(X, W))
 
 
-@pytest.mark.parametrize("policy, saved", [((), []), (("a",), ["f32[8,4]"]), (("a", "b"), ["f32[8,4]", "f32[]"])])
+@pytest.mark.parametrize(
+    "policy, saved", [((), []), (("a",), ["f32[8,4]"]), (("a", "b"), ["f32[8,4]", "f32[]"])]
+)
 def test_checkpoint_policies_see_inside(capsys, policy, saved):
     def named(x):
         x = checkpoint_name(jnp.sin(x), "a")
@@ -355,7 +396,9 @@ def test_checkpoint_policies_see_inside(capsys, policy, saved):
     for f in (named, sx.shard_jit(named, mesh=MESH)):
         print_saved_residuals(jax.checkpoint(f, policy=only), X)
         lines = capsys.readouterr().out.splitlines()
-        assert sorted(line.split()[0] for line in lines if "from the argument" not in line) == sorted(saved), lines
+        assert sorted(line.split()[0] for line in lines if "from the argument" not in line) == sorted(
+            saved
+        ), lines
 
 
 def named(x, w):
@@ -370,10 +413,14 @@ POLICIES = {
     "names": jax.checkpoint_policies.save_only_these_names("b"),
     "others": jax.checkpoint_policies.save_anything_except_these_names("a"),
     "both": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.save_only_these_names("a")
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("a"),
     ),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=["b"], names_which_can_be_offloaded=["a"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=["b"],
+        names_which_can_be_offloaded=["a"],
+        offload_src="device",
+        offload_dst="pinned_host",
     ),
 }
 
@@ -385,7 +432,9 @@ def test_what_a_policy_saves_is_what_it_saves_in_plain_jax(capsys, policy):
     lines = []
     for f in (remat(named), remat(on_mesh(named))):
         print_saved_residuals(f, X, W)
-        lines.append(sorted((line.split()[0], "argument" in line) for line in capsys.readouterr().out.splitlines()))
+        lines.append(
+            sorted((line.split()[0], "argument" in line) for line in capsys.readouterr().out.splitlines())
+        )
     assert lines[0] == lines[1]
     assert _kept(jax.jit(remat(named))) == _kept(on_mesh(remat(named)))
     check(jax.grad(on_mesh(remat(named)), (0, 1))(X, W), jax.grad(named, (0, 1))(X, W))
@@ -393,13 +442,17 @@ def test_what_a_policy_saves_is_what_it_saves_in_plain_jax(capsys, policy):
 
 def _kept(f):
     leaves = jax.tree.leaves(jax.vjp(f, X, W)[1])
-    return sorted((str(x.dtype), x.shape, x.sharding.memory_kind if isinstance(x, jax.Array) else "device") for x in leaves)
+    return sorted(
+        (str(x.dtype), x.shape, x.sharding.memory_kind if isinstance(x, jax.Array) else "device")
+        for x in leaves
+    )
 
 
 @pytest.mark.parametrize("policy, rows", [("everything", 8), ("everything", 7), ("dots", 7), ("names", 7)])
 def test_what_a_policy_saves_is_not_sent(policy, rows):
-    """It leaves the forward part as it enters the later one, padded where it is uneven. Arguments are not saved: what cannot
-    rest as annotated is brought there once more, and what is recomputed needs w once more."""
+    """It leaves the forward part as it enters the later one, padded where it is uneven. Arguments are not
+    saved: what cannot rest as annotated is brought there once more, and what is recomputed needs w once more.
+    """
     x, w = ramp(rows, 4) / 8, ramp(4, 4) / 8
     f = sx.shard_jit(named, mesh=MESH, in_shardings=(P("x"), P(None, "y")))
     remat = jax.checkpoint(f, policy=POLICIES[policy])

@@ -1,4 +1,5 @@
-"""The product of JAX's transformations: which pairs compose with shard_jit, in three orders, against the plain function.
+"""The product of JAX's transformations: which pairs compose with shard_jit, in three orders, against the
+plain function.
 
 `python -m tests.transformations` tries them all and writes the table in docs/transformations.md.
 """
@@ -48,7 +49,10 @@ def total(f: Function) -> Callable[[Any, Any], jax.Array]:
 def custom(f: Function) -> Function:
     """`f` with a derivative of its own, twice the true one."""
     g = jax.custom_vjp(f)
-    g.defvjp(lambda x, w: (f(x, w), (x, w)), lambda saved, ct: jax.vjp(f, *saved)[1](jax.tree.map(lambda c: 2 * c, ct)))
+    g.defvjp(
+        lambda x, w: (f(x, w), (x, w)),
+        lambda saved, ct: jax.vjp(f, *saved)[1](jax.tree.map(lambda c: 2 * c, ct)),
+    )
     return g
 
 
@@ -82,11 +86,15 @@ ORDERS: dict[str, Callable[[Any, Any], Function]] = {
     "between": lambda outer, inner: outer(sharded(inner(layer))),
     "outside": lambda outer, inner: sharded(outer(inner(layer))),
 }
-REASONS = {(outer, "custom_vjp"): "JAX has no forward mode of a `custom_vjp`" for outer in ("jvp", "linearize")}
+REASONS = {
+    (outer, "custom_vjp"): "JAX has no forward mode of a `custom_vjp`" for outer in ("jvp", "linearize")
+}
 
 
 def check(outer: str, inner: str, run=None) -> None:
-    """Whether a cell is as the table says, in all orders: equal to the plain function, or refused as the plain function is."""
+    """Whether a cell is as the table says, in all orders: equal to the plain function, or refused as the
+    plain function is.
+    """
     run = run or operation_by_operation
     transforms = TRANSFORMS[outer], TRANSFORMS[inner]
     plain = functools.partial(run, transforms[0](transforms[1](layer)))
@@ -102,7 +110,9 @@ def check(outer: str, inner: str, run=None) -> None:
 
 
 def operation_by_operation(f: Function) -> list[Any]:
-    """The results of the program that the transformations make. Its operations are compiled alone, once for all cells."""
+    """The results of the program that the transformations make. Its operations are compiled alone, once for
+    all cells.
+    """
     jaxpr = jax.make_jaxpr(f)(X, W)
     with jax.disable_jit():
         return jaxpr_as_fun(jaxpr)(X, W)

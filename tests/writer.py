@@ -17,7 +17,9 @@ MOST = 2048  # the greatest magnitude of a float, the greatest number of element
 
 @dataclass(frozen=True)
 class Value:
-    """A name of the program. `bound` limits its magnitude; `exact`: its value does not depend on the order of any sums."""
+    """A name of the program. `bound` limits its magnitude; `exact`: its value does not depend on the order of
+    any sums.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -51,9 +53,15 @@ class Writer:
         self.count[0] += 1
         return f"{letter}{self.count[0]}"
 
-    def pick(self, dtypes: Sequence[str] = ("float32",), least_rank: int = 0, exact: bool = False, where=None) -> Value:
+    def pick(
+        self, dtypes: Sequence[str] = ("float32",), least_rank: int = 0, exact: bool = False, where=None
+    ) -> Value:
         """A value of one of these dtypes, a late one more often. Raises Impossible where there is none."""
-        fit = [v for v in self.values if v.dtype in dtypes and len(v.shape) >= least_rank and (v.exact or not exact)]
+        fit = [
+            v
+            for v in self.values
+            if v.dtype in dtypes and len(v.shape) >= least_rank and (v.exact or not exact)
+        ]
         fit = [v for v in fit if where is None or where(v)]
         if not fit:
             raise Impossible
@@ -87,7 +95,11 @@ class Writer:
     def spec(self, rank: int) -> P:
         """Random axes on random dims, also several on one, in any order."""
         dims: list[list[str]] = [[] for _ in range(rank)]
-        for axis in self.rng.sample(list(self.axes), min(self.rng.choice([0, 1, 1, 2, 3]), len(self.axes))) if rank else ():
+        for axis in (
+            self.rng.sample(list(self.axes), min(self.rng.choice([0, 1, 1, 2, 3]), len(self.axes)))
+            if rank
+            else ()
+        ):
             self.rng.choice(dims).append(axis)
         return P(*(None if not d else d[0] if len(d) == 1 else tuple(d) for d in dims))
 
@@ -129,7 +141,9 @@ class Writer:
         return spread if x.dtype == "int32" else f"jnp.tanh({spread})"
 
     def block(self, params: Sequence[Value], most: int) -> "Writer":
-        """A writer for the body of a function that sees what is here already. What floats it makes are taken as inexact."""
+        """A writer for the body of a function that sees what is here already. What floats it makes are taken
+        as inexact.
+        """
         inner = [replace(v, exact=v.exact and not v.is_float) for v in self.values]
         return replace(self, values=[*inner, *params], statements=[], depth=self.depth + 1).fill(most)
 
@@ -158,7 +172,11 @@ def broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 def _struct(v: Value):
-    return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), v.shape)) if v.dtype == "key" else _plain_struct(v)
+    return (
+        jax.eval_shape(lambda: jax.random.split(jax.random.key(0), v.shape))
+        if v.dtype == "key"
+        else _plain_struct(v)
+    )
 
 
 def _plain_struct(v: Value):

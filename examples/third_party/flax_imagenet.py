@@ -1,4 +1,5 @@
-"""A small residual network with batch norm: statistics in the train state, weight decay in the loss, a cosine schedule.
+"""A small residual network with batch norm: statistics in the train state, weight decay in the loss, a cosine
+schedule.
 
 After Flax's ImageNet example: https://github.com/google/flax/tree/main/examples/imagenet
 """
@@ -43,7 +44,9 @@ MODEL = ResNet()
 
 def init(key):
     variables = MODEL.init(key, jnp.zeros((1, SIDE, SIDE, 3)))
-    return TrainState.create(apply_fn=MODEL.apply, params=variables["params"], tx=TX, batch_stats=variables["batch_stats"])
+    return TrainState.create(
+        apply_fn=MODEL.apply, params=variables["params"], tx=TX, batch_stats=variables["batch_stats"]
+    )
 
 
 def step(state, batch):

@@ -54,7 +54,9 @@ def batches(steps: int):
     for _ in range(steps):
         labels = rng.integers(0, CLASSES, 13, np.int32)
         yield (
-            (0.3 * rng.normal(size=(13, SIDE, SIDE, 1)) + 2 * (patch == labels[:, None, None, None])).astype(np.float32),
+            (0.3 * rng.normal(size=(13, SIDE, SIDE, 1)) + 2 * (patch == labels[:, None, None, None])).astype(
+                np.float32
+            ),
             labels,
         )
 

@@ -1,6 +1,7 @@
 """A convolutional network that is trained on pictures which gradient ascent has made hard for it.
 
-After optax's "Adversarial training": https://optax.readthedocs.io/en/latest/_collections/examples/adversarial_training.html
+After optax's "Adversarial training":
+https://optax.readthedocs.io/en/latest/_collections/examples/adversarial_training.html
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """A transformer that continues text, character by character.
 
-After optax's "Character-level transformer": https://optax.readthedocs.io/en/latest/_collections/examples/nanolm.html
+After optax's "Character-level transformer":
+https://optax.readthedocs.io/en/latest/_collections/examples/nanolm.html
 """
 
 from typing import Any
@@ -31,7 +32,9 @@ RULES = (
 class NanoLM(nn.Module):
     @nn.compact
     def __call__(self, tokens):
-        x = nn.Embed(len(CHARACTERS), EMBED, name="tokens")(tokens) + nn.Embed(SEQ, EMBED, name="positions")(jnp.arange(SEQ))
+        x = nn.Embed(len(CHARACTERS), EMBED, name="tokens")(tokens) + nn.Embed(SEQ, EMBED, name="positions")(
+            jnp.arange(SEQ)
+        )
         for i in range(LAYERS):
             mask = nn.make_causal_mask(tokens)
             x += nn.MultiHeadDotProductAttention(HEADS, name=f"attention_{i}")(nn.LayerNorm()(x), mask=mask)
@@ -66,4 +69,6 @@ def batches(steps: int):
         yield windows[:, :-1], windows[:, 1:]
 
 
-STEP = TrainStep(init, step, batches, lambda shapes: (specs_by_path(RULES, shapes[0], ("data", "model")), None))
+STEP = TrainStep(
+    init, step, batches, lambda shapes: (specs_by_path(RULES, shapes[0], ("data", "model")), None)
+)

@@ -15,7 +15,10 @@ TX = optax.adam(1e-2, eps=1e-4)
 
 def init(key):
     hidden, output = jax.random.split(key)
-    params = {"hidden": jax.random.normal(hidden, (8, 30)), "output": 0.1 * jax.random.normal(output, (30, 2))}
+    params = {
+        "hidden": jax.random.normal(hidden, (8, 30)),
+        "output": 0.1 * jax.random.normal(output, (30, 2)),
+    }
     return params, TX.init(params)
 
 
@@ -36,7 +39,12 @@ def batches(steps: int):
     rng = np.random.default_rng(0)
     for _ in range(steps):
         bytes_B = rng.integers(0, 256, (5, 1), np.uint8)
-        yield np.unpackbits(bytes_B, axis=1).astype(np.float32), np.asarray(jax.nn.one_hot(bytes_B[:, 0] % 2, 2))
+        yield (
+            np.unpackbits(bytes_B, axis=1).astype(np.float32),
+            np.asarray(jax.nn.one_hot(bytes_B[:, 0] % 2, 2)),
+        )
 
 
-STEP = TrainStep(init, step, batches, lambda shapes: ({"hidden": P(None, "model"), "output": P("model", None)}, None))
+STEP = TrainStep(
+    init, step, batches, lambda shapes: ({"hidden": P(None, "model"), "output": P("model", None)}, None)
+)

@@ -1,4 +1,5 @@
-"""Writes docs/third_party.md: ten train steps after other people's, their losses over a mesh and on one device.
+"""Writes docs/third_party.md: ten train steps after other people's, their losses over a mesh and on one
+device.
 
 python -m examples.third_party.page
 """
@@ -34,11 +35,31 @@ ROWS = {
         "https://github.com/google-deepmind/optax/blob/main/examples/nanolm.ipynb",
         JAX,
     ),
-    "third_party.flax_mnist": ("Flax linen, MNIST", "https://github.com/google/flax/tree/main/examples/mnist", JAX),
-    "third_party.flax_imagenet": ("Flax linen, ImageNet", "https://github.com/google/flax/tree/main/examples/imagenet", JAX),
-    "third_party.flax_seq2seq": ("Flax linen, seq2seq", "https://github.com/google/flax/tree/main/examples/seq2seq", JAX),
-    "flax_nnx": ("Flax nnx, MNIST tutorial", "https://flax.readthedocs.io/en/latest/mnist_tutorial.html", NNX),
-    "equinox_cnn": ("Equinox, Convolutional Neural Network on MNIST", "https://docs.kidger.site/equinox/examples/mnist/", JAX),
+    "third_party.flax_mnist": (
+        "Flax linen, MNIST",
+        "https://github.com/google/flax/tree/main/examples/mnist",
+        JAX,
+    ),
+    "third_party.flax_imagenet": (
+        "Flax linen, ImageNet",
+        "https://github.com/google/flax/tree/main/examples/imagenet",
+        JAX,
+    ),
+    "third_party.flax_seq2seq": (
+        "Flax linen, seq2seq",
+        "https://github.com/google/flax/tree/main/examples/seq2seq",
+        JAX,
+    ),
+    "flax_nnx": (
+        "Flax nnx, MNIST tutorial",
+        "https://flax.readthedocs.io/en/latest/mnist_tutorial.html",
+        NNX,
+    ),
+    "equinox_cnn": (
+        "Equinox, Convolutional Neural Network on MNIST",
+        "https://docs.kidger.site/equinox/examples/mnist/",
+        JAX,
+    ),
     "haiku_vae": (
         "Haiku, Variational autoencoder",
         "https://github.com/google-deepmind/dm-haiku/blob/main/examples/vae.py",
@@ -52,10 +73,13 @@ ROWS = {
 }
 HEAD = f"""# Ten train steps after other people's
 
-Each train step has the structure of a public example, with our own code, made-up data, and sizes that no mesh divides. It is
-written for one device. To run it on a mesh of {mesh_text(MESH)}, only the decorator was changed: `jax.jit` (or `nnx.jit`)
+Each train step has the structure of a public example, with our own code, made-up data, and sizes that no \
+mesh divides. It is
+written for one device. To run it on a mesh of {mesh_text(MESH)}, only the decorator was changed: `jax.jit` \
+(or `nnx.jit`)
 became the one below, with the mesh and the shardings of batch and parameters. The losses are those of steps
-{", ".join(map(str, SHOWN))}, on the mesh and on one device. The bytes are what a device sends in a step, by the plan.
+{", ".join(map(str, SHOWN))}, on the mesh and on one device. The bytes are what a device sends in a step, \
+by the plan.
 `python -m examples.third_party.page` writes this page, and the tests run all of it again.
 
 """
@@ -81,7 +105,8 @@ def line(name: str, found: Row) -> str:
     what, source, decorator = ROWS[name]
     file = f"examples/{name.replace('.', '/')}.py"
     return (
-        f"| [{what}]({source}) | `{file}` | `{decorator}` | {_shown(found.sharded)} | {_shown(found.plain)} | {found.sent:,} |"
+        f"| [{what}]({source}) | `{file}` | `{decorator}` | {_shown(found.sharded)} | {_shown(found.plain)} "
+        f"| {found.sent:,} |"
     )
 
 
@@ -91,7 +116,11 @@ def _shown(losses: list[float]) -> str:
 
 def text() -> str:
     titles = "after", "here", "decorator", f"losses, {mesh_text(MESH)}", "losses, one device", "bytes sent"
-    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}", *(line(name, row(name)) for name in ROWS)]
+    lines = [
+        f"| {' | '.join(titles)} |",
+        f"|{'---|' * len(titles)}",
+        *(line(name, row(name)) for name in ROWS),
+    ]
     return HEAD + "\n".join(lines) + f"\n\nJAX {jax.__version__}.\n"
 
 

@@ -1,4 +1,6 @@
-"""Boxes of Flax's linen as annotations. Flax is an extra: this is imported only where one of its boxes is at hand."""
+"""Boxes of Flax's linen as annotations. Flax is an extra: this is imported only where one of its boxes is at
+hand.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +14,14 @@ from jax.sharding import PartitionSpec
 Rules = Sequence[tuple[str, Any]]  # (name of a dim, mesh axis or axes or None), as flax has them
 
 
-def box_spec(box: meta.Partitioned, rules: Rules | None = None) -> PartitionSpec | jax.sharding.Sharding | None:
-    """The sharding that a box of linen's asks for; None where an optimizer has put an array of fewer dims into it.
+def box_spec(
+    box: meta.Partitioned, rules: Rules | None = None
+) -> PartitionSpec | jax.sharding.Sharding | None:
+    """The sharding that a box of linen's asks for; None where an optimizer has put an array of fewer dims
+    into it.
 
-    An abstract array that has a sharding, as in what `abstract_state` gives, counts before the names of its box.
+    An abstract array that has a sharding, as in what `abstract_state` gives, counts before the names of its
+    box.
     """
     if isinstance(box.value, jax.ShapeDtypeStruct) and box.value.sharding is not None:
         return box.value.sharding
@@ -30,7 +36,8 @@ def _rules(box: linen.LogicallyPartitioned, rules: Rules | None) -> Rules:
     found = rules or box.rules or linen.get_logical_axis_rules()
     if not found:
         raise ValueError(
-            f"the dims of a LogicallyPartitioned value of shape {box.value.shape} are named {box.names}, and there are no "
-            "rules from names to mesh axes: give shardax.flax.specs(tree, rules), or enter nn.logical_axis_rules(rules)"
+            f"the dims of a LogicallyPartitioned value of shape {box.value.shape} are named {box.names}, "
+            "and there are no rules from names to mesh axes: give shardax.flax.specs(tree, rules), or "
+            "enter nn.logical_axis_rules(rules)"
         )
     return found

@@ -1,4 +1,6 @@
-"""Explicit types -> annotations: a program that was traced under a mesh of Explicit axes, as one for their Auto twins."""
+"""Explicit types -> annotations: a program that was traced under a mesh of Explicit axes, as one for their
+Auto twins.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,19 +41,24 @@ def shape_of(aval, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruc
     here = jax.sharding.get_abstract_mesh()
     if sharding is None and memory_of(aval) is jax.memory.Space.Host and not here.empty:
         sharding = NamedSharding(here, PartitionSpec(), memory_kind="pinned_host")
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
+    )
 
 
 def memory_of(aval) -> Any:
     return getattr(aval, "memory_space", jax.memory.Space.Device)
 
 
-ASKED = ("out_sharding", "sharding")  # parameters by which primitives pass on the out_sharding= of JAX's functions
+ASKED = (
+    "out_sharding",
+    "sharding",
+)  # parameters by which primitives pass on the out_sharding= of JAX's functions
 
 
 def untyped(jaxpr) -> Any:
-    """A closed jaxpr without Explicit types. What the user asked for with `reshard` and `out_sharding=` stays, as annotations;
-    the types that follow from it do not. Call it where the Auto mesh is in context."""
+    """A closed jaxpr without Explicit types. What the user asked for with `reshard` and `out_sharding=`
+    stays, as annotations; the types that follow from it do not. Call it where the Auto mesh is in context."""
     return jax.make_jaxpr(lambda *args: _evaluate(_jax.closed(jaxpr), args))(*map(shape_of, jaxpr.in_avals))
 
 
@@ -94,7 +101,9 @@ def _annotated(x, spec: PartitionSpec, name: str, eqn):
 def _untyped_params(eqn) -> dict[str, Any]:
     """A shard_map keeps its jaxpr: in there all is local."""
     kept = {"jaxpr": eqn.params["jaxpr"]} if eqn.primitive.name == "shard_map" else _rules(eqn)
-    return {key: kept[key] if key in kept else _untyped_param(key, value) for key, value in eqn.params.items()}
+    return {
+        key: kept[key] if key in kept else _untyped_param(key, value) for key, value in eqn.params.items()
+    }
 
 
 def _rules(eqn) -> dict[str, Any]:
@@ -114,7 +123,11 @@ def _untyped_param(key: str, value):
     if hasattr(value, "eqns"):
         made = untyped(_jax.closed(value))
         return made if hasattr(value, "consts") else made.jaxpr
-    return tuple(_untyped_param("", v) for v in value) if isinstance(value, tuple) and _has_jaxprs(value) else value
+    return (
+        tuple(_untyped_param("", v) for v in value)
+        if isinstance(value, tuple) and _has_jaxprs(value)
+        else value
+    )
 
 
 def _untyped_here():

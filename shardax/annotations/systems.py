@@ -1,4 +1,6 @@
-"""Annotations under the names that other systems gave them: GShard, GSPMD, PyTorch/XLA, DTensor. Each is an `annotate`."""
+"""Annotations under the names that other systems gave them: GShard, GSPMD, PyTorch/XLA, DTensor. Each is an
+`annotate`.
+"""
 
 import itertools
 import math
@@ -19,11 +21,11 @@ AnyMesh = Mesh | AbstractMesh
 
 @_jax.boundary
 def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
-    """GShard's: splits dim `dim` of the array `x` over an axis, over several, or into so many shards; its other dims stay
-    whole.
+    """GShard's: splits dim `dim` of the array `x` over an axis, over several, or into so many shards; its
+    other dims stay whole.
 
-    A count means the run of neighbouring axes of the mesh in context that has so many devices. Raises ValueError where there
-    is none, or more than one.
+    A count means the run of neighbouring axes of the mesh in context that has so many devices. Raises
+    ValueError where there is none, or more than one.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("x",))
@@ -35,7 +37,12 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
     require(is_whole(dim), "dim of split", dim, "the number of a dim, such as 0")
     names = axis_or_count if isinstance(axis_or_count, tuple | list) else (axis_or_count,)
     ok = is_whole(axis_or_count, 1) or all(isinstance(name, str) for name in names)
-    require(ok, "axis_or_count of split", axis_or_count, "an axis, such as 'x', a tuple of axes, or a number of shards")
+    require(
+        ok,
+        "axis_or_count of split",
+        axis_or_count,
+        "an axis, such as 'x', a tuple of axes, or a number of shards",
+    )
     axes = _axes_of_count(int(axis_or_count)) if is_whole(axis_or_count) else names  # type: ignore[arg-type]
     before = _dim(dim, np.ndim(x), f"split(x, {dim}, {axis_or_count!r})")
     return annotate(x, PartitionSpec(*[None] * before, axes[0] if len(axes) == 1 else tuple(axes) or None))
@@ -43,18 +50,19 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
 
 @_jax.boundary
 def shard(x, device_assignment):
-    """GShard's: `device_assignment` has a dim for each dim of `x`, and in each place the device that holds that shard.
+    """GShard's: `device_assignment` has a dim for each dim of `x`, and in each place the device that holds
+    that shard.
 
-    A device is named by its position in the flat mesh in context, and each holds one shard. An assignment that the axes of
-    the mesh cannot express becomes a mesh of its own over the same devices. Raises ValueError where it does not name every
-    device once.
+    A device is named by its position in the flat mesh in context, and each holds one shard. An assignment
+    that the axes of the mesh cannot express becomes a mesh of its own over the same devices. Raises
+    ValueError where it does not name every device once.
     """
     require_array(x, "x of shard")
     mesh, tiles = _context("shard"), _assignment(device_assignment)
     if tiles.ndim != np.ndim(x):
         raise ValueError(
-            f"shard: a device_assignment of shape {tiles.shape} for an array of shape {np.shape(x)}: give it a dim for each "
-            "dim, of size 1 where the array is not split"
+            f"shard: a device_assignment of shape {tiles.shape} for an array of shape {np.shape(x)}: give "
+            "it a dim for each dim, of size 1 where the array is not split"
         )
     for order in itertools.permutations(mesh.axis_names):
         dims = _cut(order, tiles.shape, mesh)
@@ -65,8 +73,9 @@ def shard(x, device_assignment):
         own = Mesh(mesh.devices.ravel()[tiles], names, axis_types=(AxisType.Auto,) * tiles.ndim)
         return annotate(x, NamedSharding(own, PartitionSpec(*names)))
     raise ValueError(
-        f"shard: the device_assignment {tiles.tolist()} is no tiling by the axes of the mesh ({describe(mesh)}), whose devices "
-        f"are {_positions(mesh, mesh.axis_names).tolist()}: give one that is, or one that names each device of a mesh once"
+        f"shard: the device_assignment {tiles.tolist()} is no tiling by the axes of the mesh "
+        f"({describe(mesh)}), whose devices are {_positions(mesh, mesh.axis_names).tolist()}: give one that "
+        "is, or one that names each device of a mesh once"
     )
 
 
@@ -82,13 +91,18 @@ def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
     _check_given(x, mesh, dims_mapping, "dims_mapping", "mesh_split", "such as [0, -1]")
     what = f"mesh_split(x, mesh, dims_mapping={list(dims_mapping)})"
     if len(dims_mapping) != np.ndim(x):
-        raise ValueError(f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, -1 where it is not split")
-    return _annotate_on(x, mesh, [None if is_whole(i) and i == -1 else _axis(i, mesh, what) for i in dims_mapping], what)
+        raise ValueError(
+            f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, -1 where it is not split"
+        )
+    return _annotate_on(
+        x, mesh, [None if is_whole(i) and i == -1 else _axis(i, mesh, what) for i in dims_mapping], what
+    )
 
 
 @_jax.boundary
 def mark_sharding(x, mesh: AnyMesh, spec: Sequence[Any]):
-    """PyTorch/XLA's: `spec` has for each dim of `x` a dim of the mesh, by number or by name, a tuple of them, or None.
+    """PyTorch/XLA's: `spec` has for each dim of `x` a dim of the mesh, by number or by name, a tuple of them,
+    or None.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("x",))
@@ -98,7 +112,9 @@ def mark_sharding(x, mesh: AnyMesh, spec: Sequence[Any]):
     _check_given(x, mesh, spec, "spec", "mark_sharding", "such as (0, None)")
     what = f"mark_sharding(x, mesh, {tuple(spec)})"
     if len(spec) != np.ndim(x):
-        raise ValueError(f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, None where it is not split")
+        raise ValueError(
+            f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, None where it is not split"
+        )
     return _annotate_on(x, mesh, [_entry(entry, mesh, what) for entry in spec], what)
 
 
@@ -126,8 +142,8 @@ class Partial:
 
 @_jax.boundary
 def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
-    """DTensor's: `placements` says for each dim of the mesh what it does to `x`. A dim that is split twice is split left to
-    right.
+    """DTensor's: `placements` says for each dim of the mesh what it does to `x`. A dim that is split twice is
+    split left to right.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("x",))
@@ -138,13 +154,15 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     what = f"redistribute(x, mesh, {list(placements)})"
     names = mesh.axis_names
     if len(placements) != len(names):
-        raise ValueError(f"{what}: the mesh is ({describe(mesh)}): give one placement for each of its {len(names)} dims")
+        raise ValueError(
+            f"{what}: the mesh is ({describe(mesh)}): give one placement for each of its {len(names)} dims"
+        )
     dims: list[Axes] = [()] * np.ndim(x)
     for name, placement in zip(names, placements, strict=True):
         if isinstance(placement, Partial):
             raise ValueError(
-                f"{what}: an annotation says where a value lies, and cannot owe a reduction: shardax leaves sums pending by "
-                "itself as long as that pays; give Replicate() or Shard(dim)"
+                f"{what}: an annotation says where a value lies, and cannot owe a reduction: shardax leaves "
+                "sums pending by itself as long as that pays; give Replicate() or Shard(dim)"
             )
         if isinstance(placement, Shard):
             dims[_dim(placement.dim, len(dims), what)] += (name,)
@@ -165,7 +183,9 @@ def _assignment(given) -> np.ndarray:
         tiles = np.asarray(given)
     except ValueError:
         tiles = np.asarray(None)  # rows of different lengths
-    require(tiles.dtype.kind in "iu", "device_assignment of shard", given, "an array of the numbers of devices")
+    require(
+        tiles.dtype.kind in "iu", "device_assignment of shard", given, "an array of the numbers of devices"
+    )
     return tiles
 
 
@@ -175,7 +195,8 @@ def _annotate_on(x, mesh: AnyMesh, entries: Sequence[Any], what: str):
         if len(dims := [str(d) for a, d in uses if a == axis]) > 1:
             where = f"for dims {' and '.join(dims)}"
             raise ValueError(
-                f"{what} uses {axis!r} of the mesh ({describe(mesh)}) twice, {where}: it splits at most one dim of x"
+                f"{what} uses {axis!r} of the mesh ({describe(mesh)}) twice, {where}: it splits at most one "
+                "dim of x"
             )
     return annotate(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
@@ -194,7 +215,8 @@ def _axis(dim, mesh: AnyMesh, what: str) -> str:
         return dim
     if not is_whole(dim) or not 0 <= dim < len(mesh.axis_names):
         raise ValueError(
-            f"{what}: the mesh ({describe(mesh)}) has no dim {dim!r}: give the number or the name of one of its dims"
+            f"{what}: the mesh ({describe(mesh)}) has no dim {dim!r}: give the number or the name of one of "
+            "its dims"
         )
     return mesh.axis_names[dim]
 
@@ -202,7 +224,8 @@ def _axis(dim, mesh: AnyMesh, what: str) -> str:
 def _dim(dim: int, rank: int, what: str) -> int:
     if not -rank <= dim < rank:
         raise ValueError(
-            f"{what}: x has {rank} dims, none of them is {dim}" + f": give a number from {-rank} to {rank - 1}" * (rank > 0)
+            f"{what}: x has {rank} dims, none of them is {dim}"
+            + f": give a number from {-rank} to {rank - 1}" * (rank > 0)
         )
     return dim % rank
 
@@ -210,7 +233,9 @@ def _dim(dim: int, rank: int, what: str) -> int:
 def _context(what: str) -> AnyMesh:
     mesh = _jax.context_mesh()
     if mesh is None:
-        raise ValueError(f"{what}: there is no mesh in context to name the devices; enter one with jax.set_mesh")
+        raise ValueError(
+            f"{what}: there is no mesh in context to name the devices; enter one with jax.set_mesh"
+        )
     return mesh
 
 
@@ -220,7 +245,11 @@ def _axes_of_count(count: int) -> Axes:
     runs = [names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1)]
     fits = [()] if count == 1 else [run for run in runs if math.prod(mesh.shape[a] for a in run) == count]
     if len(fits) != 1:
-        why = f"{' and '.join(map(str, fits))} have so many devices" if fits else "none of its axes has so many devices"
+        why = (
+            f"{' and '.join(map(str, fits))} have so many devices"
+            if fits
+            else "none of its axes has so many devices"
+        )
         raise ValueError(f"split in {count} on the mesh ({describe(mesh)}): {why}; name the axes instead")
     return fits[0]
 

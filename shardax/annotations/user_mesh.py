@@ -11,7 +11,9 @@ from shardax.sharding import AxisSizes
 
 @dataclass(frozen=True, slots=True)
 class UserMesh:
-    """A mesh as the user named it: its axes, and the places of its devices in the program's flat mesh (None: in its order)."""
+    """A mesh as the user named it: its axes, and the places of its devices in the program's flat mesh (None:
+    in its order).
+    """
 
     axes: tuple[tuple[str, int], ...]
     places: tuple[int, ...] | None = None

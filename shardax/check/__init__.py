@@ -1,4 +1,6 @@
-"""Checkers: of rules, registered by shardax or by you (`python -m shardax.check`), and of your own functions (`compare`)."""
+"""Checkers: of rules, registered by shardax or by you (`python -m shardax.check`), and of your own functions
+(`compare`).
+"""
 
 from shardax.check.compare import Comparison, Different, Trial, compare
 from shardax.check.rules import check_rule, missing_claims

@@ -1,13 +1,15 @@
-"""`python -m shardax.check`: tests what the registered rules claim, and finds claims that they could make and do not.
+"""`python -m shardax.check`: tests what the registered rules claim, and finds claims that they could make and
+do not.
 
     python -m shardax.check sort cumsum              these primitives
     python -m shardax.check --all                    every registered rule
     python -m shardax.check --module my.rules        those that importing my.rules registers, and no others
     python -m shardax.check --page                   writes docs/primitives.md
 
-A module of rules has SAMPLES, which has for each primitive a function that uses it, and its arguments: {"my_scale": (f, x,
-y)}. The command prints a line for each primitive. It exits with 1 where a claim is wrong, where a claim is missing that is
-not on the list of those that are meant to be (`check/reasons.py`), or where a rule has no sample.
+A module of rules has SAMPLES, which has for each primitive a function that uses it, and its arguments:
+{"my_scale": (f, x, y)}. The command prints a line for each primitive. It exits with 1 where a claim is wrong,
+where a claim is missing that is not on the list of those that are meant to be (`check/reasons.py`), or where
+a rule has no sample.
 """
 
 import argparse
@@ -30,7 +32,9 @@ from shardax.spmd_rules.registry import RULES
 
 @dataclass
 class Report:
-    """What was found of one primitive: how much was tried, wrong claims, missing ones, and those that are meant, with why."""
+    """What was found of one primitive: how much was tried, wrong claims, missing ones, and those that are
+    meant, with why.
+    """
 
     name: str
     tried: int = 0
@@ -48,7 +52,11 @@ class Report:
         if not self.samples:
             return f"{self.name:26} {self.not_tried or 'NO SAMPLE of it: give one in SAMPLES'}"
         words = [f"{self.tried:4} claims on {self.samples} equations"]
-        words += [f"{len(found)} {what}" for found, what in ((self.wrong, "WRONG"), (self.missing, "MISSING")) if found]
+        words += [
+            f"{len(found)} {what}"
+            for found, what in ((self.wrong, "WRONG"), (self.missing, "MISSING"))
+            if found
+        ]
         meant = [f"{'':26} {what}: {why}" for what, why in self.meant.items()]
         return "\n".join([f"{self.name:26} {', '.join(words)}", *self.wrong, *self.missing.values(), *meant])
 
@@ -61,7 +69,9 @@ def check(name: str, given: Mapping[str, Any], count: int, module: str = "") -> 
             _look_for_missing(sample, report, module)
             report.tried += check_rule(sample.f, *sample.args, only=name)[name]
         except AssertionError as error:
-            report.wrong.append(f"{error}\n{_snippet(sample, module, f'check_rule(f, *args, only={name!r})')}")
+            report.wrong.append(
+                f"{error}\n{_snippet(sample, module, f'check_rule(f, *args, only={name!r})')}"
+            )
         except AttributeError as error:  # a primitive that this JAX does not have
             report.not_tried = f"not in JAX {jax.__version__}: {error}"
     return report
@@ -94,7 +104,9 @@ def _chosen(given: argparse.Namespace) -> tuple[list[str], Mapping[str, Any]]:
         raise SystemExit(f"importing {given.module} registers no rule")
     for name in given.names:
         if name not in RULES:
-            raise SystemExit(f"no rule is registered for {name}: names are those of primitives, such as dot_general")
+            raise SystemExit(
+                f"no rule is registered for {name}: names are those of primitives, such as dot_general"
+            )
     names = given.names or (registered if module else list(RULES) if given.all else [])
     return sorted(names), getattr(module, "SAMPLES", {})
 
@@ -106,7 +118,9 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("names", nargs="*", help="names of primitives")
     parser.add_argument("--all", action="store_true", help="every registered rule")
     parser.add_argument("--module", default="", help="import this module first, and check what it registers")
-    parser.add_argument("--cases", type=int, default=2, help="so many of JAX's own test cases of each primitive (2)")
+    parser.add_argument(
+        "--cases", type=int, default=2, help="so many of JAX's own test cases of each primitive (2)"
+    )
     parser.add_argument("--part", default="1/1", help="the k-th of n parts of the primitives: k/n")
     parser.add_argument("--page", action="store_true", help="write docs/primitives.md")
     given = parser.parse_args(words)

@@ -1,4 +1,6 @@
-"""compare: runs a function without shardings and under sampled ones, and names the first equation whose results differ."""
+"""compare: runs a function without shardings and under sampled ones, and names the first equation whose
+results differ.
+"""
 
 import functools
 import itertools
@@ -28,7 +30,9 @@ _SIZES = (2, 3, 4, 5, 8)
 
 
 class Different(AssertionError):
-    """A function gives other numbers under some shardings. `first` is the first equation that differs, where one was found."""
+    """A function gives other numbers under some shardings. `first` is the first equation that differs, where
+    one was found.
+    """
 
     def __init__(self, text: str, first: First | None = None):
         super().__init__(text)
@@ -37,10 +41,11 @@ class Different(AssertionError):
 
 @dataclass(frozen=True)
 class Trial:
-    """One way to split a function: the mesh, and a spec or None for each leaf of the arguments and of the results.
+    """One way to split a function: the mesh, and a spec or None for each leaf of the arguments and of the
+    results.
 
-    `error` is the greatest difference of a float, in relation to the greatest number of its array; `sent` the bytes that each
-    device sends.
+    `error` is the greatest difference of a float, in relation to the greatest number of its array; `sent` the
+    bytes that each device sends.
     """
 
     mesh: Mesh
@@ -50,7 +55,9 @@ class Trial:
     sent: int = 0
 
     def __str__(self):
-        text = f"in_shardings={self.in_shardings}, out_shardings={self.out_shardings}".replace("PartitionSpec", "P")
+        text = f"in_shardings={self.in_shardings}, out_shardings={self.out_shardings}".replace(
+            "PartitionSpec", "P"
+        )
         return f"{describe(self.mesh)}: {text}"
 
 
@@ -78,24 +85,27 @@ def compare(
     slack: float = SLACK,
     options: Options = Options(chip="slow"),  # noqa: B008  (frozen)
 ) -> Comparison:
-    """Runs `f(*args)` under plain `jax.jit` and under `n` sampled shardings of its arguments and results, and compares.
+    """Runs `f(*args)` under plain `jax.jit` and under `n` sampled shardings of its arguments and results, and
+    compares.
 
-    Integers, booleans and keys must be equal; floats may differ by `slack` ulps of the greatest number of their array, but by
-    a sixteenth of it at most, or one ulp where that is more. Callbacks and prints of `f` happen in every run.
+    Integers, booleans and keys must be equal; floats may differ by `slack` ulps of the greatest number of
+    their array, but by a sixteenth of it at most, or one ulp where that is more. Callbacks and prints of `f`
+    happen in every run.
 
-    Args:
-      f: a function of pytrees of arrays, which may have annotations inside, as for `shard_jit`; or what `shard_jit` returned.
-      args: the tuple of its arguments. Sizes that no axis divides test the most: 5 and 6 rather than 64.
-      meshes: meshes, or mappings of axis names to sizes; by default all with up to three axes of 2, 3, 4, 5 or 8 for which
+    Args: f: a function of pytrees of arrays, which may have annotations inside, as for `shard_jit`; or what
+      `shard_jit` returned. args: the tuple of its arguments. Sizes that no axis divides test the most: 5 and
+      6 rather than 64. meshes: meshes, or mappings of axis names to sizes; by default all with up to three
+      axes of 2, 3, 4, 5 or 8 for which
         there are devices. Trial i takes mesh i, beginning again after the last.
       n: how many trials.
       seed: of the shardings that are drawn.
       slack: ulps that another order of sums may cost. Sums of many numbers of both signs may need more.
       options: for `shard_jit`. By default all that can be split is, however small (`Options(chip="slow")`).
 
-    Raises:
-      Different: an AssertionError. Its text has the shardings, the first equation that differs with its line, layouts and
-        greatest error, and a program that reproduces it. What `shard_jit` itself raises is raised, with that program as a note.
+    Raises: Different: an AssertionError. Its text has the shardings, the first equation that differs with its
+      line, layouts and
+        greatest error, and a program that reproduces it. What `shard_jit` itself raises is raised, with that
+        program as a note.
       ValueError: `args` is not a tuple, or there are not enough devices for a mesh.
 
     >>> print(compare(lambda x: x * 2, (np.arange(5),), meshes=[{"x": 1}], n=1))
@@ -124,11 +134,17 @@ class _Case:
     @property
     def chip(self) -> str:
         """As an argument in source, if it is a known one."""
-        return f", options=shardax.Options(chip={self.options.chip!r})" if isinstance(self.options.chip, str) else ""
+        return (
+            f", options=shardax.Options(chip={self.options.chip!r})"
+            if isinstance(self.options.chip, str)
+            else ""
+        )
 
     @functools.cache  # noqa: B019  (a case lives as long as one call of compare)
     def wanted(self, axes: tuple[str, ...]) -> Any:
-        """The results under plain `jax.jit`, on one device: a mesh of axes of size one, so that annotations are understood."""
+        """The results under plain `jax.jit`, on one device: a mesh of axes of size one, so that annotations
+        are understood.
+        """
         with jax.set_mesh(_mesh(dict.fromkeys(axes, 1))):
             return jax.jit(self.fun)(*self.args)
 
@@ -158,18 +174,21 @@ class _Case:
         first, words_ = _first(step, self.args, trial.mesh, self.slack)
         shown = "\n".join(f"  {problem}" for problem in problems[:8])
         return Different(
-            f"{self.name} gives other numbers under {trial}\n{shown}\nThe first equation that differs: {words_}\n"
-            f"To see it again:\n{self.snippet(trial, seed)}",
+            f"{self.name} gives other numbers under {trial}\n{shown}\nThe first equation that differs: "
+            f"{words_}\nTo see it again:\n{self.snippet(trial, seed)}",
             first,
         )
 
     def snippet(self, trial: Trial, seed: int) -> str:
         sizes, axes = tuple(trial.mesh.shape.values()), tuple(trial.mesh.shape)
-        shardings = f"in_shardings={trial.in_shardings}, out_shardings={trial.out_shardings}".replace("PartitionSpec", "P")
+        shardings = f"in_shardings={trial.in_shardings}, out_shardings={trial.out_shardings}".replace(
+            "PartitionSpec", "P"
+        )
         return (
-            f"  shardax.check.compare({self.name}, args, meshes=[{dict(trial.mesh.shape)}], n=1, seed={seed})\n"
-            f"or\n  mesh = jax.make_mesh({sizes}, {axes}, axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)})\n"
-            f"  shardax.shard_jit({self.name}, mesh=mesh, {shardings}{self.chip})(*args)"
+            f"  shardax.check.compare({self.name}, args, meshes=[{dict(trial.mesh.shape)}], n=1, "
+            f"seed={seed})\nor\n  mesh = jax.make_mesh({sizes}, {axes}, "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(axes)})\n  shardax.shard_jit({self.name}, "
+            f"mesh=mesh, {shardings}{self.chip})(*args)"
         )
 
 
@@ -182,13 +201,17 @@ def _check_given(f, meshes, n, seed, slack) -> None:
     listed = isinstance(meshes, Sequence) and not isinstance(meshes, str) and len(meshes)
     require(listed or meshes is None, "meshes of compare", meshes, example)
     for mesh in meshes or ():
-        sizes = isinstance(mesh, Mapping) and all(isinstance(a, str) and is_whole(k, 1) for a, k in mesh.items())
+        sizes = isinstance(mesh, Mapping) and all(
+            isinstance(a, str) and is_whole(k, 1) for a, k in mesh.items()
+        )
         require(sizes or isinstance(mesh, Mesh), "one of meshes of compare", mesh, example)
 
 
 def _case(f: Callable[..., Any], args: Sequence[Any], slack: float, options: Options) -> _Case:
     if not isinstance(args, tuple | list):
-        raise ValueError(f"compare: args is {type(args).__name__}: give the tuple of the arguments, such as (x,)")
+        raise ValueError(
+            f"compare: args is {type(args).__name__}: give the tuple of the arguments, such as (x,)"
+        )
     fun = getattr(f, "__wrapped__", f) if hasattr(f, "plan") else f  # what shard_jit returned
     paths, leaves, tree = flatten(tuple(args))
     on_host = tree.unflatten(list(map(_on_host, leaves, paths)))
@@ -228,7 +251,9 @@ def _decided(step: Any, args: tuple[Any, ...], mesh: Mesh):
     consts = _jax.constant_values(traced.jaxpr, eqn.invars[len(leaves) :])
     jaxpr = eqn.params["jaxpr"]
     program = primitive.build(jaxpr, (None,) * len(jaxpr.in_avals), mesh, eqn.params["options"])
-    return program.decisions, [jnp.asarray(x, a.dtype) for x, a in zip((*leaves, *consts), jaxpr.in_avals, strict=True)]
+    return program.decisions, [
+        jnp.asarray(x, a.dtype) for x, a in zip((*leaves, *consts), jaxpr.in_avals, strict=True)
+    ]
 
 
 def _spec(dice: random.Random, mesh: Mesh, shape: tuple[int, ...]) -> P:
@@ -246,8 +271,9 @@ def _mesh(given: Mesh | Mapping[str, int]) -> Mesh:
     devices, count = jax.devices(), math.prod(given.values())
     if count > len(devices):
         raise ValueError(
-            f"compare: the mesh ({', '.join(f'{a}={n}' for a, n in given.items())}) needs {count} devices, there are "
-            f"{len(devices)}: give a smaller one, or begin with jax.config.update('jax_num_cpu_devices', {count})"
+            f"compare: the mesh ({', '.join(f'{a}={n}' for a, n in given.items())}) needs {count} devices, "
+            f"there are {len(devices)}: give a smaller one, or begin with "
+            f"jax.config.update('jax_num_cpu_devices', {count})"
         )
     types = (AxisType.Auto,) * len(given)
     return jax.make_mesh(tuple(given.values()), tuple(given), axis_types=types, devices=devices[:count])
@@ -262,8 +288,8 @@ def _default_meshes() -> list[Mesh]:
     count = len(jax.devices())
     if count < 2:
         raise ValueError(
-            "compare: there is one device, so nothing can be split: begin with jax.config.update('jax_num_cpu_devices', 8), or "
-            "give meshes=[{'x': 1}]"
+            "compare: there is one device, so nothing can be split: begin with "
+            "jax.config.update('jax_num_cpu_devices', 8), or give meshes=[{'x': 1}]"
         )
     shapes = [s for k in (1, 2, 3) for s in itertools.product(_SIZES, repeat=k) if math.prod(s) <= count]
     random.Random(0).shuffle(shapes)

@@ -1,6 +1,7 @@
 """Plain evaluation of a graph, node by node: what a program's values are without any sharding.
 
-What a node with bodies does stands in its bodies. Its equation may still have the jaxpr from before they were changed.
+What a node with bodies does stands in its bodies. Its equation may still have the jaxpr from before they were
+changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,9 @@ def evaluate(graph: Graph, inputs: Sequence[Any]) -> Iterator[tuple[Node, list[A
     env = dict(zip(graph.inputs, inputs, strict=True))
     for node in graph.nodes:
         operands = [_read(env, v) for v in node.inputs]
-        results = operands if annotations.of_node(node) or node.name == "reshard" else evaluate_node(node, operands)
+        results = (
+            operands if annotations.of_node(node) or node.name == "reshard" else evaluate_node(node, operands)
+        )
         env.update(zip(node.outputs, results, strict=True))
         yield node, operands, results
 

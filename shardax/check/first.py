@@ -1,8 +1,10 @@
-"""Finds the first equation of a partitioned program whose value on the devices is not that of plain evaluation.
+"""Finds the first equation of a partitioned program whose value on the devices is not that of plain
+evaluation.
 
-The program runs as it was decided, on operands with garbage in their padding, and gives all its intermediates as they lie on
-the devices. These are put together on the host and compared, in program order, with those of plain evaluation. If the first
-difference is in a loop or branch, that is searched too, trip by trip, from carries that are right.
+The program runs as it was decided, on operands with garbage in their padding, and gives all its intermediates
+as they lie on the devices. These are put together on the host and compared, in program order, with those of
+plain evaluation. If the first difference is in a loop or branch, that is searched too, trip by trip, from
+carries that are right.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,9 @@ _ARBITRARY = ("empty", "empty2")  # their elements are nobody's business until t
 
 @dataclass(frozen=True)
 class First:
-    """The equation, or the reshard of one of its operands, whose value is wrong although its operands are right."""
+    """The equation, or the reshard of one of its operands, whose value is wrong although its operands are
+    right.
+    """
 
     primitive: str
     line: str
@@ -43,11 +47,16 @@ class First:
         place = "".join(f", in {loop}" for loop in self.within)
         rule = f"\n  its rule: {self.rule}" if self.rule else ""
         operands = "".join(f"\n  operand {i}: {text}" for i, text in enumerate(self.operands))
-        return f"{self.primitive} at {self.line or 'an unknown line'}{place}{rule}{operands}\n  {self.what}: {self.problem}"
+        return (
+            f"{self.primitive} at {self.line or 'an unknown line'}{place}{rule}{operands}\n  {self.what}: "
+            f"{self.problem}"
+        )
 
 
 def first_difference(decisions: Decisions, inputs: Sequence[Any], mesh: Mesh, slack: float) -> First | None:
-    """The first equation of a decided program that gives another value than under plain evaluation of `inputs`."""
+    """The first equation of a decided program that gives another value than under plain evaluation of
+    `inputs`.
+    """
     return _Search(mesh, slack).graph(decisions, inputs)
 
 
@@ -60,10 +69,14 @@ class _Search:
     def graph(self, decisions: Decisions, inputs: Sequence[Any]) -> First | None:
         held = self.run(decisions, inputs)
         wanted = dict(zip(decisions.graph.inputs, inputs, strict=True))
-        for decision, (node, operands, results) in zip(decisions.steps, evaluate(decisions.graph, inputs), strict=True):
+        for decision, (node, operands, results) in zip(
+            decisions.steps, evaluate(decisions.graph, inputs), strict=True
+        ):
             found = self.moves(node, decision, held, wanted)
             wanted.update(zip(node.outputs, results, strict=True))
-            found = found or (self.results(node, decision, operands, held, wanted) if node.name not in _ARBITRARY else None)
+            found = found or (
+                self.results(node, decision, operands, held, wanted) if node.name not in _ARBITRARY else None
+            )
             if found:
                 return found
         return None
@@ -72,7 +85,9 @@ class _Search:
         """Whether an operand was right where it was made, and is wrong where it is read."""
         for i, (value, move) in enumerate(zip(node.inputs, decision.moves, strict=True)):
             if move.source != move.target and (problem := self.problem(value, move.target, held, wanted)):
-                return self.first(node, decision, f"operand {i}, moved from {move.source} to {move.target}", problem)
+                return self.first(
+                    node, decision, f"operand {i}, moved from {move.source} to {move.target}", problem
+                )
         return None
 
     def results(self, node: Node, decision: Decision, operands, held, wanted) -> First | None:
@@ -91,7 +106,9 @@ class _Search:
 
     def first(self, node: Node, decision: Decision, what: str, problem: str) -> First:
         entry = decision.entry
-        operands = [f"{_type(v)} in {move.target}" for v, move in zip(node.inputs, decision.moves, strict=True)]
+        operands = [
+            f"{_type(v)} in {move.target}" for v, move in zip(node.inputs, decision.moves, strict=True)
+        ]
         rule = str(entry.rule_of(node)) if entry else ""
         return First(node.name, node.line, what, tuple(operands), problem, rule)
 
@@ -103,7 +120,9 @@ class _Search:
         return None
 
     def run(self, decisions: Decisions, inputs: Sequence[Any]) -> dict[tuple[Value, Layout], np.ndarray]:
-        """Every value of a graph, bodies left out, in every layout that it is read in, as the devices hold it, stacked."""
+        """Every value of a graph, bodies left out, in every layout that it is read in, as the devices hold
+        it, stacked.
+        """
         pairs = zip(inputs, decisions.inputs, strict=True)
         stacked = [scatter(np.asarray(words(x)), layout, self.sizes) for x, layout in pairs]
         if id(decisions) not in self.compiled:
@@ -118,14 +137,23 @@ class _Search:
         def on_shards(shards):
             shards = [_unstacked(x, impl) for x, impl in zip(shards, impls, strict=True)]
             values = emit_values(decisions, shards, self.sizes)
-            kept = {(v, layout): x for v in own for layout, x in values.get(v, {}).items() if 0 not in jnp.shape(x)}
+            kept = {
+                (v, layout): x
+                for v in own
+                for layout, x in values.get(v, {}).items()
+                if 0 not in jnp.shape(x)
+            }
             names[:] = kept
             return [words(jnp.asarray(x))[None] for x in kept.values()]
 
         everywhere = P(tuple(self.sizes))
-        mapped = jax.shard_map(on_shards, mesh=self.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+        mapped = jax.shard_map(
+            on_shards, mesh=self.mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
+        )
         jitted = jax.jit(mapped)
-        return lambda stacked: dict(zip(names, map(np.asarray, out), strict=True)) if (out := jitted(stacked)) else {}
+        return lambda stacked: (
+            dict(zip(names, map(np.asarray, out), strict=True)) if (out := jitted(stacked)) else {}
+        )
 
 
 def _unstacked(shard, impl):
@@ -136,8 +164,12 @@ def _type(value: Value) -> str:
     return value.aval.str_short()
 
 
-def _bodies(node: Node, decision: Decision, operands: Sequence[Any]) -> Iterator[tuple[str, Decisions, list[Any]]]:
-    """The bodies that an equation runs, in order, each with its inputs by plain evaluation and words that say which it is."""
+def _bodies(
+    node: Node, decision: Decision, operands: Sequence[Any]
+) -> Iterator[tuple[str, Decisions, list[Any]]]:
+    """The bodies that an equation runs, in order, each with its inputs by plain evaluation and words that say
+    which it is.
+    """
     return _BODIES.get(node.name, lambda *_: iter(()))(node, decision, list(operands))
 
 
@@ -171,4 +203,8 @@ def _cond(node: Node, decision: Decision, operands: list[Any]):
     yield f"branch {index}", decision.bodies[index], operands[1:]
 
 
-_BODIES: dict[str, Callable[[Node, Decision, list[Any]], Iterator[Any]]] = {"cond": _cond, "scan": _scan, "while": _while}
+_BODIES: dict[str, Callable[[Node, Decision, list[Any]], Iterator[Any]]] = {
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while,
+}

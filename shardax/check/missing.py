@@ -1,10 +1,13 @@
-"""Finds missing claims: dims that a rule declares whole although they could be split. No rule is asked for that.
+"""Finds missing claims: dims that a rule declares whole although they could be split. No rule is asked for
+that.
 
 A slice of an operand is exchanged for another one, to see which parts of the results depend on it. A dim is
 
-    kept      if slice j of the operand changes slice j of each result that it changes at all: results are concatenated
+    kept      if slice j of the operand changes slice j of each result that it changes at all: results are
+              concatenated
     windowed  if it changes slices near j: a halo would do
-    sum, ...  if the results of its two parts, the rest filled with what changes nothing, add up to the result (max, min alike)
+    sum, ...  if the results of its two parts, the rest filled with what changes nothing, add up to the result
+              (max, min alike)
     made      if it is a result's and the operands are scalars: each device could make its part
 """
 
@@ -30,8 +33,9 @@ _PUT_TOGETHER = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 @dataclass(frozen=True)
 class Missing:
-    """A claim that a rule could make: `kind` is "kept", "windowed", "sum", "max", "min" or "made". `place` is the number of
-    an operand or result, and its dim. `passes` says that the rule already lets such a reduction pass through the operand.
+    """A claim that a rule could make: `kind` is "kept", "windowed", "sum", "max", "min" or "made". `place` is
+    the number of an operand or result, and its dim. `passes` says that the rule already lets such a reduction
+    pass through the operand.
     """
 
     primitive: str
@@ -47,7 +51,10 @@ class Missing:
         return f"dim {self.place[1]} of {side} {self.place[0]}"
 
     def __str__(self):
-        return f"{self.primitive} {self.shapes}: {self.what} (factor {self.factor}) is whole and could be {self.kind}"
+        return (
+            f"{self.primitive} {self.shapes}: {self.what} (factor {self.factor}) is whole and could be "
+            f"{self.kind}"
+        )
 
 
 def missing(node: Node, entry: Entry, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Missing]:
@@ -57,7 +64,9 @@ def missing(node: Node, entry: Entry, inputs: Sequence[Any], outputs: Sequence[A
         return
     shapes = f"{node.in_shapes} -> {node.out_shapes}"
     for i, d, factor in _whole_dims(factors, factors.operands):
-        if np.size(words(inputs[i])) <= MOST and (kind := _kind(_Equation(node, factors, inputs, outputs), i, d)):
+        if np.size(words(inputs[i])) <= MOST and (
+            kind := _kind(_Equation(node, factors, inputs, outputs), i, d)
+        ):
             passes = any(i in p.operands and kind in p.kinds for p in entry.passes_of(node))
             yield Missing(node.name, kind, (i, d), factor, shapes, passes)
     if not any(math.prod(shape) > 1 for shape in node.in_shapes):
@@ -95,8 +104,8 @@ def _kind(eqn: _Equation, i: int, d: int) -> str:
 
 
 def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
-    """For each result that depends on the operand, how far the changes lie from the exchanged slice along d; only if that is
-    near.
+    """For each result that depends on the operand, how far the changes lie from the exchanged slice along d;
+    only if that is near.
     """
     n = eqn.inputs[i].shape[d]
     changes: list[list[tuple[int, np.ndarray]]] = [[] for _ in eqn.outputs]
@@ -107,12 +116,16 @@ def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
                 found.append((int(j), np.argwhere(_changed(result, wanted))))
     for found, shape in zip(changes, eqn.node.out_shapes, strict=True):
         if any(len(where) for _, where in found):
-            reaches = [_reach(n, shape[e], [(j, where[:, e]) for j, where in found]) for e in range(len(shape))]
+            reaches = [
+                _reach(n, shape[e], [(j, where[:, e]) for j, where in found]) for e in range(len(shape))
+            ]
             yield min((r for r in reaches if r is not None), default=None)
 
 
 def _reach(n: int, m: int, found: Sequence[tuple[int, np.ndarray]]) -> int | None:
-    """How far along a result's dim of size m the changes lie from slice j of n; None where that is not near."""
+    """How far along a result's dim of size m the changes lie from slice j of n; None where that is not
+    near.
+    """
     reach = max(int(np.max(np.abs(where - j), initial=0)) for j, where in found)
     if n == m and reach == 0:
         return 0
@@ -132,24 +145,36 @@ def _changed(result, wanted) -> np.ndarray:
     if not jnp.issubdtype(one.dtype, jnp.inexact):
         return one != other
     with np.errstate(invalid="ignore"):
-        return ~np.isclose(one.astype("complex128"), other.astype("complex128"), rtol=1e-3, atol=1e-6, equal_nan=True)
+        return ~np.isclose(
+            one.astype("complex128"), other.astype("complex128"), rtol=1e-3, atol=1e-6, equal_nan=True
+        )
 
 
 def _adds_up(eqn: _Equation, i: int, d: int, kind: str) -> bool:
-    """Whether the results of two parts make up the whole result. All operands that have the factor are parted, at several
-    places.
+    """Whether the results of two parts make up the whole result. All operands that have the factor are
+    parted, at several places.
     """
-    (factor,), n = [f for f in eqn.factors.operands[i][d] if eqn.factors.sizes[f] > 1][:1], eqn.inputs[i].shape[d]
+    (factor,), n = (
+        [f for f in eqn.factors.operands[i][d] if eqn.factors.sizes[f] > 1][:1],
+        eqn.inputs[i].shape[d],
+    )
     has = {i: dims.index((factor,)) for i, dims in enumerate(eqn.factors.operands) if (factor,) in dims}
     values = [*(eqn.inputs[i] for i in has), *eqn.outputs]
     ordered = not any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in values)
-    if not has or not all(jnp.issubdtype(x.dtype, jnp.number) for x in values) or not (kind == "sum" or ordered):
+    if (
+        not has
+        or not all(jnp.issubdtype(x.dtype, jnp.number) for x in values)
+        or not (kind == "sum" or ordered)
+    ):
         return False
     return all(_made_up(eqn, has, kind, at) for at in {1, n // 2, n - 1})
 
 
 def _made_up(eqn: _Equation, has: dict[int, int], kind: str, at: int) -> bool:
-    halves = [{i: _half(np.asarray(eqn.inputs[i]), d, at, kind, first) for i, d in has.items()} for first in (True, False)]
+    halves = [
+        {i: _half(np.asarray(eqn.inputs[i]), d, at, kind, first) for i, d in has.items()}
+        for first in (True, False)
+    ]
     parts = zip(*map(eqn.with_operands, halves), strict=True)
     together = [_PUT_TOGETHER[kind](*map(np.asarray, pair)) for pair in parts]
     return all(alike(got, np.asarray(want)) for got, want in zip(together, eqn.outputs, strict=True))
@@ -161,7 +186,9 @@ def _half(x: np.ndarray, d: int, at: int, kind: str, first: bool):
 
 
 def _neutral(kind: str, dtype):
-    """What leaves a reduction of the samples unchanged. It is finite, because LAPACK may never end on infinities."""
+    """What leaves a reduction of the samples unchanged. It is finite, because LAPACK may never end on
+    infinities.
+    """
     if kind == "sum" or not jnp.issubdtype(dtype, jnp.floating):
         return identity(kind, dtype)
     info = jnp.finfo(dtype)

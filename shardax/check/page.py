@@ -1,7 +1,8 @@
-"""Writes `docs/primitives.md`: which dims of each primitive can be split, at which price, and which cannot, and why.
+"""Writes `docs/primitives.md`: which dims of each primitive can be split, at which price, and which cannot,
+and why.
 
-All of it is read off the registered rules, bound to the samples that the checker tries, and off their lowerings. Rows of
-primitives that the installed JAX does not have stay as they are.
+All of it is read off the registered rules, bound to the samples that the checker tries, and off their
+lowerings. Rows of primitives that the installed JAX does not have stay as they are.
 """
 
 import re
@@ -37,8 +38,8 @@ A rule has a letter for each dim. The same letter on several arrays means that t
 | `k` | is free, or costs what the lowering sends |
 | `k+`, `k:max`, `k:min` | leaves a reduction owed, which is settled once, where the result is read |
 | `k~` | costs what neighbours send each other at the borders of their shards |
-| `k!` | is not possible: the axes of an operand that comes in so are moved to another dim by an all_to_all, or gathered |
-| `(h w)` | is one of two factors, h the major: split as h is; over w too where h is split into single positions |
+| `k!` | is not possible: an operand's axes are moved to another dim by an all_to_all, or gathered |
+| `(h w)` | is one of two factors, h the major: split as h is; over w too where each position of h is alone |
 """
 _ELEMENTWISE = """
 ## Elementwise
@@ -55,8 +56,9 @@ What the equations inside allow.
 _RULES = """
 ## With a rule of their own
 
-Rules are those of one example; `_0 _1` are the dims of arrays that have as many as they like. To split a *free* dim sends
-nothing. To split a dim *at a price* sends the collectives that are named, or leaves a reduction owed.
+Rules are those of one example; `_0 _1` are the dims of arrays that have as many as they like. To split a
+*free* dim sends nothing. To split a dim *at a price* sends the collectives that are named, or leaves a
+reduction owed.
 
 | primitive | rule | free | at a price | whole, and why |
 |---|---|---|---|---|
@@ -83,7 +85,10 @@ def page(before: str) -> str:
             *(_HEAD, _RULES, *table),
             *(_ELEMENTWISE, _paragraph(_listed(sorted(_elementwise())))),
             *(_INLINED, _paragraph(_listed(sorted(_inlined())))),
-            *(_OTHERS, *_reasons({name: why for name, why in UNCHECKED.items() if name not in _elementwise()})),
+            *(
+                _OTHERS,
+                *_reasons({name: why for name, why in UNCHECKED.items() if name not in _elementwise()}),
+            ),
             *(_NONE, *_reasons(NO_RULE)),
         ]
     )
@@ -119,7 +124,10 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _paragraph(text: str, indent: str = "") -> str:
-    return f"{textwrap.fill(text, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)}\n"
+    filled = textwrap.fill(
+        text, 120, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
+    return f"{filled}\n"
 
 
 def _reasons(why: Mapping[str, str]) -> Iterator[str]:
@@ -131,7 +139,9 @@ def _reasons(why: Mapping[str, str]) -> Iterator[str]:
 def _kept(before: str) -> dict[str, Cells]:
     """The cells of every primitive that has a row."""
     rows = re.findall(r"^\| (`[^|]+`) \| (`.*) \|$", before, re.M)
-    return {name: tuple(cells.split(" | ")) for names, cells in rows for name in re.findall(r"`([^`]+)`", names)}
+    return {
+        name: tuple(cells.split(" | ")) for names, cells in rows for name in re.findall(r"`([^`]+)`", names)
+    }
 
 
 _ABSENT = ("", "", "", "not in the JAX that made this page")
@@ -161,7 +171,9 @@ def _of_case(case: Case) -> Cells:
         (whole if price == WHOLE else priced if price else free).append(
             f"{word}: {price}" if price not in ("", WHOLE) else word
         )
-    because = f"{', '.join(whole)}: {WHOLE_BECAUSE.get(case.node.name, 'mixed with one another')}" if whole else ""
+    because = (
+        f"{', '.join(whole)}: {WHOLE_BECAUSE.get(case.node.name, 'mixed with one another')}" if whole else ""
+    )
     return f"`{rule.strip()}`", ", ".join(free), ", ".join(priced), because
 
 
@@ -178,10 +190,13 @@ def _sent(case: Case, splits: Splits) -> list[str]:
     """The kinds of collectives in the lowering of an equation."""
     local = claim(case, splits, _MESH.shape)
     shapes = [
-        jax.ShapeDtypeStruct(layout.padded, v.aval.dtype) for v, layout in zip(case.node.inputs, local.operands, strict=True)
+        jax.ShapeDtypeStruct(layout.padded, v.aval.dtype)
+        for v, layout in zip(case.node.inputs, local.operands, strict=True)
     ]
     ins, outs = (tuple(layout.sharding.spec for layout in side) for side in (local.operands, local.results))
     run = lambda *shards: tuple(run_local(case.entry, local, case.factors, shards))  # noqa: E731
     with case.node.eqn.ctx.manager:
-        jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=_MESH, in_specs=ins, out_specs=outs, check_vma=False))(*shapes)
+        jaxpr = jax.make_jaxpr(jax.shard_map(run, mesh=_MESH, in_specs=ins, out_specs=outs, check_vma=False))(
+            *shapes
+        )
     return sorted({c.kind for c in collectives(jaxpr, _MESH.shape)})

@@ -1,4 +1,6 @@
-"""What the checker leaves out, and why: primitives that cannot be tried alone, and claims that are missing on purpose."""
+"""What the checker leaves out, and why: primitives that cannot be tried alone, and claims that are missing on
+purpose.
+"""
 
 from fnmatch import fnmatchcase
 
@@ -12,21 +14,29 @@ UNCHECKED = {
     **dict.fromkeys("debug_callback debug_print inspect_sharding io_callback pure_callback".split(), _EFFECT),
     **dict.fromkeys(
         """
-        all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pbroadcast_dynamic pmax pmin
-        ppermute preduced psum psum_invariant pvary ragged_all_to_all reduce_scatter reduced_vary_cast reduced_vary_cast_p
-        unreduced_psum unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p
+        all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pbroadcast_dynamic
+        pmax pmin ppermute preduced psum psum_invariant pvary ragged_all_to_all reduce_scatter
+        reduced_vary_cast reduced_vary_cast_p unreduced_psum unreduced_reduce_scatter vary_unreduced_cast
+        vary_unreduced_cast_p
         """.split(),
         _ISLAND,
     ),
-    **dict.fromkeys("eq_to le_to lt_to".split(), "compares elementwise in total order, in the comparators of sort alone"),
+    **dict.fromkeys(
+        "eq_to le_to lt_to".split(), "compares elementwise in total order, in the comparators of sort alone"
+    ),
     "layout_constraint": "is the identity: says how its operand lies in one device's memory",
     "device_put": "is the identity: says in which memory its operand lies",
-    **dict.fromkeys("annotate reshard sharding_constraint".split(), "an annotation: says how its operand lies on the devices"),
+    **dict.fromkeys(
+        "annotate reshard sharding_constraint".split(),
+        "an annotation: says how its operand lies on the devices",
+    ),
     **dict.fromkeys("scaled_matmul scaled_matmul_wrapper".split(), "runs on GPUs alone"),
     "associative_scan": "shardax finds it in what jax.lax.associative_scan expands into",
     "associative_scan_vjp": "shardax finds it in the gradient of what jax.lax.associative_scan expands into",
     "copy_p": "another name of copy",
-    **dict.fromkeys("rotate rotate_by".split(), "shardax makes it of the slices and the concatenation of a roll"),
+    **dict.fromkeys(
+        "rotate rotate_by".split(), "shardax makes it of the slices and the concatenation of a roll"
+    ),
     "random_gamma_grad": "lax.random_gamma_grad is made of other primitives",
     "custom_partitioning": "its rule is the sharding_rule that it brings",
     "partition_as": "its rule is that of a user's function",
@@ -53,7 +63,12 @@ def reason(found: Missing) -> str:
     if found.passes:
         return _ALL_THE_WORK
     return next(
-        (why for name, kind, why in _REASONS if fnmatchcase(found.primitive, name) and fnmatchcase(found.kind, kind)), ""
+        (
+            why
+            for name, kind, why in _REASONS
+            if fnmatchcase(found.primitive, name) and fnmatchcase(found.kind, kind)
+        ),
+        "",
     )
 
 
@@ -61,8 +76,8 @@ _MATRIX = "a matrix is factored as one"
 WHOLE_BECAUSE = {
     **dict.fromkeys(
         """
-        cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr schur svd
-        symmetric_product triangular_solve tridiagonal tridiagonal_solve
+        cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr schur
+        svd symmetric_product triangular_solve tridiagonal tridiagonal_solve
         """.split(),
         _MATRIX,
     ),
@@ -78,7 +93,9 @@ WHOLE_BECAUSE = {
     "dynamic_slice": "of another size than what it is cut from",
     "dynamic_update_slice": "put somewhere along the operand",
     "fft": "each result depends on every element",
-    **dict.fromkeys("gather scatter-add scatter-max scatter-min scatter-sub".split(), "the words of one index"),
+    **dict.fromkeys(
+        "gather scatter-add scatter-max scatter-min scatter-sub".split(), "the words of one index"
+    ),
     "random_gamma": "one key makes them, in a loop that numbers them",
     "random_unwrap": "the words of one key",
     "random_wrap": "the words of one key",
@@ -96,17 +113,19 @@ _INSIDE = "internal to JAX; programs that are differentiated and traced whole do
 NO_RULE = {
     **dict.fromkeys(
         """
-        all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start pbroadcast_done
-        pbroadcast_start ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start reduce_scatter_done
-        reduce_scatter_start unreduced_pmax unreduced_pmin unreduced_psum_start unreduced_reduce_scatter_start
+        all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start
+        pbroadcast_done pbroadcast_start ppermute_done ppermute_start precv psend psum_done
+        psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start unreduced_pmax unreduced_pmin
+        unreduced_psum_start unreduced_reduce_scatter_start
         """.split(),
         _ASYNC,
     ),
     **dict.fromkeys(
         """
         cudnn_fusion dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
-        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fwd dot_product_attention_fwd_wrapper scaled_dot
+        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd
+        dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper
+        scaled_dot
         """.split(),
         _GPU,
     ),
@@ -115,10 +134,12 @@ NO_RULE = {
     **dict.fromkeys(
         """
         after_all broadcast_to check create_linear create_token custom_lin dce_sink from_edtype
-        global_array_to_host_local_array host_local_array_to_global_array pin relayout stage tie to_edtype unpin unreachable
-        with_memory_space_constraint
+        global_array_to_host_local_array host_local_array_to_global_array pin relayout stage tie to_edtype
+        unpin unreachable with_memory_space_constraint
         """.split(),
         _INSIDE,
     ),
-    **dict.fromkeys("addupdate get swap".split(), "reads and writes of mutable arrays are made values before"),
+    **dict.fromkeys(
+        "addupdate get swap".split(), "reads and writes of mutable arrays are made values before"
+    ),
 }

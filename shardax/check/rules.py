@@ -5,11 +5,12 @@
     check_rule(lambda a, b: a @ b, a, b)         # AssertionError: which split of which primitive gave what
     missing_claims(lambda a: jnp.sort(a, 0), a)  # the whole factors that would pass if they were kept
 
-For each equation that has a rule, each factor that is not whole is split over one axis, over one axis with padding to spare,
-and over two; each pair of factors over one axis each; each claim of `passes` is tried with operands that are really
-pending. Operands are laid out with garbage in their padding, `run_local` runs under shard_map, what is pending is settled, the
-result cropped. Integers, booleans, keys and random bits must be equal, floats close. All splits of one function share one
-compilation, so prefer one function with a few equations of interest to many functions, and small sizes: 5 and 6 rather than 64.
+For each equation that has a rule, each factor that is not whole is split over one axis, over one axis with
+padding to spare, and over two; each pair of factors over one axis each; each claim of `passes` is tried with
+operands that are really pending. Operands are laid out with garbage in their padding, `run_local` runs under
+shard_map, what is pending is settled, the result cropped. Integers, booleans, keys and random bits must be
+equal, floats close. All splits of one function share one compilation, so prefer one function with a few
+equations of interest to many functions, and small sizes: 5 and 6 rather than 64.
 """
 
 import itertools
@@ -47,18 +48,25 @@ _SLACK = 64  # ulps of the greatest result that reassociation may cost at the si
 def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "") -> Counter[str]:
     """Checks the rules of every equation of `f(*args)`; returns how many splits of each primitive were tried.
 
-    Args:
-      only: check this primitive's equations and no others.
-      axes: the mesh axes to split over and their sizes, at least two; their product is the number of devices needed.
+    Args: only: check this primitive's equations and no others. axes: the mesh axes to split over and their
+      sizes, at least two; their product is the number of devices needed.
 
-    Raises:
-      AssertionError: a split, or a claim of `passes`, gives another result than the primitive does, or an error.
+    Raises: AssertionError: a split, or a claim of `passes`, gives another result than the primitive does, or
+      an error.
     """
     _check_given(f, args, only)
-    ok = isinstance(axes, Mapping) and len(axes) > 1 and all(isinstance(a, str) and is_whole(n, 1) for a, n in axes.items())
-    require(ok, "axes of check_rule", axes, "a mapping of at least two axes to sizes, such as {'x': 2, 'y': 2}")
+    ok = (
+        isinstance(axes, Mapping)
+        and len(axes) > 1
+        and all(isinstance(a, str) and is_whole(n, 1) for a, n in axes.items())
+    )
+    require(
+        ok, "axes of check_rule", axes, "a mapping of at least two axes to sizes, such as {'x': 2, 'y': 2}"
+    )
     trials = [trial for case in cases(f, args, only) for trial in _claims(case, axes)]
-    wrong = [f"{trial}: {problem}" for trial, problem in zip(trials, _run(trials, axes), strict=True) if problem]
+    wrong = [
+        f"{trial}: {problem}" for trial, problem in zip(trials, _run(trials, axes), strict=True) if problem
+    ]
     if wrong:
         raise AssertionError("these claims are wrong:\n" + "\n".join(wrong))
     return Counter(trial.case.node.name for trial in trials)
@@ -66,7 +74,9 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
 
 @_jax.boundary
 def missing_claims(f: Callable, *args, only: str = "") -> list[str]:
-    """What the rules of `f(*args)` do not claim and could: dims that are whole and need not be. See `shardax.check.missing`."""
+    """What the rules of `f(*args)` do not claim and could: dims that are whole and need not be. See
+    `shardax.check.missing`.
+    """
     _check_given(f, args, only)
     return list(map(str, missing_of(f, args, only)[0]))
 
@@ -97,7 +107,9 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """One claim: `splits` of the factors, or operands pending with kind `pending[1]` over the axis `pending[0]`."""
+    """One claim: `splits` of the factors, or operands pending with kind `pending[1]` over the axis
+    `pending[0]`.
+    """
 
     case: Case
     splits: Splits
@@ -115,7 +127,9 @@ class _Trial:
         factors, pending = self.case.factors, (self.pending,) if self.pending else ()
         owed = pending or reduced_pending(factors, self.splits)
         owes = dict.fromkeys(self.pending_operands, pending)
-        operands = [tensor_layout(t, factors, self.splits, owes.get(i, ())) for i, t in enumerate(factors.operands)]
+        operands = [
+            tensor_layout(t, factors, self.splits, owes.get(i, ())) for i, t in enumerate(factors.operands)
+        ]
         results = [tensor_layout(t, factors, self.splits, owed) for t in factors.results]
         return Local(self.case.node, tuple(operands), tuple(results), self.splits, axes)
 
@@ -136,7 +150,9 @@ def claim(case: Case, splits: Splits, axes) -> Local:
 
 def _claims(case: Case, axes) -> Iterator[_Trial]:
     free = _free(case)
-    for splits in itertools.chain(*(_one_split(case, group, axes) for group in free), _pairs(case, free, axes)):
+    for splits in itertools.chain(
+        *(_one_split(case, group, axes) for group in free), _pairs(case, free, axes)
+    ):
         if fits(case.factors, splits, axes):
             yield _Trial(case, splits)
     for passes in case.entry.passes_of(case.node):
@@ -183,21 +199,30 @@ def _run(trials: Sequence[_Trial], axes) -> list[str]:
     problems = [""] * len(trials)
 
     def on_shards(shards):
-        return [_attempt(i, *packed, problems) for i, packed in enumerate(zip(trials, locals_, shards, strict=True))]
+        return [
+            _attempt(i, *packed, problems)
+            for i, packed in enumerate(zip(trials, locals_, shards, strict=True))
+        ]
 
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
+    )
     operands = [_lay_out(trial, local) for trial, local in zip(trials, locals_, strict=True)]
     in_specs = [[_spec(layout) for layout in local.operands] for local in locals_]
     out_specs = [[layout.sharding.spec for layout in local.results] for local in locals_]
     mapped = jax.shard_map(on_shards, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
-    results = jax.jit(mapped, compiler_options={"xla_backend_optimization_level": 0})(operands)  # compiles thrice as fast
+    results = jax.jit(mapped, compiler_options={"xla_backend_optimization_level": 0})(
+        operands
+    )  # compiles thrice as fast
     checked = zip(problems, trials, results, strict=True)
     return [problem or _difference(trial.case, out) for problem, trial, out in checked]
 
 
 def _attempt(i: int, trial: _Trial, local: Local, shards, problems: list[str]):
     """The settled results of one trial on shards; an error, or a wrong shape, goes to `problems`."""
-    shards = [shard[0] if layout.pending else shard for shard, layout in zip(shards, local.operands, strict=True)]
+    shards = [
+        shard[0] if layout.pending else shard for shard, layout in zip(shards, local.operands, strict=True)
+    ]
     wanted = [(local.out_shape(j), v.aval.dtype) for j, v in enumerate(trial.case.node.outputs)]
     try:
         with trial.case.node.eqn.ctx.manager:
@@ -208,7 +233,10 @@ def _attempt(i: int, trial: _Trial, local: Local, shards, problems: list[str]):
     if not problems[i] and [(r.shape, r.dtype) for r in results] != wanted:
         problems[i] = f"shards of {[(r.shape, str(r.dtype)) for r in results]}, wanted {wanted}"
     if problems[i]:
-        return [jnp.zeros(shape + words(v).shape[v.ndim :]) for v, (shape, _) in zip(trial.case.outputs, wanted, strict=True)]
+        return [
+            jnp.zeros(shape + words(v).shape[v.ndim :])
+            for v, (shape, _) in zip(trial.case.outputs, wanted, strict=True)
+        ]
     return [_settle(result, layout) for result, layout in zip(results, local.results, strict=True)]
 
 
@@ -223,7 +251,9 @@ def _spec(layout: Layout) -> P:
 
 
 def _lay_out(trial: _Trial, local: Local) -> list[Any]:
-    """The operands, padded with garbage; one that is pending as what each device along its axis holds, stacked in front."""
+    """The operands, padded with garbage; one that is pending as what each device along its axis holds,
+    stacked in front.
+    """
     return [_lay_out_one(*pair, local.sizes) for pair in zip(trial.case.inputs, local.operands, strict=True)]
 
 
@@ -238,9 +268,14 @@ def _lay_out_one(value, layout: Layout, sizes):
 
 
 def _owed(value: np.ndarray, kind: str, count: int) -> list[np.ndarray]:
-    """`count` arrays whose reduction of this kind is `value`: at each place a different one holds the whole of it."""
+    """`count` arrays whose reduction of this kind is `value`: at each place a different one holds the whole
+    of it.
+    """
     if kind == "sum":
-        parts = [value // count if value.dtype.kind in "iu" else value * value.dtype.type(d + 1) for d in range(1, count)]
+        parts = [
+            value // count if value.dtype.kind in "iu" else value * value.dtype.type(d + 1)
+            for d in range(1, count)
+        ]
         return [value - sum(parts[1:], parts[0]), *parts]
     owner = np.arange(value.size).reshape(value.shape) % count
     return [np.where(owner == d, value, identity(kind, value.dtype)) for d in range(count)]

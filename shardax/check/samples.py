@@ -1,6 +1,7 @@
 """Representative equations of the primitives: what the checker tries, and what the page of primitives shows.
 
-Our own, one or a few for each primitive, with sizes that devices divide and do not; then JAX's own test cases of it.
+Our own, one or a few for each primitive, with sizes that devices divide and do not; then JAX's own test cases
+of it.
 """
 
 import math
@@ -34,15 +35,24 @@ class Sample:
     snippet: str
 
 
-def samples(name: str, given: Mapping[str, Any] | None = None, count: int = 3, module: str = "") -> Iterator[Sample]:
-    """Those of a primitive: those that are `given` by a module, our own, and up to `count` of JAX's small ones."""
-    for table, words in ((given or {}, f"{module}.SAMPLES[{{!r}}]"), (SAMPLES, "shardax.check.samples.SAMPLES[{!r}]")):
+def samples(
+    name: str, given: Mapping[str, Any] | None = None, count: int = 3, module: str = ""
+) -> Iterator[Sample]:
+    """Those of a primitive: those that are `given` by a module, our own, and up to `count` of JAX's small
+    ones.
+    """
+    for table, words in (
+        (given or {}, f"{module}.SAMPLES[{{!r}}]"),
+        (SAMPLES, "shardax.check.samples.SAMPLES[{!r}]"),
+    ):
         if name in table:
             f, *args = table[name]
             yield Sample(f, tuple(args), f"f, *args = {words.format(name)}")
     for case in [case for case in _cases().get(name, []) if _elements(case) <= SMALL][:count]:
         args = case.dyn_args_maker(np.random.RandomState(0))
-        yield Sample(case.dyn_fun, tuple(args), f"f, args = shardax.check.samples.jax_case({case.fullname!r})")
+        yield Sample(
+            case.dyn_fun, tuple(args), f"f, args = shardax.check.samples.jax_case({case.fullname!r})"
+        )
 
 
 def jax_case(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -127,7 +137,12 @@ def _greatest_pair(x, y):
 
 
 def _put(how: str) -> tuple[Any, ...]:
-    return (lambda x, i, y: getattr(x.at[i], how)(y, mode="drop"), ramp(7, 6), np.asarray([5, 0, 6, 2, 2]), _Y)
+    return (
+        lambda x, i, y: getattr(x.at[i], how)(y, mode="drop"),
+        ramp(7, 6),
+        np.asarray([5, 0, 6, 2, 2]),
+        _Y,
+    )
 
 
 def _scatter_sub(x, i, y):
@@ -160,7 +175,12 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "cumsum": (lambda x: lax.cumsum(x, 0), _X),
     "dot_general": (lax.batch_matmul, ramp(3, 5, 6), ramp(3, 6, 4)),
     "dynamic_slice": (lambda x, i: lax.dynamic_slice(x, (i, 0), (3, 6)), ramp(8, 6), np.int32(2)),
-    "dynamic_update_slice": (lambda x, y, i: lax.dynamic_update_slice(x, y, (i, 0)), ramp(8, 6), ramp(3, 6), np.int32(2)),
+    "dynamic_update_slice": (
+        lambda x, y, i: lax.dynamic_update_slice(x, y, (i, 0)),
+        ramp(8, 6),
+        ramp(3, 6),
+        np.int32(2),
+    ),
     "eig": (linalg.eig, _M),
     "eigh": (linalg.eigh, _S),
     "exp2": _unary("exp2"),
@@ -172,7 +192,10 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "iota": (lambda: lax.broadcasted_iota("int32", (5, 6), 0),),
     "log2": _unary("log2"),
     "lu": (linalg.lu, _M),
-    "lu_pivots_to_permutation": (lambda i: linalg.lu_pivots_to_permutation(i, 6), np.tile([[1, 1, 3]], (5, 1)).astype("int32")),
+    "lu_pivots_to_permutation": (
+        lambda i: linalg.lu_pivots_to_permutation(i, 6),
+        np.tile([[1, 1, 3]], (5, 1)).astype("int32"),
+    ),
     "mulhi": (lambda a, b: lax.mulhi(a * 40503, b * 40503), _I, _I | 1),
     "name": (lambda x: checkpoint_name(x, "x"), _X),
     "not": (lax.bitwise_not, _I),
@@ -228,9 +251,17 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "tile": (lambda x: jnp.tile(x, (2, 1)), _X),
     "top_k": (lambda x: lax.top_k(x, 2), _X),
     "transpose": (jnp.transpose, _X),
-    "triangular_solve": (lambda a, b: linalg.triangular_solve(a, b, left_side=True, lower=True), _M, ramp(5, 4, 6)),
+    "triangular_solve": (
+        lambda a, b: linalg.triangular_solve(a, b, left_side=True, lower=True),
+        _M,
+        ramp(5, 4, 6),
+    ),
     "tridiagonal": (linalg.tridiagonal, _S),
-    "tridiagonal_solve": (lambda d, b: linalg.tridiagonal_solve(d / 8, d + 4, d / 8, b), _U[:, :4], ramp(5, 4, 6)),
+    "tridiagonal_solve": (
+        lambda d, b: linalg.tridiagonal_solve(d / 8, d + 4, d / 8, b),
+        _U[:, :4],
+        ramp(5, 4, 6),
+    ),
     "unstack": (lambda x: jnp.unstack(x), _X),
     "zeta": (lambda x, q: lax.zeta(x, q), _U + 1, _U + 2),
 }

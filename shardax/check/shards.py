@@ -1,4 +1,6 @@
-"""Takes values apart to shards and puts them together, on the host, and compares values. Shares no code with what it checks."""
+"""Takes values apart to shards and puts them together, on the host, and compares values. Shares no code with
+what it checks.
+"""
 
 import itertools
 import math
@@ -18,8 +20,8 @@ _REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def scatter(value: np.ndarray, layout: Layout, sizes: AxisSizes) -> np.ndarray:
-    """What each device holds, stacked in mesh order. Padding holds garbage; of what is pending, the first device along its
-    axes holds all.
+    """What each device holds, stacked in mesh order. Padding holds garbage; of what is pending, the first
+    device along its axes holds all.
 
     >>> from shardax.sharding import Sharding
     >>> scatter(np.arange(3), Layout(Sharding((("x",),)), (4,)), {"x": 2})[0]
@@ -29,8 +31,12 @@ def scatter(value: np.ndarray, layout: Layout, sizes: AxisSizes) -> np.ndarray:
     return np.stack([_shard(padded, layout, at, sizes) for at in _positions(sizes)])
 
 
-def gather(shards: np.ndarray, layout: Layout, shape: tuple[int, ...], sizes: AxisSizes) -> tuple[np.ndarray, str]:
-    """The value that stacked shards make; and where devices that should hold the same part of it disagree, or ""."""
+def gather(
+    shards: np.ndarray, layout: Layout, shape: tuple[int, ...], sizes: AxisSizes
+) -> tuple[np.ndarray, str]:
+    """The value that stacked shards make; and where devices that should hold the same part of it disagree, or
+    "".
+    """
     value, seen, problem = np.zeros(shape + shards.shape[layout.sharding.rank + 1 :], shards.dtype), set(), ""
     for part, at in _settled(shards, layout, sizes):
         where = _block(layout, at, sizes)
@@ -44,14 +50,18 @@ def gather(shards: np.ndarray, layout: Layout, shape: tuple[int, ...], sizes: Ax
 
 
 def with_garbage(value: np.ndarray, padded: tuple[int, ...]) -> np.ndarray:
-    """A value padded at the end of each dim with NaN, the greatest integer, or the negation of its last boolean."""
+    """A value padded at the end of each dim with NaN, the greatest integer, or the negation of its last
+    boolean.
+    """
     shape = padded + value.shape[len(padded) :]
     widths = [(0, p - n) for p, n in zip(shape, value.shape, strict=True)]
     if value.dtype == bool and widths:
         filler = ~np.pad(value, widths, mode="edge")
     else:
         exact = jnp.issubdtype(value.dtype, jnp.integer)
-        filler = np.full(shape, jnp.iinfo(value.dtype).max if exact else np.nan, value.dtype)  # a lone boolean is overwritten
+        filler = np.full(
+            shape, jnp.iinfo(value.dtype).max if exact else np.nan, value.dtype
+        )  # a lone boolean is overwritten
     filler[tuple(map(slice, value.shape))] = value
     return filler
 
@@ -66,7 +76,8 @@ def is_key(value: Any) -> bool:
 
 
 def difference(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> str:
-    """Where two values differ, or "". Floats may differ by `slack` ulps of the greatest number of `wanted` (see `tolerance`).
+    """Where two values differ, or "". Floats may differ by `slack` ulps of the greatest number of `wanted`
+    (see `tolerance`).
 
     >>> difference(np.asarray([1, 2, 3]), np.asarray([1, 2, 4]))
     '1 of 3 differ, by at most 1, first at (2,): 3, not 4'
@@ -78,12 +89,15 @@ def difference(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> str
         return ""
     at = tuple(int(i) for i in np.argwhere(~close)[0])
     most = np.nanmax(np.abs(got[~close] - wanted[~close]), initial=0) if wanted.dtype != bool else 1
-    return f"{np.sum(~close)} of {close.size} differ, by at most {most:g}, first at {at}: {got[at]}, not {wanted[at]}"
+    return (
+        f"{np.sum(~close)} of {close.size} differ, by at most {most:g}, first at {at}: {got[at]}, not "
+        f"{wanted[at]}"
+    )
 
 
 def tolerance(dtype, slack: float = SLACK) -> float:
-    """How far floats may be apart, in relation to the greatest: `slack` ulps, but a sixteenth at most, or one ulp where that
-    is more. 256 ulps of bfloat16 are twice the number itself.
+    """How far floats may be apart, in relation to the greatest: `slack` ulps, but a sixteenth at most, or one
+    ulp where that is more. 256 ulps of bfloat16 are twice the number itself.
 
     >>> [tolerance(dtype) for dtype in ("bfloat16", "float8_e5m2")]
     [0.0625, 0.25]
@@ -106,7 +120,9 @@ def greatest_error(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.max(np.abs(got - wanted), where=finite, initial=0) / most) if most else 0.0
 
 
-def _comparable(got: np.ndarray, wanted: np.ndarray, slack: float) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+def _comparable(
+    got: np.ndarray, wanted: np.ndarray, slack: float
+) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
     if not jnp.issubdtype(wanted.dtype, jnp.inexact):
         exact = wanted.dtype if wanted.dtype == bool else np.int64
         return (got.astype(exact), wanted.astype(exact)), np.asarray(got == wanted)
@@ -145,10 +161,16 @@ def _shard(padded: np.ndarray, layout: Layout, at: dict[str, int], sizes: AxisSi
     return np.full_like(shard, identity(owed, shard.dtype)) if owed else shard
 
 
-def _settled(shards: np.ndarray, layout: Layout, sizes: AxisSizes) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
+def _settled(
+    shards: np.ndarray, layout: Layout, sizes: AxisSizes
+) -> Iterator[tuple[np.ndarray, dict[str, int]]]:
     """The shards with what is pending reduced, each with the first of the positions that it belongs to."""
     parts = shards.reshape(*sizes.values(), *shards.shape[1:])
-    parts = parts.astype(_wide(parts.dtype)) if layout.pending and jnp.issubdtype(parts.dtype, jnp.inexact) else parts
+    parts = (
+        parts.astype(_wide(parts.dtype))
+        if layout.pending and jnp.issubdtype(parts.dtype, jnp.inexact)
+        else parts
+    )
     for axis, kind in layout.pending:
         parts = _REDUCE[kind].reduce(parts, axis=list(sizes).index(axis), keepdims=True, dtype=parts.dtype)
     left = {axis: 1 if axis in layout.pending_axes else n for axis, n in sizes.items()}

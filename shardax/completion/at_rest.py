@@ -1,9 +1,11 @@
-"""The last phase of completion: state that cannot rest in the sharding of its annotation is updated as it rests.
+"""The last phase of completion: state that cannot rest in the sharding of its annotation is updated as it
+rests.
 
-A parameter of 257 rows that is annotated P("model", None) rests in P(None, "model"), because all shards of a `jax.Array` have
-one size. Its moments rest likewise. If the optimizer followed the annotation, each of them would be resharded on the way in
-and on the way out. Instead the elementwise neighbourhood of the new parameter, up to values that an annotation fixes, takes
-the sharding at rest. Then only the gradient is resharded, and the parameter once, for the forward pass.
+A parameter of 257 rows that is annotated P("model", None) rests in P(None, "model"), because all shards of a
+`jax.Array` have one size. Its moments rest likewise. If the optimizer followed the annotation, each of them
+would be resharded on the way in and on the way out. Instead the elementwise neighbourhood of the new
+parameter, up to values that an annotation fixes, takes the sharding at rest. Then only the gradient is
+resharded, and the parameter once, for the forward pass.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +17,8 @@ from shardax.graph.graph import Graph, Node, Value
 from shardax.sharding import Sharding
 
 Moved = Sequence[tuple[Value, Sharding]]
-"""Results that succeed an argument which rests otherwise than it is used, and the sharding in which it rests."""
+"""Results that succeed an argument which rests otherwise than it is used, and the sharding in which it rests.
+"""
 
 
 def successors(graph: Graph, notes: Iterable[tuple[Node, Annotation]]) -> list[tuple[Value, Value]]:
@@ -26,7 +29,8 @@ def successors(graph: Graph, notes: Iterable[tuple[Node, Annotation]]) -> list[t
 def updated_at_rest(
     moved: Moved, blocks: Sequence[Block], home: dict[Value, Block], fixed: set[Value]
 ) -> dict[Value, Sharding]:
-    """The values that take a sharding at rest; `home` is a block of each value, `fixed` are those that annotations fixed.
+    """The values that take a sharding at rest; `home` is a block of each value, `fixed` are those that
+    annotations fixed.
 
     Each block for itself, alike ones together, if no block moves what it shares with others.
     """
@@ -55,7 +59,9 @@ def _taken(moved: Moved, blocks: Sequence[Block], fixed: set[Value]) -> dict[Val
             if value not in taken:
                 taken[value] = sharding
                 beside = _neighbours(value, blocks)
-                front.extend(v for v in beside if v.shape == value.shape and v not in fixed and not v.is_literal)
+                front.extend(
+                    v for v in beside if v.shape == value.shape and v not in fixed and not v.is_literal
+                )
     return taken
 
 

@@ -1,10 +1,10 @@
 """Blocks: parts of a program that are completed alike are completed once.
 
-Completion takes edges from a worklist, lowest level first, then in program order. Nothing else decides, so what happens inside
-a block depends only on what it was told from outside, and when it had to stop. A block's `State` stands for that history:
-blocks of one `Pattern` (the same ties between values in the same places) that have the same history share the state, and what
-comes next is computed for the first of them; the others follow a pointer. The order of events is exactly that of a program
-without blocks.
+Completion takes edges from a worklist, lowest level first, then in program order. Nothing else decides, so
+what happens inside a block depends only on what it was told from outside, and when it had to stop. A block's
+`State` stands for that history: blocks of one `Pattern` (the same ties between values in the same places)
+that have the same history share the state, and what comes next is computed for the first of them; the others
+follow a pointer. The order of events is exactly that of a program without blocks.
 """
 
 import heapq
@@ -18,14 +18,24 @@ from shardax.completion.kinds import Kind, Tie
 from shardax.graph.graph import Value
 from shardax.sharding import Sharding
 
-Head = tuple[int, int]  # the level and the code of a visit; codes are in program order, forward before backward
+Head = tuple[
+    int, int
+]  # the level and the code of a visit; codes are in program order, forward before backward
 Changes = tuple[tuple[int, int], ...]  # a value's place in the block, its new cell
 
 
 class Pattern:
-    """What blocks of the same shape have in common. `shared` holds the places of the values that other blocks know too."""
+    """What blocks of the same shape have in common. `shared` holds the places of the values that other blocks
+    know too.
+    """
 
-    def __init__(self, kinds: Sequence[Kind], wiring: Sequence[Sequence[int]], blanks: Sequence[int], shared: Sequence[bool]):
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        wiring: Sequence[Sequence[int]],
+        blanks: Sequence[int],
+        shared: Sequence[bool],
+    ):
         self.blanks, self.shared = blanks, shared
         self.shared_places = [place for place, is_shared in enumerate(shared) if is_shared]
         self.edges: list[tuple[Tie, tuple[int, ...], tuple[int, ...]]] = []
@@ -49,20 +59,24 @@ class Pattern:
 
 @dataclass(eq=False, slots=True)
 class State:
-    """What happened to a block so far: `event`, after what happened to `before`. Then `head` is the visit that is due, None if
-    none is, and `changes` are the cells of shared values that the event changed."""
+    """What happened to a block so far: `event`, after what happened to `before`. Then `head` is the visit
+    that is due, None if none is, and `changes` are the cells of shared values that the event changed."""
 
     before: "State | None"
     event: tuple | None
     head: Head | None
     changes: Changes = ()
     next: dict[Hashable, "State"] = field(default_factory=dict)
-    shardings: list[Sharding] | None = None  # of the block's values, once completion is over; and where each dim was learned
+    shardings: list[Sharding] | None = (
+        None  # of the block's values, once completion is over; and where each dim was learned
+    )
     learned: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
 
 class Work:
-    """The cells of a block's values, the visits that are due, and where each dim was learned: (edge, position)."""
+    """The cells of a block's values, the visits that are due, and where each dim was learned: (edge,
+    position).
+    """
 
     def __init__(self, pattern: Pattern, cells: Cells):
         self.pattern, self.table = pattern, cells
@@ -87,14 +101,18 @@ class Work:
         return ()
 
     def touch(self, place: int) -> None:
-        """Visits the edges that this value is part of: forward and backward, its siblings on the same side learn too."""
+        """Visits the edges that this value is part of: forward and backward, its siblings on the same side
+        learn too.
+        """
         for level, code in self.pattern.touching[place]:
             if code not in self.waiting:
                 self.waiting.add(code)
                 heapq.heappush(self.due[level], code)
 
     def run(self, phase: int, level: int, code: int) -> Changes:
-        """Makes the visits that are due before this one, up to the first that changes what other blocks know."""
+        """Makes the visits that are due before this one, up to the first that changes what other blocks
+        know.
+        """
         shared = self.pattern.shared
         while (head := self.head()) is not None and head < (level, code):
             heapq.heappop(self.due[head[0]])
@@ -122,7 +140,14 @@ class Work:
 class Block:
     """A part of a program: items (nodes, by their numbers), and values by their places."""
 
-    def __init__(self, pattern: Pattern, items: Sequence[int], values: Sequence[Value], place: dict[Value, int], cells: Cells):
+    def __init__(
+        self,
+        pattern: Pattern,
+        items: Sequence[int],
+        values: Sequence[Value],
+        place: dict[Value, int],
+        cells: Cells,
+    ):
         self.pattern, self.items, self.values, self.place = pattern, items, values, place
         self.state = pattern.root
         self.table = cells
@@ -150,7 +175,9 @@ class Block:
         return self.happens("run", phase, level, 2 * self.pattern.first_edge[bisect_left(self.items, item)])
 
     def live(self) -> Work:
-        """The work that the state stands for: kept by the block that came first, else made again from the beginning."""
+        """The work that the state stands for: kept by the block that came first, else made again from the
+        beginning.
+        """
         if self.work is None:
             self.work = Work(self.pattern, self.table)
             history, state = [], self.state

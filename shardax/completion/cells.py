@@ -1,7 +1,8 @@
-"""Cells, which hold what is known of a value's sharding, and the one step of completion: what a tie teaches its values.
+"""Cells, which hold what is known of a value's sharding, and the one step of completion: what a tie teaches
+its values.
 
-Cells are numbered, and a step is a function from numbers to numbers. Equal steps, of which a program with alike layers has
-many, are taken once.
+Cells are numbered, and a step is a function from numbers to numbers. Equal steps, of which a program with
+alike layers has many, are taken once.
 """
 
 import itertools
@@ -16,8 +17,8 @@ from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is known of a value: the axes of each dim; which dims an annotation closes; whether it is held, so that it neither
-    tells nor learns anything for now.
+    """What is known of a value: the axes of each dim; which dims an annotation closes; whether it is held, so
+    that it neither tells nor learns anything for now.
     """
 
     dims: tuple[Axes, ...]
@@ -26,9 +27,9 @@ class Cell:
 
 
 SPREAD_DATA, SPREAD_STATE, DATA, ALL = range(4)
-"""The phases. First data and the annotations inside spread among what is elementwise. Then the annotated state does, to its
-copies, its gradient and its successor; what it alone reached is held. Then the data speaks to everything that is not held, as
-if there were no state. Last, everything speaks."""
+"""The phases. First data and the annotations inside spread among what is elementwise. Then the annotated
+state does, to its copies, its gradient and its successor; what it alone reached is held. Then the data speaks
+to everything that is not held, as if there were no state. Last, everything speaks."""
 
 Lesson = tuple[int, int, tuple[tuple[int, int], ...]]
 """A position of a tie, its new cell, and for each dim that grew the position that it was learned from."""
@@ -37,8 +38,8 @@ Claims = dict[str, tuple[Axes, int]]
 
 
 class Cells:
-    """The cells of a program on a mesh, by number, and the steps that were already taken. Cell 0 is that of literals; it
-    never changes."""
+    """The cells of a program on a mesh, by number, and the steps that were already taken. Cell 0 is that of
+    literals; it never changes."""
 
     def __init__(self, sizes: AxisSizes):
         self.sizes = sizes
@@ -65,9 +66,11 @@ class Cells:
         cell = self.cells[number]
         return self.number(replace(cell, held=False)) if cell.held and number else number
 
-    def step(self, tie: Tie, forward: bool, phase: int, twins: tuple[int, ...], cells: tuple[int, ...]) -> tuple[Lesson, ...]:
-        """What a tie teaches its results, or else its operands. `twins` has for each position the first position of the same
-        value.
+    def step(
+        self, tie: Tie, forward: bool, phase: int, twins: tuple[int, ...], cells: tuple[int, ...]
+    ) -> tuple[Lesson, ...]:
+        """What a tie teaches its results, or else its operands. `twins` has for each position the first
+        position of the same value.
         """
         key = (forward, phase, twins, cells)
         known = tie.memo.get(key)
@@ -89,8 +92,8 @@ class Cells:
                 yield twins[at], number, tuple(learned)
 
     def _claims(self, tie: Tie, phase: int, cells: Sequence[int]) -> Claims:
-        """For each factor the axes on which its values agree. The heaviest value speaks first: the price of moving decides
-        conflicts.
+        """For each factor the axes on which its values agree. The heaviest value speaks first: the price of
+        moving decides conflicts.
         """
         claims: Claims = {}
         factors, tensors = tie.factors, tie.factors.tensors
@@ -109,20 +112,30 @@ class Cells:
             _agree_tied(claims, group)
         return claims
 
-    def _refined(self, tie: Tie, at: int, cell: Cell, claims: Claims) -> tuple[tuple[Axes, ...], list[tuple[int, int]]]:
-        """The dims of a value, extended by what its factors agreed on; which dims grew, and from which positions they learned
-        it.
+    def _refined(
+        self, tie: Tie, at: int, cell: Cell, claims: Claims
+    ) -> tuple[tuple[Axes, ...], list[tuple[int, int]]]:
+        """The dims of a value, extended by what its factors agreed on; which dims grew, and from which
+        positions they learned it.
         """
         tensor, shape, dims = tie.factors.tensors[at], tie.shapes[at], list(cell.dims)
         used = {a for axes in dims for a in axes}
         learned = []
         rank = {factor: i for i, factor in enumerate(claims)}
-        asked = [d for d, dim in enumerate(tensor) if any(f in claims for f in dim) and not (cell.closed and cell.closed[d])]
+        asked = [
+            d
+            for d, dim in enumerate(tensor)
+            if any(f in claims for f in dim) and not (cell.closed and cell.closed[d])
+        ]
         for d in sorted(asked, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
             axes, have = _dim_axes(tensor[d], claims, tie.factors, self.sizes), dims[d]
             new = _free_prefix(axes[len(have) :], used)
             count = shard_count(have + new, self.sizes)
-            if axes[: len(have)] == have and new and (shape[d] >= count or _asked_small(tie, tensor[d], claims)):
+            if (
+                axes[: len(have)] == have
+                and new
+                and (shape[d] >= count or _asked_small(tie, tensor[d], claims))
+            ):
                 dims[d] = have + new
                 used |= set(new)
                 learned.append((d, next(claims[f][1] for f in tensor[d] if f in claims)))
@@ -130,7 +143,9 @@ class Cells:
 
 
 def _asked_small(tie: Tie, dim: DimFactors, claims: Claims) -> bool:
-    """Whether axes come from a dim of the same few positions: somebody annotated it so, and some devices have none of it."""
+    """Whether axes come from a dim of the same few positions: somebody annotated it so, and some devices have
+    none of it.
+    """
     factor = dim[0]
     at = claims[factor][1] if len(dim) == 1 and factor in claims else None
     return at is not None and tie.factors.sizes[factor] > 1 and dim in tie.factors.tensors[at]
@@ -141,7 +156,9 @@ def _free_prefix(axes: Axes, used: set[str]) -> Axes:
 
 
 def _agree_tied(claims: Claims, group: Sequence[str]) -> None:
-    """Gives windowed factors that are split over the same axes one list of axes: that of the heaviest value, or more."""
+    """Gives windowed factors that are split over the same axes one list of axes: that of the heaviest value,
+    or more.
+    """
     agreed = None
     for axes, at in [claim for factor, claim in claims.items() if factor in group]:
         if agreed is None or axes[: len(agreed[0])] == agreed[0]:
@@ -151,8 +168,8 @@ def _agree_tied(claims: Claims, group: Sequence[str]) -> None:
 
 
 def _dim_axes(dim: DimFactors, claims: Claims, factors: Factors, sizes: AxisSizes) -> Axes:
-    """The axes of a dim, from those of its factors. A minor factor counts only where the major ones are split to single
-    positions.
+    """The axes of a dim, from those of its factors. A minor factor counts only where the major ones are split
+    to single positions.
     """
     axes: Axes = ()
     majors = 1

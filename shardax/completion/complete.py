@@ -1,7 +1,8 @@
 """Sharding completion: every value gets a sharding, from the few that the user gave (GSPMD, section 3.5).
 
-Shardings spread along factors, in both directions, to a fixed point. They are only refined: a dim keeps the axes that it has.
-The worklist is ordered by level, then by place in the program, so the result depends on nothing else.
+Shardings spread along factors, in both directions, to a fixed point. They are only refined: a dim keeps the
+axes that it has. The worklist is ordered by level, then by place in the program, so the result depends on
+nothing else.
 """
 
 import itertools
@@ -27,8 +28,8 @@ Notes = Sequence[tuple[Node, annotations.Annotation]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where the axes of a dim came from: the words of an annotation, with its node if it has one, or a node and the value
-    whose axes it passed on.
+    """Where the axes of a dim came from: the words of an annotation, with its node if it has one, or a node
+    and the value whose axes it passed on.
     """
 
     source: str
@@ -38,9 +39,11 @@ class Origin:
 
 @dataclass(eq=False)
 class Completion:
-    """The sharding of every value, where each came from, and the parts of the program that were completed alike.
+    """The sharding of every value, where each came from, and the parts of the program that were completed
+    alike.
 
-    `notes`: the program's annotations. `resting`: for each argument how it rests between calls, None where nothing says so.
+    `notes`: the program's annotations. `resting`: for each argument how it rests between calls, None where
+    nothing says so.
     """
 
     sizes: AxisSizes
@@ -68,7 +71,9 @@ class Completion:
         """(size, axes) of every dim that is split."""
         alike = {(block.pattern, self.wanted(block)): block for block in self.blocks}
         values = {v for block in alike.values() for v in block.values}
-        return {(n, axes) for v in values for n, axes in zip(v.shape, self.sharding(v).dims, strict=True) if axes}
+        return {
+            (n, axes) for v in values for n, axes in zip(v.shape, self.sharding(v).dims, strict=True) if axes
+        }
 
     def sharding(self, value: Value) -> Sharding:
         return self.shardings.get(value) or replicated(len(value.shape))
@@ -102,7 +107,9 @@ class Completion:
 
 
 class Items:
-    """What ties values together, in program order: the nodes, then one for each result that succeeds a donated argument."""
+    """What ties values together, in program order: the nodes, then one for each result that succeeds a
+    donated argument.
+    """
 
     def __init__(self, graph: Graph, notes: Notes):
         self.known = known = Kinds()
@@ -122,14 +129,14 @@ class Items:
         return [kind.tensors(values) for kind, values in zip(self.kinds, self.values, strict=True)]
 
 
-def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes, reuse: bool = True) -> Completion:
+def complete(
+    graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSizes, reuse: bool = True
+) -> Completion:
     """Completes the shardings of a graph.
 
-    Args:
-      graph: the program, annotations in it.
-      arguments: for each input the sharding that it is committed to, or None.
-      sizes: the mesh's axis sizes.
-      reuse: whether blocks that are alike, as unrolled layers are, are completed once. The result is the same.
+    Args: graph: the program, annotations in it. arguments: for each input the sharding that it is committed
+      to, or None. sizes: the mesh's axis sizes. reuse: whether blocks that are alike, as unrolled layers are,
+      are completed once. The result is the same.
     """
     notes = list(annotations.among(graph.walk()))
     cells, items = Cells(sizes), Items(graph, notes)
@@ -145,7 +152,9 @@ def complete(graph: Graph, arguments: Sequence[Sharding | None], sizes: AxisSize
     return done
 
 
-def _spread(done: Completion, worklist: Worklist, given: Sequence["_Given"], state: set[Value], cells: Cells) -> None:
+def _spread(
+    done: Completion, worklist: Worklist, given: Sequence["_Given"], state: set[Value], cells: Cells
+) -> None:
     """Spreads the annotations in phases, see `cells`."""
     ours = [(g, cells.number(Cell(g.cell_dims, g.closed, g.argument in state))) for g in given]
     for g, cell in ours:
@@ -213,8 +222,8 @@ def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block
 
 
 class _Part:
-    """The items of a block, and the places of its values. `wiring` is equal for parts whose items have the same kinds and
-    whose values are at the same places.
+    """The items of a block, and the places of its values. `wiring` is equal for parts whose items have the
+    same kinds and whose values are at the same places.
     """
 
     def __init__(self, mine: list[int], items: Items, numbers: Sequence[int]):
@@ -246,7 +255,9 @@ class _Wiring:
         return isinstance(other, _Wiring) and (self.kinds, self.rows) == (other.kinds, other.rows)
 
 
-def _update_at_rest(done: Completion, graph: Graph, cells: Cells, home: dict[Value, Block], fixed: set[Value]) -> None:
+def _update_at_rest(
+    done: Completion, graph: Graph, cells: Cells, home: dict[Value, Block], fixed: set[Value]
+) -> None:
     inside = {node.inputs[0]: node.outputs[0] for node, _ in reversed(done.notes)}
     rest = dict(zip(graph.inputs, done.resting, strict=True))
     resting = cache(lambda sharding, shape: at_rest(sharding, shape, done.sizes))
@@ -263,9 +274,10 @@ def _update_at_rest(done: Completion, graph: Graph, cells: Cells, home: dict[Val
 def _state(graph: Graph, notes: Notes) -> set[Value]:
     """The arguments that come back, updated or as gradients: some result has the same shape and dtype.
 
-    Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded data
-    parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities to the user.)
-    Where few arguments come back, as activations do that pass through a layer, they are no state, unless they are donated.
+    Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded
+    data parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities
+    to the user.) Where few arguments come back, as activations do that pass through a layer, they are no
+    state, unless they are donated.
     """
     back = {(v.shape, v.aval.dtype) for v in graph.outputs}
     arrays = [v for v in graph.inputs if v.shape]
@@ -273,8 +285,12 @@ def _state(graph: Graph, notes: Notes) -> set[Value]:
     return alike if 2 * len(alike) >= len(arrays) else {argument for argument, _ in successors(graph, notes)}
 
 
-def _resting(graph: Graph, arguments: Sequence[Sharding | None], notes: Notes, sizes: AxisSizes) -> list[Sharding | None]:
-    """How each argument rests between calls: as it is committed, else nearest to its annotation; None where nothing says so."""
+def _resting(
+    graph: Graph, arguments: Sequence[Sharding | None], notes: Notes, sizes: AxisSizes
+) -> list[Sharding | None]:
+    """How each argument rests between calls: as it is committed, else nearest to its annotation; None where
+    nothing says so.
+    """
     inputs, rest = set(graph.inputs), dict(zip(graph.inputs, arguments, strict=True))
     for node, given in notes:
         value = node.inputs[0]
@@ -303,7 +319,9 @@ class _Given:
 
 
 def _given(graph: Graph, done: Completion) -> Iterable[_Given]:
-    """What every annotation says. An annotated argument itself rests in the nearest sharding that divides it."""
+    """What every annotation says. An annotated argument itself rests in the nearest sharding that divides
+    it.
+    """
     for i, (value, sharding) in enumerate(zip(graph.inputs, done.resting, strict=True)):
         if sharding is not None:
             yield _Given(value, sharding.dims, f"argument {i} rests in it", value)

@@ -1,7 +1,7 @@
 """Edges tie the shardings of values together. Each equation with a rule has one or more.
 
-Loops, branches and calls have data-flow edges, along which a value is simply the same (carry in = carry out = body in = body
-out).
+Loops, branches and calls have data-flow edges, along which a value is simply the same (carry in = carry out =
+body in = body out).
 """
 
 import itertools
@@ -16,13 +16,15 @@ from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse, tie
 
 ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
-"""Levels, first to last: completion lets nothing of a later level happen while an earlier one has something to say."""
+"""Levels, first to last: completion lets nothing of a later level happen while an earlier one has something
+to say.
+"""
 
 
 @dataclass(eq=False, slots=True)
 class Edge:
-    """Values whose dims share factors. `backward` and `forward` are the levels at which it carries shardings from results
-    to operands and from operands to results."""
+    """Values whose dims share factors. `backward` and `forward` are the levels at which it carries shardings
+    from results to operands and from operands to results."""
 
     operands: list[Value]
     results: list[Value]
@@ -68,8 +70,8 @@ def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
 
 
 def _components(factors: Factors) -> Iterator[tuple[list[int], list[int]]]:
-    """The groups of (operands, results) that share factors, directly or through others. An optimization barrier, say, has a
-    group for each operand, and scalars are in none.
+    """The groups of (operands, results) that share factors, directly or through others. An optimization
+    barrier, say, has a group for each operand, and scalars are in none.
     """
     count = len(factors.operands)
     groups: list[tuple[set[str], list[int]]] = []
@@ -84,37 +86,51 @@ def _components(factors: Factors) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _stretched(factors: Factors) -> tuple[list[int], list[int]]:
-    """For an elementwise equation: the operands that have the result's shape or are scalars, and those with a dim of size one
-    where the result has none.
+    """For an elementwise equation: the operands that have the result's shape or are scalars, and those with a
+    dim of size one where the result has none.
     """
     result = factors.results[0] if factors.results else ()
-    stretched = [i for i, dims in enumerate(factors.operands) if dims and dims != result and _stretches(dims, result)]
+    stretched = [
+        i for i, dims in enumerate(factors.operands) if dims and dims != result and _stretches(dims, result)
+    ]
     full = [i for i, dims in enumerate(factors.operands) if dims in ((), result)]
     alike = len(full) + len(stretched) == len(factors.operands) and set(factors.results) == {result}
     return (full, stretched) if alike else (full, [])
 
 
 def _stretches(dims: TensorFactors, result: TensorFactors) -> bool:
-    return len(dims) == len(result) and all(dim in ((), other) for dim, other in zip(dims, result, strict=True))
+    return len(dims) == len(result) and all(
+        dim in ((), other) for dim, other in zip(dims, result, strict=True)
+    )
 
 
-def _part(node: Node, factors: Factors, operands: Sequence[int], results: Sequence[int], backward: int, forward: int) -> Edge:
+def _part(
+    node: Node, factors: Factors, operands: Sequence[int], results: Sequence[int], backward: int, forward: int
+) -> Edge:
     """The edge between some operands and some results."""
     tensors = tuple(factors.operands[i] for i in operands), tuple(factors.results[i] for i in results)
     part = replace(factors, operands=tensors[0], results=tensors[1])
-    return Edge([node.inputs[i] for i in operands], [node.outputs[i] for i in results], part, backward, forward, node)
+    return Edge(
+        [node.inputs[i] for i in operands], [node.outputs[i] for i in results], part, backward, forward, node
+    )
 
 
 def _levels(node: Node, factors: Factors) -> tuple[int, int]:
     dims = {dims for dims in factors.tensors if dims}
     if len(dims) <= 1 or _only_moves(factors):
         return ELEMENTWISE, ELEMENTWISE
-    return (BROADCAST_BACKWARD, BROADCAST_FORWARD) if node.name == "broadcast_in_dim" else (OPERATOR, OPERATOR)
+    return (
+        (BROADCAST_BACKWARD, BROADCAST_FORWARD) if node.name == "broadcast_in_dim" else (OPERATOR, OPERATOR)
+    )
 
 
 def _only_moves(factors: Factors) -> bool:
-    """Whether every tensor has the same factors: transposes and reshapes pass shardings through like elementwise ones."""
-    names = {frozenset(f for dim in dims for f in dim if factors.sizes[f] != 1) for dims in factors.tensors if dims}
+    """Whether every tensor has the same factors: transposes and reshapes pass shardings through like
+    elementwise ones.
+    """
+    names = {
+        frozenset(f for dim in dims for f in dim if factors.sizes[f] != 1) for dims in factors.tensors if dims
+    }
     shown = {f for dims in factors.tensors for dim in dims for f in dim}
     return len(names) == 1 and not any(factors.kind(f) == WHOLE for f in shown)
 
@@ -153,9 +169,12 @@ def _map_flow(node: Node, xs: list[Value], ys: list[Value]) -> Iterator[Edge]:
     if xs and ys and carries_of_map(node) is not None:
         names = (f"k{i}!" for i in range(10**6))
         operands, results = (
-            ", ".join(" ".join(("trips", *itertools.islice(names, len(v.shape) - 1))) for v in values) for values in (xs, ys)
+            ", ".join(" ".join(("trips", *itertools.islice(names, len(v.shape) - 1))) for v in values)
+            for values in (xs, ys)
         )
-        factors = bind(parse(f"{operands} -> {results}"), tuple(v.shape for v in xs), tuple(v.shape for v in ys))
+        factors = bind(
+            parse(f"{operands} -> {results}"), tuple(v.shape for v in xs), tuple(v.shape for v in ys)
+        )
         yield Edge(xs, ys, factors, ELEMENTWISE, ELEMENTWISE, node)
 
 

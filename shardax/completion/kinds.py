@@ -1,4 +1,6 @@
-"""Kinds of nodes. Nodes are of one kind if all that completion and choice read of them is equal; what follows is found once."""
+"""Kinds of nodes. Nodes are of one kind if all that completion and choice read of them is equal; what follows
+is found once.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ from shardax.spmd_rules.rule import Factors
 
 @dataclass(eq=False, slots=True)
 class Tie:
-    """An edge without its values. `places` says which of a node's values are at its positions, operands first; `heaviest` are
-    the positions by bytes; `memo` is what was learned from which cells.
+    """An edge without its values. `places` says which of a node's values are at its positions, operands
+    first; `heaviest` are the positions by bytes; `memo` is what was learned from which cells.
     """
 
     factors: Factors
@@ -32,8 +34,9 @@ class Tie:
 
 @dataclass(eq=False, slots=True)
 class Kind:
-    """What alike nodes share: `factors`, of nodes with a rule and without bodies; `ties`, of their edges, those of bodies
-    included; `tensors`, which picks those of a node's values that have dims and are no literals.
+    """What alike nodes share: `factors`, of nodes with a rule and without bodies; `ties`, of their edges,
+    those of bodies included; `tensors`, which picks those of a node's values that have dims and are no
+    literals.
     """
 
     number: int
@@ -43,7 +46,9 @@ class Kind:
 
 
 class Kinds:
-    """The kinds of a program's nodes. Nodes with bodies are of one kind where these are the same node by node."""
+    """The kinds of a program's nodes. Nodes with bodies are of one kind where these are the same node by
+    node.
+    """
 
     def __init__(self):
         self.found: dict[Hashable, Kind] = {}
@@ -74,7 +79,9 @@ class Kinds:
         known = self.structured.get(key) if _can_be_compared(key) else None
         if known is None:
             edges = list(edges_of(node))
-            values = list(dict.fromkeys([*node.inputs, *node.outputs, *(v for edge in edges for v in edge.values)]))
+            values = list(
+                dict.fromkeys([*node.inputs, *node.outputs, *(v for edge in edges for v in edge.values)])
+            )
             key = key if _can_be_compared(key) else id(node)
             known = self.structured[key] = self.add(key, None, edges, values), [numbers[v] for v in values]
         kind, places = known
@@ -82,7 +89,9 @@ class Kinds:
         return kind, [values[place] for place in places]
 
     def _structure(self, node: Node, numbers: dict[Value, int]) -> Hashable:
-        """What a node does, its bodies node by node. In it every value is a number, in the order in which values are met."""
+        """What a node does, its bodies node by node. In it every value is a number, in the order in which
+        values are met.
+        """
 
         def met(values: Sequence[Value]) -> tuple[tuple[int, int], ...]:
             return tuple((numbers.setdefault(v, len(numbers)), self._type_number(v)) for v in values)
@@ -92,10 +101,15 @@ class Kinds:
             said = note.dims
         flag = node.name.startswith("random") and node.eqn.ctx.threefry_partitionable
         ends = met(node.inputs), met(node.outputs)
-        bodies = ((met(b.inputs), tuple(self._structure(n, numbers) for n in b.nodes), met(b.outputs)) for b in node.bodies)
+        bodies = (
+            (met(b.inputs), tuple(self._structure(n, numbers) for n in b.nodes), met(b.outputs))
+            for b in node.bodies
+        )
         return node.primitive, said, flag, *ends, *bodies
 
-    def add(self, key: Hashable, factors: Factors | None, edges: Iterable[Edge], values: Sequence[Value]) -> Kind:
+    def add(
+        self, key: Hashable, factors: Factors | None, edges: Iterable[Edge], values: Sequence[Value]
+    ) -> Kind:
         tensors = [i for i, v in enumerate(values) if v.shape and not v.is_literal]
         kind = Kind(len(self.found), factors, ties_of(edges, values), _taking(tensors))
         return self.found.setdefault(key, kind)
@@ -148,7 +162,9 @@ def ties_of(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[Tie, ...]:
     place = {value: i for i, value in reversed(list(enumerate(values)))}
     ties = []
     for edge in edges:
-        operands, results = ([i for i, v in enumerate(side) if v.shape] for side in (edge.operands, edge.results))
+        operands, results = (
+            [i for i, v in enumerate(side) if v.shape] for side in (edge.operands, edge.results)
+        )
         shown = [edge.operands[i] for i in operands] + [edge.results[i] for i in results]
         if len(shown) > 1:
             part = Factors(

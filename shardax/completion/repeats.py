@@ -1,9 +1,10 @@
-"""Finds which items (nodes, by their numbers) of a program make alike blocks, as the layers of an unrolled model do.
+"""Finds which items (nodes, by their numbers) of a program make alike blocks, as the layers of an unrolled
+model do.
 
-The longest run of kinds that repeats itself, which is the forward pass of the layers, is cut into blocks. A later item
-belongs to the first of the blocks that its operands come from. So a layer's backward pass and its part of the optimizer
-belong to the layer's block, although they are far away in the program. The choice of blocks changes no result, only how often
-a result is computed.
+The longest run of kinds that repeats itself, which is the forward pass of the layers, is cut into blocks. A
+later item belongs to the first of the blocks that its operands come from. So a layer's backward pass and its
+part of the optimizer belong to the layer's block, although they are far away in the program. The choice of
+blocks changes no result, only how often a result is computed.
 """
 
 import itertools
@@ -33,7 +34,9 @@ def groups(kinds: Sequence[int], tensors: Sequence[Sequence[Value]], arguments: 
     if run is None:
         return [REST] * len(kinds)
     start, period, count = run
-    given = arguments.union(*tensors[:start])  # what is made before the run belongs to the block that uses it, as arguments do
+    given = arguments.union(
+        *tensors[:start]
+    )  # what is made before the run belongs to the block that uses it, as arguments do
     found, home = [REST] * len(kinds), {}
     for i in range(start, len(kinds)):
         block, mine = (i - start) // period, tensors[i]
@@ -62,8 +65,8 @@ def _joined(found: list[int]) -> list[int]:
 
 
 def _run(kinds: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | None:
-    """The first long repetition: where it starts, its period, and how often it repeats. An item counts as many times as its
-    weight.
+    """The first long repetition: where it starts, its period, and how often it repeats. An item counts as
+    many times as its weight.
     """
     runs = [run for period in _periods(kinds) for run in _runs(kinds, period)]
     if not runs:
@@ -89,4 +92,8 @@ def _runs(kinds: np.ndarray, period: int) -> list[tuple[int, int, int]]:
     equal = np.concatenate([[False], kinds[:-period] == kinds[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     stretches = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-    return [(start, period, end - start + period) for start, end in stretches if end - start >= (_FEWEST - 1) * period]
+    return [
+        (start, period, end - start + period)
+        for start, end in stretches
+        if end - start >= (_FEWEST - 1) * period
+    ]

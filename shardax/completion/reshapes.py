@@ -1,8 +1,10 @@
-"""Finds reshapes that split a dim inside an axis: for 16 heads, an axis of 32 devices has to become one of 16 and one of 2.
+"""Finds reshapes that split a dim inside an axis: for 16 heads, an axis of 32 devices has to become one of 16
+and one of 2.
 
-A dim (heads h) is split over an axis, and a reshape takes it apart. The heads are split over a part of the axis, of gcd(heads,
-devices) devices, and h over the rest. Without that, the whole dim would be gathered. Heads that are annotated over more devices
-than there are heads ask for the same: a part of the axis holds them all.
+A dim (heads h) is split over an axis, and a reshape takes it apart. The heads are split over a part of the
+axis, of gcd(heads, devices) devices, and h over the rest. Without that, the whole dim would be gathered.
+Heads that are annotated over more devices than there are heads ask for the same: a part of the axis holds
+them all.
 """
 
 import math
@@ -16,19 +18,27 @@ from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
 
 
 def split_inside(graph: Graph, done: Completion) -> Iterator[tuple[str, int]]:
-    """(axis, size of its major part) wherever a completed sharding splits a dim of a reshape inside an axis, and wherever an
-    annotation splits a dim for which a part of the axis is enough."""
+    """(axis, size of its major part) wherever a completed sharding splits a dim of a reshape inside an axis,
+    and wherever an annotation splits a dim for which a part of the axis is enough."""
     for node, given in done.notes:
         for axes, size in zip(given.dims, node.outputs[0].shape, strict=True):
             yield from _of_rows(axes or (), size, done.sizes)
-    whole = {v: [axes == () for axes in given.dims] for node, given in done.notes for v in (node.inputs[0], node.outputs[0])}
+    whole = {
+        v: [axes == () for axes in given.dims]
+        for node, given in done.notes
+        for v in (node.inputs[0], node.outputs[0])
+    }
     for node in graph.walk():
-        if node.name == "reshape" and (done.sharding(node.inputs[0]).axes or done.sharding(node.outputs[0]).axes):
+        if node.name == "reshape" and (
+            done.sharding(node.inputs[0]).axes or done.sharding(node.outputs[0]).axes
+        ):
             yield from _of_reshape(node, whole, done)
 
 
 def _of_rows(axes: Axes, size: int, sizes: AxisSizes) -> Iterator[tuple[str, int]]:
-    """The part of an axis that splits a dim of fewer rows than devices into single rows, the axes before it taken whole."""
+    """The part of an axis that splits a dim of fewer rows than devices into single rows, the axes before it
+    taken whole.
+    """
     for axis in axes:
         if size % sizes[axis]:
             if sizes[axis] % size == 0 and size > 1:
@@ -53,7 +63,8 @@ def _sides(node: Node, factors: Factors):
 
 
 def _parts(dim: DimFactors, axes: Axes, factors: Factors, sizes: AxisSizes) -> Iterator[tuple[str, int]]:
-    """The part of an axis that a factor takes, the major factors first, as long as they are split to single positions.
+    """The part of an axis that a factor takes, the major factors first, as long as they are split to single
+    positions.
 
     An axis is cut once at a time: what is left of it is looked at when all is completed on the finer mesh.
     """

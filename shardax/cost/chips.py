@@ -1,7 +1,9 @@
-"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3 and v4, one of two cores).
+"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3 and v4, one of
+two cores).
 
-Sources: the product pages of Cloud TPU (memory, links, network); "How to Scale Your Model" (Austin et al. 2025), parts 2 and 3
-(about a microsecond per hop; which dims of a slice close to rings); NVIDIA's DGX H200 (NVLink, one 400 Gb/s card per GPU).
+Sources: the product pages of Cloud TPU (memory, links, network); "How to Scale Your Model" (Austin et al.
+2025), parts 2 and 3 (about a microsecond per hop; which dims of a slice close to rings); NVIDIA's DGX H200
+(NVLink, one 400 Gb/s card per GPU).
 """
 
 from dataclasses import dataclass
@@ -11,19 +13,19 @@ from dataclasses import dataclass
 class Chip:
     """One device, and how it is joined to the others.
 
-    `flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s.
-    `link_rate`: bytes/s that a device sends in a ring, along one dim of the torus both ways.
-    `torus`: dims of the torus, 0 where there is none.
+    `flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s. `link_rate`: bytes/s that a device
+    sends in a ring, along one dim of the torus both ways. `torus`: dims of the torus, 0 where there is none.
     `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are.
-    `least`: seconds that an operation takes, however little it reads and writes.
-    `closes`: a dim of the torus is a ring where it is as long as this; a shorter one is a line, and sends one way only.
-    `host`: devices that links join, where there is no torus; 0 is all of them.
-    `network_rate`: bytes/s that a device sends to other hosts, or slices of a torus; 0 where there are none.
-    `lanes`: where a reduce_scatter leaves no more than so many elements of the minor-most dim, the compiler makes it an
-      all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not minor-most stays what it is).
-    `copies`: how many copies in memory take as long as to rearrange what an all_to_all sends. (From the cycles that the TPU
-      compiler estimates: two to seven in most cases, up to 21 in one, see `passes/tpu.py`. Gathers and reduce_scatters need
-      none.)
+    `least`: seconds that an operation takes, however little it reads and writes. `closes`: a dim of the torus
+    is a ring where it is as long as this; a shorter one is a line, and sends one way only. `host`: devices
+    that links join, where there is no torus; 0 is all of them. `network_rate`: bytes/s that a device sends to
+    other hosts, or slices of a torus; 0 where there are none. `lanes`: where a reduce_scatter leaves no more
+    than so many elements of the minor-most dim, the compiler makes it an
+      all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not minor-most stays
+      what it is).
+    `copies`: how many copies in memory take as long as to rearrange what an all_to_all sends. (From the
+      cycles that the TPU compiler estimates: two to seven in most cases, up to 21 in one, see
+      `passes/tpu.py`. Gathers and reduce_scatters need none.)
     """
 
     name: str
@@ -50,12 +52,14 @@ V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, closes=16, network_rate=12.5e9
 H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9)
 
 NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9, least=64e-9)
-"""What programs are chosen for unless `Options(chip=...)` says otherwise: the ratios of v4 to v6e, all devices equally near. To
-start a collective costs next to nothing, 128 bytes, so that a small program is partitioned as a large one would be, and what is
-tried on a laptop shows what a pod will do."""
+"""What programs are chosen for unless `Options(chip=...)` says otherwise: the ratios of v4 to v6e, all
+devices equally near. To start a collective costs next to nothing, 128 bytes, so that a small program is
+partitioned as a large one would be, and what is tried on a laptop shows what a pod will do."""
 
 SLOW = Chip("slow", 1e9, 32e9, 1e8, 50e9, latency=0.0, start=128 / 50e9, least=0.0)
-"""A chip that computes and copies so slowly that everything is split that can be, however small: rules are tested so."""
+"""A chip that computes and copies so slowly that everything is split that can be, however small: rules are
+tested so.
+"""
 
 CHIPS = {chip.name: chip for chip in (V3, V4, V5E, V5P, V6E, H200)}
 

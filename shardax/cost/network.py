@@ -1,22 +1,26 @@
-"""What sending and computing cost on a mesh of chips, in picoseconds: the one price by which alternatives are compared.
+"""What sending and computing cost on a mesh of chips, in picoseconds: the one price by which alternatives are
+compared.
 
-A `Network` is the sizes of a mesh's axes together with the chip that its devices are, so whoever knows the mesh knows prices.
-Prices are whole numbers of picoseconds, held by floats, so that sums are exact and ties are ties in any order.
+A `Network` is the sizes of a mesh's axes together with the chip that its devices are, so whoever knows the
+mesh knows prices. Prices are whole numbers of picoseconds, held by floats, so that sums are exact and ties
+are ties in any order.
 
-A collective is priced as its ring algorithm: the hops that its data makes, one after the other, and the bytes that each device
-sends over the slowest link that its axes run along (Austin et al., "How to Scale Your Model", part 3):
+A collective is priced as its ring algorithm: the hops that its data makes, one after the other, and the bytes
+that each device sends over the slowest link that its axes run along (Austin et al., "How to Scale Your
+Model", part 3):
 
     start + hops · latency + bytes · detour / rate
 
-    hops     of n devices: n/2 in a ring that sends both ways, n - 1 in a line or a one-way ring; over several axes their sum;
-             of an all_reduce twice that; of a ppermute one
-    detour   1; of an all_to_all max(1, n/4) on a torus, because what goes to another device passes n/4 links on average
-             (so its time grows as the square root of the devices, as GShard measured)
+    hops     of n devices: n/2 in a ring that sends both ways, n - 1 in a line or a one-way ring; over several
+             axes their sum; of an all_reduce twice that; of a ppermute one
+    detour   1; of an all_to_all max(1, n/4) on a torus, because what goes to another device passes n/4 links
+             on average (so its time grows as the square root of the devices, as GShard measured)
 
-An all_to_all also rearranges what it sends in memory, before and after. On TPUs that takes as long as `copies` copies.
+An all_to_all also rearranges what it sends in memory, before and after. On TPUs that takes as long as
+`copies` copies.
 
-That several dims of a torus could send at once is not assumed. So a price never falls when there are more bytes to send, or
-more axes to send along.
+That several dims of a torus could send at once is not assumed. So a price never falls when there are more
+bytes to send, or more axes to send along.
 """
 
 import math
@@ -37,8 +41,8 @@ PICO = 1e12
 class Line:
     """How the devices along an axis of the mesh are joined.
 
-    `rate`: bytes/s that each sends when all do, in a ring or along a line. `latency`: seconds until all have heard of each.
-    `detour`: how often a byte that goes to any other of them is sent.
+    `rate`: bytes/s that each sends when all do, in a ring or along a line. `latency`: seconds until all have
+    heard of each. `detour`: how often a byte that goes to any other of them is sent.
     """
 
     rate: float
@@ -47,8 +51,8 @@ class Line:
 
 
 class Network(dict[str, int]):
-    """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `lines`: how the devices along each
-    axis are joined; unless given, as `assumed` says.
+    """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `lines`: how the
+    devices along each axis are joined; unless given, as `assumed` says.
 
     >>> network = Network({"x": 4})
     >>> network["x"], network.collective("all_gather", ("x",), 1000)
@@ -57,7 +61,9 @@ class Network(dict[str, int]):
 
     __slots__ = ("chip", "lines", "_key", "_hash", "_ways")
 
-    def __init__(self, sizes: Mapping[str, int], chip: Chip = NOMINAL, lines: Mapping[str, Line] | None = None):
+    def __init__(
+        self, sizes: Mapping[str, int], chip: Chip = NOMINAL, lines: Mapping[str, Line] | None = None
+    ):
         super().__init__(sizes)
         self.chip, self.lines = chip, dict(lines or assumed(sizes, chip))
         self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()))
@@ -68,7 +74,9 @@ class Network(dict[str, int]):
         return self._hash
 
     def __eq__(self, other) -> bool:
-        return self is other or (self._key == other._key if isinstance(other, Network) else super().__eq__(other))
+        return self is other or (
+            self._key == other._key if isinstance(other, Network) else super().__eq__(other)
+        )
 
     def __ne__(self, other) -> bool:
         return not self == other
@@ -79,7 +87,8 @@ class Network(dict[str, int]):
     def collective(self, kind: str, axes: tuple[str, ...], nbytes: float, minor: int | None = None) -> float:
         """Picoseconds of one collective over these axes in which each device sends so many bytes.
 
-        `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
+        `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left
+        with.
         """
         if minor is not None and kind == "reduce_scatter" and minor <= self.chip.lanes:
             kind, nbytes = "all_reduce", 2 * nbytes
@@ -87,7 +96,9 @@ class Network(dict[str, int]):
         return float(round(start + nbytes * byte))
 
     def _way(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
-        """Picoseconds to start a collective, and for each byte. Axes of other meshes, which crossings name, are any links."""
+        """Picoseconds to start a collective, and for each byte. Axes of other meshes, which crossings name,
+        are any links.
+        """
         lines = [self.lines[a] for a in axes if self.get(a, 1) > 1]
         rings = 2 if kind == "all_reduce" else 1
         latency = self.chip.latency if kind == "ppermute" else rings * sum(line.latency for line in lines)
@@ -99,13 +110,17 @@ class Network(dict[str, int]):
         return way
 
     def least(self, axes: Sequence[str], nbytes: float) -> float:
-        """Picoseconds that no collectives over some of these axes beat in which a device sends so many bytes in all."""
+        """Picoseconds that no collectives over some of these axes beat in which a device sends so many bytes
+        in all.
+        """
         fastest = max((self.lines[a].rate for a in axes), default=self.chip.link_rate)
         return float(math.floor(PICO * (self.chip.start + self.chip.latency) + nbytes * (PICO / fastest)))
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Picoseconds of an operation on one device: the longer of its products and its memory traffic."""
-        return float(math.ceil(max(flops * (PICO / self.chip.flops), nbytes * (PICO / self.chip.memory_rate))))
+        return float(
+            math.ceil(max(flops * (PICO / self.chip.flops), nbytes * (PICO / self.chip.memory_rate)))
+        )
 
 
 def network_of(sizes: Mapping[str, int]) -> Network:
@@ -121,12 +136,12 @@ def _nominal(sizes: tuple[tuple[str, int], ...]) -> Network:
 def network_of_mesh(
     mesh: Mesh | AbstractMesh | None, chip: Chip | None = None, sizes: Mapping[str, int] | None = None
 ) -> Network:
-    """The prices on a mesh, of its axes or of those of `sizes`, into which the same devices in the same order are put.
+    """The prices on a mesh, of its axes or of those of `sizes`, into which the same devices in the same order
+    are put.
 
-    Args:
-      mesh: where its devices are this chip, their places say how they are joined; else it is assumed.
-      chip: by default that of the devices; the nominal one of CPUs, of an abstract mesh, and of chips that nobody knows.
-      sizes: axes and their sizes, major to minor.
+    Args: mesh: where its devices are this chip, their places say how they are joined; else it is assumed.
+      chip: by default that of the devices; the nominal one of CPUs, of an abstract mesh, and of chips that
+      nobody knows. sizes: axes and their sizes, major to minor.
     """
     sizes = dict(mesh.shape if mesh is not None and sizes is None else sizes or {})
     devices = mesh.devices.reshape(tuple(sizes.values())) if isinstance(mesh, Mesh) else None
@@ -141,8 +156,8 @@ def network_of_mesh(
 
 
 def assumed(sizes: Mapping[str, int], chip: Chip) -> dict[str, Line]:
-    """What is taken for true where nobody knows the places of the devices: on a torus each axis is a ring of its own; without
-    one, devices of one host follow one another in mesh order.
+    """What is taken for true where nobody knows the places of the devices: on a torus each axis is a ring of
+    its own; without one, devices of one host follow one another in mesh order.
     """
     if chip.torus:
         return {axis: _ring(n, 1, True, chip) for axis, n in sizes.items()}
@@ -174,7 +189,12 @@ def _on_torus(places: np.ndarray, extents: Sequence[int], chip: Chip) -> Line:
     """Of an axis that runs along several dims, the slowest; cores of one chip are one hop apart."""
     steps = [np.diff(np.unique(column)) for column in places.T]
     rings = [
-        _ring(len(step) + 1, int(step.min()), extent >= chip.closes and (len(step) + 1) * step.min() == extent, chip)
+        _ring(
+            len(step) + 1,
+            int(step.min()),
+            extent >= chip.closes and (len(step) + 1) * step.min() == extent,
+            chip,
+        )
         for step, extent in zip(steps, extents, strict=True)
         if len(step)
     ]
@@ -183,13 +203,19 @@ def _on_torus(places: np.ndarray, extents: Sequence[int], chip: Chip) -> Line:
 
 
 def _ring(count: int, step: int, closed: bool, chip: Chip) -> Line:
-    """`count` devices along a dim of the torus, `step` links apart, so that as many such rings share the links."""
+    """`count` devices along a dim of the torus, `step` links apart, so that as many such rings share the
+    links.
+    """
     hops = count // 2 if closed else count - 1
-    return Line(chip.link_rate / (step * (1 if closed else 2)), step * hops * chip.latency, max(1.0, count / 4))
+    return Line(
+        chip.link_rate / (step * (1 if closed else 2)), step * hops * chip.latency, max(1.0, count / 4)
+    )
 
 
 def _switched(count: int, own: int, chip: Chip) -> Line:
-    """A ring of `count` devices that any two of a host's are joined in, `own` of them on each host, each with its card."""
+    """A ring of `count` devices that any two of a host's are joined in, `own` of them on each host, each with
+    its card.
+    """
     across = own < count and chip.network_rate > 0
     rate = min(chip.link_rate, own * chip.network_rate) if across else chip.link_rate
     return Line(rate, (count - 1) * chip.latency)

@@ -1,4 +1,6 @@
-"""FLOPs that a lowering notes: the name of the scope around its equations has them, so that kernels of users count too."""
+"""FLOPs that a lowering notes: the name of the scope around its equations has them, so that kernels of users
+count too.
+"""
 
 from contextlib import AbstractContextManager
 

@@ -1,8 +1,8 @@
 """python -m shardax.explain models.gpt2 --mesh data=16,model=128: the plan of a program, without devices.
 
-The program is a function of a module, here `models.gpt2:program`. It is called `program` unless another name is given. It
-takes the mesh, an AbstractMesh, and returns a function that `shard_jit` made, and the tuple of arguments to plan it for
-(arrays or `jax.ShapeDtypeStruct`s):
+The program is a function of a module, here `models.gpt2:program`. It is called `program` unless another name
+is given. It takes the mesh, an AbstractMesh, and returns a function that `shard_jit` made, and the tuple of
+arguments to plan it for (arrays or `jax.ShapeDtypeStruct`s):
 
     def program(mesh, batch=64):
         step = shardax.shard_jit(train_step, mesh=mesh, in_shardings=...)
@@ -36,7 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(plan, options, mesh)
     _write(plan, options)
     wall, processor = time.perf_counter() - start, time.process_time()
-    print(f"\nIn all {seconds_text(wall)} by the clock; {seconds_text(processor)} of processor time, JAX's import included.")
+    print(
+        f"\nIn all {seconds_text(wall)} by the clock; {seconds_text(processor)} of processor time, JAX's "
+        "import included."
+    )
     return 0
 
 
@@ -75,8 +78,9 @@ def _function(name: str) -> Callable[..., Any]:
     function = getattr(module, function_name or "program", None)
     if not callable(function):
         stop(
-            f"{module_name} ({module.__file__}) has no function {function_name or 'program'!r}: write one that takes a mesh "
-            "and returns (shard_jit(f, mesh=mesh, ...), arguments), or name another, as in models.gpt2:program"
+            f"{module_name} ({module.__file__}) has no function {function_name or 'program'!r}: write one "
+            "that takes a mesh and returns (shard_jit(f, mesh=mesh, ...), arguments), or name another, as "
+            "in models.gpt2:program"
         )
     return function
 
@@ -91,26 +95,45 @@ def _module(name: str):
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             stop(f"{name} imports {error.name}, which is not installed")
-        stop(f"no module {error.name!r} in {os.getcwd()} or on Python's path: give one as it is imported, such as models.gpt2")
+        stop(
+            f"no module {error.name!r} in {os.getcwd()} or on Python's path: give one as it is imported, "
+            "such as models.gpt2"
+        )
 
 
-def _called(function: Callable[..., Any], name: str, mesh: AbstractMesh, settings: dict[str, Any]) -> tuple[Any, tuple]:
+def _called(
+    function: Callable[..., Any], name: str, mesh: AbstractMesh, settings: dict[str, Any]
+) -> tuple[Any, tuple]:
     try:
         inspect.signature(function).bind(mesh, **settings)
     except TypeError as error:
-        stop(f"{name} takes {inspect.signature(function)}, and is given the mesh and {settings or 'no settings'}: {error}")
+        stop(
+            f"{name} takes {inspect.signature(function)}, and is given the mesh and "
+            f"{settings or 'no settings'}: {error}"
+        )
     try:
         result = function(mesh, **settings)
     except ValueError as error:
         stop(f"{name} on the mesh {_text(mesh)}: {error}")
-    if not isinstance(result, tuple) or len(result) != 2 or not hasattr(result[0], "plan") or not isinstance(result[1], tuple):
-        stop(f"{name} returned {_short(result)}: it must return (what shard_jit made, the tuple of its arguments)")
+    if (
+        not isinstance(result, tuple)
+        or len(result) != 2
+        or not hasattr(result[0], "plan")
+        or not isinstance(result[1], tuple)
+    ):
+        stop(
+            f"{name} returned {_short(result)}: it must return (what shard_jit made, the tuple of its "
+            "arguments)"
+        )
     return result
 
 
 def _print(plan, options, mesh: AbstractMesh) -> None:
     if options.against:
-        print(f"{options.program} on {options.against} (+) against {_text(mesh)} (-):\n{_difference(plan, options)}")
+        print(
+            f"{options.program} on {options.against} (+) against {_text(mesh)} "
+            f"(-):\n{_difference(plan, options)}"
+        )
     elif options.why or options.chip or options.source:
         _print_parts(plan, options)
     else:
@@ -121,7 +144,9 @@ def _difference(plan, options) -> str:
     """From a plan on another mesh, or one in a file."""
     on_mesh = "=" in options.against
     other = (
-        plan_of(options.program, parse_mesh(options.against), dict(map(_setting, options.set))) if on_mesh else options.against
+        plan_of(options.program, parse_mesh(options.against), dict(map(_setting, options.set)))
+        if on_mesh
+        else options.against
     )
     try:
         return plan.diff(other) or "no difference"
@@ -142,7 +167,10 @@ def _print_parts(plan, options) -> None:
 
 
 def _write(plan, options) -> None:
-    for path, write in ((options.html, plan.to_html), (options.json, lambda path: Path(path).write_text(plan.to_json()))):
+    for path, write in (
+        (options.html, plan.to_html),
+        (options.json, lambda path: Path(path).write_text(plan.to_json())),
+    ):
         if path:
             try:
                 write(path)
@@ -183,16 +211,34 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m shardax.explain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m shardax.explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("program", help="module, or module:function, such as models.gpt2")
     add("--mesh", required=True, metavar="data=16,model=128", help="axes and sizes; no devices are needed")
-    add("--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter of the function, may be repeated")
-    add("--why", action="append", default=[], metavar="WHAT", help="only why an argument, a line or a variable is split so")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the function, may be repeated",
+    )
+    add(
+        "--why",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help="only why an argument, a line or a variable is split so",
+    )
     add("--chip", action="append", default=[], choices=list(CHIPS), help="only the estimate for this chip")
     add("--source", action="store_true", help="only the local program as Python")
-    add("--against", metavar="MESH|FILE", help="only what differs on another mesh, or in a plan that --json wrote")
+    add(
+        "--against",
+        metavar="MESH|FILE",
+        help="only what differs on another mesh, or in a plan that --json wrote",
+    )
     add("--html", metavar="FILE", help="write the plan as a page for a browser")
     add("--json", metavar="FILE", help="write the plan as JSON")
     return parser

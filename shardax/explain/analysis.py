@@ -1,4 +1,6 @@
-"""Analysis: what follows from the facts of a plan: why each collective is there, and what the program keeps in memory."""
+"""Analysis: what follows from the facts of a plan: why each collective is there, and what the program keeps
+in memory.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -17,11 +19,17 @@ class Analysis(Facts):
 
     @_jax.boundary
     def because(self, collective: Collective) -> str:
-        """The facts behind one of `collectives`: which two shardings clashed and where each came from, which dims are summed.
+        """The facts behind one of `collectives`: which two shardings clashed and where each came from, which
+        dims are summed.
 
         "" where nothing more is known than its `reason`.
         """
-        require(isinstance(collective, Collective), "collective of Plan.because", collective, "one of Plan.collectives")
+        require(
+            isinstance(collective, Collective),
+            "collective of Plan.because",
+            collective,
+            "one of Plan.collectives",
+        )
         return self._because.of(collective) if self._because else ""
 
     @functools.cached_property
@@ -30,9 +38,16 @@ class Analysis(Facts):
 
     @_jax.boundary
     def memory(self, threshold: int = 1 << 20) -> Memory:
-        """Bytes on each device: arguments by kind, the peak and the arrays that live then, and what is replicated.
+        """Bytes on each device: arguments by kind, the peak and the arrays that live then, and what is
+        replicated.
 
-        Replicated arrays are listed from `threshold` bytes on. `shardax.explain.memory` says how the peak is computed.
+        Replicated arrays are listed from `threshold` bytes on. `shardax.explain.memory` says how the peak is
+        computed.
         """
-        require(is_number(threshold, 0), "threshold of Plan.memory", threshold, "a number of bytes, such as 1 << 20")
+        require(
+            is_number(threshold, 0),
+            "threshold of Plan.memory",
+            threshold,
+            "a number of bytes, such as 1 << 20",
+        )
         return memory(self, threshold)

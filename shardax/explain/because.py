@@ -1,6 +1,8 @@
-"""The facts behind a collective, in words: which two shardings clashed, what was summed, what a lowering exchanged.
+"""The facts behind a collective, in words: which two shardings clashed, what was summed, what a lowering
+exchanged.
 
-A fact about a sharding names the value that has it, and the annotation that it came from, which completion's origins tell.
+A fact about a sharding names the value that has it, and the annotation that it came from, which completion's
+origins tell.
 """
 
 import functools
@@ -54,7 +56,9 @@ class Because:
         return self.told[c.cause]
 
     def combined(self, c: Collective) -> Iterator[str]:
-        """Of each that stands in a combined one; those of equal layers, which differ in numbers only, are one line."""
+        """Of each that stands in a combined one; those of equal layers, which differ in numbers only, are one
+        line.
+        """
         alike: dict[tuple[str, str], list[str]] = {}
         for part in c.parts:
             text = ", ".join(filter(None, (f"{part.reason} at {line_text(part.line)}", self.of(part))))
@@ -62,10 +66,14 @@ class Because:
         return (times(len(texts)) + as_one(texts, exact=True) for texts in alike.values())
 
     def origin(self, value: Value, dim: int, axes: set[str]) -> Origin | None:
-        """The annotation that axes of a dim came from: by completion, or else by an operand that it was made of."""
+        """The annotation that axes of a dim came from: by completion, or else by an operand that it was made
+        of.
+        """
         return self._origin(value, dim, axes, DEPTH, set())
 
-    def _origin(self, value: Value, dim: int, axes: set[str], depth: int, seen: set[tuple[Value, int]]) -> Origin | None:
+    def _origin(
+        self, value: Value, dim: int, axes: set[str], depth: int, seen: set[tuple[Value, int]]
+    ) -> Origin | None:
         """`seen`: where there is nothing to find, or it is looked for already."""
         if (value, dim) in seen:
             return None
@@ -112,12 +120,16 @@ def _makers(decisions: Decisions) -> Iterator[tuple[Value, tuple[Node, Decision]
 
 
 def _last_of_lines(nodes: Iterable[Node]) -> Iterator[Value]:
-    """For each line of the user's code the value that it makes last, which is the one that it assigns. Not where it is
-    differentiated: the gradient comes after that.
+    """For each line of the user's code the value that it makes last, which is the one that it assigns. Not
+    where it is differentiated: the gradient comes after that.
     """
     before: Node | None = None
     for node in (*(n for n in nodes if annotations.of_node(n) is None), None):
-        if before is not None and (node is None or node.line != before.line) and "jvp(" not in str(before.scope):
+        if (
+            before is not None
+            and (node is None or node.line != before.line)
+            and "jvp(" not in str(before.scope)
+        ):
             yield from before.outputs
         before = node
 
@@ -126,7 +138,12 @@ class _Teller:
     """Tells one cause; `here` is the line of its collective, which names need not repeat."""
 
     def __init__(self, because: Because, here: str):
-        self.all, self.plan, self.story, self.completion = because, because.plan, because.story, because.completion
+        self.all, self.plan, self.story, self.completion = (
+            because,
+            because.plan,
+            because.story,
+            because.completion,
+        )
         self.here = here
 
     # Names and facts
@@ -178,9 +195,11 @@ class _Teller:
             by = f" {AS_IT_RESTS}" if self.path(value) else " as it is made"
         return f"{self.name(value)} {self.spec(sharding)}{by}"
 
-    def sources(self, value: Value, sharding: Sharding, axes: Iterable[str], own: bool = True) -> dict[str, str]:
-        """The annotations that these axes of a value come from, each with the words for it. `own`: that of an argument itself
-        is not called by the argument's path."""
+    def sources(
+        self, value: Value, sharding: Sharding, axes: Iterable[str], own: bool = True
+    ) -> dict[str, str]:
+        """The annotations that these axes of a value come from, each with the words for it. `own`: that of an
+        argument itself is not called by the argument's path."""
         found: dict[str, str] = {}
         for d, have in enumerate(sharding.dims):
             mine = {*have} & {*axes}
@@ -199,7 +218,9 @@ class _Teller:
 
     def words(self, source: str, node: Node | None) -> str:
         """An annotation's words, with its line."""
-        bare = node is not None and node.line and " at " not in source and not source.startswith("out_shardings")
+        bare = (
+            node is not None and node.line and " at " not in source and not source.startswith("out_shardings")
+        )
         return f"{source} at {node.line.rpartition('/')[2]}" if node and bare else source
 
     # Reshards
@@ -207,7 +228,10 @@ class _Teller:
     def resharded(self, c: Resharded) -> str:
         if c.source.sharding == c.target.sharding and c.source.pending == c.target.pending:
             sizes = [",".join(map(str, layout.padded)) for layout in (c.source, c.target)]
-            fact, reader = self.fact(c.value, c.source.sharding, c.axes), c.reader.name if c.reader else "the result"
+            fact, reader = (
+                self.fact(c.value, c.source.sharding, c.axes),
+                c.reader.name if c.reader else "the result",
+            )
             return f"{fact}, padded to [{sizes[0]}], against [{sizes[1]}] for {reader}"
         own = c.source.sharding.axes
         if not {*c.axes} & {*own}:  # on the way; all that changes place
@@ -222,9 +246,15 @@ class _Teller:
             return self.annotated(c, given)
         if c.decision is None:
             wanted = self.completion.sharding(c.value)
-            return f"the wanted {self.spec(c.target.sharding)}{_by(self.sources(c.value, wanted, wanted.axes))}"
+            return (
+                f"the wanted {self.spec(c.target.sharding)}{_by(self.sources(c.value, wanted, wanted.axes))}"
+            )
         if c.decision.factors is None:
-            trips = c.reader.name == "scan" and c.place >= sum(_jax.scan_counts(c.reader.params)) and not c.target.dims[0]
+            trips = (
+                c.reader.name == "scan"
+                and c.place >= sum(_jax.scan_counts(c.reader.params))
+                and not c.target.dims[0]
+            )
             what = "whose trips are not split" if trips else f"which takes it {self.spec(c.target.sharding)}"
             return f"{c.reader.name}, {what}"
         return self.needed(c, c.reader, c.decision, c.decision.factors)
@@ -244,11 +274,18 @@ class _Teller:
         assert c.reader is not None
         sharding = Sharding(tuple(axes or () for axes in given.dims))
         if c.target.sharding != sharding and given.like is None and None not in given.dims:
-            return f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by {_head(given.source)}"
+            return (
+                f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by "
+                f"{_head(given.source)}"
+            )
         if given.like is not None:
             return f"{self.spec(c.target.sharding)}, as the argument rests that it succeeds"
         words = _head(self.words(given.source, c.reader))
-        why_moved = ", which does not divide" if c.value in self.story.arguments and self.undivided(c.value, sharding) else ""
+        why_moved = (
+            ", which does not divide"
+            if c.value in self.story.arguments and self.undivided(c.value, sharding)
+            else ""
+        )
         return f"{self.spec(c.target.sharding)} by {words}{why_moved}"
 
     def undivided(self, value: Value, wanted: Sharding) -> str:
@@ -262,11 +299,16 @@ class _Teller:
         """What clashed with an operand's sharding: a dim that must be whole, another operand, or a result."""
         mine = factors.operands[c.place]
         lost = {f: axes for f, axes in _split(mine, c.source.sharding) if {*axes} & {*c.axes}}
-        dims = [d for d, dim in enumerate(mine) if {*lost} & {*dim} and any(factors.kind(f) == WHOLE for f in dim)]
+        dims = [
+            d for d, dim in enumerate(mine) if {*lost} & {*dim} and any(factors.kind(f) == WHOLE for f in dim)
+        ]
         if dims:
             return f"{node.name}, which needs dim {' and '.join(map(str, dims))} whole"
         values = list(zip((*node.inputs, *node.outputs), factors.tensors, strict=True))
-        known = [*(move.source.sharding for move in decision.moves), *map(self.completion.sharding, node.outputs)]
+        known = [
+            *(move.source.sharding for move in decision.moves),
+            *map(self.completion.sharding, node.outputs),
+        ]
         for clash in (_held_elsewhere, _split_otherwise):
             for i, ((value, tensor), sharding) in enumerate(zip(values, known, strict=True)):
                 result = i >= len(node.inputs)
@@ -286,18 +328,28 @@ class _Teller:
             return f"what each trip leaves owing over {self.axes(c.axes)}"
         if "trips" in c.decision.splits:
             return f"over the trips, split over {self.axes(c.axes)}"
-        return self.along(c.node, c.decision.operands, c.axes, "over", c.decision.factors) or "owed in its body"
+        return (
+            self.along(c.node, c.decision.operands, c.axes, "over", c.decision.factors) or "owed in its body"
+        )
 
     def sent(self, c: Sent) -> str:
-        return self.along(c.local.node, c.local.operands, c.axes, "along") or f"to all devices along {self.axes(c.axes)}"
+        return (
+            self.along(c.local.node, c.local.operands, c.axes, "along")
+            or f"to all devices along {self.axes(c.axes)}"
+        )
 
     def crossed(self, c: Crossed) -> str:
         there, refined = c.crossing.there, c.crossing.refinement
         here = spec_text(refined.shown(c.crossing.here))
-        return f"{spec_text(there.sharding)} on {there.mesh} against {here} on {refined.program}, which do not fit each other"
+        return (
+            f"{spec_text(there.sharding)} on {there.mesh} against {here} on {refined.program}, which do not "
+            "fit each other"
+        )
 
     def along(self, node: Node, layouts, axes: Axes, word: str, factors: Factors | None = None) -> str:
-        """The dims of the operands that are split over the axes, the reduced ones if there are factors, and by whom."""
+        """The dims of the operands that are split over the axes, the reduced ones if there are factors, and
+        by whom.
+        """
         dims: dict[str, None] = {}
         values: dict[Value, Layout] = {}
         for i, (value, layout) in enumerate(zip(node.inputs, layouts, strict=True)):
@@ -312,14 +364,18 @@ class _Teller:
         return f"{word} {_listed(list(dims))}, split{_by(sources)}" if dims else ""
 
 
-def _held_elsewhere(tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool) -> bool:
+def _held_elsewhere(
+    tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool
+) -> bool:
     """Whether a tensor has the axes in dims that do not share factors with the dims that lose them."""
     return any({*have} & {*axes} for f, have in _split(tensor, sharding) if f not in lost)
 
 
-def _split_otherwise(tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool) -> bool:
-    """Whether a tensor has the dims that lose the axes, but splits them differently. Where an operand is whole does not
-    count, because to cut it is free.
+def _split_otherwise(
+    tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool
+) -> bool:
+    """Whether a tensor has the dims that lose the axes, but splits them differently. Where an operand is
+    whole does not count, because to cut it is free.
     """
     dims = zip(tensor, sharding.dims, strict=True)
     return any(f in lost and have != lost[f] and (have or result) for dim, have in dims for f in dim)
@@ -345,7 +401,8 @@ def _split(tensor: TensorFactors, sharding: Sharding) -> Iterator[tuple[str, Axe
 
 
 def _head(source: str) -> str:
-    """The argument that an annotation is of, without the path inside it, which is in the value's name already.
+    """The argument that an annotation is of, without the path inside it, which is in the value's name
+    already.
 
     >>> _head("in_shardings[0].params['up']"), _head("with_sharding_constraint at model.py:12")
     ('in_shardings[0]', 'with_sharding_constraint at model.py:12')
@@ -354,13 +411,21 @@ def _head(source: str) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return as_one(names, exact=True) if len({*map(form, names)}) == 1 and len(names) > 2 else " and ".join(names)
+    return (
+        as_one(names, exact=True) if len({*map(form, names)}) == 1 and len(names) > 2 else " and ".join(names)
+    )
 
 
 def _of_scan(teller: _Teller, node: Node, i: int, value: Value) -> str:
     consts, carries = _jax.scan_counts(node.params)
     outer = teller.name(node.inputs[i])
-    return outer if i < consts else f"the carry {array_text(value.aval)}" if i < consts + carries else f"a trip's {outer}"
+    return (
+        outer
+        if i < consts
+        else f"the carry {array_text(value.aval)}"
+        if i < consts + carries
+        else f"a trip's {outer}"
+    )
 
 
 def _of_while(teller: _Teller, node: Node, i: int, value: Value) -> str:

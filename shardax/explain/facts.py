@@ -1,4 +1,6 @@
-"""Facts: what is known of a planned program, and what that adds up to. All that a plan shows is read off them."""
+"""Facts: what is known of a planned program, and what that adds up to. All that a plan shows is read off
+them.
+"""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,12 +27,12 @@ from shardax.validation import require
 class Facts:
     """What is known of a planned program, and what that adds up to.
 
-    Args:
-      mesh: the mesh, abstract or not.
-      global_jaxpr: the program that was given, a ClosedJaxpr; its inputs are the leaves of `in_shardings` and `kw_shardings`,
+    Args: mesh: the mesh, abstract or not. global_jaxpr: the program that was given, a ClosedJaxpr; its inputs
+      are the leaves of `in_shardings` and `kw_shardings`,
         then what the function closes over.
       local_jaxpr: the program that each device runs, a ClosedJaxpr of one `shard_map` equation.
-      in_shardings: the tuple of the arguments, with a NamedSharding for each array: how it lies between calls.
+      in_shardings: the tuple of the arguments, with a NamedSharding for each array: how it lies between
+      calls.
       out_shardings: likewise the result.
       kw_shardings: likewise the keyword arguments.
       at_rest: what rests in another sharding than was wanted.
@@ -45,7 +47,8 @@ class Facts:
       line: its line; collectives that serve no line inside, such as those for `in_shardings`, serve this one.
       refinement: how the axes of the local program make up those of the meshes that the user named.
       crossings: the arguments and results that rest on meshes which do not fit the program's.
-      refs: the numbers of the arguments that are Refs, as leaves. What they hold is an input, and in the end a result.
+      refs: the numbers of the arguments that are Refs, as leaves. What they hold is an input, and in the end
+      a result.
       collectives: read off the crossings and `local_jaxpr` unless given.
     """
 
@@ -83,17 +86,29 @@ class Facts:
     def crossed(self, side: str) -> Iterator[Collective]:
         """What the crossings of arguments, or results, send, before and after the local program."""
         found = [c for c in self.crossings if c.side == side]
-        names = [p.named or p.path for p in (self.arguments() if side == "argument" else self.results())] if found else []
-        return (replace(entry, line=self.line) for c in found for entry in c.collectives(self.mesh, names[c.number]))
+        names = (
+            [p.named or p.path for p in (self.arguments() if side == "argument" else self.results())]
+            if found
+            else []
+        )
+        return (
+            replace(entry, line=self.line)
+            for c in found
+            for entry in c.collectives(self.mesh, names[c.number])
+        )
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes that one device sends per call. A scan counts all its trips, a `while` one, a `cond` its dearest branch."""
+        """Bytes that one device sends per call. A scan counts all its trips, a `while` one, a `cond` its
+        dearest branch.
+        """
         return comm_bytes(self.collectives)
 
     @_jax.boundary
     def cost_at_rest(self, moved: AtRest) -> int:
-        """Bytes that one device sends per call to bring `moved` to the wanted sharding, and back to where it rests."""
+        """Bytes that one device sends per call to bring `moved` to the wanted sharding, and back to where it
+        rests.
+        """
         require(isinstance(moved, AtRest), "moved of Plan.cost_at_rest", moved, "one of Plan.at_rest")
         return moved.came + moved.left
 
@@ -138,15 +153,21 @@ class Facts:
         Raises ValueError where there is no such chip.
         """
         require(
-            isinstance(chip, str | Chip), "chip of Plan.estimate", chip, f"one of {', '.join(CHIPS)}, or a Chip of your own"
+            isinstance(chip, str | Chip),
+            "chip of Plan.estimate",
+            chip,
+            f"one of {', '.join(CHIPS)}, or a Chip of your own",
         )
         if isinstance(chip, str) and chip not in CHIPS:
             raise ValueError(
-                f"estimate({chip!r}): there is no such chip; give one of {', '.join(CHIPS)}, or a Chip of your own"
+                f"estimate({chip!r}): there is no such chip; give one of {', '.join(CHIPS)}, or a Chip of "
+                "your own"
             )
         chip = CHIPS[chip] if isinstance(chip, str) else chip
         own = network_of(self._sizes)
-        return estimate(self._work, self._sent, own if own.chip == chip else network_of_mesh(self.mesh, chip, own))
+        return estimate(
+            self._work, self._sent, own if own.chip == chip else network_of_mesh(self.mesh, chip, own)
+        )
 
     @property
     def _sizes(self) -> AxisSizes:
@@ -155,7 +176,9 @@ class Facts:
     @functools.cached_property
     def _sent(self) -> list[Sent]:
         """What is sent, along the axes of the local program, and by crossings along those of the mesh."""
-        crossed = [(c.jaxpr(self.mesh), {**self.mesh.shape, **self._sizes}) for c in self.crossings if c.sends]
+        crossed = [
+            (c.jaxpr(self.mesh), {**self.mesh.shape, **self._sizes}) for c in self.crossings if c.sends
+        ]
         programs = [(self.local_jaxpr, self._sizes), *crossed]
         found = [c for program, sizes in programs for c in collectives(program, sizes) if not c.other_branch]
         return [Sent(c.kind, c.axes, c.nbytes, c.minor, c.trips) for c in found]

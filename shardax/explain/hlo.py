@@ -1,7 +1,7 @@
 """The collectives of a program after JAX has lowered it (StableHLO) and after XLA has compiled it (HLO text).
 
-Both come as the `Collective`s of the ledger, without axes, lines and reasons, which these forms no longer have. `counts` makes
-them comparable with a plan's.
+Both come as the `Collective`s of the ledger, without axes, lines and reasons, which these forms no longer
+have. `counts` makes them comparable with a plan's.
 """
 
 import math
@@ -17,9 +17,11 @@ from shardax.ledger.collectives import Collective, array_bytes, bytes_sent, othe
 
 
 def lowered(module) -> tuple[Collective, ...]:
-    """The collectives of a StableHLO module, `jax.jit(f).lower(...).compiler_ir()`, functions counted at each of their calls.
+    """The collectives of a StableHLO module, `jax.jit(f).lower(...).compiler_ir()`, functions counted at each
+    of their calls.
 
-    A loop that counts from a constant by a constant up to one is a scan, or as good as one; any other loop is open.
+    A loop that counts from a constant by a constant up to one is a scan, or as good as one; any other loop is
+    open.
     """
     return tuple(_Stablehlo(module).function("main"))
 
@@ -27,16 +29,17 @@ def lowered(module) -> tuple[Collective, ...]:
 def compiled(text: str) -> tuple[Collective, ...]:
     """The collectives of `compiled.as_text()`.
 
-    Loops and branches are not followed: each instruction counts once. So does an asynchronous one, whether it is written as
-    start and done or, as on TPU, once in each of the fusions that it overlaps with, under one `chain_id`.
+    Loops and branches are not followed: each instruction counts once. So does an asynchronous one, whether it
+    is written as start and done or, as on TPU, once in each of the fusions that it overlaps with, under one
+    `chain_id`.
     """
     return tuple(_instructions(text))
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An instruction of compiled HLO: its opcode, the scopes in which it was made, and its lines ("file.py:12"), innermost
-    first.
+    """An instruction of compiled HLO: its opcode, the scopes in which it was made, and its lines
+    ("file.py:12"), innermost first.
     """
 
     opcode: str
@@ -62,12 +65,14 @@ def _lines(frames: dict[str, tuple[str, str]], frame: str) -> Iterator[str]:
 
 
 def _frames(text: str) -> dict[str, tuple[str, str]]:
-    """(line, frame around it) of each stack frame, from the tables at the head of the module. XLA counts parents from 1 on,
-    1 for none."""
+    """(line, frame around it) of each stack frame, from the tables at the head of the module. XLA counts
+    parents from 1 on, 1 for none."""
     files = dict(re.findall(r'^(\d+) "(.*)"$', _section(text, "FileNames"), re.M))
     places = re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _section(text, "FileLocations"), re.M)
     located = {place: f"{files[file]}:{line}" for place, file, line in places}
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", _section(text, "StackFrames"), re.M)
+    frames = re.findall(
+        r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", _section(text, "StackFrames"), re.M
+    )
     return {frame: (located[place], str(int(parent) - 1)) for frame, place, parent in frames}
 
 
@@ -84,7 +89,9 @@ def counts(found: Iterable[Collective]) -> Counter:
     for c in found:
         mark = "open loop" if c.open_loop else "other branch" if c.other_branch else ""
         sizes = list(map(array_bytes, c.operands))
-        for nbytes in [sum(sizes)] if c.kind == "all_to_all" else sizes:  # XLA may write its pieces as operands
+        for nbytes in (
+            [sum(sizes)] if c.kind == "all_to_all" else sizes
+        ):  # XLA may write its pieces as operands
             total[c.kind, c.devices, nbytes, mark] += c.trips
     return total
 
@@ -92,8 +99,11 @@ def counts(found: Iterable[Collective]) -> Counter:
 Entry = tuple[str, int, int, str]  # as `counts` has them
 
 
-def normalized(planned: Iterable[Collective], compiled: Iterable[Collective], backend: str) -> tuple[Counter, Counter, Counter]:
-    """What only the plan holds, what only the compiled program holds, and how often each listed rewriting explains the rest.
+def normalized(
+    planned: Iterable[Collective], compiled: Iterable[Collective], backend: str
+) -> tuple[Counter, Counter, Counter]:
+    """What only the plan holds, what only the compiled program holds, and how often each listed rewriting
+    explains the rest.
 
     Loops and branches count once, as in the text of a compiled program.
 
@@ -218,7 +228,9 @@ class _Stablehlo:
 
 
 def _trip_count(loop) -> int | None:
-    """(bound - start) / step of a loop `while i < bound: i += step`, all three constants; None for another."""
+    """(bound - start) / step of a loop `while i < bound: i += step`, all three constants; None for
+    another.
+    """
     condition, body = (region.blocks[0] for region in loop.regions)
     ops = [op.operation for op in condition.operations]
     if [op.name.removeprefix("stablehlo.") for op in ops] != ["constant", "compare", "return"]:
@@ -235,7 +247,9 @@ def _trip_count(loop) -> int | None:
 def _integer(value) -> Any:
     """The constant that a value is, None where it is none."""
     owner = getattr(value.owner, "operation", value.owner)
-    if getattr(owner, "name", "") != "stablehlo.constant" or not str(value.type).startswith(("tensor<i", "tensor<ui")):
+    if getattr(owner, "name", "") != "stablehlo.constant" or not str(value.type).startswith(
+        ("tensor<i", "tensor<ui")
+    ):
         return None
     return owner.attributes["value"][0]
 
@@ -271,7 +285,9 @@ def _instructions(text: str) -> Iterator[Collective]:
 
 
 def _is_new(attributes: str, chains: set[str]) -> bool:
-    """False for all instructions of a chain but the first one; `chains` collects the chains that were seen."""
+    """False for all instructions of a chain but the first one; `chains` collects the chains that were
+    seen.
+    """
     chain = _one(r'chain_id="(\d+)"', attributes, "")
     if chain in chains:
         return False
@@ -279,7 +295,9 @@ def _is_new(attributes: str, chains: set[str]) -> bool:
     return True
 
 
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?(?P<name>%[\w.-]+) = (?P<type>.*?) (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$")
+_INSTRUCTION = re.compile(
+    r"\s*(?:ROOT )?(?P<name>%[\w.-]+) = (?P<type>.*?) (?P<opcode>[a-z][\w-]*)\((?P<rest>.*)$"
+)
 
 
 def _arrays(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -313,7 +331,9 @@ def _participants(kind: str, attributes: str, partitions: int) -> int:
 
 
 def _collective(kind: str, devices: int, arrays: list[tuple[str, tuple[int, ...]]]) -> Iterator[Collective]:
-    operands = tuple(jax.ShapeDtypeStruct(shape, _DTYPES.get(dtype.lower(), dtype)) for dtype, shape in arrays)
+    operands = tuple(
+        jax.ShapeDtypeStruct(shape, _DTYPES.get(dtype.lower(), dtype)) for dtype, shape in arrays
+    )
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         yield Collective(kind, (), devices, nbytes, operands)

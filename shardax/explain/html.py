@@ -1,7 +1,8 @@
-"""A plan as one HTML file that needs no network: tables that sort, the program with its costs, a picture of any array.
+"""A plan as one HTML file that needs no network: tables that sort, the program with its costs, a picture of
+any array.
 
-The program has beside each line what it makes and sends; the picture shows how an array lies on the mesh. All text is in the
-HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as JSON.
+The program has beside each line what it makes and sends; the picture shows how an array lies on the mesh. All
+text is in the HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as JSON.
 """
 
 import json
@@ -40,9 +41,17 @@ class Cell:
 def html_text(plan: Analysis) -> str:
     """The page."""
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
-    title = " ".join(filter(None, ("Plan of", plan.program.partition(" at ")[0] or "a program", f"on {mesh}")))
+    title = " ".join(
+        filter(None, ("Plan of", plan.program.partition(" at ")[0] or "a program", f"on {mesh}"))
+    )
     arrays = _Arrays(plan)
-    sections = [_collectives(plan), _places(plan, arrays), *_memory(plan), _estimates(plan), *_files(plan, arrays)]
+    sections = [
+        _collectives(plan),
+        _places(plan, arrays),
+        *_memory(plan),
+        _estimates(plan),
+        *_files(plan, arrays),
+    ]
     parts = {
         "TITLE": escape(title),
         "STYLE": _asset("page.css"),
@@ -75,13 +84,19 @@ class _Arrays:
         key = (name, array_text(aval), picture)
         if key not in self.numbers:
             self.numbers[key] = len(self.found)
-            facts = {"name": name, "type": array_text(aval), "shape": aval.shape, "itemsize": aval.dtype.itemsize, "why": why}
+            facts = {
+                "name": name,
+                "type": array_text(aval),
+                "shape": aval.shape,
+                "itemsize": aval.dtype.itemsize,
+                "why": why,
+            }
             self.found.append(facts | asdict(picture))
         return f'<button class="array" data-array="{self.numbers[key]}">{escape(text)}</button>'
 
     def why(self, value, rests: Sharding | None = None) -> str:
-        """The story of a value of the graph. An argument that `rests` so has the story of the value that the program computes
-        with.
+        """The story of a value of the graph. An argument that `rests` so has the story of the value that the
+        program computes with.
         """
         if self.story is None or value is None:
             return ""
@@ -100,9 +115,12 @@ def _overview(plan: Analysis) -> str:
         "peak memory": bytes_text(memory.peak),
         "saved for backward": bytes_text(sum(t.nbytes for t in memory.saved)),
     }
-    tiles = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts.items())
+    tiles = "".join(
+        f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in facts.items()
+    )
     phases = ", ".join(f"{phase} {seconds_text(s)}" for phase, s in plan.phases.items())
-    return f'<div class="tiles">{tiles}</div><p class="phases">{escape(f"Planned: {phases}" if phases else "")}</p>'
+    planned = escape(f"Planned: {phases}" if phases else "")
+    return f'<div class="tiles">{tiles}</div><p class="phases">{planned}</p>'
 
 
 def _collectives(plan: Analysis) -> str:
@@ -110,7 +128,9 @@ def _collectives(plan: Analysis) -> str:
     alike: dict[Any, list[Collective]] = defaultdict(list)
     for c in plan.collectives:
         alike[replace(c, reason=form(c.reason))].append(c)
-    rows = [_collective(plan, group) for group in sorted(alike.values(), key=lambda group: -comm_bytes(group))]
+    rows = [
+        _collective(plan, group) for group in sorted(alike.values(), key=lambda group: -comm_bytes(group))
+    ]
     heads = ("kind", "axes", "operand", "times", "each", "per call", "share", "line", "reason")
     return _table("Collectives", heads, rows)
 
@@ -138,7 +158,11 @@ def _reason(plan: Analysis, group: Sequence[Collective], reason: str) -> Cell:
     for text in filter(None, map(plan.because, group)):
         alike[form(text)].append(text)
     facts = "".join(f"<div>{escape(as_one(texts, exact=True))}</div>" for texts in alike.values())
-    return Cell(f'<details class="because"><summary>{escape(reason)}</summary>{facts}</details>') if facts else _text(reason)
+    return (
+        Cell(f'<details class="because"><summary>{escape(reason)}</summary>{facts}</details>')
+        if facts
+        else _text(reason)
+    )
 
 
 def _places(plan: Analysis, arrays: _Arrays) -> str:
@@ -150,7 +174,11 @@ def _places(plan: Analysis, arrays: _Arrays) -> str:
     cells = [
         [
             _short(side),
-            Cell(arrays.button(f"{side} {name}", p.aval, picture_of(plan, p), name, arrays.why(value, p.sharding))),
+            Cell(
+                arrays.button(
+                    f"{side} {name}", p.aval, picture_of(plan, p), name, arrays.why(value, p.sharding)
+                )
+            ),
             _short(array_text(p.aval)),
             _text(p.text),
             _bytes(array_bytes(p.aval) // p.shards),
@@ -170,7 +198,9 @@ def _memory(plan: Analysis) -> Iterator[str]:
         if tensors:
             names = ("checkpoint_name",) * any(t.name for t in tensors)
             rows = [_tensor(t, n, named=bool(names)) for t, n in Counter(tensors).items()]
-            yield _table(title, ("array", "from", *names, "on each device", "code"), sorted(rows, key=_by_bytes))
+            yield _table(
+                title, ("array", "from", *names, "on each device", "code"), sorted(rows, key=_by_bytes)
+            )
 
 
 def _tensor(t: Tensor, n: int, named: bool) -> list[Cell]:
@@ -178,7 +208,13 @@ def _tensor(t: Tensor, n: int, named: bool) -> list[Cell]:
     from_argument = t.origin.startswith("argument")
     where = _text(t.origin) if from_argument else _line(t.origin)
     name = [_short(t.name)] * named
-    return [_short(times(n) + t.array), where, *name, _bytes(n * t.nbytes), _text("" if from_argument else code(t.origin))]
+    return [
+        _short(times(n) + t.array),
+        where,
+        *name,
+        _bytes(n * t.nbytes),
+        _text("" if from_argument else code(t.origin)),
+    ]
 
 
 def _by_bytes(row: Sequence[Cell]) -> float:
@@ -191,7 +227,11 @@ def _estimates(plan: Analysis) -> str:
         e = plan.estimate(chip)
         seconds = [Cell(seconds_text(s), s) for s in (e.seconds, e.compute, e.memory, e.links)]
         rows.append([_text(chip.name), _text(e.bound), *seconds])
-    return _table("Estimate by roofline, nothing overlapped", ("chip", "bound by", "a call", "compute", "HBM", "links"), rows)
+    return _table(
+        "Estimate by roofline, nothing overlapped",
+        ("chip", "bound by", "a call", "compute", "HBM", "links"),
+        rows,
+    )
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
@@ -199,7 +239,8 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> 
     right = [' class="number"' * n for n in numeric]
     head = "".join(f'<th tabindex="0"{side}>{escape(h)}</th>' for h, side in zip(heads, right, strict=True))
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
-    table = f'<div class="wide"><table class="ledger"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+    head = f'<table class="ledger"><thead><tr>{head}</tr></thead>'
+    table = f'<div class="wide">{head}\n<tbody>\n{body}\n</tbody></table></div>'
     return f'<section id="{_name(title)}"><h2>{escape(title)}</h2>\n{table}</section>'
 
 
@@ -243,16 +284,25 @@ def _files(plan: Analysis, arrays: _Arrays) -> Iterator[str]:
         file, _, number = line.rpartition(":")
         numbers[file].add(int(number))
     most = max(map(comm_bytes, sent.values()), default=0)
-    for file, of_program in sorted(numbers.items(), key=lambda item: -sum(comm_bytes(sent[f"{item[0]}:{n}"]) for n in item[1])):
+    for file, of_program in sorted(
+        numbers.items(), key=lambda item: -sum(comm_bytes(sent[f"{item[0]}:{n}"]) for n in item[1])
+    ):
         rows = "\n".join(_rows(file, of_program, made, sent, most, arrays))
         head = "<thead><tr><th></th><th>code</th><th>what it makes</th><th>what it sends</th></tr></thead>"
-        table = f'<div class="wide"><table class="code">{COLUMNS}{head}\n<tbody>\n{rows}\n</tbody></table></div>'
+        table = (
+            f'<div class="wide"><table class="code">{COLUMNS}{head}\n<tbody>\n{rows}\n</tbody></table></div>'
+        )
         yield f"<section><h2>{escape(file)}</h2>\n{table}</section>"
 
 
 def _rows(file: str, of_program: set[int], made, sent, most: int, arrays: _Arrays) -> Iterator[str]:
     text = linecache.getlines(file)
-    near = {n + d for n in of_program for d in range(-CONTEXT, CONTEXT + 1) if n + d in of_program or 1 <= n + d <= len(text)}
+    near = {
+        n + d
+        for n in of_program
+        for d in range(-CONTEXT, CONTEXT + 1)
+        if n + d in of_program or 1 <= n + d <= len(text)
+    }
     last = 0
     for n in sorted(near):
         if last not in (0, n - 1):
@@ -263,7 +313,8 @@ def _rows(file: str, of_program: set[int], made, sent, most: int, arrays: _Array
         bar = f' style="--share: {share:.0f}%"' if share else ""
         yield (
             f'<tr id="{_name(line)}"><td class="number">{n}</td><td><pre>{source}</pre></td>'
-            f"<td>{_makes(line, made.get(line, ()), arrays)}</td><td{bar}>{_costs(sent.get(line, ()))}</td></tr>"
+            f"<td>{_makes(line, made.get(line, ()), arrays)}</td>"
+            f"<td{bar}>{_costs(sent.get(line, ()))}</td></tr>"
         )
 
 
@@ -276,12 +327,18 @@ def _makes(line: str, values, arrays: _Arrays) -> str:
     largest = sorted(alike.items(), key=lambda item: -sum(v.nbytes for v in item[1]))
     buttons = [
         arrays.button(
-            line_text(line), group[0].aval, picture, f"{times(len(group))}{array} {picture.sharding}", arrays.why(group[0])
+            line_text(line),
+            group[0].aval,
+            picture,
+            f"{times(len(group))}{array} {picture.sharding}",
+            arrays.why(group[0]),
         )
         for (array, picture), group in largest
     ]
     more = "".join(buttons[FEW:])
-    return "".join(buttons[:FEW]) + (f"<details><summary>{len(buttons) - FEW} more</summary>{more}</details>" if more else "")
+    return "".join(buttons[:FEW]) + (
+        f"<details><summary>{len(buttons) - FEW} more</summary>{more}</details>" if more else ""
+    )
 
 
 def _costs(sent: Sequence[Collective]) -> str:
@@ -289,4 +346,6 @@ def _costs(sent: Sequence[Collective]) -> str:
     for c in sent:
         counted[f"{c.kind} over {','.join(c.axes)}"].append(c)
     dearest = sorted(counted.items(), key=lambda item: -comm_bytes(item[1]))
-    return "<br>".join(escape(f"{times(len(group))}{what}: {bytes_text(comm_bytes(group))}") for what, group in dearest)
+    return "<br>".join(
+        escape(f"{times(len(group))}{what}: {bytes_text(comm_bytes(group))}") for what, group in dearest
+    )

@@ -17,16 +17,23 @@ def json_text(plan: Analysis) -> str:
 
 
 def as_dict(plan: Analysis) -> dict[str, Any]:
-    """The plan in lists, dicts, numbers and strings. Bytes are those that one device holds or sends; phases are in seconds."""
+    """The plan in lists, dicts, numbers and strings. Bytes are those that one device holds or sends; phases
+    are in seconds.
+    """
     return {
         "record": asdict(record(plan)),
         "mesh": dict(plan.mesh.shape),
         "comm_bytes": plan.comm_bytes,
         "arguments": [_place(p) for p in plan.arguments()],
         "results": [_place(p) for p in plan.results()],
-        "at_rest": [{**asdict(moved), "wanted": str(moved.wanted), "rests": str(moved.rests)} for moved in plan.at_rest],
+        "at_rest": [
+            {**asdict(moved), "wanted": str(moved.wanted), "rests": str(moved.rests)}
+            for moved in plan.at_rest
+        ],
         "collectives": [{**_collective(c), "because": plan.because(c)} for c in plan.collectives],
-        "values": [{**asdict(x), "sharding": str(x.sharding)} for x in (intermediates(plan) if plan.graph else ())],
+        "values": [
+            {**asdict(x), "sharding": str(x.sharding)} for x in (intermediates(plan) if plan.graph else ())
+        ],
         "memory": asdict(plan.memory()),
         "estimates": {name: asdict(plan.estimate(chip)) for name, chip in CHIPS.items()},
         "phases": dict(plan.phases),
@@ -34,7 +41,11 @@ def as_dict(plan: Analysis) -> dict[str, Any]:
 
 
 def _place(place: Placed) -> dict[str, str]:
-    return {"path": place.named or place.path, "array": array_text(place.aval), "sharding": str(place.sharding)}
+    return {
+        "path": place.named or place.path,
+        "array": array_text(place.aval),
+        "sharding": str(place.sharding),
+    }
 
 
 def _collective(c: Collective) -> dict[str, Any]:

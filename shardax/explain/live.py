@@ -1,9 +1,11 @@
-"""Which arrays of a local program are stored, when they live, and what moves to and from memory: for peaks and estimates.
+"""Which arrays of a local program are stored, when they live, and what moves to and from memory: for peaks
+and estimates.
 
-An array lives from the equation that makes it to the last one that reads it. Results, and inputs that are kept, live to the
-end. A value that is computed elementwise and used once, by an elementwise equation or a reduction, counts as fused into that:
-it is never stored, and its operands live longer instead. XLA may reorder and fuse more, and it pads. What is fused, updated in
-place, or read in part, the registered rules say (`register_rule`, its arguments `fuses`, `in_place`, `reads`).
+An array lives from the equation that makes it to the last one that reads it. Results, and inputs that are
+kept, live to the end. A value that is computed elementwise and used once, by an elementwise equation or a
+reduction, counts as fused into that: it is never stored, and its operands live longer instead. XLA may
+reorder and fuse more, and it pads. What is fused, updated in place, or read in part, the registered rules say
+(`register_rule`, its arguments `fuses`, `in_place`, `reads`).
 """
 
 import math
@@ -17,7 +19,8 @@ from shardax.spmd_rules.registry import RULES, Entry
 
 
 class Life:
-    """Birth and death of each stored variable of a jaxpr; time 0 is before the first equation, and i after the i-th.
+    """Birth and death of each stored variable of a jaxpr; time 0 is before the first equation, and i after
+    the i-th.
 
     Args:
       jaxpr: a program, or the body of a loop.
@@ -111,9 +114,11 @@ def nbytes(v) -> int:
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize if hasattr(v.aval, "shape") else 0
 
 
-def live_peak(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> tuple[int, str, list[tuple[Any, str]]]:
-    """The most bytes that live at once, the line where that is, and the variables that live then, each with its line. See
-    `Life`.
+def live_peak(
+    jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()
+) -> tuple[int, str, list[tuple[Any, str]]]:
+    """The most bytes that live at once, the line where that is, and the variables that live then, each with
+    its line. See `Life`.
     """
     life = Life(jaxpr, kept, stored)
     inner = {i: _dearest(eqn) for i, eqn in enumerate(jaxpr.eqns) if any(True for _ in bodies(eqn))}
@@ -127,7 +132,9 @@ def live_peak(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> tu
 
 
 def _dearest(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
-    """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are new arrays."""
+    """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are
+    new arrays.
+    """
     found = []
     for body in bodies(eqn):
         jaxpr = _jax.closed(body).jaxpr
@@ -137,7 +144,9 @@ def _dearest(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
 
 
 def traffic(jaxpr) -> Iterator[tuple[Any, int]]:
-    """(equation, bytes that it reads and writes in memory) of each equation that stores something; bodies are left out."""
+    """(equation, bytes that it reads and writes in memory) of each equation that stores something; bodies are
+    left out.
+    """
     life = Life(jaxpr)
     for eqn in jaxpr.eqns:
         if not all(v in life.fused for v in eqn.outvars) or not eqn.outvars:
@@ -156,7 +165,9 @@ def _touched(eqn, life: Life) -> int:
 
 
 def bodies(eqn) -> Iterator[Any]:
-    """The jaxprs in an equation's parameters whose arrays are in memory; what a kernel does with Refs is not."""
+    """The jaxprs in an equation's parameters whose arrays are in memory; what a kernel does with Refs is
+    not.
+    """
     for body in jaxprs_in_params(eqn.params):
         if not any(map(_jax.is_ref_aval, _jax.closed(body).jaxpr.invars)):
             yield body

@@ -1,7 +1,8 @@
-"""The memory of a plan, in bytes on each device: arguments by kind, what is saved, the peak, and what is replicated.
+"""The memory of a plan, in bytes on each device: arguments by kind, what is saved, the peak, and what is
+replicated.
 
-This is an estimate, read off the local jaxpr in program order (see `shardax.explain.live`). The `memory_analysis()` of the
-compiled program says what it really takes.
+This is an estimate, read off the local jaxpr in program order (see `shardax.explain.live`). The
+`memory_analysis()` of the compiled program says what it really takes.
 """
 
 from collections import Counter
@@ -25,7 +26,9 @@ FEW = 8  # parts of an argument that are shown each
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array on one device: its type, its bytes, the user's line or argument that it comes from, its `checkpoint_name`."""
+    """An array on one device: its type, its bytes, the user's line or argument that it comes from, its
+    `checkpoint_name`.
+    """
 
     array: str
     nbytes: int
@@ -37,9 +40,9 @@ class Tensor:
 class Memory:
     """Bytes on each device.
 
-    `arguments`: by the first two keys of their paths. `saved`: for the backward pass, the largest first. `peak`: of the live
-    set, at the user's `line`; `tensors` live then, the largest first. `replicated`: arrays of at least `threshold` bytes that
-    no axis splits, the largest first.
+    `arguments`: by the first two keys of their paths. `saved`: for the backward pass, the largest first.
+    `peak`: of the live set, at the user's `line`; `tensors` live then, the largest first. `replicated`:
+    arrays of at least `threshold` bytes that no axis splits, the largest first.
     """
 
     arguments: dict[str, int]
@@ -59,7 +62,9 @@ class Memory:
         whole = f"Replicated, arrays of {bytes_text(self.threshold)} and more"
         groups = (
             Group("Arguments", tuple(Row(path, ("", bytes_text(n))) for path, n in _kinds(self.arguments))),
-            *_groups(f"Saved for the backward pass: {bytes_text(sum(t.nbytes for t in self.saved))}", self.saved),
+            *_groups(
+                f"Saved for the backward pass: {bytes_text(sum(t.nbytes for t in self.saved))}", self.saved
+            ),
             *_groups("Alive at the peak", self.tensors),
             *_groups(whole, self.replicated),
         )
@@ -76,7 +81,9 @@ def memory(plan: Facts, threshold: int) -> Memory:
     origins = {v: f"argument {name}" for v, name in zip(inputs, names, strict=False)}
     kept = [v for i, v in enumerate(inputs) if i not in plan.donated]
     peak, line, alive = live_peak(jaxpr, kept, jaxpr.invars)
-    came = [Tensor(array_text(c.operands[0]), c.nbytes, c.reason) for c in plan.crossed("argument")]  # and stay where they were
+    came = [
+        Tensor(array_text(c.operands[0]), c.nbytes, c.reason) for c in plan.crossed("argument")
+    ]  # and stay where they were
     tensors = [*came, *(Tensor(array_text(v.aval), nbytes(v), origins.get(v, where)) for v, where in alive)]
     return Memory(
         _by_kind(list(zip(names, map(nbytes, inputs), strict=False))),
@@ -117,7 +124,9 @@ def _by_kind(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 def _replicated(plan: Facts, threshold: int) -> Iterator[Tensor]:
     """Arguments and intermediates that no axis of more than one device splits."""
-    arguments = [(array_text(p.aval), array_bytes(p.aval), f"argument {p.named}", p.shards) for p in plan.arguments()]
+    arguments = [
+        (array_text(p.aval), array_bytes(p.aval), f"argument {p.named}", p.shards) for p in plan.arguments()
+    ]
     made = [(x.array, x.nbytes, x.line, x.shards) for x in (intermediates(plan) if plan.graph else ())]
     for array, n, origin, shards in [*arguments, *made]:
         if n >= threshold and plan.mesh.size > 1 and shards == 1:
@@ -125,8 +134,8 @@ def _replicated(plan: Facts, threshold: int) -> Iterator[Tensor]:
 
 
 def _groups(heading: str, tensors: Sequence[Tensor]) -> Iterator[Group]:
-    """Rows of arrays: one for all arrays of one type that share a name or line, or come from arguments whose paths differ
-    only in numbers.
+    """Rows of arrays: one for all arrays of one type that share a name or line, or come from arguments whose
+    paths differ only in numbers.
     """
     alike: dict[tuple[str, str], list[Tensor]] = {}
     for t in tensors:

@@ -1,4 +1,6 @@
-"""How an array lies on the devices, as the page's picture draws it: blocks with their padding, and who holds which."""
+"""How an array lies on the devices, as the page's picture draws it: blocks with their padding, and who holds
+which.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +16,8 @@ from shardax.sharding import Axes, Layout, Padding
 
 @dataclass(frozen=True)
 class Picture:
-    """`sharding` as a person reads it. Per dim the axes that split it, and its size with padding. `mesh`: the axes that are
-    meant, with their sizes; `devices`: the numbers of its devices, None where they count up."""
+    """`sharding` as a person reads it. Per dim the axes that split it, and its size with padding. `mesh`: the
+    axes that are meant, with their sizes; `devices`: the numbers of its devices, None where they count up."""
 
     sharding: str
     dims: tuple[Axes, ...]
@@ -41,8 +43,8 @@ class Pictures:
         self.made = dict(_made(plan.graph, plan.decisions)) if plan.decisions else {}
 
     def of(self, value: Value) -> Picture:
-        """The picture of a value in the layout in which it is made, if that is what completion wants; else in the one in
-        which it is read.
+        """The picture of a value in the layout in which it is made, if that is what completion wants; else in
+        the one in which it is read.
         """
         sharding, made = self.plan.values.sharding(value), self.made.get(value)
         layout = made if made and made.sharding == sharding else self.padding.layout(sharding, value.shape)

@@ -15,8 +15,8 @@ from shardax.sharding import Sharding, from_spec, shard_count
 class Placed:
     """An argument or result with its path in the pytree.
 
-    `named`: the path with the argument's name for its number; `shards`: how many pieces it has; `on`: its mesh, "(x=4, y=2)",
-    where that is not the program's; `mesh`: that mesh itself.
+    `named`: the path with the argument's name for its number; `shards`: how many pieces it has; `on`: its
+    mesh, "(x=4, y=2)", where that is not the program's; `mesh`: that mesh itself.
     """
 
     path: str
@@ -33,11 +33,21 @@ class Placed:
 
 
 def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:
-    """The leaves of a pytree of NamedSharding, with the avals of the same leaves; paths leave out their `first` keys."""
+    """The leaves of a pytree of NamedSharding, with the avals of the same leaves; paths leave out their
+    `first` keys.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(shardings)
     for (path, sharding), aval in zip(leaves, avals, strict=True):
         spec, mesh = from_spec(sharding.spec, len(aval.shape)), sharding.mesh
-        yield Placed(path_text(path[first:]), aval, spec, shard_count(spec.axes, mesh.shape), f"({describe(mesh)})", "", mesh)
+        yield Placed(
+            path_text(path[first:]),
+            aval,
+            spec,
+            shard_count(spec.axes, mesh.shape),
+            f"({describe(mesh)})",
+            "",
+            mesh,
+        )
 
 
 def path_text(path) -> str:
@@ -50,11 +60,12 @@ def path_text(path) -> str:
 
 @dataclass(frozen=True)
 class AtRest:
-    """An argument or result that rests in another sharding than was wanted, because the wanted one does not divide it.
+    """An argument or result that rests in another sharding than was wanted, because the wanted one does not
+    divide it.
 
-    `path` begins with "argument" or "result", as in "argument state/params/embed". `came` is the bytes that one device sends
-    per call to bring an argument to the wanted sharding; `left`, to bring a result, or the successor of a donated argument,
-    to rest.
+    `path` begins with "argument" or "result", as in "argument state/params/embed". `came` is the bytes that
+    one device sends per call to bring an argument to the wanted sharding; `left`, to bring a result, or the
+    successor of a donated argument, to rest.
     """
 
     path: str

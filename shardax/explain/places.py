@@ -1,4 +1,6 @@
-"""Arguments and results of a plan as text: grouped by sharding, equal layers and the moments of an optimizer only mentioned."""
+"""Arguments and results of a plan as text: grouped by sharding, equal layers and the moments of an optimizer
+only mentioned.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -23,12 +25,14 @@ def arguments(plan: Facts) -> Iterator[Table]:
         row = Row(subtree, (f"{len(below)} arrays", bytes_text(_resident(below))))
         groups.append(Group(f"as {original}", (row,)))
     if groups:
-        yield Table(f"Arguments at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1)
+        yield Table(
+            f"Arguments at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1
+        )
 
 
 def results(plan: Facts) -> Iterator[Table]:
-    """Rows of the results. Those that rest as the argument of the same path, such as a state that is passed on, are only
-    counted.
+    """Rows of the results. Those that rest as the argument of the same path, such as a state that is passed
+    on, are only counted.
     """
     known = {(p.path, *_how(p)) for p in plan.arguments()}
     places = list(plan.results())
@@ -37,7 +41,9 @@ def results(plan: Facts) -> Iterator[Table]:
     groups = [Group(f"{same} lie as the arguments of the same paths")] * (same > 0)
     groups += _by_sharding(other)
     if groups:
-        yield Table(f"Results at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1)
+        yield Table(
+            f"Results at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1
+        )
 
 
 def _by_sharding(places: Iterable[Placed]) -> Iterator[Group]:
@@ -59,9 +65,11 @@ def _alike(places: Iterable[Placed]) -> Iterator[Row]:
 
 
 def _repeats(places: Iterable[Placed]) -> dict[str, str]:
-    """Subtrees, each with an earlier one whose arrays have the same paths, types and shardings, as an optimizer's moments have.
+    """Subtrees, each with an earlier one whose arrays have the same paths, types and shardings, as an
+    optimizer's moments have.
 
-    The largest count, and none that differs from the earlier one in its numbers only, which `_alike` shows better.
+    The largest count, and none that differs from the earlier one in its numbers only, which `_alike` shows
+    better.
     """
     contents = defaultdict(list)
     for place in places:

@@ -23,8 +23,8 @@ from shardax.validation import is_whole, require
 class Plan(Analysis):
     """What runs on each device, what it sends and why. `print(plan)` shows all of it.
 
-    Its fields are those of `shardax.explain.facts.Facts`: `mesh`, `global_jaxpr`, `local_jaxpr`, `in_shardings`,
-    `out_shardings`, `collectives` and more.
+    Its fields are those of `shardax.explain.facts.Facts`: `mesh`, `global_jaxpr`, `local_jaxpr`,
+    `in_shardings`, `out_shardings`, `collectives` and more.
     """
 
     def shardings(self) -> str:
@@ -35,21 +35,25 @@ class Plan(Analysis):
     def why(self, what: str) -> str:
         """The chain of facts that led to a sharding, in words.
 
-        Args:
-          what: the path of an argument ("state/params/w" or "0/params/w"), a line ("model.py:12"), or the name of a variable
+        Args: what: the path of an argument ("state/params/w" or "0/params/w"), a line ("model.py:12"), or the
+          name of a variable
             that a line of the program assigns, or of a `checkpoint_name`.
 
         Raises ValueError where nothing is called so.
         """
-        wanted = "the path of an argument ('state/params/w'), a line ('model.py:12'), or the name of a variable"
+        wanted = (
+            "the path of an argument ('state/params/w'), a line ('model.py:12'), or the name of a variable"
+        )
         require(isinstance(what, str), "what of Plan.why", what, wanted)
         return why(self, what)
 
     @_jax.boundary
     def diff(self, other: "Plan | str | os.PathLike") -> str:
-        """The differences in what this plan and `other` send, and in how arguments and results rest; "" where there are none.
+        """The differences in what this plan and `other` send, and in how arguments and results rest; "" where
+        there are none.
 
-        Lines with - are in this plan alone, those with + in the other. Lines of the user's code count by their file only.
+        Lines with - are in this plan alone, those with + in the other. Lines of the user's code count by
+        their file only.
 
         Args:
           other: a plan, or the file of one that `to_json` or `shardax.testing.assert_plan` wrote.
@@ -57,7 +61,10 @@ class Plan(Analysis):
         Raises ValueError where the file is no plan, or one of another program or other arguments.
         """
         require(
-            isinstance(other, Plan | str | os.PathLike), "other of Plan.diff", other, "a plan, or the path of the file of one"
+            isinstance(other, Plan | str | os.PathLike),
+            "other of Plan.diff",
+            other,
+            "a plan, or the path of the file of one",
         )
         now = record(self)
         if isinstance(other, Plan):
@@ -74,13 +81,20 @@ class Plan(Analysis):
     @_jax.boundary
     def to_html(self, path: str | os.PathLike) -> None:
         """Writes one HTML file that needs no network: the program, what each line costs, sortable ledgers."""
-        require(isinstance(path, str | os.PathLike), "path of Plan.to_html", path, "the path of a file, such as 'plan.html'")
+        require(
+            isinstance(path, str | os.PathLike),
+            "path of Plan.to_html",
+            path,
+            "the path of a file, such as 'plan.html'",
+        )
         Path(path).write_text(html_text(self), encoding="utf-8")
 
     def source(self) -> str:
-        """The local program as Python. Executed with `source_objects`, it defines a function `program` of the mesh.
+        """The local program as Python. Executed with `source_objects`, it defines a function `program` of the
+        mesh.
 
-        `program(mesh)` is a function that takes the leaves of the arguments, and returns those of the results.
+        `program(mesh)` is a function that takes the leaves of the arguments, and returns those of the
+        results.
 
         >>> import shardax as sx
         >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -93,12 +107,16 @@ class Plan(Analysis):
         return source(self).text
 
     def source_objects(self) -> dict[str, Any]:
-        """The names with which to execute `source`: what its text uses but does not make, above all large constants."""
+        """The names with which to execute `source`: what its text uses but does not make, above all large
+        constants.
+        """
         return source(self).objects
 
     @_jax.boundary
     def text(self, width: int = WIDTH) -> str:
-        """What `print` shows, as plain text of `width` columns. (On a terminal, `print` takes its width, and colors.)"""
+        """What `print` shows, as plain text of `width` columns. (On a terminal, `print` takes its width, and
+        colors.)
+        """
         require(is_whole(width, 1), "width of Plan.text", width, "a number of columns, such as 120")
         return plain(tables(self), width)
 

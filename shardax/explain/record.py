@@ -1,4 +1,6 @@
-"""The parts of a plan that are compared with another plan, or with a file: what is sent, and how arguments and results rest."""
+"""The parts of a plan that are compared with another plan, or with a file: what is sent, and how arguments
+and results rest.
+"""
 
 import json
 import re
@@ -14,7 +16,8 @@ from shardax.ledger.words import bytes_text, times
 
 @dataclass(frozen=True)
 class Record:
-    """A plan as a file of a user's repository holds it: no line numbers, so that edits elsewhere change nothing.
+    """A plan as a file of a user's repository holds it: no line numbers, so that edits elsewhere change
+    nothing.
 
     `types`: of the arguments. Collectives that are alike are one text. `place`: the file of the function.
     """
@@ -62,18 +65,23 @@ def read(path: Path) -> Record:
         found = json.loads(path.read_text())
         return Record(**found.get("record", found))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "neither assert_plan nor Plan.to_json wrote it"
+        why = (
+            error.strerror if isinstance(error, OSError) else "neither assert_plan nor Plan.to_json wrote it"
+        )
         raise ValueError(f"{path} is no plan: {why}. Delete it, or give another file") from None
 
 
 def check_same_program(before: Record, now: Record, where: str, way_out: str) -> None:
-    """Whether a plan that was read at `where` is of the program at hand: its name, and the types of its arguments.
+    """Whether a plan that was read at `where` is of the program at hand: its name, and the types of its
+    arguments.
 
     Raises:
       ValueError: it is another's; the text names both places.
     """
     if (before.program, before.place or now.place) != (now.program, now.place or before.place):
-        words = f"it was written for {before.named} on the mesh {before.mesh}, this is {now.named} on {now.mesh}"
+        words = (
+            f"it was written for {before.named} on the mesh {before.mesh}, this is {now.named} on {now.mesh}"
+        )
         raise ValueError(f"{where} is the plan of another program: {words}. {way_out}")
     if before.types != now.types:
         differ = "".join(f"  {line}\n" for line in moved(before.types, now.types))
@@ -91,9 +99,15 @@ def rows(collectives: Sequence[Collective]) -> list[str]:
 def _row(c: Collective) -> str:
     where = re.sub(r":\d+$", "", c.line).rsplit("/", 1)[-1]
     reason = re.sub(r"[^\s\\/]*[\\/]|(?<=\.py):\d+", "", c.reason)
-    notes = [f"{c.trips} trips"] * (c.trips > 1) + ["while"] * c.open_loop + ["not the dearest branch"] * c.other_branch
+    notes = (
+        [f"{c.trips} trips"] * (c.trips > 1)
+        + ["while"] * c.open_loop
+        + ["not the dearest branch"] * c.other_branch
+    )
     operands = ", ".join(map(array_text, c.operands))
-    what = ", ".join([f"{c.kind} over {','.join(c.axes)} of {operands}", f"{bytes_text(c.nbytes)} each", *notes])
+    what = ", ".join(
+        [f"{c.kind} over {','.join(c.axes)} of {operands}", f"{bytes_text(c.nbytes)} each", *notes]
+    )
     return f"{what} ({': '.join(filter(None, (where, reason))) or 'an unknown line'})"
 
 

@@ -1,9 +1,11 @@
-"""Estimates the seconds of a local program by roofline, from its FLOPs, its memory traffic, and the bytes that it sends.
+"""Estimates the seconds of a local program by roofline, from its FLOPs, its memory traffic, and the bytes
+that it sends.
 
-Each equation takes the longer of the times of its FLOPs and of its memory traffic (Williams et al. 2009). The time of what is
-sent is added, at the prices by which programs are chosen (`shardax.cost.network`), as if nothing were overlapped. The FLOPs are
-those that the registered rules say (`register_rule`, its argument `flops`): of each equation that has such a rule, and of what
-stands in place of one. All else is bound by memory.
+Each equation takes the longer of the times of its FLOPs and of its memory traffic (Williams et al. 2009). The
+time of what is sent is added, at the prices by which programs are chosen (`shardax.cost.network`), as if
+nothing were overlapped. The FLOPs are those that the registered rules say (`register_rule`, its argument
+`flops`): of each equation that has such a rule, and of what stands in place of one. All else is bound by
+memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,9 +22,9 @@ from shardax.spmd_rules.registry import RULES
 class Estimate:
     """A call on one chip, in seconds.
 
-    `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM. `links`: what it sends.
-    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with the links.
-    `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
+    `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM. `links`: what it
+    sends. `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with the
+    links. `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
     """
 
     compute: float
@@ -42,7 +44,8 @@ class Estimate:
     def __str__(self):
         return (
             f"{self.seconds:.3g} s on {self.chip}, bound by {self.bound}: {self.compute:.3g} s compute "
-            f"({self.flops:.3g} FLOPs), {self.memory:.3g} s HBM ({self.nbytes:.3g} bytes), {self.links:.3g} s links"
+            f"({self.flops:.3g} FLOPs), {self.memory:.3g} s HBM ({self.nbytes:.3g} bytes), {self.links:.3g} "
+            "s links"
         )
 
 
@@ -72,7 +75,9 @@ def estimate(found: list[Work], sent: Iterable[Sent], network: Network) -> Estim
     flops, nbytes = sum(w.trips * w.flops for w in found), sum(w.trips * w.nbytes for w in found)
     slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in found)
     links = sum(s.trips * network.collective(s.kind, s.axes, s.nbytes, s.minor) for s in sent) / PICO
-    return Estimate(flops / chip.flops, nbytes / chip.memory_rate, links, slower + links, flops, nbytes, chip.name)
+    return Estimate(
+        flops / chip.flops, nbytes / chip.memory_rate, links, slower + links, flops, nbytes, chip.name
+    )
 
 
 def work(jaxpr, trips: int = 1) -> Iterator[Work]:

@@ -1,6 +1,8 @@
-"""What the forward pass saves for the backward pass, read off the local jaxpr, with the names of `checkpoint_name`.
+"""What the forward pass saves for the backward pass, read off the local jaxpr, with the names of
+`checkpoint_name`.
 
-JAX writes `transpose(...)` into the name stack of what differentiation adds. What is stored before and read there was saved.
+JAX writes `transpose(...)` into the name stack of what differentiation adds. What is stored before and read
+there was saved.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,9 @@ from shardax.ledger.collectives import reason_of
 
 
 def saved(jaxpr) -> Iterator[tuple[Any, str, str]]:
-    """(variable, name, line) of each array that is saved, arguments left out; "" where it has no name or line."""
+    """(variable, name, line) of each array that is saved, arguments left out; "" where it has no name or
+    line.
+    """
     life = Life(jaxpr)
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     seen: set[Any] = set()
@@ -29,7 +33,9 @@ def _is_backward(eqn) -> bool:
 
 
 def _name(v, makers) -> str:
-    """The name of a variable: of the `name` equation that it comes from, moved and cast at most; of a loop's stack, inside."""
+    """The name of a variable: of the `name` equation that it comes from, moved and cast at most; of a loop's
+    stack, inside.
+    """
     while v in makers:
         eqn = makers[v]
         if eqn.primitive.name == "name":
@@ -57,4 +63,12 @@ def _line(v, maker) -> str:
     return _jax.user_line(maker.source_info) or reason_of(r"\w+", maker.source_info.name_stack)
 
 
-_MOVES = {"broadcast_in_dim", "convert_element_type", "copy", "reduce_precision", "reshape", "squeeze", "transpose"}
+_MOVES = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "reduce_precision",
+    "reshape",
+    "squeeze",
+    "transpose",
+}

@@ -5,8 +5,9 @@
         h = x @ up  # f32[2,16]
         ...
 
-Executed, it defines `program(mesh)`, which takes the leaves of the arguments and returns those of the results. Values are named
-after the variable that the user's line assigns, else after what computes them; what is used once on its own line stands there.
+Executed, it defines `program(mesh)`, which takes the leaves of the arguments and returns those of the
+results. Values are named after the variable that the user's line assigns, else after what computes them; what
+is used once on its own line stands there.
 """
 
 import builtins
@@ -23,7 +24,16 @@ from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
 from shardax.explain.facts import Facts
-from shardax.explain.spelling import SPELLINGS, Call, Text, dtype_text, expression, literal, object_text, packed
+from shardax.explain.spelling import (
+    SPELLINGS,
+    Call,
+    Text,
+    dtype_text,
+    expression,
+    literal,
+    object_text,
+    packed,
+)
 from shardax.ledger.collectives import KINDS, array_text, reason_of
 from shardax.ledger.lines import assigned, code, line_text
 
@@ -34,7 +44,9 @@ CONSTANT = 32  # elements: what is larger is no text, but an object of the names
 
 @dataclass(frozen=True)
 class Source:
-    """The text, and the objects that it names but does not make: large constants, primitives without a public name."""
+    """The text, and the objects that it names but does not make: large constants, primitives without a public
+    name.
+    """
 
     text: str
     objects: dict[str, Any]
@@ -50,9 +62,15 @@ def source(plan: Facts) -> Source:
         outer[var] = names.constant(const)
     inner = _jax.closed(eqn.params["jaxpr"])
     arguments = [Text(outer[v], i.aval) for v, i in zip(eqn.invars, inner.jaxpr.invars, strict=True)]
-    body = _Body(names, lines=[f"{x} = {x}.astype({dtype_text(x.aval.dtype)})" for x in arguments if x.aval.weak_type])
+    body = _Body(
+        names, lines=[f"{x} = {x}.astype({dtype_text(x.aval.dtype)})" for x in arguments if x.aval.weak_type]
+    )
     results = list(map(_weak, body.run(inner, arguments), plan.global_jaxpr.out_avals))
-    in_specs = {outer[v]: spec for v, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True) if outer[v] in parameters}
+    in_specs = {
+        outer[v]: spec
+        for v, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True)
+        if outer[v] in parameters
+    }
     text = _module(plan, in_specs, eqn.params["out_specs"], body.lines, results, names)
     return Source(text, names.objects | _closed(plan, parameters))
 
@@ -77,7 +95,9 @@ def _closed(plan: Facts, parameters: Sequence[str]) -> dict[str, Any]:
     return dict(zip(parameters[len(parameters) - count :], plan.closed_over, strict=True))
 
 
-def _module(plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Names") -> str:
+def _module(
+    plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Names"
+) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     returned = f"return ({', '.join(map(str, results))}{',' if len(results) == 1 else ''})"
     body = [*lines, *_broken(returned)]
@@ -90,7 +110,8 @@ def _module(plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Seq
             "import jax",
             "import jax.numpy as jnp",
             "from jax import lax",
-            *["from jax.extend.random import threefry2x32_p"] * any("threefry2x32_p" in line for line in lines),
+            *["from jax.extend.random import threefry2x32_p"]
+            * any("threefry2x32_p" in line for line in lines),
             "from jax.sharding import PartitionSpec as P",
             "",
             *constants,
@@ -101,7 +122,8 @@ def _module(plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Seq
             "",
             "",
             "def program(mesh):",
-            f'    """`on_shards` on a mesh of {mesh}: leaves of the arguments in, leaves of the results out."""',
+            f'    """`on_shards` on a mesh of {mesh}: '
+            'leaves of the arguments in, leaves of the results out."""',
             *_indented(_program(plan, in_specs, out_specs)),
             "",
         ]
@@ -159,10 +181,23 @@ def _parameters(plan: Facts) -> Iterator[str]:
 
 
 class _Names:
-    """Hands out names, none twice in a module, so that nested functions may use those of the functions around them."""
+    """Hands out names, none twice in a module, so that nested functions may use those of the functions around
+    them.
+    """
 
     def __init__(self):
-        self.taken = {*keyword.kwlist, *dir(builtins), "jax", "jnp", "lax", "P", "on_shards", "program", "mesh", "weak"}
+        self.taken = {
+            *keyword.kwlist,
+            *dir(builtins),
+            "jax",
+            "jnp",
+            "lax",
+            "P",
+            "on_shards",
+            "program",
+            "mesh",
+            "weak",
+        }
         self.constants: dict[str, str] = {}  # name by text
         self.objects: dict[str, Any] = {}
         self.known: dict[int, str] = {}
@@ -183,7 +218,9 @@ class _Names:
 
     def constant(self, x) -> str:
         """The name of an array: small ones are made by the module."""
-        small = isinstance(x, jax.Array | np.ndarray) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+        small = isinstance(x, jax.Array | np.ndarray) and not jax.numpy.issubdtype(
+            x.dtype, jax.dtypes.extended
+        )
         dtype = object_text(np.dtype(x.dtype)) if small else None
         if dtype is None or np.size(x) > CONSTANT or not np.all(np.isfinite(np.asarray(x, np.complex128))):
             return self._kept(x, "constant")
@@ -201,7 +238,9 @@ class _Names:
 
 @dataclass
 class _Body:
-    """The lines of one function. `env` holds the expression of each variable, those of the functions around it included."""
+    """The lines of one function. `env` holds the expression of each variable, those of the functions around
+    it included.
+    """
 
     names: _Names
     env: dict[Any, Text] = field(default_factory=dict)
@@ -239,7 +278,9 @@ class _Body:
         if _is_same(eqn, operands):
             self.env[eqn.outvars[0]] = operands[0]
             return
-        text = expression(Call(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], self.names.object))
+        text = expression(
+            Call(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], self.names.object)
+        )
         if _stands_alone(eqn, text, users):
             self.place(eqn)
             self.assign(eqn, text)
@@ -252,7 +293,10 @@ class _Body:
         if line and line != self.line:
             self.line = line
             text = code(line)
-            self.lines += [*([""] if self.lines else []), f"# {line_text(line)}{': ' if text else ''}{text}"[:WIDTH]]
+            self.lines += [
+                *([""] if self.lines else []),
+                f"# {line_text(line)}{': ' if text else ''}{text}"[:WIDTH],
+            ]
 
     def assign(self, eqn, text: Text) -> None:
         name = eqn.primitive.name
@@ -277,8 +321,11 @@ class _Body:
             self.env[var] = Text(names[-1], var.aval)
         return names
 
-    def function(self, base: str, closed, outside: Sequence[Text], groups: Sequence[Sequence[Text]], returned) -> str:
-        """Writes a nested function. A body's first inputs are values from `outside`, the others its parameters, one to a group.
+    def function(
+        self, base: str, closed, outside: Sequence[Text], groups: Sequence[Sequence[Text]], returned
+    ) -> str:
+        """Writes a nested function. A body's first inputs are values from `outside`, the others its
+        parameters, one to a group.
 
         `groups` holds what it is first called with, after which its parameters are named.
         """
@@ -286,7 +333,10 @@ class _Body:
         inner = _Body(self.names, self.env, self.line)
         rest = iter(closed.jaxpr.invars[len(outside) :])
         parameters = [[inner.define([next(rest)], _base_of(x))[0] for x in group] for group in groups]
-        heads = [g[0] if len(g) == 1 else self.names.new(h) if g else "_" for g, h in zip(parameters, _HEADS, strict=False)]
+        heads = [
+            g[0] if len(g) == 1 else self.names.new(h) if g else "_"
+            for g, h in zip(parameters, _HEADS, strict=False)
+        ]
         for head, group in zip(heads, parameters, strict=True):
             inner.lines += [f"{', '.join(group)} = {head}"] if len(group) > 1 else []
         results = inner.run(closed, [*outside, *(self.env[v] for v in closed.jaxpr.invars[len(outside) :])])
@@ -325,7 +375,10 @@ def _while(body: _Body, eqn, operands: Sequence[Text]) -> None:
 
 def _cond(body: _Body, eqn, operands: Sequence[Text]) -> None:
     index, *inputs = operands
-    branches = [body.function(f"branch_{i}", _jax.closed(b), inputs, [], packed) for i, b in enumerate(eqn.params["branches"])]
+    branches = [
+        body.function(f"branch_{i}", _jax.closed(b), inputs, [], packed)
+        for i, b in enumerate(eqn.params["branches"])
+    ]
     results = body.define(eqn.outvars, "chosen")
     body.statement(f"{_left(results)} = lax.switch({index}, [{', '.join(branches)}])")
 
@@ -353,7 +406,9 @@ def _live(jaxpr) -> tuple[list[Any], dict[Any, list[Any]]]:
 
 
 def _is_same(eqn, operands: Sequence[Text]) -> bool:
-    """Whether the result equals the first operand: so do annotations, and what only changes whether a type is weak."""
+    """Whether the result equals the first operand: so do annotations, and what only changes whether a type is
+    weak.
+    """
     match eqn.primitive.name:
         case "name" | "pvary" | "reshard" | "stop_gradient":
             return True
@@ -364,15 +419,20 @@ def _is_same(eqn, operands: Sequence[Text]) -> bool:
 
 
 def _stands_alone(eqn, text: Text, users) -> bool:
-    """Whether an equation becomes a statement of its own. It does not if it is cheap, and is either a number or used once, by
-    the same line.
+    """Whether an equation becomes a statement of its own. It does not if it is cheap, and is either a number
+    or used once, by the same line.
     """
     if len(eqn.outvars) != 1 or eqn.effects or text.several or eqn.primitive.name not in _INLINE:
         return True
     if text.scalar is not None:
         return False
     users = users.get(eqn.outvars[0], ())
-    if len(users) != 1 or users[0] is None or users[0].primitive.name not in SPELLINGS or len(text.text) > INLINE:
+    if (
+        len(users) != 1
+        or users[0] is None
+        or users[0].primitive.name not in SPELLINGS
+        or len(text.text) > INLINE
+    ):
         return True
     return _jax.user_line(users[0].source_info) != _jax.user_line(eqn.source_info)
 
@@ -424,19 +484,21 @@ def _without_strings(text: str) -> str:
 _HEADS = ("carry", "xs")
 _STRUCTURED = {"cond": _cond, "scan": _scan, "while": _while}
 _CALLS = {
-    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "pjit",
-    "remat2",
+    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr",
+    "jit", "pjit", "remat2",
 }  # fmt: skip
 _BASES = {
     "add": "plus", "add_any": "plus", "all_gather": "gathered", "all_to_all": "exchanged", "argmax": "index",
-    "axis_index": "device", "bitcast_convert_type": "bits", "broadcast_in_dim": "spread", "convert_element_type": "cast",
-    "conv_general_dilated": "conv", "dot_general": "product", "eq": "mask", "ge": "mask", "gt": "mask", "integer_pow": "power",
-    "iota": "index", "le": "mask", "lt": "mask", "max": "most", "min": "least", "mul": "scaled", "ne": "mask",
-    "ppermute": "received", "psum": "summed", "reduce_max": "most", "reduce_min": "least", "reduce_scatter": "scattered",
-    "reduce_sum": "total", "select_n": "chosen", "slice": "part", "sort": "ordered", "sub": "minus", "transpose": "turned",
+    "axis_index": "device", "bitcast_convert_type": "bits", "broadcast_in_dim": "spread",
+    "convert_element_type": "cast", "conv_general_dilated": "conv", "dot_general": "product", "eq": "mask",
+    "ge": "mask", "gt": "mask", "integer_pow": "power", "iota": "index", "le": "mask", "lt": "mask",
+    "max": "most", "min": "least", "mul": "scaled", "ne": "mask", "ppermute": "received", "psum": "summed",
+    "reduce_max": "most", "reduce_min": "least", "reduce_scatter": "scattered", "reduce_sum": "total",
+    "select_n": "chosen", "slice": "part", "sort": "ordered", "sub": "minus", "transpose": "turned",
 }  # fmt: skip
 _INLINE = {
-    "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "cos", "div", "eq", "exp", "ge", "gt", "integer_pow",
-    "iota", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow", "reshape", "rsqrt", "select_n", "sin",
-    "slice", "sqrt", "square", "squeeze", "stack", "sub", "tanh", "transpose", "xor",
+    "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "cos", "div", "eq", "exp", "ge",
+    "gt", "integer_pow", "iota", "le", "log", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
+    "reshape", "rsqrt", "select_n", "sin", "slice", "sqrt", "square", "squeeze", "stack", "sub", "tanh",
+    "transpose", "xor",
 }  # fmt: skip

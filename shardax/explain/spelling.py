@@ -1,7 +1,8 @@
 """How a person would write one equation: a table from primitives to expressions in jax.numpy and jax.lax.
 
-An expression knows how tightly it binds, so that parentheses stand only where they are needed. A primitive that is not in the
-table is written as `lax.<name>_p.bind(...)`; parameters that no text can make are objects of the namespace.
+An expression knows how tightly it binds, so that parentheses stand only where they are needed. A primitive
+that is not in the table is written as `lax.<name>_p.bind(...)`; parameters that no text can make are objects
+of the namespace.
 """
 
 import json
@@ -21,7 +22,8 @@ LOOSE, PLUS, TIMES, POWER, ATOM = range(5)  # how tightly an expression binds
 
 @dataclass(frozen=True)
 class Text:
-    """An expression. `aval` is the type of its value; `scalar` its text where the value is one number everywhere.
+    """An expression. `aval` is the type of its value; `scalar` its text where the value is one number
+    everywhere.
 
     `several`: it is a sequence of an equation's results, even if that has one.
     """
@@ -41,7 +43,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Call:
-    """An equation to be spelled: its operands as expressions, the types of its results, and how objects are spelled."""
+    """An equation to be spelled: its operands as expressions, the types of its results, and how objects are
+    spelled.
+    """
 
     primitive: Any
     params: dict[str, Any]
@@ -79,7 +83,11 @@ def object_text(x) -> str | None:
     """
     match x:
         case Enum():
-            return f"lax.{type(x).__name__}.{x.name}" if getattr(lax, type(x).__name__, None) is type(x) else None
+            return (
+                f"lax.{type(x).__name__}.{x.name}"
+                if getattr(lax, type(x).__name__, None) is type(x)
+                else None
+            )
         case str():
             return json.dumps(x)
         case None | bool() | int() | float() | complex() | np.generic():
@@ -102,7 +110,11 @@ def _sequence(xs) -> str | None:
     if hasattr(xs, "_fields"):
         if getattr(lax, type(xs).__name__, None) is not type(xs):
             return None
-        told = [f"{f}={item}" for f, item, x in zip(xs._fields, items, xs, strict=True) if xs._field_defaults.get(f) != x]
+        told = [
+            f"{f}={item}"
+            for f, item, x in zip(xs._fields, items, xs, strict=True)
+            if xs._field_defaults.get(f) != x
+        ]
         return f"lax.{type(xs).__name__}({', '.join(told)})"
     inner = ", ".join(items)  # type: ignore[arg-type]
     return f"[{inner}]" if isinstance(xs, list) else f"({inner},)" if len(items) == 1 else f"({inner})"
@@ -133,7 +145,9 @@ def _beside(operands: Sequence[Text], shape: tuple[int, ...]) -> list[Text]:
     """The same operands, numbers bare where another operand gives the result its type and shape."""
     anchors = [i for i, o in enumerate(operands) if tuple(o.aval.shape) == shape]
     anchor = min(anchors, key=lambda i: operands[i].scalar is not None, default=None)
-    return [o if o.scalar is None or i == anchor or anchor is None else _bare(o) for i, o in enumerate(operands)]
+    return [
+        o if o.scalar is None or i == anchor or anchor is None else _bare(o) for i, o in enumerate(operands)
+    ]
 
 
 def _bare(operand: Text) -> Text:
@@ -164,7 +178,11 @@ _NEUTRAL = {"+": "0", "-": "0", "*": "1"}
 
 
 def _division(call: Call) -> Text | None:
-    return _infix("/", TIMES)(call) if np.issubdtype(call.out.dtype, np.inexact) or call.out.dtype == "bfloat16" else None
+    return (
+        _infix("/", TIMES)(call)
+        if np.issubdtype(call.out.dtype, np.inexact) or call.out.dtype == "bfloat16"
+        else None
+    )
 
 
 def _ordered(symbol: str) -> Spelling:
@@ -242,7 +260,12 @@ def _product_options(call: Call) -> list[str]:
     asked = call.params["preferred_element_type"]
     usual = asked is None or all(o.aval.dtype == call.out.dtype for o in call.operands)
     names = [
-        n for n, show in (("precision", call.params["precision"] is not None), ("preferred_element_type", not usual)) if show
+        n
+        for n, show in (
+            ("precision", call.params["precision"] is not None),
+            ("preferred_element_type", not usual),
+        )
+        if show
     ]
     return [call.spelled(n) for n in names]
 
@@ -317,7 +340,9 @@ def _span(start: int, limit: int, size: int) -> str:
 def _pad(call: Call) -> Text | None:
     operand, value = call.operands
     config = [tuple(map(int, c)) for c in call.params["padding_config"]]
-    if value.scalar in ("0", "0.0", "False") and all(low >= 0 and high >= 0 and not inner for low, high, inner in config):
+    if value.scalar in ("0", "0.0", "False") and all(
+        low >= 0 and high >= 0 and not inner for low, high, inner in config
+    ):
         widths = [(low, high) for low, high, _ in config]
         return Text(f"jnp.pad({operand}, {widths[0] if len(widths) == 1 else tuple(widths)})", call.out)
     return Text(f"lax.pad({operand}, {value}, {config})", call.out)
@@ -331,7 +356,9 @@ def _iota(call: Call) -> Text:
 
 
 def _concatenate(call: Call) -> Text:
-    return Text(f"jnp.concatenate([{', '.join(map(str, call.operands))}], axis={call.params['dimension']})", call.out)
+    return Text(
+        f"jnp.concatenate([{', '.join(map(str, call.operands))}], axis={call.params['dimension']})", call.out
+    )
 
 
 def _sort(call: Call) -> Text:
@@ -340,13 +367,17 @@ def _sort(call: Call) -> Text:
 
 
 def packed(operands: Sequence[Text]) -> str:
-    """One operand as it is, several as a tuple: sort, the reducing collectives and loops take and give them so."""
+    """One operand as it is, several as a tuple: sort, the reducing collectives and loops take and give them
+    so.
+    """
     return str(operands[0]) if len(operands) == 1 else f"({', '.join(map(str, operands))})"
 
 
 def _dynamic_slice(call: Call) -> Text:
     operand, *starts = call.operands
-    text = f"lax.dynamic_slice({operand}, [{', '.join(map(str, starts))}], {_ints(call.params['slice_sizes'])})"
+    text = (
+        f"lax.dynamic_slice({operand}, [{', '.join(map(str, starts))}], {_ints(call.params['slice_sizes'])})"
+    )
     return Text(text, call.out)
 
 
@@ -377,13 +408,18 @@ def _axes(names) -> str:
 
 
 def _collective(name: str, **renamed: str) -> Spelling:
-    """A collective of one operand over named axes; `renamed`: keyword argument -> parameter of the primitive."""
+    """A collective of one operand over named axes; `renamed`: keyword argument -> parameter of the
+    primitive.
+    """
 
     def spelling(call: Call) -> Text | None:
         if call.params.get("axis_index_groups") is not None:
             return None
         options = [f"{keyword}={call.spell(call.params[param], param)}" for keyword, param in renamed.items()]
-        return Text(f"{name}({', '.join([str(call.operands[0]), _axes(call.params['axis_name']), *options])})", call.out)
+        return Text(
+            f"{name}({', '.join([str(call.operands[0]), _axes(call.params['axis_name']), *options])})",
+            call.out,
+        )
 
     return spelling
 
@@ -394,7 +430,9 @@ def _one_key(spelling: Spelling) -> Spelling:
 
 
 def _random_bits(call: Call) -> Text:
-    return call.call("jax.random.bits", str(_ints(call.params["shape"])), f"jnp.uint{call.params['bit_width']}")
+    return call.call(
+        "jax.random.bits", str(_ints(call.params["shape"])), f"jnp.uint{call.params['bit_width']}"
+    )
 
 
 def _barrier(call: Call) -> Text:
@@ -404,21 +442,44 @@ def _barrier(call: Call) -> Text:
 def _bound(call: Call) -> Text:
     """The generic form. `lax` exports most primitives under their names."""
     name = f"{call.primitive.name.replace('-', '_')}_p"
-    function = f"lax.{name}" if getattr(lax, name, None) is call.primitive else call.spell(call.primitive, name)
+    function = (
+        f"lax.{name}" if getattr(lax, name, None) is call.primitive else call.spell(call.primitive, name)
+    )
     text = call.call(f"{function}.bind", call.spelled(*call.params))
     return Text(text.text, call.out, several=call.primitive.multiple_results)
 
 
 _NUMPY = {
-    "abs": "abs", "ceil": "ceil", "conj": "conj", "cos": "cos", "exp": "exp", "expm1": "expm1", "floor": "floor",
-    "imag": "imag", "is_finite": "isfinite", "log": "log", "log1p": "log1p", "real": "real", "sign": "sign", "sin": "sin",
-    "sqrt": "sqrt", "square": "square", "tan": "tan", "tanh": "tanh",
+    "abs": "abs", "ceil": "ceil", "conj": "conj", "cos": "cos", "exp": "exp", "expm1": "expm1",
+    "floor": "floor", "imag": "imag", "is_finite": "isfinite", "log": "log", "log1p": "log1p", "real": "real",
+    "sign": "sign", "sin": "sin", "sqrt": "sqrt", "square": "square", "tan": "tan", "tanh": "tanh",
 }  # fmt: skip
-_LAX = ("cbrt", "digamma", "erf", "erf_inv", "erfc", "exp2", "lgamma", "logistic", "nextafter", "pow", "rem", "rsqrt")
+_LAX = (
+    "cbrt",
+    "digamma",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "exp2",
+    "lgamma",
+    "logistic",
+    "nextafter",
+    "pow",
+    "rem",
+    "rsqrt",
+)
 _SHIFTS = ("shift_left", "shift_right_arithmetic", "shift_right_logical")
 _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul")
-_LAX_REDUCTIONS = ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor")
+_LAX_REDUCTIONS = (
+    "reduce_and",
+    "reduce_max",
+    "reduce_min",
+    "reduce_or",
+    "reduce_prod",
+    "reduce_sum",
+    "reduce_xor",
+)
 
 
 def _first(*spellings: Spelling) -> Spelling:
@@ -434,12 +495,20 @@ SPELLINGS: dict[str, Spelling] = {
     "add": _infix("+", PLUS),
     "add_any": _infix("+", PLUS),
     "all_gather": _collective("lax.all_gather", axis="all_gather_dimension", tiled="tiled"),
-    "all_to_all": _collective("lax.all_to_all", split_axis="split_axis", concat_axis="concat_axis", tiled="tiled"),
+    "all_to_all": _collective(
+        "lax.all_to_all", split_axis="split_axis", concat_axis="concat_axis", tiled="tiled"
+    ),
     "and": _infix("&", LOOSE),
-    "argmax": lambda call: call.call("lax.argmax", f"axis={call.params['axes'][0]}", call.spelled("index_dtype")),
-    "argmin": lambda call: call.call("lax.argmin", f"axis={call.params['axes'][0]}", call.spelled("index_dtype")),
+    "argmax": lambda call: call.call(
+        "lax.argmax", f"axis={call.params['axes'][0]}", call.spelled("index_dtype")
+    ),
+    "argmin": lambda call: call.call(
+        "lax.argmin", f"axis={call.params['axes'][0]}", call.spelled("index_dtype")
+    ),
     "axis_index": lambda call: Text(f"lax.axis_index({_axes(call.params['axis_name'])})", call.out),
-    "bitcast_convert_type": lambda call: call.call("lax.bitcast_convert_type", str(dtype_text(call.out.dtype))),
+    "bitcast_convert_type": lambda call: call.call(
+        "lax.bitcast_convert_type", str(dtype_text(call.out.dtype))
+    ),
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenate,
     "conv_general_dilated": lambda call: call.call(
@@ -453,7 +522,13 @@ SPELLINGS: dict[str, Spelling] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "eq": _infix("==", LOOSE),
     "gather": _function(
-        "lax.gather", "dimension_numbers", "slice_sizes", "unique_indices", "indices_are_sorted", "mode", "fill_value"
+        "lax.gather",
+        "dimension_numbers",
+        "slice_sizes",
+        "unique_indices",
+        "indices_are_sorted",
+        "mode",
+        "fill_value",
     ),
     "ge": _ordered(">="),
     "gt": _ordered(">"),
@@ -487,9 +562,15 @@ SPELLINGS: dict[str, Spelling] = {
     "select_n": _first(_where, _function("lax.select_n")),
     "slice": _slice,
     "sort": _sort,
-    "split": lambda call: Text(call.call("lax.split", call.spelled("sizes", "axis")).text, call.out, several=True),
-    "squeeze": lambda call: call.call("jnp.squeeze", f"axis={call.spell(tuple(call.params['dimensions']), 'axis')}"),
-    "stack": lambda call: Text(f"jnp.stack([{', '.join(map(str, call.operands))}], axis={call.params['axis']})", call.out),
+    "split": lambda call: Text(
+        call.call("lax.split", call.spelled("sizes", "axis")).text, call.out, several=True
+    ),
+    "squeeze": lambda call: call.call(
+        "jnp.squeeze", f"axis={call.spell(tuple(call.params['dimensions']), 'axis')}"
+    ),
+    "stack": lambda call: Text(
+        f"jnp.stack([{', '.join(map(str, call.operands))}], axis={call.params['axis']})", call.out
+    ),
     "sub": _infix("-", PLUS),
     "threefry2x32": lambda call: Text(call.call("threefry2x32_p.bind").text, call.out, several=True),
     "transpose": _transpose,

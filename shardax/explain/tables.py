@@ -10,7 +10,8 @@ LEAST = 24  # columns of a row's own text
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: its text, the cells at its right, and a piece of code, of which as much is shown as fits.
+    """A line of a table: its text, the cells at its right, and a piece of code, of which as much is shown as
+    fits.
 
     `remark`: the text is about the rows below. `one_line`: of it, too, as much is shown as fits.
     """
@@ -35,7 +36,8 @@ class Group:
 class Table:
     """Groups of rows under a title.
 
-    `heads`: of the columns at the right. `texts`: how many of them, the first, hold text; the others hold numbers.
+    `heads`: of the columns at the right. `texts`: how many of them, the first, hold text; the others hold
+    numbers.
     """
 
     title: str
@@ -68,13 +70,18 @@ def _lines(table: Table, width: int) -> Iterator[str]:
             yield from _with_code(f"  {group.heading}", group.code, width)
         for row in group.rows:
             text = f"    {shortened(row, width - 4)}"
-            yield from _row(cut(text, row.code, left) if row.code else text, row.cells, sizes, table.texts, left)
+            yield from _row(
+                cut(text, row.code, left) if row.code else text, row.cells, sizes, table.texts, left
+            )
 
 
 def _row(text: str, cells: Sequence[str], sizes: Sequence[int], texts: int, left: int) -> Iterator[str]:
     """Text that is too long goes on under itself, the cells stand beside its first line."""
     first, *more = _wrapped(text, left if cells else left + sum(sizes) + 2 * len(sizes)) or [""]
-    columns = [f"  {c:<{n}}" if i < texts else f"  {c:>{n}}" for i, (c, n) in enumerate(zip(cells, sizes, strict=False))]
+    columns = [
+        f"  {c:<{n}}" if i < texts else f"  {c:>{n}}"
+        for i, (c, n) in enumerate(zip(cells, sizes, strict=False))
+    ]
     yield f"{first:<{left}}{''.join(columns)}".rstrip()
     yield from more
 

@@ -14,7 +14,9 @@ LEAST, MOST = 60, 140  # columns: numbers too far from their text are hard to fo
 
 
 def shown(tables: Sequence[Table]) -> str:
-    """The tables as `print` is to show them on standard output: as wide as the terminal, in colors, or as plain text."""
+    """The tables as `print` is to show them on standard output: as wide as the terminal, in colors, or as
+    plain text.
+    """
     if not sys.stdout.isatty():
         return plain(tables)
     width = min(MOST, max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns))
@@ -45,7 +47,10 @@ def _parts(table: Table, width: int) -> list[Any]:
     sizes = table.sizes()
     left = rest(sizes, width)
     heads = tuple(f"[bold]{head}" if head else "" for head in table.heads)
-    parts: list[Any] = [_grid(table, sizes, left, [(title, heads)]) if any(heads) else title, Rule(style="dim")]
+    parts: list[Any] = [
+        _grid(table, sizes, left, [(title, heads)]) if any(heads) else title,
+        Rule(style="dim"),
+    ]
     for group in table.groups:
         if group.heading:
             parts.append(_heading(group, width))

@@ -29,19 +29,27 @@ def tables(plan: Analysis) -> list[Table]:
         _collectives(plan),
         _totals(plan),
     )
-    return [table for section in (*sections, shardings(plan), memory, _estimates(plan), _phases(plan)) for table in section]
+    return [
+        table
+        for section in (*sections, shardings(plan), memory, _estimates(plan), _phases(plan))
+        for table in section
+    ]
 
 
 def _heading(plan: Analysis) -> Iterator[Table]:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     count = sum(c.trips for c in plan.collectives if not c.other_branch)
     yield Table(
-        f"{plan.mesh.size} devices, mesh {mesh}. Each sends {bytes_text(plan.comm_bytes)} per call, in {count} collectives.", ()
+        f"{plan.mesh.size} devices, mesh {mesh}. Each sends {bytes_text(plan.comm_bytes)} per call, in "
+        f"{count} collectives.",
+        (),
     )
 
 
 def _meshes(plan: Analysis) -> Iterator[Table]:
-    """How axes were refined, and what other meshes say; nothing where there is one mesh, as the user named it."""
+    """How axes were refined, and what other meshes say; nothing where there is one mesh, as the user named
+    it.
+    """
     refined = plan.refinement
     if refined is None or refined.is_trivial:
         return
@@ -53,7 +61,10 @@ def _meshes(plan: Analysis) -> Iterator[Table]:
     yield Table(f"It runs on the common refinement, {sizes}", (Group("", tuple(rows)),))
 
 
-_BOUNDARY = ". A boundary: inside, shards of these sizes lie on other devices than it says; arguments and results cross it"
+_BOUNDARY = (
+    ". A boundary: inside, shards of these sizes lie on other devices than it says; arguments and results "
+    "cross it"
+)
 
 
 def _at_rest(plan: Analysis) -> Iterator[Table]:
@@ -77,7 +88,9 @@ def _collectives(plan: Analysis) -> Iterator[Table]:
         reasons[c.line, form(c.reason)].append(c)
     groups = []
     for (line, _), group in sorted(reasons.items(), key=lambda item: -comm_bytes(item[1])):
-        heading = ": ".join(filter(None, (line_text(line), as_one([c.reason for c in group])))) or "(unknown line)"
+        heading = (
+            ": ".join(filter(None, (line_text(line), as_one([c.reason for c in group])))) or "(unknown line)"
+        )
         groups.append(Group(heading, tuple(_of_reason(plan, group))))
     if groups:
         yield Table("Collectives, by the line that they serve", tuple(groups), MONEY)
@@ -126,7 +139,11 @@ def _totals(plan: Analysis) -> Iterator[Table]:
     for (kind, axes), group in sorted(kinds.items(), key=lambda item: -comm_bytes(item[1])):
         sent = comm_bytes(group)
         count = sum(c.trips for c in group if not c.other_branch)
-        rows.append(Row(f"{kind} over {','.join(axes)}", (str(count), bytes_text(sent), _share(sent, plan.comm_bytes))))
+        rows.append(
+            Row(
+                f"{kind} over {','.join(axes)}", (str(count), bytes_text(sent), _share(sent, plan.comm_bytes))
+            )
+        )
     if rows:
         yield Table("Totals", (Group("", tuple(rows)),), ("times", "total", "share"))
 

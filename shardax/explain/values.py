@@ -1,4 +1,6 @@
-"""The sharding of every value of the global program: a table by source line, and the chain of facts behind each."""
+"""The sharding of every value of the global program: a table by source line, and the chain of facts behind
+each.
+"""
 
 import itertools
 import re
@@ -17,7 +19,9 @@ from shardax.sharding import Sharding, shard_count
 
 @dataclass(frozen=True)
 class Intermediate:
-    """A value that a line of the user's code makes: by which primitive, of what type and how many bytes in all, how it lies."""
+    """A value that a line of the user's code makes: by which primitive, of what type and how many bytes in
+    all, how it lies.
+    """
 
     line: str
     primitive: str
@@ -28,10 +32,17 @@ class Intermediate:
 
 
 def intermediates(plan: Facts) -> list[Intermediate]:
-    """Every value that the program makes, those of loop bodies included, in program order; numbers and annotations left out."""
+    """Every value that the program makes, those of loop bodies included, in program order; numbers and
+    annotations left out.
+    """
     return [
         Intermediate(
-            node.line, node.name, array_text(value.aval), array_bytes(value.aval), plan.sharding(value), _shards(plan, value)
+            node.line,
+            node.name,
+            array_text(value.aval),
+            array_bytes(value.aval),
+            plan.sharding(value),
+            _shards(plan, value),
         )
         for node in plan.graph.walk()
         for value in node.outputs
@@ -40,11 +51,17 @@ def intermediates(plan: Facts) -> list[Intermediate]:
 
 
 def shardings(plan: Facts) -> Iterator[Table]:
-    """How the values of each line lie, alike ones once, and what led to that: the annotation at the end of each chain."""
+    """How the values of each line lie, alike ones once, and what led to that: the annotation at the end of
+    each chain.
+    """
     if plan.graph:
         story = Story(plan)
         groups = tuple(_line_group(line, values, story) for line, values in story.by_line().items())
-        yield Table("Values, by the line that makes them: how they lie, and who says so", groups, ("values", "the largest"))
+        yield Table(
+            "Values, by the line that makes them: how they lie, and who says so",
+            groups,
+            ("values", "the largest"),
+        )
 
 
 def _line_group(line: str, values: Sequence[Value], story: "Story") -> Group:
@@ -58,7 +75,9 @@ def _line_group(line: str, values: Sequence[Value], story: "Story") -> Group:
 
 def _row(sharding: Sharding, values: Sequence[Value], story: "Story") -> Row:
     largest = max(values, key=lambda v: v.nbytes)
-    asked = [story.causes((values[0], largest, values[-1]), d) for d, axes in enumerate(sharding.dims) if axes]
+    asked = [
+        story.causes((values[0], largest, values[-1]), d) for d, axes in enumerate(sharding.dims) if axes
+    ]
     by = f"  by {', '.join(dict.fromkeys(asked))}" if asked else ""
     return Row(spec_text(sharding) + by, (str(len(values)), array_text(largest.aval)))
 
@@ -85,7 +104,9 @@ def shardings_text(plan: Facts) -> str:
 
 
 def _of_line(line: str, counted: Counter) -> Group:
-    rows = (Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counted.items())
+    rows = (
+        Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counted.items()
+    )
     return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
 
 
@@ -106,14 +127,24 @@ class Story:
         return self.places[0].named if self.places else "0/w"
 
     def find(self, what: str) -> list[Value]:
-        """The argument itself where there is no annotation of it, else the annotated value: the program computes with that."""
+        """The argument itself where there is no annotation of it, else the annotated value: the program
+        computes with that.
+        """
         named = [v for v, place in self.arguments.items() if what in (place.path, place.named)]
         if named:
             return [self.inside(v) for v in named]
-        return [v for node in self.nodes if not _is_annotation(node) and _answers(node, what) for v in node.outputs if v.shape]
+        return [
+            v
+            for node in self.nodes
+            if not _is_annotation(node) and _answers(node, what)
+            for v in node.outputs
+            if v.shape
+        ]
 
     def inside(self, argument: Value) -> Value:
-        return next((n.outputs[0] for n in self.nodes if _is_annotation(n) and n.inputs[0] is argument), argument)
+        return next(
+            (n.outputs[0] for n in self.nodes if _is_annotation(n) and n.inputs[0] is argument), argument
+        )
 
     def insides(self) -> dict[int, Value]:
         """What the program computes with, for the number of each argument."""
@@ -123,7 +154,9 @@ class Story:
         return self.makers[value].line if value in self.makers else ""
 
     def by_line(self) -> dict[str, list[Value]]:
-        """Every value that the program makes, numbers and annotations left out, by its line, in program order."""
+        """Every value that the program makes, numbers and annotations left out, by its line, in program
+        order.
+        """
         lines: dict[str, list[Value]] = {}
         for node in self.nodes:
             if not _is_annotation(node):
@@ -131,7 +164,9 @@ class Story:
         return {line: values for line, values in lines.items() if values}
 
     def causes(self, values: Sequence[Value], dim: int) -> str:
-        """What the chains of facts of some values end with, as one where equal layers differ in their numbers only."""
+        """What the chains of facts of some values end with, as one where equal layers differ in their numbers
+        only.
+        """
         found = [chain[-1].source for v in values if (chain := self.completion.why(v, dim))]
         names = list(map(self.called, found))
         return as_one([name for name in names if form(name) == form(names[0])]) if names else "the program"
@@ -142,13 +177,22 @@ class Story:
         number = head.removeprefix("argument ")
         if not rest and head != source and number.isdecimal() and int(number) < len(self.places):
             return self.places[int(number)].named
-        keys = re.findall(r"\w+", source.removeprefix("in_shardings")) if source.startswith("in_shardings") else []
+        keys = (
+            re.findall(r"\w+", source.removeprefix("in_shardings"))
+            if source.startswith("in_shardings")
+            else []
+        )
         return next((place.named for place in self.places if keys and place.path == "/".join(keys)), source)
 
     def tell(self, value: Value, count: int = 1) -> str:
-        """The story of a value; `count` values have the same line, type and sharding, and it stands for all."""
+        """The story of a value; `count` values have the same line, type and sharding, and it stands for
+        all.
+        """
         sharding = self.plan.sharding(value)
-        lines = [f"{self.name(value)}: {spec_text(sharding)}" + f" (and {count - 1} more there alike)" * (count > 1)]
+        lines = [
+            f"{self.name(value)}: {spec_text(sharding)}"
+            + f" (and {count - 1} more there alike)" * (count > 1)
+        ]
         for d, axes in enumerate(sharding.dims):
             if axes:
                 lines.append(f"  dim {d} is split over {', '.join(axes)}:")
@@ -156,7 +200,9 @@ class Story:
         return "\n".join(lines if len(lines) > 1 else [*lines, "  no annotation asks that it be split"])
 
     def facts(self, value: Value, dim: int) -> Iterator[str]:
-        """A line of text for each line of the user's code that the axes came by, the last for the annotation."""
+        """A line of text for each line of the user's code that the axes came by, the last for the
+        annotation.
+        """
         subject = "it"
         chain = self.completion.why(value, dim)
         ties = [origin for origin in chain if origin.value is not None]
@@ -164,7 +210,10 @@ class Story:
             *_, last = origins = list(origins)
             primitives = ", ".join(dict.fromkeys(o.node.name for o in origins if o.node))
             assert last.value
-            yield f"{line_text(line or '') or 'an unknown line'} ({primitives}) ties {subject} to {self.name(last.value)}"
+            yield (
+                f"{line_text(line or '') or 'an unknown line'} ({primitives}) ties {subject} to "
+                f"{self.name(last.value)}"
+            )
             subject = "that"
         yield from (self.said(told.source) for told in chain[len(ties) :])
 
@@ -184,7 +233,11 @@ class Story:
             return f"an array that the function closes over, {array}"
         node = self.makers.get(value)
         if node is None:
-            return f"{array} in the body of {_place(self.owners[value])}" if value in self.owners else f"a constant {array}"
+            return (
+                f"{array} in the body of {_place(self.owners[value])}"
+                if value in self.owners
+                else f"a constant {array}"
+            )
         if _is_annotation(node):
             return self.name(node.inputs[0])
         variable = assigned(node.line)

@@ -11,7 +11,8 @@ from shardax.ledger.words import times
 
 
 def why(plan: Analysis, what: str) -> str:
-    """What led to the shardings of an argument, or of the values of a line or a name, in words; what a line sends, and why.
+    """What led to the shardings of an argument, or of the values of a line or a name, in words; what a line
+    sends, and why.
 
     Raises:
       ValueError: there is no such value.
@@ -21,8 +22,9 @@ def why(plan: Analysis, what: str) -> str:
     sent = [part for c in plan.collectives for part in c.parts if ":" in what and is_at(part.line, what)]
     if not found and not sent:
         raise ValueError(
-            f"why({what!r}): no argument, line or variable of this program is called so. Give an argument's path "
-            f"({story.example()!r}), a line of the program ('model.py:12'), or a variable that a line of it assigns"
+            f"why({what!r}): no argument, line or variable of this program is called so. Give an argument's "
+            f"path ({story.example()!r}), a line of the program ('model.py:12'), or a variable that a line "
+            "of it assigns"
         )
     alike: dict[tuple, list[Value]] = {}
     for value in found:

@@ -1,4 +1,6 @@
-"""Reading the annotations of a global program: our own `annotate` and JAX's `with_sharding_constraint` alike."""
+"""Reading the annotations of a global program: our own `annotate` and JAX's `with_sharding_constraint`
+alike.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,9 +17,10 @@ from shardax.sharding import Axes, entry_axes
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What an annotation says: `dims`, for each dim its axes, or None where it is open; `source`, the words that messages
-    use; its `role`; `like`, the number of the argument that a result succeeds; `mesh`, whose axes they are (None: the
-    program's); `on`, once all axes are the program's, the mesh that the user named, if another.
+    """What an annotation says: `dims`, for each dim its axes, or None where it is open; `source`, the words
+    that messages use; its `role`; `like`, the number of the argument that a result succeeds; `mesh`, whose
+    axes they are (None: the program's); `on`, once all axes are the program's, the mesh that the user named,
+    if another.
     """
 
     dims: tuple[Axes | None, ...]
@@ -44,18 +47,26 @@ def of_node(node: Node) -> Annotation | None:
     """What a node says about its result, None if it is not an annotation."""
     name = node.primitive.name
     if name == "annotate":
-        params = node.params if not node.callers else {**node.params, "like": None}  # an inlined program has other inputs
+        params = (
+            node.params if not node.callers else {**node.params, "like": None}
+        )  # an inlined program has other inputs
         return Annotation(**params)
-    if name == "sharding_constraint" or name == "reshard" and any(map(entry_axes, node.params["dst_sharding"].spec)):
+    if (
+        name == "sharding_constraint"
+        or name == "reshard"
+        and any(map(entry_axes, node.params["dst_sharding"].spec))
+    ):
         sharding, rank = node.params[_SHARDING_PARAM[name]], len(node.outputs[0].shape)
         return of_sharding(sharding, _NAMES[name], rank, node.line)
     return None
 
 
 def renames(node: Node) -> bool:
-    """Whether a node is an annotation of an argument or result, which may still be read in other layouts in which it is there.
+    """Whether a node is an annotation of an argument or result, which may still be read in other layouts in
+    which it is there.
 
-    What is annotated inside lies so from then on: who annotates an activation wants it computed on, and kept, so.
+    What is annotated inside lies so from then on: who annotates an activation wants it computed on, and kept,
+    so.
     """
     note = of_node(node)
     return note is not None and note.role != "inside" and not node.inputs[0].is_literal
@@ -73,7 +84,9 @@ def shardings_of(eqn) -> Iterator[NamedSharding]:
 
 
 def meshes_of(eqn) -> Iterator[Mesh | AbstractMesh]:
-    """The meshes whose axes an equation names: for its own annotation or, a jit, shard_jit or shard_map, for what is in it."""
+    """The meshes whose axes an equation names: for its own annotation or, a jit, shard_jit or shard_map, for
+    what is in it.
+    """
     if eqn.primitive.name in ("annotate", "shard_jit", "shard_map") and eqn.params["mesh"] is not None:
         yield eqn.params["mesh"]
     yield from (sharding.mesh for sharding in shardings_of(eqn) if any(map(entry_axes, sharding.spec)))
@@ -87,7 +100,9 @@ def name_of(eqn) -> str:
 def as_annotation(eqn) -> dict[str, Any]:
     """The parameters of the `annotate` that says the same as a with_sharding_constraint or reshard."""
     name, rank = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
-    given = of_sharding(eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info))
+    given = of_sharding(
+        eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info)
+    )
     return {"dims": given.dims, "source": given.source, "role": given.role, "like": None, "mesh": given.mesh}
 
 
@@ -97,6 +112,8 @@ _NAMES = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard
 
 def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
     """A sharding of JAX's own as an annotation, which messages call `name` at `line`."""
-    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec)
+    dims = tuple(
+        None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec
+    )
     role = "inside" if name == _NAMES["sharding_constraint"] else "implied"
     return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", role, mesh=sharding.mesh)

@@ -1,4 +1,6 @@
-"""The flat view of a jaxpr on which completion and partition work: values, and nodes in program order, loops with bodies."""
+"""The flat view of a jaxpr on which completion and partition work: values, and nodes in program order, loops
+with bodies.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -36,8 +38,8 @@ class Value:
 class Node:
     """One equation: a primitive, its parameters, and for `scan`, `while` and `cond` the graphs of its bodies.
 
-    `eqn` is the jaxpr's equation (source info, context); `scope` its name stack, those of the inlined calls around it included;
-    `callers` are those calls, innermost first.
+    `eqn` is the jaxpr's equation (source info, context); `scope` its name stack, those of the inlined calls
+    around it included; `callers` are those calls, innermost first.
     """
 
     primitive: Any
@@ -55,7 +57,9 @@ class Node:
 
     @property
     def line(self) -> str:
-        """ "file.py:12" of the user's code: the equation's own, else that of the innermost call that has one."""
+        """ "file.py:12" of the user's code: the equation's own, else that of the innermost call that has
+        one.
+        """
         return next(filter(None, (_jax.user_line(e.source_info) for e in (self.eqn, *self.callers))), "")
 
     @property
@@ -84,7 +88,9 @@ class Graph:
 
 
 def without_unread(graph: Graph) -> Graph:
-    """The graph and its bodies without what nothing reads, as after nodes were replaced; nodes with effects stay."""
+    """The graph and its bodies without what nothing reads, as after nodes were replaced; nodes with effects
+    stay.
+    """
     read, kept = set(graph.outputs), []
     for node in reversed(graph.nodes):
         if node.eqn.effects or any(v in read for v in node.outputs):

@@ -1,7 +1,9 @@
-"""The index of a scan: which integers in its body are it, and which reads and writes are of the row that it points to.
+"""The index of a scan: which integers in its body are it, and which reads and writes are of the row that it
+points to.
 
-The index is a counter that is carried, or an iota that is scanned, plus an integer: first + t in trip t; or an integer
-less that. Where it lies inside of a dim in all trips, nothing is clamped, wrapped or dropped there.
+The index is a counter that is carried, or an iota that is scanned, plus an integer: first + t in trip t; or
+an integer less that. Where it lies inside of a dim in all trips, nothing is clamped, wrapped or dropped
+there.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +16,15 @@ from shardax.graph.graph import Node, Value
 from shardax.graph.operands import constants_of
 
 READS = {"dynamic_slice", "gather"}
-WRITES = {"dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
+WRITES = {
+    "dynamic_update_slice",
+    "scatter",
+    "scatter-add",
+    "scatter-max",
+    "scatter-min",
+    "scatter-mul",
+    "scatter-sub",
+}
 
 Makers = dict[Value, Node]
 
@@ -28,7 +38,11 @@ class Line:
 
     def within(self, trips: int) -> range:
         """The numbers of so many trips, in ascending order."""
-        return range(self.first, self.first + trips) if self.step > 0 else range(self.first - trips + 1, self.first + 1)
+        return (
+            range(self.first, self.first + trips)
+            if self.step > 0
+            else range(self.first - trips + 1, self.first + 1)
+        )
 
     def turned(self, trips: int) -> "Line":
         """The same numbers from the last to the first."""
@@ -45,7 +59,8 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Index:
-    """What is the index, and so a `Line`, in a body of so many trips and in the bodies in it; `makers` are of all their values.
+    """What is the index, and so a `Line`, in a body of so many trips and in the bodies in it; `makers` are of
+    all their values.
 
     The trips are numbered by what a scan goes over: one that is reversed begins with the last.
     """
@@ -91,8 +106,8 @@ class Index:
                 self.follow(one)
 
     def _follow_branches(self, node: Node) -> None:
-        """A result is the index where all branches give the same of it; what may be anything, as what one branch saves for its
-        way back is in the others, agrees with all."""
+        """A result is the index where all branches give the same of it; what may be anything, as what one
+        branch saves for its way back is in the others, agrees with all."""
         self._follow_bodies(node)
         for result, *given in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
             lines = {self.lines.get(v) for v in given if not self._is_anything(v)}
@@ -134,14 +149,16 @@ class Index:
         return low <= within.start and within.stop - 1 <= high
 
     def accesses(self, node: Node) -> Iterator[Place]:
-        """The places at which a node reads or writes its first operand, and nowhere else: one for each dim that the index is
-        in."""
+        """The places at which a node reads or writes its first operand, and nowhere else: one for each dim
+        that the index is in."""
         for dim, start in _starts(node, self.makers):
             if start in self.lines and self._fits(start, 0, node.in_shapes[0][dim] - 1):
                 yield Place(dim, self.lines[start])
 
     def of_row(self, node: Node, row: Value, place: Place) -> list[Node]:
-        """A node that reads or writes at a place, of that row by itself; last the one that gives the result."""
+        """A node that reads or writes at a place, of that row by itself; last the one that gives the
+        result.
+        """
         if node.name in ("dynamic_slice", "dynamic_update_slice"):
             at = place.dim + (1 if node.name == "dynamic_slice" else 2)
             made, inputs = [], [row, *node.inputs[1:]]
@@ -211,7 +228,9 @@ def line_of_stack(value: Value, makers: Makers) -> Line | None:
     return line if line and holds(value, line.within(*value.shape)) else None
 
 
-def _moved(node: Node, line_of: Callable[[Value], Line | None], number_of: Callable[[Value], int | None]) -> Line | None:
+def _moved(
+    node: Node, line_of: Callable[[Value], Line | None], number_of: Callable[[Value], int | None]
+) -> Line | None:
     """What a line and a number add up to, or differ by."""
     one, two = node.inputs
     sign = 1 if node.name == "add" else -1

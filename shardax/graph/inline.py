@@ -1,9 +1,10 @@
 """Makes the graph of a jaxpr: calls inlined, loops with bodies.
 
-A jaxpr may be called from several places and then shares its variables between them. Here each call site has values of its
-own, so that each may be sharded in its own way. What is inlined: `jit`, custom derivative calls, `remat2` (behind its
-optimization barrier), and every other call that only carries a jaxpr. `scan`, `while` and `cond` keep their bodies, as graphs.
-So does `shard_map`, whose body sees shards: its operands and results are annotated with its specs.
+A jaxpr may be called from several places and then shares its variables between them. Here each call site has
+values of its own, so that each may be sharded in its own way. What is inlined: `jit`, custom derivative
+calls, `remat2` (behind its optimization barrier), and every other call that only carries a jaxpr. `scan`,
+`while` and `cond` keep their bodies, as graphs. So does `shard_map`, whose body sees shards: its operands and
+results are annotated with its specs.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,17 +27,25 @@ from shardax.sharding import from_spec
 
 
 def from_jaxpr(jaxpr, callers: tuple[Any, ...] = ()) -> Graph:
-    """The graph of a ClosedJaxpr; its constants become literals. `callers` are the equations that it is a body of."""
+    """The graph of a ClosedJaxpr; its constants become literals. `callers` are the equations that it is a
+    body of.
+    """
     jaxpr = _jax.closed(jaxpr)
     graph = Graph([Value(v.aval) for v in jaxpr.jaxpr.invars])
     graph.outputs = _Inliner(graph.nodes, _jax.EMPTY_NAME_STACK, callers).run(jaxpr, graph.inputs)
     return graph
 
 
-def made_of(function: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
-    """The nodes of a function of values, and what it gives, in the place of a node: with its scope and line."""
+def made_of(
+    function: Callable[..., Any], inputs: Sequence[Value], node: Node
+) -> tuple[list[Node], list[Value]]:
+    """The nodes of a function of values, and what it gives, in the place of a node: with its scope and
+    line.
+    """
     types = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in inputs]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # on another, JAX would note where values lie
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), ())
+    ):  # on another, JAX would note where values lie
         jaxpr = jax.make_jaxpr(function)(*types)
     inliner = _Inliner([], node.scope, node.callers)
     outputs = inliner.run(_jax.on_line_of(node.eqn, jaxpr), inputs)
@@ -45,8 +54,8 @@ def made_of(function: Callable[..., Any], inputs: Sequence[Value], node: Node) -
 
 @dataclass(eq=False, slots=True)
 class _Inliner:
-    """Appends the equations of jaxprs to `nodes`, all under the name stack `scope`. `made` remembers values, so that they are
-    not made again.
+    """Appends the equations of jaxprs to `nodes`, all under the name stack `scope`. `made` remembers values,
+    so that they are not made again.
     """
 
     nodes: list[Node]
@@ -70,22 +79,34 @@ class _Inliner:
         return list(map(read, closed.jaxpr.outvars))
 
     def call(self, eqn, jaxpr, inputs: Sequence[Value]) -> list[Value]:
-        return _Inliner(self.nodes, self.scope_of(eqn), (eqn, *self.callers), self.made).run(_jax.closed(jaxpr), inputs)
+        return _Inliner(self.nodes, self.scope_of(eqn), (eqn, *self.callers), self.made).run(
+            _jax.closed(jaxpr), inputs
+        )
 
     def scope_of(self, eqn):
         return self.scope + eqn.source_info.name_stack
 
     def append(
-        self, eqn, primitive, params, inputs: list[Value], outputs: list[Value], bodies: tuple[Graph, ...] = ()
+        self,
+        eqn,
+        primitive,
+        params,
+        inputs: list[Value],
+        outputs: list[Value],
+        bodies: tuple[Graph, ...] = (),
     ) -> list[Value]:
-        self.nodes.append(Node(primitive, params, inputs, outputs, eqn, self.scope_of(eqn), self.callers, bodies))
+        self.nodes.append(
+            Node(primitive, params, inputs, outputs, eqn, self.scope_of(eqn), self.callers, bodies)
+        )
         return outputs
 
 
 def _plain(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     bodies = _BODIES.get(eqn.primitive.name, lambda params: ())(eqn.params)
     graphs = tuple(from_jaxpr(body, (eqn, *inliner.callers)) for body in bodies)
-    return inliner.append(eqn, eqn.primitive, eqn.params, inputs, [Value(v.aval) for v in eqn.outvars], graphs)
+    return inliner.append(
+        eqn, eqn.primitive, eqn.params, inputs, [Value(v.aval) for v in eqn.outvars], graphs
+    )
 
 
 def _call(get_jaxpr: Callable[[Any], Any]):
@@ -97,33 +118,48 @@ def _jit(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     if params := searches.search_params(eqn):
         return inliner.append(eqn, searches.search_p, params, inputs, [Value(v.aval) for v in eqn.outvars])
     inputs = _constrained(inliner, eqn, inputs, eqn.params["in_shardings"])
-    return _constrained(inliner, eqn, inliner.call(eqn, eqn.params["jaxpr"], inputs), eqn.params["out_shardings"])
+    return _constrained(
+        inliner, eqn, inliner.call(eqn, eqn.params["jaxpr"], inputs), eqn.params["out_shardings"]
+    )
 
 
 def _constrained(inliner: _Inliner, eqn, values: Sequence[Value], shardings: Sequence[Any]) -> list[Value]:
     def constrain(value: Value, sharding) -> Value:
         if not isinstance(sharding, NamedSharding):
             return value
-        return inliner.append(eqn, _jax.sharding_constraint_p, {"sharding": sharding}, [value], [Value(value.aval)])[0]
+        return inliner.append(
+            eqn, _jax.sharding_constraint_p, {"sharding": sharding}, [value], [Value(value.aval)]
+        )[0]
 
     return [constrain(value, sharding) for value, sharding in zip(values, shardings, strict=True)]
 
 
 def _device_put(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """A place with a spec becomes an annotation. What is left moves to another memory, of each device its shard."""
+    """A place with a spec becomes an annotation. What is left moves to another memory, of each device its
+    shard.
+    """
     values = _constrained(inliner, eqn, inputs, eqn.params["devices"])
-    return [_moved(inliner, eqn, i, value, var.aval) for i, (value, var) in enumerate(zip(values, eqn.outvars, strict=True))]
+    return [
+        _moved(inliner, eqn, i, value, var.aval)
+        for i, (value, var) in enumerate(zip(values, eqn.outvars, strict=True))
+    ]
 
 
 def _moved(inliner: _Inliner, eqn, i: int, value: Value, aval) -> Value:
     if memory_of(value.aval) is memory_of(aval):
         return value
-    params = {"devices": (memory_of(aval),), "srcs": (None,), "copy_semantics": eqn.params["copy_semantics"][i : i + 1]}
+    params = {
+        "devices": (memory_of(aval),),
+        "srcs": (None,),
+        "copy_semantics": eqn.params["copy_semantics"][i : i + 1],
+    }
     return inliner.append(eqn, eqn.primitive, params, [value], [Value(aval)])[0]
 
 
 def _remat(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """remat2: inlined behind an optimization barrier when it recomputes, or XLA shares the work with the forward pass."""
+    """remat2: inlined behind an optimization barrier when it recomputes, or XLA shares the work with the
+    forward pass.
+    """
     if eqn.params["differentiated"] and eqn.params["prevent_cse"] is not False:
         inputs = inliner.append(eqn, lax.optimization_barrier_p, {}, inputs, [Value(v.aval) for v in inputs])
     return inliner.call(eqn, eqn.params["jaxpr"], inputs)
@@ -133,15 +169,22 @@ def _linear_solve(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """custom_linear_solve: only its `solve` is run; its other programs are there for differentiation."""
     lengths = eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
-    return inliner.call(eqn, eqn.params["jaxprs"].solve, inputs[first : first + lengths.solve] + inputs[sum(lengths) :])
+    return inliner.call(
+        eqn, eqn.params["jaxprs"].solve, inputs[first : first + lengths.solve] + inputs[sum(lengths) :]
+    )
 
 
 def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """shard_map: its operands and results are annotated with its specs, and its body is a graph over shards."""
+    """shard_map: its operands and results are annotated with its specs, and its body is a graph over
+    shards.
+    """
 
     def annotated(values: list[Value], side: str) -> list[Value]:
         specs = enumerate(eqn.params[side])
-        return [_annotated(inliner, eqn, v, spec, f"{side}[{i}]") for v, (i, spec) in zip(values, specs, strict=True)]
+        return [
+            _annotated(inliner, eqn, v, spec, f"{side}[{i}]")
+            for v, (i, spec) in zip(values, specs, strict=True)
+        ]
 
     return annotated(_plain(inliner, eqn, annotated(inputs, "in_specs")), "out_specs")
 
@@ -155,8 +198,8 @@ def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
 
 @dataclass(frozen=True)
 class Own:
-    """Something that belongs to one node alone, a jaxpr and what was learned of it. It does not count where nodes are
-    compared.
+    """Something that belongs to one node alone, a jaxpr and what was learned of it. It does not count where
+    nodes are compared.
     """
 
     jaxpr: Any = field(compare=False)
@@ -173,7 +216,9 @@ def _custom_partitioning(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Va
 
 def _platform_index(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """Which branch a platform takes. Mosaic is where a Pallas kernel runs: no program for a mesh."""
-    branches = [i for i, names in enumerate(eqn.params["platforms"]) if names is None or {*names} != {"mosaic"}]
+    branches = [
+        i for i, names in enumerate(eqn.params["platforms"]) if names is None or {*names} != {"mosaic"}
+    ]
     known = len(branches) == 1
     return [Value(eqn.outvars[0].aval, np.int32(*branches), True)] if known else _plain(inliner, eqn, inputs)
 
@@ -196,7 +241,9 @@ def _while(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _while_any(params: dict[str, Any], *args):
-    """The loop goes on while any of its predicates holds; carries whose own predicate does not hold stay as they are."""
+    """The loop goes on while any of its predicates holds; carries whose own predicate does not hold stay as
+    they are.
+    """
     cond, body = (jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
 
@@ -212,8 +259,8 @@ def _while_any(params: dict[str, Any], *args):
 
 
 def _concatenate(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """Drops operands that are empty along the dim, as a roll by zero places has one. If one operand is left, it is the
-    result.
+    """Drops operands that are empty along the dim, as a roll by zero places has one. If one operand is left,
+    it is the result.
     """
     full = [v for v in inputs if v.shape[eqn.params["dimension"]]] or inputs[:1]
     if len(full) == 1:
@@ -222,13 +269,17 @@ def _concatenate(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _over_dims(reduce: Callable[..., Any]):
-    """A collective over dims, as vmap makes it of an axis_name, is a reduction; then comes what is over axes of a shard_map."""
+    """A collective over dims, as vmap makes it of an axis_name, is a reduction; then comes what is over axes
+    of a shard_map.
+    """
 
     def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
         dims, axes = ([a for a in eqn.params["axes"] if isinstance(a, int) is over] for over in (True, False))
         if not dims:
             return _plain(inliner, eqn, inputs)
-        reduced = jax.make_jaxpr(lambda *xs: [reduce(x, dims) for x in xs])(*(shape_of(v.aval) for v in inputs))
+        reduced = jax.make_jaxpr(lambda *xs: [reduce(x, dims) for x in xs])(
+            *(shape_of(v.aval) for v in inputs)
+        )
         values = inliner.call(eqn, reduced, inputs)
         if not axes:
             return values
@@ -256,7 +307,11 @@ def _update(starts_of: Callable[[Any, Sequence[Any]], Sequence[int] | None], fir
 
     def call(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
         place = inputs[first:last]
-        starts = starts_of(eqn, [np.asarray(v.literal) for v in place]) if all(v.is_literal for v in place) else None
+        starts = (
+            starts_of(eqn, [np.asarray(v.literal) for v in place])
+            if all(v.is_literal for v in place)
+            else None
+        )
         jaxpr = static_updates.as_padding(eqn, starts) if starts is not None else None
         return _plain(inliner, eqn, inputs) if jaxpr is None else inliner.call(eqn, jaxpr, inputs)
 
@@ -272,8 +327,8 @@ def _param(name: str):
 
 
 def _annotation(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """An annotation that was made already is not made again. Annotations of residuals, which lie between a forward and a
-    backward program, say nothing where both are part of one program.
+    """An annotation that was made already is not made again. Annotations of residuals, which lie between a
+    forward and a backward program, say nothing where both are part of one program.
     """
     params = eqn.params
     if inliner.callers and params["source"] == SAVED:
@@ -307,7 +362,9 @@ _CALLS = {
     "call_hi_primitive": _call(_jax.expand_hi_primitive),
     "checkpoint": _remat,
     "closed_call": _param("call_jaxpr"),
-    "composite": _call(lambda eqn: eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]),
+    "composite": _call(
+        lambda eqn: eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    ),
     "concatenate": _folded(lambda params, *parts: np.concatenate(parts), _concatenate),
     "cond": _cond,
     "core_call": _param("call_jaxpr"),
@@ -347,4 +404,7 @@ _BODIES: dict[str, Callable[[dict[str, Any]], Sequence[Any]]] = {
     "while": lambda params: (params["cond_jaxpr"], params["body_jaxpr"]),
 }
 
-INLINED, BODIES = frozenset(_CALLS), frozenset(_BODIES)  # the names of those whose jaxprs are inlined, and kept as graphs
+INLINED, BODIES = (
+    frozenset(_CALLS),
+    frozenset(_BODIES),
+)  # the names of those whose jaxprs are inlined, and kept as graphs

@@ -1,9 +1,10 @@
-"""Numbers the values of a graph so that equal computations have equal numbers. This finds a known program inside of another.
+"""Numbers the values of a graph so that equal computations have equal numbers. This finds a known program
+inside of another.
 
-The values that a known program computes are looked up equation by equation, whatever their order, and whatever else the graph
-has among them. A number stands for the elements of a value; dims of size one do not count, because functions treat a single
-row differently. Sums of gradients count as sets without zeros, products and maxima are commutative, and all values without
-elements are equal.
+The values that a known program computes are looked up equation by equation, whatever their order, and
+whatever else the graph has among them. A number stands for the elements of a value; dims of size one do not
+count, because functions treat a single row differently. Sums of gradients count as sets without zeros,
+products and maxima are commutative, and all values without elements are equal.
 """
 
 from collections.abc import Hashable, Sequence
@@ -31,7 +32,9 @@ class Numbers:
         for value in graph.inputs:
             self._note(value, self._new())
         for node in graph.nodes:
-            for value, number in zip(node.outputs, self._results(node, [self.number(v) for v in node.inputs]), strict=True):
+            for value, number in zip(
+                node.outputs, self._results(node, [self.number(v) for v in node.inputs]), strict=True
+            ):
                 self._note(value, number)
 
     def number(self, value: Value) -> int:
@@ -44,10 +47,14 @@ class Numbers:
         return [v for v in self.values[number] if v.shape == shape]
 
     def find(self, graph: Graph, inputs: Sequence[int]) -> dict[Value, int]:
-        """The number of each value of a known program, its inputs being those given; new ones for what this graph has not."""
+        """The number of each value of a known program, its inputs being those given; new ones for what this
+        graph has not.
+        """
         known = dict(zip(graph.inputs, inputs, strict=True))
         for node in graph.nodes:
-            operands = [known.get(v) if not v.is_literal and 0 not in v.shape else self._leaf(v) for v in node.inputs]
+            operands = [
+                known.get(v) if not v.is_literal and 0 not in v.shape else self._leaf(v) for v in node.inputs
+            ]
             if None not in operands:
                 known.update(zip(node.outputs, self._results(node, operands), strict=True))  # type: ignore[arg-type]
         return known
@@ -98,7 +105,9 @@ def _leaf_key(value: Value) -> tuple[Any, ...]:
 
 
 def _key(node: Node, i: int, operands: Sequence[int]) -> Hashable:
-    """What result i of a node computes. What has effects or bodies, or cannot be compared, only equals itself."""
+    """What result i of a node computes. What has effects or bodies, or cannot be compared, only equals
+    itself.
+    """
     params = params_key(node.params)
     if params is None or node.bodies or node.eqn.effects or node.name == "rng_uniform":
         return "node", node, i
@@ -156,7 +165,9 @@ def _squeezed(shape: Shape) -> Shape:
 
 
 def params_key(params: dict[str, Any]) -> Hashable | None:
-    """Parameters as one value, those aside that only matter on Explicit meshes; None where they cannot be compared."""
+    """Parameters as one value, those aside that only matter on Explicit meshes; None where they cannot be
+    compared.
+    """
     key = tuple((name, p) for name, p in sorted(params.items()) if name not in ASKED)
     try:
         hash(key)

@@ -1,4 +1,6 @@
-"""The operands of `scan`, `while` and `cond`: which inputs of their bodies they are, and how such a node gets others."""
+"""The operands of `scan`, `while` and `cond`: which inputs of their bodies they are, and how such a node gets
+others.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,16 +46,20 @@ def constants_of(node: Node) -> list[Constants]:
 
 
 def with_constants(node: Node, new: Sequence[Constants], nodes: Sequence[list[Node]]) -> Node:
-    """The node with other constants and other nodes in its bodies, less the constants that no body reads. All branches have
-    the same."""
+    """The node with other constants and other nodes in its bodies, less the constants that no body reads. All
+    branches have the same."""
     before = constants_of(node)
     read = [
-        {v for one in inside for v in one.inputs}.union(body.outputs) for inside, body in zip(nodes, node.bodies, strict=True)
+        {v for one in inside for v in one.inputs}.union(body.outputs)
+        for inside, body in zip(nodes, node.bodies, strict=True)
     ]
     kept = [[inner in reads for _, inner in pairs] for pairs, reads in zip(new, read, strict=True)]
     if node.name == "cond":
         kept = [list(map(any, zip(*kept, strict=True)))] * len(kept)
-    new = [[pair for pair, keep in zip(pairs, keeps, strict=True) if keep] for pairs, keeps in zip(new, kept, strict=True)]
+    new = [
+        [pair for pair, keep in zip(pairs, keeps, strict=True) if keep]
+        for pairs, keeps in zip(new, kept, strict=True)
+    ]
     bodies = tuple(
         Graph([*(inner for _, inner in pairs), *body.inputs[len(old) :]], inside, body.outputs)
         for body, old, pairs, inside in zip(node.bodies, before, new, nodes, strict=True)

@@ -1,4 +1,6 @@
-"""Finds `jnp.searchsorted`, which JAX shows as steps of a search: of a split table each step would look things up anew."""
+"""Finds `jnp.searchsorted`, which JAX shows as steps of a search: of a split table each step would look
+things up anew.
+"""
 
 import itertools
 from collections.abc import Hashable
@@ -19,9 +21,16 @@ _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare
 
 def search_params(eqn) -> dict[str, str] | None:
     """The parameters of the search that a jit equation is; None where it is something else."""
-    if eqn.params["name"] != "searchsorted" or [len(v.aval.shape) for v in eqn.invars[:1]] != [1] or len(eqn.invars) != 2:
+    if (
+        eqn.params["name"] != "searchsorted"
+        or [len(v.aval.shape) for v in eqn.invars[:1]] != [1]
+        or len(eqn.invars) != 2
+    ):
         return None
-    form, types = _form(eqn.params["jaxpr"]), [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    form, types = (
+        _form(eqn.params["jaxpr"]),
+        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars],
+    )
     for side, method in itertools.product(_SIDES, _METHODS):
         if form == _expanded(*types, side, method):
             return {"side": side, "method": method}
@@ -59,7 +68,9 @@ def _params(eqn) -> Hashable:
     if "jaxpr" in eqn.params and eqn.primitive.name in ("jit", "pjit"):
         return _form(eqn.params["jaxpr"])
     given = ((name, p) for name, p in sorted(eqn.params.items()) if name not in ASKED)
-    return tuple((name, _form(p) if hasattr(p, "eqns") or hasattr(p, "jaxpr") else str(p)) for name, p in given)
+    return tuple(
+        (name, _form(p) if hasattr(p, "eqns") or hasattr(p, "jaxpr") else str(p)) for name, p in given
+    )
 
 
 def search(table, queries, side: str, method: str) -> Any:

@@ -1,7 +1,8 @@
-"""Rewrites updates at a place that is known when the program is traced, such as `x.at[3:21].add(y)`, as padding and adding.
+"""Rewrites updates at a place that is known when the program is traced, such as `x.at[3:21].add(y)`, as
+padding and adding.
 
-Written so, they are split like any window: the rows of y come from the neighbours. Where y is small beside x, the update
-stays as it is: y is cheap to have on every device, and x is then updated in place.
+Written so, they are split like any window: the rows of y come from the neighbours. Where y is small beside x,
+the update stays as it is: y is cheap to have on every device, and x is then updated in place.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ _SMALL = 8  # an update of less than this part of the array stays one
 
 
 def as_padding(eqn, starts: Sequence[int]) -> Any:
-    """The jaxpr, of the same arguments, that does what the update `eqn` does from the positions `starts` on; None where it
-    should stay as it is."""
+    """The jaxpr, of the same arguments, that does what the update `eqn` does from the positions `starts` on;
+    None where it should stay as it is."""
     operand, updates = (eqn.invars[i].aval for i in (0, _UPDATES[eqn.primitive.name]))
     if not _worthwhile(operand, updates, starts):
         return None
@@ -54,7 +55,9 @@ def _inside(shape: Sequence[int], config: Sequence[tuple[int, int, int]]):
 
 
 def scatter_starts(eqn, indices: np.ndarray) -> list[int] | None:
-    """Where the one window of a scatter begins; None where there are several windows, or dims that it has not."""
+    """Where the one window of a scatter begins; None where there are several windows, or dims that it has
+    not.
+    """
     numbers = eqn.params["dimension_numbers"]
     if indices.ndim != 1 or numbers.inserted_window_dims or numbers.operand_batching_dims:
         return None

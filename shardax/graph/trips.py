@@ -4,7 +4,7 @@ A carry does not tie trips together where its value after some trips is known wi
 
     same      the body gives it back as it takes it
     steps     the body adds a literal integer to it, as loop counters do: before trip t it is start + t * step
-    reduced   the body only adds to it (or only takes the maximum, or minimum), and nothing else reads it: c -> c + f(x)
+    reduced   the body only adds to it (or takes the maximum, or minimum), and nothing else reads it: c + f(x)
     last      the body does not read it: what the last trip gives is the result
 """
 
@@ -23,7 +23,9 @@ SAME, STEPS, REDUCED, LAST = "same", "steps", "reduced", "last"
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """How a carry of a map goes from trip to trip; `reduction` is "sum", "max" or "min", `step` what a counter moves by."""
+    """How a carry of a map goes from trip to trip; `reduction` is "sum", "max" or "min", `step` what a
+    counter moves by.
+    """
 
     kind: str
     reduction: str = ""
@@ -31,7 +33,9 @@ class Carry:
 
 
 def carries_of_map(node: Node) -> tuple[Carry, ...] | None:
-    """How each carry of a scan goes on; None where trips depend on each other, or all devices must run each of them."""
+    """How each carry of a scan goes on; None where trips depend on each other, or all devices must run each
+    of them.
+    """
     consts, count = _jax.scan_counts(node.params)
     (body,) = node.bodies
     if not node.params["length"] or any(map(_needs_all_devices, body.walk())):
@@ -70,7 +74,13 @@ def _can_wait(value: Value) -> bool:
 
 Reader = tuple[Node | None, int]  # (node, operand) or (None, output)
 _KINDS = {"add": "sum", "add_any": "sum", "max": "max", "min": "min"}
-_NAMES = ("annotate", "convert_element_type", "copy", "name", "sharding_constraint")  # the same value under another name
+_NAMES = (
+    "annotate",
+    "convert_element_type",
+    "copy",
+    "name",
+    "sharding_constraint",
+)  # the same value under another name
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +117,9 @@ class _Flow:
         return step_of_counter(taken, adds[0]) if adds else None
 
     def reduction(self, graph: Graph, taken: Value, given: Value) -> str | None:
-        """The reduction that makes `given` of `taken` and nothing else of it; SAME where it only passes through."""
+        """The reduction that makes `given` of `taken` and nothing else of it; SAME where it only passes
+        through.
+        """
         kinds, value = {SAME}, taken
         while len(self.of(graph, value)) == 1:
             ((node, i),) = self.of(graph, value)
@@ -120,8 +132,8 @@ class _Flow:
         return None
 
     def through(self, node: Node, i: int) -> tuple[Value, str] | None:
-        """The result of a node in which operand i goes on, and what it is reduced with there; None where it is read
-        otherwise.
+        """The result of a node in which operand i goes on, and what it is reduced with there; None where it
+        is read otherwise.
         """
         if node.name in _KINDS or (node.name == "sub" and i == 0):
             return node.outputs[0], _KINDS.get(node.name, "sum")
@@ -148,13 +160,17 @@ def _one(kinds: Set[str | None]) -> str | None:
 
 
 def _routes(node: Node, i: int) -> Iterator[tuple[int, list[tuple[Graph, Value, Value]]]]:
-    """(result, the bodies that make it, each with where it takes operand i and gives the result) for each result that may."""
+    """(result, the bodies that make it, each with where it takes operand i and gives the result) for each
+    result that may.
+    """
     if node.name == "cond" and i:
         for r in range(len(node.outputs)):
             yield r, [(body, body.inputs[i - 1], body.outputs[r]) for body in node.bodies]
     elif node.name in ("scan", "while"):
         body = node.bodies[-1]
-        first = len(node.inputs) - len(body.inputs)  # operands of a while's condition come before those of its body
+        first = len(node.inputs) - len(
+            body.inputs
+        )  # operands of a while's condition come before those of its body
         consts = _jax.scan_counts(node.params)[0] if node.name == "scan" else node.params["body_nconsts"]
         carries = len(body.inputs) - consts if node.name == "while" else _jax.scan_counts(node.params)[1]
         if first + consts <= i < first + consts + carries:

@@ -1,4 +1,6 @@
-"""A call of a sharded function, traced: its partitioned program, its plan, and how its arguments and results rest."""
+"""A call of a sharded function, traced: its partitioned program, its plan, and how its arguments and results
+rest.
+"""
 
 import itertools
 from collections import ChainMap
@@ -26,7 +28,9 @@ from shardax.transform import primitive
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """`leaves` are those of the arguments, on the program's mesh but for those that `entering` brings there before the call."""
+    """`leaves` are those of the arguments, on the program's mesh but for those that `entering` brings there
+    before the call.
+    """
 
     function: Function
     traced: jax.stages.Traced
@@ -64,7 +68,9 @@ class Call:
         return primitive.build(self.jaxpr, (*given, *constants), self.mesh, options or self.options)
 
     def check_entering(self, options: Options) -> None:
-        """Strict mode refuses what arguments send to come from another mesh, unless the program itself names that mesh."""
+        """Strict mode refuses what arguments send to come from another mesh, unless the program itself names
+        that mesh.
+        """
         if self.entering and options.strict:
             asked = self.other_meshes
             unasked = [c for c in self.entering if c.there.mesh not in asked]
@@ -74,17 +80,26 @@ class Call:
         """The shardings of all arguments, and those of all results when each argument comes in its own."""
         count = len(self.leaves)
         arguments, constants = self.built().arguments[:count], [None] * (len(self.eqn.invars) - count)
-        results = primitive.build(self.jaxpr, (*arguments, *constants), self.mesh, self.options).left(self.mesh)
-        ins = [_kept(p.on(self.mesh), aval) for p, aval in zip(arguments, self.jaxpr.in_avals[:count], strict=True)]
+        results = primitive.build(self.jaxpr, (*arguments, *constants), self.mesh, self.options).left(
+            self.mesh
+        )
+        ins = [
+            _kept(p.on(self.mesh), aval)
+            for p, aval in zip(arguments, self.jaxpr.in_avals[:count], strict=True)
+        ]
         pairs = list(zip(results, self.jaxpr.out_avals, strict=True))
         return ins, [_kept(sharding, aval) for sharding, aval in pairs[: self.count]]
 
     def plan(self, names: tuple[str, ...], phases: dict[str, float], options: Options) -> Plan:
-        """The plan; `names` are those of the positional arguments, and `phases` has the seconds that tracing took."""
+        """The plan; `names` are those of the positional arguments, and `phases` has the seconds that tracing
+        took.
+        """
         self.check_entering(options)
         built = self.built(options)
         args, kwargs = jax.tree.structure(self.traced.args_info).unflatten(self._rests(built))
-        outs = jax.tree.structure(self.traced.out_info).unflatten([p.on(self.mesh) for p in built.results[: self.count]])
+        outs = jax.tree.structure(self.traced.out_info).unflatten(
+            [p.on(self.mesh) for p in built.results[: self.count]]
+        )
         donated = (i for i, info in enumerate(jax.tree.leaves(self.traced.args_info)) if info.donated)
         plan = Plan(
             self.mesh,
@@ -133,8 +148,8 @@ def _kept(sharding: NamedSharding, aval) -> NamedSharding:
 def _moved(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
     """The arguments or results that rest elsewhere than wanted.
 
-    Nothing moves where what is wanted is the same place in the axes of another mesh. What the function closes over comes after
-    the arguments, and is none.
+    Nothing moves where what is wanted is the same place in the axes of another mesh. What the function closes
+    over comes after the arguments, and is none.
     """
     places = list(places)
     for x in found:

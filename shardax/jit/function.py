@@ -1,4 +1,6 @@
-"""Function: what the user said to shard_jit, and what follows from it for a call: which mesh, which leaves, which errors."""
+"""Function: what the user said to shard_jit, and what follows from it for a call: which mesh, which leaves,
+which errors.
+"""
 
 import functools
 import re
@@ -25,7 +27,9 @@ Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """What the user said: the arguments of `shard_jit`, names and numbers of arguments inferred from one another."""
+    """What the user said: the arguments of `shard_jit`, names and numbers of arguments inferred from one
+    another.
+    """
 
     fun: Callable[..., Any]
     mesh: Mesh | AbstractMesh | None
@@ -91,23 +95,29 @@ class Function:
         mesh = self.known_mesh() or found
         if mesh is None:
             raise ValueError(
-                f"shard_jit({self.name}) has no mesh to run on: give it mesh=, call it under jax.set_mesh(mesh), "
-                "or pass it arguments that lie on a mesh (NamedSharding)"
+                f"shard_jit({self.name}) has no mesh to run on: give it mesh=, call it under "
+                "jax.set_mesh(mesh), or pass it arguments that lie on a mesh (NamedSharding)"
             )
         return mesh
 
     def _check_not_manual(self, mesh: Mesh | AbstractMesh) -> None:
         here = jax.sharding.get_abstract_mesh()
-        manual = [a for a, t in zip(here.axis_names, here.axis_types, strict=True) if t is AxisType.Manual and a in mesh.shape]
+        manual = [
+            a
+            for a, t in zip(here.axis_names, here.axis_types, strict=True)
+            if t is AxisType.Manual and a in mesh.shape
+        ]
         if manual:
             raise ValueError(
-                f"shard_jit({self.name}) is called inside a shard_map over {', '.join(manual)}, which its mesh "
-                f"({describe(mesh)}) has too: what it would split is split already; call it outside of the shard_map, "
-                "or call the function itself"
+                f"shard_jit({self.name}) is called inside a shard_map over {', '.join(manual)}, which its "
+                f"mesh ({describe(mesh)}) has too: what it would split is split already; call it outside of "
+                "the shard_map, or call the function itself"
             )
 
     def _run(self, mesh: Mesh | AbstractMesh, args, kwargs):
-        """Under jax.jit: traces the function and binds its global jaxpr. Explicit types end here, and begin at the results."""
+        """Under jax.jit: traces the function and binds its global jaxpr. Explicit types end here, and begin
+        at the results.
+        """
         nested = jax.sharding.get_abstract_mesh() == abstract_mesh(auto_mesh(mesh))
         with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
             request = self._request(mesh, args, kwargs)
@@ -126,7 +136,9 @@ class Function:
         return traced.out_tree.unflatten(outs[:count])
 
     def guarded(self, jitted):
-        """What a call runs: the jitted function itself, unless something that Python does not see there must be checked."""
+        """What a call runs: the jitted function itself, unless something that Python does not see there must
+        be checked.
+        """
         if any(self.static):
             jitted = _otherwise(jitted, self.explain)
         if any(self.donated) and _jax.DONATED_AGAIN_CRASHES:
@@ -141,7 +153,9 @@ class Function:
         mesh = self.mesh_for(args, kwargs)
         if not isinstance(mesh, Mesh) or not _jax.is_eager((args, kwargs)):
             return []
-        return [c for i, (_, x) in enumerate(self.named_leaves(args, kwargs)) if (c := crossing_of(i, x, mesh))]
+        return [
+            c for i, (_, x) in enumerate(self.named_leaves(args, kwargs)) if (c := crossing_of(i, x, mesh))
+        ]
 
     def crossed(self, entering: Sequence[Crossing], args, kwargs, how: Callable[..., Any]) -> Any:
         """The arguments, after those of `entering` crossed; `how`, as a method of Crossing."""
@@ -151,8 +165,13 @@ class Function:
         leaves = [x for _, x in self.named_leaves(args, kwargs)]
         new = iter([how(crossings[i], x, mesh) if i in crossings else x for i, x in enumerate(leaves)])
         static_nums, static_names = self._static_nums(len(args)), self.static[1]
-        args = tuple(x if i in static_nums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args))
-        return args, {k: x if k in static_names else jax.tree.map(lambda _: next(new), x) for k, x in sorted(kwargs.items())}
+        args = tuple(
+            x if i in static_nums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args)
+        )
+        return args, {
+            k: x if k in static_names else jax.tree.map(lambda _: next(new), x)
+            for k, x in sorted(kwargs.items())
+        }
 
     def check_sizes(self, args, kwargs) -> None:
         for name, x in self.named_leaves(args, kwargs):
@@ -161,7 +180,8 @@ class Function:
     def check_devices(self, args, kwargs) -> None:
         if isinstance(self.mesh, AbstractMesh) and _jax.is_eager((args, kwargs)):
             raise ValueError(
-                "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a jax.sharding.Mesh"
+                "an AbstractMesh has no devices to run on: `.plan` and `.lower` work on it, a call needs a "
+                "jax.sharding.Mesh"
             )
 
     def _check_donated(self, args, kwargs) -> None:
@@ -172,8 +192,8 @@ class Function:
         if any(map(_is_deleted, leaves)):
             name, x = next((name, x) for name, x in self.named_leaves(args, kwargs) if _is_deleted(x))
             raise RuntimeError(  # as later versions of JAX do
-                f"Array has been deleted with shape={x.aval.str_short()}. It is argument {name}, and was donated to a call "
-                "before: pass what that call returned, or do not donate it"
+                f"Array has been deleted with shape={x.aval.str_short()}. It is argument {name}, and was "
+                "donated to a call before: pass what that call returned, or do not donate it"
             )
 
     def _request(self, mesh: Mesh | AbstractMesh, args, kwargs) -> Request:
@@ -188,7 +208,10 @@ class Function:
                 full[i] = x
             return self.fun(*full, **dynamic_kwargs, **static_kwargs)
 
-        dynamic_kwargs, names = {k: v for k, v in kwargs.items() if k not in static_names}, self.dynamic_names(len(args))
+        dynamic_kwargs, names = (
+            {k: v for k, v in kwargs.items() if k not in static_names},
+            self.dynamic_names(len(args)),
+        )
         parameters = [name for name in positional_names(self.fun) if name not in static_names]
         in_shardings, kw_shardings = shardings_by_name(self.in_shardings, names, parameters, dynamic_kwargs)
         return Request(
@@ -218,11 +241,17 @@ class Function:
         nums = {i % count for i in self.donated[0] if -count <= i < count}
         static = self._static_nums(count)
         marked_args = tuple(_marks(x, i in nums) for i, x in enumerate(args) if i not in static)
-        marked_kwargs = {k: _marks(x, k in self.donated[1]) for k, x in kwargs.items() if k not in self.static[1]}
-        return frozenset(i for i, donated in enumerate(jax.tree.leaves((marked_args, marked_kwargs))) if donated)
+        marked_kwargs = {
+            k: _marks(x, k in self.donated[1]) for k, x in kwargs.items() if k not in self.static[1]
+        }
+        return frozenset(
+            i for i, donated in enumerate(jax.tree.leaves((marked_args, marked_kwargs))) if donated
+        )
 
     def explain(self, error: Exception, args, kwargs) -> NoReturn:
-        """Raises a ValueError that says more than what jax.jit raised about bad arguments, otherwise the error itself."""
+        """Raises a ValueError that says more than what jax.jit raised about bad arguments, otherwise the
+        error itself.
+        """
         if isinstance(error, Refused):
             raise self.naming_arguments(error, args, kwargs) from None
         words = self._unhashable(args, kwargs)
@@ -245,20 +274,27 @@ class Function:
         for name, value in static:
             if not _hashable(value):
                 return (
-                    f"static argument {name} is {value!r}, of type {type(value).__name__}, which cannot be hashed: "
-                    "give a hashable one (a tuple, a frozen dataclass), or do not make it static"
+                    f"static argument {name} is {value!r}, of type {type(value).__name__}, which cannot be "
+                    "hashed: give a hashable one (a tuple, a frozen dataclass), or do not make it static"
                 )
 
     def _other_devices(self, args, kwargs) -> str | None:
         mesh = self.known_mesh() or mesh_of((args, kwargs))
         for name, x in self.named_leaves(args, kwargs):
-            if isinstance(mesh, Mesh) and getattr(x, "committed", False) and x.sharding.device_set != set(mesh.devices.flat):
+            if (
+                isinstance(mesh, Mesh)
+                and getattr(x, "committed", False)
+                and x.sharding.device_set != set(mesh.devices.flat)
+            ):
                 ids = sorted(d.id for d in x.sharding.device_set)
                 moved = "make it of an array that lies there" if _jax.is_ref(x) else "move it there"
-                way_out = f"{moved} with jax.device_put" + ", or pass it as a numpy array" * (not _jax.is_ref(x))
+                way_out = f"{moved} with jax.device_put" + ", or pass it as a numpy array" * (
+                    not _jax.is_ref(x)
+                )
                 return (
-                    f"argument {name} of shape {x.shape} is committed to {x.sharding} on devices {ids}, but the mesh "
-                    f"({describe(mesh)}) has the devices {sorted(d.id for d in mesh.devices.flat)}: {way_out}"
+                    f"argument {name} of shape {x.shape} is committed to {x.sharding} on devices {ids}, but "
+                    f"the mesh ({describe(mesh)}) has the devices "
+                    f"{sorted(d.id for d in mesh.devices.flat)}: {way_out}"
                 )
 
     def _donated_twice(self, args, kwargs) -> str | None:
@@ -268,8 +304,8 @@ class Function:
             for j, (other, x) in enumerate(named):
                 if j != i and x is named[i][1] and isinstance(x, jax.Array):
                     return (
-                        f"argument {named[i][0]} of shape {x.shape} is donated, and the same array is passed as "
-                        f"argument {other} too: pass a copy (jax.numpy.copy), or do not donate it"
+                        f"argument {named[i][0]} of shape {x.shape} is donated, and the same array is "
+                        f"passed as argument {other} too: pass a copy (jax.numpy.copy), or do not donate it"
                     )
 
     def named_leaves(self, args, kwargs) -> list[tuple[str, Any]]:
@@ -285,7 +321,9 @@ class Function:
 
 def mesh_of(tree) -> Mesh | AbstractMesh | None:
     """The mesh of the first NamedSharding in a tree of shardings or of arrays."""
-    shardings = (x if isinstance(x, NamedSharding) else getattr(x, "sharding", None) for x in jax.tree.leaves(tree))
+    shardings = (
+        x if isinstance(x, NamedSharding) else getattr(x, "sharding", None) for x in jax.tree.leaves(tree)
+    )
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
@@ -298,13 +336,26 @@ def _transformed(jaxpr, numbered: tuple[int, Transform]):
     i, transform = numbered
     new = transform(jaxpr)
     argument = f"the result of transforms[{i}] of shard_jit"
-    require(_jax.is_jaxpr(new) and hasattr(new, "consts"), argument, new, "a ClosedJaxpr, as that function gets one")
-    for side, before, after in (("inputs", jaxpr.in_avals, new.in_avals), ("results", jaxpr.out_avals, new.out_avals)):
+    require(
+        _jax.is_jaxpr(new) and hasattr(new, "consts"),
+        argument,
+        new,
+        "a ClosedJaxpr, as that function gets one",
+    )
+    for side, before, after in (
+        ("inputs", jaxpr.in_avals, new.in_avals),
+        ("results", jaxpr.out_avals, new.out_avals),
+    ):
         types = [[(a.shape, a.dtype) for a in avals] for avals in (before, after)]
         if types[0] != types[1]:
-            texts = (", ".join(a.str_short(short_dtypes=True) for a in avals) or "none" for avals in (after, before))
+            texts = (
+                ", ".join(a.str_short(short_dtypes=True) for a in avals) or "none"
+                for avals in (after, before)
+            )
             raise ValueError(
-                "{} has other {}, {}, than the jaxpr that it was given, {}: keep them".format(argument, side, *texts)
+                "{} has other {}, {}, than the jaxpr that it was given, {}: keep them".format(
+                    argument, side, *texts
+                )
             )
     return new
 
@@ -348,5 +399,7 @@ def _hashable(x) -> bool:
 
 
 def _untyped(x, always: bool):
-    """`x` without its Explicit axes; nothing moves. Under an Explicit mesh a cotangent must get back even the empty type."""
+    """`x` without its Explicit axes; nothing moves. Under an Explicit mesh a cotangent must get back even the
+    empty type.
+    """
     return reshard(x, PartitionSpec()) if always or explicit_sharding(x) else x

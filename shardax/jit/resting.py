@@ -1,4 +1,6 @@
-"""Finds what rests otherwise than wanted, because its sharding does not divide it or has no spec, and what is sent for that."""
+"""Finds what rests otherwise than wanted, because its sharding does not divide it or has no spec, and what is
+sent for that.
+"""
 
 import math
 from collections.abc import Iterator
@@ -16,8 +18,8 @@ from shardax.sharding import Sharding
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """An argument or result, by its number. `came`: bytes that one device sends to have it as wanted, `left`: to bring it, or
-    what succeeds it, to rest again."""
+    """An argument or result, by its number. `came`: bytes that one device sends to have it as wanted, `left`:
+    to bring it, or what succeeds it, to rest again."""
 
     number: int
     wanted: Placement
@@ -31,13 +33,21 @@ def arguments(program: Program) -> Iterator[Elsewhere]:
     back = _back(program)
     for node, decision in program.decisions.pairs():
         note = annotations.of_node(node)
-        if note is not None and node.inputs[0] in numbers and (wanted := _wanted(program, note, node.inputs[0])):
+        if (
+            note is not None
+            and node.inputs[0] in numbers
+            and (wanted := _wanted(program, note, node.inputs[0]))
+        ):
             number = numbers[node.inputs[0]]
-            yield Elsewhere(number, wanted, _sent(program, node.inputs[0], decision.moves[0]), back.get(number, 0))
+            yield Elsewhere(
+                number, wanted, _sent(program, node.inputs[0], decision.moves[0]), back.get(number, 0)
+            )
 
 
 def _back(program: Program) -> dict[int, int]:
-    """By the number of a donated argument: bytes to have its successor as it rests, which the annotation that says so does."""
+    """By the number of a donated argument: bytes to have its successor as it rests, which the annotation that
+    says so does.
+    """
     results = {value: i for i, value in enumerate(program.graph.outputs)}
     sent = {}
     for node, decision in program.decisions.pairs():
@@ -49,7 +59,9 @@ def _back(program: Program) -> dict[int, int]:
 
 
 def results(program: Program) -> Iterator[Elsewhere]:
-    """Those that an annotation, or without one completion, wants otherwise; what succeeds an argument counts with that."""
+    """Those that an annotation, or without one completion, wants otherwise; what succeeds an argument counts
+    with that.
+    """
     notes = {node.outputs[0]: note for node, note in annotations.among(program.graph.nodes)}
     for i, (value, rest) in enumerate(zip(program.graph.outputs, program.out_shardings, strict=True)):
         note, completed = notes.get(value), program.completion.sharding(value)

@@ -1,4 +1,6 @@
-"""What `shard_jit` is given: whether it is of the right kinds, and which argument a name, a number or a sharding means."""
+"""What `shard_jit` is given: whether it is of the right kinds, and which argument a name, a number or a
+sharding means.
+"""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,13 +19,21 @@ def check_given(fun, mesh, transforms, options, numbers: Mapping[str, Any], name
     `numbers` and `names`: those that say which arguments are meant.
     """
     if not callable(fun) or isinstance(fun, Mesh):
-        raise ValueError(f"shard_jit's first argument is {fun!r}, not a function: give shardings and the mesh by their names")
+        raise ValueError(
+            f"shard_jit's first argument is {fun!r}, not a function: give shardings and the mesh by their "
+            "names"
+        )
     if not isinstance(mesh, Mesh | AbstractMesh | None):
-        raise ValueError(f"mesh={mesh!r} of shard_jit is no mesh: give one, such as jax.make_mesh((4, 2), ('data', 'model'))")
+        raise ValueError(
+            f"mesh={mesh!r} of shard_jit is no mesh: give one, such as jax.make_mesh((4, 2), ('data', "
+            "'model'))"
+        )
     if not isinstance(transforms, Sequence) or not all(map(callable, transforms)):
         raise ValueError(f"transforms={transforms!r} of shard_jit: must be a tuple of functions of a jaxpr")
     if not isinstance(options, Options):
-        raise ValueError(f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)")
+        raise ValueError(
+            f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)"
+        )
     for name, given in numbers.items():
         require_numbers(given, f"{name} of shard_jit")
     for name, given in names.items():
@@ -48,7 +58,8 @@ def argument_name(fun: Callable[..., Any], index: int) -> str:
 def shardings_by_name(
     in_shardings: Any, given: Sequence[str], names: Sequence[str], keywords: Collection[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """in_shardings of the arguments that are `given` by position, and of those that their `names` gave: both not static.
+    """in_shardings of the arguments that are `given` by position, and of those that their `names` gave: both
+    not static.
 
     Raises ValueError where there are more or fewer of them than arguments.
 
@@ -67,6 +78,7 @@ def shardings_by_name(
 def _other_number(count: int, given: Sequence[str]) -> str:
     entries = "1 entry" if count == 1 else f"{count} entries"
     return (
-        f"in_shardings is a tuple of {entries}, but the arguments of this call that are not static are ({', '.join(given)}): "
-        "give one for each positional argument, None where it is left open, or one sharding for all of them, not in a tuple"
+        f"in_shardings is a tuple of {entries}, but the arguments of this call that are not static are "
+        f"({', '.join(given)}): give one for each positional argument, None where it is left open, or one "
+        "sharding for all of them, not in a tuple"
     )

@@ -1,7 +1,8 @@
-"""Causes: why a collective is there. The facts are noted where it is made; `explain/because.py` words them when a plan is read.
+"""Causes: why a collective is there. The facts are noted where it is made; `explain/because.py` words them
+when a plan is read.
 
-A cause is an attribute of the name of the scope around its collective, such as `all_gather[dot_general in P('data', None)]`.
-XLA sees only the text.
+A cause is an attribute of the name of the scope around its collective, such as `all_gather[dot_general in
+P('data', None)]`. XLA sees only the text.
 """
 
 from contextlib import AbstractContextManager
@@ -13,14 +14,18 @@ from shardax import _jax
 
 
 class Cause:
-    """The facts of one reason. Each kind is defined where such collectives are made, and worded in `explain/because.py`."""
+    """The facts of one reason. Each kind is defined where such collectives are made, and worded in
+    `explain/because.py`.
+    """
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A collective of these operands, on each device, that a combined one stands for: its line, its reason and its cause."""
+    """A collective of these operands, on each device, that a combined one stands for: its line, its reason
+    and its cause.
+    """
 
     operands: tuple[jax.ShapeDtypeStruct, ...]
     line: str
@@ -43,7 +48,9 @@ class Named(str):
 
 
 def scope(kind: str, reason: str, cause: Cause) -> AbstractContextManager:
-    """Collectives that are made inside have this reason and cause. (Slashes part the names of scopes, so the name has none.)"""
+    """Collectives that are made inside have this reason and cause. (Slashes part the names of scopes, so the
+    name has none.)
+    """
     return jax.named_scope(named(kind, reason, cause))
 
 

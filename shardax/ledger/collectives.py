@@ -20,10 +20,10 @@ from shardax.sharding import Axes, AxisSizes, shard_count
 class Collective:
     """One collective of a local program.
 
-    `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
-    `nbytes`: bytes that one device sends each time that it runs (ring algorithms; of a ppermute, a device that sends).
-    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
-    `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one iteration.
+    `devices`: how many exchange with one another; of a ppermute, how many of the mesh send. `nbytes`: bytes
+    that one device sends each time that it runs (ring algorithms; of a ppermute, a device that sends).
+    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied. `open_loop`: it
+    stands in a `while` that counts no constant number of times, and `trips` are those of one iteration.
     `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
     `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
     `reason`: why, in a few words; `Plan.because` tells the facts, which `cause` holds.
@@ -49,14 +49,22 @@ class Collective:
 
     @property
     def parts(self) -> tuple["Collective", ...]:
-        """Those that were combined into this one, each with its line, reason and part of the bytes; else this one itself."""
+        """Those that were combined into this one, each with its line, reason and part of the bytes; else this
+        one itself.
+        """
         if not isinstance(self.cause, causes.Combined):
             return (self,)
         parts = self.cause.parts
         ends = [0, *itertools.accumulate(sum(map(array_bytes, part.operands)) for part in parts)]
         sent = [end * self.nbytes // ends[-1] for end in ends]
-        fields = [{"operands": p.operands, "line": p.line or self.line, "reason": p.reason, "cause": p.cause} for p in parts]
-        return tuple(replace(self, nbytes=j - i, **f) for f, (i, j) in zip(fields, itertools.pairwise(sent), strict=True))
+        fields = [
+            {"operands": p.operands, "line": p.line or self.line, "reason": p.reason, "cause": p.cause}
+            for p in parts
+        ]
+        return tuple(
+            replace(self, nbytes=j - i, **f)
+            for f, (i, j) in zip(fields, itertools.pairwise(sent), strict=True)
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,7 +87,9 @@ def array_text(array) -> str:
     >>> array_text(jax.ShapeDtypeStruct((4, 128), "float32")), array_text(jax.ShapeDtypeStruct((), "bool"))
     ('f32[4,128]', 'bool[]')
     """
-    name = re.sub(r"^(float|uint|int|complex)(?=\d)", lambda m: m[1][0] if m[1] != "float" else "f", str(array.dtype))
+    name = re.sub(
+        r"^(float|uint|int|complex)(?=\d)", lambda m: m[1][0] if m[1] != "float" else "f", str(array.dtype)
+    )
     return f"{name.replace('bfloat', 'bf')}[{','.join(map(str, array.shape))}]"
 
 
@@ -88,14 +98,19 @@ def array_bytes(array) -> int:
 
 
 AS_WRITTEN = "as written"
-"""The reason of what no reshard and no lowering of ours sends: the user's own, in a shard_map or in a lowering of theirs."""
+"""The reason of what no reshard and no lowering of ours sends: the user's own, in a shard_map or in a
+lowering of theirs.
+"""
 
 
-def collectives(jaxpr, axis_sizes: AxisSizes, folded: Callable[[Axes], Axes] = tuple, line: str = "") -> tuple[Collective, ...]:
-    """The collectives of a local program in program order, those in bodies included; what sends nothing is left out.
+def collectives(
+    jaxpr, axis_sizes: AxisSizes, folded: Callable[[Axes], Axes] = tuple, line: str = ""
+) -> tuple[Collective, ...]:
+    """The collectives of a local program in program order, those in bodies included; what sends nothing is
+    left out.
 
-    `folded`: the program's axes as a person names them. `line`: that of the function, which what brings its arguments to
-    where it wants them serves.
+    `folded`: the program's axes as a person names them. `line`: that of the function, which what brings its
+    arguments to where it wants them serves.
     """
     return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, line))
 
@@ -106,17 +121,19 @@ def comm_bytes(found: Iterable[Collective]) -> int:
 
 
 def bytes_sent(kind: str, nbytes: int, devices: int) -> int:
-    """Bytes that one device sends in one collective whose operands have `nbytes` on each device (ring algorithms, rounded up).
+    """Bytes that one device sends in one collective whose operands have `nbytes` on each device (ring
+    algorithms, rounded up).
 
-    >>> [bytes_sent(kind, 1024, 4) for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")]
+    >>> kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute")
+    >>> [bytes_sent(kind, 1024, 4) for kind in kinds]
     [3072, 768, 1536, 768, 1024]
     """
     return _SENT[kind](nbytes, devices)
 
 
 def other_branches(branches: Iterable[Iterable]) -> Iterator:
-    """All entries of the branches of a `cond`. Those outside of the dearest branch are marked as `other_branch`; among equals
-    the first branch is the dearest.
+    """All entries of the branches of a `cond`. Those outside of the dearest branch are marked as
+    `other_branch`; among equals the first branch is the dearest.
     """
     found = [list(branch) for branch in branches]
     dearest = max(range(len(found)), key=lambda i: (comm_bytes(found[i]), -i))
@@ -134,7 +151,9 @@ def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
             yield from _read(KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
         elif bodies := list(jaxprs_in_params(eqn.params)):
             here = _jax.user_line(eqn.source_info) or line
-            yield from _BODIES.get(name, _all_once)(eqn, makers, [_walk(body, sizes, here) for body in bodies])
+            yield from _BODIES.get(name, _all_once)(
+                eqn, makers, [_walk(body, sizes, here) for body in bodies]
+            )
 
 
 def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
@@ -145,7 +164,9 @@ def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     if nbytes:
         reason, cause = why(kind, eqn.source_info.name_stack)
         minor = _minor(eqn) if kind == "reduce_scatter" else None
-        yield Collective(kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor)
+        yield Collective(
+            kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor
+        )
 
 
 def _minor(eqn) -> int | None:
@@ -155,7 +176,9 @@ def _minor(eqn) -> int | None:
 
 def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:
     """What a collective sends of, on each device."""
-    return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape"))
+    return tuple(
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars if hasattr(v.aval, "shape")
+    )
 
 
 def why(kind: str, name_stack) -> tuple[str, causes.Cause | None]:
@@ -177,8 +200,12 @@ def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
 
 
 def reason_of(kind: str, name_stack) -> str:
-    """What stands in brackets in the innermost scope of the form `kind[reason]`; `kind` is a regular expression."""
-    stack = re.sub(rf"(?:^|/){kind}:[^:]*(?::\d+)?$", "", str(name_stack))  # the user's line, of passes/scopes.py
+    """What stands in brackets in the innermost scope of the form `kind[reason]`; `kind` is a regular
+    expression.
+    """
+    stack = re.sub(
+        rf"(?:^|/){kind}:[^:]*(?::\d+)?$", "", str(name_stack)
+    )  # the user's line, of passes/scopes.py
     scope = re.search(rf".*(?:^|[/(]){kind}\[(.*)\]", stack)
     return scope[1] if scope else ""
 
@@ -205,7 +232,8 @@ def _while(eqn, makers, bodies) -> Iterator[Collective]:
 
 
 def counted_trips(eqn, makers) -> int | None:
-    """How often a `while` runs that counts from a constant by a constant up to one, as `fori_loop` does; else None.
+    """How often a `while` runs that counts from a constant by a constant up to one, as `fori_loop` does; else
+    None.
 
     `makers`: the equations of the variables around it.
     """
@@ -223,7 +251,9 @@ def counted_trips(eqn, makers) -> int | None:
 
 def _constant(atom, makers) -> int | None:
     """A known integer, which at most was cast."""
-    while not _jax.is_literal(atom) and atom in makers and makers[atom].primitive.name == "convert_element_type":
+    while (
+        not _jax.is_literal(atom) and atom in makers and makers[atom].primitive.name == "convert_element_type"
+    ):
         atom = makers[atom].invars[0]
     is_integer = _jax.is_literal(atom) and np.issubdtype(atom.aval.dtype, np.integer)
     return int(atom.val) if is_integer else None

@@ -20,10 +20,12 @@ def bytes_text(nbytes: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """
-    >>> seconds_text(0.00000312), seconds_text(0.0125), seconds_text(1.5), seconds_text(312.0), seconds_text(0)
-    ('3.12 µs', '12.5 ms', '1.5 s', '312 s', '0 s')
+    >>> [seconds_text(s) for s in (0.00000312, 0.0125, 1.5, 312.0, 0)]
+    ['3.12 µs', '12.5 ms', '1.5 s', '312 s', '0 s']
     """
-    unit, factor = next(((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * f >= 1), ("ns", 1e9))
+    unit, factor = next(
+        ((u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)) if seconds * f >= 1), ("ns", 1e9)
+    )
     return f"{seconds * factor:.3g} {unit}" if seconds else "0 s"
 
 
@@ -52,7 +54,8 @@ def form(text: str) -> str:
 
 
 def as_one(texts: Sequence[str], exact: bool = False) -> str:
-    """Texts of one form, as one. `exact`: what few numbers there are is listed; else they may stand for those between.
+    """Texts of one form, as one. `exact`: what few numbers there are is listed; else they may stand for those
+    between.
 
     >>> as_one(["0/layer_0/w", "0/layer_1/w", "0/layer_2/w"])
     '0/layer_{0..2}/w'
@@ -61,7 +64,10 @@ def as_one(texts: Sequence[str], exact: bool = False) -> str:
     """
     words = re.split(r"\d+", texts[0])
     columns = zip(*(map(int, re.findall(r"\d+", text)) for text in texts), strict=True)
-    return "".join(word + number for word, number in zip(words, [*(_numbers(c, exact) for c in columns), ""], strict=True))
+    return "".join(
+        word + number
+        for word, number in zip(words, [*(_numbers(c, exact) for c in columns), ""], strict=True)
+    )
 
 
 def _numbers(column: Sequence[int], exact: bool) -> str:

@@ -1,15 +1,16 @@
 """Crossings: what moves an argument or result between the program's mesh and one that does not fit it.
 
-Such a mesh has the same blocks on other devices, so one ppermute brings each where it belongs; a device that has its block
-keeps it, as 0 and 5 do here:
+Such a mesh has the same blocks on other devices, so one ppermute brings each where it belongs; a device that
+has its block keeps it, as 0 and 5 do here:
 
     device                              0 1 2 3 4 5
     there, x of (x=3, y=2) splits it    0 0 1 1 2 2      block
     here, y of (x=2, y=3)               0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
 
-Between the two it is an array of the same shards, one after the other in the first dim: that lies alike on every mesh of these
-devices. An argument whose devices stand in the program's order crosses in the compiled program. `jax.jit` takes one order only:
-from another, arrays cross before the call. Results cross after it: a `jax.jit` around names them all on one mesh.
+Between the two it is an array of the same shards, one after the other in the first dim: that lies alike on
+every mesh of these devices. An argument whose devices stand in the program's order crosses in the compiled
+program. `jax.jit` takes one order only: from another, arrays cross before the call. Results cross after it: a
+`jax.jit` around names them all on one mesh.
 """
 
 import math
@@ -43,9 +44,11 @@ class Crossed(causes.Cause):
 
 @dataclass(frozen=True)
 class Crossing:
-    """Argument or result `number` of the program, which rests `there`; the program has it in `here`, in refined axes.
+    """Argument or result `number` of the program, which rests `there`; the program has it in `here`, in
+    refined axes.
 
-    `side` is "argument" or "result". `shape` and `dtype` are those of the array; of random keys, those of their words.
+    `side` is "argument" or "result". `shape` and `dtype` are those of the array; of random keys, those of
+    their words.
     """
 
     side: str
@@ -58,7 +61,9 @@ class Crossing:
 
     @property
     def outside(self) -> bool:
-        """Whether it crosses outside the compiled program: a result, or an argument whose devices are in another order."""
+        """Whether it crosses outside the compiled program: a result, or an argument whose devices are in
+        another order.
+        """
         return self.side == "result" or self.there.mesh.places is not None
 
     @cached_property
@@ -85,7 +90,9 @@ class Crossing:
 
     def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
         """The collectives of the crossing; `name` is that of the argument or result in messages."""
-        found = collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
+        found = (
+            collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
+        )
         return tuple(replace(c, reason=self.reason(name)) for c in found)
 
     def jaxpr(self, mesh: AnyMesh) -> Any:
@@ -98,14 +105,20 @@ class Crossing:
         if not self.sends:
             return x
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.random.wrap_key_data(self.inside(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+            return jax.random.wrap_key_data(
+                self.inside(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x)
+            )
         own, every = self.there.on(mesh), PartitionSpec(tuple(self.there.mesh.sizes))
         return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
 
     def eagerly(self, x: jax.Array, mesh: Mesh) -> jax.Array:
-        """The array on the other side, moved now. Its devices are not, or shall not be, in the program's order."""
+        """The array on the other side, moved now. Its devices are not, or shall not be, in the program's
+        order.
+        """
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
-            return jax.random.wrap_key_data(self.eagerly(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+            return jax.random.wrap_key_data(
+                self.eagerly(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x)
+            )
         refined = sites.refined_mesh(mesh, self.refinement, concrete=True)
         here = placed_here(self, len(self.shape)).on(mesh)
         if not self.sends:
@@ -138,8 +151,12 @@ class Crossing:
         return (first * math.prod(self.refinement.sizes.values()), *others)
 
 
-def crossings(side: str, avals: Sequence[Any], rests: Sequence[Placement], refined: Refinement) -> tuple[Crossing, ...]:
-    """The crossings of a program's arguments or results: those that rest on a mesh that does not fit, or has another order."""
+def crossings(
+    side: str, avals: Sequence[Any], rests: Sequence[Placement], refined: Refinement
+) -> tuple[Crossing, ...]:
+    """The crossings of a program's arguments or results: those that rest on a mesh that does not fit, or has
+    another order.
+    """
     return tuple(
         _crossing(side, i, aval, placement, refined.sharding(placement), refined)
         for i, (aval, placement) in enumerate(zip(avals, rests, strict=True))
@@ -149,27 +166,38 @@ def crossings(side: str, avals: Sequence[Any], rests: Sequence[Placement], refin
 
 @lru_cache(1024)
 def entering(number: int, aval, own: Placement, mesh: Mesh) -> Crossing:
-    """The crossing of an argument whose devices are in another order than the program's. It needs no program to be known."""
+    """The crossing of an argument whose devices are in another order than the program's. It needs no program
+    to be known.
+    """
     both = refinement([sites.program_mesh(mesh), own.mesh])
     return _crossing("argument", number, aval, own, both.sharding(own), both)
 
 
 def placed_here(crossing: Crossing, rank: int) -> Placement:
-    """The placement that the program sees of an argument or result that crosses outside: on its own mesh if that has a spec
-    for it.
+    """The placement that the program sees of an argument or result that crosses outside: on its own mesh if
+    that has a spec for it.
     """
     here, refined = Sharding(crossing.here.dims[:rank]), crossing.refinement
     spelled = refined.spelled(here)
-    return Placement(refined.program, spelled) if spelled else Placement(UserMesh(tuple(refined.sizes.items())), here)
+    return (
+        Placement(refined.program, spelled)
+        if spelled
+        else Placement(UserMesh(tuple(refined.sizes.items())), here)
+    )
 
 
-def _crossing(side: str, number: int, aval, there: Placement, here: Sharding, refined: Refinement) -> Crossing:
+def _crossing(
+    side: str, number: int, aval, there: Placement, here: Sharding, refined: Refinement
+) -> Crossing:
     """The crossing of one argument or result. Of random keys, their words cross."""
     shape, dtype = tuple(aval.shape), aval.dtype
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         whole = ((),) * (len(words.shape) - len(shape))
-        there, here = replace(there, sharding=Sharding(there.sharding.dims + whole)), Sharding(here.dims + whole)
+        there, here = (
+            replace(there, sharding=Sharding(there.sharding.dims + whole)),
+            Sharding(here.dims + whole),
+        )
         shape, dtype = words.shape, words.dtype
     return Crossing(side, number, shape, np.dtype(dtype), there, here, refined)
 
@@ -178,8 +206,12 @@ def _blocks(sharding: Sharding, sizes: AxisSizes) -> list[tuple[int, ...]]:
     """Which block each device of a mesh holds, in the order of the mesh."""
     if not sharding.dims:
         return [()] * math.prod(sizes.values())
-    places = dict(zip(sizes, np.unravel_index(np.arange(math.prod(sizes.values())), tuple(sizes.values())), strict=True))
-    dims = [sum(places[a] * shard_count(dim[k + 1 :], sizes) for k, a in enumerate(dim)) for dim in sharding.dims]
+    places = dict(
+        zip(sizes, np.unravel_index(np.arange(math.prod(sizes.values())), tuple(sizes.values())), strict=True)
+    )
+    dims = [
+        sum(places[a] * shard_count(dim[k + 1 :], sizes) for k, a in enumerate(dim)) for dim in sharding.dims
+    ]
     return list(zip(*(np.broadcast_to(d, math.prod(sizes.values())).tolist() for d in dims), strict=True))
 
 
@@ -191,7 +223,9 @@ def _blocks_there(there: Placement) -> list[tuple[int, ...]]:
 
 
 def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, int]]:
-    """Who sends to whom: devices that have the block that they want keep it; the others get it from its holders, in order."""
+    """Who sends to whom: devices that have the block that they want keep it; the others get it from its
+    holders, in order.
+    """
     holders: dict[Any, list[int]] = {}
     for device, block in enumerate(have):
         if want[device] == block:
@@ -206,11 +240,15 @@ def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, in
 def _relabelled(x, mesh: AnyMesh, before: PartitionSpec, after: PartitionSpec):
     """The same shards under another spec, or another mesh; nothing moves."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.shard_map(lambda shard: shard, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)(x)
+        return jax.shard_map(
+            lambda shard: shard, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
+        )(x)
 
 
 def _of_shards(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_single_device_arrays(shape, sharding, [shard.data for shard in x.addressable_shards])
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, [shard.data for shard in x.addressable_shards]
+    )
 
 
 @lru_cache

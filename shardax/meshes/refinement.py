@@ -1,14 +1,16 @@
 """The program's mesh, decided once at its start: the common refinement of the meshes that annotations name.
 
-Devices are numbered along the flat mesh of the program, and each axis of each mesh is written as digits of that number:
+Devices are numbered along the flat mesh of the program, and each axis of each mesh is written as digits of
+that number:
 
-    8 devices, number = 4 a + 2 b + c      (x=2, y=4):  x is a, y is b c          (x=4, y=2):  x is a b, y is c
-    refined: (x=2, y.0=2, y.1=2)           (8,) "z":    z is a b c                transposed:  an axis has its digits elsewhere
+    8 devices, number = 4 a + 2 b + c    (x=2, y=4):  x is a, y is b c      (x=4, y=2):  x is a b, y is c
+    refined: (x=2, y.0=2, y.1=2)         (8,) "z":    z is a b c            transposed:  digits elsewhere
 
-Each digit is one axis of the refined mesh, and each axis of the user's is a tuple of these, so no later step meets a part of
-an axis. Meshes fit one another where all places at which digits begin divide one another. One that does not fit (3·2 beside
-2·3, or devices in an order that digits cannot describe) is a *boundary*: its axes stand for digits of the same sizes, so
-values are cut into the blocks that it asks for, but these lie on other devices than it says.
+Each digit is one axis of the refined mesh, and each axis of the user's is a tuple of these, so no later step
+meets a part of an axis. Meshes fit one another where all places at which digits begin divide one another. One
+that does not fit (3·2 beside 2·3, or devices in an order that digits cannot describe) is a *boundary*: its
+axes stand for digits of the same sizes, so values are cut into the blocks that it asks for, but these lie on
+other devices than it says.
 """
 
 import math
@@ -35,18 +37,22 @@ class Placement:
     sharding: Sharding
 
     def on(self, program: Mesh | AbstractMesh) -> NamedSharding:
-        """With the program's mesh or the user's other one, else one over the devices of the program's, of axes of one type."""
+        """With the program's mesh or the user's other one, else one over the devices of the program's, of
+        axes of one type.
+        """
         own = self.mesh.axes == tuple(program.shape.items()) and not self.mesh.places
-        return NamedSharding(program if own else self.mesh.mesh or _built(self.mesh, program), self.sharding.spec)
+        return NamedSharding(
+            program if own else self.mesh.mesh or _built(self.mesh, program), self.sharding.spec
+        )
 
 
 @dataclass(frozen=True)
 class Refinement:
     """The axes of the program's mesh, and each axis of each mesh that the user named as a tuple of them.
 
-    `meshes`: the program's first. `cuts`: where digits begin, from 1 to the number of devices. `named`: the meshes on which a
-    value may come to rest, those that the program names itself; others are of arguments that came in on them. `chip`: the one
-    whose prices count, None: that of the mesh's devices.
+    `meshes`: the program's first. `cuts`: where digits begin, from 1 to the number of devices. `named`: the
+    meshes on which a value may come to rest, those that the program names itself; others are of arguments
+    that came in on them. `chip`: the one whose prices count, None: that of the mesh's devices.
     """
 
     meshes: tuple[UserMesh, ...]
@@ -67,7 +73,10 @@ class Refinement:
     @cached_property
     def axes(self) -> Mapping[UserMesh, Mapping[str, Axes]]:
         """For each mesh its axes, each as refined ones."""
-        axes = {mesh: {axis: self._covering(digits) for axis, digits in _axes_of(mesh, self).items()} for mesh in self.meshes}
+        axes = {
+            mesh: {axis: self._covering(digits) for axis, digits in _axes_of(mesh, self).items()}
+            for mesh in self.meshes
+        }
         axes[self.program] |= {axis: (axis,) for axis, size in self.program.axes if size == 1}
         return axes
 
@@ -84,15 +93,20 @@ class Refinement:
     def refined(self, dims: Sequence[Axes | None], mesh: UserMesh) -> tuple[Axes | None, ...]:
         """Dims in the axes of a mesh as those of the refined one."""
         axes = self.axes[mesh]
-        return tuple(None if dim is None else tuple(sub for axis in dim for sub in axes[axis]) for dim in dims)
+        return tuple(
+            None if dim is None else tuple(sub for axis in dim for sub in axes[axis]) for dim in dims
+        )
 
     def folded(self, axes: Axes) -> Axes:
-        """Refined axes as a person reads them: refined axes that together make an axis of the user's, in order, are that
-        axis.
+        """Refined axes as a person reads them: refined axes that together make an axis of the user's, in
+        order, are that axis.
         """
         left, found = axes, ()
         while left:
-            taken, name = next(((subs, name) for subs, name in self._wholes if left[: len(subs)] == subs), (left[:1], left[0]))
+            taken, name = next(
+                ((subs, name) for subs, name in self._wholes if left[: len(subs)] == subs),
+                (left[:1], left[0]),
+            )
             left, found = left[len(taken) :], (*found, name)
         return found
 
@@ -103,10 +117,11 @@ class Refinement:
     def rest(
         self, sharding: Sharding, shape: tuple[int, ...], first: UserMesh | None = None, across: bool = False
     ) -> Placement:
-        """How a value of a refined sharding rests between calls: on the first mesh that has a spec for it, and divides it so.
+        """How a value of a refined sharding rests between calls: on the first mesh that has a spec for it,
+        and divides it so.
 
-        A part of an axis has no spec: where no mesh has one, the whole axis goes to that dim, or nearest to it. `across`: it
-        rests on `first` even where it has to be moved there.
+        A part of an axis has no spec: where no mesh has one, the whole axis goes to that dim, or nearest to
+        it. `across`: it rests on `first` even where it has to be moved there.
         """
         if self.is_trivial:
             return Placement(self.program, at_rest(sharding, shape, self.sizes))
@@ -117,7 +132,9 @@ class Refinement:
         return next((p for p in placements if self._equal(self.sharding(p), sharding)), placements[0])
 
     def may_rest_on(self, mesh: UserMesh) -> bool:
-        """Whether values can lie on a mesh as they are, because its devices are in the program's order and its axes fit."""
+        """Whether values can lie on a mesh as they are, because its devices are in the program's order and
+        its axes fit.
+        """
         return mesh == self.program or mesh in self.named and not mesh.places and mesh not in self.boundaries
 
     def placement(self, sharding: Sharding, mesh: UserMesh | None = None) -> Placement:
@@ -134,7 +151,9 @@ class Refinement:
         return Sharding(tuple(dim or () for dim in self.refined(placement.sharding.dims, placement.mesh)))
 
     def cut(self, parts: Iterable[tuple[str, int]]) -> "Refinement":
-        """Further refined: an axis, by its name, into a major part of this size and a minor one. What does not fit is left."""
+        """Further refined: an axis, by its name, into a major part of this size and a minor one. What does
+        not fit is left.
+        """
         cuts = set(self.cuts)
         for axis, major in parts:
             stride, size = self._named[axis]
@@ -190,8 +209,8 @@ class Refinement:
 
     @cached_property
     def _wholes(self) -> list[tuple[Axes, str]]:
-        """The pairs (refined axes, user's axis): those of the program's mesh, then of other meshes where their names are
-        clear.
+        """The pairs (refined axes, user's axis): those of the program's mesh, then of other meshes where
+        their names are clear.
         """
         wholes = {subs: name for name, subs in self.axes[self.program].items() if len(subs) > 1}
         names = [name for mesh in self.meshes for name in mesh.sizes]
@@ -203,7 +222,8 @@ class Refinement:
 
 
 def refinement(meshes: Iterable[UserMesh], of_arguments: Iterable[UserMesh] = ()) -> Refinement:
-    """The common refinement of meshes over the same devices, the program's first; last those on which arguments came in.
+    """The common refinement of meshes over the same devices, the program's first; last those on which
+    arguments came in.
 
     >>> both = refinement([UserMesh((("x", 2), ("y", 4))), UserMesh((("x", 4), ("y", 2)))])
     >>> dict(both.sizes)
@@ -273,7 +293,13 @@ def _line_digits(line: list[int]) -> Digits | None:
 
 def _points(digits: Mapping[str, Digits]) -> set[int]:
     """Where digits begin, and end."""
-    return {point for own in digits.values() for stride, size in own if size > 1 for point in (stride, stride * size)}
+    return {
+        point
+        for own in digits.values()
+        for stride, size in own
+        if size > 1
+        for point in (stride, stride * size)
+    }
 
 
 def _nested(cuts: Iterable[int]) -> bool:
@@ -291,7 +317,8 @@ def _fits(cuts: Iterable[int], digits: Mapping[str, Digits] | None) -> bool:
 
 
 def _dealt(mesh: UserMesh, cuts: Sequence[int]) -> dict[str, Digits]:
-    """Digits of the sizes of a mesh's axes, wherever their places are. Those with a common divisor are cut where need be.
+    """Digits of the sizes of a mesh's axes, wherever their places are. Those with a common divisor are cut
+    where need be.
 
     >>> _dealt(UserMesh((("a", 3), ("b", 2))), (1, 3, 6))
     {'a': [(1, 3)], 'b': [(3, 2)]}

@@ -1,4 +1,6 @@
-"""Rewrites the annotations of a program, each in the axes of a mesh of its own, to the one mesh that the program runs on."""
+"""Rewrites the annotations of a program, each in the axes of a mesh of its own, to the one mesh that the
+program runs on.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node that names axes, with its parameters as the user's program has them; `given` where it is an annotation."""
+    """A node that names axes, with its parameters as the user's program has them; `given` where it is an
+    annotation.
+    """
 
     node: Node
     params: Mapping[str, Any]
@@ -62,13 +66,20 @@ def _sites(graph: Graph, mesh: AnyMesh, island: UserMesh | None) -> Iterator[Sit
 
 
 def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
-    """The mesh whose axes an annotation names: its own, else that of the innermost shard_jit around it, else the program's."""
+    """The mesh whose axes an annotation names: its own, else that of the innermost shard_jit around it, else
+    the program's.
+    """
     called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
     own = called if given.mesh is None else given.mesh
     if own is mesh or not any(given.dims) and not given.names_result:
         return program_mesh(mesh)
     if user_mesh(own, mesh) is None:
-        check_devices(own, Sharding(tuple(dim or () for dim in given.dims)).spec, mesh, f"{given.source} asks for a sharding")
+        check_devices(
+            own,
+            Sharding(tuple(dim or () for dim in given.dims)).spec,
+            mesh,
+            f"{given.source} asks for a sharding",
+        )
     found = _own_mesh(mesh, own)
     return found if any(given.dims) or found.places else program_mesh(mesh)  # what is whole is so in any axes
 
@@ -109,8 +120,8 @@ def _own_meshes(jaxpr, seen: set[int]) -> Iterator[AnyMesh]:
 
 
 def settled(jaxpr, mesh: AnyMesh):
-    """The jaxpr with JAX's own annotations as ours where their meshes have the program's devices in another order: `jax.jit`
-    looks into programs for shardings, and takes those of one order only.
+    """The jaxpr with JAX's own annotations as ours where their meshes have the program's devices in another
+    order: `jax.jit` looks into programs for shardings, and takes those of one order only.
 
     Raises:
       OtherDevices: a mesh has other devices than the program's.
@@ -138,7 +149,9 @@ def _checked(eqn, mesh: AnyMesh):
     own, dims, line = eqn.params["mesh"], eqn.params["dims"], _jax.user_line(eqn.source_info)
     if own is not None:
         spec = Sharding(tuple(dim or () for dim in dims)).spec
-        check_devices(own, spec, mesh, f"{eqn.params['source']} at {line or 'an unknown line'} asks for a sharding")
+        check_devices(
+            own, spec, mesh, f"{eqn.params['source']} at {line or 'an unknown line'} asks for a sharding"
+        )
     return eqn
 
 
@@ -147,7 +160,9 @@ def _annotation_in_order(eqn):
 
 
 def _island_in_order(eqn):
-    """An island over an abstract mesh: what it computes depends only on the places on its mesh, not on devices."""
+    """An island over an abstract mesh: what it computes depends only on the places on its mesh, not on
+    devices.
+    """
     return eqn.replace(params={**eqn.params, "mesh": eqn.params["mesh"].abstract_mesh})
 
 
@@ -160,16 +175,23 @@ def _jit_in_order(eqn):
         return _annotated(outs, eqn.params["out_shardings"], "jit out_shardings", line)
 
     unsaid = {side: (_jax.UNSPECIFIED,) * len(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
-    return eqn.replace(params={**eqn.params, **unsaid, "jaxpr": jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))})
+    return eqn.replace(
+        params={**eqn.params, **unsaid, "jaxpr": jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))}
+    )
 
 
 def _put_in_order(eqn):
-    """A device_put of any number of arrays, as a jit of annotations; what moves to another memory does so after them."""
+    """A device_put of any number of arrays, as a jit of annotations; what moves to another memory does so
+    after them.
+    """
     line, memories = _jax.user_line(eqn.source_info), [memory_of(v.aval) for v in eqn.outvars]
 
     def run(*args):
         placed = _annotated(args, eqn.params["devices"], "device_put", line)
-        return [x if memory_of(jax.typeof(x)) is m else jax.device_put(x, m) for x, m in zip(placed, memories, strict=True)]
+        return [
+            x if memory_of(jax.typeof(x)) is m else jax.device_put(x, m)
+            for x, m in zip(placed, memories, strict=True)
+        ]
 
     (jitted,) = jax.make_jaxpr(jax.jit(run))(*(shape_of(v.aval) for v in eqn.invars)).eqns
     return eqn.replace(primitive=jitted.primitive, params=jitted.params)
@@ -181,7 +203,8 @@ def _annotated(xs, shardings, words: str, line: str):
         for x, s in zip(xs, shardings, strict=True)
     ]
     return [
-        x if g is None else bind_annotation(x, g.dims, g.source, g.role, mesh=g.mesh) for x, g in zip(xs, given, strict=True)
+        x if g is None else bind_annotation(x, g.dims, g.source, g.role, mesh=g.mesh)
+        for x, g in zip(xs, given, strict=True)
     ]
 
 
@@ -196,8 +219,8 @@ _IN_ORDER = {
 
 
 def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
-    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions are also told the axes that the
-    user knows.
+    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions are also told
+    the axes that the user knows.
     """
     for site in found:
         if site.node.name == "custom_partitioning":
@@ -222,9 +245,11 @@ def _annotation(given: Annotation, dims: Dims, mesh: UserMesh, refinement: Refin
 
 
 def _needed(site: Site, refinement: Refinement) -> Dims:
-    """The refined axes of an annotation. Of those of a dim, the first that split it into single rows are enough.
+    """The refined axes of an annotation. Of those of a dim, the first that split it into single rows are
+    enough.
 
-    Over the other axes its rows are replicated, for else devices would be without any. What names a result stays as it is.
+    Over the other axes its rows are replicated, for else devices would be without any. What names a result
+    stays as it is.
     """
     assert site.given is not None
     dims, shape = refinement.refined(site.given.dims, site.mesh), site.node.outputs[0].shape
@@ -235,10 +260,11 @@ def _needed(site: Site, refinement: Refinement) -> Dims:
 
 def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
     mesh = refined_mesh(site.params["mesh"], refinement)
-    specs = {
-        side: tuple(Sharding(refinement.refined(from_spec(s, len(s)).dims, site.mesh)).spec for s in site.params[side])  # type: ignore[arg-type]
-        for side in ("in_specs", "out_specs")
-    }
+
+    def refined(spec):
+        return Sharding(refinement.refined(from_spec(spec, len(spec)).dims, site.mesh)).spec  # type: ignore[arg-type]
+
+    specs = {side: tuple(map(refined, site.params[side])) for side in ("in_specs", "out_specs")}
     return {**site.params, **specs, "mesh": mesh}
 
 
@@ -246,18 +272,22 @@ def in_refined_axes(jaxpr, refinement: Refinement):
     """A jaxpr over shards that names axes of the program's own mesh, rewritten to the refined ones."""
 
     def change(eqn):
-        params = _collective(eqn.params, refinement.program, refinement) if named_axes(eqn.params) else eqn.params
+        params = (
+            _collective(eqn.params, refinement.program, refinement) if named_axes(eqn.params) else eqn.params
+        )
         if eqn.primitive.name != "axis_index" or len(params["axis_name"]) == 1:
             return eqn.replace(params=params)
-        index = jax.make_jaxpr(jax.jit(lambda: lax.axis_index(params["axis_name"])), axis_env=list(refinement.sizes.items()))()
+        index = jax.make_jaxpr(
+            jax.jit(lambda: lax.axis_index(params["axis_name"])), axis_env=list(refinement.sizes.items())
+        )()
         return eqn.replace(primitive=index.eqns[0].primitive, params=index.eqns[0].params)
 
     return jaxpr if refinement.is_trivial else _jax.map_eqns(jaxpr, change)
 
 
 def _collective(params: Mapping[str, Any], mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
-    """A collective, or index, of shards. The pairs of a ppermute count devices in the order of the mesh, whatever the order in
-    which it names axes."""
+    """A collective, or index, of shards. The pairs of a ppermute count devices in the order of the mesh,
+    whatever the order in which it names axes."""
     axes = refinement.axes[mesh]
     if "perm" not in params:
         return {**params, **{k: _renamed(v, axes) for k, v in named_axes(params).items()}}
@@ -269,15 +299,23 @@ def _collective(params: Mapping[str, Any], mesh: UserMesh, refinement: Refinemen
 def named_axes(params: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a collective that name axes."""
     named = {k: params[k] for k in ("axes", "axis_name") if k in params}
-    return {k: v for k, v in named.items() if any(isinstance(a, str) for a in (v if isinstance(v, tuple | list) else (v,)))}
+    return {
+        k: v
+        for k, v in named.items()
+        if any(isinstance(a, str) for a in (v if isinstance(v, tuple | list) else (v,)))
+    }
 
 
 def _renamed(names, axes: Mapping[str, Axes]) -> Axes:
     return tuple(sub for name in entry_axes(names) for sub in axes.get(name, (name,)))
 
 
-def placements(graph: Graph, given: Sequence[Sharding | Placement | None], found: Sequence[Site], refinement: Refinement):
-    """How each argument rests: as it is committed, else nearest to its annotation; None where nothing says so."""
+def placements(
+    graph: Graph, given: Sequence[Sharding | Placement | None], found: Sequence[Site], refinement: Refinement
+):
+    """How each argument rests: as it is committed, else nearest to its annotation; None where nothing says
+    so.
+    """
     rest = {v: _on(refinement.program, p) for v, p in zip(graph.inputs, given, strict=True)}
     inputs = set(graph.inputs)
     for site in found:

@@ -1,7 +1,8 @@
-"""The ways to run a node: what the layouts in which its operands may be made, and the wishes for its results, suggest.
+"""The ways to run a node: what the layouts in which its operands may be made, and the wishes for its results,
+suggest.
 
-Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that look cheapest where
-they stand; whatever is left out is left out for all searches of that program alike.
+Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that
+look cheapest where they stand; whatever is left out is left out for all searches of that program alike.
 """
 
 import math
@@ -34,7 +35,9 @@ _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is
 
 
 class Alternatives:
-    """The ways of a program's nodes. `stored`: the values that stand in memory, not fused into the one that reads them."""
+    """The ways of a program's nodes. `stored`: the values that stand in memory, not fused into the one that
+    reads them.
+    """
 
     def __init__(self, graph: Graph, completion: Completion, padding: Padding):
         self.completion, self.padding = completion, padding
@@ -44,9 +47,12 @@ class Alternatives:
         self.memo: dict[Hashable, Sequence[Way]] = {}
         self.guesses: dict[Hashable, float] = {}
 
-    def of(self, node: Node, made: Sequence[Layouts], wanted: Sequence[Layout], hidden: frozenset[str]) -> Sequence[Way]:
-        """The ways of a node without bodies. `made`: the layouts in which each operand may be; `wanted`: those that completion
-        wants, of operands and results; `hidden`: axes over which nothing may be split here.
+    def of(
+        self, node: Node, made: Sequence[Layouts], wanted: Sequence[Layout], hidden: frozenset[str]
+    ) -> Sequence[Way]:
+        """The ways of a node without bodies. `made`: the layouts in which each operand may be; `wanted`:
+        those that completion wants, of operands and results; `hidden`: axes over which nothing may be split
+        here.
         """
         entry = RULES.get(node.name) or Entry(node.name, whole_rule, run_whole)
         factors = self.completion.items.known.of(node)[0].factors or entry.factors(node)
@@ -60,7 +66,17 @@ class Alternatives:
         said = _said(node) if entry.sends or entry.ways else ()
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sizes = tuple([(v.itemsize, v in self.stored) for v in values])
-        return (entry.name, id(factors), tuple(made), tuple(wanted), sizes, same, tuple(entry.passes_of(node)), said, hidden)
+        return (
+            entry.name,
+            id(factors),
+            tuple(made),
+            tuple(wanted),
+            sizes,
+            same,
+            tuple(entry.passes_of(node)),
+            said,
+            hidden,
+        )
 
     def _found(self, node: Node, entry: Entry, factors: Factors, made, wanted) -> Sequence[Way]:
         count = len(node.inputs)
@@ -89,19 +105,25 @@ class Alternatives:
             ways = ways[:MOST]
         return ways
 
-    def candidates(self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes) -> Iterator[Candidate]:
+    def candidates(
+        self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes
+    ) -> Iterator[Candidate]:
         found = self.of_rule(node, entry, factors, made, wanted, idle)
         if entry.ways is None:
             return found
         locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
         return (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
 
-    def of_rule(self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes) -> Iterator[Candidate]:
+    def of_rule(
+        self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes
+    ) -> Iterator[Candidate]:
         count = len(node.inputs)
         operands = [(*have, want) for have, want in zip(made, wanted, strict=False)]
         results = [(want,) for want in wanted[count:]]
         offer = Offer(idle, reduced=True)
-        suggested = suggest(results + operands, factors.results + factors.operands, factors, self.padding, offer)
+        suggested = suggest(
+            results + operands, factors.results + factors.operands, factors, self.padding, offer
+        )
         ways = list(waits(entry.passes_of(node), made))
         for splits in assignments(options_of(suggested, factors, self.padding), factors, self.sizes):
             for group, pending in ways:
@@ -120,13 +142,15 @@ class Alternatives:
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry), memory)
 
     def moving(self, nbytes: float) -> float:
-        """The price of memory traffic. An operation takes about as long on a few bytes as on none: to split what is small
-        spares next to nothing, and is not worth a message."""
+        """The price of memory traffic. An operation takes about as long on a few bytes as on none: to split
+        what is small spares next to nothing, and is not worth a message."""
         price, least = self.network.compute(0, nbytes), PICO * self.network.chip.least
         return float(round(price / _SMALL if price < least else price - least * (1 - 1 / _SMALL)))
 
     def traffic(self, node: Node, entry: Entry, candidate: Candidate) -> float:
-        """The bytes that a node reads and writes in memory; and a trace of what it takes from others or gives them."""
+        """The bytes that a node reads and writes in memory; and a trace of what it takes from others or gives
+        them.
+        """
         values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
         if entry.reads == "none":
             return 0.0
@@ -135,14 +159,22 @@ class Alternatives:
         elif entry.in_place and not entry.looks_up:  # what is updated is not copied
             values, layouts = 2 * values[1:-1], 2 * layouts[1:-1]
         pairs = zip(values, layouts, strict=True)
-        return float(sum(self.nbytes(v, lay) * (1 if v in self.stored else _FUSED) for v, lay in pairs if not v.is_literal))
+        return float(
+            sum(
+                self.nbytes(v, lay) * (1 if v in self.stored else _FUSED)
+                for v, lay in pairs
+                if not v.is_literal
+            )
+        )
 
     def nbytes(self, value: Value, layout: Layout) -> int:
         return math.prod(layout.local_shape(self.sizes)) * value.itemsize
 
-    def guess(self, node: Node, way: Way, made: Sequence[Layouts], wanted: Sequence[Layout]) -> tuple[float, float]:
-        """About what a way costs where it stands, its operands brought and its results as wanted: only to rank ways. Of equals
-        those come first that take their operands as they are made."""
+    def guess(
+        self, node: Node, way: Way, made: Sequence[Layouts], wanted: Sequence[Layout]
+    ) -> tuple[float, float]:
+        """About what a way costs where it stands, its operands brought and its results as wanted: only to
+        rank ways. Of equals those come first that take their operands as they are made."""
         brought = sum(
             min(self.guessed(v, source, target) for source in (sources or (target,)))
             for v, sources, target in zip(node.inputs, made, way.operands, strict=True)
@@ -164,7 +196,12 @@ class Alternatives:
         if owed:
             scattered = not set(owed).isdisjoint(target.sharding.axes)
             sent += (1 if scattered else 2) * self.nbytes(value, source)
-        lost = [a for have, want in zip(source.dims, target.dims, strict=True) for a in have if want[: len(have)] != have]
+        lost = [
+            a
+            for have, want in zip(source.dims, target.dims, strict=True)
+            for a in have
+            if want[: len(have)] != have
+        ]
         kept = [a for a in lost if a in target.sharding.axes]
         if kept:
             sent += self.nbytes(value, source)
@@ -178,12 +215,16 @@ class Alternatives:
 def _idle(way: Way, made: Sequence[Layouts]) -> Axes:
     """The axes that split what a way reads as it is made, and then split nothing."""
     have = [layouts[0].sharding.axes for layouts in made if layouts]
-    used = {a for layout in (*way.operands, *way.results) for a in (*layout.sharding.axes, *layout.pending_axes)}
+    used = {
+        a for layout in (*way.operands, *way.results) for a in (*layout.sharding.axes, *layout.pending_axes)
+    }
     return tuple(dict.fromkeys(a for axes in have for a in axes if a not in used))
 
 
 def stored(graph: Graph) -> set[Value]:
-    """The values that stand in memory: all but those that are computed elementwise and used once, by what takes them in."""
+    """The values that stand in memory: all but those that are computed elementwise and used once, by what
+    takes them in.
+    """
     readers: dict[Value, list[Node | None]] = {}
     made: dict[Value, Node] = {}
     bodies = [graph, *(body for node in graph.walk() for body in node.bodies)]

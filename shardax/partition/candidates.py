@@ -1,4 +1,6 @@
-"""Candidates: the ways to run a node that the layouts of its operands and the wishes for its results suggest."""
+"""Candidates: the ways to run a node that the layouts of its operands and the wishes for its results
+suggest.
+"""
 
 import itertools
 from collections import Counter
@@ -13,7 +15,9 @@ from shardax.spmd_rules.rule import KEEP, WHOLE, Factors, TensorFactors
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Splits of factors, and the layouts that operands and results take by them, pending reductions included."""
+    """Splits of factors, and the layouts that operands and results take by them, pending reductions
+    included.
+    """
 
     splits: Splits
     operands: tuple[Layout, ...]
@@ -24,9 +28,12 @@ def candidate_of(factors: Factors, splits: Splits, group: Sequence[int], pending
     """Layouts from splits; the operands of `group` come in owing `pending`, and so leave the results."""
     owed = tuple(sorted({*reduced_pending(factors, splits), *pending}))
     operands = tuple(
-        tensor_layout(dims, factors, splits, pending if i in group else ()) for i, dims in enumerate(factors.operands)
+        tensor_layout(dims, factors, splits, pending if i in group else ())
+        for i, dims in enumerate(factors.operands)
     )
-    return Candidate(splits, operands, tuple(tensor_layout(dims, factors, splits, owed) for dims in factors.results))
+    return Candidate(
+        splits, operands, tuple(tensor_layout(dims, factors, splits, owed) for dims in factors.results)
+    )
 
 
 def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
@@ -41,8 +48,8 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
 class Offer:
     """Axes that may go to dims where no tensor has them: what all_to_alls bring there.
 
-    `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split so: no other need be
-    gathered. Those that split what must be whole always may.
+    `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split
+    so: no other need be gathered. Those that split what must be whole always may.
     """
 
     idle: Axes = ()
@@ -52,8 +59,8 @@ class Offer:
 def suggest(
     layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padding: Padding, offer: Offer
 ) -> dict[str, list[Split]]:
-    """For each factor the splits that some layout of some tensor suggests, first suggested first; last, those with axes on
-    offer, on the tensor's other factors, so that no device gets more than its part."""
+    """For each factor the splits that some layout of some tensor suggests, first suggested first; last, those
+    with axes on offer, on the tensor's other factors, so that no device gets more than its part."""
     suggestions: dict[str, list[Split]] = {}
     moved: list[tuple[str, Split]] = []
     found = [
@@ -81,13 +88,17 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
 def _moved(
     splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes
 ) -> Iterator[tuple[str, Split]]:
-    """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and idle ones: all, or
-    one. Only idle axes go to windowed factors, where halos are sent."""
-    others = [split for f, split in splits.items() if (factors.kind(f) != KEEP or "~" in f) and f not in stays]
+    """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
+    idle ones: all, or one. Only idle axes go to windowed factors, where halos are sent."""
+    others = [
+        split for f, split in splits.items() if (factors.kind(f) != KEEP or "~" in f) and f not in stays
+    ]
     homeless = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
     if not homeless:
         return
-    for factor in dict.fromkeys(f for dim in dims for f in dim if factors.kind(f) == KEEP and (idle or "~" not in f)):
+    for factor in dict.fromkeys(
+        f for dim in dims for f in dim if factors.kind(f) == KEEP and (idle or "~" not in f)
+    ):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in homeless)
         for more in dict.fromkeys((homeless, *((a,) for a in homeless))):
@@ -112,9 +123,12 @@ def options_of(suggestions: dict[str, list[Split]], factors: Factors, padding: P
     return [ways for ways in options.values() if ways]
 
 
-def _tied(group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Iterator[Splits]:
-    """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of another where these
-    are not much too large. What only operands have may also stay whole, its parts being cut out, but not what is reduced."""
+def _tied(
+    group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding
+) -> Iterator[Splits]:
+    """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of
+    another where these are not much too large. What only operands have may also stay whole, its parts being
+    cut out, but not what is reduced."""
     shown = {f for tensor in factors.results for dim in tensor for f in dim}.union(factors.reduced)
     for axes in dict.fromkeys(split.axes for f in group for split in suggestions.get(f, ())):
         sizes = {f: [s.padded for s in suggestions.get(f, ()) if s.axes == axes] for f in group}
@@ -123,15 +137,17 @@ def _tied(group: Sequence[str], suggestions: dict[str, list[Split]], factors: Fa
             yield {f: split for f, split in zip(group, chosen, strict=True) if split}
 
 
-def _blocks(factor: str, size: int, axes: Axes, padded: dict[str, list[int]], padding: Padding) -> list[Split | None]:
+def _blocks(
+    factor: str, size: int, axes: Axes, padded: dict[str, list[int]], padding: Padding
+) -> list[Split | None]:
     own = [*padded[factor], padding.padded(size, axes)]
     others = (p for sizes in padded.values() for p in sizes if size <= p <= 2 * size)
     return [Split(axes, p) for p in dict.fromkeys((*own, *others))]
 
 
 def assignments(options: Options, factors: Factors, sizes: AxisSizes) -> Iterator[dict[str, Split]]:
-    """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then every way, the
-    fullest first, as far as there is patience; last, none."""
+    """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then
+    every way, the fullest first, as far as there is patience; last, none."""
     yield _greedy(options, factors, sizes)
     for chosen in itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES):
         splits = {f: split for way in chosen for f, split in way.items()}
@@ -152,7 +168,9 @@ def _greedy(options: Options, factors: Factors, sizes: AxisSizes) -> dict[str, S
 
 
 def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:
-    """Whether no tensor is split twice by one axis, and no axis over which a result owes a reduction splits it too."""
+    """Whether no tensor is split twice by one axis, and no axis over which a result owes a reduction splits
+    it too.
+    """
     owed = [axis for axis, _ in (*reduced_pending(factors, splits), *pending)]
     if len(set(owed)) != len(owed):
         return False
@@ -165,10 +183,18 @@ def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:
     return True
 
 
-def waits(passes: Sequence[Passes], operands: Sequence[Sequence[Layout]]) -> Iterator[tuple[tuple[int, ...], Pending]]:
-    """The ways to let pending operands wait: (operands that come in pending, what they owe); last, that none does."""
+def waits(
+    passes: Sequence[Passes], operands: Sequence[Sequence[Layout]]
+) -> Iterator[tuple[tuple[int, ...], Pending]]:
+    """The ways to let pending operands wait: (operands that come in pending, what they owe); last, that none
+    does.
+    """
     for group in passes:
-        owed = [tuple(p for p in lay.pending if p[1] in group.kinds) for i in group.operands for lay in operands[i]]
+        owed = [
+            tuple(p for p in lay.pending if p[1] in group.kinds)
+            for i in group.operands
+            for lay in operands[i]
+        ]
         together = tuple(sorted(set(itertools.chain(*owed))))
         if len({axis for axis, _ in together}) == len(together):
             owed.insert(0, together)

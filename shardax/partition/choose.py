@@ -1,8 +1,9 @@
 """choose: how every node of a program runs, for the least seconds in all. Pure data out: the decisions.
 
-The program is laid out as sites and solved (`search.py`). Where loops carry something it is laid out twice: the second time
-carries may take the layouts in which their bodies gave them back the first time. Whether the trips of a map are split is tried
-for one map after the other: the devices are at different trips then, so that all ways inside are others.
+The program is laid out as sites and solved (`search.py`). Where loops carry something it is laid out twice:
+the second time carries may take the layouts in which their bodies gave them back the first time. Whether the
+trips of a map are split is tried for one map after the other: the devices are at different trips then, so
+that all ways inside are others.
 """
 
 import math
@@ -31,11 +32,13 @@ def choose(
     allowed: Callable[..., bool] | None = None,
     byte_price: float = 0.0,
 ) -> Decisions:
-    """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must leave in.
+    """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must
+    leave in.
 
-    `allowed`: under strict mode, whether what has one of these names may move: primitives, lines, kinds of collectives. Nothing
-    else is moved that nobody asked for, wherever there is another way. `byte_price`: picoseconds for each byte of what is made,
-    on one device: the multiplier by which less memory is bought for more time.
+    `allowed`: under strict mode, whether what has one of these names may move: primitives, lines, kinds of
+    collectives. Nothing else is moved that nobody asked for, wherever there is another way. `byte_price`:
+    picoseconds for each byte of what is made, on one device: the multiplier by which less memory is bought
+    for more time.
     """
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
 
@@ -57,12 +60,17 @@ def choose(
 
 
 def memory(decisions: Decisions, sizes: AxisSizes) -> int:
-    """The bytes on each device of all that is made and stored, copies in other layouts among it, were nothing freed."""
+    """The bytes on each device of all that is made and stored, copies in other layouts among it, were nothing
+    freed.
+    """
     return _made_and_moved(decisions, sizes, stored(decisions.graph))
 
 
 def _made_and_moved(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) -> int:
-    found, inside = [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.moves], 0
+    found, inside = (
+        [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.moves],
+        0,
+    )
     for node, decision in decisions.pairs():
         found += [(v, m.target) for v, m in zip(node.inputs, decision.moves, strict=True) if m.moves]
         found += [(v, layout) for v, layout in zip(node.outputs, decision.results, strict=True) if v in kept]
@@ -70,7 +78,9 @@ def _made_and_moved(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) ->
     return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in found)
 
 
-def _searched(lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits) -> tuple[Search, Solution]:
+def _searched(
+    lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits
+) -> tuple[Search, Solution]:
     given_back: dict[Hashable, Layouts] = {}
     while True:
         search = lay_out(splits, given_back)

@@ -1,10 +1,10 @@
 """What it costs to read a value in several layouts: copies that are made once and shared by its readers.
 
-A value is made in one layout; whoever reads it in another makes a copy of it. A value with one such reader needs a table
-between the two. With several, a variable of its own says which copies are made for all:
+A value is made in one layout; whoever reads it in another makes a copy of it. A value with one such reader
+needs a table between the two. With several, a variable of its own says which copies are made for all:
 
-    maker ──── (made as m, copies of S) ──── reader 1        S has at most two layouts; further ones each reader makes
-                         └────────────────── reader 2        for itself
+    maker ──── (made as m, copies of S) ──── reader 1      S has at most two layouts; further ones
+                         └────────────────── reader 2      each reader makes for itself
 """
 
 import itertools
@@ -22,8 +22,9 @@ Price = Callable[[Layout, Layout], float]
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """The states that may pay. `states`: the layout in which a value is made, and the copies that are made for all. `making`:
-    the price of these. `reading`: for each state and each layout of `read` what a reader pays beside.
+    """The states that may pay. `states`: the layout in which a value is made, and the copies that are made
+    for all. `making`: the price of these. `reading`: for each state and each layout of `read` what a reader
+    pays beside.
     """
 
     states: Sequence[tuple[Layout, tuple[Layout, ...]]]
@@ -53,7 +54,10 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     prices = np.array([[price(m, t) for t in read] for m in made])
     parts = np.array([[price(copy, t) if is_cut(copy, t) else np.inf for t in read] for copy in read])
     cut = np.isfinite(parts)
-    uses = [sum(any(cut[c, read.index(t)] for t in dict.fromkeys(targets)) for targets in readers) for c in range(len(read))]
+    uses = [
+        sum(any(cut[c, read.index(t)] for t in dict.fromkeys(targets)) for targets in readers)
+        for c in range(len(read))
+    ]
     states, making, reading = [], [], []
     for m, row in zip(made, prices, strict=True):
         paid = [c for c in range(len(read)) if row[c] > 0 and uses[c] > 1]

@@ -40,7 +40,9 @@ class Decision:
         """The decision of a node that is alike, whose bodies have values and lines of their own."""
         if not self.bodies:
             return self
-        return replace(self, bodies=tuple(inside.of(body) for inside, body in zip(self.bodies, node.bodies, strict=True)))
+        return replace(
+            self, bodies=tuple(inside.of(body) for inside, body in zip(self.bodies, node.bodies, strict=True))
+        )
 
     def local(self, node: Node, sizes: AxisSizes) -> Local:
         return Local(node, self.operands, self.results, self.splits, sizes)
@@ -48,7 +50,8 @@ class Decision:
 
 @dataclass(eq=False, slots=True)
 class Decisions:
-    """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its outputs.
+    """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its
+    outputs.
 
     `price`: of the program, in picoseconds. `gap`: how much that may be above the least.
     """

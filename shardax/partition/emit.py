@@ -1,6 +1,7 @@
 """emit: carries the decisions out on shards. Mechanical: everything that is chosen was chosen before.
 
-Called inside `shard_map`; every value is kept in all the layouts in which something read it, so what was gathered is shared.
+Called inside `shard_map`; every value is kept in all the layouts in which something read it, so what was
+gathered is shared.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +28,12 @@ Shards = dict[Layout, Any]
 Shown = Callable[[Sharding], Sharding]
 
 
-def emit(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes, shown: Shown = lambda s: s) -> list[Any]:
-    """Runs a decided graph on the shards of its inputs; returns those of its outputs. `shown`: a sharding in reasons' words."""
+def emit(
+    decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes, shown: Shown = lambda s: s
+) -> list[Any]:
+    """Runs a decided graph on the shards of its inputs; returns those of its outputs. `shown`: a sharding in
+    reasons' words.
+    """
     return Emitter(sizes, shown).graph(decisions, shards)
 
 
@@ -40,8 +45,8 @@ def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -
 
 
 class Reader(NamedTuple):
-    """Who reads a value: operand `place` of a node, which runs by this decision; without a node, result `place` of the graph
-    at hand.
+    """Who reads a value: operand `place` of a node, which runs by this decision; without a node, result
+    `place` of the graph at hand.
     """
 
     node: Node | None
@@ -75,7 +80,9 @@ class Emitter:
         return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]
 
     def output(self, value: Value, move: Move, i: int):
-        """The shard of an output. The collectives that bring it to the asked layout count for the line that made it."""
+        """The shard of an output. The collectives that bring it to the asked layout count for the line that
+        made it.
+        """
         maker = self.makers.get(value)
         if maker is None:
             return self.read(value, move, Reader(None, None, i))
@@ -103,7 +110,9 @@ class Emitter:
                 self.debtors[value] = self.debtor(node, decision, i)
 
     def debtor(self, node: Node, decision: Decision, i: int) -> tuple[Node, Decision]:
-        """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's body, or else here."""
+        """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's
+        body, or else here.
+        """
         owing = [v for v, move in zip(node.inputs, decision.moves, strict=True) if move.target.pending]
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
         return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), (node, decision))
@@ -118,7 +127,9 @@ class Emitter:
         return shards[move.target]
 
     def held(self, value: Value, layout: Layout):
-        """A value and its shard in a layout: its own, or that of what was annotated to be it; else it is made so."""
+        """A value and its shard in a layout: its own, or that of what was annotated to be it; else it is made
+        so.
+        """
         while layout not in self.env[value]:
             node = self.makers.get(value)
             if node is None or not annotations.of_node(node) or node.inputs[0].is_literal:
@@ -138,7 +149,10 @@ class Emitter:
         assert entry.made_anywhere, node.name
         scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
         local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
-        shards = [self.read(v, Move(lay, lay), Reader(node)) for v, lay in zip(node.inputs, local.operands, strict=True)]
+        shards = [
+            self.read(v, Move(lay, lay), Reader(node))
+            for v, lay in zip(node.inputs, local.operands, strict=True)
+        ]
         return run_local(entry, local, entry.factors(node), shards)[0]
 
     def moved(self, value: Value, shard, move: Move, reader: Reader):
@@ -155,12 +169,22 @@ class Emitter:
                 shard = run.apply(paths.Path((step,), step.nbytes), shard, value.shape, self.sizes)
         return shard
 
-    def reason(self, value: Value, move: Move, step: paths.Step, reader: Reader, debtor: Node | None, owing: Decision | None):
+    def reason(
+        self,
+        value: Value,
+        move: Move,
+        step: paths.Step,
+        reader: Reader,
+        debtor: Node | None,
+        owing: Decision | None,
+    ):
         """Why a step of a move is taken: the words, and the facts."""
         if settled := _settles(step):
             return f"{settled} of {debtor.name if debtor else 'carry'}", Settled(step.axes, debtor, owing)
         around = None if reader.node else self.around
-        cause = Resharded(value, move.source, move.target, step.axes, reader.node, reader.decision, reader.place, around)
+        cause = Resharded(
+            value, move.source, move.target, step.axes, reader.node, reader.decision, reader.place, around
+        )
         words = f"what {around.name} gives back" if around else purpose(reader.node)
         return reshard_reason(words, self.shown(move.target.sharding)), cause
 
@@ -168,12 +192,19 @@ class Emitter:
 def _settles(step: paths.Step) -> str | None:
     """The kind of the reduction that a step settles, None if it settles none."""
     return next(
-        (kind for axis, kind in step.source.pending if axis in step.axes and axis not in step.layout.pending_axes), None
+        (
+            kind
+            for axis, kind in step.source.pending
+            if axis in step.axes and axis not in step.layout.pending_axes
+        ),
+        None,
     )
 
 
 def _literal(value: Value):
-    """A literal as a numpy array, which has no mesh. One made inside a shard_map would have the type of its mesh."""
+    """A literal as a numpy array, which has no mesh. One made inside a shard_map would have the type of its
+    mesh.
+    """
     is_key = jax.numpy.issubdtype(value.aval.dtype, jax.dtypes.extended)
     return value.literal if is_key else np.asarray(value.literal, value.aval.dtype)
 
@@ -192,8 +223,8 @@ def reshard_reason(purpose: str, sharding: Sharding) -> str:
 
 
 class _UserContext:
-    """The equation's own source line and names, and its context, so that profiles and HLO show the user's code; the mesh is
-    the one here. (A class: it is entered for every node.)"""
+    """The equation's own source line and names, and its context, so that profiles and HLO show the user's
+    code; the mesh is the one here. (A class: it is entered for every node.)"""
 
     __slots__ = ("managers",)
 

@@ -49,8 +49,12 @@ def _scan(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any
     return [*carry, *ys]
 
 
-def _scan_keeping(local: Local, kept: dict[int, Layout], trip, init, xs, how) -> tuple[Sequence[Any], Sequence[Any]]:
-    """A scan of whose stacked results `kept` each device keeps only a block, by writing the rows of its own trips."""
+def _scan_keeping(
+    local: Local, kept: dict[int, Layout], trip, init, xs, how
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """A scan of whose stacked results `kept` each device keeps only a block, by writing the rows of its own
+    trips.
+    """
     if not kept:
         return lax.scan(trip, init, xs, **how)
     outputs = local.node.outputs[len(init) :]
@@ -61,7 +65,9 @@ def _scan_keeping(local: Local, kept: dict[int, Layout], trip, init, xs, how) ->
         carry, ys = trip(carry, xs)
         firsts = [local.start(lay, 0) for lay in kept.values()]
         blocks = [_written(b, ys[i], at - first) for b, i, first in zip(blocks, kept, firsts, strict=True)]
-        return (carry, at + (-1 if how["reverse"] else 1), blocks), [y for i, y in enumerate(ys) if i not in kept]
+        return (carry, at + (-1 if how["reverse"] else 1), blocks), [
+            y for i, y in enumerate(ys) if i not in kept
+        ]
 
     first = np.int32(how["length"] - 1 if how["reverse"] else 0)
     (carry, _, blocks), rest = lax.scan(step, (list(init), first, blocks), xs, **how)
@@ -78,10 +84,11 @@ def _written(block, row, at):
 
 
 def _split_scan(local: Local, split: Split, trip, init, xs, how) -> list[Any]:
-    """Each device does the trips of its own block. Those past the end compute garbage: no carry keeps any of it.
+    """Each device does the trips of its own block. Those past the end compute garbage: no carry keeps any of
+    it.
 
-    device   0       1       2       3          10 trips in blocks of 3: device 3 does one, and two more that nobody sees
-    trips    0 1 2   3 4 5   6 7 8   9 - -
+    device   0       1       2       3          10 trips in blocks of 3: device 3 does one,
+    trips    0 1 2   3 4 5   6 7 8   9 - -      and two more that nobody sees
     """
     total, block, reverse = local.params["length"], how["length"], how["reverse"]
     carries, first = carries_of_map(local.node) or (), local.index(split.axes) * block
@@ -105,7 +112,10 @@ def _guarded(trip, carries: Sequence[Carry]):
     def guarded(old, inside_and_xs):
         inside, xs = inside_and_xs
         new, ys = trip(old, xs)
-        return [y if c.kind == SAME else lax.select(inside, y, x) for c, x, y in zip(carries, old, new, strict=True)], ys
+        return [
+            y if c.kind == SAME else lax.select(inside, y, x)
+            for c, x, y in zip(carries, old, new, strict=True)
+        ], ys
 
     return guarded
 
@@ -139,7 +149,9 @@ def switch(node: Node, branches: Sequence[Callable[..., Any]], index, *operands)
     platforms = node.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)
-    pairs = list(zip(platforms, branches, strict=True))  # a branch for one platform may not even lower for another
+    pairs = list(
+        zip(platforms, branches, strict=True)
+    )  # a branch for one platform may not even lower for another
     of_platform = {name: branch for names, branch in pairs for name in names or ()}
     default = next((branch for names, branch in pairs if names is None), None)
     return lax.platform_dependent(*operands, default=default, **of_platform)

@@ -1,10 +1,11 @@
-"""Proposes choices by messages, where elimination is too dear: sequential tree-reweighted min-sum, TRW-S (Kolmogorov 2006).
+"""Proposes choices by messages, where elimination is too dear: sequential tree-reweighted min-sum, TRW-S
+(Kolmogorov 2006).
 
-Each variable tells each neighbour what its ways would cost, as far as it knows. Variables are visited in order and back again;
-each shares out what it has been told evenly among the neighbours that come after it. After some sweeps the messages agree. In
-each sweep a choice is read off: each variable takes the cheapest way, given the ways of those before it. What a variable or a
-message costs at least is counted apart, once: the sum is a lower bound on the price of any choice, and grows from sweep to
-sweep.
+Each variable tells each neighbour what its ways would cost, as far as it knows. Variables are visited in
+order and back again; each shares out what it has been told evenly among the neighbours that come after it.
+After some sweeps the messages agree. In each sweep a choice is read off: each variable takes the cheapest
+way, given the ways of those before it. What a variable or a message costs at least is counted apart, once:
+the sum is a lower bound on the price of any choice, and grows from sweep to sweep.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +19,17 @@ _NEVER = 1e17  # picoseconds, instead of infinity: messages are subtracted
 _ROUNDING = 1e-9  # messages are no whole numbers
 
 
-def proposals(alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]) -> tuple[list[list[int]], float]:
+def proposals(
+    alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]
+) -> tuple[list[list[int]], float]:
     """Choices of a way for each variable, one after each sweep, and a lower bound on the price of any.
 
     Args:
       alone: for each variable the prices of its ways.
       pairs: for pairs of variables, in rising order, the prices of the pairs of their ways.
 
-    >>> choices, bound = proposals([np.zeros(2), np.array([3.0, 0.0])], {(0, 1): np.array([[0.0, 5.0], [9.0, 1.0]])})
+    >>> edges = {(0, 1): np.array([[0.0, 5.0], [9.0, 1.0]])}
+    >>> choices, bound = proposals([np.zeros(2), np.array([3.0, 0.0])], edges)
     >>> choices[-1], round(bound, 6)
     ([1, 1], 1.0)
     """
@@ -41,8 +45,8 @@ def proposals(alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.nd
 
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """From a variable to another: the table between them, the variable's own ways first; the numbers of the messages here and
-    there."""
+    """From a variable to another: the table between them, the variable's own ways first; the numbers of the
+    messages here and there."""
 
     to: int
     prices: np.ndarray
@@ -51,7 +55,9 @@ class _Edge:
 
 
 class _Field:
-    """`before` and `after`: for each variable the edges to those that stand earlier and later. `bound`: of the last sweep."""
+    """`before` and `after`: for each variable the edges to those that stand earlier and later. `bound`: of
+    the last sweep.
+    """
 
     def __init__(self, alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]):
         self.alone = [np.minimum(prices, _NEVER) for prices in alone]

@@ -1,7 +1,8 @@
-"""The ports of scan, while, cond and shard_map: how their operands, carries and results lie, inside and outside.
+"""The ports of scan, while, cond and shard_map: how their operands, carries and results lie, inside and
+outside.
 
-Each function lays out one node with bodies: the ports through which values come in, then the bodies, then the ports through
-which they go out. What is chosen of the ports is read back in `replay.py`.
+Each function lays out one node with bodies: the ports through which values come in, then the bodies, then the
+ports through which they go out. What is chosen of the ports is read back in `replay.py`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -26,7 +27,9 @@ UNKNOWN_TRIPS = 2  # of a `while`: enough to move out of it what can be
 
 @dataclass(eq=False, slots=True)
 class Ports:
-    """The ports of a node with bodies, in the order of its operands and results; `split`: how a scan's trips are split."""
+    """The ports of a node with bodies, in the order of its operands and results; `split`: how a scan's trips
+    are split.
+    """
 
     operands: list[Site] = field(default_factory=list)
     carries: list[Site] = field(default_factory=list)
@@ -69,20 +72,26 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
     consts, carries = _jax.scan_counts(node.params)
     xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
     layouts = [lay for v in xs for lay in search.made(v)] + [search.wanted(v, hidden) for v in (*xs, *ys)]
-    leading = [(lay.dims[0], lay.padded[0]) for lay in layouts if lay.dims[0] and not hidden & set(lay.dims[0])]
+    leading = [
+        (lay.dims[0], lay.padded[0]) for lay in layouts if lay.dims[0] and not hidden & set(lay.dims[0])
+    ]
     if not leading or carries_of_map(node) is None:
         return []
-    splits, inside = [Split(axes, padded) for axes, padded in dict.fromkeys(leading)], _axes_asked_inside(search, node, xs)
+    splits, inside = (
+        [Split(axes, padded) for axes, padded in dict.fromkeys(leading)],
+        _axes_asked_inside(search, node, xs),
+    )
     return [
         split
         for split in splits
-        if inside.isdisjoint(split.axes) and (split.padded == node.params["length"] or not has_open_loop(node))
+        if inside.isdisjoint(split.axes)
+        and (split.padded == node.params["length"] or not has_open_loop(node))
     ]
 
 
 def _axes_asked_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
-    """The axes over which annotations ask to have each trip split. Were the trips split over them, a device would have whole
-    microbatches in memory."""
+    """The axes over which annotations ask to have each trip split. Were the trips split over them, a device
+    would have whole microbatches in memory."""
     asked = search.annotated
     parts = [asked[v][1:] for v in xs if v in asked]
     parts += [asked[v] for body in node.bodies for inner in body.walk() for v in inner.outputs if v in asked]
@@ -92,12 +101,15 @@ def _axes_asked_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[s
 def _scan(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """A scan whose trips are split, or that every device runs whole.
 
-    Where they are split, nothing inside is split over the same axes: the devices along them are at different trips.
+    Where they are split, nothing inside is split over the same axes: the devices along them are at different
+    trips.
     """
     (consts, count), (body,) = _jax.scan_counts(node.params), node.bodies
     split = search.split_of(node, hidden)
     inside = hidden.union(split.axes if split else ())
-    often = trips * (split.padded // shard_count(split.axes, search.sizes) if split else node.params["length"])
+    often = trips * (
+        split.padded // shard_count(split.axes, search.sizes) if split else node.params["length"]
+    )
     ports = Ports(split=split)
     for outer, inner in zip(node.inputs[:consts], body.inputs, strict=False):
         ports.operands.append(_operand(search, outer, [inner], trips, inside))
@@ -128,7 +140,9 @@ def _while(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> 
     for i, init in enumerate(node.inputs[start:]):
         tested = cond.inputs[cond_consts + i]
         makes = [body.inputs[body_consts + i], node.outputs[i], tested]
-        port = _carry(search, (node, i), [init, body.outputs[i]], makes, trips, inside, not reads(cond, tested))
+        port = _carry(
+            search, (node, i), [init, body.outputs[i]], makes, trips, inside, not reads(cond, tested)
+        )
         ports.carries.append(port)
     search.body(cond, trips * UNKNOWN_TRIPS, inside)
     search.body(body, trips * UNKNOWN_TRIPS, inside)
@@ -149,7 +163,10 @@ def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> P
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
         settled, *owed = _owing(search.wanted(outer, inside), owing, outer)
-        ways = [Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE) for layout in (*owed, settled)]
+        ways = [
+            Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
+            for layout in (*owed, settled)
+        ]
         ports.results.append(search.add(Site(inners, [outer], ways, trips)))
     return ports
 
@@ -159,43 +176,59 @@ def _island(search: Search, node: Node, trips: float, hidden: frozenset[str]) ->
     (body,), ports = node.bodies, Ports()
     for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
-        ports.operands.append(search.add(Site([value], [inner], [Way((layout,), (whole(inner.shape),))], trips)))
+        ports.operands.append(
+            search.add(Site([value], [inner], [Way((layout,), (whole(inner.shape),))], trips))
+        )
     search.body(body, trips, frozenset(search.sizes))
     for value, inner, spec in zip(node.outputs, body.outputs, node.params["out_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
-        ports.results.append(search.add(Site([inner], [value], [Way((whole(inner.shape),), (layout,))], trips)))
+        ports.results.append(
+            search.add(Site([inner], [value], [Way((whole(inner.shape),), (layout,))], trips))
+        )
     return ports
 
 
 def _where_devices_part(search: Search, hidden: frozenset[str]) -> frozenset[str]:
-    """The axes to hide in a loop or branch: all where devices are at different trips of a loop around it. They do not get to
-    the same collectives there, and some collectives have all devices meet."""
+    """The axes to hide in a loop or branch: all where devices are at different trips of a loop around it.
+    They do not get to the same collectives there, and some collectives have all devices meet."""
     return frozenset(search.sizes) if hidden else hidden
 
 
 # Ports
 
 
-def _operand(search: Search, outer: Value, inners: Sequence[Value], trips: float, hidden: frozenset[str]) -> Site:
+def _operand(
+    search: Search, outer: Value, inners: Sequence[Value], trips: float, hidden: frozenset[str]
+) -> Site:
     """What bodies take and keep: in a layout in which nothing is owed."""
-    layouts = [*search.at_hand(outer, hidden), search.wanted(outer, hidden), *(search.wanted(v, hidden) for v in inners)]
+    layouts = [
+        *search.at_hand(outer, hidden),
+        search.wanted(outer, hidden),
+        *(search.wanted(v, hidden) for v in inners),
+    ]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, trips))
 
 
-def _carry(search: Search, key, reads: Sequence[Value], makes: Sequence[Value], trips, hidden, may_owe: bool) -> Site:
+def _carry(
+    search: Search, key, reads: Sequence[Value], makes: Sequence[Value], trips, hidden, may_owe: bool
+) -> Site:
     """One layout, in which a carry comes in, is taken and given by the body, and goes out."""
     init, inner = reads[0], makes[0]
     layouts = [search.wanted(inner, hidden), *search.at_hand(init, hidden), *search.given_back.get(key, ())]
-    ways = [Way((lay,) * len(reads), (lay,) * len(makes)) for lay in dict.fromkeys(layouts) if may_owe or not lay.pending]
+    ways = [
+        Way((lay,) * len(reads), (lay,) * len(makes))
+        for lay in dict.fromkeys(layouts)
+        if may_owe or not lay.pending
+    ]
     site = search.add(Site(reads, makes, ways, trips))
     search.open_carries[site] = (key, hidden, may_owe)
     return site
 
 
 def _owing_trips(port: Site, split: Split, kind: str, reduction: str) -> Site:
-    """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to what is there, and
-    after it."""
+    """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to what
+    is there, and after it."""
     if kind not in (REDUCED, LAST):
         return port
 
@@ -211,10 +244,14 @@ def _owing_trips(port: Site, split: Split, kind: str, reduction: str) -> Site:
 
 
 def _owe(layout: Layout, axes: Axes, kind: str) -> Layout:
-    return Layout(layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, kind) for a in axes)))))
+    return Layout(
+        layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, kind) for a in axes))))
+    )
 
 
-def _slices(search: Search, outer: Value, inner: Value, split: Split | None, trips: float, hidden: frozenset[str]) -> Site:
+def _slices(
+    search: Search, outer: Value, inner: Value, split: Split | None, trips: float, hidden: frozenset[str]
+) -> Site:
     """How one trip's part of a stacked value lies: as the stack does, or as completion wants it."""
     axes = split.axes if split else ()
     laid = [
@@ -229,8 +266,12 @@ def _slices(search: Search, outer: Value, inner: Value, split: Split | None, tri
     return search.add(Site([outer], [inner], ways, trips))
 
 
-def _stack(search: Search, outer: Value, inner: Value, split: Split | None, trips, often, hidden: frozenset[str]) -> Site:
-    """How a loop's stacked results lie: as each trip leaves them. Each device may keep but its block of the stack."""
+def _stack(
+    search: Search, outer: Value, inner: Value, split: Split | None, trips, often, hidden: frozenset[str]
+) -> Site:
+    """How a loop's stacked results lie: as each trip leaves them. Each device may keep but its block of the
+    stack.
+    """
     wanted = search.wanted(inner, hidden)
     stack = search.wanted(outer, hidden)
     layouts = dict.fromkeys([*_owing(wanted, search.made(inner), inner), *search.at_hand(inner, hidden)])
@@ -251,8 +292,8 @@ def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
 
 
 def _kept_block(search: Search, layout: Layout, stack: Value, wanted: Layout) -> Split | None:
-    """How each device keeps but its block of what all of them make trip by trip: where no loop reads the whole stack, and it
-    may rest so."""
+    """How each device keeps but its block of what all of them make trip by trip: where no loop reads the
+    whole stack, and it may rest so."""
     there = {*layout.sharding.axes, *layout.pending_axes}
     even = wanted.padded[0] == stack.shape[0] and not jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended)
     if not wanted.dims[0] or not even or not there.isdisjoint(wanted.dims[0]):
@@ -261,7 +302,9 @@ def _kept_block(search: Search, layout: Layout, stack: Value, wanted: Layout) ->
 
 
 def _owing(wanted: Layout, made: Iterable[Layout], value: Value) -> Layouts:
-    """The wanted layout, and that owing the sums that were left, unless they are over axes that it is split over."""
+    """The wanted layout, and that owing the sums that were left, unless they are over axes that it is split
+    over.
+    """
     found = [wanted]
     for lay in made:
         sums = tuple(p for p in lay.pending if p[1] == "sum")

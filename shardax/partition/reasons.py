@@ -12,8 +12,8 @@ from shardax.sharding import Axes, Layout
 class Resharded(Cause):
     """A value was resharded from layout `source` to `target`, over `axes` in this collective.
 
-    `reader` is the node that wanted it, as operand `place`, by its `decision`. Without a reader it was result `place` of the
-    program, or of a body of the node `around`.
+    `reader` is the node that wanted it, as operand `place`, by its `decision`. Without a reader it was result
+    `place` of the program, or of a body of the node `around`.
     """
 
     value: Value
@@ -28,8 +28,8 @@ class Resharded(Cause):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled(Cause):
-    """The reduction over `axes` that a node, run by this decision, left owed was settled. Without a node it came in with the
-    carry of a loop.
+    """The reduction over `axes` that a node, run by this decision, left owed was settled. Without a node it
+    came in with the carry of a loop.
     """
 
     axes: Axes

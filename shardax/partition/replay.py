@@ -1,4 +1,6 @@
-"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest copy that is there."""
+"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest copy
+that is there.
+"""
 
 from collections.abc import Sequence
 
@@ -18,11 +20,15 @@ class Replay:
         self.structured: dict[Node, Decision] = {}
 
     def there_of(self, value: Value, asked: bool) -> list[Layout]:
-        """The layouts that a reader may take; one that the user asked for, also those before an annotation."""
+        """The layouts that a reader may take; one that the user asked for, also those before an
+        annotation.
+        """
         before = self.search.unasked.get(value)
         return self.there[value] + (self.there_of(before, True) if asked and before else [])
 
-    def graph(self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], asked: bool = True) -> Decisions:
+    def graph(
+        self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], asked: bool = True
+    ) -> Decisions:
         """`asked`: whether the user says in which layouts the outputs are, as of a whole program."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
             self.there[value] = [layout]
@@ -82,9 +88,14 @@ def _scan(replay: Replay, node: Node) -> Decision:
     ports = replay.search.ports[node]
     operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries, *ports.stacks)]
     results = [site.chosen.results[-1] for site in (*ports.carries, *ports.results)]
-    given = [*(site.chosen.operands[1] for site in ports.carries), *(site.chosen.operands[0] for site in ports.results)]
+    given = [
+        *(site.chosen.operands[1] for site in ports.carries),
+        *(site.chosen.operands[0] for site in ports.results),
+    ]
     inside = replay.inside(body, given)
-    return replay.decision(node, operands, results, {"trips": ports.split} if ports.split else {}, bodies=(inside,))
+    return replay.decision(
+        node, operands, results, {"trips": ports.split} if ports.split else {}, bodies=(inside,)
+    )
 
 
 def _while(replay: Replay, node: Node) -> Decision:
@@ -98,7 +109,9 @@ def _while(replay: Replay, node: Node) -> Decision:
 
 def _cond(replay: Replay, node: Node) -> Decision:
     ports = replay.search.ports[node]
-    operands, results = ([site.chosen.operands[0] for site in side] for side in (ports.operands, ports.results))
+    operands, results = (
+        [site.chosen.operands[0] for site in side] for side in (ports.operands, ports.results)
+    )
     bodies = tuple(replay.inside(body, results) for body in node.bodies)
     return replay.decision(node, operands, results, bodies=bodies)
 
@@ -107,7 +120,9 @@ def _island(replay: Replay, node: Node) -> Decision:
     (body,), ports = node.bodies, replay.search.ports[node]
     operands = [site.chosen.operands[0] for site in ports.operands]
     results = [site.chosen.results[0] for site in ports.results]
-    return replay.decision(node, operands, results, bodies=(replay.inside(body, [whole(v.shape) for v in body.outputs]),))
+    return replay.decision(
+        node, operands, results, bodies=(replay.inside(body, [whole(v.shape) for v in body.outputs]),)
+    )
 
 
 _STRUCTURED = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

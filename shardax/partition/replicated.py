@@ -1,4 +1,6 @@
-"""What runs replicated. What has no rule is said once for each user's line, with its price, and refused in strict mode."""
+"""What runs replicated. What has no rule is said once for each user's line, with its price, and refused in
+strict mode.
+"""
 
 import math
 import warnings
@@ -18,7 +20,9 @@ from shardax.spmd_rules.registry import RULES
 FEW = 4  # collectives: axes moved away and back, or pieces of a halo
 
 
-def report_replicated(decisions: Decisions, sizes: AxisSizes, strict: bool, allow: Sequence[str] = ()) -> None:
+def report_replicated(
+    decisions: Decisions, sizes: AxisSizes, strict: bool, allow: Sequence[str] = ()
+) -> None:
     """Warns of every primitive that has no rule, unless a pattern of `allow` names it or its line.
 
     Raises:
@@ -63,7 +67,9 @@ def _report(node: Node, nbytes: float, strict: bool) -> None:
 
 
 def _way_out(name: str) -> str:
-    """A kernel's equation holds the sizes of its operands, so it is the function around it that can have a rule."""
+    """A kernel's equation holds the sizes of its operands, so it is the function around it that can have a
+    rule.
+    """
     if name in ("ffi_call", "pallas_call"):
         return "Put the function that calls it under shardax.partition_as(rule)"
     return f"Register one, shardax.register_rule({name!r}, ...)"
@@ -85,11 +91,16 @@ class Replicated:
 def replicated(decisions: Decisions, sizes: AxisSizes) -> Iterator[Replicated]:
     """The nodes that run replicated over some axis.
 
-    Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same. It is no
-    replication to gather no more than the results come to, where whoever reads them wants them so on all these devices.
+    Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same.
+    It is no replication to gather no more than the results come to, where whoever reads them wants them so on
+    all these devices.
     """
     read: dict[Value, set[str]] = {}  # the axes that split each value where it is read
-    moves = [(v, m) for node, decision in decisions.pairs() for v, m in zip(node.inputs, decision.moves, strict=True)]
+    moves = [
+        (v, m)
+        for node, decision in decisions.pairs()
+        for v, m in zip(node.inputs, decision.moves, strict=True)
+    ]
     for value, move in [*moves, *zip(decisions.graph.outputs, decisions.outputs, strict=True)]:
         if not value.is_literal:
             read.setdefault(value, set()).update(move.target.sharding.axes)
@@ -100,7 +111,9 @@ def replicated(decisions: Decisions, sizes: AxisSizes) -> Iterator[Replicated]:
             yield from _of_node(node, decision, sizes, read)
 
 
-def _of_node(node: Node, decision: Decision, sizes: AxisSizes, read: Mapping[Value, set[str]]) -> Iterator[Replicated]:
+def _of_node(
+    node: Node, decision: Decision, sizes: AxisSizes, read: Mapping[Value, set[str]]
+) -> Iterator[Replicated]:
     """The same of one node, if it is one."""
     lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
     used = {a for split in decision.splits.values() for a in split.axes} & lie
@@ -114,7 +127,9 @@ def _of_node(node: Node, decision: Decision, sizes: AxisSizes, read: Mapping[Val
 
 
 def _is_small(nbytes: float, network: Network) -> bool:
-    """Whether to send so much takes no longer than to start the few collectives does that would have to move it instead."""
+    """Whether to send so much takes no longer than to start the few collectives does that would have to move
+    it instead.
+    """
     return network.least((), nbytes) <= (1 + FEW) * network.least((), 0)
 
 
@@ -126,8 +141,8 @@ def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[paths
 
 
 def _gathered_anyway(value: Value, layout: Layout, read: set[str], axes: Axes, sizes: AxisSizes) -> float:
-    """The bytes that one device would send to gather a result, padded as it is, over those of `axes` over which nobody reads it
-    split. `read`: the axes over which somebody does."""
+    """The bytes that one device would send to gather a result, padded as it is, over those of `axes` over
+    which nobody reads it split. `read`: the axes over which somebody does."""
     over = tuple(a for a in axes if a not in read)
     nbytes = math.prod(layout.padded) * value.itemsize
     return nbytes / shard_count(layout.sharding.axes, sizes) * (1 - 1 / shard_count(over, sizes))

@@ -1,8 +1,9 @@
 """The search: which way every node runs, so that the program as a whole costs least.
 
-Sites (`sites.py`) are the variables. Each has a table of what its ways cost by themselves; for every value that someone reads
-there are tables of what it costs to bring it from the layout in which it is made to those in which it is read (`copies.py`).
-All prices are picoseconds, times the trips of the loops around. `tables.py` finds the cheapest choice of all sites together.
+Sites (`sites.py`) are the variables. Each has a table of what its ways cost by themselves; for every value
+that someone reads there are tables of what it costs to bring it from the layout in which it is made to those
+in which it is read (`copies.py`). All prices are picoseconds, times the trips of the loops around.
+`tables.py` finds the cheapest choice of all sites together.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -33,12 +34,13 @@ _MOVES = {"all_gather": "all_gather", "all_to_all": "all_to_all", "halo": "pperm
 class Search:
     """A program laid out as sites.
 
-    `layouts`: in which each value may be made; `maker`: by which site, as which of its results. `reading`: who reads what, as
-    which operand. `root`: of a renamed value, the one that it is; `unasked`: of one annotated inside, that before, which
-    other annotations and results may still read. `anywhere`: what every device can make any part of. `scope`:
-    how often the code runs that holds a value; `often`: in how many alike blocks. `maps`: how the trips of each map may be
-    split, `splits`: how they are. `left`: the layouts in which bodies give carries back; `given_back`: those of the last time.
-    `moves`: the steps of reshards that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
+    `layouts`: in which each value may be made; `maker`: by which site, as which of its results. `reading`:
+    who reads what, as which operand. `root`: of a renamed value, the one that it is; `unasked`: of one
+    annotated inside, that before, which other annotations and results may still read. `anywhere`: what every
+    device can make any part of. `scope`: how often the code runs that holds a value; `often`: in how many
+    alike blocks. `maps`: how the trips of each map may be split, `splits`: how they are. `left`: the layouts
+    in which bodies give carries back; `given_back`: those of the last time. `moves`: the steps of reshards
+    that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class Search:
         self.patterns = _Patterns(completion)
         self.open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]] = {}
         self.left: dict[Hashable, Layouts] = {}
-        self.annotated = {node.outputs[0]: note.dims for node, note in completion.notes if note.role == "inside"}
+        self.annotated = {
+            node.outputs[0]: note.dims for node, note in completion.notes if note.role == "inside"
+        }
         self.reader = _only_readers(graph)
         self.tables: dict[Hashable, Any] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
@@ -135,7 +139,9 @@ class Search:
         inner = {id(site): site for node in _inside(twin) for site in self.sites_of(node)}
         for site in inner.values():
             site.times += 1
-        for value in {v for body in _bodies(twin) for v in (*body.inputs, *(v for n in body.nodes for v in n.outputs))}:
+        for value in {
+            v for body in _bodies(twin) for v in (*body.inputs, *(v for n in body.nodes for v in n.outputs))
+        }:
             self.often[value] = self.often.get(value, 1) + 1
 
     def sites_of(self, node: Node) -> Sequence[Site]:
@@ -152,12 +158,26 @@ class Search:
         elif note and not node.inputs[0].is_literal:
             self.unasked[node.outputs[0]] = node.inputs[0]
         entry = RULES.get(node.name)
-        if entry and entry.made_anywhere and all(v.is_literal or not v.shape or v in self.anywhere for v in node.inputs):
+        if (
+            entry
+            and entry.made_anywhere
+            and all(v.is_literal or not v.shape or v in self.anywhere for v in node.inputs)
+        ):
             self.anywhere.update(node.outputs)
         elif note and node.inputs[0] in self.anywhere:
             self.anywhere.add(node.outputs[0])
         allowed = self.allowed is not None and self.allowed(node.name, node.line)
-        return self.add(Site(node.inputs, node.outputs, ways, trips, asked=note is not None, allowed=allowed, renames=renames))
+        return self.add(
+            Site(
+                node.inputs,
+                node.outputs,
+                ways,
+                trips,
+                asked=note is not None,
+                allowed=allowed,
+                renames=renames,
+            )
+        )
 
     def add(self, site: Site) -> Site:
         self.sites.append(site)
@@ -184,9 +204,13 @@ class Search:
             elif sums and may_owe and not any(axis in wanted.sharding.axes for axis, _ in sums):
                 back.append(Layout(wanted.sharding, wanted.padded, sums))
         known = {way.results[0] for way in port.ways}
-        self.left[key] = tuple(dict.fromkeys([*self.given_back.get(key, ()), *(lay for lay in back if lay not in known)]))[:8]
+        self.left[key] = tuple(
+            dict.fromkeys([*self.given_back.get(key, ()), *(lay for lay in back if lay not in known)])
+        )[:8]
         result = port.makes[1]
-        self.layouts[result] = tuple(dict.fromkeys([*self.layouts[result], *(lay for lay in back if lay.pending)]))
+        self.layouts[result] = tuple(
+            dict.fromkeys([*self.layouts[result], *(lay for lay in back if lay.pending)])
+        )
 
     # What is known of values
 
@@ -217,7 +241,9 @@ class Search:
         return split if split in found else None
 
     def price(self, value: Value, source: Layout, target: Layout, strict: bool = False) -> float:
-        """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes whole."""
+        """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes
+        whole.
+        """
         price = self.sent(value, source, target)
         if strict and price:
             path = paths.plan(source, target, value.shape, value.itemsize, self.sizes)
@@ -247,7 +273,11 @@ class Search:
             self._own(problem, site)
         for value, reads, weight in self._readers():
             for strict in (False, True) if self.moves else (False,):
-                some = [(site, i) for site, i in reads if (site.asked or site.allowed) != strict] if self.moves else reads
+                some = (
+                    [(site, i) for site, i in reads if (site.asked or site.allowed) != strict]
+                    if self.moves
+                    else reads
+                )
                 self._reads(problem, value, some, weight, strict)
         solution = solve(problem)
         for site in self.sites:
@@ -255,9 +285,12 @@ class Search:
         return Solution(solution.ways, solution.price + self.constant, solution.bound + self.constant)
 
     def _own(self, problem: Problem, site: Site) -> None:
-        """The prices of the ways; among equals those that stand first are taken, by far less than a picosecond. Memory is
-        taken once, however often a loop runs."""
-        prices = np.array([way.price * site.trips + way.memory * self.byte_price for way in site.ways]) * site.times
+        """The prices of the ways; among equals those that stand first are taken, by far less than a
+        picosecond. Memory is taken once, however often a loop runs."""
+        prices = (
+            np.array([way.price * site.trips + way.memory * self.byte_price for way in site.ways])
+            * site.times
+        )
         self._add(problem, [site], prices + np.arange(len(prices)) * _TIE)
 
     def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:
@@ -278,8 +311,9 @@ class Search:
             self.constant += float(prices)
 
     def _readers(self) -> list[tuple[Value, list[tuple[Site, int]], float]]:
-        """Who reads each value, those that read it by another name among them, and how often. Values of the same sites, as
-        those of alike blocks are, count together; of who has no choice, only the layout matters."""
+        """Who reads each value, those that read it by another name among them, and how often. Values of the
+        same sites, as those of alike blocks are, count together; of who has no choice, only the layout
+        matters."""
         found: dict[Value, list[tuple[Site, int]]] = {}
         for value, site, i in self.reading:
             if not value.is_literal:
@@ -288,7 +322,13 @@ class Search:
         for value, reads in found.items():
             maker, result = self.maker[value]
             made = (id(maker), result) if maker in self.variable else maker.ways[0].results[result]
-            key = (made, value in self.anywhere, value.itemsize, value.shape, tuple([self._reader(*read) for read in reads]))
+            key = (
+                made,
+                value in self.anywhere,
+                value.itemsize,
+                value.shape,
+                tuple([self._reader(*read) for read in reads]),
+            )
             weight = self.scope[value] * self.often.get(value, 1)
             one = alike.setdefault(key, [value, reads, 0.0])
             one[2] += weight
@@ -296,9 +336,13 @@ class Search:
 
     def _reader(self, site: Site, i: int) -> Hashable:
         """What tells a reader from others."""
-        return (id(site), i) if site in self.variable else (site.ways[0].operands[i], site.asked, site.allowed)
+        return (
+            (id(site), i) if site in self.variable else (site.ways[0].operands[i], site.asked, site.allowed)
+        )
 
-    def _reads(self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool) -> None:
+    def _reads(
+        self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool
+    ) -> None:
         """The tables of one value and its readers; `strict`: they did not ask for what is moved for them."""
         maker, result = self.maker[value]
         made = self._layouts_of(maker, result, made=True)
@@ -320,7 +364,9 @@ class Search:
                 self._add(problem, [copy, site], table * weight)
 
     def _layouts_of(self, site: Site, place: int, made: bool) -> Layouts:
-        """The layouts that the ways of a site give to one of its results, or operands; equal ones are one object."""
+        """The layouts that the ways of a site give to one of its results, or operands; equal ones are one
+        object.
+        """
         key = (id(site.ways), place, made)
         if key not in self.columns:
             found = tuple([(way.results if made else way.operands)[place] for way in site.ways])
@@ -340,7 +386,11 @@ class Search:
         if not any(paying):
             return None
         if sum(paying) == 1:
-            return None, None, [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+            return (
+                None,
+                None,
+                [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)],
+            )
         readers = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
         found = copies.copies_of(sources, readers, price)
         tables = [found.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
@@ -365,8 +415,8 @@ def _bodies(node: Node) -> Iterator[Graph]:
 
 
 class _Patterns:
-    """Finds for a node in one of several alike blocks its twin: of the nodes at the same place in the others the second in
-    program order. (What the first reads may lie otherwise.)"""
+    """Finds for a node in one of several alike blocks its twin: of the nodes at the same place in the others
+    the second in program order. (What the first reads may lie otherwise.)"""
 
     def __init__(self, completion: Completion):
         blocks: dict[Hashable, list[Block]] = {}

@@ -1,8 +1,10 @@
-"""Sites: what a search decides. A site reads values, makes values, and has ways to do so; most sites are nodes of the program.
+"""Sites: what a search decides. A site reads values, makes values, and has ways to do so; most sites are
+nodes of the program.
 
-A loop or branch is not one site but several, its *ports*: one for each operand, carry and result of its bodies. A port reads on
-one side and makes on the other, so bodies lie in the same search as what is around them. A carry is one port: its layout is the
-same where it comes in, where the body takes and gives it, and where it leaves.
+A loop or branch is not one site but several, its *ports*: one for each operand, carry and result of its
+bodies. A port reads on one side and makes on the other, so bodies lie in the same search as what is around
+them. A carry is one port: its layout is the same where it comes in, where the body takes and gives it, and
+where it leaves.
 
     init ──┐                ┌── result
            ├── carry port ──┤
@@ -21,8 +23,9 @@ Layouts = tuple[Layout, ...]
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Way:
-    """One way of a site: the layouts in which it reads and makes its values, and its price, in picoseconds, for one trip.
-    `detail`: what the decision needs beside. `memory`: the bytes that what it makes takes on each device, if it is stored."""
+    """One way of a site: the layouts in which it reads and makes its values, and its price, in picoseconds,
+    for one trip. `detail`: what the decision needs beside. `memory`: the bytes that what it makes takes on
+    each device, if it is stored."""
 
     operands: Layouts
     results: Layouts
@@ -42,5 +45,7 @@ class Site:
     times: int = 1  # in how many alike blocks it is
     asked: bool = False  # whether the user says how it reads: an annotation, or a result
     allowed: bool = False  # whether strict mode lets what it reads be moved for it, though nobody asked
-    renames: bool = False  # the value that it makes is the one that it reads, and is still there in its other layouts
+    renames: bool = (
+        False  # the value that it makes is the one that it reads, and is still there in its other layouts
+    )
     chosen: Way = field(init=False)

@@ -1,14 +1,16 @@
-"""Finds the cheapest choice for variables whose prices stand in tables: a pairwise Markov random field, solved by elimination.
+"""Finds the cheapest choice for variables whose prices stand in tables: a pairwise Markov random field,
+solved by elimination.
 
-A *variable* has a few ways. A *table* has the price of each combination of the ways of its variables: the price of a node by
-itself, or of a reshard between two. To eliminate a variable is to add up the tables that it is in and to keep, for each
-combination of its neighbours' ways, the least price; that is one more table, over the neighbours. Where no table outgrows
-`LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, messages (`messages.py`) give a lower
-bound and propose choices, of which the best mixture is taken. That is improved: as few variables as must be are held at their
-ways, others in each round, and all others are chosen anew, exactly. The `gap` to the bound is known.
+A *variable* has a few ways. A *table* has the price of each combination of the ways of its variables: the
+price of a node by itself, or of a reshard between two. To eliminate a variable is to add up the tables that
+it is in and to keep, for each combination of its neighbours' ways, the least price; that is one more table,
+over the neighbours. Where no table outgrows `LIMIT` the result is the optimum (Dechter 1999, bucket
+elimination). Where one would, messages (`messages.py`) give a lower bound and propose choices, of which the
+best mixture is taken. That is improved: as few variables as must be are held at their ways, others in each
+round, and all others are chosen anew, exactly. The `gap` to the bound is known.
 
-Equal tables are one object (`intern`), and an elimination of the same tables is done once: so alike layers are solved once.
-Prices are whole numbers, so sums are exact; among equals the first way is taken.
+Equal tables are one object (`intern`), and an elimination of the same tables is done once: so alike layers
+are solved once. Prices are whole numbers, so sums are exact; among equals the first way is taken.
 """
 
 import heapq
@@ -32,7 +34,9 @@ FINER = 16  # tables in these rounds are so many times smaller: more is held, an
 
 @dataclass(frozen=True)
 class Solution:
-    """The number of the way of each variable, their price in all, and a lower bound on the price of any choice."""
+    """The number of the way of each variable, their price in all, and a lower bound on the price of any
+    choice.
+    """
 
     ways: list[int]
     price: float
@@ -73,8 +77,8 @@ class Problem:
         self.tables.append(Table(tuple(scope), intern(prices)))
 
     def components(self) -> list[tuple[list[int], "Problem"]]:
-        """The problems that have nothing to do with one another, each with its variables: what stands side by side is chosen as
-        if it were alone."""
+        """The problems that have nothing to do with one another, each with its variables: what stands side by
+        side is chosen as if it were alone."""
         root = list(range(len(self.counts)))
 
         def root_of(v: int) -> int:
@@ -134,7 +138,8 @@ def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
 
 
 def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:
-    """The problem with fewer variables, and for each variable which of these it is part of, and its way in each of that one's.
+    """The problem with fewer variables, and for each variable which of these it is part of, and its way in
+    each of that one's.
 
     Two variables are one where few pairs of their ways are possible at all: those are its ways.
     """
@@ -194,9 +199,9 @@ _least: dict[tuple[Parts, int], tuple[np.ndarray, list[np.ndarray]]] = {}
 
 
 class _Elimination:
-    """The state of an elimination. `of`: the tables that each variable is in; `near`: the others that are in these. `buckets`:
-    (variable, its tables) as they were when it went. `limit`: the entries of a table; where one would outgrow it, variables are
-    held, if some are given."""
+    """The state of an elimination. `of`: the tables that each variable is in; `near`: the others that are in
+    these. `buckets`: (variable, its tables) as they were when it went. `limit`: the entries of a table; where
+    one would outgrow it, variables are held, if some are given."""
 
     def __init__(self, problem: Problem, limit: int, held: "_Held | None" = None):
         self.counts, self.limit, self.held = list(problem.counts), limit, held
@@ -220,8 +225,8 @@ class _Elimination:
             self.of[v][number] = table
 
     def core(self) -> tuple[Problem, list[int]]:
-        """Eliminates the variables with at most two neighbours, which leave no larger tables; returns the problem of the
-        others, and which these are."""
+        """Eliminates the variables with at most two neighbours, which leave no larger tables; returns the
+        problem of the others, and which these are."""
         todo = list(range(len(self.counts)))
         gone: set[int] = set()
         while todo:
@@ -240,7 +245,9 @@ class _Elimination:
         return problem, rest
 
     def run(self) -> bool:
-        """Eliminates all variables, the one that leaves the smallest table first; whether that is possible."""
+        """Eliminates all variables, the one that leaves the smallest table first; whether that is
+        possible.
+        """
         queue = [(self.outgrowth(v), v) for v in range(len(self.counts))]
         heapq.heapify(queue)
         gone = [False] * len(self.counts)
@@ -297,7 +304,9 @@ class _Elimination:
         self.buckets.append((v, [Table((v,), alone)]))
         for table in tables:
             at = table.scope.index(v)
-            self.put(Table((*table.scope[:at], *table.scope[at + 1 :]), intern(table.prices.take(way, axis=at))))
+            self.put(
+                Table((*table.scope[:at], *table.scope[at + 1 :]), intern(table.prices.take(way, axis=at)))
+            )
         for w in around:
             self.near[w].discard(v)
         return around
@@ -333,7 +342,9 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
 
 
 def _least_sum(tables: Sequence[np.ndarray], at: int) -> np.ndarray:
-    """The least of the sum of tables along a dim; a large one is added up in parts that stay in the processor's cache."""
+    """The least of the sum of tables along a dim; a large one is added up in parts that stay in the
+    processor's cache.
+    """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     dim = max((d for d in range(len(shape)) if d != at), key=lambda d: shape[d], default=at)
     if math.prod(shape) <= CHUNK or dim == at or shape[dim] == 1:
@@ -355,8 +366,8 @@ def _by_messages(core: Problem) -> tuple[list[list[int]], float]:
 
 
 def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:
-    """The best choice in which each variable takes the way that it has in one of these. Few ways are left, so that few
-    variables must be held at those of the best one (after Lempitsky et al. 2010, fusion moves)."""
+    """The best choice in which each variable takes the way that it has in one of these. Few ways are left, so
+    that few variables must be held at those of the best one (after Lempitsky et al. 2010, fusion moves)."""
     best = min(choices, key=core.price)
     kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
     open_ = [v for v, ways in enumerate(kept) if len(ways) > 1]
@@ -381,15 +392,19 @@ class _Held:
     times: list[int]
 
     def next(self, v: int, neighbours: Iterable[int], of: Sequence[Mapping[int, Table]]) -> int:
-        """Which variable to hold so that v's table shrinks: one seldom held, of those the one in most tables."""
+        """Which variable to hold so that v's table shrinks: one seldom held, of those the one in most
+        tables.
+        """
         found = min((v, *sorted(neighbours)), key=lambda w: (self.times[w], -len(of[w]), w))
         self.times[found] += 1
         return found
 
 
-def _improved(problem: Problem, ways: list[int], bound: float, limit: int, patience: int = PATIENT) -> list[int]:
-    """A choice that costs no more: none of the rounds found a better one. `patience`: how many may gain little in a row, as
-    long as the gap is not small."""
+def _improved(
+    problem: Problem, ways: list[int], bound: float, limit: int, patience: int = PATIENT
+) -> list[int]:
+    """A choice that costs no more: none of the rounds found a better one. `patience`: how many may gain
+    little in a row, as long as the gap is not small."""
     held = _Held(ways, [0] * len(problem.counts))
     price, idle = problem.price(ways), 0
     for _ in range(ROUNDS):

@@ -1,15 +1,18 @@
-"""Combines small reductions into one, where nothing large waits for them: the gradients of biases, losses, statistics.
+"""Combines small reductions into one, where nothing large waits for them: the gradients of biases, losses,
+statistics.
 
-To start a collective takes longer than to copy a small array twice. So reductions of one kind, over the same axes and of one
-dtype, become one reduction of their operands in a row. Each element is reduced as before, and no byte more is sent.
+To start a collective takes longer than to copy a small array twice. So reductions of one kind, over the same
+axes and of one dtype, become one reduction of their operands in a row. Each element is reduced as before, and
+no byte more is sent.
 
     a = psum x[768]    b = psum y[192]    ->    s = psum concatenate(x, y)[960]    a = s[:768]    b = s[768:]
 
-It stands where the last of the operands is made. What reads another result before that now comes after it, if it is small
-too, as the update of a bias is. What is large stays before or after as it was, so no large array lives longer.
+It stands where the last of the operands is made. What reads another result before that now comes after it, if
+it is small too, as the update of a bias is. What is large stays before or after as it was, so no large array
+lives longer.
 
-What is small is a matter of prices: on real chips up to fifty kilobytes or so; on the nominal chip, where to start
-a collective costs next to nothing, sixty-four bytes: scalars and the like.
+What is small is a matter of prices: on real chips up to fifty kilobytes or so; on the nominal chip, where to
+start a collective costs next to nothing, sixty-four bytes: scalars and the like.
 """
 
 import math
@@ -29,8 +32,8 @@ from shardax.ledger.collectives import array_bytes, bytes_sent, operands_of, why
 from shardax.sharding import Axes, AxisSizes, shard_count
 
 REDUCTIONS = ("pmax", "pmin", "psum")
-COPIES = 4  # to put an array in a row with others, and to cut it out of the result, is to read and write it twice
-MOST = 64  # equations that wait for a reduction, so that long programs are planned in time; an update by Adam has half as many
+COPIES = 4  # to put an array in a row with others, and to cut it out again, is to read and write it twice
+MOST = 64  # equations that wait for a reduction: long programs are planned in time; Adam's update has 32
 SHOWN = 3  # reasons that a combined one tells
 
 
@@ -45,14 +48,17 @@ def combined(jaxpr, sizes: AxisSizes | None):
 
 
 def _combined(jaxpr, network: Network):
-    eqns = [_jax.with_bodies(eqn, lambda body: _combined(body, network)) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
+    eqns = [
+        _jax.with_bodies(eqn, lambda body: _combined(body, network)) for eqn in _jax.closed(jaxpr).jaxpr.eqns
+    ]
     groups = _Grouping(network).groups(eqns)
     return _jax.replaced_eqns(jaxpr, list(_Schedule(groups).eqns(eqns)) if groups else eqns)
 
 
 class _Grouping:
-    """Finds what to combine: goes through a program, and gathers small reductions until something large reads one of them.
-    Small equations that read one wait as it does, and may be reductions to gather when it is made.
+    """Finds what to combine: goes through a program, and gathers small reductions until something large reads
+    one of them. Small equations that read one wait as it does, and may be reductions to gather when it is
+    made.
     """
 
     def __init__(self, network: Network):
@@ -64,7 +70,9 @@ class _Grouping:
         self.held = 0.0  # the time to copy what those that wait read and make
 
     def groups(self, eqns: Iterable[Any]) -> list[list[Any]]:
-        """The reductions to combine, two or more in a list. There is an order of the program in which each list is one."""
+        """The reductions to combine, two or more in a list. There is an order of the program in which each
+        list is one.
+        """
         found: list[list[Any]] = []
         todo = deque(eqns)
         while todo or self.gathering:
@@ -92,11 +100,15 @@ class _Grouping:
     def released(self) -> list[Any]:
         """Those that wait, to be seen again."""
         again, self.waiting, self.held = self.waiting, [], 0.0
-        self.waits = {v: frozenset({key}) for key, group in self.gathering.items() for eqn in group for v in eqn.outvars}
+        self.waits = {
+            v: frozenset({key}) for key, group in self.gathering.items() for eqn in group for v in eqn.outvars
+        }
         return again
 
     def may_wait(self, eqn, keys: Iterable[Hashable]) -> bool:
-        """Whether all that waits is so little, with this, that it is copied in less than the starts that may be saved."""
+        """Whether all that waits is so little, with this, that it is copied in less than the starts that may
+        be saved.
+        """
         counts = {key: len(self.gathering[key]) for key in keys}
         if _jax.has_effects(eqn) or _jax.has_bodies(eqn) or len(self.waiting) >= MOST * sum(counts.values()):
             return False
@@ -107,10 +119,18 @@ class _Grouping:
         return self.network.compute(0, sum(_nbytes(v) for v in (*eqn.invars, *eqn.outvars)))
 
     def key(self, eqn) -> Hashable | None:
-        """What reductions that may be combined have in common; None where an equation is none of them, or too large."""
-        if eqn.primitive.name not in REDUCTIONS or not all(isinstance(axis, str) for axis in eqn.params["axes"]):
+        """What reductions that may be combined have in common; None where an equation is none of them, or too
+        large.
+        """
+        if eqn.primitive.name not in REDUCTIONS or not all(
+            isinstance(axis, str) for axis in eqn.params["axes"]
+        ):
             return None
-        axes, params, dtypes = tuple(eqn.params["axes"]), params_key(eqn.params), {v.aval.dtype for v in eqn.invars}
+        axes, params, dtypes = (
+            tuple(eqn.params["axes"]),
+            params_key(eqn.params),
+            {v.aval.dtype for v in eqn.invars},
+        )
         if params is None or len(dtypes) != 1 or shard_count(axes, self.network) == 1:
             return None
         key, nbytes = (eqn.primitive, params, *dtypes), [_nbytes(v) for v in eqn.invars]
@@ -118,8 +138,8 @@ class _Grouping:
         return key if all(nbytes) and self.is_small(sum(nbytes), axes, self.starts[key]) else None
 
     def is_small(self, nbytes: int, axes: Axes, start: float) -> bool:
-        """Whether two are copied in less than a start takes, which is saved. To send them takes less, too: what takes longer
-        had better go early, while others compute.
+        """Whether two are copied in less than a start takes, which is saved. To send them takes less, too:
+        what takes longer had better go early, while others compute.
         """
         sent = bytes_sent("all_reduce", nbytes, shard_count(axes, self.network))
         copied = self.network.compute(0, COPIES * nbytes)
@@ -127,7 +147,9 @@ class _Grouping:
 
 
 class _Schedule:
-    """Writes a program anew: reductions that are combined where the last of them stands, and then what has waited for them."""
+    """Writes a program anew: reductions that are combined where the last of them stands, and then what has
+    waited for them.
+    """
 
     def __init__(self, groups: Sequence[Sequence[Any]]):
         self.group = {id(eqn): group for group in groups for eqn in group}
@@ -182,7 +204,10 @@ def _in_a_row(*arrays):
 
 def _cut(row, shapes: Sequence[tuple[int, ...]]):
     ends = [0, *accumulate(map(math.prod, shapes))]
-    return [lax.reshape(lax.slice(row, (i,), (j,)), shape) for (i, j), shape in zip(pairwise(ends), shapes, strict=True)]
+    return [
+        lax.reshape(lax.slice(row, (i,), (j,)), shape)
+        for (i, j), shape in zip(pairwise(ends), shapes, strict=True)
+    ]
 
 
 def _source(group: Sequence[Any]):
@@ -190,7 +215,9 @@ def _source(group: Sequence[Any]):
     parts = tuple(_part(eqn) for eqn in group)
     words = [*dict.fromkeys(part.reason for part in parts)]
     more = f" and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    name = causes.named("all_reduce", f"{len(parts)} as one: {', '.join(words[:SHOWN])}{more}", causes.Combined(parts))
+    name = causes.named(
+        "all_reduce", f"{len(parts)} as one: {', '.join(words[:SHOWN])}{more}", causes.Combined(parts)
+    )
     return group[0].source_info.replace(name_stack=_jax.EMPTY_NAME_STACK.extend(name))
 
 

@@ -1,13 +1,14 @@
 """What XLA's CPU compiler gets wrong, written so that it gets it right.
 
-Updates of a part of an array: beside a reshape it fuses the new part into the loop that writes it into the array, in place.
-Where the new part is read from that array, as in `y.at[1:].set(y[:-1])`, the loop then reads what it has overwritten
-(openxla/xla#49176). Barriers do not help: they are gone before it fuses. So each update is a call of its own, into which
-nothing is fused. A call is no copy: the array is still updated in place. Arguments may be parts of each other outside, and a
-loop of one trip is no loop to XLA, so no update is left out because it seems to read something else.
+Updates of a part of an array: beside a reshape it fuses the new part into the loop that writes it into the
+array, in place. Where the new part is read from that array, as in `y.at[1:].set(y[:-1])`, the loop then reads
+what it has overwritten (openxla/xla#49176). Barriers do not help: they are gone before it fuses. So each
+update is a call of its own, into which nothing is fused. A call is no copy: the array is still updated in
+place. Arguments may be parts of each other outside, and a loop of one trip is no loop to XLA, so no update is
+left out because it seems to read something else.
 
-all_to_alls: it refuses to compile one of a transposed operand by which some devices get nothing but padding. So each operand
-is behind a barrier.
+all_to_alls: it refuses to compile one of a transposed operand by which some devices get nothing but padding.
+So each operand is behind a barrier.
 
 Done where the program is lowered for CPUs: the plan and other chips have neither.
 """
@@ -25,7 +26,9 @@ from shardax.graph.indices import WRITES
 
 
 def suited(jaxpr):
-    """The same jaxpr, closed or open, each update of one part a call, each all_to_all behind a barrier, in bodies too."""
+    """The same jaxpr, closed or open, each update of one part a call, each all_to_all behind a barrier, in
+    bodies too.
+    """
     eqns = [_jax.with_bodies(eqn, suited) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _suited(eqn)])
 

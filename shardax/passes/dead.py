@@ -1,10 +1,14 @@
-"""Drops from a local program what nothing reads, such as a layout that an annotation asked for and that no reader took."""
+"""Drops from a local program what nothing reads, such as a layout that an annotation asked for and that no
+reader took.
+"""
 
 from shardax import _jax
 
 
 def dropped(jaxpr):
-    """The same ClosedJaxpr, dead equations left out of the body of its `shard_map`, whose inputs and results stay."""
+    """The same ClosedJaxpr, dead equations left out of the body of its `shard_map`, whose inputs and results
+    stay.
+    """
     return _jax.replaced_eqns(jaxpr, [_without_dead(eqn) for eqn in jaxpr.jaxpr.eqns])
 
 

@@ -1,6 +1,8 @@
-"""Names every collective of a local program by the user's line: `all_gather:models/gpt2.py:41`, as HLO and profiles show it.
+"""Names every collective of a local program by the user's line: `all_gather:models/gpt2.py:41`, as HLO and
+profiles show it.
 
-This is a pass, and not done where collectives are made, because many rules make them, and none may be forgotten.
+This is a pass, and not done where collectives are made, because many rules make them, and none may be
+forgotten.
 """
 
 from typing import Any
@@ -11,13 +13,17 @@ from shardax.ledger.lines import line_text
 
 
 def named(jaxpr):
-    """The same ClosedJaxpr, a scope `kind:file.py:line` around each collective; of those at the boundary, `kind:shard_jit`."""
+    """The same ClosedJaxpr, a scope `kind:file.py:line` around each collective; of those at the boundary,
+    `kind:shard_jit`.
+    """
     return _Namer().jaxpr(jaxpr, "")
 
 
 class _Namer:
     def __init__(self):
-        self.done: dict[tuple[int, str], tuple[Any, Any]] = {}  # bodies that are shared stay so; the old one is kept alive
+        self.done: dict[
+            tuple[int, str], tuple[Any, Any]
+        ] = {}  # bodies that are shared stay so; the old one is kept alive
 
     def jaxpr(self, jaxpr, line: str):
         """`line` is that of the innermost equation around this body that has one."""

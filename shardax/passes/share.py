@@ -1,8 +1,10 @@
-"""Sends once what is sent twice: equal collectives of a local program, and halos of one value that overlap or touch.
+"""Sends once what is sent twice: equal collectives of a local program, and halos of one value that overlap or
+touch.
 
-A convolution and the gradient of its kernel want the same rows from their neighbours; a stencil by slices wants one row in
-one place and two rows in another. To see that slices are of one shard, equal computations count as one value, but only
-collectives are left out. A value behind an optimization barrier is another value: what remat recomputes is sent again.
+A convolution and the gradient of its kernel want the same rows from their neighbours; a stencil by slices
+wants one row in one place and two rows in another. To see that slices are of one shard, equal computations
+count as one value, but only collectives are left out. A value behind an optimization barrier is another
+value: what remat recomputes is sent again.
 
     ppermute x[14:16]    ppermute x[15:16]    ->    h = ppermute x[14:16]    h    h[1:2]
 """
@@ -24,7 +26,9 @@ _ANEW = {"optimization_barrier", "rng_uniform"}  # what makes another value each
 
 
 def shared(jaxpr):
-    """The same jaxpr, closed or open, without collectives that send what is there already; so are its bodies."""
+    """The same jaxpr, closed or open, without collectives that send what is there already; so are its
+    bodies.
+    """
     eqns = [_jax.with_bodies(eqn, shared) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     if not any(eqn.primitive.name in KINDS for eqn in eqns):
         return _jax.replaced_eqns(jaxpr, eqns)
@@ -35,7 +39,9 @@ def shared(jaxpr):
 
 @dataclass(frozen=True)
 class _Halo:
-    """A ppermute of rows `first` to before `end` along `dim` of a value. `sends`: of which value, and who sends to whom."""
+    """A ppermute of rows `first` to before `end` along `dim` of a value. `sends`: of which value, and who
+    sends to whom.
+    """
 
     sends: Hashable
     dim: int

@@ -1,10 +1,10 @@
 """What XLA's TPU compiler does badly, written so that it does it well.
 
-all_to_alls: it takes one that cuts or joins another dim than the leading one apart by itself, and copies what is sent up to
-fifty-eight times for that, the more the more devices there are (cycles that it estimates, for v3 and v5p). Here the pieces are
-put in front, the all_to_all is of whole pieces, and these are put where they belong. That takes seven copies at most in most
-cases measured. Where a value of one row is joined along the minor-most dim it takes 7 to 21, and the compiler by itself takes 2
-to 16.
+all_to_alls: it takes one that cuts or joins another dim than the leading one apart by itself, and copies what
+is sent up to fifty-eight times for that, the more the more devices there are (cycles that it estimates, for
+v3 and v5p). Here the pieces are put in front, the all_to_all is of whole pieces, and these are put where they
+belong. That takes seven copies at most in most cases measured. Where a value of one row is joined along the
+minor-most dim it takes 7 to 21, and the compiler by itself takes 2 to 16.
 
 Done where the program is lowered for TPUs: the plan and other chips have one all_to_all.
 """
@@ -37,7 +37,9 @@ def _suited(eqn) -> Iterator[Any]:
     front = equations_of(lambda x: _pieces_in_front(x, cut, count), eqn.invars, None, eqn)
     sent = _jax.new_variable(front[-1].outvars[0].aval)
     yield from front
-    yield eqn.replace(invars=front[-1].outvars, outvars=[sent], params={**eqn.params, "split_axis": 0, "concat_axis": 0})
+    yield eqn.replace(
+        invars=front[-1].outvars, outvars=[sent], params={**eqn.params, "split_axis": 0, "concat_axis": 0}
+    )
     yield from equations_of(lambda x: _pieces_joined(x, join, after.shape), [sent], eqn.outvars, eqn)
 
 

@@ -1,23 +1,25 @@
-"""Halo exchange: every device gets the rows of a split dim that it wants, whichever devices hold them, by ppermutes.
+"""Halo exchange: every device gets the rows of a split dim that it wants, whichever devices hold them, by
+ppermutes.
 
-Whoever needs one only says what each device wants (`Wanted`): rows `firsts[i]` to `ends[i]`. Reshards between blocks of two
-sizes say it, and so does every lowering whose primitive looks across the borders of shards (`spmd_rules/halo.py`). All is
-known statically. Every device takes equally many rows, one after the other; here four devices have 4 rows each and want their
-own and one on either side:
+Whoever needs one only says what each device wants (`Wanted`): rows `firsts[i]` to `ends[i]`. Reshards between
+blocks of two sizes say it, and so does every lowering whose primitive looks across the borders of shards
+(`spmd_rules/halo.py`). All is known statically. Every device takes equally many rows, one after the other;
+here four devices have 4 rows each and want their own and one on either side:
 
     rows            0  1  2  3 | 4  5  6  7 | 8  9 10 11 |12 13 14 15
     device 0    -1  0  1  2  3   4
-    device 1              3      4  5  6  7   8                        two pieces sent: the last row one device
-    device 2                           7      8  9 10 11  12           further on, the first row one device back
+    device 1              3      4  5  6  7   8                     two pieces sent: the last row one
+    device 2                           7      8  9 10 11  12        device on, the first row one back
     device 3                                          11  12 13 14 15  16
 
-There is one piece for each distance between a device and a holder of what it wants, so a halo may reach over several shards.
-A piece has as many rows as the device that wants most of it (GSPMD, section 3.2: one configuration for all, then a slice
-whose start depends on the device). Rows -1 and 16 are outside of the value: they are made of what fills it.
+There is one piece for each distance between a device and a holder of what it wants, so a halo may reach over
+several shards. A piece has as many rows as the device that wants most of it (GSPMD, section 3.2: one
+configuration for all, then a slice whose start depends on the device). Rows -1 and 16 are outside of the
+value: they are made of what fills it.
 
-The pairs of a ppermute may be any, so where less is sent so, one piece serves devices at different distances, each of which
-puts it in its place among its rows. Here blocks of one row become blocks of two, in two pieces of one row each, where there
-are four distances:
+The pairs of a ppermute may be any, so where less is sent so, one piece serves devices at different distances,
+each of which puts it in its place among its rows. Here blocks of one row become blocks of two, in two pieces
+of one row each, where there are four distances:
 
     before   0 | 1 | 2 | 3 | - | - | - | -      first piece    2 to 1, 4 to 2, 6 to 3
     after    0 1 | 2 3 | 4 5 | 6 7              second piece   1 to 0, 3 to 1, 5 to 2, 7 to 3
@@ -38,9 +40,10 @@ from shardax.sharding import Axes
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What each device along `axes` wants of dim `dim`: `rows` rows from `firsts[i]` on, of which those from `ends[i]` on do
-    not matter; where it is `exact`, they are filled. The dim has `size` rows. Device i holds the `block` rows from i * block
-    on; where the dim is not `split`, all devices hold the same. `operand` is the operand of a node whose dim it is.
+    """What each device along `axes` wants of dim `dim`: `rows` rows from `firsts[i]` on, of which those from
+    `ends[i]` on do not matter; where it is `exact`, they are filled. The dim has `size` rows. Device i holds
+    the `block` rows from i * block on; where the dim is not `split`, all devices hold the same. `operand` is
+    the operand of a node whose dim it is.
     """
 
     dim: int
@@ -57,8 +60,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What comes from other devices, the `distance` further on if all are equally far: `rows` rows, from row `starts[s]` of the
-    shard of each sender s. Without `pairs` it is the own shard. `places[i]`: where device i puts it, if not after the last one.
+    """What comes from other devices, the `distance` further on if all are equally far: `rows` rows, from row
+    `starts[s]` of the shard of each sender s. Without `pairs` it is the own shard. `places[i]`: where device
+    i puts it, if not after the last one.
     """
 
     distance: int | None
@@ -70,9 +74,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The pieces, in order of distance, the own shard in place. Side by side, with `before` and `after` rows of filling around
-    them, they hold what device i wants from row `offsets[i]` on. Pieces with places go into as much filling as there is before,
-    in and after these rows. `outside`: some device wants what is outside of the value; `far`: one wants nothing else."""
+    """The pieces, in order of distance, the own shard in place. Side by side, with `before` and `after` rows
+    of filling around them, they hold what device i wants from row `offsets[i]` on. Pieces with places go into
+    as much filling as there is before, in and after these rows. `outside`: some device wants what is outside
+    of the value; `far`: one wants nothing else."""
 
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]
@@ -100,9 +105,15 @@ def exchange_of(want: Wanted) -> Exchange:
     asked = [(f, e) for f, e in zip(want.firsts, want.ends, strict=True) if f < e]
     outside = any(f < 0 or e > want.size for f, e in asked)
     far = any(e <= 0 or f >= want.size for f, e in asked)
-    near = {d: [_Message(i + d, i, *rows) for i, rows in receivers.items()] for d, receivers in distances.items()}
+    near = {
+        d: [_Message(i + d, i, *rows) for i, rows in receivers.items()] for d, receivers in distances.items()
+    }
     own, others = [near.pop(0)] if 0 in near else [], list(near.values())
-    rounds = _rounds([message for messages in others for message in messages]) if _reaches_far(distances) else others
+    rounds = (
+        _rounds([message for messages in others for message in messages])
+        if _reaches_far(distances)
+        else others
+    )
     if _sent(rounds) < _sent(others):
         pieces, before, after = _placed(want, own + rounds)
         return Exchange(pieces, (before,) * len(needs), before, after, outside, far)
@@ -114,7 +125,9 @@ def exchange_of(want: Wanted) -> Exchange:
 
 
 def _distances(needs: Sequence[tuple[int, int]], block: int) -> dict[int, dict[int, tuple[int, int]]]:
-    """For each distance the receivers, and from which row to which they want the shard of who is so far away."""
+    """For each distance the receivers, and from which row to which they want the shard of who is so far
+    away.
+    """
     found: dict[int, dict[int, tuple[int, int]]] = {}
     for i, (first, end) in enumerate(needs):
         for j in range(first // block, -(-end // block)) if first < end else ():
@@ -123,8 +136,8 @@ def _distances(needs: Sequence[tuple[int, int]], block: int) -> dict[int, dict[i
 
 
 def _piece(distance: int, needs: dict[int, tuple[int, int]], block: int, count: int) -> Piece:
-    """The piece that comes from `distance` devices further on. A device that wants less than a whole piece gets more rows
-    before it if the shard ends there, else after it.
+    """The piece that comes from `distance` devices further on. A device that wants less than a whole piece
+    gets more rows before it if the shard ends there, else after it.
     """
     if not distance:
         return Piece(0, block, (0,) * count, ())
@@ -144,7 +157,9 @@ def _offsets(want: Wanted, needs, pieces: Sequence[Piece]) -> list[int]:
 
 
 def _offset(want: Wanted, i: int, first: int, inside: int, pieces: Sequence[Piece]) -> int:
-    """Where device i finds row `first` in its pieces; `inside` is the first of its rows that is in the value."""
+    """Where device i finds row `first` in its pieces; `inside` is the first of its rows that is in the
+    value.
+    """
     if not want.split:
         return first
     holder = inside // want.block
@@ -174,13 +189,15 @@ class _Message:
 
 
 def _reaches_far(distances: Iterable[int]) -> bool:
-    """Whether not only neighbours send. Pieces of neighbours stay apart, so that what others want of them is sent once too."""
+    """Whether not only neighbours send. Pieces of neighbours stay apart, so that what others want of them is
+    sent once too.
+    """
     return any(abs(distance) > 1 for distance in distances)
 
 
 def _rounds(messages: Sequence[_Message]) -> list[list[_Message]]:
-    """The messages in rounds, in each of which a device sends and receives at most one: the longest first, or in the order of
-    their rows, whichever sends less.
+    """The messages in rounds, in each of which a device sends and receives at most one: the longest first, or
+    in the order of their rows, whichever sends less.
     """
     orders = (lambda m: (-m.rows, m.sender, m.receiver)), (lambda m: (m.sender, m.first, m.receiver))
     return min((_first_fit(sorted(messages, key=order)) for order in orders), key=_sent)
@@ -189,7 +206,9 @@ def _rounds(messages: Sequence[_Message]) -> list[list[_Message]]:
 def _first_fit(messages: Sequence[_Message]) -> list[list[_Message]]:
     rounds: list[list[_Message]] = []
     for message in messages:
-        fits = (r for r in rounds if all(m.sender != message.sender and m.receiver != message.receiver for m in r))
+        fits = (
+            r for r in rounds if all(m.sender != message.sender and m.receiver != message.receiver for m in r)
+        )
         found = next(fits, None)
         if found is None:
             rounds.append(found := [])
@@ -237,11 +256,15 @@ def _place(want: Wanted, message: _Message, rows: int) -> int:
 
 
 Send = Callable[[Any, Axes, Sequence[tuple[int, int]]], Any]
-"""`send(x, axes, pairs)` is a ppermute of x from the first to the second of each pair of devices along `axes`."""
+"""`send(x, axes, pairs)` is a ppermute of x from the first to the second of each pair of devices along
+`axes`.
+"""
 
 
 def bring(want: Wanted, shard, device, send: Send, fill=0):
-    """The rows that this device, number `device` along `want.axes`, wants, with `fill` for those outside of the value."""
+    """The rows that this device, number `device` along `want.axes`, wants, with `fill` for those outside of
+    the value.
+    """
     exchange = exchange_of(want)
     pieces = [_brought(want, piece, shard, device, send) for piece in exchange.pieces]
     if exchange.pieces[0].places:
@@ -278,12 +301,14 @@ def _filling(shard, rows: int, dim: int):
 
 
 def _shows_garbage(want: Wanted, exchange: Exchange, fill) -> bool:
-    """Whether garbage may show. Zeros need no mask, because filling and ppermutes that bring nothing give zeros, unless the
-    last shard is padded.
+    """Whether garbage may show. Zeros need no mask, because filling and ppermutes that bring nothing give
+    zeros, unless the last shard is padded.
     """
     even = want.size == want.block * (len(want.firsts) if want.split else 1)
     zeros = isinstance(fill, int) and fill == 0 and even and not exchange.far
-    cut = want.exact and any(end < first + want.rows for first, end in zip(want.firsts, want.ends, strict=True))
+    cut = want.exact and any(
+        end < first + want.rows for first, end in zip(want.firsts, want.ends, strict=True)
+    )
     return cut or exchange.outside and not zeros
 
 

@@ -1,18 +1,21 @@
-"""Resharding: the cheapest sequence of collectives that brings a value from one layout to another, found as a shortest path.
+"""Resharding: the cheapest sequence of collectives that brings a value from one layout to another, found as a
+shortest path.
 
-The nodes are layouts, and the edges are the steps of `reshard_steps.STEPS`, each with the bytes that one device sends (V is the
-bytes in the whole group of n devices; ring algorithms):
+The nodes are layouts, and the edges are the steps of `steps.STEPS`, each with the bytes that one
+device sends (V is the bytes in the whole group of n devices; ring algorithms):
 
-    all_gather, reduce_scatter   V (n-1)/n          all_to_all   (V/n) (n-1)/n        slice, crop, owe   0
-    all_reduce                  2V (n-1)/n          ppermute     the shard            halo               the rows that move
+    all_gather, reduce_scatter   V (n-1)/n      all_to_all   (V/n) (n-1)/n      slice, crop, owe   0
+    all_reduce                  2V (n-1)/n      ppermute     the shard          halo   the rows that move
 
-The axes of an all_to_all may leave several dims at once, and come to several others. The price of a step is that of its
-collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction costs the reading and writing of the
-shard, and slices are free, so that nothing is cheaper than to refine. Among paths of one price the one with the fewest
-collectives is taken, then the one with the fewest steps, then the first found. Prices are whole numbers, so that plans are
-deterministic. `plan` needs no devices; `collectives.apply` runs a plan on the local shard, inside `jax.shard_map`.
+The axes of an all_to_all may leave several dims at once, and come to several others. The price of a step is
+that of its collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction costs the
+reading and writing of the shard, and slices are free, so that nothing is cheaper than to refine. Among paths
+of one price the one with the fewest collectives is taken, then the one with the fewest steps, then the first
+found. Prices are whole numbers, so that plans are deterministic. `plan` needs no devices; `run.apply`
+runs a plan on the local shard, inside `jax.shard_map`.
 
-After GSPMD, sections 3.5 (resharding always succeeds) and 3.2 (halo exchange), but without a list of special cases.
+After GSPMD, sections 3.5 (resharding always succeeds) and 3.2 (halo exchange), but without a list of special
+cases.
 """
 
 import heapq
@@ -34,7 +37,9 @@ COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "halo", "pper
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One collective or local operation. `axes` leave dim `dim` and arrive, minor-most, at dim `to`, where they do either."""
+    """One collective or local operation. `axes` leave dim `dim` and arrive, minor-most, at dim `to`, where
+    they do either.
+    """
 
     kind: str
     axes: Axes
@@ -51,7 +56,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Path:
-    """Steps between two layouts, the bytes that one device sends in all of them, and their price in picoseconds."""
+    """Steps between two layouts, the bytes that one device sends in all of them, and their price in
+    picoseconds.
+    """
 
     steps: tuple[Step, ...]
     nbytes: float
@@ -62,7 +69,8 @@ class Path:
 
 
 def plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> Path:
-    """The cheapest path from layout `src` to layout `dst` for a value of global `shape` with `itemsize` bytes per element.
+    """The cheapest path from layout `src` to layout `dst` for a value of global `shape` with `itemsize` bytes
+    per element.
 
     >>> x, y = ("x",), ("y",)
     >>> src, dst = Layout(Sharding((x, ())), (8, 8)), Layout(Sharding(((), x)), (8, 8))
@@ -88,16 +96,27 @@ def price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes
 @lru_cache(maxsize=1 << 18)
 def _price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> float:
     first, last = (_without_trivial_axes(canonical(layout), shape, network) for layout in (src, dst))
-    return sum([edge.price for edge in _route(*_standing_for(first, last, shape, network), itemsize, network).edges])
+    return sum(
+        [edge.price for edge in _route(*_standing_for(first, last, shape, network), itemsize, network).edges]
+    )
 
 
-def _standing_for(src: Layout, dst: Layout, shape: tuple[int, ...], network: Network) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Two layouts and a shape that stand for all that cost the same: dims have another order, and axes that are joined alike
-    other names. (On a chip with lanes the minor-most dim is not like others.)"""
+def _standing_for(
+    src: Layout, dst: Layout, shape: tuple[int, ...], network: Network
+) -> tuple[Layout, Layout, tuple[int, ...]]:
+    """Two layouts and a shape that stand for all that cost the same: dims have another order, and axes that
+    are joined alike other names. (On a chip with lanes the minor-most dim is not like others.)"""
     like = range(len(shape) - 1 if network.chip.lanes else len(shape))
     columns = [(shape[d], src.padded[d], dst.padded[d], src.dims[d], dst.dims[d], d) for d in like]
-    order = [d for *_, d in sorted(columns) if shape[d] > 1 or src.dims[d] or dst.dims[d]] + [*range(len(like), len(shape))]
-    used = [a for layout in (src, dst) for axes in (*(layout.dims[d] for d in order), layout.pending_axes) for a in axes]
+    order = [d for *_, d in sorted(columns) if shape[d] > 1 or src.dims[d] or dst.dims[d]] + [
+        *range(len(like), len(shape))
+    ]
+    used = [
+        a
+        for layout in (src, dst)
+        for axes in (*(layout.dims[d] for d in order), layout.pending_axes)
+        for a in axes
+    ]
     names = _names(network, used)
     found = []
     for layout in (src, dst):
@@ -112,7 +131,9 @@ def _names(network: Network, axes: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for axis in axes:
         if axis not in found:
-            alike = (a for a in network if network[a] == network[axis] and network.lines[a] == network.lines[axis])
+            alike = (
+                a for a in network if network[a] == network[axis] and network.lines[a] == network.lines[axis]
+            )
             found[axis] = next(a for a in alike if a not in found.values())
     return found
 
@@ -133,8 +154,8 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netwo
 
 
 class _Route(NamedTuple):
-    """Edges between two layouts. `staying`: the major axes of each dim that both have and no step moves, which the edges leave
-    out; `blocks`: into how many pieces these split the dims."""
+    """Edges between two layouts. `staying`: the major axes of each dim that both have and no step moves,
+    which the edges leave out; `blocks`: into how many pieces these split the dims."""
 
     edges: Sequence[Edge]
     staying: tuple[Axes, ...]
@@ -145,8 +166,8 @@ class _Route(NamedTuple):
 def _route(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> _Route:
     """The cheapest way from one layout to another.
 
-    What both split alike is left out, where the blocks are as good as a value of their own: all of them full, and such that
-    any axes split them evenly.
+    What both split alike is left out, where the blocks are as good as a value of their own: all of them full,
+    and such that any axes split them evenly.
     """
     first, last = _state(src), _state(dst)
     if first.pending == last.pending and all(map(_refines, first.dims, first.padded, last.dims, last.padded)):
@@ -155,7 +176,9 @@ def _route(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netw
     counts = _counts(network)
     staying = tuple(
         shared if p == q == n and not n % (counts[shared] * _count(axes, shared, counts)) else ()
-        for n, p, q, shared in zip(shape, first.padded, last.padded, map(_common_prefix, first.dims, last.dims), strict=True)
+        for n, p, q, shared in zip(
+            shape, first.padded, last.padded, map(_common_prefix, first.dims, last.dims), strict=True
+        )
     )
     blocks = tuple([counts[axes] for axes in staying])
     shape = tuple(n // count for n, count in zip(shape, blocks, strict=True))
@@ -174,7 +197,9 @@ def _state(layout: Layout) -> State:
 def _inside(state: State, staying: Sequence[Axes], blocks: Sequence[int]) -> State:
     """A layout as that of one block."""
     dims = tuple(axes[len(shared) :] for axes, shared in zip(state.dims, staying, strict=True))
-    return State(dims, tuple(p // count for p, count in zip(state.padded, blocks, strict=True)), state.pending)
+    return State(
+        dims, tuple(p // count for p, count in zip(state.padded, blocks, strict=True)), state.pending
+    )
 
 
 def _axes(src: State, dst: State, network: Network) -> Axes:
@@ -198,12 +223,20 @@ def _steps(source: Layout, route: _Route) -> Iterator[Step]:
         source = layout
 
 
-def _between(src: State, dst: State, shape: tuple[int, ...], itemsize: int, network: Network) -> Sequence[Edge]:
-    """The edges of the cheapest path. Over one or two axes those to all targets of a source are found together."""
+def _between(
+    src: State, dst: State, shape: tuple[int, ...], itemsize: int, network: Network
+) -> Sequence[Edge]:
+    """The edges of the cheapest path. Over one or two axes those to all targets of a source are found
+    together.
+    """
     axes = _axes(src, dst, network)
     paddings = tuple(_paddings(n, d, src, dst, axes, network) for d, n in enumerate(shape))
     dims = _dims(src, dst, shape, paddings, few=len(axes) > FEW)
-    fixed = tuple(map(_fixed, src.dims, dst.dims, src.padded, dst.padded)) if len(axes) > FEW else (0,) * len(shape)
+    fixed = (
+        tuple(map(_fixed, src.dims, dst.dims, src.padded, dst.padded))
+        if len(axes) > FEW
+        else (0,) * len(shape)
+    )
     space = _space(shape, itemsize, network, axes, dims, paddings, fixed, dst.pending)
     return _shortest(src, dst, space) if len(axes) > FEW else _reach(src, space).to(dst)
 
@@ -219,23 +252,34 @@ def _counts(network: Network) -> Counts:
 
 
 def _paddings(size: int, dim: int, src: State, dst: State, axes: Axes, sizes: AxisSizes) -> tuple[int, ...]:
-    """The sizes to which a dim may be padded: as given, and so that axes make no more blocks of it than it has rows, or had."""
+    """The sizes to which a dim may be padded: as given, and so that axes make no more blocks of it than it
+    has rows, or had.
+    """
     given = [state.padded[dim] for state in (dst, src) if state.dims[dim]]
     subsets = itertools.chain.from_iterable(itertools.combinations(axes, k) for k in range(1, len(axes) + 1))
     counts = {shard_count(some, sizes) for some in subsets}
-    return tuple(sorted({*given, *(round_up(size, count) for count in counts if count <= max([size, *given]))}))
+    return tuple(
+        sorted({*given, *(round_up(size, count) for count in counts if count <= max([size, *given]))})
+    )
 
 
-def _dims(src: State, dst: State, shape: tuple[int, ...], paddings: Sequence[tuple[int, ...]], few: bool) -> tuple[int, ...]:
-    """The dims that may be split on the way: all, if these are not many and even; else those that `src` or `dst` splits, and
-    one more that all axes divide, or two.
+def _dims(
+    src: State, dst: State, shape: tuple[int, ...], paddings: Sequence[tuple[int, ...]], few: bool
+) -> tuple[int, ...]:
+    """The dims that may be split on the way: all, if these are not many and even; else those that `src` or
+    `dst` splits, and one more that all axes divide, or two.
 
-    A sum pending over x, wanted on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half being scattered then;
-    an all_to_all brings y to dim 0. (More dims would win a little only where several are uneven, and cost the search much.)
+    A sum pending over x, wanted on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half
+    being scattered then; an all_to_all brings y to dim 0. (More dims would win a little only where several
+    are uneven, and cost the search much.)
     """
     used = [d for d in range(len(shape)) if src.dims[d] or dst.dims[d]]
     others = [d for d in range(len(shape)) if d not in used and shape[d] > 1]
-    if not few and len(used) + len(others) <= MOST and all(paddings[d] in ((), (shape[d],)) for d in (*used, *others)):
+    if (
+        not few
+        and len(used) + len(others) <= MOST
+        and all(paddings[d] in ((), (shape[d],)) for d in (*used, *others))
+    ):
         return tuple(sorted(used + others))
     others.sort(key=lambda d: (max(paddings[d], default=2 * shape[d]) / shape[d], -shape[d]))
     enough = 1 if others and paddings[others[0]] == (shape[others[0]],) else 2
@@ -284,7 +328,9 @@ class _Cost(NamedTuple):
 
 
 class _Reach:
-    """How to get from one layout to others, found in the order of their price, as far as was asked (Dijkstra)."""
+    """How to get from one layout to others, found in the order of their price, as far as was asked
+    (Dijkstra).
+    """
 
     def __init__(self, src: State, space: Space):
         self.src, self.space = space.number(src), space
@@ -349,11 +395,13 @@ def _backtrack(via: Mapping[int, tuple[int, Edge]], src: int, node: int) -> list
 
 
 def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
-    """A lower bound on the cost that is left: of as many bytes, over the fastest links, as some device must still get.
+    """A lower bound on the cost that is left: of as many bytes, over the fastest links, as some device must
+    still get.
 
-    That is what it wants at the end and does not hold; looked at are the first device and its neighbour along each axis. What
-    is summed or compared yet, nobody holds. Of each element of it n parts are to become one on c devices, which takes
-    n + c - 2 messages, and so many elements over the number of devices are sent by one of them.
+    That is what it wants at the end and does not hold; looked at are the first device and its neighbour along
+    each axis. What is summed or compared yet, nobody holds. Of each element of it n parts are to become one
+    on c devices, which takes n + c - 2 messages, and so many elements over the number of devices are sent by
+    one of them.
     """
     devices = [{a: int(a == one) for a in space.axes} for one in (None, *space.axes)]
     blocks = [_block_of(d, dst, space) for d in devices]
@@ -384,7 +432,9 @@ def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
         if node == dst:
             return _Cost(0.0, 0, 0)
         rows = missing(node)
-        return _Cost(space.network.least(space.axes, rows * space.itemsize), 1, 1) if rows else _Cost(0.0, 0, 1)
+        return (
+            _Cost(space.network.least(space.axes, rows * space.itemsize), 1, 1) if rows else _Cost(0.0, 0, 1)
+        )
 
     return left
 

@@ -1,4 +1,6 @@
-"""Reshards as they run on the local shard, inside `jax.shard_map`: one function for each kind of step of `reshard.plan`."""
+"""Reshards as they run on the local shard, inside `jax.shard_map`: one function for each kind of step of
+`reshard.plan`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,9 @@ from shardax.sharding import Axes, AxisSizes, in_mesh_order, shard_count
 
 
 def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) -> jax.Array:
-    """Runs `path` on the local shard `x`, inside `jax.shard_map`; positions past the true `shape` hold garbage afterwards."""
+    """Runs `path` on the local shard `x`, inside `jax.shard_map`; positions past the true `shape` hold
+    garbage afterwards.
+    """
     for step in path.steps:
         x = _pad_whole_dim(x, step)
         x = RUN[step.kind](x, step, shape, sizes)
@@ -39,18 +43,27 @@ def _run_all_to_all(x, step, shape, sizes):
 
 
 def _run_exchange(x, step, sizes):
-    """An all_to_all between several dims: each axis that comes to a dim cuts it, and these cuts, in front of all dims, go to
-    the devices; what comes from them is put in front of the rows of the dims that the axes leave.
+    """An all_to_all between several dims: each axis that comes to a dim cuts it, and these cuts, in front of
+    all dims, go to the devices; what comes from them is put in front of the rows of the dims that the axes
+    leave.
     """
     before, after = step.source.dims, step.layout.dims
     whole = [n if have else p for n, have, p in zip(x.shape, before, step.layout.padded, strict=True)]
     whole = [p if axes else n for n, p, axes in zip(x.shape, whole, after, strict=True)]
-    coming = [axes[len(have) :] if axes[: len(have)] == have else () for have, axes in zip(before, after, strict=True)]
-    leaving = [axes[len(left) :] if axes[: len(left)] == left else () for axes, left in zip(before, after, strict=True)]
+    coming = [
+        axes[len(have) :] if axes[: len(have)] == have else ()
+        for have, axes in zip(before, after, strict=True)
+    ]
+    leaving = [
+        axes[len(left) :] if axes[: len(left)] == left else ()
+        for axes, left in zip(before, after, strict=True)
+    ]
     rows = [n // shard_count(axes, sizes) for n, axes in zip(whole, coming, strict=True)]
     cuts = [sizes[a] for a in step.axes]
     x = _rearranged(_fit(x, whole), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
-    x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True).reshape(*cuts, *rows)
+    x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True).reshape(
+        *cuts, *rows
+    )
     x = lax.transpose(x, [_index(label, step.axes) for label in _labels(leaving)])
     return x.reshape([n * shard_count(axes, sizes) for n, axes in zip(rows, leaving, strict=True)])
 
@@ -80,7 +93,9 @@ def _run_ppermute(x, step, shape, sizes):
 
 
 def ppermute(x, axes, pairs, sizes):
-    """`lax.ppermute`, where `pairs` are numbered along `axes` in the order given; JAX wants them in mesh order."""
+    """`lax.ppermute`, where `pairs` are numbered along `axes` in the order given; JAX wants them in mesh
+    order.
+    """
     return lax.ppermute(x, *in_mesh_order(axes, pairs, sizes))
 
 
@@ -90,7 +105,9 @@ def _run_slice(x, step, shape, sizes):
 
 
 def block_of(x, place, block: int, dim: int):
-    """`block` rows of x along `dim`, from `place · block` on. (`lax.dynamic_slice` would look for negative starts.)"""
+    """`block` rows of x along `dim`, from `place · block` on. (`lax.dynamic_slice` would look for negative
+    starts.)
+    """
     starts = [np.int32(0)] * x.ndim
     starts[dim] = lax.mul(place, np.int32(block))
     return lax.dynamic_slice_p.bind(x, *starts, slice_sizes=(*x.shape[:dim], block, *x.shape[dim + 1 :]))
@@ -117,7 +134,9 @@ def _run_halo(x, step, shape, sizes):
     dim, axes, count = step.dim, step.axes, shard_count(step.axes, sizes)
     old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
     want = next_blocks(dim, axes, old, new, count, shape[dim])
-    return bring(want, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes))
+    return bring(
+        want, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes)
+    )
 
 
 def _run_crop(x, step, shape, sizes):
@@ -143,8 +162,8 @@ RUN: dict[str, Callable] = {
 
 
 def _extremum(reduce: Callable, kind: str) -> Callable:
-    """The maximum or minimum of floats over devices, taken of integers that have the same order, with NaN beyond all others,
-    as XLA has it within a device. Collectives on floats may lose a NaN.
+    """The maximum or minimum of floats over devices, taken of integers that have the same order, with NaN
+    beyond all others, as XLA has it within a device. Collectives on floats may lose a NaN.
     """
 
     def reduced(x, axes):
@@ -154,7 +173,9 @@ def _extremum(reduce: Callable, kind: str) -> Callable:
             return reduced(x.astype(jnp.bfloat16), axes).astype(x.dtype)
         whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
         beyond = np.asarray(whole.max if kind == "max" else whole.min, whole.dtype)
-        bits = lax.select(jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, whole.dtype)))
+        bits = lax.select(
+            jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, whole.dtype))
+        )
         bits = reduce(bits, axes)
         nan = lax.full(x.shape, np.asarray(np.nan).astype(x.dtype))
         return lax.select(bits == beyond, nan, lax.bitcast_convert_type(_turned(bits), x.dtype))
@@ -163,14 +184,18 @@ def _extremum(reduce: Callable, kind: str) -> Callable:
 
 
 def _turned(bits):
-    """The bits of floats as integers in the same order, and back. (The greater the bits of a negative float, the less the
-    float.)
+    """The bits of floats as integers in the same order, and back. (The greater the bits of a negative float,
+    the less the float.)
     """
     low = np.asarray(jnp.iinfo(bits.dtype).max, bits.dtype)
     return lax.select(bits < 0, bits ^ low, bits)
 
 
-REDUCE: dict[str, Callable] = {"sum": lax.psum, "max": _extremum(lax.pmax, "max"), "min": _extremum(lax.pmin, "min")}
+REDUCE: dict[str, Callable] = {
+    "sum": lax.psum,
+    "max": _extremum(lax.pmax, "max"),
+    "min": _extremum(lax.pmin, "min"),
+}
 
 
 def identity(kind: str, dtype) -> Any:
@@ -190,7 +215,9 @@ def identity(kind: str, dtype) -> Any:
     endless, info = np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
     if np.isinf(np.real(endless).astype("float32")):
         return endless
-    return np.asarray(info.min if kind == "max" else info.max, dtype)  # some floats of one byte have no infinity
+    return np.asarray(
+        info.min if kind == "max" else info.max, dtype
+    )  # some floats of one byte have no infinity
 
 
 def _pad_whole_dim(x, step):
@@ -208,9 +235,13 @@ def _fit(x, shape):
     x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
     if x.shape == tuple(shape):
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero to pad with: the last one is repeated
+    if jnp.issubdtype(
+        x.dtype, jax.dtypes.extended
+    ):  # random keys have no zero to pad with: the last one is repeated
         return _repeat_last(x, shape)
-    return lax.pad(x, _garbage(x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)])
+    return lax.pad(
+        x, _garbage(x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)]
+    )
 
 
 def _repeat_last(x, shape):

@@ -1,7 +1,8 @@
-"""The steps that a reshard may take: from a layout, all layouts that one collective or local operation leads to.
+"""The steps that a reshard may take: from a layout, all layouts that one collective or local operation leads
+to.
 
-A `Space` says between which layouts: which axes, which dims, and how these may be padded. It keeps the steps from each layout
-that it was asked for, so that all paths through the same space share them.
+A `Space` says between which layouts: which axes, which dims, and how these may be padded. It keeps the steps
+from each layout that it was asked for, so that all paths through the same space share them.
 """
 
 import itertools
@@ -56,7 +57,8 @@ class Counts(dict[Axes, int]):
 
 @dataclass(frozen=True)
 class Space:
-    """What a search may use: mesh axes, dims, padded sizes of each dim; and how many major axes of each dim stay in place.
+    """What a search may use: mesh axes, dims, padded sizes of each dim; and how many major axes of each dim
+    stay in place.
 
     `owing`: the reductions that are to be pending at the end.
     """
@@ -83,12 +85,14 @@ class Space:
         return found
 
     def edges(self, node: int) -> list[tuple[float, int, int, Edge]]:
-        """All steps that one can take from a layout: the price, the collectives, the number of the layout after it, and the
-        step itself."""
+        """All steps that one can take from a layout: the price, the collectives, the number of the layout
+        after it, and the step itself."""
         found = self.known.get(node)
         if found is None:
             steps = (edge for step in STEPS for edge in step(self.states[node], self))
-            found = self.known[node] = [(edge.price, edge.count, self.number(edge.after), edge) for edge in steps]
+            found = self.known[node] = [
+                (edge.price, edge.count, self.number(edge.after), edge) for edge in steps
+            ]
         return found
 
     def count(self, axes: Axes) -> int:
@@ -114,13 +118,23 @@ class Space:
         return (axes[keep:] for keep in range(self.fixed[dim], len(axes)))
 
     def room(self, node: State, dim: int, axes: Axes) -> Iterator[int]:
-        """The padded sizes with which `dim` can take `axes` as its minor-most: its own, or any where it is still whole."""
+        """The padded sizes with which `dim` can take `axes` as its minor-most: its own, or any where it is
+        still whole.
+        """
         count = self.count(node.dims[dim] + axes)
         paddings = (node.padded[dim],) if node.dims[dim] else self.paddings[dim]
         return (p for p in paddings if p % count == 0)
 
 
-def _sends(space: Space, kind: str, axes: Axes, after: State, nbytes: int, dim: int | None = None, to: int | None = None):
+def _sends(
+    space: Space,
+    kind: str,
+    axes: Axes,
+    after: State,
+    nbytes: int,
+    dim: int | None = None,
+    to: int | None = None,
+):
     """A collective in which each device sends so many bytes."""
     minor = None
     if kind == "reduce_scatter" and to is not None and to == len(space.shape) - 1:
@@ -152,7 +166,9 @@ def _all_to_alls(node: State, space: Space) -> Iterator[Edge]:
 
 
 def _exchanges(node: State, space: Space) -> Iterator[Edge]:
-    """One all_to_all of axes that leave any dims and come to any others, in any order: what `_all_to_alls` has not."""
+    """One all_to_all of axes that leave any dims and come to any others, in any order: what `_all_to_alls`
+    has not.
+    """
     ways = [[(), *space.movable(node, dim)] if dim in space.dims else [()] for dim in range(len(node.dims))]
     for leaving in itertools.product(*ways):
         targets = tuple(dim for dim in space.dims if not leaving[dim])
@@ -173,15 +189,24 @@ def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
     return found
 
 
-def _exchanged(node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space) -> Iterator[Edge]:
+def _exchanged(
+    node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space
+) -> Iterator[Edge]:
     moved = {*itertools.chain(*leaving)}
-    axes, left = tuple([a for a in space.axes if a in moved]), [(dim, some) for dim, some in enumerate(leaving) if some]
+    axes, left = (
+        tuple([a for a in space.axes if a in moved]),
+        [(dim, some) for dim, some in enumerate(leaving) if some],
+    )
     count = space.count(axes)
-    for come in itertools.product(*[[(d, some, p) for p in space.room(node, d, some)] for d, some in arriving.items()]):
+    for come in itertools.product(
+        *[[(d, some, p) for p in space.room(node, d, some)] for d, some in arriving.items()]
+    ):
         volume = space.nbytes(node)
         for dim, _, padded in come:
             volume = volume if node.dims[dim] else volume // space.shape[dim] * padded
-        yield _sends(space, "all_to_all", axes, _crossed(node, left, come, space), volume // count * (count - 1))
+        yield _sends(
+            space, "all_to_all", axes, _crossed(node, left, come, space), volume // count * (count - 1)
+        )
 
 
 def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:
@@ -205,7 +230,9 @@ def _all_reduces(node: State, space: Space) -> Iterator[Edge]:
 
 
 def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
-    """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per receiver does."""
+    """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per
+    receiver does.
+    """
     before = _places(node, space.counts)
     for dims, pending in _rearrangements(node, space):
         after = State(dims, node.padded, pending)
@@ -216,7 +243,9 @@ def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
 
 
 def _rearrangements(node: State, space: Space) -> Iterator[tuple[tuple[Axes, ...], Pending]]:
-    """The ways to fill the places of a layout with other axes, so that each dim keeps its number of blocks."""
+    """The ways to fill the places of a layout with other axes, so that each dim keeps its number of
+    blocks.
+    """
     kinds = {kind for _, kind in node.pending}
     kind = kinds.pop() if len(kinds) == 1 else None
     swap_pending = kind is not None and bool(space.owing)
@@ -228,16 +257,25 @@ def _rearrangements(node: State, space: Space) -> Iterator[tuple[tuple[Axes, ...
         dims, pending = filled[: len(node.dims)], node.pending
         if kind is not None and swap_pending:
             pending = tuple((a, kind) for a in sorted(filled[-1]))
-        yield tuple(axes[:f] + new for axes, f, new in zip(node.dims, space.fixed, dims, strict=True)), pending
+        yield (
+            tuple(axes[:f] + new for axes, f, new in zip(node.dims, space.fixed, dims, strict=True)),
+            pending,
+        )
 
 
 @lru_cache(maxsize=1 << 14)
 def _fill(counts: tuple[int, ...], pool: Axes, network: Network) -> list[tuple[Axes, ...]]:
-    """The ways to fill places with axes of `pool` that make so many blocks of each, 0 where there is nothing to fill."""
+    """The ways to fill places with axes of `pool` that make so many blocks of each, 0 where there is nothing
+    to fill.
+    """
     if not counts:
         return [()]
     first, rest = counts[0], counts[1:]
-    orders = itertools.chain.from_iterable(itertools.permutations(pool, k) for k in range(1, len(pool) + 1)) if first else [()]
+    orders = (
+        itertools.chain.from_iterable(itertools.permutations(pool, k) for k in range(1, len(pool) + 1))
+        if first
+        else [()]
+    )
     return [
         (axes, *others)
         for axes in orders
@@ -262,7 +300,9 @@ def _halo(node: State, dim: int, padded: int, space: Space) -> Edge:
     sent = _rows_sent(old, padded // count, count, space.shape[dim])
     row = space.nbytes(node) // old
     price = sum(space.network.collective("ppermute", axes, row * rows) for rows in sent)
-    return Edge("halo" if sent else "crop", axes if sent else (), after, row * sum(sent), price, dim, count=len(sent))
+    return Edge(
+        "halo" if sent else "crop", axes if sent else (), after, row * sum(sent), price, dim, count=len(sent)
+    )
 
 
 @lru_cache(maxsize=1 << 14)
@@ -272,7 +312,9 @@ def _rows_sent(old: int, new: int, count: int, size: int) -> Sequence[int]:
 
 
 def _owes(node: State, space: Space) -> Iterator[Edge]:
-    """All pending reductions at once that are not owed yet: the first device keeps its shard, the others write zeros."""
+    """All pending reductions at once that are not owed yet: the first device keeps its shard, the others
+    write zeros.
+    """
     lacking = tuple(p for p in space.owing if p not in node.pending)
     if lacking and _in_order(node.pending + lacking) == space.owing:
         axes = tuple(a for a, _ in lacking)
@@ -281,7 +323,17 @@ def _owes(node: State, space: Space) -> Iterator[Edge]:
             yield Edge("owe", axes, node._replace(pending=space.owing), 0, price, count=0)
 
 
-STEPS = (_all_gathers, _slices, _all_to_alls, _exchanges, _reduce_scatters, _all_reduces, _ppermutes, _halos, _owes)
+STEPS = (
+    _all_gathers,
+    _slices,
+    _all_to_alls,
+    _exchanges,
+    _reduce_scatters,
+    _all_reduces,
+    _ppermutes,
+    _halos,
+    _owes,
+)
 
 
 def with_more(node: State, dim: int, axes: Axes, padded: int) -> State:
@@ -345,7 +397,9 @@ def _settle(node: State, axes: Axes) -> State:
 
 
 def _places(layout: Layout | State, counts: Counts) -> dict[str, tuple[int, int]]:
-    """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks there."""
+    """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks
+    there.
+    """
     return {
         a: (dim, counts[axes[i + 1 :]])
         for dim, axes in enumerate((*layout.dims, layout.pending_axes))
@@ -378,7 +432,8 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
 
 @lru_cache(maxsize=4096)
 def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> Wanted:
-    """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold blocks of `new` rows.
+    """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold
+    blocks of `new` rows.
 
     >>> halo.exchange_of(next_blocks(0, ("x",), 65, 66, 4, 257)).sent
     [3]

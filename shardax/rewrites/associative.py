@@ -1,10 +1,11 @@
-"""Finds associative scans in a graph. `jax.lax.associative_scan` is a Python function, so a jaxpr only has its expansion.
+"""Finds associative scans in a graph. `jax.lax.associative_scan` is a Python function, so a jaxpr only has
+its expansion.
 
-An expansion begins with strided slices and the nodes that combine them: these give the elements, and a first guess of the
-function. JAX then expands a scan with that function anew, and differentiates it. Only where the graph has exactly these
-equations does a node for the scan, and one for its gradient, take their place. A scan is left as it is where something else
-reads its intermediates, and where its function is not associative, because then only JAX's own order of steps gives the
-result that JAX gives.
+An expansion begins with strided slices and the nodes that combine them: these give the elements, and a first
+guess of the function. JAX then expands a scan with that function anew, and differentiates it. Only where the
+graph has exactly these equations does a node for the scan, and one for its gradient, take their place. A scan
+is left as it is where something else reads its intermediates, and where its function is not associative,
+because then only JAX's own order of steps gives the result that JAX gives.
 """
 
 import itertools
@@ -26,7 +27,9 @@ from shardax.spmd_rules.associative import Combine, associative_scan_p, associat
 
 
 def with_associative_scans(graph: Graph) -> Graph:
-    """The graph and its bodies, each expansion of an associative scan as one node, and that of its gradient."""
+    """The graph and its bodies, each expansion of an associative scan as one node, and that of its
+    gradient.
+    """
     for node in graph.nodes:
         for body in node.bodies:
             with_associative_scans(body)
@@ -73,7 +76,9 @@ def _guess_at(graph: Graph, at: int) -> _Guess | None:
 
 
 def _level(nodes: Sequence[Node], at: int) -> tuple[list[Value], int] | None:
-    """The elements of one level of the recursion, and their dim: those from which x[0:-1:2], then x[1::2] are cut."""
+    """The elements of one level of the recursion, and their dim: those from which x[0:-1:2], then x[1::2] are
+    cut.
+    """
     dim = _cut_dim(nodes[at])
     if dim is None or not _is_cut(nodes[at], dim, 0):
         return None
@@ -104,8 +109,8 @@ def _is_cut(node: Node, dim: int, start: int) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """A node, the numbers of its results in the graph (None: nothing computes it), of all that is computed for them, and of
-    what of that is between."""
+    """A node, the numbers of its results in the graph (None: nothing computes it), of all that is computed
+    for them, and of what of that is between."""
 
     node: Node
     results: list[int | None]
@@ -124,14 +129,21 @@ def _found(graph: Graph, numbers: Numbers, guess: _Guess) -> list[_Found]:
     return [scan, *(_without_parts(_gradients(graph, numbers, guess)) if same_gradient else ())]
 
 
-def _computed(graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Value], what: tuple[Any, Any]) -> _Found | None:
+def _computed(
+    graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Value], what: tuple[Any, Any]
+) -> _Found | None:
     """A node in the place of a known program, if the graph computes one of its results of `inputs`."""
     given = [numbers.number(v) for v in inputs]
     known = numbers.find(expected, given)
-    results = [None if known[v] in given or not numbers.same(known[v], v.shape) else known[v] for v in expected.outputs]
+    results = [
+        None if known[v] in given or not numbers.same(known[v], v.shape) else known[v]
+        for v in expected.outputs
+    ]
     if all(n is None for n in results):
         return None
-    same_everywhere = {n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()}  # no elements, or zeros
+    same_everywhere = {
+        n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()
+    }  # no elements, or zeros
     near = {v for node in expected.nodes if not _is_inner(node, expected) for v in node.outputs}
     computed = set(known.values()) - {*given}
     between = {n for v, n in known.items() if v not in near} - {*given, *results} - same_everywhere
@@ -139,7 +151,10 @@ def _computed(graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Valu
     first = next(node for node in graph.nodes if any(numbers.of[v] in results for v in node.outputs))
     outputs = [Value(v.aval) for v in expected.outputs]
     return _Found(
-        replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs), results, computed, between
+        replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs),
+        results,
+        computed,
+        between,
     )
 
 
@@ -159,10 +174,20 @@ def _gradients(graph: Graph, numbers: Numbers, guess: _Guess) -> Iterator[_Found
     wanted = tuple(i for i, (_, dtype) in enumerate(guess.types) if jnp.issubdtype(dtype, jnp.inexact))
     for seeds in _subsets(wanted):
         expected = _gradient(guess.types, guess.dim, guess.combine, seeds, wanted)
-        params = {"combine": guess.combine, "dim": guess.dim, "reverse": False, "seeds": seeds, "wanted": wanted}
-        candidates = [_candidates(graph, numbers, expected, ct) for ct in expected.inputs[len(guess.elements) :]]
+        params = {
+            "combine": guess.combine,
+            "dim": guess.dim,
+            "reverse": False,
+            "seeds": seeds,
+            "wanted": wanted,
+        }
+        candidates = [
+            _candidates(graph, numbers, expected, ct) for ct in expected.inputs[len(guess.elements) :]
+        ]
         for cts in itertools.islice(itertools.product(*candidates), 64):
-            found = _computed(graph, numbers, expected, [*guess.elements, *cts], (associative_scan_vjp_p, params))
+            found = _computed(
+                graph, numbers, expected, [*guess.elements, *cts], (associative_scan_vjp_p, params)
+            )
             if found:
                 yield found
 
@@ -177,7 +202,9 @@ def _without_parts(found: Iterable[_Found]) -> Iterator[_Found]:
 
 
 def _subsets(which: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Subsets of `which`, the largest first: of up to four all subsets, of more only all, all but one, and single ones."""
+    """Subsets of `which`, the largest first: of up to four all subsets, of more only all, all but one, and
+    single ones.
+    """
     count = len(which)
     for size in range(count, 0, -1):
         yield from itertools.combinations(which, size) if count <= 4 or size in (1, count - 1, count) else ()
@@ -204,15 +231,21 @@ def _candidates(graph: Graph, numbers: Numbers, expected: Graph, ct: Value) -> l
     for want in expected.nodes:
         if ct in want.inputs:
             at, key = want.inputs.index(ct), params_key(want.params)
-            alike = (n for n in graph.nodes if n.primitive is want.primitive and n.in_shapes == want.in_shapes)
-            here = [n.inputs[at] for n in alike if params_key(n.params) == key and not n.inputs[at].is_literal]
+            alike = (
+                n for n in graph.nodes if n.primitive is want.primitive and n.in_shapes == want.in_shapes
+            )
+            here = [
+                n.inputs[at] for n in alike if params_key(n.params) == key and not n.inputs[at].is_literal
+            ]
             values = {numbers.of[v]: v for v in here}
             found = values if found is None else {n: v for n, v in found.items() if n in values}
     return list((found or {}).values())
 
 
 def _is_inner(node: Node, graph: Graph) -> bool:
-    """Whether a node needs intermediates of the scan: something that is neither a piece of an input nor a constant."""
+    """Whether a node needs intermediates of the scan: something that is neither a piece of an input nor a
+    constant.
+    """
     return any(not v.is_literal and v not in graph.inputs for v in node.inputs)
 
 
@@ -232,7 +265,11 @@ def _replaced(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> bool:
     computed = set().union(*(one.computed for one in found))
     between = set().union(*(one.between for one in found)) - {n for one in found for n in one.results}
     nodes = _without_unread(read, outputs, lambda v: numbers.of.get(v) in computed)
-    if not found or any(numbers.of.get(v) in between for n in nodes for v in n.outputs) or not _in_order(graph.inputs, nodes):
+    if (
+        not found
+        or any(numbers.of.get(v) in between for n in nodes for v in n.outputs)
+        or not _in_order(graph.inputs, nodes)
+    ):
         return False
     graph.nodes[:], graph.outputs[:] = nodes, outputs
     return True
@@ -244,10 +281,15 @@ def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> list[Node]:
     after: dict[int, list[Node]] = {}
     for one in found:
         after.setdefault(max(places.get(v, 0) for v in one.node.inputs), []).append(one.node)
-    return [*after.get(0, ()), *itertools.chain.from_iterable([node, *after.get(i, ())] for i, node in enumerate(nodes, 1))]
+    return [
+        *after.get(0, ()),
+        *itertools.chain.from_iterable([node, *after.get(i, ())] for i, node in enumerate(nodes, 1)),
+    ]
 
 
-def _without_unread(nodes: Sequence[Node], outputs: Sequence[Value], may_drop: Callable[[Value], bool]) -> list[Node]:
+def _without_unread(
+    nodes: Sequence[Node], outputs: Sequence[Value], may_drop: Callable[[Value], bool]
+) -> list[Node]:
     read, kept = set(outputs), []
     for node in reversed(nodes):
         if not node.outputs or any(v in read for v in node.outputs) or not all(map(may_drop, node.outputs)):
@@ -275,14 +317,20 @@ def _merge_reversals(graph: Graph) -> None:
     turned: dict[Node, Node] = {}
     dropped: set[Node] = set()
     for node in graph.nodes:
-        if node.primitive in (associative_scan_p, associative_scan_vjp_p) and (ends := _reversals(node, makers, readers)):
+        if node.primitive in (associative_scan_p, associative_scan_vjp_p) and (
+            ends := _reversals(node, makers, readers)
+        ):
             before, after = ends
             outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
             inputs = [rev.inputs[0] for rev in before]
-            turned[node] = replace(node, params={**node.params, "reverse": True}, inputs=inputs, outputs=outputs)
+            turned[node] = replace(
+                node, params={**node.params, "reverse": True}, inputs=inputs, outputs=outputs
+            )
             dropped.update(after.values())
     nodes = [turned.get(node, node) for node in graph.nodes if node not in dropped]
-    graph.nodes[:] = _without_unread(nodes, graph.outputs, lambda v: makers.get(v) is not None and makers[v].name == "rev")
+    graph.nodes[:] = _without_unread(
+        nodes, graph.outputs, lambda v: makers.get(v) is not None and makers[v].name == "rev"
+    )
 
 
 def _reversals(
@@ -291,9 +339,15 @@ def _reversals(
     """The reversals of a scan's elements and of its results, if nothing else reads either."""
 
     def is_reversal(other: Node | None) -> bool:
-        return other is not None and other.name == "rev" and tuple(other.params["dimensions"]) == (node.params["dim"],)
+        return (
+            other is not None
+            and other.name == "rev"
+            and tuple(other.params["dimensions"]) == (node.params["dim"],)
+        )
 
     before = [makers[v] for v in node.inputs if v in makers and is_reversal(makers[v])]
     read = {v: readers[v] for v in node.outputs if v in readers}
-    after = {v: who[0] for v, who in read.items() if len(who) == 1 and who[0] is not None and is_reversal(who[0])}
+    after = {
+        v: who[0] for v, who in read.items() if len(who) == 1 and who[0] is not None and is_reversal(who[0])
+    }
     return (before, after) if len(before) == len(node.inputs) and len(after) == len(read) else None

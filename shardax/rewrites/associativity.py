@@ -1,8 +1,10 @@
-"""Tests on numbers whether a function, and its gradient, are associative: only then may a scan be split into blocks.
+"""Tests on numbers whether a function, and its gradient, are associative: only then may a scan be split into
+blocks.
 
-A scan with another function is meaningful too, but its result depends on the order in which JAX takes steps. So does the
-gradient of a maximum of two equal numbers. The numbers have both signs, and many of them are equal; a function has to be
-associative on all. It computes in 32 bits at least: in 16, what rounding may do hides what the order does.
+A scan with another function is meaningful too, but its result depends on the order in which JAX takes steps.
+So does the gradient of a maximum of two equal numbers. The numbers have both signs, and many of them are
+equal; a function has to be associative on all. It computes in 32 bits at least: in 16, what rounding may do
+hides what the order does.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ _FEW = np.array([-1.0, -0.5, 0.0, 0.5, 1.0, 2.0])
 
 @lru_cache(maxsize=256)
 def is_associative(combine: Combine, types: tuple[tuple[Any, Any], ...], dim: int) -> bool:
-    """Whether f(f(a, b), c) = f(a, f(b, c)), for elements of the shapes and dtypes `types`, as far as their floats tell."""
+    """Whether f(f(a, b), c) = f(a, f(b, c)), for elements of the shapes and dtypes `types`, as far as their
+    floats tell.
+    """
     return _agree(_both, combine, types, dim)
 
 
@@ -68,7 +72,9 @@ def _widened(combine: Combine) -> Combine:
     def operand(x):
         return x if isinstance(x, int) else Constant(_wide(x.dtype), _in_32_bits(x.value).tobytes())
 
-    steps = ((p, tuple((name, param(x)) for name, x in ps), tuple(map(operand, xs))) for p, ps, xs in combine.steps)
+    steps = (
+        (p, tuple((name, param(x)) for name, x in ps), tuple(map(operand, xs))) for p, ps, xs in combine.steps
+    )
     return replace(combine, steps=tuple(steps))
 
 
@@ -88,25 +94,35 @@ def _small(combine: Combine, types, dim: int) -> list[tuple[tuple[int, ...], Any
     def size(word: str, n: int) -> int:
         return _ROWS if word == rows else n if word.endswith("!") else 2
 
-    return [(tuple(map(size, words.split(), shape)), dtype) for words, (shape, dtype) in zip(combine.words, types, strict=True)]
+    return [
+        (tuple(map(size, words.split(), shape)), dtype)
+        for words, (shape, dtype) in zip(combine.words, types, strict=True)
+    ]
 
 
 def _sample(random: np.random.Generator, shape: tuple[int, ...], dtype) -> np.ndarray:
     if jnp.issubdtype(dtype, jnp.inexact):
-        parts = [np.where(random.random(shape) < 0.5, random.choice(_FEW, shape), random.normal(size=shape)) for _ in range(2)]
+        parts = [
+            np.where(random.random(shape) < 0.5, random.choice(_FEW, shape), random.normal(size=shape))
+            for _ in range(2)
+        ]
         return (parts[0] + (1j * parts[1] if jnp.issubdtype(dtype, jnp.complexfloating) else 0)).astype(dtype)
     if dtype == np.bool_:
         return random.random(shape) < 0.5
     info = jnp.iinfo(dtype)
     return np.where(
-        random.random(shape) < 0.5, random.integers(0, 4, shape), random.integers(info.min // 2, info.max // 2, shape)
+        random.random(shape) < 0.5,
+        random.integers(0, 4, shape),
+        random.integers(info.min // 2, info.max // 2, shape),
     ).astype(dtype)
 
 
 def _scale(arrays: Sequence[np.ndarray], dim: int) -> np.ndarray:
     """The largest of each row."""
     sizes = [
-        _by_row(np.abs(x.astype("complex128")), dim).max(1, initial=1) for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)
+        _by_row(np.abs(x.astype("complex128")), dim).max(1, initial=1)
+        for x in arrays
+        if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     return np.maximum.reduce(sizes) if sizes else np.ones(_ROWS)
 

@@ -1,8 +1,9 @@
-"""Reads the function of an associative scan off the nodes of one application of it: its steps, and which dims it ties together.
+"""Reads the function of an associative scan off the nodes of one application of it: its steps, and which dims
+it ties together.
 
-A scan may run on blocks only if the function makes row i of its result of rows i of its operands. The rules of the steps tell
-whether it does, and which other dims may be split: dims that a rule ties together are one class, and a class may be split if
-every step keeps it.
+A scan may run on blocks only if the function makes row i of its result of rows i of its operands. The rules
+of the steps tell whether it does, and which other dims may be split: dims that a rule ties together are one
+class, and a class may be split if every step keeps it.
 """
 
 from collections.abc import Sequence
@@ -16,20 +17,40 @@ from shardax.spmd_rules.associative import Combine, Constant, Operand, Size
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import KEEP
 
-_SHAPES = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes", "slice": "limit_indices"}  # hold sizes
-_SIZELESS = {"concatenate", "dot_general", "pad", "reduce_max", "reduce_min", "reduce_sum", "squeeze", "transpose"}
+_SHAPES = {
+    "broadcast_in_dim": "shape",
+    "iota": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}  # hold sizes
+_SIZELESS = {
+    "concatenate",
+    "dot_general",
+    "pad",
+    "reduce_max",
+    "reduce_min",
+    "reduce_sum",
+    "squeeze",
+    "transpose",
+}
 
 Dim = tuple[Value, int]
 
 
-def combine_of(lefts: Sequence[Value], rights: Sequence[Value], nodes: Sequence[Node], made: Sequence[Value], dim: int):
-    """The function of the nodes that make `made` of two lists of values, row by row along `dim`; None where they are no such
-    function.
+def combine_of(
+    lefts: Sequence[Value], rights: Sequence[Value], nodes: Sequence[Node], made: Sequence[Value], dim: int
+):
+    """The function of the nodes that make `made` of two lists of values, row by row along `dim`; None where
+    they are no such function.
     """
     nodes = _needed(nodes, made)
     numbers = {v: i for i, v in enumerate([*lefts, *rights, *(node.outputs[0] for node in nodes)])}
     operands = [[_operand(v, numbers) for v in node.inputs] for node in nodes]
-    if any(None in row for row in operands) or any(v not in numbers for v in made) or not all(map(_is_plain, nodes)):
+    if (
+        any(None in row for row in operands)
+        or any(v not in numbers for v in made)
+        or not all(map(_is_plain, nodes))
+    ):
         return None
     classes = _Classes(nodes)
     for left, right, value in zip(lefts, rights, made, strict=True):
@@ -38,9 +59,13 @@ def combine_of(lefts: Sequence[Value], rights: Sequence[Value], nodes: Sequence[
             classes.tie((left, d), (value, d))
     if not _is_by_row(classes, lefts, dim):
         return None
-    places = {classes.of((v, d)): Size(i, d) for i, v in reversed([*enumerate(lefts)]) for d in range(len(v.shape))}
+    places = {
+        classes.of((v, d)): Size(i, d) for i, v in reversed([*enumerate(lefts)]) for d in range(len(v.shape))
+    }
     sizes = {c: size for c, size in places.items() if c not in classes.mixed}
-    steps = tuple((n.primitive, _params(n, classes, sizes), tuple(row)) for n, row in zip(nodes, operands, strict=True))
+    steps = tuple(
+        (n.primitive, _params(n, classes, sizes), tuple(row)) for n, row in zip(nodes, operands, strict=True)
+    )
     return Combine(steps, tuple(numbers[v] for v in made), _words(classes, lefts))  # type: ignore[arg-type]
 
 
@@ -76,7 +101,9 @@ def _operand(value: Value, numbers: dict[Value, int]) -> Operand | None:
 
 
 class _Classes:
-    """Classes of dims that rules tie together. `mixed` holds the dims whose positions some step does not keep apart."""
+    """Classes of dims that rules tie together. `mixed` holds the dims whose positions some step does not keep
+    apart.
+    """
 
     def __init__(self, nodes: Sequence[Node]):
         self.parent: dict[Dim, Dim] = {}
@@ -138,8 +165,8 @@ def _params(node: Node, classes: _Classes, sizes: dict[Dim, Size]) -> tuple[tupl
 
 
 def _words(classes: _Classes, lefts: Sequence[Value]) -> tuple[str, ...]:
-    """The dims of each element as factors of a rule: one factor for each class of dims, whole where a step mixes its
-    positions.
+    """The dims of each element as factors of a rule: one factor for each class of dims, whole where a step
+    mixes its positions.
     """
     names: dict[Dim, str] = {}
     dims = [[classes.of((v, d)) for d in range(len(v.shape))] for v in lefts]
@@ -147,5 +174,7 @@ def _words(classes: _Classes, lefts: Sequence[Value]) -> tuple[str, ...]:
     for own in dims:
         for c in own:
             names.setdefault(c, f"k{len(names)}")
-    words = [[f"w{i}_{d}!" if c in whole else names[c] for d, c in enumerate(own)] for i, own in enumerate(dims)]
+    words = [
+        [f"w{i}_{d}!" if c in whole else names[c] for d, c in enumerate(own)] for i, own in enumerate(dims)
+    ]
     return tuple(map(" ".join, words))

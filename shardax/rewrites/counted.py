@@ -1,10 +1,11 @@
 """Finds indices that only count, as in `x[jnp.arange(8), i]`, and makes the dim that they index a batch dim.
 
-    gather x[8, 64] at indices[8, 2], whose row r is (r, i[r])     gather x at i[8, 1], dims 0 of both being batched
-    x.at[jnp.arange(8), i].set(y)                                  likewise
+    gather x[8, 64] at indices[8, 2], row r is (r, i[r])    gather x at i[8, 1], dims 0 of both being batched
+    x.at[jnp.arange(8), i].set(y)                           likewise
 
-XLA's partitioner calls such dims index-parallel. Counts are followed from iotas through operations that leave them unchanged,
-and into the bodies of loops, because caches are often appended to at an iota from outside the loop.
+XLA's partitioner calls such dims index-parallel. Counts are followed from iotas through operations that leave
+them unchanged, and into the bodies of loops, because caches are often appended to at an iota from outside the
+loop.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,9 @@ Counts = dict[Value, int]
 
 
 def with_batched_indices(graph: Graph, outer: Counts | None = None) -> Graph:
-    """The graph and its bodies, where gathers and scatters whose indices count along a dim have a batch dim instead."""
+    """The graph and its bodies, where gathers and scatters whose indices count along a dim have a batch dim
+    instead.
+    """
     counts, unsigned = dict(outer or {}), set()
     makers: dict[Value, Node] = {}
     nodes: list[Node] = []
@@ -49,7 +52,9 @@ def _follow(node: Node, counts: Counts, unsigned: set[Value]) -> None:
     elif node.name == "add" and _is(node.inputs[1], 0):
         _note(node, counts, counts.get(node.inputs[0]))
     elif node.name == "optimization_barrier":
-        counts.update({new: counts[old] for new, old in zip(node.outputs, node.inputs, strict=True) if old in counts})
+        counts.update(
+            {new: counts[old] for new, old in zip(node.outputs, node.inputs, strict=True) if old in counts}
+        )
     elif node.name in _KEEPS:
         _note(node, counts, _KEEPS[node.name](node, counts.get(node.inputs[0]) if node.inputs else None))
 
@@ -77,14 +82,21 @@ def _broadcast_in_dim(node: Node, dim: int | None) -> int | None:
 def _if_it_fits(node: Node, dim: int | None) -> int | None:
     """Counts only where the dtype of the result can hold all positions."""
     dtype = node.outputs[0].aval.dtype
-    fits = dim is not None and np.issubdtype(dtype, np.integer) and node.out_shapes[0][dim] - 1 <= np.iinfo(dtype).max
+    fits = (
+        dim is not None
+        and np.issubdtype(dtype, np.integer)
+        and node.out_shapes[0][dim] - 1 <= np.iinfo(dtype).max
+    )
     return dim if fits else None
 
 
 def _reshape(node: Node, dim: int | None) -> int | None:
     """Follows a count through a reshape that adds or drops dims of size one."""
     kept = [[d for d, n in enumerate(shape) if n != 1] for shape in (*node.in_shapes, *node.out_shapes)]
-    sizes = [[shape[d] for d in dims] for shape, dims in zip((*node.in_shapes, *node.out_shapes), kept, strict=True)]
+    sizes = [
+        [shape[d] for d in dims]
+        for shape, dims in zip((*node.in_shapes, *node.out_shapes), kept, strict=True)
+    ]
     return kept[1][kept[0].index(dim)] if dim in kept[0] and sizes[0] == sizes[1] else None
 
 
@@ -102,9 +114,15 @@ _KEEPS: dict[str, Callable[[Node, int | None], int | None]] = {
 
 
 def _batched(node: Node, makers: dict[Value, Node], counts: Counts) -> list[Node]:
-    """The node with a batch dim, and without the indices that count; and, if indices are left, the nodes that make them."""
+    """The node with a batch dim, and without the indices that count; and, if indices are left, the nodes that
+    make them.
+    """
     columns = makers.get(node.inputs[1])
-    if columns is None or columns.name != "concatenate" or columns.params["dimension"] != len(node.in_shapes[1]) - 1:
+    if (
+        columns is None
+        or columns.name != "concatenate"
+        or columns.params["dimension"] != len(node.in_shapes[1]) - 1
+    ):
         return [node]
     kept, params = list(columns.inputs), node.params
     for part, dim, along in _counted(node, columns, counts):
@@ -126,13 +144,20 @@ def _counted(node: Node, columns: Node, counts: Counts) -> Iterator[tuple[Value,
         dim, along = indexed[place], counts.get(part)
         place += part.shape[-1]
         alone = part.shape[-1] == 1 and dim in collapsed and columns.inputs.count(part) == 1
-        if alone and along is not None and along not in taken and part.shape[along] == node.in_shapes[0][dim] > 1:
+        if (
+            alone
+            and along is not None
+            and along not in taken
+            and part.shape[along] == node.in_shapes[0][dim] > 1
+        ):
             taken.add(along)
             yield part, dim, along
 
 
 def _with_batch(numbers, dim: int, along: int):
-    """The dimension numbers of a gather or scatter with dim `dim` of the operand and `along` of the indices as batch dims."""
+    """The dimension numbers of a gather or scatter with dim `dim` of the operand and `along` of the indices
+    as batch dims.
+    """
     window, collapsed, indexed, batch, index_batch = numbers
     pairs = sorted([*zip(batch, index_batch, strict=True), (dim, along)])
     gone = (tuple(d for d in dims if d != dim) for dims in (collapsed, indexed))

@@ -1,4 +1,5 @@
-"""Finds contractions over dims that were merged only for that, as by `jnp.vdot`, and contracts the dims themselves instead.
+"""Finds contractions over dims that were merged only for that, as by `jnp.vdot`, and contracts the dims
+themselves instead.
 
     reshape x[64, 16] to [1024], y likewise, contract 1024     ->     contract x and y over 64 and 16
 
@@ -33,13 +34,17 @@ def _unmerged(node: Node, makers: dict[Value, Node]) -> Node:
         return node
     count = len(merged[0])
     groups = tuple(tuple(range(d, d + count)) for d in (one, two))
-    moved = tuple(tuple(b + (count - 1) * (b > d) for b in dims) for dims, d in zip(batch, (one, two), strict=True))
+    moved = tuple(
+        tuple(b + (count - 1) * (b > d) for b in dims) for dims, d in zip(batch, (one, two), strict=True)
+    )
     inputs = [makers[v].inputs[0] for v in node.inputs]
     return replace(node, inputs=inputs, params={**node.params, "dimension_numbers": (groups, moved)})
 
 
 def _merged(maker: Node | None, dim: int) -> Sequence[int]:
-    """The sizes of the dims of which a reshape makes dim `dim`, the others being left as they are; none where it does not."""
+    """The sizes of the dims of which a reshape makes dim `dim`, the others being left as they are; none where
+    it does not.
+    """
     if maker is None or maker.name != "reshape" or maker.params["dimensions"] is not None:
         return ()
     (old,), (new,) = maker.in_shapes, maker.out_shapes

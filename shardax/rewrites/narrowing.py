@@ -4,8 +4,8 @@
     cond(p, lambda: y.at[i].add(1), lambda: y)            row -> cond(p, lambda: row + 1, lambda: row)
     fori_loop(0, m, lambda j, y: y.at[i, j].set(x), y)    the inner loop carries the row
 
-All that is done with such an array is done at one place, and elsewhere it is what some array was when the trip began, or zero,
-as gradients of reads are.
+All that is done with such an array is done at one place, and elsewhere it is what some array was when the
+trip began, or zero, as gradients of reads are.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -27,8 +27,8 @@ SUMS = {"add", "add_any"}
 class Narrowing:
     """The rows that arrays of one type have at a place; the dim is there, of size one.
 
-    `kinds` says what the arrays are elsewhere: a name of what was there when the trip began, or `SPARSE`. `gone` are those that
-    nothing makes any more.
+    `kinds` says what the arrays are elsewhere: a name of what was there when the trip began, or `SPARSE`.
+    `gone` are those that nothing makes any more.
     """
 
     index: Index
@@ -87,7 +87,9 @@ class Narrowing:
         return self._noted(node, [made], made.outputs[0], kind)
 
     def _noted(self, node: Node, made: list[Node], row: Value, kind: Hashable) -> list[Node]:
-        """A node of rows, and where no operand is gone the node itself too: what is not read is dropped later."""
+        """A node of rows, and where no operand is gone the node itself too: what is not read is dropped
+        later.
+        """
         gone = not self.gone.isdisjoint(node.inputs)
         self.add(node.outputs[0], row, kind, gone)
         return made if gone else [node, *made]
@@ -118,9 +120,13 @@ class Narrowing:
     def _through_bodies(self, node: Node) -> list[Node] | None:
         """What is zero when a loop begins may become something else: then it is left as it is."""
         must = [k for k, v in enumerate(node.inputs) if v in self.gone]
-        carried = [k for k in carries_of(node) if node.inputs[k] not in self.gone and self.kind(node.inputs[k])]
+        carried = [
+            k for k in carries_of(node) if node.inputs[k] not in self.gone and self.kind(node.inputs[k])
+        ]
         if node.name == "cond":
-            carried = [k for k, v in enumerate(node.inputs) if self._is_array(v) and self.kind(v) and k not in must]
+            carried = [
+                k for k, v in enumerate(node.inputs) if self._is_array(v) and self.kind(v) and k not in must
+            ]
         ways = [[*must, *carried], must] if carried else [must]
         if not must and not carried and not (node.name == "cond" and any(map(self._is_array, node.outputs))):
             return None
@@ -138,7 +144,11 @@ class Narrowing:
             children.append(child)
             inside.append(child.run(body.nodes))
         kinds = None if None in inside else self._kinds_of_results(node, mapped, children)
-        return self._rebuilt(node, mapped, inside, children, kinds) if kinds or (mapped and kinds is not None) else None
+        return (
+            self._rebuilt(node, mapped, inside, children, kinds)
+            if kinds or (mapped and kinds is not None)
+            else None
+        )
 
     def _kinds_of_results(
         self, node: Node, mapped: Sequence[int], children: Sequence["Narrowing"]
@@ -149,7 +159,11 @@ class Narrowing:
         for r in range(len(node.outputs)):
             kinds = {child.kind(body.outputs[r]) for child, body in givers}
             carried = r < len(carries) and carries[r] in mapped
-            row = kinds == {self.kind(node.inputs[carries[r]])} if carried else node.name == "cond" and len(kinds) == 1
+            row = (
+                kinds == {self.kind(node.inputs[carries[r]])}
+                if carried
+                else node.name == "cond" and len(kinds) == 1
+            )
             if row and None not in kinds:
                 found[r] = kinds.pop()
             elif carried or any(body.outputs[r] in child.gone for child, body in givers):
@@ -159,7 +173,10 @@ class Narrowing:
     def _rebuilt(
         self, node: Node, mapped, inside, children: Sequence["Narrowing"], kinds: Mapping[int, Hashable]
     ) -> list[Node]:
-        inputs, outputs = [self.row(v) if k in mapped else v for k, v in enumerate(node.inputs)], list(node.outputs)
+        inputs, outputs = (
+            [self.row(v) if k in mapped else v for k, v in enumerate(node.inputs)],
+            list(node.outputs),
+        )
         for r, kind in kinds.items():
             outputs[r] = self.new_row()
             self.add(node.outputs[r], outputs[r], kind)

@@ -1,12 +1,13 @@
-"""Finds rotations in a graph: `jnp.roll` and its gradient, which JAX writes as slices put together the other way round.
+"""Finds rotations in a graph: `jnp.roll` and its gradient, which JAX writes as slices put together the other
+way round.
 
     concatenate(x[k:], x[:k])              jnp.roll(x, -k), rotating buffers of a pipeline
     pad(x[:-k], low k) + pad(x[-k:])       their transpose
     concatenate(x[:k], x[k:])              x itself, rotated by nothing
 
-Each becomes one `rotate` node, which sends a shard's rows once: as slices and a concatenation they would be two shifts, with
-what goes around the end in sums over all devices. Where k is known when the program runs, JAX writes a window of twice the
-array, and each becomes one `rotate_by` node:
+Each becomes one `rotate` node, which sends a shard's rows once: as slices and a concatenation they would be
+two shifts, with what goes around the end in sums over all devices. Where k is known when the program runs,
+JAX writes a window of twice the array, and each becomes one `rotate_by` node:
 
     dynamic_slice(concatenate(x, x), k)    jnp.roll(x, -k)
     dynamic_update_slice(zeros, x, k)      its transpose: the two halves added
@@ -54,7 +55,9 @@ def _rotate(node: Node, makers: Makers) -> Node | None:
 
 
 def _rotation(parts: Sequence[tuple[int, _Part] | None]) -> tuple[Value, int, int] | None:
-    """(value, dim, first) where parts, side by side, are a rotation of the one value that they are all cut from."""
+    """(value, dim, first) where parts, side by side, are a rotation of the one value that they are all cut
+    from.
+    """
     if len(parts) < 2 or None in parts:
         return None
     placed = sorted((p for p in parts if p), key=lambda p: p[0])
@@ -72,7 +75,10 @@ def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | No
     if node.name == "concatenate":
         places = itertools.accumulate([0, *(v.shape[node.params["dimension"]] for v in node.inputs[:-1])])
         parts = [_part(v, makers) for v in node.inputs]
-        return [(at, p) if p and p.dim == node.params["dimension"] else None for at, p in zip(places, parts, strict=True)]
+        return [
+            (at, p) if p and p.dim == node.params["dimension"] else None
+            for at, p in zip(places, parts, strict=True)
+        ]
     if node.name in ("add_any", "add"):
         return [_padded_part(v, makers) for v in node.inputs]
     return []
@@ -85,7 +91,9 @@ def _padded_part(value: Value, makers: Makers) -> tuple[int, _Part] | None:
         return None
     part = _part(pad.inputs[0], makers)
     config = pad.params["padding_config"]
-    if part is None or any(inner or ((low or high) and d != part.dim) for d, (low, high, inner) in enumerate(config)):
+    if part is None or any(
+        inner or ((low or high) and d != part.dim) for d, (low, high, inner) in enumerate(config)
+    ):
         return None
     low, high, _ = config[part.dim]
     return (low, part) if low >= 0 and high >= 0 and value.shape == part.value.shape else None
@@ -124,7 +132,12 @@ def _rotate_by(node: Node, makers: Makers) -> Node | None:
 
 def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
     both = makers.get(node.inputs[0])
-    if both is None or both.name != "concatenate" or len(both.inputs) != 2 or both.inputs[0] is not both.inputs[1]:
+    if (
+        both is None
+        or both.name != "concatenate"
+        or len(both.inputs) != 2
+        or both.inputs[0] is not both.inputs[1]
+    ):
         return None
     value, dim = both.inputs[0], both.params["dimension"]
     return (value, node.inputs[1 + dim], dim, False) if node.outputs[0].shape == value.shape else None
@@ -132,14 +145,29 @@ def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool]
 
 def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
     split = makers.get(node.inputs[0]) if node.name in ("add", "add_any") else None
-    if split is None or split.name != "split" or sorted(map(id, split.outputs)) != sorted(map(id, node.inputs)):
+    if (
+        split is None
+        or split.name != "split"
+        or sorted(map(id, split.outputs)) != sorted(map(id, node.inputs))
+    ):
         return None
     update, dim = makers.get(split.inputs[0]), split.params["axis"]
-    if update is None or update.name != "dynamic_update_slice" or update.inputs[1].shape != node.outputs[0].shape:
+    if (
+        update is None
+        or update.name != "dynamic_update_slice"
+        or update.inputs[1].shape != node.outputs[0].shape
+    ):
         return None
-    return (update.inputs[1], update.inputs[2 + dim], dim, True) if _is_zero(update.inputs[0], makers) else None
+    return (
+        (update.inputs[1], update.inputs[2 + dim], dim, True) if _is_zero(update.inputs[0], makers) else None
+    )
 
 
 def _is_zero(value: Value, makers: Makers) -> bool:
     node = makers.get(value)
-    return node is not None and node.name == "broadcast_in_dim" and node.inputs[0].is_literal and node.inputs[0].literal == 0
+    return (
+        node is not None
+        and node.name == "broadcast_in_dim"
+        and node.inputs[0].is_literal
+        and node.inputs[0].literal == 0
+    )

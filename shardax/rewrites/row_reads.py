@@ -1,4 +1,6 @@
-"""Rewrites bodies so that they read given rows of an array that does not change; other reads of it stay as they are."""
+"""Rewrites bodies so that they read given rows of an array that does not change; other reads of it stay as
+they are.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,9 @@ from shardax.graph.operands import Constants, constants_of, with_constants
 RowsAt = Mapping[Place, Value]
 
 
-def places_read(nodes: Sequence[Node], array: Value, place_of: Callable[[Node], Place | None]) -> dict[Place, None]:
+def places_read(
+    nodes: Sequence[Node], array: Value, place_of: Callable[[Node], Place | None]
+) -> dict[Place, None]:
     """The places at which nodes and their bodies read an array."""
     names = set(_names(nodes, array))
     found = (place_of(node) for node in Graph([], list(nodes)).walk() if _reads(node, names))
@@ -53,7 +57,9 @@ class Reading:
         if node.name == "optimization_barrier":
             return [self._beside(node)]
         pairs = constants_of(node)
-        return [self._with_bodies(node, pairs) if any(outer in self.rows for outer, _ in sum(pairs, [])) else node]
+        return [
+            self._with_bodies(node, pairs) if any(outer in self.rows for outer, _ in sum(pairs, [])) else node
+        ]
 
     def _beside(self, node: Node) -> Node:
         """A barrier, with the rows of its arrays beside them."""

@@ -1,12 +1,16 @@
-"""Finds scans that read and write arrays at their index: the rows of these become what the scan itself goes over.
+"""Finds scans that read and write arrays at their index: the rows of these become what the scan itself goes
+over.
 
-    fori_loop(0, n, lambda i, y: y.at[i].set(f(x[i])), y)      map f over the rows of x, which gives the rows of y
-    the way back of a trip that reads x[i - 1] and x[i]        give two rows for each trip, add them up once all are there
-    fori_loop(0, n, lambda i, y: y.at[n - 1 - i].set(x[i]), y)     map over the rows of x, and turn those of y around
+    fori_loop(0, n, lambda i, y: y.at[i].set(f(x[i])), y)
+        map f over the rows of x, which gives the rows of y
+    the way back of a trip that reads x[i - 1] and x[i]
+        give two rows for each trip, add them up once all are there
+    fori_loop(0, n, lambda i, y: y.at[n - 1 - i].set(x[i]), y)
+        map over the rows of x, and turn those of y around
 
-An array that a scan carries must be read and written at one place alone (`graph/indices.py`), or only be added to: then no trip
-sees what another one wrote. Of one that it only reads, other reads stay as they are. A scan that goes from the last row to the
-first is one that is reversed.
+An array that a scan carries must be read and written at one place alone (`graph/indices.py`), or only be
+added to: then no trip sees what another one wrote. Of one that it only reads, other reads stay as they are. A
+scan that goes from the last row to the first is one that is reversed.
 """
 
 import math
@@ -49,8 +53,8 @@ def with_scanned_rows(graph: Graph, in_loop: bool = False) -> Graph:
 class _Around:
     """What is known around scans.
 
-    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `stacks`: of arrays whose rows are
-    the index, its line; so a scan that is differentiated passes on what its index was.
+    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `stacks`: of arrays
+    whose rows are the index, its line; so a scan that is differentiated passes on what its index was.
     """
 
     in_loop: bool = False
@@ -72,7 +76,10 @@ def _scanned(node: Node, around: _Around) -> list[Node]:
         _scan_carries(loop, carries)
     for carry in [c for c in loop.carries if c.given is not c.taken]:
         _scan_sum(loop, carry)
-    for outside, inside in [*loop.consts, *((c.outside, c.taken) for c in loop.carries if c.given is c.taken)]:
+    for outside, inside in [
+        *loop.consts,
+        *((c.outside, c.taken) for c in loop.carries if c.given is c.taken),
+    ]:
         _scan_const(loop, outside, inside)
     if not loop.changed:
         return [node]
@@ -90,10 +97,11 @@ class _Carry:
 
 @dataclass(eq=False, slots=True)
 class _Loop:
-    """A scan while it is rewritten: what it takes and gives as (outside, inside), and what comes before and after it.
+    """A scan while it is rewritten: what it takes and gives as (outside, inside), and what comes before and
+    after it.
 
-    `inner`: it runs in each trip of another loop. `read` and `written`: by the shapes of arrays, the places at which its body
-    does so to some.
+    `inner`: it runs in each trip of another loop. `read` and `written`: by the shapes of arrays, the places
+    at which its body does so to some.
     """
 
     node: Node
@@ -119,10 +127,11 @@ class _Loop:
         return next(self.places(node), None)
 
     def _is_enough(self, node: Node, place: Place) -> bool:
-        """Whether to copy what is scanned, on the nominal chip, takes no longer than to send what is read or written.
+        """Whether to copy what is scanned, on the nominal chip, takes no longer than to send what is read or
+        written.
 
-        All of an array that is written is copied. Outside of other loops whole rows count, whatever part of them is read: the
-        scan may become a map, and each device does the trips of its own rows.
+        All of an array that is written is copied. Outside of other loops whole rows count, whatever part of
+        them is read: the scan may become a map, and each device does the trips of its own rows.
         """
         array, length = node.inputs[0], self.index.length
         rows, plain = array.shape[place.dim], not jnp.issubdtype(array.aval.dtype, jax.dtypes.extended)
@@ -162,7 +171,11 @@ def _loop(node: Node, inner: bool) -> _Loop:
 
 def _window(node: Node) -> int:
     """How many elements of an array a node reads or writes."""
-    of = node.outputs[0] if node.name in READS else node.inputs[1 if node.name == "dynamic_update_slice" else 2]
+    of = (
+        node.outputs[0]
+        if node.name in READS
+        else node.inputs[1 if node.name == "dynamic_update_slice" else 2]
+    )
     return math.prod(of.shape)
 
 
@@ -215,7 +228,11 @@ def _turn_index(loop: _Loop, around: _Around) -> None:
 def _before_turned(value: Value, makers: Makers) -> Value | None:
     """What a stack was before it was turned around, if that was the last that was done to it."""
     node = makers.get(value)
-    return node.inputs[0] if node is not None and node.name == "rev" and tuple(node.params["dimensions"]) == (0,) else None
+    return (
+        node.inputs[0]
+        if node is not None and node.name == "rev" and tuple(node.params["dimensions"]) == (0,)
+        else None
+    )
 
 
 def _turned_around(loop: _Loop, stack: Value, nodes: list[Node]) -> Value:
@@ -228,7 +245,9 @@ def _bytes_along(loop: _Loop, step: int) -> int:
     """The bytes of the arrays whose rows are read and written in that order."""
     arrays = [(v, loop.read) for _, v in loop.consts]
     arrays += [(c.taken, places) for c in loop.carries for places in (loop.read, loop.written)]
-    return sum(v.nbytes for v, places in arrays for place in places.get(v.shape, ()) if place.line.step == step)
+    return sum(
+        v.nbytes for v, places in arrays for place in places.get(v.shape, ()) if place.line.step == step
+    )
 
 
 def _move_transposes_out(loop: _Loop) -> None:
@@ -266,7 +285,10 @@ def _scan_carries(loop: _Loop, carries: list[_Carry]) -> None:
     """Scans the rows of carries of a type, if all that is done with these is done at one place."""
     taken = carries[0].taken
     for place in loop.written.get(taken.shape, ()) if loop.carries and {*carries} <= {*loop.carries} else ():
-        narrowing, rows = Narrowing(loop.index, place, taken.aval), [_row_of(loop, c.taken, place) for c in carries]
+        narrowing, rows = (
+            Narrowing(loop.index, place, taken.aval),
+            [_row_of(loop, c.taken, place) for c in carries],
+        )
         for carry, (_, start) in zip(carries, rows, strict=True):
             narrowing.add(carry.taken, start[-1].outputs[0], carry.taken)
         nodes = narrowing.run(loop.body)
@@ -308,7 +330,9 @@ def _scan_sum(loop: _Loop, carry: _Carry) -> None:
 
 
 def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | None:
-    """What is added to an array, and the nodes that add; None where it is read otherwise, or nothing is added."""
+    """What is added to an array, and the nodes that add; None where it is read otherwise, or nothing is
+    added.
+    """
     value, others, sums = carry.taken, [], []
     while value is not carry.given:
         reader = next((node for node in loop.body if value in node.inputs), None)
@@ -329,7 +353,9 @@ def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | No
     return (terms, sums) if terms and loop.reads(carry.given) == 1 else None
 
 
-def _sparse(loop: _Loop, body: list[Node], carry: _Carry, term: Value) -> tuple[list[Node], Value, Place] | None:
+def _sparse(
+    loop: _Loop, body: list[Node], carry: _Carry, term: Value
+) -> tuple[list[Node], Value, Place] | None:
     """The body with a row in the place of what is added, which is zero elsewhere; None where it is not."""
     for place in loop.written.get(carry.taken.shape, ()):
         narrowing = Narrowing(loop.index, place, carry.taken.aval)

@@ -2,7 +2,8 @@
 
     pad x[1:] by one behind     ->     pad x by -1 in front and 1 behind
 
-A slice of an uneven dim lies in other blocks than the array, and padding moves them back: two exchanges of rows instead of one.
+A slice of an uneven dim lies in other blocks than the array, and padding moves them back: two exchanges of
+rows instead of one.
 """
 
 from collections import Counter
@@ -15,7 +16,9 @@ Config = tuple[int, int, int]
 
 
 def with_shifts(graph: Graph) -> Graph:
-    """The graph and its bodies, where what is padded and sliced, and nothing else reads in between, is padded alone."""
+    """The graph and its bodies, where what is padded and sliced, and nothing else reads in between, is padded
+    alone.
+    """
     uses = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
     makers: dict[Value, Node] = {}
     for i, node in enumerate(graph.nodes):
@@ -34,7 +37,9 @@ def _shift(node: Node, maker: Node | None) -> Node | None:
     pad, cut = (node, maker) if node.name == "pad" else (maker, node)
     merge = _padded_slice if pad is node else _sliced_padding
     sizes = maker.in_shapes[0]
-    configs = [merge(c, s, n) for c, s, n in zip(pad.params["padding_config"], _cuts(cut), sizes, strict=True)]
+    configs = [
+        merge(c, s, n) for c, s, n in zip(pad.params["padding_config"], _cuts(cut), sizes, strict=True)
+    ]
     if None in configs or 0 in node.out_shapes[0]:
         return None
     params = {**pad.params, "padding_config": tuple(configs)}
@@ -45,12 +50,16 @@ def _cuts(node: Node) -> Iterator[tuple[int, int, int]]:
     """Of each dim how many rows a slice leaves out in front and behind, and its stride."""
     params, (shape,) = node.params, node.in_shapes
     strides = params["strides"] or (1,) * len(shape)
-    for n, first, limit, stride in zip(shape, params["start_indices"], params["limit_indices"], strides, strict=True):
+    for n, first, limit, stride in zip(
+        shape, params["start_indices"], params["limit_indices"], strides, strict=True
+    ):
         yield first, n - limit, stride
 
 
 def _padded_slice(config: Config, cut: tuple[int, int, int], size: int) -> Config | None:
-    """The padding of one dim instead of its slice and then its padding; None where rows are cut off and others put there."""
+    """The padding of one dim instead of its slice and then its padding; None where rows are cut off and
+    others put there.
+    """
     (low, high, holes), (front, behind, stride) = config, cut
     if not (front or behind) and stride == 1:
         return config

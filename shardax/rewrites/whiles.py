@@ -42,7 +42,9 @@ def _as_scan(node: Node, makers: Makers) -> Node:
         "num_consts": node.params["body_nconsts"],
         "num_carry": len(carries_of(node)),
     }
-    return replace(node, primitive=lax.scan_p, params=params, inputs=node.inputs[first:], bodies=node.bodies[1:])
+    return replace(
+        node, primitive=lax.scan_p, params=params, inputs=node.inputs[first:], bodies=node.bodies[1:]
+    )
 
 
 def _trips(node: Node, makers: Makers) -> int | None:
@@ -63,7 +65,9 @@ def _trips(node: Node, makers: Makers) -> int | None:
 
 
 def _test(node: Node) -> tuple[str, Value | None, int | None]:
-    """How a condition compares a value with a number, if it does nothing else: the comparison, the value, the number."""
+    """How a condition compares a value with a number, if it does nothing else: the comparison, the value, the
+    number.
+    """
     cond, constants = node.bodies[0], {inner: outer for outer, inner in constants_of(node)[0]}
     test = cond.nodes[0] if len(cond.nodes) == 1 else None
     if test is None or test.name not in _GOING or test.outputs != cond.outputs:

@@ -1,7 +1,8 @@
-"""Associative scans: along a split dim each device scans its block, and combines that with what the blocks before it come to.
+"""Associative scans: along a split dim each device scans its block, and combines that with what the blocks
+before it come to.
 
-block 0   block 1   block 2      scan each block       the last of each, gathered, scanned      combined with what is before
-a b c     d e f     g h i    ->  a ab abc | d de ...   abc | abcdef | ...                  ->   a ab abc | abcd abcde ... | ...
+block 0   block 1   block 2      scan each block      the lasts, gathered, scanned    combined with them
+a b c     d e f     g h i    ->  a ab abc | d de ...  abc | abcdef | ...          ->  a ab abc | abcd ...
 """
 
 import functools
@@ -25,7 +26,9 @@ associative_scan_p.multiple_results = True
 
 associative_scan_vjp_p = Primitive("associative_scan_vjp")
 associative_scan_vjp_p.multiple_results = True
-"""associative_scan_vjp *elements *cotangents: the cotangents of the elements `wanted`, given those of the results `seeds`."""
+"""associative_scan_vjp *elements *cotangents: the cotangents of the elements `wanted`, given those of the
+results `seeds`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,8 @@ Operand = int | Constant  # the number of a value, or a constant
 class Combine:
     """A function of two lists of arrays, row by row, as steps (primitive, parameters, operands).
 
-    Values are numbered: those on the left, those on the right, then what the steps make, one each. `results` are some of them.
-    `words` are the dims of each element as a rule's factors.
+    Values are numbered: those on the left, those on the right, then what the steps make, one each. `results`
+    are some of them. `words` are the dims of each element as a rule's factors.
     """
 
     steps: tuple[tuple[Any, tuple[tuple[str, Any], ...], tuple[Operand, ...]], ...]
@@ -111,9 +114,13 @@ def _scanned(local: Local, gathered: Callable[..., Any], shards: Sequence[Any]) 
     prefix = [lax.dynamic_slice_in_dim(x, before, 1, axis=dim) for x in sums]
     if last + 1 < local.count(axes):  # where there is but padding, no gradient comes from
         prefix = [
-            lax.select(device <= last, p, lax.slice_in_dim(x, 0, 1, axis=dim)) for p, x in zip(prefix, scanned, strict=True)
+            lax.select(device <= last, p, lax.slice_in_dim(x, 0, 1, axis=dim))
+            for p, x in zip(prefix, scanned, strict=True)
         ]
-    joined = combine([lax.broadcast_in_dim(p, x.shape, range(x.ndim)) for p, x in zip(prefix, scanned, strict=True)], scanned)
+    joined = combine(
+        [lax.broadcast_in_dim(p, x.shape, range(x.ndim)) for p, x in zip(prefix, scanned, strict=True)],
+        scanned,
+    )
     first = device == (last if reverse else 0)
     return [lax.select(first, alone, after) for alone, after in zip(scanned, joined, strict=True)]
 
@@ -147,8 +154,13 @@ def _scan_valid(local: Local, combine: Combine, shards: Sequence[Any]) -> list[A
     """A scan backwards, which would begin with padding: what is padding leaves all else as it is."""
     dim = local.params["dim"]
     rows = (*[1] * dim, shards[0].shape[dim])
-    valid = lax.broadcasted_iota("int32", rows, dim) + local.start(local.operands[0], dim) < local.node.in_shapes[0][dim]
-    _, *scanned = lax.associative_scan(functools.partial(_valid, combine), [valid, *shards], reverse=True, axis=dim)
+    valid = (
+        lax.broadcasted_iota("int32", rows, dim) + local.start(local.operands[0], dim)
+        < local.node.in_shapes[0][dim]
+    )
+    _, *scanned = lax.associative_scan(
+        functools.partial(_valid, combine), [valid, *shards], reverse=True, axis=dim
+    )
     return scanned
 
 
@@ -170,7 +182,9 @@ def _associative_scan_vjp_local(local: Local, *shards):
     return _pulled_back(functools.partial(_scanned, local, _gathered), local.params, elements, cts)
 
 
-def _pulled_back(scan: Callable[..., list[Any]], params, elements: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+def _pulled_back(
+    scan: Callable[..., list[Any]], params, elements: Sequence[Any], cts: Sequence[Any]
+) -> list[Any]:
     """The cotangents of the elements `wanted` of a scan."""
     seeds, wanted = params["seeds"], params["wanted"]
 
@@ -184,12 +198,18 @@ def _pulled_back(scan: Callable[..., list[Any]], params, elements: Sequence[Any]
 
 
 def _safe(local: Local, i: int, x):
-    """An element whose padding repeats its first row: its gradient is zero, but garbage times zero may be NaN."""
+    """An element whose padding repeats its first row: its gradient is zero, but garbage times zero may be
+    NaN.
+    """
     dim = local.params["dim"]
     if local.operands[i].padded[dim] == local.node.in_shapes[i][dim]:
         return x
-    inside = lax.broadcasted_iota("int32", x.shape, dim) < local.node.in_shapes[i][dim] - local.start(local.operands[i], dim)
-    return lax.select(inside, x, lax.broadcast_in_dim(lax.slice_in_dim(x, 0, 1, axis=dim), x.shape, range(x.ndim)))
+    inside = lax.broadcasted_iota("int32", x.shape, dim) < local.node.in_shapes[i][dim] - local.start(
+        local.operands[i], dim
+    )
+    return lax.select(
+        inside, x, lax.broadcast_in_dim(lax.slice_in_dim(x, 0, 1, axis=dim), x.shape, range(x.ndim))
+    )
 
 
 def _sends(local: Local) -> Iterator[float]:

@@ -1,4 +1,6 @@
-"""Whether the parts of a registration fit each other, and its functions give what they must: ValueErrors, if not."""
+"""Whether the parts of a registration fit each other, and its functions give what they must: ValueErrors, if
+not.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,25 +12,37 @@ from shardax.spmd_rules.rule import Factors, Rule, complain, tie
 from shardax.validation import require, require_array
 
 _WAYS_OUT = {
-    "operands": "no result has it: mark it {0}+ ({0}:max, {0}:min) if results are reduced over it, {0}! if it must be whole",
+    "operands": "no result has it: mark it {0}+ ({0}:max, {0}:min) if results are reduced over it, "
+    "{0}! if it must be whole",
     "results": "no operand has it, so nothing is computed in parts along it: mark it {0}!",
 }
 
 
 def require_placed(rule: Rule, dims: Rule | Factors) -> None:
-    """That of a primitive which is bound on shards as it is: kept factors on both sides, none that wants a neighbour's rows.
+    """That of a primitive which is bound on shards as it is: kept factors on both sides, none that wants a
+    neighbour's rows.
 
     `dims` has the rule's tensors, as they are written or bound to shapes.
     """
-    before, after = ({f for t in side for dim in t for f in _names(dim)} for side in (dims.operands, dims.results))
+    before, after = (
+        {f for t in side for dim in t for f in _names(dim)} for side in (dims.operands, dims.results)
+    )
     marked = {name for name, _ in rule.kinds}
     for factor in sorted(before | after):
         if "~" in factor:
-            raise complain(rule.text, tie(factor), "a windowed factor needs what neighbours have: give `local`, which sends it")
+            raise complain(
+                rule.text,
+                tie(factor),
+                "a windowed factor needs what neighbours have: give `local`, which sends it",
+            )
         if factor not in before & after and factor not in marked:
             side = "operands" if factor in before else "results"
-            way_out = _WAYS_OUT[side].format(factor) if factor != "..." else f"only {side} have it: name the dims"
-            raise complain(rule.text, factor, f"{way_out}; or give `local`, which writes the primitive on shards")
+            way_out = (
+                _WAYS_OUT[side].format(factor) if factor != "..." else f"only {side} have it: name the dims"
+            )
+            raise complain(
+                rule.text, factor, f"{way_out}; or give `local`, which writes the primitive on shards"
+            )
 
 
 def _names(dim) -> tuple[str, ...]:
@@ -41,12 +55,15 @@ def require_operands(rule: Rule, passes: Iterable[Any], in_place: tuple[int, int
     for number in (i for p in passes for i in p.operands):
         if number >= operands:
             raise ValueError(
-                f"passes of register_rule names operand {number}, the rule {rule.text!r} has {operands}: count from 0"
+                f"passes of register_rule names operand {number}, the rule {rule.text!r} has {operands}: "
+                "count from 0"
             )
     for number in in_place or ():
         if not -tensors <= number < tensors:
             has = f"the rule {rule.text!r} has {tensors} operands and results"
-            raise ValueError(f"in_place of register_rule names place {number}, {has}: count from 0, or back from -1")
+            raise ValueError(
+                f"in_place of register_rule names place {number}, {has}: count from 0, or back from -1"
+            )
 
 
 @contextmanager
@@ -71,6 +88,8 @@ def require_promised(results: Any, wanted: Sequence[tuple[Any, Any]], what: Call
         raise
     if found != list(wanted):
         got, promised = (", ".join(f"{dtype}{list(shape)}" for shape, dtype in xs) for xs in (found, wanted))
-        way_out = "mark what cannot be split with '!', or have it written on shards (`local` of register_rule)"
+        way_out = (
+            "mark what cannot be split with '!', or have it written on shards (`local` of register_rule)"
+        )
         raise ValueError(f"{what()} gives {got or 'nothing'}, where it promises {promised}: {way_out}")
     return list(results)

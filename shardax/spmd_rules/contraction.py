@@ -1,4 +1,6 @@
-"""dot_general: batch dims and free dims are kept, contracting dims leave a pending sum; of booleans, a maximum."""
+"""dot_general: batch dims and free dims are kept, contracting dims leave a pending sum; of booleans, a
+maximum.
+"""
 
 from shardax.graph.graph import Node
 from shardax.spmd_rules import flops
@@ -15,7 +17,9 @@ def dot_general(node: Node) -> str:
         lhs[a] = rhs[b] = f"b{i}"
     for i, (a, b) in enumerate(zip(lhs_contract, rhs_contract, strict=True)):
         lhs[a] = rhs[b] = f"k{i}{mark}"
-    result = [f"b{i}" for i in range(len(lhs_batch))] + [f for side in (lhs, rhs) for f in side if f[0] in "mn"]
+    result = [f"b{i}" for i in range(len(lhs_batch))] + [
+        f for side in (lhs, rhs) for f in side if f[0] in "mn"
+    ]
     return f"{' '.join(lhs)}, {' '.join(rhs)} -> {' '.join(result)}"
 
 

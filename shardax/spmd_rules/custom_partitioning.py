@@ -1,16 +1,18 @@
-"""jax.experimental.custom_partitioning: completion reads its rule, and it runs on shards as its `partition` callback says.
+"""jax.experimental.custom_partitioning: completion reads its rule, and it runs on shards as its `partition`
+callback says.
 
-Each way to split the factors of the rule gives shardings to operands and results. The callback is called with these, on the
-mesh that the user named. It answers with the shardings that it takes and makes, and a function of shards, which may send over
-axes by their names. The answer is priced as any way to run a node is: by what it takes to reshard operands and results, and
-what the function sends.
+Each way to split the factors of the rule gives shardings to operands and results. The callback is called with
+these, on the mesh that the user named. It answers with the shardings that it takes and makes, and a function
+of shards, which may send over axes by their names. The answer is priced as any way to run a node is: by what
+it takes to reshard operands and results, and what the function sends.
 
-    rule ──▶ splits of factors ──▶ shardings ──partition──▶ lower_fn, operands' and results' shardings ──▶ the candidate
+    rule ──▶ splits of factors ──▶ shardings ──partition──▶ lower_fn, operands' and results' shardings ──▶ the
+    candidate
 
-A function knows only the sizes of its shards. So an uneven dim stays whole where the function names an axis that splits it,
-or where a place along the dim depends on other places than its own; elsewhere the function sees zeros past the end. Where the
-callback wants shardings that this does not allow, even with everything whole, the original function runs instead, on whole
-operands.
+A function knows only the sizes of its shards. So an uneven dim stays whole where the function names an axis
+that splits it, or where a place along the dim depends on other places than its own; elsewhere the function
+sees zeros past the end. Where the callback wants shardings that this does not allow, even with everything
+whole, the original function runs instead, on whole operands.
 """
 
 import itertools
@@ -50,7 +52,9 @@ class _Answer:
 
 
 def _rule(node: Node) -> str | Rule:
-    """The sharding_rule; without one, the factors that infer_sharding_from_operands shows; else nothing is split."""
+    """The sharding_rule; without one, the factors that infer_sharding_from_operands shows; else nothing is
+    split.
+    """
     memo = node.params["call"].memo
     if "rule" not in memo and "on" not in node.params:
         return whole_rule(node)  # its mesh is not known yet
@@ -72,8 +76,8 @@ def _read_rule(node: Node) -> str | Rule:
 
 
 def _inferred(node: Node) -> str:
-    """Each dim of the operands is split alone, over one axis: it shares a factor with those of the results that then are split.
-    Those of the results that none reaches are whole."""
+    """Each dim of the operands is split alone, over one axis: it shares a factor with those of the results
+    that then are split. Those of the results that none reaches are whole."""
     mesh, _ = node.params["on"]
     axis = next((a for a, n in mesh.shape.items() if n > 1), mesh.axis_names[0])
     names: dict[tuple[int, int], str] = {}  # of the results' dims
@@ -86,7 +90,10 @@ def _inferred(node: Node) -> str:
             dims.append(next(known, f"_{i}_{d}"))
             names |= dict.fromkeys((at for at in reached if at not in names), dims[-1])
         operands.append(" ".join(dims))
-    results = (" ".join(names.get((r, e), f"w{r}_{e}!") for e in range(len(s))) for r, s in enumerate(node.out_shapes))
+    results = (
+        " ".join(names.get((r, e), f"w{r}_{e}!") for e in range(len(s)))
+        for r, s in enumerate(node.out_shapes)
+    )
     return f"{', '.join(operands)} -> {', '.join(results)}"
 
 
@@ -94,11 +101,15 @@ def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
     """(result, dim) of each dim that is split where dim d of operand i alone is, no result twice."""
     p = node.params
     mesh, _ = p["on"]
-    split = [[(axis,) if (i, d) == (j, e) else () for e in range(len(s))] for j, s in enumerate(node.in_shapes)]
+    split = [
+        [(axis,) if (i, d) == (j, e) else () for e in range(len(s))] for j, s in enumerate(node.in_shapes)
+    ]
     shapes = _shapes(node.inputs, p["in_tree"], [Sharding(tuple(dims)) for dims in split], mesh)
     results = p["out_tree"].unflatten([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in node.outputs])
     found = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
-    shardings = _read_shardings(node, p["out_tree"], found, node.out_shapes, "infer_sharding_from_operands", mesh)
+    shardings = _read_shardings(
+        node, p["out_tree"], found, node.out_shapes, "infer_sharding_from_operands", mesh
+    )
     return [(r, s.dims.index((axis,))) for r, s in enumerate(shardings) if (axis,) in s.dims]
 
 
@@ -116,8 +127,8 @@ def _asked(local: Local) -> Sides:
 
 
 def _answer(local: Local) -> _Answer | None:
-    """What `partition` answers; None where it is not asked: on one device, as JAX does, and where a part of an axis has no name
-    in the user's mesh."""
+    """What `partition` answers; None where it is not asked: on one device, as JAX does, and where a part of
+    an axis has no name in the user's mesh."""
     asked, memo = _asked(local), local.params["call"].memo
     if asked not in memo:
         memo[asked] = _ask(local, asked) if math.prod(local.sizes.values()) > 1 else None
@@ -125,7 +136,9 @@ def _answer(local: Local) -> _Answer | None:
 
 
 def _taken(local: Local) -> _Answer | None:
-    """The answer by which operands and results lie as they do; None where the function itself runs, on whole operands."""
+    """The answer by which operands and results lie as they do; None where the function itself runs, on whole
+    operands.
+    """
     answer = _answer(local)
     lie = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
     return answer if answer is not None and answer.sides == lie else None
@@ -137,7 +150,10 @@ def _ask(local: Local, asked: Sides) -> _Answer | None:
     operands, results = ([refined.spelled(s) for s in side] for side in asked)
     if None in operands or None in results:
         return None
-    shapes = _shapes(node.inputs, p["in_tree"], operands, mesh), _shapes(node.outputs, p["out_tree"], results, mesh)
+    shapes = (
+        _shapes(node.inputs, p["in_tree"], operands, mesh),
+        _shapes(node.outputs, p["out_tree"], results, mesh),
+    )
     try:
         named, lower, made, taken = p["partition"](*p["static_args"], mesh, *shapes)
     except Exception as error:
@@ -145,12 +161,13 @@ def _ask(local: Local, asked: Sides) -> _Answer | None:
         raise
     if dict(named.shape) != dict(mesh.shape):
         raise ValueError(
-            f"{_what(node)}: partition gave back a mesh with axes {dict(named.shape)}, the program's has {dict(mesh.shape)}: "
-            "give back the one that it is called with"
+            f"{_what(node)}: partition gave back a mesh with axes {dict(named.shape)}, the program's has "
+            f"{dict(mesh.shape)}: give back the one that it is called with"
         )
     sides = ((p["in_tree"], taken, node.in_shapes), (p["out_tree"], made, node.out_shapes))
     found = [_read_shardings(node, *side, "partition", mesh) for side in sides]
-    return _Answer(lower, tuple(tuple(Sharding(refined.refined(s.dims, refined.program)) for s in side) for side in found))  # type: ignore[arg-type]
+    on_program = (tuple(Sharding(refined.refined(s.dims, refined.program)) for s in side) for side in found)
+    return _Answer(lower, tuple(on_program))  # type: ignore[arg-type]
 
 
 def _shapes(values, tree, shardings, mesh):
@@ -167,7 +184,8 @@ def _read_shardings(node: Node, tree, found, shapes, callback: str, mesh) -> lis
     for leaf in leaves:
         if not isinstance(leaf, NamedSharding) or dict(leaf.mesh.shape) != dict(mesh.shape):
             raise ValueError(
-                f"{_what(node)}: {callback} gave back {leaf}: give a NamedSharding on the mesh of {dict(mesh.shape)}"
+                f"{_what(node)}: {callback} gave back {leaf}: give a NamedSharding on the mesh of "
+                f"{dict(mesh.shape)}"
             )
     return [from_spec(leaf.spec, len(shape)) for leaf, shape in zip(leaves, shapes, strict=True)]
 
@@ -182,8 +200,8 @@ def _what(node: Node) -> str:
 def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
     """The candidates that the callback takes, each where it wants its operands and results.
 
-    To refuse the first, which splits as much as can be, is an error, as under JAX's own partitioner; to refuse others only
-    where there is none that it takes.
+    To refuse the first, which splits as much as can be, is an error, as under JAX's own partitioner; to
+    refuse others only where there is none that it takes.
     """
     refused, taken = None, 0
     for i, local in enumerate(candidates):
@@ -201,15 +219,20 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
 
 
 def _placed(local: Local, padding: Padding) -> Local | None:
-    """The candidate with the shardings that its answer wants; None where that cannot run. With nothing split there is always
-    a way.
+    """The candidate with the shardings that its answer wants; None where that cannot run. With nothing split
+    there is always a way.
     """
     answer = _answer(local)
     if answer is not None and not _torn(local):
         operands, results = (
-            tuple(_layout(s, have, v.shape, padding) for s, have, v in zip(side, layouts, values, strict=True))
+            tuple(
+                _layout(s, have, v.shape, padding) for s, have, v in zip(side, layouts, values, strict=True)
+            )
             for side, layouts, values in zip(
-                answer.sides, (local.operands, local.results), (local.node.inputs, local.node.outputs), strict=True
+                answer.sides,
+                (local.operands, local.results),
+                (local.node.inputs, local.node.outputs),
+                strict=True,
             )
         )
         placed = replace(local, operands=operands, results=results)
@@ -241,7 +264,12 @@ def _runs(local: Local, answer: _Answer) -> bool:
         if not uneven:
             raise
         return False  # how long the blocks of an uneven dim are is no fault of the user's
-    named = {a for eqn in _eqns(program.jaxpr) for names in sites.named_axes(eqn.params).values() for a in entry_axes(names)}
+    named = {
+        a
+        for eqn in _eqns(program.jaxpr)
+        for names in sites.named_axes(eqn.params).values()
+        for a in entry_axes(names)
+    }
     factors = RULES[NAME].factors(local.node)
     return all(named.isdisjoint(axes) and _is_local(factor, axes, factors, local) for factor, axes in uneven)
 
@@ -249,15 +277,17 @@ def _runs(local: Local, answer: _Answer) -> bool:
 def _uneven(local: Local) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """(factors, axes) of each dim that is split unevenly."""
     factors, layouts = RULES[NAME].factors(local.node), (*local.operands, *local.results)
-    for dims, layout, shape in zip(factors.tensors, layouts, (*local.node.in_shapes, *local.node.out_shapes), strict=True):
+    for dims, layout, shape in zip(
+        factors.tensors, layouts, (*local.node.in_shapes, *local.node.out_shapes), strict=True
+    ):
         for dim, axes, padded, n in zip(dims, layout.dims, layout.padded, shape, strict=True):
             if padded != n:
                 yield dim, axes
 
 
 def _is_local(dim: Sequence[str], axes: Sequence[str], factors: Factors, local: Local) -> bool:
-    """Whether by the rule each place along a dim depends on the same place alone: its one factor is kept, has one size, is in
-    all results, and is split so wherever it is."""
+    """Whether by the rule each place along a dim depends on the same place alone: its one factor is kept, has
+    one size, is in all results, and is split so wherever it is."""
     if len(dim) != 1 or factors.kind(dim[0]) != KEEP or "~" in dim[0]:
         return False
     if not all(dim in tensor for tensor in factors.results):
@@ -301,7 +331,9 @@ def _trace(local: Local, answer: _Answer):
         with _jax.lines_of_their_own(), local.node.eqn.ctx.manager:
             jaxpr = jax.make_jaxpr(answer.lower, axis_env=list(mesh.shape.items()))(*args)
     except Exception as error:
-        error.add_note(f"in the lower_fn of {_what(local.node)}, on shards of shapes {[x.shape for x in shards]}")
+        error.add_note(
+            f"in the lower_fn of {_what(local.node)}, on shards of shapes {[x.shape for x in shards]}"
+        )
         raise
     return sites.in_refined_axes(jaxpr, refined)
 
@@ -312,8 +344,8 @@ def _check_types(local: Local, program) -> None:
     if got != meant:
         shards = ", ".join(str(local.in_shape(i)) for i in range(len(local.operands)))
         raise ValueError(
-            f"{_what(local.node)}: lower_fn makes {', '.join(got)} of shards of shapes {shards}, the shardings that partition "
-            f"gave back promise {', '.join(meant)}"
+            f"{_what(local.node)}: lower_fn makes {', '.join(got)} of shards of shapes {shards}, the "
+            f"shardings that partition gave back promise {', '.join(meant)}"
         )
 
 

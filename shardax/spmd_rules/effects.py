@@ -1,7 +1,7 @@
 """Callbacks and prints: Python is called once, on the global value, as under `jax.jit`.
 
-The operands are gathered, the first device calls, and its results are broadcast. A pure callback is called once too: other
-devices would have to wait for the same Python interpreter, and only the result is sent.
+The operands are gathered, the first device calls, and its results are broadcast. A pure callback is called
+once too: other devices would have to wait for the same Python interpreter, and only the result is sent.
 """
 
 from collections.abc import Sequence
@@ -31,14 +31,18 @@ def _zeros(node: Node) -> list[Any]:
 
 
 def _as_bits(results: Sequence[Any]) -> list[Any]:
-    """Floats as unsigned integers, because sums of floats would lose the sign of zero and the payload of NaN."""
+    """Floats as unsigned integers, because sums of floats would lose the sign of zero and the payload of
+    NaN.
+    """
     return [_bits(jnp.asarray(x)) for x in results]
 
 
 def _bits(x):
     if jnp.iscomplexobj(x):
         return jnp.stack([_bits(x.real), _bits(x.imag)])
-    return x.astype("uint8") if x.dtype == bool else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return (
+        x.astype("uint8") if x.dtype == bool else lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    )
 
 
 def _from_bits(word, aval):
@@ -66,7 +70,9 @@ def _debug_callback_local(local: Local, *shards):
 
 def _inspect_sharding_local(local: Local, shard):
     """The callback wants the sharding, not the value: it is called while the program is made."""
-    mesh = AbstractMesh(tuple(local.sizes.values()), tuple(local.sizes), axis_types=(AxisType.Auto,) * len(local.sizes))
+    mesh = AbstractMesh(
+        tuple(local.sizes.values()), tuple(local.sizes), axis_types=(AxisType.Auto,) * len(local.sizes)
+    )
     local.params["callback"](NamedSharding(mesh, local.operands[0].sharding.spec))
     return []
 

@@ -11,27 +11,33 @@ from shardax.spmd_rules.registry import LINEAR, MOVES, Local, Passes, register_r
 
 
 def same_shape(node: Node) -> str:
-    """Every dim is kept. Operands may be scalars, or have dims of size one where the result does not; these are the same for
-    all positions.
+    """Every dim is kept. Operands may be scalars, or have dims of size one where the result does not; these
+    are the same for all positions.
     """
     shape = node.outputs[0].shape
 
     def dims(operand: tuple[int, ...]) -> str:
         if operand == shape:
             return "..." if shape else ""
-        return " ".join("1" if n == 1 != size else f"_{d}" for d, (n, size) in enumerate(zip(operand, shape, strict=False)))
+        return " ".join(
+            "1" if n == 1 != size else f"_{d}"
+            for d, (n, size) in enumerate(zip(operand, shape, strict=False))
+        )
 
     sides = [", ".join(map(dims, shapes)) for shapes in (node.in_shapes, node.out_shapes)]
     return " -> ".join(sides)
 
 
 _NONLINEAR = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh digamma
-    eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to
-    max min ne nextafter not one_minus_square or polygamma polynomial population_count pow reduce_precision rem round rsqrt
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh
+    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le le_to lgamma log
+    log1p log2 logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial
+    population_count pow reduce_precision rem round rsqrt shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
 """.split()
-_LOOPS = "igamma igamma_grad_a igammac random_gamma_grad regularized_incomplete_beta".split()  # XLA fuses nothing with a loop
+_LOOPS = (
+    "igamma igamma_grad_a igammac random_gamma_grad regularized_incomplete_beta".split()
+)  # XLA fuses nothing with a loop
 
 _LINEAR_JOINTLY = ("add", "add_any", "sub")
 _LINEAR = "conj imag neg real".split()
@@ -39,12 +45,16 @@ _MOVES = "copy copy_p name xla_metadata_value".split()
 
 
 def _select_passes(node: Node) -> tuple[Passes, ...]:
-    """A choice between pending values is pending, for any reduction, because the predicate is the same everywhere."""
+    """A choice between pending values is pending, for any reduction, because the predicate is the same
+    everywhere.
+    """
     return (MOVES(*range(1, len(node.inputs))),)
 
 
 def _convert_passes(node: Node) -> tuple[Passes, ...]:
-    """Sums may wait while a float widens. Where it narrows, the parts would be rounded before they are added."""
+    """Sums may wait while a float widens. Where it narrows, the parts would be rounded before they are
+    added.
+    """
     old, new = node.inputs[0].aval.dtype, node.outputs[0].aval.dtype
     floats = all(d.kind in "fcV" for d in (old, new))
     return (LINEAR(0),) if floats and new.itemsize >= old.itemsize else ()
@@ -62,7 +72,11 @@ def _mulhi_local(local: Local, a, b):
     x, y = (lax.bitcast_convert_type(v, unsigned) for v in jnp.broadcast_arrays(a, b))
     half, mask = np.asarray(n, unsigned), np.asarray((1 << n) - 1, unsigned)
     crossed = (x >> half) * (y & mask) + ((x & mask) * (y & mask) >> half)
-    high = (x >> half) * (y >> half) + (crossed >> half) + (((x & mask) * (y >> half) + (crossed & mask)) >> half)
+    high = (
+        (x >> half) * (y >> half)
+        + (crossed >> half)
+        + (((x & mask) * (y >> half) + (crossed & mask)) >> half)
+    )
     if a.dtype != unsigned:
         high = high - jnp.where(a < 0, y, jnp.zeros_like(y)) - jnp.where(b < 0, x, jnp.zeros_like(x))
     return [lax.bitcast_convert_type(high, a.dtype)]

@@ -1,8 +1,9 @@
 """FFTs. Batch dims are kept; what is transformed is whole, or one dim after the other is.
 
-An FFT over several dims that no batch dim can split need not be gathered: each device transforms the dims that it has whole, an
-all_to_all brings it the dim that was split, for a part of another one, and it transforms that. (The way of distributed FFT
-libraries, two dims of which are whole at a time: Pekurovsky 2012, P3DFFT.)
+An FFT over several dims that no batch dim can split need not be gathered: each device transforms the dims
+that it has whole, an all_to_all brings it the dim that was split, for a part of another one, and it
+transforms that. (The way of distributed FFT libraries, two dims of which are whole at a time: Pekurovsky
+2012, P3DFFT.)
 
     x split by rows  ->  along the columns  ->  all_to_all: split by columns  ->  along the rows
 """
@@ -26,7 +27,9 @@ _MOST = 3  # axes that are tried in any order
 
 
 def fft(node: Node) -> str:
-    """ "b t0~! -> b t0~!": the transformed dims are the last ones. That of a real transform is half as long on one side."""
+    """ "b t0~! -> b t0~!": the transformed dims are the last ones. That of a real transform is half as long
+    on one side.
+    """
     dims, core = len(node.inputs[0].shape), len(node.params["fft_lengths"])
     side = " ".join([f"b{i}" for i in range(dims - core)] + [f"t{i}~!" for i in range(core)])
     return f"{side} -> {side}"
@@ -39,7 +42,9 @@ def _core(node: Node) -> range:
 
 
 def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
-    """The candidates as they are; and each with axes, which it leaves idle, that move from one transformed dim to another."""
+    """The candidates as they are; and each with axes, which it leaves idle, that move from one transformed
+    dim to another.
+    """
     for local in candidates:
         yield local
         node = local.node
@@ -117,7 +122,9 @@ def _along(x, dims: Sequence[int], kind: FftType, lengths: dict[int, int]):
     for d in dims:
         real = d == x.ndim - 1
         order = [*(i for i in range(x.ndim) if i != d), d]
-        x = _flat_fft(lax.transpose(x, order), kind if real else _OF_OTHER_DIMS.get(kind, kind), (lengths[d],))
+        x = _flat_fft(
+            lax.transpose(x, order), kind if real else _OF_OTHER_DIMS.get(kind, kind), (lengths[d],)
+        )
         x = lax.transpose(x, [order.index(i) for i in range(x.ndim)])
     return x
 
@@ -130,8 +137,8 @@ def _exchanged(local: Local, x, axes: Axes, start: int, end: int):
 
 
 def _flat_fft(x, kind: FftType, lengths: Sequence[int]):
-    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims lie in another order in
-    memory, as a transpose or a gather beside it may ask for."""
+    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims lie
+    in another order in memory, as a transpose or a gather beside it may ask for."""
     batch = x.shape[: x.ndim - len(lengths)]
     rows = (math.prod(batch), *x.shape[len(batch) :])
     result = lax.fft(lax.reshape(_flat(x), rows), kind, tuple(lengths))

@@ -1,9 +1,11 @@
-"""The FLOPs of the primitives that multiply, from parameters and the shapes of operands and results: a device's, of its shards.
+"""The FLOPs of the primitives that multiply, from parameters and the shapes of operands and results: a
+device's, of its shards.
 
-A multiplication and an addition are two FLOPs; complex numbers count as real ones. The counts of factorizations are those of
-LAPACK Working Note 41 (appendix: Cholesky, LU, QR) and of Golub and Van Loan, Matrix Computations, 4th edition (section 7.4
-Hessenberg, 7.5 Schur, 8.3 symmetric eigenproblem, table 8.6.1 singular values); that of an FFT is FFTW's (fftw.org/speed).
-Other algorithms, as accelerators run them, do several times as many.
+A multiplication and an addition are two FLOPs; complex numbers count as real ones. The counts of
+factorizations are those of LAPACK Working Note 41 (appendix: Cholesky, LU, QR) and of Golub and Van Loan,
+Matrix Computations, 4th edition (section 7.4 Hessenberg, 7.5 Schur, 8.3 symmetric eigenproblem, table 8.6.1
+singular values); that of an FFT is FFTW's (fftw.org/speed). Other algorithms, as accelerators run them, do
+several times as many.
 """
 
 import math
@@ -22,8 +24,8 @@ def scaled_matmul(params, in_shapes, out_shapes) -> float:
 
 
 def ragged_dot_general(params, in_shapes, out_shapes) -> float:
-    """Each row meets the matrix of its group alone. On a device that has some of the groups, their average share of the rows
-    counts; where it has the sizes of no others, as in a local program, all rows do."""
+    """Each row meets the matrix of its group alone. On a device that has some of the groups, their average
+    share of the rows counts; where it has the sizes of no others, as in a local program, all rows do."""
     dims = params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = dims.dot_dimension_numbers
     lhs, rhs, sizes = in_shapes
@@ -34,8 +36,9 @@ def ragged_dot_general(params, in_shapes, out_shapes) -> float:
 
 
 def conv_general_dilated(params, in_shapes, out_shapes) -> float:
-    """Each place of the result sees every input channel of its group at each place of the window. Where the operand is dilated,
-    most places of the window see nothing. Padding counts: its share is small, but in tiny images."""
+    """Each place of the result sees every input channel of its group at each place of the window. Where the
+    operand is dilated, most places of the window see nothing. Padding counts: its share is small, but in tiny
+    images."""
     kernel, channels = in_shapes[1], params["dimension_numbers"].rhs_spec[0]
     window = math.prod(n for d, n in enumerate(kernel) if d != channels)
     return 2 * math.prod(out_shapes[0]) * window / math.prod(params["lhs_dilation"])
@@ -57,7 +60,9 @@ def of_matrix(count: Callable[[int, int], float]) -> Flops:
 
 
 def steps(m: int, n: int, k: int) -> float:
-    """The places that k steps of an elimination change of an m x n matrix, one row and column fewer each time."""
+    """The places that k steps of an elimination change of an m x n matrix, one row and column fewer each
+    time.
+    """
     return m * n * k - (m + n) * k**2 / 2 + k**3 / 3
 
 
@@ -89,7 +94,9 @@ def householder_product(params, in_shapes, out_shapes) -> float:
 
 
 def ormqr(params, in_shapes, out_shapes) -> float:
-    """Each reflection changes all of the matrix that it is applied to, one row (from the left) or column less each time."""
+    """Each reflection changes all of the matrix that it is applied to, one row (from the left) or column less
+    each time.
+    """
     *batch, m, n = in_shapes[2]
     k = in_shapes[1][-1]
     return math.prod(batch) * (4 * m * n * k - 2 * (n if params["left"] else m) * k**2)

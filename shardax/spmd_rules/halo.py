@@ -1,4 +1,6 @@
-"""Halos in lowerings: what a primitive wants of a split dim, said by its own coordinates; `shardax.reshard.halo` brings it."""
+"""Halos in lowerings: what a primitive wants of a split dim, said by its own coordinates;
+`shardax.reshard.halo` brings it.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -16,30 +18,40 @@ from shardax.spmd_rules.registry import Local
 from shardax.spmd_rules.sends import ppermute
 
 Span = Callable[[Any, Any], tuple[Any, Any]]
-"""`span(r, e)` gives the first and the end of the rows that positions r to before e are made of; arrays in, arrays out."""
+"""`span(r, e)` gives the first and the end of the rows that positions r to before e are made of; arrays in,
+arrays out.
+"""
 
 
 def window_of(name: str, node: Node) -> str:
-    """The factor of a windowed dim. Empty dims and those of random keys, which no filling is like, stay whole."""
+    """The factor of a windowed dim. Empty dims and those of random keys, which no filling is like, stay
+    whole.
+    """
     keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in node.inputs)
     return f"{name}~{'!' * (keys or any(0 in shape for shape in (*node.in_shapes, *node.out_shapes)))}"
 
 
 def wanted(local: Local, operand: int, dim: int, result: tuple[int, int], span: Span, rows: int) -> Wanted:
-    """What the devices want of dim `dim` of an operand that make dim `result[1]` of result `result[0]`; `rows` are those that a
-    whole block is made of.
+    """What the devices want of dim `dim` of an operand that make dim `result[1]` of result `result[0]`;
+    `rows` are those that a whole block is made of.
     """
     number, to = result
     return _wanted(local, operand, dim, local.results[number], local.node.out_shapes[number], to, span, rows)
 
 
-def wanted_with(local: Local, operand: int, dim: int, other: tuple[int, int], span: Span, rows: int) -> Wanted:
-    """What the devices want of an operand that hold blocks of dim `other[1]` of operand `other[0]`; else as `wanted`."""
+def wanted_with(
+    local: Local, operand: int, dim: int, other: tuple[int, int], span: Span, rows: int
+) -> Wanted:
+    """What the devices want of an operand that hold blocks of dim `other[1]` of operand `other[0]`; else as
+    `wanted`.
+    """
     number, to = other
     return _wanted(local, operand, dim, local.operands[number], local.node.in_shapes[number], to, span, rows)
 
 
-def _wanted(local: Local, operand: int, dim: int, layout: Layout, shape, to: int, span: Span, rows: int) -> Wanted:
+def _wanted(
+    local: Local, operand: int, dim: int, layout: Layout, shape, to: int, span: Span, rows: int
+) -> Wanted:
     axes, block = layout.dims[to], layout.local_shape(local.sizes)[to]
     starts = np.arange(local.count(axes)) * block
     firsts, ends = span(starts, np.minimum(starts + block, shape[to]))

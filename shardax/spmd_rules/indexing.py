@@ -1,7 +1,9 @@
-"""gather, scatter, dynamic_slice: where an index points into a split dim, the shard that holds the place answers.
+"""gather, scatter, dynamic_slice: where an index points into a split dim, the shard that holds the place
+answers.
 
-    gather     each shard subtracts the start of its block from the indices, and gives zeros where they then lie outside it:
-               the pending sum is the result. A lookup in a split vocabulary costs one reduction of what was looked up.
+    gather     each shard subtracts the start of its block from the indices, and gives zeros where they then
+               lie outside it: the pending sum is the result. A lookup in a split vocabulary costs one
+               reduction of what was looked up.
     scatter    likewise: updates that then lie outside are dropped; nothing is owed.
 
 Indices may be out of range, and `mode` says what happens then. It must happen once, not once per shard.
@@ -25,10 +27,12 @@ _CLIP, _DROP = lax.GatherScatterMode.CLIP, lax.GatherScatterMode.FILL_OR_DROP
 
 @dataclass(frozen=True)
 class _Windows:
-    """Windows of `sizes` in an operand of `shape`, placed by indices: the dimension numbers of gather and scatter alike.
+    """Windows of `sizes` in an operand of `shape`, placed by indices: the dimension numbers of gather and
+    scatter alike.
 
-    `slices` are what is gathered, or scattered. Their `slice_dims` are the operand's dims, without the `collapsed` and the
-    `batch` ones; their others are those of the indices, in order. The last dim of the indices goes over the `indexed` dims.
+    `slices` are what is gathered, or scattered. Their `slice_dims` are the operand's dims, without the
+    `collapsed` and the `batch` ones; their others are those of the indices, in order. The last dim of the
+    indices goes over the `indexed` dims.
     """
 
     shape: tuple[int, ...]
@@ -40,7 +44,9 @@ class _Windows:
     index_batch: Sequence[int] = ()
 
     def operand(self, mark: str) -> list[str]:
-        """The factors of the operand's dims; those that may be split although they are indexed have `mark`."""
+        """The factors of the operand's dims; those that may be split although they are indexed have
+        `mark`.
+        """
         return [self._operand_dim(d, mark) for d in range(len(self.shape))]
 
     def _operand_dim(self, d: int, mark: str) -> str:
@@ -94,8 +100,8 @@ class _Windows:
 
 
 def owner_mark(dtype) -> str:
-    """The mark of a factor where one shard has the result and the others give zeros. Booleans and random keys cannot be
-    added.
+    """The mark of a factor where one shard has the result and the others give zeros. Booleans and random keys
+    cannot be added.
     """
     if dtype == np.bool_:
         return ":max"
@@ -103,11 +109,15 @@ def owner_mark(dtype) -> str:
 
 
 def at_places(x, places, dim: int):
-    """x at `places` along `dim`: of the rank of x, several places for each position of the other dims; of one less, one."""
+    """x at `places` along `dim`: of the rank of x, several places for each position of the other dims; of one
+    less, one.
+    """
     others = tuple(d for d in range(x.ndim) if d != dim)
     batch = others if places.ndim == x.ndim else tuple(range(places.ndim))
     numbers = lax.GatherDimensionNumbers((), (dim,), (dim,), others, batch)
-    return lax.gather(x, lax.expand_dims(places, [places.ndim]), numbers, (1,) * x.ndim, mode="promise_in_bounds")
+    return lax.gather(
+        x, lax.expand_dims(places, [places.ndim]), numbers, (1,) * x.ndim, mode="promise_in_bounds"
+    )
 
 
 def _clip(indices, last):
@@ -125,7 +135,9 @@ def _signed(indices):
 
 
 def _localize(local: Local, windows: _Windows, indices, clips: bool):
-    """The windows in this device's shard, with indices relative to it; what other shards answer has indices outside of it."""
+    """The windows in this device's shard, with indices relative to it; what other shards answer has indices
+    outside of it.
+    """
     pointed, layout = windows.pointed(local), local.operands[0]
     longer = [d for d in pointed if windows.sizes[d] > 1]
     outside = _outside(windows, indices)
@@ -139,11 +151,15 @@ def _localize(local: Local, windows: _Windows, indices, clips: bool):
 
 
 def _take_apart(windows: _Windows, indices, d: int):
-    """Windows of several positions in dim d as so many windows of one position: the indices have a dim more."""
+    """Windows of several positions in dim d as so many windows of one position: the indices have a dim
+    more.
+    """
     in_slices = windows.slice_dims[windows.shown.index(d)]
     at = in_slices - sum(e < in_slices for e in windows.slice_dims)
     shape = (*indices.shape[:at], windows.sizes[d], *indices.shape[at:])
-    steps = lax.broadcasted_iota(indices.dtype, shape, at) * np.array([e == d for e in windows.indexed], indices.dtype)
+    steps = lax.broadcasted_iota(indices.dtype, shape, at) * np.array(
+        [e == d for e in windows.indexed], indices.dtype
+    )
     apart = replace(
         windows,
         sizes=tuple(1 if e == d else size for e, size in enumerate(windows.sizes)),
@@ -170,7 +186,9 @@ def _gather_windows(node: Node) -> _Windows:
 
 
 def _gather_local(local: Local, operand, indices):
-    """Whatever the mode, indices outside the shard give zeros; the fill value is put in by the first shard alone."""
+    """Whatever the mode, indices outside the shard give zeros; the fill value is put in by the first shard
+    alone.
+    """
     windows = _gather_windows(local.node)
     pointed, fills = windows.pointed(local), local.params["mode"] == _DROP
     if not pointed:
@@ -196,8 +214,8 @@ def _is_first(local: Local, dims: Sequence[int]):
 
 
 def _gather_passes(node: Node) -> tuple[Passes, ...]:
-    """A fill value would be added once for each device, so sums may wait only where it is 0 or NaN. Maxima may not wait where
-    it is NaN, because not all backends keep NaN in a maximum over devices.
+    """A fill value would be added once for each device, so sums may wait only where it is 0 or NaN. Maxima
+    may not wait where it is NaN, because not all backends keep NaN in a maximum over devices.
     """
     fill = node.params["fill_value"] if node.params["mode"] == _DROP else 0
     if fill == 0:
@@ -228,17 +246,23 @@ def _scatter_windows(node: Node) -> _Windows:
     collapsed, slice_dims = numbers.inserted_window_dims, numbers.update_window_dims
     shown = iter(node.inputs[2].shape[d] for d in slice_dims)
     sizes = tuple(1 if d in collapsed or d in batch else next(shown) for d in range(len(shape)))
-    return _Windows(shape, sizes, slice_dims, collapsed, numbers.scatter_dims_to_operand_dims, batch, index_batch)
+    return _Windows(
+        shape, sizes, slice_dims, collapsed, numbers.scatter_dims_to_operand_dims, batch, index_batch
+    )
 
 
 def _scatter_local(local: Local, operand, indices, updates):
-    """Positions outside of the shard are not clipped, so that unique indices stay unique, and sorted ones sorted."""
+    """Positions outside of the shard are not clipped, so that unique indices stay unique, and sorted ones
+    sorted.
+    """
     windows = _scatter_windows(local.node)
     if not windows.pointed(local):
         return local.bind(operand, indices, updates)
     apart, positions = _localize(local, windows, indices, clips=local.params["mode"] == _CLIP)
     numbers = lax.ScatterDimensionNumbers(*apart.numbers)
-    if positions.size == positions.shape[-1]:  # jaxlib 0.10 reads a place outside through the slice that made the shard
+    if (
+        positions.size == positions.shape[-1]
+    ):  # jaxlib 0.10 reads a place outside through the slice that made the shard
         operand = lax.optimization_barrier(operand)
     return local.bind(operand, positions, updates, dimension_numbers=numbers, mode=_DROP)
 
@@ -252,8 +276,8 @@ def _scatter_add_local(local: Local, operand, indices, updates):
 
 
 def _scatter_passes(node: Node) -> tuple[Passes, ...]:
-    """Reductions may wait only if nothing is computed (as `x.at[i].apply(f)` does) and no two updates compete, for then each
-    device might choose another.
+    """Reductions may wait only if nothing is computed (as `x.at[i].apply(f)` does) and no two updates
+    compete, for then each device might choose another.
     """
     moves = node.params["update_jaxpr"] is None and node.params["unique_indices"]
     return (MOVES(0, 2),) if moves else ()
@@ -286,13 +310,19 @@ def _dynamic_slice_local(local: Local, operand, *starts):
 
 
 def _within(shape: Sequence[int], sizes: Sequence[int], starts):
-    """Starts clamped into range. jaxlib 0.10 forgets to clamp them where the window is then cut, as by a reshard."""
-    lasts = (min(n - size, np.iinfo(start.dtype).max) for n, size, start in zip(shape, sizes, starts, strict=True))
+    """Starts clamped into range. jaxlib 0.10 forgets to clamp them where the window is then cut, as by a
+    reshard.
+    """
+    lasts = (
+        min(n - size, np.iinfo(start.dtype).max) for n, size, start in zip(shape, sizes, starts, strict=True)
+    )
     return [_clip(start, np.asarray(last, start.dtype)) for start, last in zip(starts, lasts, strict=True)]
 
 
 def _own(local: Local, windows: _Windows, starts):
-    """The starts of windows of one position relative to this device's shard, and whether the shard has them."""
+    """The starts of windows of one position relative to this device's shard, and whether the shard has
+    them.
+    """
     starts, inside = list(starts), True
     for d in windows.pointed(local):
         position = _signed(_clip(starts[d], windows.last(starts[d].dtype)[d]))
@@ -318,16 +348,28 @@ def _dynamic_update_slice_local(local: Local, operand, update, *starts):
         return [lax.scatter(operand, positions, update, numbers, unique_indices=True, mode=_DROP)]
     starts, inside = _own(local, windows, starts)
     if inside is not True:
-        update = lax.select(inside, update, lax.dynamic_slice(operand, starts, update.shape, allow_negative_indices=False))
+        update = lax.select(
+            inside, update, lax.dynamic_slice(operand, starts, update.shape, allow_negative_indices=False)
+        )
     return local.bind(operand, update, *starts)
 
 
 register_rule("dynamic_slice", dynamic_slice, _dynamic_slice_local, passes=(MOVES(0),), in_place=(0, -1))
-register_rule("dynamic_update_slice", dynamic_update_slice, _dynamic_update_slice_local, passes=(MOVES(0, 1),), in_place=(0, 1))
+register_rule(
+    "dynamic_update_slice",
+    dynamic_update_slice,
+    _dynamic_update_slice_local,
+    passes=(MOVES(0, 1),),
+    in_place=(0, 1),
+)
 register_rule("gather", gather, _gather_local, passes=_gather_passes, in_place=(0, -1))
 register_rule("scatter", _scatter("!"), _scatter_local, passes=_scatter_passes, in_place=(0, 2))
 register_rule("scatter-add", _scatter("+"), _scatter_add_local, passes=(LINEAR(0, 2),), in_place=(0, 2))
-register_rule("scatter-max", _scatter(":max"), _scatter_local, passes=_extremum_passes("max"), in_place=(0, 2))
-register_rule("scatter-min", _scatter(":min"), _scatter_local, passes=_extremum_passes("min"), in_place=(0, 2))
+register_rule(
+    "scatter-max", _scatter(":max"), _scatter_local, passes=_extremum_passes("max"), in_place=(0, 2)
+)
+register_rule(
+    "scatter-min", _scatter(":min"), _scatter_local, passes=_extremum_passes("min"), in_place=(0, 2)
+)
 register_rule("scatter-mul", _scatter("!"), _scatter_local, passes=(LINEAR(0),), in_place=(0, 2))
 register_rule("scatter-sub", _scatter("+"), _scatter_add_local, passes=(LINEAR(0, 2),), in_place=(0, 2))

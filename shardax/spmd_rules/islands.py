@@ -1,6 +1,8 @@
-"""Collectives that users write inside their own shard_maps. They are bound as they are, because nothing is left to split there.
+"""Collectives that users write inside their own shard_maps. They are bound as they are, because nothing is
+left to split there.
 
-Our shard_map does not check which values vary over which axes, so primitives that only declare that are identities here.
+Our shard_map does not check which values vary over which axes, so primitives that only declare that are
+identities here.
 """
 
 from jax import lax
@@ -8,9 +10,12 @@ from jax import lax
 from shardax.spmd_rules.registry import Local, register_rule, whole_rule
 
 _AS_THEY_ARE = """
-    all_gather all_to_all pbroadcast pbroadcast_dynamic pmax pmin ppermute psum ragged_all_to_all reduce_scatter
+    all_gather all_to_all pbroadcast pbroadcast_dynamic pmax pmin ppermute psum ragged_all_to_all
+    reduce_scatter
 """.split()
-_IDENTITIES = "preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p".split()
+_IDENTITIES = (
+    "preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p".split()
+)
 
 
 def _identity_local(local: Local, *shards):
@@ -33,7 +38,9 @@ def _psum_local(local: Local, *shards):
 
 def _scatter_local(local: Local, shard):
     p = local.params
-    return [lax.psum_scatter(shard, p["axis_name"], scatter_dimension=p["scatter_dimension"], tiled=p["tiled"])]
+    return [
+        lax.psum_scatter(shard, p["axis_name"], scatter_dimension=p["scatter_dimension"], tiled=p["tiled"])
+    ]
 
 
 register_rule("axis_index", whole_rule, _index_local, reads="none")

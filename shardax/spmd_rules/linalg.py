@@ -8,7 +8,9 @@ from shardax.spmd_rules.registry import LINEAR, register_rule
 
 
 def batched(core: int) -> Callable[[Node], str]:
-    """The rule of a primitive whose first operand has `core` dims of its own behind the batch dims that all tensors share."""
+    """The rule of a primitive whose first operand has `core` dims of its own behind the batch dims that all
+    tensors share.
+    """
 
     def rule(node: Node) -> str:
         return _batched_text(node, len(node.inputs[0].shape) - core)
@@ -17,21 +19,27 @@ def batched(core: int) -> Callable[[Node], str]:
 
 
 def _batched_text(node: Node, batch: int, kept: str = "") -> str:
-    """The first `batch` dims are kept; `kept` names the last dim of the last operand and of the result, if that is free too.
+    """The first `batch` dims are kept; `kept` names the last dim of the last operand and of the result, if
+    that is free too.
 
-    The others are whole, and named by place and size: a result's that is like an operand's may be split as that is.
+    The others are whole, and named by place and size: a result's that is like an operand's may be split as
+    that is.
     """
     kept_tensors = (node.inputs[-1], node.outputs[0]) if kept else ()
 
     def text(value) -> str:
         core = [f"w{i}_{n}!" for i, n in enumerate(value.shape[batch:])]
-        return " ".join([f"b{i}" for i in range(batch)] + (core[:-1] + [kept] if value in kept_tensors else core))
+        return " ".join(
+            [f"b{i}" for i in range(batch)] + (core[:-1] + [kept] if value in kept_tensors else core)
+        )
 
     return f"{', '.join(map(text, node.inputs))} -> {', '.join(map(text, node.outputs))}"
 
 
 def triangular_solve(node: Node) -> str:
-    """ "b m! m!, b m! n -> b m! n" with a on the left: each column is solved for itself; rows with a on the right."""
+    """ "b m! m!, b m! n -> b m! n" with a on the left: each column is solved for itself; rows with a on the
+    right.
+    """
     batch = [f"b{i}" for i in range(len(node.inputs[0].shape) - 2)]
     side = " ".join(batch + (["m!", "n"] if node.params["left_side"] else ["n", "m!"]))
     return f"{' '.join([*batch, 'm!', 'm!'])}, {side} -> {side}"

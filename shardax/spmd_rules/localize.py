@@ -30,7 +30,9 @@ def tensor_layout(dims: TensorFactors, factors: Factors, splits: Splits, pending
     P('x')@[32]
     """
     axes = tuple(tuple(a for f in dim if f in splits for a in splits[f].axes) for dim in dims)
-    padded = tuple(math.prod(splits[f].padded if f in splits else factors.sizes[f] for f in dim) for dim in dims)
+    padded = tuple(
+        math.prod(splits[f].padded if f in splits else factors.sizes[f] for f in dim) for dim in dims
+    )
     return Layout(Sharding(axes), padded, pending)
 
 
@@ -72,16 +74,20 @@ def project(dim: DimFactors, axes: Axes, padded: int, factors: Factors, sizes: A
 
 
 def fits(factors: Factors, splits: Splits, sizes: AxisSizes) -> bool:
-    """Whether these splits can be laid out: in a compound dim, a factor may be split only if those before it have size
-    one or leave exactly one position to each shard, and then evenly."""
-    return all(_dim_fits(dim, factors, splits, sizes) for tensor in factors.tensors for dim in tensor if len(dim) > 1)
+    """Whether these splits can be laid out: in a compound dim, a factor may be split only if those before it
+    have size one or leave exactly one position to each shard, and then evenly."""
+    return all(
+        _dim_fits(dim, factors, splits, sizes) for tensor in factors.tensors for dim in tensor if len(dim) > 1
+    )
 
 
 def _dim_fits(dim: DimFactors, factors: Factors, splits: Splits, sizes: AxisSizes) -> bool:
     majors: list[str] = []
     for factor in dim:
         if factor in splits and majors:
-            one_each = all(f in splits and shard_count(splits[f].axes, sizes) == factors.sizes[f] for f in majors)
+            one_each = all(
+                f in splits and shard_count(splits[f].axes, sizes) == factors.sizes[f] for f in majors
+            )
             if not one_each or splits[factor].padded != factors.sizes[factor]:
                 return False
         if factors.sizes[factor] != 1:
@@ -96,17 +102,27 @@ def reduced_pending(factors: Factors, splits: Splits) -> Pending:
     >>> reduced_pending(bind(parse("m k+ -> m"), ((2, 4),), ((2,),)), {"k": Split(("x",), 4)})
     (('x', 'sum'),)
     """
-    return tuple(sorted({(axis, factors.kind(f)) for f in factors.reduced if f in splits for axis in splits[f].axes}))
+    return tuple(
+        sorted({(axis, factors.kind(f)) for f in factors.reduced if f in splits for axis in splits[f].axes})
+    )
 
 
 def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any]) -> list[Any]:
-    """Runs a node on its shards: masks the padding of what is reduced, then calls its lowering, or binds it as it is.
+    """Runs a node on its shards: masks the padding of what is reduced, then calls its lowering, or binds it
+    as it is.
 
-    Windowed dims their lowering masks itself, once it has the halo: others may want that halo of the same shard.
+    Windowed dims their lowering masks itself, once it has the halo: others may want that halo of the same
+    shard.
     """
-    if all(0 in shape for shape in local.node.out_shapes) and local.node.outputs and not local.node.eqn.effects:
+    if (
+        all(0 in shape for shape in local.node.out_shapes)
+        and local.node.outputs
+        and not local.node.eqn.effects
+    ):
         avals = zip(local.results, local.node.outputs, strict=True)
-        return [lax.empty(layout.local_shape(local.sizes), v.aval.dtype) for layout, v in avals]  # no lowering need know
+        return [
+            lax.empty(layout.local_shape(local.sizes), v.aval.dtype) for layout, v in avals
+        ]  # no lowering need know
     if factors.reduced:
         shards = [_mask_reduced(local, factors, i, shard) for i, shard in enumerate(shards)]
     what = partial(_lowering, entry, local, shards)
@@ -128,7 +144,10 @@ def _lowered(entry: Entry, local: Local, shards: Sequence[Any]) -> Sequence[Any]
 
 def _lowering(entry: Entry, local: Local, shards: Sequence[Any]) -> str:
     shapes = ", ".join(str(jnp.shape(x)) for x in shards)
-    return f"the lowering of {at(local.node)}, by the rule {str(entry.rule_of(local.node))!r}, on shards of shapes {shapes}"
+    return (
+        f"the lowering of {at(local.node)}, by the rule {str(entry.rule_of(local.node))!r}, on shards of "
+        f"shapes {shapes}"
+    )
 
 
 def _mask_reduced(local: Local, factors: Factors, i: int, shard):

@@ -1,10 +1,10 @@
 """`partition_as`: a rule for a whole function, which then runs on shards as it is.
 
-Inside `shard_jit` the call is one equation that carries the function. Completion and partition read its rule as they read a
-primitive's, and its local lowering calls the function on shards. Differentiation looks inside: what is differentiated is the
-function itself, as plain JAX, its `custom_vjp` included, and the equations of that are partitioned each by its own rule. So a
-kernel's forward and backward functions, given to `defvjp`, may each be under a `partition_as` of their own. vmap keeps the
-rule, with one factor more.
+Inside `shard_jit` the call is one equation that carries the function. Completion and partition read its rule
+as they read a primitive's, and its local lowering calls the function on shards. Differentiation looks inside:
+what is differentiated is the function itself, as plain JAX, its `custom_vjp` included, and the equations of
+that are partitioned each by its own rule. So a kernel's forward and backward functions, given to `defvjp`,
+may each be under a `partition_as` of their own. vmap keeps the rule, with one factor more.
 """
 
 import functools
@@ -33,35 +33,41 @@ FlopsOf = Callable[[Shapes, Shapes], float]
 
 
 @_jax.boundary
-def partition_as(rule: str, *, flops: FlopsOf | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator for a function of pytrees of arrays that may be split as `rule` says. Outside `shard_jit` it changes nothing.
+def partition_as(
+    rule: str, *, flops: FlopsOf | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator for a function of pytrees of arrays that may be split as `rule` says. Outside `shard_jit`
+    it changes nothing.
 
-    The leaves of the arguments, in order, are the operands of the rule; the leaves of the result are its results. Arguments
-    that are not arrays have to be bound before, by a `functools.partial`. The marks are those of `register_rule`, with two
-    differences:
+    The leaves of the arguments, in order, are the operands of the rule; the leaves of the result are its
+    results. Arguments that are not arrays have to be bound before, by a `functools.partial`. The marks are
+    those of `register_rule`, with two differences:
 
-    - A factor without a mark that is missing in some result, or in every operand, is whole, as if marked `!`. So the dim over
-      which a softmax runs needs no mark where the result does not have it.
+    - A factor without a mark that is missing in some result, or in every operand, is whole, as if marked `!`.
+      So the dim over which a softmax runs needs no mark where the result does not have it.
     - Windowed factors (`h~`) are refused, because the function sees only its own shard.
 
-    A factor without a mark that a result has is a promise: each place along it depends only on the same place of the
-    operands. Where its size is uneven, the function sees zeros past the end, and what it makes of them is dropped. Along a
-    reduced factor (`k+`) zeros might count (exp(0) is 1), so an uneven dim is gathered there, and the first device computes
-    the whole reduction.
+    A factor without a mark that a result has is a promise: each place along it depends only on the same place
+    of the operands. Where its size is uneven, the function sees zeros past the end, and what it makes of them
+    is dropped. Along a reduced factor (`k+`) zeros might count (exp(0) is 1), so an uneven dim is gathered
+    there, and the first device computes the whole reduction.
 
-    `flops(in_shapes, out_shapes)` gives the FLOPs that the function does on shards of these shapes, those of the leaves, in the
-    order of the rule. A kernel needs it: nobody can look into it, so without it the planner takes it for one that only moves
-    memory. What has FLOPs is split as far as may be, and they count in `Plan.estimate`. Without it, the products in functions
-    of plain JAX count in `Plan.estimate` alone.
+    `flops(in_shapes, out_shapes)` gives the FLOPs that the function does on shards of these shapes, those of
+    the leaves, in the order of the rule. A kernel needs it: nobody can look into it, so without it the
+    planner takes it for one that only moves memory. What has FLOPs is split as far as may be, and they count
+    in `Plan.estimate`. Without it, the products in functions of plain JAX count in `Plan.estimate` alone.
 
-    Raises ValueError, which quotes the rule and the offending word: here if it does not parse, at the call if it does not fit.
+    Raises ValueError, which quotes the rule and the offending word: here if it does not parse, at the call if
+    it does not fit.
 
     >>> double = partition_as("... d -> ... d")(lambda x: 2 * x)
     >>> double(jax.numpy.ones((2, 2))).sum()
     Array(8., dtype=float32)
     """
     require(isinstance(rule, str), "rule of partition_as", rule, "text, such as 'b s d! -> b s d!'")
-    require_function(flops, "flops of partition_as", "a function of the shapes of operands and results", or_none=True)
+    require_function(
+        flops, "flops of partition_as", "a function of the shapes of operands and results", or_none=True
+    )
     text = _closed(rule)
 
     @_jax.boundary
@@ -76,7 +82,9 @@ def partition_as(rule: str, *, flops: FlopsOf | None = None) -> Callable[[Callab
             leaves, structure = jax.tree.flatten((args, kwargs))
             function = _Flat(fn, structure)
             shapes, avals = _trace(function, leaves, text)
-            return jax.tree.structure(shapes).unflatten(_bind(leaves, fun=function, rule=text, avals=avals, flops=flops))
+            return jax.tree.structure(shapes).unflatten(
+                _bind(leaves, fun=function, rule=text, avals=avals, flops=flops)
+            )
 
         return call
 
@@ -85,8 +93,8 @@ def partition_as(rule: str, *, flops: FlopsOf | None = None) -> Callable[[Callab
 
 partition_as_p = Primitive("partition_as")
 partition_as_p.multiple_results = True
-"""partition_as *args: the results, of `avals`, of the function `fun` of flat arrays, which may be split as `rule` says.
-`flops`: a function of the shapes of operands and results, or None."""
+"""partition_as *args: the results, of `avals`, of the function `fun` of flat arrays, which may be split as
+`rule` says. `flops`: a function of the shapes of operands and results, or None."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,9 @@ class _Mapped:
 
 @dataclass(frozen=True)
 class _MappedFlops:
-    """The FLOPs of the same function for each place of a new dim, the first of those operands that have it and of results."""
+    """The FLOPs of the same function for each place of a new dim, the first of those operands that have it
+    and of results.
+    """
 
     flops: FlopsOf
     mapped: tuple[bool, ...]
@@ -139,11 +149,15 @@ def _closed(text: str) -> str:
     for side in (rule.operands, rule.results):
         for factor in (f for tensor in side for f in _names(tensor)):
             if factor.endswith("~"):
-                raise _refused(text, factor, "a function sees its own shard alone, so no factor can be windowed")
+                raise _refused(
+                    text, factor, "a function sees its own shard alone, so no factor can be windowed"
+                )
     kinds = dict(rule.kinds)
     lacking = {f for f in _all(rule) if f not in kinds and not _is_kept(rule, f)}
     if "..." in lacking:
-        raise _refused(text, "...", "it must be on every result and on an operand: what it stands for is kept")
+        raise _refused(
+            text, "...", "it must be on every result and on an operand: what it stands for is kept"
+        )
     return re.sub(r"([A-Za-z_]\w*)(\+|!|:max|:min)?", lambda m: m[0] + "!" * (m[0] in lacking), text)
 
 
@@ -173,12 +187,19 @@ def _trace(fun: _Flat, leaves, rule: str) -> tuple[Any, tuple[Any, ...]]:
     """The tree of the function's results, and their avals."""
     what = f"partition_as({rule!r})({fun})"
     for i, leaf in enumerate(leaves):
-        require_array(leaf, f"operand {i} of {what}", "an array: bind what is none below with functools.partial")
+        require_array(
+            leaf, f"operand {i} of {what}", "an array: bind what is none below with functools.partial"
+        )
     jaxpr, shapes = jax.make_jaxpr(lambda *xs: _arrays(fun.tree(*xs), what), return_shape=True)(*leaves)
     if any(isinstance(const, Tracer) for const in jaxpr.consts):
-        raise ValueError(f"{what} closes over a traced value, which would not be split: pass it as an argument, with a rule")
+        raise ValueError(
+            f"{what} closes over a traced value, which would not be split: pass it as an argument, with a "
+            "rule"
+        )
     if jaxpr.effects:
-        raise ValueError(f"{what} has side effects, which would happen on every device: move them out of the function")
+        raise ValueError(
+            f"{what} has side effects, which would happen on every device: move them out of the function"
+        )
     bind(parse(rule), tuple(map(jax.numpy.shape, leaves)), tuple(aval.shape for aval in jaxpr.out_avals))
     return shapes, tuple(jaxpr.out_avals)
 
@@ -194,7 +215,9 @@ def _bind(args, **params) -> list[Any]:
 
 
 def _local(local: Local, *shards):
-    """The function on shards, zeros in their tails; along uneven reduced dims on all of them, the first device's counts."""
+    """The function on shards, zeros in their tails; along uneven reduced dims on all of them, the first
+    device's counts.
+    """
     factors, uneven = _uneven(local)
     shards = [_whole(local, factors, uneven, i, shard) for i, shard in enumerate(shards)]
     with noting(lambda: f"partition_as({local.params['rule']!r})({local.params['fun']})"):
@@ -208,7 +231,9 @@ def _local(local: Local, *shards):
 def _uneven(local: Local) -> tuple[Factors, list[str]]:
     """The factors, and those that are reduced and split unevenly."""
     factors = RULES[partition_as_p.name].factors(local.node)
-    return factors, [f for f in factors.reduced if f in local.splits and local.splits[f].padded != factors.sizes[f]]
+    return factors, [
+        f for f in factors.reduced if f in local.splits and local.splits[f].padded != factors.sizes[f]
+    ]
 
 
 def _nothing(kind: str, x):
@@ -297,5 +322,7 @@ partition_as_p.def_abstract_eval(lambda *_, avals, **params: list(avals))
 ad.primitive_jvps[partition_as_p] = _jvp
 ad.primitive_transposes[partition_as_p] = _transpose
 batching.primitive_batchers[partition_as_p] = _batch
-mlir.register_lowering(partition_as_p, mlir.lower_fun(lambda *args, fun, **params: fun(*args), multiple_results=True))
+mlir.register_lowering(
+    partition_as_p, mlir.lower_fun(lambda *args, fun, **params: fun(*args), multiple_results=True)
+)
 register_rule(partition_as_p, lambda node: node.params["rule"], _local, sends=_sends, flops=_flops)

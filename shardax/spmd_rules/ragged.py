@@ -1,7 +1,9 @@
-"""ragged_dot_general: rows in consecutive groups, each multiplied by its group's matrix, as mixtures of experts do.
+"""ragged_dot_general: rows in consecutive groups, each multiplied by its group's matrix, as mixtures of
+experts do.
 
-Rows may be split: a device counts how many rows of each group it has. So may the groups' matrices, the experts: a device
-rolls the rows of its groups to the front, multiplies them, rolls back, and leaves zeros elsewhere, a pending sum.
+Rows may be split: a device counts how many rows of each group it has. So may the groups' matrices, the
+experts: a device rolls the rows of its groups to the front, multiplies them, rolls back, and leaves zeros
+elsewhere, a pending sum.
 """
 
 import jax.numpy as jnp
@@ -13,10 +15,14 @@ from shardax.spmd_rules.registry import LINEAR, Local, register_rule
 
 
 def ragged_dot_general(node: Node) -> str:
-    """ "m k+, g+ k+ n, e! -> m n"; where rows are contracted, as in the matrices' gradient, "k+ m, k+ n, e! -> e! m n"."""
+    """ "m k+, g+ k+ n, e! -> m n"; where rows are contracted, as in the matrices' gradient, "k+ m, k+ n, e!
+    -> e! m n".
+    """
     dims = node.params["ragged_dot_dimension_numbers"]
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims.dot_dimension_numbers
-    lhs, rhs = ([f"{letter}{d}" for d in range(len(v.shape))] for letter, v in zip("mn", node.inputs[:2], strict=True))
+    lhs, rhs = (
+        [f"{letter}{d}" for d in range(len(v.shape))] for letter, v in zip("mn", node.inputs[:2], strict=True)
+    )
     for letter, mark, pairs in (("b", "", (lhs_batch, rhs_batch)), ("k", "+", (lhs_contract, rhs_contract))):
         for i, (a, b) in enumerate(zip(*pairs, strict=True)):
             lhs[a] = rhs[b] = f"{letter}{i}{mark}"
@@ -35,7 +41,10 @@ def ragged_dot_general(node: Node) -> str:
 def _shared_sizes(node: Node) -> bool:
     """Whether all batches share one list of group sizes, of rows that are no batch themselves."""
     dims = node.params["ragged_dot_dimension_numbers"]
-    return len(node.inputs[2].shape) == 1 and dims.lhs_ragged_dimensions[0] not in dims.dot_dimension_numbers[1][0]
+    return (
+        len(node.inputs[2].shape) == 1
+        and dims.lhs_ragged_dimensions[0] not in dims.dot_dimension_numbers[1][0]
+    )
 
 
 def _dims_before(node: Node) -> list[int]:
@@ -61,7 +70,9 @@ def _ragged_dot_local(local: Local, lhs, rhs, sizes):
     first, count = local.start(local.operands[1], groups), rhs.shape[groups]
     number = lax.iota("int32", sizes.shape[0])
     skipped = jnp.sum(jnp.where(number < first, sizes, 0), dtype=sizes.dtype)
-    own = lax.dynamic_slice(jnp.pad(sizes, (0, local.splits["g"].padded - sizes.shape[0])), (first,), (count,))
+    own = lax.dynamic_slice(
+        jnp.pad(sizes, (0, local.splits["g"].padded - sizes.shape[0])), (first,), (count,)
+    )
     (product,) = local.bind(jnp.roll(lhs, -skipped, rows), rhs, own, out_sharding=None)
     at = _row_dim_of_result(local.node, rows)
     filled = lax.broadcasted_iota(own.dtype, product.shape, at) < jnp.sum(own, dtype=own.dtype)

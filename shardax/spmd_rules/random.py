@@ -1,8 +1,10 @@
-"""Random keys and bits. Under threefry each device computes exactly its part of the global stream, and sends nothing.
+"""Random keys and bits. Under threefry each device computes exactly its part of the global stream, and sends
+nothing.
 
-Bit i of `random_bits(key, shape)` is a hash of the key and of i, the element's row-major position in the global `shape`. So a
-device only needs to know where its block lies. That holds for threefry with `jax_threefry_partitionable`, which is JAX's
-default; other generators draw one stream in sequence, and are whole.
+Bit i of `random_bits(key, shape)` is a hash of the key and of i, the element's row-major position in the
+global `shape`. So a device only needs to know where its block lies. That holds for threefry with
+`jax_threefry_partitionable`, which is JAX's default; other generators draw one stream in sequence, and are
+whole.
 """
 
 import math
@@ -20,7 +22,9 @@ _THREEFRY = "key<fry>"
 
 
 def _per_key(node: Node) -> bool:
-    """Whether the result of each key depends on that key alone. Under vmap, rbg draws for all keys from the first."""
+    """Whether the result of each key depends on that key alone. Under vmap, rbg draws for all keys from the
+    first.
+    """
     return node.inputs[0].aval.dtype.name == _THREEFRY
 
 
@@ -62,7 +66,9 @@ def _random_split_local(local: Local, keys):
 
 
 def _hash_positions(local: Local, keys):
-    """Two words for each element of this device's block: threefry of its key and of its position in the global shape."""
+    """Two words for each element of this device's block: threefry of its key and of its position in the
+    global shape.
+    """
     block, rank = local.out_shape(), len(local.in_shape())
     words = jax.random.key_data(keys)
     key_words = [lax.broadcast_in_dim(words[..., i], block, range(rank)) for i in (0, 1)]
@@ -70,7 +76,9 @@ def _hash_positions(local: Local, keys):
 
 
 def _positions(local: Local, block: tuple[int, ...], rank: int) -> tuple[Any, Any]:
-    """The row-major positions of this device's block in the global `shape`, as the high and low words of 64 bits."""
+    """The row-major positions of this device's block in the global `shape`, as the high and low words of 64
+    bits.
+    """
     high = low = lax.full(block, np.uint32(0))
     stride, shape = 1, local.node.outputs[0].shape
     for d in reversed(range(rank, len(block))):
@@ -85,7 +93,9 @@ def _positions(local: Local, block: tuple[int, ...], rank: int) -> tuple[Any, An
 
 
 def _high_word(x, factor: int):
-    """Bits 32 to 63 of the product of 32-bit words and a constant, by 16-bit halves: (a·2¹⁶ + b)(c·2¹⁶ + d)."""
+    """Bits 32 to 63 of the product of 32-bit words and a constant, by 16-bit halves: (a·2¹⁶ + b)(c·2¹⁶ +
+    d).
+    """
     half, mask = np.uint32(16), np.uint32(0xFFFF)
     a, b, c, d = x >> half, x & mask, np.uint32(factor >> 16 & 0xFFFF), np.uint32(factor & 0xFFFF)
     bc = b * c + (b * d >> half)
@@ -116,7 +126,9 @@ def _iota_2x32_shape_local(local: Local):
 
 
 def random_gamma(node: Node) -> str:
-    """Dims of the samples of one key stay whole: each sample is drawn from keys that are split off inside the primitive."""
+    """Dims of the samples of one key stay whole: each sample is drawn from keys that are split off inside the
+    primitive.
+    """
     if not _per_key(node):
         return whole_rule(node)
     keys = _names("k", len(node.inputs[0].shape))

@@ -1,6 +1,8 @@
-"""Reductions over dims. Sums, maxima and minima over a split dim stay pending; for others, devices exchange what they found.
+"""Reductions over dims. Sums, maxima and minima over a split dim stay pending; for others, devices exchange
+what they found.
 
-So do reductions with a reducer of the user's. For argmax each device finds the greatest value of its shard, and its place:
+So do reductions with a reducer of the user's. For argmax each device finds the greatest value of its shard,
+and its place:
 
     shard 0   shard 1   shard 2       values found, gathered     their argmax     its place
     3 1 4     1 5 9     2 6 5    ->   4 9 6                  ->  1            ->  5
@@ -29,7 +31,9 @@ from shardax.spmd_rules.sends import all_gather, all_to_all
 
 
 def _reduction(mark: str) -> Callable[[Node], str]:
-    """The rule that marks every reduced dim with `mark` and keeps the others; no collective orders complex numbers."""
+    """The rule that marks every reduced dim with `mark` and keeps the others; no collective orders complex
+    numbers.
+    """
 
     def rule(node: Node) -> str:
         axes, complex_ = node.params["axes"], node.inputs[0].aval.dtype.kind == "c"
@@ -59,12 +63,14 @@ def _exchange(local: Local) -> Iterator[float]:
     """The bytes of each collective that exchanges what the devices found."""
     if not _waits(local.node) and local.count(_over(local)) > 1:
         network = network_of(local.sizes)
-        yield from min(_ways(local), key=lambda way: sum(network.collective("all_gather", (), nbytes) for nbytes in way))
+        yield from min(
+            _ways(local), key=lambda way: sum(network.collective("all_gather", (), nbytes) for nbytes in way)
+        )
 
 
 def _ways(local: Local) -> tuple[list[float], list[float]]:
-    """All that was found is gathered; or parts of it go to each device, whose results are gathered. Found is for argmax the
-    value too, for reduce a flag."""
+    """All that was found is gathered; or parts of it go to each device, whose results are gathered. Found is
+    for argmax the value too, for reduce a flag."""
     results = [v.itemsize for v in local.node.outputs]
     found = results + [v.itemsize for v in local.node.inputs if "index_dtype" in local.params]
     found += [1] * (local.node.name == "reduce")
@@ -101,7 +107,9 @@ def _exchanged(neutral: Callable) -> Callable:
 
 
 def _arg_local(kind: str) -> Callable:
-    """The lowering of argmax and argmin. Among equals the first shard's wins, as within a shard the first place does."""
+    """The lowering of argmax and argmin. Among equals the first shard's wins, as within a shard the first
+    place does.
+    """
 
     def lowering(local: Local, shard):
         (dim,) = local.params["axes"]
@@ -137,22 +145,28 @@ def reduce(node: Node) -> str:
 
 
 def _reduce_local(local: Local, *shards):
-    """The devices' results are reduced in the order of devices. Only there does the initial value count, because it need not
-    be neutral.
+    """The devices' results are reduced in the order of devices. Only there does the initial value count,
+    because it need not be neutral.
     """
     count = len(local.node.outputs)
     operands, starts, gone = shards[:count], shards[count:], local.params["dimensions"]
-    if not _over(local):  # behind a barrier: XLA loses the initial value of a reduction of what was concatenated
+    if not _over(
+        local
+    ):  # behind a barrier: XLA loses the initial value of a reduction of what was concatenated
         return local.bind(*lax.optimization_barrier(operands), *starts)
     inside = local.mask(0, lax.full(operands[0].shape, True), False, gone)
     combine = jaxpr_as_fun(_jax.closed(local.params["jaxpr"]))
     found = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
     ends = (*starts, np.True_)
-    return _combined(local, "parts", found, lambda parts: lax.reduce(tuple(parts), ends, skipping(combine), (0,))[:-1])
+    return _combined(
+        local, "parts", found, lambda parts: lax.reduce(tuple(parts), ends, skipping(combine), (0,))[:-1]
+    )
 
 
 def skipping(combine: Callable) -> Callable:
-    """A reducer of pairs (values, flag): it combines the values whose flag is set by `combine`, and skips the others."""
+    """A reducer of pairs (values, flag): it combines the values whose flag is set by `combine`, and skips the
+    others.
+    """
 
     def reducer(a, b):
         (*xs, one), (*ys, other) = a, b
@@ -163,7 +177,9 @@ def skipping(combine: Callable) -> Callable:
 
 
 def _reduce_max_local(local: Local, shard):
-    return [lax.reduce_max(shard, local.params["axes"])]  # not bound: 0.12 wants out_sharding here and nowhere else
+    return [
+        lax.reduce_max(shard, local.params["axes"])
+    ]  # not bound: 0.12 wants out_sharding here and nowhere else
 
 
 def _reduce_min_local(local: Local, shard):

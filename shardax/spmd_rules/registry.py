@@ -1,23 +1,25 @@
-"""Where rules are registered, and what a local lowering may know. Built-in rules use the same `register_rule` as users do.
+"""Where rules are registered, and what a local lowering may know. Built-in rules use the same `register_rule`
+as users do.
 
-A registration has a rule, how the primitive is written on shards, and facts that the planner and the estimates read. Nothing
-else knows primitives by their names, so those of users count as ours do.
+A registration has a rule, how the primitive is written on shards, and facts that the planner and the
+estimates read. Nothing else knows primitives by their names, so those of users count as ours do.
 
-  rule           what may be split: text (see `rule.py`), or a function of the node that returns text, for what depends on
-                 parameters
+  rule           what may be split: text (see `rule.py`), or a function of the node that returns text, for
+                 what depends on parameters
   local          how the primitive is written on shards, where binding it on them as it is would not do
   passes         through which operands a pending reduction may stay pending, see `LINEAR` and `MOVES`
-  in_place       which operand is a table, and what is read of it or written to it. The indexed dims of tables are not gathered;
-                 what is written to a table takes its memory, and no more of the table moves than that
+  in_place       which operand is a table, and what is read of it or written to it. The indexed dims of tables
+                 are not gathered; what is written to a table takes its memory, and no more of it moves
   sends          the bytes of the collectives that `local` makes
   ways           which splits it takes, where only a callback knows
-  flops          the FLOPs that a device does. What has some is split as far as may be, and is bound by the chip's peak too
+  flops          the FLOPs that a device does. What has some is split as far as may be, and is bound by the
+                 chip's peak too
   made_anywhere  of scalars it makes a value of which every device can make any part for nothing
   fuses          what XLA computes in one pass with it: what makes its operands, what reads its result
   reads          how much of its operands it reads from memory
 
-Two facts follow from these: `looks_up`, that the payload is read of the table, whose contraction an all_to_all may spare; and
-`has_flops`, that a node multiplies.
+Two facts follow from these: `looks_up`, that the payload is read of the table, whose contraction an
+all_to_all may spare; and `has_flops`, that a node multiplies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,9 +45,11 @@ RuleText = str | Callable[[Node], str | Rule]
 
 @dataclass(frozen=True)
 class Passes:
-    """The result is pending over an axis, with a kind of `kinds`, if exactly the operands numbered `operands` are.
+    """The result is pending over an axis, with a kind of `kinds`, if exactly the operands numbered `operands`
+    are.
 
-    All of these operands are pending, or none is. The other operands are the same on every device along that axis.
+    All of these operands are pending, or none is. The other operands are the same on every device along that
+    axis.
     """
 
     kinds: tuple[str, ...]
@@ -54,14 +58,18 @@ class Passes:
 
 @_jax.boundary
 def LINEAR(*operands: int) -> Passes:
-    """f(Σa, Σb) = Σ f(a, b), the other operands held fixed: add is LINEAR(0, 1), mul is LINEAR(0) and also LINEAR(1)."""
+    """f(Σa, Σb) = Σ f(a, b), the other operands held fixed: add is LINEAR(0, 1), mul is LINEAR(0) and also
+    LINEAR(1).
+    """
     _check_operands(operands, "LINEAR")
     return Passes(("sum",), operands)
 
 
 @_jax.boundary
 def MOVES(*operands: int) -> Passes:
-    """The result holds only elements of these operands, whatever their values are, so any reduction may wait."""
+    """The result holds only elements of these operands, whatever their values are, so any reduction may
+    wait.
+    """
     _check_operands(operands, "MOVES")
     return Passes(("sum", "max", "min"), operands)
 
@@ -76,7 +84,9 @@ PassesOf = Sequence[Passes] | Callable[[Node], Sequence[Passes]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one factor is split: the axes, major to minor, and the padded size. No axes: whole, and padded to its own size."""
+    """How one factor is split: the axes, major to minor, and the padded size. No axes: whole, and padded to
+    its own size.
+    """
 
     axes: Axes
     padded: int
@@ -86,9 +96,9 @@ class Split:
 class Local:
     """What a local lowering may know: the node, and how its operands and results lie on the devices.
 
-    `splits` has the Split of every factor that is split. The shards that the lowering takes have the layouts `operands`, those
-    that it returns the layouts `results`. These already say what is pending over the axes of reduced factors, so the lowering
-    sends nothing for that.
+    `splits` has the Split of every factor that is split. The shards that the lowering takes have the layouts
+    `operands`, those that it returns the layouts `results`. These already say what is pending over the axes
+    of reduced factors, so the lowering sends nothing for that.
     """
 
     node: Node
@@ -124,7 +134,8 @@ class Local:
     def bind(self, *shards, **params):
         """Binds the node's primitive on shards, with some parameters replaced. Returns a list of results.
 
-        Parameters that hold global shardings (on meshes with Explicit axes) mean nothing on shards: they are dropped.
+        Parameters that hold global shardings (on meshes with Explicit axes) mean nothing on shards: they are
+        dropped.
         """
         given = {name: None if name in ASKED else p for name, p in self.node.params.items()}
         out = self.node.primitive.bind(*shards, **{**given, **params})
@@ -136,10 +147,14 @@ class Local:
 
 
 LocalLowering = Callable[..., Sequence[Any]]
-"""`lowering(local, *shards)` writes a primitive on shards, inside shard_map; it returns one shard for each result."""
+"""`lowering(local, *shards)` writes a primitive on shards, inside shard_map; it returns one shard for each
+result.
+"""
 
 
-def mask_padding(shard, layout: Layout, shape: tuple[int, ...], fill, sizes: AxisSizes, dims: Iterable[int] | None = None):
+def mask_padding(
+    shard, layout: Layout, shape: tuple[int, ...], fill, sizes: AxisSizes, dims: Iterable[int] | None = None
+):
     """`shard` with `fill` instead of the garbage at the positions past the true `shape` along `dims`."""
     local = layout.local_shape(sizes)
     for d in range(len(shape)) if dims is None else dims:
@@ -151,13 +166,16 @@ def mask_padding(shard, layout: Layout, shape: tuple[int, ...], fill, sizes: Axi
 
 
 Ways = Callable[[Iterator[Local], Padding], Iterator[Local]]
-"""`ways(candidates, padding)` gives those candidates that can run, with other layouts of operands and results where need be."""
+"""`ways(candidates, padding)` gives those candidates that can run, with other layouts of operands and results
+where need be.
+"""
 
 
 Shapes = tuple[tuple[int, ...], ...]
 Flops = Callable[[Mapping[str, Any], Shapes, Shapes], float | None]
-"""`flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does whose operands and results have these shapes, those
-of shards; None where an equation has no products. The parameters are those of the node, or of an equation on shards."""
+"""`flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does whose operands and results have
+these shapes, those of shards; None where an equation has no products. The parameters are those of the node,
+or of an equation on shards."""
 
 Fuses = Literal["none", "operands", "all"]
 Reads = Literal["all", "part", "none"]
@@ -233,7 +251,12 @@ class Entry:
             found = self.sends(local)
             found = list(found) if isinstance(found, Iterable) else found
         if not isinstance(found, list) or not all(is_number(b, 0) for b in found):
-            require(False, f"what `sends` of {at(local.node)} gives", found, "the bytes of each collective, such as [4096]")
+            require(
+                False,
+                f"what `sends` of {at(local.node)} gives",
+                found,
+                "the bytes of each collective, such as [4096]",
+            )
         return found
 
     def has_flops(self, node: Node) -> bool:
@@ -248,7 +271,9 @@ class Entry:
         """As `flops_of`, but None where there are no products."""
         if self.flops is None:
             return None
-        operands, results = (tuple(lay.local_shape(local.sizes) for lay in side) for side in (local.operands, local.results))
+        operands, results = (
+            tuple(lay.local_shape(local.sizes) for lay in side) for side in (local.operands, local.results)
+        )
         return self._counted(local.params, operands, results, lambda: at(local.node))
 
     def flops_at(self, eqn) -> float | None:
@@ -256,15 +281,24 @@ class Entry:
         if self.flops is None:
             return None
         ins, outs = (tuple(tuple(v.aval.shape) for v in side) for side in (eqn.invars, eqn.outvars))
-        return self._counted(eqn.params, ins, outs, lambda: f"{self.name} at {_jax.user_line(eqn.source_info)}")
+        return self._counted(
+            eqn.params, ins, outs, lambda: f"{self.name} at {_jax.user_line(eqn.source_info)}"
+        )
 
-    def _counted(self, params: Mapping[str, Any], ins: Shapes, outs: Shapes, where: Callable[[], str]) -> float | None:
+    def _counted(
+        self, params: Mapping[str, Any], ins: Shapes, outs: Shapes, where: Callable[[], str]
+    ) -> float | None:
         if self.flops is None:
             return None
         with noting(lambda: f"the function `flops` of {where()}"):
             found = self.flops(params, ins, outs)
         if not (found is None or is_number(found, 0)):
-            require(False, f"what `flops` of {where()} gives", found, "the FLOPs that one device does, such as 2 * m * n * k")
+            require(
+                False,
+                f"what `flops` of {where()} gives",
+                found,
+                "the FLOPs that one device does, such as 2 * m * n * k",
+            )
         return None if found is None else float(found)
 
     def picked(self, candidates: Iterator[Local], node: Node, padding: Padding) -> Iterable[Local]:
@@ -272,7 +306,12 @@ class Entry:
         assert self.ways
         with noting(lambda: f"the function `ways` of {at(node)}"):
             found = self.ways(candidates, padding)
-        require(isinstance(found, Iterable), f"what `ways` of {at(node)} gives", found, "those of the candidates that can run")
+        require(
+            isinstance(found, Iterable),
+            f"what `ways` of {at(node)} gives",
+            found,
+            "those of the candidates that can run",
+        )
         return found
 
 
@@ -304,29 +343,36 @@ def register_rule(
     fuses: Fuses = "none",
     reads: Reads = "all",
 ) -> None:
-    """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was compiled by that.
+    """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was
+    compiled by that.
 
-    Args:
-      primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
+    Args: primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
       rule: text (see `rule.py`), or a function of the node (`.params`, `.inputs[i].shape`) that gives it.
-      local: a `LocalLowering`, which writes the primitive on shards; by default the primitive is bound on them as it is.
-      passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a function of the node.
-      in_place: (table, payload), as places among operands and results. The dims of the table that the payload does not have are
-        indexed; they stay split if that is possible at all, as the rows of a gather's table or of an updated buffer do.
-      sends: gives the bytes that one device sends in each collective of `local`, so that splits can be priced; by default none.
+      local: a `LocalLowering`, which writes the primitive on shards; by default the primitive is bound on
+      them as it is. passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a
+      function of the node. in_place: (table, payload), as places among operands and results. The dims of the
+      table that the payload does not have are
+        indexed; they stay split if that is possible at all, as the rows of a gather's table or of an updated
+        buffer do.
+      sends: gives the bytes that one device sends in each collective of `local`, so that splits can be
+      priced; by default none.
       ways: picks the splits that the primitive takes, where rule and shapes do not tell; by default all.
-      flops: `flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does on shards of these shapes: a number, or
-        None where this equation has no products. By default none, so that the primitive is bound by memory. What has FLOPs is
-        split as far as may be, and they are in `Plan.estimate`.
-      made_anywhere: of scalars it makes a value of which every device can make any part for nothing, as `iota` does.
-      fuses: "all" of what is computed elementwise: XLA computes it where its one reader wants it, and it is never stored.
-        "operands" of what takes in such operands but stores its result, as reductions do. By default "none".
-      reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves nothing.
+      flops: `flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does on shards of these
+        shapes: a number, or None where this equation has no products. By default none, so that the primitive
+        is bound by memory. What has FLOPs is split as far as may be, and they are in `Plan.estimate`.
+      made_anywhere: of scalars it makes a value of which every device can make any part for nothing, as
+      `iota` does.
+      fuses: "all" of what is computed elementwise: XLA computes it where its one reader wants it, and it is
+        never stored. "operands" of what takes in such operands but stores its result, as reductions do. By
+        default "none".
+      reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves
+      nothing.
 
-    Raises:
-      ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark: without `local`,
-        a factor that one side alone has is reduced or whole. The error quotes the rule and the offending word. Where the rule
-        does not fit shapes, or a lowering gives others than it promises, the error comes when it is used, with the user's line.
+    Raises: ValueError: the text does not parse, has another number of results than the primitive, or lacks a
+      mark: without `local`,
+        a factor that one side alone has is reduced or whole. The error quotes the rule and the offending
+        word. Where the rule does not fit shapes, or a lowering gives others than it promises, the error comes
+        when it is used, with the user's line.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
     >>> del RULES["my_scale"]  # no such primitive is there
@@ -340,7 +386,9 @@ def register_rule(
     if isinstance(rule, str):
         results = len(parse(rule).results)
         if results != 1 and not getattr(primitive, "multiple_results", True):
-            raise complain(rule, "->", f"it has {results} results, {name} has one: name one tensor after the arrow")
+            raise complain(
+                rule, "->", f"it has {results} results, {name} has one: name one tensor after the arrow"
+            )
         entry.require_fitting(parse(rule))
     if RULES.get(name, entry) != entry:
         jax.clear_caches()  # programs that were compiled by the rule that it had
@@ -377,12 +425,15 @@ def whole_rule(node: Node) -> str:
     """
     names = (f"w{i}!" for i in range(10**6))
     sides = [
-        ", ".join(" ".join(next(names) for _ in shape) for shape in shapes) for shapes in (node.in_shapes, node.out_shapes)
+        ", ".join(" ".join(next(names) for _ in shape) for shape in shapes)
+        for shapes in (node.in_shapes, node.out_shapes)
     ]
     return " -> ".join(sides)
 
 
 def run_whole(local: Local, *operands):
-    """The lowering of a primitive that has none: binds it as it is, a kernel in its parameters as if traced here."""
+    """The lowering of a primitive that has none: binds it as it is, a kernel in its parameters as if traced
+    here.
+    """
     jaxprs = {name: _jax.under_local_mesh(p) for name, p in local.params.items() if _jax.is_jaxpr(p)}
     return local.bind(*operands, **jaxprs)

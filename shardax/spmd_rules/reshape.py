@@ -1,7 +1,9 @@
-"""reshape: dims are made of the factors that both shapes share. Where they share none, blocks are flat ranges of elements.
+"""reshape: dims are made of the factors that both shapes share. Where they share none, blocks are flat ranges
+of elements.
 
-(6, 4) -> (8, 3) over 2 devices: both shapes begin with the dim that is split, so each device has 12 consecutive elements, and
-wants 12. Where the blocks differ in size, the elements that a device lacks come from its neighbours, as for any window.
+(6, 4) -> (8, 3) over 2 devices: both shapes begin with the dim that is split, so each device has 12
+consecutive elements, and wants 12. Where the blocks differ in size, the elements that a device lacks come
+from its neighbours, as for any window.
 """
 
 import math
@@ -19,7 +21,9 @@ from shardax.spmd_rules.rule import Shape
 
 @dataclass(frozen=True)
 class _Group:
-    """Dims of the old shape and of the new one, from first to last, with the same elements and no common factor."""
+    """Dims of the old shape and of the new one, from first to last, with the same elements and no common
+    factor.
+    """
 
     old: tuple[int, int]
     new: tuple[int, int]
@@ -46,13 +50,16 @@ _Sides = tuple[list[list[str]], list[list[str]]]
 
 
 def _shared_factors(old: Shape, new: Shape) -> tuple[_Sides, list[_Group]]:
-    """The factors of the dims of both shapes, and the groups of dims that share none. Nested as far as `bind` can solve it."""
+    """The factors of the dims of both shapes, and the groups of dims that share none. Nested as far as `bind`
+    can solve it.
+    """
     found = _common_factors(old, new)
     return found if _solvable(found[0]) else _common_factors(old, new, nested=False)
 
 
 def _common_factors(old: Shape, new: Shape, nested: bool = True) -> tuple[_Sides, list[_Group]]:
-    """The factors of the dims of both shapes, major to minor, and the groups of dims that have no factors in common.
+    """The factors of the dims of both shapes, major to minor, and the groups of dims that have no factors in
+    common.
 
     >>> _common_factors((2, 12), (2, 3, 1, 4))[0]
     ([['f0'], ['f1', 'f2']], [['f0'], ['f1'], [], ['f2']])
@@ -60,7 +67,9 @@ def _common_factors(old: Shape, new: Shape, nested: bool = True) -> tuple[_Sides
     (([['f0'], ['w1!'], ['w2!']], [['f0'], ['r1!'], ['r2!']]), [_Group(old=(1, 2), new=(1, 2))])
     """
     sides, groups = ([[] for _ in old], [[] for _ in new]), []
-    rest = [[[d, n] for d, n in enumerate(shape) if n != 1] for shape in (old, new)]  # dims, and what is left of each
+    rest = [
+        [[d, n] for d, n in enumerate(shape) if n != 1] for shape in (old, new)
+    ]  # dims, and what is left of each
     count = 0
     while rest[0]:
         heads = [left[0] for left in rest]
@@ -103,8 +112,8 @@ def _solvable(sides: Sequence[list[list[str]]]) -> bool:
 
 
 def _flat_ranges(local: Local) -> Iterator[tuple[_Group, Wanted]]:
-    """The elements that devices want of the groups that are split, from the last group to the first: those before keep
-    their place."""
+    """The elements that devices want of the groups that are split, from the last group to the first: those
+    before keep their place."""
     if local.params["dimensions"] is not None or 0 in local.node.in_shapes[0]:
         return
     (old,), (new,) = local.node.in_shapes, local.node.out_shapes

@@ -1,17 +1,17 @@
 """Rotations: a split dim stays split, and every device sends what it holds at most once.
 
-The dim has blocks of b rows, and row r of the result is row r + first of x, counted around the end. With first = q·b + s a
-device's new block is
+The dim has blocks of b rows, and row r of the result is row r + first of x, counted around the end. With
+first = q·b + s a device's new block is
 
     rows s.. of the block q devices on | rows ..s of the block q + 1 devices on
 
-one ppermute each, and none where that is the device itself. (As a halo it would take twice as many, as halos do not reach
-around the end.) Where the last block is padded, the dim does not end at the end of a block: the rows before the end and those
-around it are then two halos.
+one ppermute each, and none where that is the device itself. (As a halo it would take twice as many, as halos
+do not reach around the end.) Where the last block is padded, the dim does not end at the end of a block: the
+rows before the end and those around it are then two halos.
 
-Where `first` is only known when the program runs, blocks are sent q devices on, in steps of 1, 2, 4, ... of which each is
-taken or not, and once more for the blocks after these. Where that sends no less than a gather of the dim, the dim is
-gathered.
+Where `first` is only known when the program runs, blocks are sent q devices on, in steps of 1, 2, 4, ... of
+which each is taken or not, and once more for the blocks after these. Where that sends no less than a gather
+of the dim, the dim is gathered.
 """
 
 import math
@@ -45,7 +45,9 @@ def _rotate_local(local: Local, shard):
         before, around = (take(local, want, shard) for want in _halos(local))
         row = lax.broadcasted_iota("int32", before.shape, dim) + local.start(local.results[0], dim)
         return [lax.select(row < local.node.in_shapes[0][dim] - local.params["first"], before, around)]
-    pieces = [_from(local, distance, lax.slice_in_dim(shard, *rows, axis=dim)) for distance, rows in _pieces(local)]
+    pieces = [
+        _from(local, distance, lax.slice_in_dim(shard, *rows, axis=dim)) for distance, rows in _pieces(local)
+    ]
     return [lax.concatenate(pieces, dim) if len(pieces) > 1 else pieces[0]]
 
 
@@ -80,7 +82,10 @@ def _halos(local: Local) -> list[Wanted]:
     """What is before the end, and what is around it."""
     dim, first = local.params["dim"], local.params["first"]
     block, size = _block(local)[0], local.node.in_shapes[0][dim]
-    return [wanted(local, 0, dim, (0, dim), lambda r, e, by=by: (r + by, e + by), block) for by in (first, first - size)]
+    return [
+        wanted(local, 0, dim, (0, dim), lambda r, e, by=by: (r + by, e + by), block)
+        for by in (first, first - size)
+    ]
 
 
 def _sends(local: Local) -> Iterator[float]:
@@ -94,7 +99,9 @@ def _sends(local: Local) -> Iterator[float]:
 
 def _row_bytes(local: Local) -> int:
     shape = local.in_shape()
-    return math.prod(n for d, n in enumerate(shape) if d != local.params["dim"]) * local.node.inputs[0].itemsize
+    return (
+        math.prod(n for d, n in enumerate(shape) if d != local.params["dim"]) * local.node.inputs[0].itemsize
+    )
 
 
 # By what is known when the program runs
@@ -110,7 +117,10 @@ def _rotate_by_local(local: Local, shard, first):
         return [_moved(local, shard, first)]
     block, count = _block(local)
     whole = block * count
-    before, around = _moved(local, shard, first), _moved(local, shard, lax.rem(first - size + whole, np.int32(whole)))
+    before, around = (
+        _moved(local, shard, first),
+        _moved(local, shard, lax.rem(first - size + whole, np.int32(whole))),
+    )
     row = lax.broadcasted_iota("int32", before.shape, dim) + local.start(local.results[0], dim)
     return [lax.select(row < size - first, before, around)]
 
@@ -127,11 +137,15 @@ def _window(local: Local, shard, first):
     if count > 1:
         shard = lax.slice_in_dim(all_gather(local, "rows", shard, axes, dim), 0, size, axis=dim)
     copies = lax.concatenate([shard] * -(-(size - 1 + block) // size), dim)
-    return lax.dynamic_slice_in_dim(copies, lax.rem(first + local.index(axes) * block, np.int32(size)), block, axis=dim)
+    return lax.dynamic_slice_in_dim(
+        copies, lax.rem(first + local.index(axes) * block, np.int32(size)), block, axis=dim
+    )
 
 
 def _moved(local: Local, shard, first):
-    """The rows from `first` on behind where this device's block begins, counted around the end of the last block."""
+    """The rows from `first` on behind where this device's block begins, counted around the end of the last
+    block.
+    """
     (block, count), dim = _block(local), local.params["dim"]
     for bit in range((count - 1).bit_length()):
         on = (lax.div(first, np.int32(block)) >> bit) & 1 == 1

@@ -2,17 +2,20 @@
 
     "b m k+, b k+ n -> b m n"
 
-A letter is a *factor*; the same letter on several tensors means that they may be split alike. A mark gives its kind:
+A letter is a *factor*; the same letter on several tensors means that they may be split alike. A mark gives
+its kind:
 
     k        kept: each shard computes its part, nothing is sent
     k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
-    k!       whole: never split. A dim that has it on both sides may be split before and after: its axes go to another dim
-    h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own; what a shard lacks
-             its neighbours send (a mark may follow: h~+; then the lowering masks the padding)
+    k!       whole: never split. A dim that has it on both sides may be split before and after: its axes go to
+             another dim
+    h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own;
+             what a shard lacks its neighbours send (a mark may follow: h~+; the lowering masks the padding)
     (h w)    a compound dim: factors major to minor, as a reshape makes them
     ...      one kept factor for each remaining dim, the same on every tensor that has it
 
-A dim of size one may be written 1; it is never split. Bound to shapes, h~ is one factor for each size that it has: h~16, h~14.
+A dim of size one may be written 1; it is never split. Bound to shapes, h~ is one factor for each size that it
+has: h~16, h~14.
 """
 
 import math
@@ -108,13 +111,19 @@ def parse(text: str) -> Rule:
     """
     left, arrow, right = text.partition("->")
     if not arrow:
-        raise complain(text, "->", "a rule has operands, an arrow '->' and results, such as 'm k+, k+ n -> m n'")
+        raise complain(
+            text, "->", "a rule has operands, an arrow '->' and results, such as 'm k+, k+ n -> m n'"
+        )
     kinds: dict[str, str] = {}
     operands, results = (_parse_side(side, text, kinds) for side in (left, right))
     for tensor in results:
         for factor in _factors_of(tensor):
             if kinds.get(factor) in REDUCTIONS:
-                raise complain(text, factor, "a reduced factor cannot appear in a result: take it out there, or off its mark")
+                raise complain(
+                    text,
+                    factor,
+                    "a reduced factor cannot appear in a result: take it out there, or off its mark",
+                )
     return Rule(operands, results, tuple((f, k) for f, k in kinds.items() if k != KEEP), text)
 
 
@@ -145,7 +154,9 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
             if group is None:
                 tensors[-1].append((factor,))
             elif "~" in factor:
-                raise complain(text, token, "a windowed factor must have a dim to itself: take it out of the parentheses")
+                raise complain(
+                    text, token, "a windowed factor must have a dim to itself: take it out of the parentheses"
+                )
             else:
                 group.append(factor)
     if group is not None:
@@ -158,12 +169,23 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
 def _parse_factor(token: str, text: str, kinds: dict[str, str]) -> str:
     match = _FACTOR.fullmatch(token)
     if match is None:
-        expected = "expected a factor (a name and a mark: + ! :max :min or none), '...', '1' or a group such as (h w)"
-        raise complain(text, token, expected if token != "->" else "a rule has one arrow: separate tensors by commas")
+        expected = (
+            "expected a factor (a name and a mark: + ! :max :min or none), '...', '1' or a group such as "
+            "(h w)"
+        )
+        raise complain(
+            text, token, expected if token != "->" else "a rule has one arrow: separate tensors by commas"
+        )
     name, mark = match.groups()
     if kinds.setdefault(name, _MARKS[mark]) != _MARKS[mark]:
-        before, now = (f"marked as {kind}" if kind != KEEP else "not marked" for kind in (kinds[name], _MARKS[mark]))
-        raise complain(text, token, f"the factor {name!r} was {before} before, and is {now} here: write it alike everywhere")
+        before, now = (
+            f"marked as {kind}" if kind != KEEP else "not marked" for kind in (kinds[name], _MARKS[mark])
+        )
+        raise complain(
+            text,
+            token,
+            f"the factor {name!r} was {before} before, and is {now} here: write it alike everywhere",
+        )
     return name
 
 
@@ -184,9 +206,14 @@ def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
         rule = replace(rule, operands=())  # no text before the arrow: one scalar, or nothing at all
     if not out_shapes and rule.results == ((),):
         rule = replace(rule, results=())
-    for what, tensors, shapes in (("operands", rule.operands, in_shapes), ("results", rule.results, out_shapes)):
+    for what, tensors, shapes in (
+        ("operands", rule.operands, in_shapes),
+        ("results", rule.results, out_shapes),
+    ):
         if len(tensors) != len(shapes):
-            raise complain(rule.text, "->", f"it has {len(tensors)} {what}, the equation has {len(shapes)}: name each")
+            raise complain(
+                rule.text, "->", f"it has {len(tensors)} {what}, the equation has {len(shapes)}: name each"
+            )
     operands = tuple(_expand(t, s, rule.text) for t, s in zip(rule.operands, in_shapes, strict=True))
     results = tuple(_expand(t, s, rule.text) for t, s in zip(rule.results, out_shapes, strict=True))
     sizes = _sizes(operands + results, in_shapes + out_shapes, rule)
@@ -209,17 +236,32 @@ def _expand(tensor, shape: Shape, text: str) -> TensorFactors:
         tensor = tensor[:at] + tuple((f"_{i}",) for i in range(max(count, 0))) + tensor[at + 1 :]
     if len(tensor) != len(shape):
         out = "name each dim, or write '...' for those that are merely carried along"
-        raise complain(text, " ".join(map(_dim_text, tensor)), f"it names {len(tensor)} dims, the shape is {shape}: {out}")
-    return tuple((f"{dim[0]}{n}",) if dim and dim[0][-1] == "~" else dim for dim, n in zip(tensor, shape, strict=True))
+        raise complain(
+            text,
+            " ".join(map(_dim_text, tensor)),
+            f"it names {len(tensor)} dims, the shape is {shape}: {out}",
+        )
+    return tuple(
+        (f"{dim[0]}{n}",) if dim and dim[0][-1] == "~" else dim for dim, n in zip(tensor, shape, strict=True)
+    )
 
 
 def _sizes(tensors, shapes, rule: Rule) -> dict[str, int]:
-    """The size of every factor: from dims of one factor, then, as often as that tells more, from groups with one unknown."""
+    """The size of every factor: from dims of one factor, then, as often as that tells more, from groups with
+    one unknown.
+    """
     sizes, text = dict(rule.sizes), rule.text
     groups = []
-    for dim, n in ((d, n) for tensor, shape in zip(tensors, shapes, strict=True) for d, n in zip(tensor, shape, strict=True)):
+    for dim, n in (
+        (d, n)
+        for tensor, shape in zip(tensors, shapes, strict=True)
+        for d, n in zip(tensor, shape, strict=True)
+    ):
         if len(dim) == 1 and sizes.setdefault(dim[0], n) != n:
-            why = f"this factor has size {sizes[dim[0]]} in one place and {n} in another: give dims of two sizes two names"
+            why = (
+                f"this factor has size {sizes[dim[0]]} in one place and {n} in another: give dims of two "
+                "sizes two names"
+            )
             raise complain(text, dim[0], why)
         if len(dim) != 1:
             groups.append((dim, n))
@@ -233,5 +275,9 @@ def _sizes(tensors, shapes, rule: Rule) -> dict[str, int]:
                 sizes[unknown[0]] = n // known
     for dim, n in groups:
         if any(f not in sizes for f in dim) or math.prod(sizes[f] for f in dim) != n:
-            raise complain(text, f"({' '.join(dim)})" if dim else "1", f"its factors do not multiply to the dim's size {n}")
+            raise complain(
+                text,
+                f"({' '.join(dim)})" if dim else "1",
+                f"its factors do not multiply to the dim's size {n}",
+            )
     return sizes

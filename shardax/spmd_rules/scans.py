@@ -1,4 +1,5 @@
-"""Cumulative operations: along a split dim each device scans its block, and adds what the blocks before it come to.
+"""Cumulative operations: along a split dim each device scans its block, and adds what the blocks before it
+come to.
 
 block 0   block 1   block 2       scan each block        what lies before      combined
 1 2 3     4 5 6     7 8 9    ->   1 3 6 | 4 9 15 | ...   0 | 6 | 21       ->   1 3 6 | 10 15 21 | ...
@@ -18,7 +19,9 @@ from shardax.spmd_rules.sends import all_gather
 
 
 def _cumulative_local(combine: Callable, neutral_of: Callable[[Any], Any], local: Local, shard):
-    """One all_gather of one total for each block; the totals before this device's are summed up by the primitive itself."""
+    """One all_gather of one total for each block; the totals before this device's are summed up by the
+    primitive itself.
+    """
     axis, reverse = local.params["axis"], local.params["reverse"]
     axes = local.operands[0].dims[axis]
     if not axes:

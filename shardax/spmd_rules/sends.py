@@ -1,6 +1,7 @@
 """Every collective that a lowering sends is made here, with the reason that plans show.
 
-`what` is a word for what is sent, "halo" or "totals"; the reason names the primitive with it: "halo of slice".
+`what` is a word for what is sent, "halo" or "totals"; the reason names the primitive with it: "halo of
+slice".
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,9 @@ def all_reduce(local: Local, what: str, x, axes: Axes):
 
 
 def all_to_all(local: Local, what: str, x, axes: Axes, split: int = 0, joined: int = 0):
-    """Of an array whose dim `split` has parts for each device, this device's parts of all of them, joined along `joined`."""
+    """Of an array whose dim `split` has parts for each device, this device's parts of all of them, joined
+    along `joined`.
+    """
     with sending("all_to_all", what, local, axes):
         return lax.all_to_all(x, axes, split_axis=split, concat_axis=joined, tiled=True)
 

@@ -49,7 +49,9 @@ def concatenate(node: Node) -> str:
 
 
 def _concatenate_wants(local: Local) -> Iterator[Wanted]:
-    """What each operand gives to this device's part of the result; `before` is where the operand begins there."""
+    """What each operand gives to this device's part of the result; `before` is where the operand begins
+    there.
+    """
     dim, before = local.params["dimension"], 0
     for i, shape in enumerate(local.node.in_shapes if local.results[0].dims[dim] else ()):
         size, start = shape[dim], before
@@ -67,7 +69,10 @@ def _concatenate_local(local: Local, *shards):
     wants = list(_concatenate_wants(local))
     if not wants:
         return local.bind(*shards)
-    dim, parts = local.params["dimension"], [take(local, want, x) for want, x in zip(wants, shards, strict=True)]
+    dim, parts = (
+        local.params["dimension"],
+        [take(local, want, x) for want, x in zip(wants, shards, strict=True)],
+    )
     place = lax.broadcasted_iota("int32", local.out_shape(), dim) + local.start(local.results[0], dim)
     ends = itertools.accumulate(shape[dim] for shape in local.node.in_shapes)
     result = parts[-1]
@@ -104,13 +109,17 @@ def _iota_local(local: Local):
 
 
 def optimization_barrier(node: Node) -> str:
-    """Operand i is result i. Nothing may stay pending: `Passes` cannot say that each operand passes by itself."""
+    """Operand i is result i. Nothing may stay pending: `Passes` cannot say that each operand passes by
+    itself.
+    """
     values = ", ".join(" ".join(_kept(shape, {}, f"k{i}_")) for i, shape in enumerate(node.in_shapes))
     return f"{values} -> {values}"
 
 
 def pad(node: Node) -> str:
-    """ "k0 w1~ 1, -> k0 w1~ n2": unpadded dims are kept; what surrounds a single position may be split freely."""
+    """ "k0 w1~ 1, -> k0 w1~ n2": unpadded dims are kept; what surrounds a single position may be split
+    freely.
+    """
     dims = [_pad_dim(node, d) for d in range(len(node.in_shapes[0]))]
     return f"{' '.join(a for a, _ in dims)}, -> {' '.join(b for _, b in dims)}"
 
@@ -133,7 +142,9 @@ def _pad_wants(local: Local) -> Iterator[Wanted]:
 
 
 def _pad_local(local: Local, shard, value):
-    """In a dim that surrounds a single position, each shard puts it where the owner has it; the others take it out again."""
+    """In a dim that surrounds a single position, each shard puts it where the owner has it; the others take
+    it out again.
+    """
     config, layout, inside = list(local.params["padding_config"]), local.results[0], True
     fill = 0 if _pads_zero(local.node) else value
     for want in _pad_wants(local):
@@ -149,7 +160,9 @@ def _pad_local(local: Local, shard, value):
 
 
 def _padded_inside(local: Local, want: Wanted, rows, value):
-    """This device's rows with the padding that is between them: row `firsts` stands `skipped` places into the block."""
+    """This device's rows with the padding that is between them: row `firsts` stands `skipped` places into the
+    block.
+    """
     low, _, interior = local.params["padding_config"][want.dim]
     block, step = local.out_shape()[want.dim], interior + 1
     if step == 1:
@@ -172,13 +185,16 @@ def _pads_zero(node: Node) -> bool:
 
 def rev(node: Node) -> str:
     """ "k0 r1~ -> k0 r1~"."""
-    dims = " ".join(_kept(node.in_shapes[0], {d: window_of(f"r{d}", node) for d in node.params["dimensions"]}))
+    dims = " ".join(
+        _kept(node.in_shapes[0], {d: window_of(f"r{d}", node) for d in node.params["dimensions"]})
+    )
     return f"{dims} -> {dims}"
 
 
 def _rev_wants(local: Local) -> Iterator[Wanted]:
-    """What is left to send after each shard has changed places with the opposite one: the padding is now in front. (That is one
-    ppermute, over all reversed dims; as a halo, every device would want a piece from another distance.)
+    """What is left to send after each shard has changed places with the opposite one: the padding is now in
+    front. (That is one ppermute, over all reversed dims; as a halo, every device would want a piece from
+    another distance.)
     """
     layout = local.operands[0]
     for d in local.params["dimensions"]:
@@ -209,7 +225,9 @@ def _rev_local(local: Local, shard):
 
 
 def slice_(node: Node) -> str:
-    """ "k0 x1+ w2~ -> k0 1 w2~": dims that are taken whole are kept, of a single position one shard is the owner."""
+    """ "k0 x1+ w2~ -> k0 1 w2~": dims that are taken whole are kept, of a single position one shard is the
+    owner.
+    """
     dims = [_slice_dim(node, d) for d in range(len(node.in_shapes[0]))]
     return f"{' '.join(a for a, _ in dims)} -> {' '.join(b for _, b in dims)}"
 
@@ -232,7 +250,9 @@ def _slice_wants(local: Local) -> Iterator[Wanted]:
 
 
 def _slice_local(local: Local, shard):
-    """Each shard takes the position that the owner of the wanted one takes; then all but the owner give zeros."""
+    """Each shard takes the position that the owner of the wanted one takes; then all but the owner give
+    zeros.
+    """
     first, last = list(local.params["start_indices"]), list(local.params["limit_indices"])
     layout, inside = local.operands[0], True
     for want in _slice_wants(local):
@@ -260,7 +280,9 @@ def _split_wants(local: Local) -> Iterator[Wanted]:
     dim = local.params["axis"]
     starts = [0, *itertools.accumulate(local.params["sizes"])]
     for i, start in enumerate(starts[:-1] if local.results[0].dims[dim] else ()):
-        yield wanted(local, 0, dim, (i, dim), lambda r, e, by=start: (r + by, e + by), local.out_shape(i)[dim])
+        yield wanted(
+            local, 0, dim, (i, dim), lambda r, e, by=start: (r + by, e + by), local.out_shape(i)[dim]
+        )
 
 
 def _split_local(local: Local, shard):
@@ -277,7 +299,10 @@ def squeeze(node: Node) -> str:
 def stack(node: Node) -> str:
     """ "k0 k1, k0 k1 -> k0 s! k1": the new dim is whole."""
     dims = [f"k{d}" for d in range(len(node.in_shapes[0]))]
-    return f"{', '.join([' '.join(dims)] * len(node.inputs))} -> {' '.join(_inserted(dims, node.params['axis']))}"
+    return (
+        f"{', '.join([' '.join(dims)] * len(node.inputs))} -> "
+        f"{' '.join(_inserted(dims, node.params['axis']))}"
+    )
 
 
 def _inserted(dims: list[str], at: int) -> list[str]:
@@ -288,11 +313,15 @@ def tile(node: Node) -> str:
     """ "k0 k1 -> k0 (n1 k1)": repetitions may be split freely."""
     reps = node.params["reps"]
     result = [f"k{d}" if n == 1 else f"(n{d} k{d})" for d, n in enumerate(reps)]
-    return whole_rule(node) if 0 in node.out_shapes[0] else f"{' '.join(_kept(reps, {}))} -> {' '.join(result)}"
+    return (
+        whole_rule(node) if 0 in node.out_shapes[0] else f"{' '.join(_kept(reps, {}))} -> {' '.join(result)}"
+    )
 
 
 def _tile_local(local: Local, shard):
-    return local.bind(shard, reps=tuple(new // old for new, old in zip(local.out_shape(), shard.shape, strict=True)))
+    return local.bind(
+        shard, reps=tuple(new // old for new, old in zip(local.out_shape(), shard.shape, strict=True))
+    )
 
 
 def transpose(node: Node) -> str:
@@ -304,7 +333,10 @@ def transpose(node: Node) -> str:
 def unstack(node: Node) -> str:
     """ "k0 s! k1 -> k0 k1, k0 k1": the dim that goes is whole."""
     dims = [f"k{d}" for d in range(len(node.out_shapes[0]))]
-    return f"{' '.join(_inserted(dims, node.params['axis']))} -> {', '.join([' '.join(dims)] * len(node.outputs))}"
+    return (
+        f"{' '.join(_inserted(dims, node.params['axis']))} -> "
+        f"{', '.join([' '.join(dims)] * len(node.outputs))}"
+    )
 
 
 def _moves_all(node: Node) -> tuple[Passes, ...]:
@@ -313,9 +345,16 @@ def _moves_all(node: Node) -> tuple[Passes, ...]:
 
 register_rule("bitcast_convert_type", bitcast_convert_type, fuses="all")
 register_rule(
-    "broadcast_in_dim", broadcast_in_dim, _broadcast_in_dim_local, passes=(MOVES(0),), made_anywhere=True, fuses="all"
+    "broadcast_in_dim",
+    broadcast_in_dim,
+    _broadcast_in_dim_local,
+    passes=(MOVES(0),),
+    made_anywhere=True,
+    fuses="all",
 )
-register_rule("concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_wants))
+register_rule(
+    "concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_wants)
+)
 register_rule("empty", empty, _empty_local)
 register_rule("empty2", " -> ")
 register_rule("iota", iota, _iota_local, made_anywhere=True, fuses="all")

@@ -1,11 +1,11 @@
 """Shardy's rules, which `jax.experimental.custom_partitioning` takes, as ours.
 
-Shardy (docs of custom_partitioning)                    ours
-"i j, j k -> i k", reduction_factors=("j",)             "i j, j k -> i k"      the kernel itself reduces: nothing is owed
-"... i -> ... i"  (the first dims, "...1" others)       one factor for each dim
-need_replication_factors=("i",)                         "i!"
-permutation_factors=("i",)                              "i"
-a factor of several sizes                               "i~": over the same axes, each in blocks of its own
+Shardy (docs of custom_partitioning)               ours
+"i j, j k -> i k", reduction_factors=("j",)        "i j, j k -> i k": the kernel reduces, nothing is owed
+"... i -> ... i"  (the first dims, "...1" others)  one factor for each dim
+need_replication_factors=("i",)                    "i!"
+permutation_factors=("i",)                         "i"
+a factor of several sizes                          "i~": over the same axes, each in blocks of its own
 """
 
 import re
@@ -34,11 +34,20 @@ def as_rule(given: Any, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape])
     sides = tuple(zip((given.operand_mappings, given.result_mappings), (in_shapes, out_shapes), strict=True))
     for what, (mappings, shapes) in zip(("operands", "results"), sides, strict=True):
         if len(mappings) != len(shapes):
-            raise ValueError(f"sharding_rule {spelled(given)}: it has {len(mappings)} {what}, the function has {len(shapes)}")
-    tensors = [[_expanded(given, m, s) for m, s in zip(mappings, shapes, strict=True)] for mappings, shapes in sides]
+            raise ValueError(
+                f"sharding_rule {spelled(given)}: it has {len(mappings)} {what}, the function has "
+                f"{len(shapes)}"
+            )
+    tensors = [
+        [_expanded(given, m, s) for m, s in zip(mappings, shapes, strict=True)] for mappings, shapes in sides
+    ]
     marks = dict.fromkeys(given.need_replication_factors, "!")
-    marks |= dict.fromkeys(_of_several_sizes(zip(tensors[0] + tensors[1], (*in_shapes, *out_shapes), strict=True)), "~")
-    text = " -> ".join(", ".join(" ".join(_dim_text(dim, marks) for dim in tensor) for tensor in side) for side in tensors)
+    marks |= dict.fromkeys(
+        _of_several_sizes(zip(tensors[0] + tensors[1], (*in_shapes, *out_shapes), strict=True)), "~"
+    )
+    text = " -> ".join(
+        ", ".join(" ".join(_dim_text(dim, marks) for dim in tensor) for tensor in side) for side in tensors
+    )
     sizes = tuple((_name(f), n) for f, n in given.factor_sizes.items())
     try:
         rule = replace(parse(text), sizes=sizes)

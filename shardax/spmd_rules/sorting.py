@@ -1,13 +1,15 @@
-"""sort and top_k. `top_k` picks on each device, then among what the devices picked. `sort` wants the sorted dim whole.
+"""sort and top_k. `top_k` picks on each device, then among what the devices picked. `sort` wants the sorted
+dim whole.
 
-That is where another dim can be split. Where there is none, blocks are sorted, and a sorting network merges them:
+That is where another dim can be split. Where there is none, blocks are sorted, and a sorting network merges
+them:
 
     blocks, each sorted    two exchange what they have: one keeps the lower half, one the upper
     3 7 | 1 9 | 0 4 | 2 8  ->  0 1 | 7 9 ...
 
-Each of the network's log n (log n + 1) / 2 layers sends the shard once, and no device ever holds more than two shards. By its
-price this pays from 8 devices on for integers, and from 32 on where places are sent along to keep the sort stable. Else the
-dim is gathered.
+Each of the network's log n (log n + 1) / 2 layers sends the shard once, and no device ever holds more than
+two shards. By its price this pays from 8 devices on for integers, and from 32 on where places are sent along
+to keep the sort stable. Else the dim is gathered.
 
 After Knuth, The Art of Computer Programming 3: 5.2.2, algorithm M, and 5.3.4, exercise 38.
 """
@@ -35,14 +37,20 @@ def _kept(node: Node) -> list[str]:
 def approx_top_k(node: Node) -> str:
     """As top_k, where that many are to be picked; "k n! -> k t!, k t!" where candidates are."""
     dims = _kept(node)
-    return _picked(dims, node.params["reduction_dimension"] % len(dims), "" if node.params["aggregate_to_topk"] else "!")
+    return _picked(
+        dims, node.params["reduction_dimension"] % len(dims), "" if node.params["aggregate_to_topk"] else "!"
+    )
 
 
 def sort(node: Node) -> str:
-    """ "k s!, k s! -> k s!, k s!": any number of operands, sorted alike. Without other dims "s, s -> s, s"."""
+    """ "k s!, k s! -> k s!, k s!": any number of operands, sorted alike. Without other dims "s, s -> s,
+    s".
+    """
     dims, shape, dim = _kept(node), node.in_shapes[0], node.params["dimension"]
     lone = shape[dim] > 0 and all(n == 1 for d, n in enumerate(shape) if d != dim)
-    lone &= node.params["is_stable"] or node.params["num_keys"] == len(node.inputs)  # else only one device knows XLA's order
+    lone &= node.params["is_stable"] or node.params["num_keys"] == len(
+        node.inputs
+    )  # else only one device knows XLA's order
     dims[dim] = "s" if lone else "s!"
     side = ", ".join([" ".join(dims)] * len(node.inputs))
     return f"{side} -> {side}"
@@ -67,7 +75,9 @@ def _sort_local(local: Local, *shards):
 
 
 def _sort_blocks(local: Local, shards):
-    """By whether a row is padding, by the keys, and by its place in the operand, so that the sort is stable."""
+    """By whether a row is padding, by the keys, and by its place in the operand, so that the sort is
+    stable.
+    """
     keys, dim, shape = local.params["num_keys"], local.params["dimension"], local.in_shape()
     place = lax.broadcasted_iota("int32", shape, dim) + local.start(local.operands[0], dim)
     padding = [place >= local.node.in_shapes[0][dim]] * _is_padded(local)
@@ -87,15 +97,17 @@ def _is_padded(local: Local) -> bool:
 
 
 def _shows_places(local: Local) -> bool:
-    """Whether the result shows which of two rows with equal keys comes first. For integers it does not; floats have two
-    zeros.
+    """Whether the result shows which of two rows with equal keys comes first. For integers it does not;
+    floats have two zeros.
     """
-    return local.params["num_keys"] < len(local.node.inputs) or any(v.aval.dtype.kind not in "iub" for v in local.node.inputs)
+    return local.params["num_keys"] < len(local.node.inputs) or any(
+        v.aval.dtype.kind not in "iub" for v in local.node.inputs
+    )
 
 
 def _merge_and_split(local: Local, rows, pairs: Sequence[tuple[int, int]], by: Callable):
-    """The pairs exchange their blocks. Of what both have together, the first device keeps the lower half, the second the
-    upper.
+    """The pairs exchange their blocks. Of what both have together, the first device keeps the lower half, the
+    second the upper.
     """
     dim, block = local.params["dimension"], local.in_shape()[local.params["dimension"]]
     axes = local.operands[0].dims[dim]
@@ -138,10 +150,13 @@ def _sort_sends(local: Local) -> Iterator[float]:
 
 
 def _approx_top_k_local(local: Local, shard):
-    """The recall is that of the whole dim. Elements are lost only where each device picks its candidates; the last pick is
-    exact.
+    """The recall is that of the whole dim. Elements are lost only where each device picks its candidates; the
+    last pick is exact.
     """
-    axis, size = local.params["reduction_dimension"] % shard.ndim, local.params["reduction_input_size_override"]
+    axis, size = (
+        local.params["reduction_dimension"] % shard.ndim,
+        local.params["reduction_input_size_override"],
+    )
     fill = identity("max" if local.params["is_max_k"] else "min", shard.dtype)
     whole = size if size >= 0 else local.node.inputs[0].shape[axis]
     first = partial(local.bind, reduction_input_size_override=whole)
@@ -153,8 +168,8 @@ def _top_k_local(local: Local, shard):
 
 
 def _least(dtype):
-    """What top_k puts last: it takes floats in total order, in which -NaN comes before -inf. Those of one byte it widens, and
-    NaN loses its sign."""
+    """What top_k puts last: it takes floats in total order, in which -NaN comes before -inf. Those of one
+    byte it widens, and NaN loses its sign."""
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
         return identity("max", dtype)
     return np.full((), 0xFF, np.uint8).repeat(np.dtype(dtype).itemsize).view(dtype)[0]

@@ -1,11 +1,13 @@
-"""Convolutions and windowed reductions. A dim along which the window slides may be split: the halo comes from the neighbours.
+"""Convolutions and windowed reductions. A dim along which the window slides may be split: the halo comes from
+the neighbours.
 
-Where the operand is dilated, its rows lie `holes` apart. The first row that a device wants lies some places into its window,
-and how many depends on the device (GSPMD, section 3.2, the three cases of base dilation):
+Where the operand is dilated, its rows lie `holes` apart. The first row that a device wants lies some places
+into its window, and how many depends on the device (GSPMD, section 3.2, the three cases of base dilation):
 
-    window of device 0    x . . x . . x         all alike: the padding is that for all
-    window of device 1    . x . . x . .         stride 1: the most padding for all, then each cuts its results out of more
-                                                else: the dilated rows are written out, and each cuts its window out of them
+    window of device 0    x . . x . . x     all alike: the padding is that for all
+    window of device 1    . x . . x . .     stride 1: the most padding for all, then each cuts its results out
+                                            else: the dilated rows are written out, and each cuts its window
+                                            out of them
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +32,8 @@ from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
 @dataclass(frozen=True)
 class _Slide:
-    """How a window moves along a dim. Result r sees the places r·stride - low + k·spread, for k < size, of an operand whose
-    rows lie `holes` apart.
+    """How a window moves along a dim. Result r sees the places r·stride - low + k·spread, for k < size, of an
+    operand whose rows lie `holes` apart.
     """
 
     size: int
@@ -69,8 +71,8 @@ class _Slide:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a device takes of one dim: `want`, seen by `results` results; `starts`, the place at which each device's window
-    begins among the dilated places of the operand."""
+    """What a device takes of one dim: `want`, seen by `results` results; `starts`, the place at which each
+    device's window begins among the dilated places of the operand."""
 
     slide: _Slide
     want: Wanted
@@ -140,8 +142,9 @@ def _part(local: Local, slide: _Slide, dims: tuple[int, int], operand: int = 0) 
 def conv_general_dilated(node: Node) -> str:
     """ "n c+ s~, o c+ w! -> n o s~" in the order of the dimension numbers.
 
-    With feature groups "n (g c+) s~, (g o) c+ w! -> n (g o) s~", with batch groups "(g n) c+ s~, (g o) c+ w! -> n (g o) s~".
-    A window that reaches further than the results, as in the gradient of a kernel, is summed over: "s~+, s~+ -> t!".
+    With feature groups "n (g c+) s~, (g o) c+ w! -> n (g o) s~", with batch groups "(g n) c+ s~, (g o) c+ w!
+    -> n (g o) s~". A window that reaches further than the results, as in the gradient of a kernel, is summed
+    over: "s~+, s~+ -> t!".
     """
     lhs_dims, rhs_dims, out_dims = node.params["dimension_numbers"]
     by_feature, by_batch = (node.params[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
@@ -178,12 +181,14 @@ def _conv_slide(node: Node, i: int) -> _Slide:
     params = node.params
     low, high = params["padding"][i]
     size = node.in_shapes[1][_conv_dims(node, i)[1]]
-    return _Slide(size, params["window_strides"][i], low, high, params["lhs_dilation"][i], params["rhs_dilation"][i])
+    return _Slide(
+        size, params["window_strides"][i], low, high, params["lhs_dilation"][i], params["rhs_dilation"][i]
+    )
 
 
 def _sums(node: Node, i: int) -> bool:
-    """Whether the kernel reaches further than the results do. The gradient of patches has such a kernel even where it has
-    fewer rows.
+    """Whether the kernel reaches further than the results do. The gradient of patches has such a kernel even
+    where it has fewer rows.
     """
     slide, results = _conv_slide(node, i), node.out_shapes[0][_conv_dims(node, i)[2]]
     return (slide.size - 1) * slide.spread > (results - 1) * slide.stride
@@ -202,8 +207,8 @@ def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:
 
 
 def _summed_part(local: Local, slide: _Slide, lhs: int, rhs: int, results: int) -> _Part:
-    """The part that this device's block of the kernel sees, and no row more: its products with the kernel's padding count. Its
-    window begins where the block does.
+    """The part that this device's block of the kernel sees, and no row more: its products with the kernel's
+    padding count. Its window begins where the block does.
     """
     block = local.in_shape(1)[rhs]
     own = _Slide(block, slide.stride, slide.low, slide.high, slide.holes, slide.spread)
@@ -232,8 +237,13 @@ def _conv_local(local: Local, lhs, rhs):
     groups = {f"{kind}_group_count": local.params[f"{kind}_group_count"] for kind in ("feature", "batch")}
     if "g" in local.splits:
         split = local.splits["g"]
-        groups = {name: split.padded // local.count(split.axes) if count > 1 else 1 for name, count in groups.items()}
-    (out,) = local.bind(lhs, rhs, **groups, padding=tuple(padding), lhs_dilation=tuple(dilation), out_sharding=None)
+        groups = {
+            name: split.padded // local.count(split.axes) if count > 1 else 1
+            for name, count in groups.items()
+        }
+    (out,) = local.bind(
+        lhs, rhs, **groups, padding=tuple(padding), lhs_dilation=tuple(dilation), out_sharding=None
+    )
     for i, part in parts:
         out = part.cut(local, out, _conv_dims(local.node, i)[2])
     return [out]
@@ -247,11 +257,15 @@ def _slides(node: Node) -> list[_Slide]:
     sizes, ones = params["window_dimensions"], (1,) * len(params["window_dimensions"])
     lows, highs = zip(*params["padding"], strict=True) if sizes else ((), ())
     holes, spread = (params.get(f"{kind}_dilation", ones) for kind in ("base", "window"))
-    return [_Slide(*dim) for dim in zip(sizes, params["window_strides"], lows, highs, holes, spread, strict=True)]
+    return [
+        _Slide(*dim) for dim in zip(sizes, params["window_strides"], lows, highs, holes, spread, strict=True)
+    ]
 
 
 def _windowed(node: Node) -> str:
-    """The factors of the dims, as text of a rule: the same for the operand of the windows and for the result."""
+    """The factors of the dims, as text of a rule: the same for the operand of the windows and for the
+    result.
+    """
     return " ".join(_window_factor(node, i, slide) for i, slide in enumerate(_slides(node)))
 
 
@@ -278,7 +292,9 @@ def _window_wants(local: Local) -> Iterator[Wanted]:
 
 
 def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]], bind: Callable = Local.bind):
-    """The lowering of a windowed reduction; `fills` gives for each operand with dims what pads it, `bind` reduces."""
+    """The lowering of a windowed reduction; `fills` gives for each operand with dims what pads it, `bind`
+    reduces.
+    """
 
     def lowering(local: Local, *shards):
         padding, holes = list(local.params["padding"]), list(local.params.get("base_dilation", ()))
@@ -290,7 +306,9 @@ def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]], bind:
             padding[part.want.dim] = part.padding
             if holes:
                 holes[part.want.dim] = part.holes
-        results = bind(local, *shards, padding=tuple(padding), **({"base_dilation": tuple(holes)} if holes else {}))
+        results = bind(
+            local, *shards, padding=tuple(padding), **({"base_dilation": tuple(holes)} if holes else {})
+        )
         for part in parts:
             results = [part.cut(local, result, part.want.dim) for result in results]
         return results
@@ -303,10 +321,13 @@ def _initial_values(local: Local, shards) -> Sequence[Any]:
 
 
 def _bind_skipping(local: Local, *shards, padding, base_dilation):
-    """Runs the reduction with a flag beside the values, which leaves out what has no flag. XLA does not combine padding,
-    whatever the initial value is; so what was filled in must not be combined either.
+    """Runs the reduction with a flag beside the values, which leaves out what has no flag. XLA does not
+    combine padding, whatever the initial value is; so what was filled in must not be combined either.
     """
-    parts, count = [part for part in _window_parts(local) if part.shows_filling(local)], len(local.node.outputs)
+    parts, count = (
+        [part for part in _window_parts(local) if part.shows_filling(local)],
+        len(local.node.outputs),
+    )
     if not parts:
         return local.bind(*shards, padding=padding, base_dilation=base_dilation)
     shape, inside = shards[0].shape, np.True_
@@ -315,7 +336,9 @@ def _bind_skipping(local: Local, *shards, padding, base_dilation):
     how = {name: local.params[name] for name in ("window_dimensions", "window_strides", "window_dilation")}
     operands, starts = (*shards[:count], inside), (*shards[count:], np.True_)
     combine = skipping(jaxpr_as_fun(_jax.closed(local.params["jaxpr"])))
-    return lax.reduce_window(operands, starts, combine, padding=padding, base_dilation=base_dilation, **how)[:-1]
+    return lax.reduce_window(operands, starts, combine, padding=padding, base_dilation=base_dilation, **how)[
+        :-1
+    ]
 
 
 def _neutral(kind: str, local: Local, shards) -> Sequence[Any]:
@@ -337,8 +360,8 @@ def _least_selected(local: Local, dtype):
 
 
 def select_and_scatter(node: Node) -> str:
-    """The operand, what is scattered over the places chosen in its windows, and the initial value: slid dims are whole, how
-    competing updates combine only the user knows."""
+    """The operand, what is scattered over the places chosen in its windows, and the initial value: slid dims
+    are whole, how competing updates combine only the user knows."""
     dims = " ".join(f"k{i}" if slide.still else f"s{i}~!" for i, slide in enumerate(_slides(node)))
     return f"{dims}, {dims},  -> {dims}"
 
@@ -351,7 +374,8 @@ def select_and_scatter_add(node: Node) -> str:
 
 @dataclass(frozen=True)
 class _Scattered:
-    """One dim of select_and_scatter_add: the windows that reach a device's block, and what they see of the operand.
+    """One dim of select_and_scatter_add: the windows that reach a device's block, and what they see of the
+    operand.
 
     block                 |=========|          the first window may begin before it,
     windows          [-----][-----][-----]     the last may end after it
@@ -391,7 +415,9 @@ def _select_and_scatter_add_local(local: Local, source, operand):
         block = local.out_shape()[d]
         config = [(stride, block, 0) if e == d else (0, 0, 0) for e in range(out.ndim)]
         starts = [offset + stride for offset in dim.offsets]
-        out = slice_by_device(lax.pad(out, np.zeros((), out.dtype), config), starts, block, d, local.index(dim.seen.axes))
+        out = slice_by_device(
+            lax.pad(out, np.zeros((), out.dtype), config), starts, block, d, local.index(dim.seen.axes)
+        )
     return [out]
 
 
@@ -404,12 +430,24 @@ register_rule(
     sends=halo_sends(_conv_wants),
     flops=flops.conv_general_dilated,
 )
-register_rule("reduce_window", reduce_window, _windows_local(_initial_values, _bind_skipping), sends=_sends, fuses="operands")
+register_rule(
+    "reduce_window",
+    reduce_window,
+    _windows_local(_initial_values, _bind_skipping),
+    sends=_sends,
+    fuses="operands",
+)
 for _kind, _passes in (("max", Passes(("max",), (0,))), ("min", Passes(("min",), (0,))), ("sum", LINEAR(0))):
     _lowering = _windows_local(partial(_neutral, _kind))
-    register_rule(f"reduce_window_{_kind}", reduce_window, _lowering, passes=(_passes,), sends=_sends, fuses="operands")
+    register_rule(
+        f"reduce_window_{_kind}", reduce_window, _lowering, passes=(_passes,), sends=_sends, fuses="operands"
+    )
 register_rule(
-    "select_and_gather_add", select_and_gather_add, _windows_local(_never_selected), passes=(LINEAR(0),), sends=_sends
+    "select_and_gather_add",
+    select_and_gather_add,
+    _windows_local(_never_selected),
+    passes=(LINEAR(0),),
+    sends=_sends,
 )
 register_rule("select_and_scatter", select_and_scatter)
 register_rule(

@@ -1,8 +1,9 @@
-"""The shard_jit primitive. It carries the global jaxpr: JAX's transformations change that, and its lowering partitions it.
+"""The shard_jit primitive. It carries the global jaxpr: JAX's transformations change that, and its lowering
+partitions it.
 
-So the derivative, or the batched form, of a global program is a global program again. Its shardings are recorded inside it as
-`annotate` equations, so no rule here has to keep track of them. Every derived jaxpr is memoized on the one that it comes
-from, so that nothing compiles twice.
+So the derivative, or the batched form, of a global program is a global program again. Its shardings are
+recorded inside it as `annotate` equations, so no rule here has to keep track of them. Every derived jaxpr is
+memoized on the one that it comes from, so that nothing compiles twice.
 """
 
 import functools
@@ -34,10 +35,12 @@ from shardax.validation import require_sizes
 
 shard_jit_p = Primitive("shard_jit")
 shard_jit_p.multiple_results = True
-"""shard_jit *args: the results of the closed global jaxpr `jaxpr`, computed by the devices of `mesh`, a mesh of Auto axes.
+"""shard_jit *args: the results of the closed global jaxpr `jaxpr`, computed by the devices of `mesh`, a mesh
+of Auto axes.
 
-`witness` is a jaxpr over the same devices: `jax.jit` finds those of a program by looking for such in its parameters. It is the
-first parameter, because `jax.jit` names results on the first mesh that it finds, and this one has a spec for all.
+`witness` is a jaxpr over the same devices: `jax.jit` finds those of a program by looking for such in its
+parameters. It is the first parameter, because `jax.jit` names results on the first mesh that it finds, and
+this one has a spec for all.
 """
 
 
@@ -46,16 +49,21 @@ def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
     auto = auto_mesh(mesh)
     if auto.size > 1:
         _check_order(jaxpr)
-    refined = sites.refined_mesh(auto, refinement([sites.program_mesh(auto), *sites.others(jaxpr, auto)]), concrete=True)
-    named = mesh if auto_mesh(refined) == auto else refined  # a gradient has no type that names the user's Explicit mesh
+    refined = sites.refined_mesh(
+        auto, refinement([sites.program_mesh(auto), *sites.others(jaxpr, auto)]), concrete=True
+    )
+    named = (
+        mesh if auto_mesh(refined) == auto else refined
+    )  # a gradient has no type that names the user's Explicit mesh
     return shard_jit_p.bind(*args, witness=_witness(named), jaxpr=jaxpr, mesh=auto, options=options)
 
 
 def _check_order(jaxpr) -> None:
     for eqn in _jax.ordered_effects(jaxpr):
         raise ValueError(
-            f"{eqn.primitive.name} at {_jax.user_line(eqn.source_info)} is ordered, and several devices have no common order: "
-            "give it ordered=False (it is called once all the same), or run it outside of shard_jit"
+            f"{eqn.primitive.name} at {_jax.user_line(eqn.source_info)} is ordered, and several devices "
+            "have no common order: give it ordered=False (it is called once all the same), or run it "
+            "outside of shard_jit"
         )
 
 
@@ -104,7 +112,9 @@ def _jitted(out_shardings):
 
 
 def _bound(*args, jaxpr, **params):
-    if args and _jax.is_concrete(args):  # jax.debug_nans looks for the operation that makes them; jaxpr_as_fun looks away
+    if args and _jax.is_concrete(
+        args
+    ):  # jax.debug_nans looks for the operation that makes them; jaxpr_as_fun looks away
         return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
     return shard_jit_p.bind(*args, jaxpr=jaxpr, **params)
 
@@ -117,18 +127,24 @@ def committed(x, mesh: Mesh | AbstractMesh) -> Placement | None:
     own = user_mesh(sharding.mesh, mesh)
     if own is None:
         return None
-    return Placement(own, at_rest(from_spec(sharding.spec, len(x.shape)), x.shape, own.sizes))  # an abstract array may name any
+    return Placement(
+        own, at_rest(from_spec(sharding.spec, len(x.shape)), x.shape, own.sizes)
+    )  # an abstract array may name any
 
 
 def _abstract_eval(*avals, jaxpr, mesh, **params):
-    """The types of the results name a mesh. Where the program names several, it is one that has a spec for what lies on any
-    of them.
+    """The types of the results name a mesh. Where the program names several, it is one that has a spec for
+    what lies on any of them.
     """
     others = sites.others(jaxpr, mesh)
-    if not others and all(a.sharding.mesh.empty or a.sharding.mesh == abstract_mesh(mesh) for a in jaxpr.out_avals):
+    if not others and all(
+        a.sharding.mesh.empty or a.sharding.mesh == abstract_mesh(mesh) for a in jaxpr.out_avals
+    ):
         return list(jaxpr.out_avals), jaxpr.effects
     refined = sites.refined_mesh(mesh, refinement([sites.program_mesh(mesh), *others]))
-    typed = [a.update(sharding=NamedSharding(refined, PartitionSpec(*[None] * a.ndim))) for a in jaxpr.out_avals]
+    typed = [
+        a.update(sharding=NamedSharding(refined, PartitionSpec(*[None] * a.ndim))) for a in jaxpr.out_avals
+    ]
     return typed, jaxpr.effects
 
 
@@ -141,12 +157,17 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     for platform, suited in (("cpu", cpu.suited), ("tpu", tpu.suited)):
         local = suited(local) if platform in ctx.module_context.platforms else local
     run = functools.partial(_run, built, local, mesh)
-    with program.timed(built.phases, "lower"), _jax.lowering_on(sites.refined_mesh(mesh, built.refinement, concrete=True)):
+    with (
+        program.timed(built.phases, "lower"),
+        _jax.lowering_on(sites.refined_mesh(mesh, built.refinement, concrete=True)),
+    ):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
-    """The sharding in which an operand is committed. A random key has one dim more in memory than in the program."""
+    """The sharding in which an operand is committed. A random key has one dim more in memory than in the
+    program.
+    """
     found = _jax.committed_dims(operand, mesh.size)
     if found is None:
         return None
@@ -177,7 +198,9 @@ def _jvp(primals, tangents, *, jaxpr, **params):
     count = len(jaxpr.out_avals)
     moving = iter(outs[count:])
     zeros = [ad.Zero(aval.to_tangent_aval()) for aval in jaxpr.out_avals]
-    return outs[:count], [next(moving) if moves else zero for moves, zero in zip(nonzero_out, zeros, strict=True)]
+    return outs[:count], [
+        next(moving) if moves else zero for moves, zero in zip(nonzero_out, zeros, strict=True)
+    ]
 
 
 def _transpose(cts, *args, jaxpr, **params):
@@ -185,7 +208,9 @@ def _transpose(cts, *args, jaxpr, **params):
     linear = tuple(ad.is_undefined_primal(x) for x in args)
     nonzero = tuple(type(ct) is not ad.Zero for ct in cts)
     known = [x for x, is_linear in zip(args, linear, strict=True) if not is_linear]
-    results = iter(_rebind([*known, *_where(nonzero, cts)], params, _transposed(jaxpr, linear, nonzero, params["mesh"])))
+    results = iter(
+        _rebind([*known, *_where(nonzero, cts)], params, _transposed(jaxpr, linear, nonzero, params["mesh"]))
+    )
     return [next(results) if is_linear else None for is_linear in linear]
 
 
@@ -215,8 +240,8 @@ def _batch(axis_data, args, dims, *, jaxpr, **params):
 
 
 def _partial_eval(trace, *tracers, jaxpr, **params):
-    """Splits the program in two: the first runs now, on what is known, and makes the residuals; an input that the second
-    needs is passed on as it is.
+    """Splits the program in two: the first runs now, on what is known, and makes the residuals; an input that
+    the second needs is passed on as it is.
     """
     unknown = tuple(not t.is_known() for t in tracers)
     split = residuals.split(jaxpr, unknown, params["mesh"])
@@ -248,7 +273,9 @@ def _dce(used_outputs, eqn):
 
 @_jax.weakly_cached
 def _pruned(jaxpr, used_outputs: tuple[bool, ...]):
-    """The jaxpr without what those results do not need, None where they need all of it; and which inputs they need."""
+    """The jaxpr without what those results do not need, None where they need all of it; and which inputs they
+    need.
+    """
     pruned, used = _jax.prune(jaxpr, used_outputs)
     if all(used) and all(used_outputs):  # what is dead inside is left out when the program is built, once
         return None, used

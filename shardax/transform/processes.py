@@ -1,8 +1,9 @@
 """Checks that several processes compile the same program, so that a mistake is an error and not a hang.
 
-Every process that has devices of the mesh posts what it is about to compile in the key-value store of `jax.distributed`,
-where all can read it. The first process compares, and posts a verdict for which all wait. This happens when a program is
-lowered, not when it is called again. So all processes have to lower together, in the same order; each may plan alone.
+Every process that has devices of the mesh posts what it is about to compile in the key-value store of
+`jax.distributed`, where all can read it. The first process compares, and posts a verdict for which all wait.
+This happens when a program is lowered, not when it is called again. So all processes have to lower together,
+in the same order; each may plan alone.
 """
 
 import itertools
@@ -33,7 +34,10 @@ def check_agreement(program: Program, mesh: Mesh) -> None:
         return
     me, turn = jax.process_index(), f"shardax/{zlib.crc32(str(members).encode())}/{next(_turns[members])}"
     lines = [_place(program), _arguments(program), _devices(mesh), *_stable(str(program.jaxpr)).splitlines()]
-    store.key_value_set(f"{turn}/{me}", json.dumps({"said": lines[:2], "lines": [zlib.crc32(line.encode()) for line in lines]}))
+    store.key_value_set(
+        f"{turn}/{me}",
+        json.dumps({"said": lines[:2], "lines": [zlib.crc32(line.encode()) for line in lines]}),
+    )
     if me == members[0]:
         store.key_value_set(f"{turn}/verdict", json.dumps(_verdict(store, turn, members, lines)))
     verdict = json.loads(_read(store, f"{turn}/verdict", members[0], lines[0]))
@@ -42,7 +46,9 @@ def check_agreement(program: Program, mesh: Mesh) -> None:
 
 
 def _verdict(store, turn: str, members: Sequence[int], lines: Sequence[str]) -> dict[str, Any]:
-    """Empty where all agree; else which process differs, from which line on, and what the first one has there."""
+    """Empty where all agree; else which process differs, from which line on, and what the first one has
+    there.
+    """
     own = [zlib.crc32(line.encode()) for line in lines]
     for other in members[1:]:
         record = json.loads(_read(store, f"{turn}/{other}", other, lines[0]))
@@ -58,8 +64,8 @@ def _read(store, key: str, process: int, place: str) -> str:
         return store.blocking_key_value_get(key, PATIENCE * 1000)
     except Exception as error:
         raise ValueError(
-            f"process {process} did not come to {place} within {PATIENCE} s: it has ended, or does something else; "
-            "every process must lower and call the same functions in the same order"
+            f"process {process} did not come to {place} within {PATIENCE} s: it has ended, or does "
+            "something else; every process must lower and call the same functions in the same order"
         ) from error
 
 
@@ -87,7 +93,10 @@ def _place(program: Program) -> str:
 
 def _arguments(program: Program) -> str:
     pairs = zip(program.jaxpr.in_avals, program.in_shardings, strict=True)
-    return ", ".join(f"{aval.str_short(short_dtypes=True)} in {sharding}" for aval, sharding in pairs) or "no arguments"
+    return (
+        ", ".join(f"{aval.str_short(short_dtypes=True)} in {sharding}" for aval, sharding in pairs)
+        or "no arguments"
+    )
 
 
 def _devices(mesh: Mesh) -> str:

@@ -1,8 +1,9 @@
-"""A program as two, one that runs now and one that runs later, and the residuals: what the first saves for the second.
+"""A program as two, one that runs now and one that runs later, and the residuals: what the first saves for
+the second.
 
-A residual lies as the forward part leaves it, and so it enters the later one: both say so, as annotations. An uneven one is
-saved padded, for otherwise it would have to rest in another sharding. What is an argument, annotated or not, is not saved: the
-later part takes it once more.
+A residual lies as the forward part leaves it, and so it enters the later one: both say so, as annotations. An
+uneven one is saved padded, for otherwise it would have to rest in another sharding. What is an argument,
+annotated or not, is not saved: the later part takes it once more.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,16 @@ AnyMesh = Mesh | AbstractMesh
 
 
 class NowAndLater:
-    """`known` has the known inputs and results, then what it saves; `later` takes the residuals first, then the unknown inputs.
+    """`known` has the known inputs and results, then what it saves; `later` takes the residuals first, then
+    the unknown inputs.
 
     `sources` has for each residual the known input that it is, None where it is the next that `known` saves.
     """
 
     def __init__(self, jaxpr, unknown: tuple[bool, ...], mesh: AnyMesh):
-        known, later, self.unknown_outs, avals, forwarded = _jax.partial_eval_jaxpr(jaxpr, unknown, instantiate=False)
+        known, later, self.unknown_outs, avals, forwarded = _jax.partial_eval_jaxpr(
+            jaxpr, unknown, instantiate=False
+        )
         known = renumbered(known, [not u for u in unknown])
         fresh = _ways(known, len(avals), mesh)
         self.saved = sum(isinstance(way, _Saved) for way in fresh)
@@ -56,7 +60,9 @@ class _Taken:
 
 @dataclass(frozen=True)
 class _Saved:
-    """How a residual of a shape lies between the two: split as `dims` say, None where nothing is known, padded to `stored`."""
+    """How a residual of a shape lies between the two: split as `dims` say, None where nothing is known,
+    padded to `stored`.
+    """
 
     dims: Dims | None
     shape: tuple[int, ...]
@@ -78,7 +84,9 @@ class _Saved:
 
 
 def by_policy(saveable, unknown: Any, there: Any, eqn):
-    """The same for policies of `jax.checkpoint`, which see inside: the two equations, and what JAX asks for besides."""
+    """The same for policies of `jax.checkpoint`, which see inside: the two equations, and what JAX asks for
+    besides.
+    """
     known, later, unknown_outs, there_outs, new = _by_policy(saveable, unknown, there, eqn)
     saved = known.outvars[len(unknown_outs) - sum(unknown_outs) :]
     if not saved:
@@ -86,7 +94,9 @@ def by_policy(saveable, unknown: Any, there: Any, eqn):
     places = tuple(map(later.invars.index, saved))
     first, second = _agreed(known.params["jaxpr"], later.params["jaxpr"], places, eqn.params["mesh"])
     stored = dict(zip(saved, map(_jax.new_variable, first.out_avals[-len(saved) :]), strict=True))
-    known = known.replace(outvars=[stored.get(v, v) for v in known.outvars], params={**known.params, "jaxpr": first})
+    known = known.replace(
+        outvars=[stored.get(v, v) for v in known.outvars], params={**known.params, "jaxpr": first}
+    )
     later = later.replace(invars=_instead(later.invars, stored), params={**later.params, "jaxpr": second})
     return known, later, unknown_outs, there_outs, _instead(new, stored)
 
@@ -100,7 +110,9 @@ def _instead(atoms, new: dict[Any, Any]) -> list[Any]:
 
 @_jax.weakly_cached
 def _agreed(known, later, places: tuple[int, ...], mesh: AnyMesh) -> tuple[Any, Any]:
-    """The two programs, once they say the same of the last results of the one: the arguments of the other at these places."""
+    """The two programs, once they say the same of the last results of the one: the arguments of the other at
+    these places.
+    """
     count = len(places)
     shardings = program.completed_results(known, mesh)[-count:]
     ways = [_saved(s, aval, mesh) for s, aval in zip(shardings, known.out_avals[-count:], strict=True)]
@@ -112,7 +124,9 @@ def _agreed(known, later, places: tuple[int, ...], mesh: AnyMesh) -> tuple[Any, 
 
 
 def _ways(known, count: int, mesh: AnyMesh) -> list[_Taken | _Saved]:
-    """How each of the last `count` results gets to the later part: as an argument, or as completion has it."""
+    """How each of the last `count` results gets to the later part: as an argument, or as completion has
+    it.
+    """
     if not count:
         return []
     makers = {eqn.outvars[0]: eqn for eqn in known.jaxpr.eqns if eqn.primitive is annotate_p}
@@ -134,11 +148,15 @@ def _taken(var, makers, arguments, mesh: AnyMesh) -> _Taken | None:
 
 def _rests(eqn, mesh: AnyMesh) -> bool:
     shape = eqn.outvars[0].aval.shape
-    return eqn.params["like"] is None and _padded(eqn.params["dims"], shape, eqn.params["mesh"] or mesh) == shape
+    return (
+        eqn.params["like"] is None and _padded(eqn.params["dims"], shape, eqn.params["mesh"] or mesh) == shape
+    )
 
 
 def _padded(dims: Dims, shape: tuple[int, ...], mesh: AnyMesh) -> tuple[int, ...]:
-    return tuple(round_up(n, shard_count(axes or (), mesh.shape)) for n, axes in zip(shape, dims, strict=True))
+    return tuple(
+        round_up(n, shard_count(axes or (), mesh.shape)) for n, axes in zip(shape, dims, strict=True)
+    )
 
 
 def _saved(sharding: Sharding, aval, mesh: AnyMesh) -> _Saved:
@@ -151,7 +169,9 @@ def _saved(sharding: Sharding, aval, mesh: AnyMesh) -> _Saved:
 
 
 def _changed(jaxpr, mesh: AnyMesh, arguments: Sequence[Any] = (), results: Sequence[Any] = ()):
-    """The jaxpr that loads its arguments, stores its results, and leaves out those that need not be; None: as it is."""
+    """The jaxpr that loads its arguments, stores its results, and leaves out those that need not be; None: as
+    it is.
+    """
     arguments, results = arguments or [None] * len(jaxpr.in_avals), results or [None] * len(jaxpr.out_avals)
     if not any(arguments) and not any(results):
         return jaxpr
@@ -162,7 +182,9 @@ def _changed(jaxpr, mesh: AnyMesh, arguments: Sequence[Any] = (), results: Seque
         return [way.store(x) if way else x for x, way in outs if not isinstance(way, _Taken)]
 
     pairs = zip(shapes(jaxpr.in_avals, mesh), arguments, strict=True)
-    return jax.make_jaxpr(changed)(*(s.update(shape=way.stored) if isinstance(way, _Saved) else s for s, way in pairs))
+    return jax.make_jaxpr(changed)(
+        *(s.update(shape=way.stored) if isinstance(way, _Saved) else s for s, way in pairs)
+    )
 
 
 def shapes(avals, mesh: AnyMesh) -> list[jax.ShapeDtypeStruct]:
