@@ -16,19 +16,28 @@ from shardax.annotations.systems import (
 from shardax.api import shard_jit
 from shardax.jit.abstract_state import abstract_state
 from shardax.options import Options, Refused
+from shardax.passes.table import Pass, PassContext
 from shardax.spmd_rules.partition_as import partition_as
 from shardax.spmd_rules.registry import LINEAR, MOVES, register_rule
+from shardax.transforms import Context, Retyping, Transform, annotations_of, map_equations
 
 __all__ = [
     "LINEAR",
     "MOVES",
+    "Context",
     "Options",
     "Partial",
+    "Pass",
+    "PassContext",
     "Refused",
     "Replicate",
+    "Retyping",
     "Shard",
+    "Transform",
     "abstract_state",
     "annotate",
+    "annotations_of",
+    "map_equations",
     "mark_sharding",
     "mesh_split",
     "partition_as",

@@ -14,8 +14,8 @@ parameters, have changed:
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
-    EMPTY_NAME_STACK, scope_names, user_line, current_line, with_user_frame, lines_of_their_own, hide_frames,
-    boundary, prefix_error, infer_names.
+    EMPTY_NAME_STACK, scope_names, marked, innermost_mark, user_line, current_line, with_user_frame,
+    lines_of_their_own, hide_frames, boundary, prefix_error, infer_names.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
     context_mesh, wants_own_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
@@ -38,7 +38,7 @@ import time
 import warnings
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import (
@@ -75,7 +75,26 @@ EMPTY_NAME_STACK = source_info_util.NameStack()
 
 def scope_names(name_stack) -> list[str]:
     """The names of the scopes and transformations of a name stack, outermost first, as they were given."""
-    return [part.name for part in name_stack.stack]
+    return [part.name for part in name_stack.stack if not isinstance(part, _Mark)]
+
+
+class _Mark(NamedTuple):
+    """A part of a name stack that holds something and has no name: no jaxpr, HLO or profile shows it."""
+
+    held: Any
+
+    def wrap(self, stack: list[str]) -> None:
+        pass
+
+
+def marked(name_stack, held) -> Any:
+    """The name stack, with something that the equations made under it hold."""
+    return type(name_stack)((*name_stack.stack, _Mark(held)))
+
+
+def innermost_mark(name_stack) -> Any:
+    """What the innermost mark of a name stack holds, None where there is none."""
+    return next((part.held for part in reversed(name_stack.stack) if isinstance(part, _Mark)), None)
 
 
 def is_literal(atom) -> bool:

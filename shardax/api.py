@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
 from shardax.jit.call import Call
-from shardax.jit.function import Function, Transform, mesh_of
+from shardax.jit.function import Function, mesh_of
 from shardax.jit.signature import check_given
 from shardax.meshes.crossing import Crossing
 from shardax.options import Options, Refused
+from shardax.transforms import Transform
 
 
 @_jax.boundary
@@ -45,7 +46,8 @@ def shard_jit(
       out_shardings: a tree that is a prefix of the results. None leaves a result to completion, or, where it
         succeeds a donated argument, gives it the sharding of that argument.
       static_argnums, static_argnames, donate_argnums, donate_argnames: as for `jax.jit`.
-      transforms: functions from global jaxpr to global jaxpr, applied in order before it is partitioned.
+      transforms: functions (global jaxpr, `Context`) -> global jaxpr, applied in order before the program is
+        partitioned; see `Transform`.
       options: see `Options`.
 
     Raises ValueError for bad input, when the function is first called on arguments of these types.

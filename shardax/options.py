@@ -6,6 +6,7 @@ from typing import Any, Literal
 from shardax.cost.chips import CHIPS, NOMINAL, SLOW, Chip
 from shardax.validation import is_whole
 
+PASSES = ("dead", "share", "combine", "cpu", "tpu")
 _CHIPS = CHIPS | {"slow": SLOW}
 
 
@@ -27,6 +28,10 @@ class Options:
       chip, their places say which axes run over which links. None: a nominal chip, all devices equally near,
       so that one program is chosen everywhere. "slow": one on which whatever can be split is, however small,
       to test what rules and kernels do then.
+    passes ("dead", "share", "combine", "cpu", "tpu"): the passes over the local program, in their order:
+      names of shardax's own, and functions of yours (`shardax.Pass`). One that is left out does not run.
+      "dead" drops what nothing reads, "share" sends once what two readers want, "combine" makes one of small
+      reductions; "cpu" and "tpu" avoid what XLA does wrong or badly there, where a program is lowered for it.
 
     Raises ValueError for other values.
 
@@ -38,6 +43,7 @@ class Options:
     max_gather_bytes: int | None = None
     allow: tuple[str, ...] = ()
     chip: Chip | str | None = field(default=None, repr=False)
+    passes: tuple[Any, ...] = field(default=PASSES, repr=False)
 
     def __post_init__(self):
         if not isinstance(self.strict, bool | str) or self.strict not in (False, True, "warn"):
@@ -48,6 +54,11 @@ class Options:
             )
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
+        unknown = [x for x in self.passes if not callable(x) and x not in PASSES]
+        if not isinstance(self.passes, tuple) or unknown:
+            raise ValueError(
+                f"Options(passes={self.passes!r}): must be a tuple of functions and of {', '.join(PASSES)}"
+            )
         if not (self.chip is None or isinstance(self.chip, Chip) or self.chip in ("devices", *_CHIPS)):
             names = ", ".join(f'"{name}"' for name in (*_CHIPS, "devices"))
             raise ValueError(

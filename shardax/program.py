@@ -30,7 +30,8 @@ from shardax.partition.choose import choose
 from shardax.partition.decisions import Decisions
 from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
-from shardax.passes import combine, dead, scopes, share
+from shardax.passes import scopes
+from shardax.passes.table import PassContext, planned
 from shardax.rewrites.associative import with_associative_scans
 from shardax.rewrites.counted import with_batched_indices
 from shardax.rewrites.merged import with_unmerged_contractions
@@ -169,7 +170,7 @@ def _build_one(
         with jax.sharding.use_abstract_mesh(abstract):
             local = _emit(program, decisions, shardings, abstract, refined)
     with timed(phases, "passes"):
-        local = scopes.named(combine.combined(dead.dropped(share.shared(local)), refined.sizes))
+        local = scopes.named(planned(local, PassContext(refined.sizes, options)))
     (ins, outs), (arguments, results) = shardings, rests
     return Program(
         local, abstract, ins, outs, arguments, results, program, completion, decisions, refined, phases

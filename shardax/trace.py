@@ -5,6 +5,7 @@ equations.
 import functools
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,9 +27,11 @@ from shardax.annotations.annotate import (
     own_mesh,
 )
 from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
+from shardax.graph.state import state
 from shardax.meshes import sites
 from shardax.rewrites.constants import with_made_constants
 from shardax.sharding import Sharding
+from shardax.transforms import Argument, Result
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Request:
     `args` and `kwargs` are the dynamic arguments, `names` what messages call those in `args`, `donated` the
     donated flat arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results. `named_by`
     says in messages who named the mesh. `kw_shardings` are those of some of `kwargs`, which in_shardings
-    covers.
+    covers. `types`: with which the function is traced, one for each flat argument, where these are not those
+    of the arguments.
     """
 
     fun: Callable[..., Any]
@@ -52,6 +56,7 @@ class Request:
     out_shardings: Any = None
     named_by: str = ""
     kw_shardings: dict[str, Any] = field(default_factory=dict)
+    types: Sequence[jax.ShapeDtypeStruct] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Traced:
     consts: Sequence[Any]
     out_tree: Any
     refs: tuple[int, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    results: tuple[Result, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def trace(request: Request) -> Traced:
 
 def _trace(request: Request) -> Traced:
     slots, leaves, tree = _arguments(request)
-    out_trees: list[Any] = []
+    traced: list[tuple[list[Slot], Any, list[int | None]]] = []
 
     @functools.wraps(request.fun)  # so do JAX's messages name it
     def flat(*arguments):
@@ -116,8 +123,8 @@ def _trace(request: Request) -> Traced:
         args, kwargs = tree.unflatten(refs.get(i, x) for i, x in enumerate(given))
         out = request.fun(*args, **kwargs)
         results, outs, out_tree = _results(request, slots, out)
-        out_trees.append(out_tree)
         likes = _successors(slots, results)
+        traced.append((results, out_tree, likes))
         written = [_annotated(ref[...], replace(slots[i], dims=None), i) for i, ref in refs.items()]
         return [
             _annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)
@@ -128,7 +135,52 @@ def _trace(request: Request) -> Traced:
     for x in jaxpr.consts:
         _check_no_ref(x, f"{request.fun.__name__} closes over", "pass it as an argument")
     refs = tuple(i for i, slot in enumerate(slots) if slot.is_ref)
-    return Traced(*_jax.hoist_consts(with_made_constants(jaxpr)), out_trees[-1], refs)
+    jaxpr, consts = _jax.hoist_consts(with_made_constants(jaxpr))
+    results, out_tree, likes = traced[-1]
+    arguments = _told_arguments(request, slots, jaxpr, likes)
+    return Traced(jaxpr, consts, out_tree, refs, arguments, _told_results(slots, results, likes))
+
+
+def arguments_of(request: Request) -> tuple[Argument, ...]:
+    """The arguments, before anything is traced: which of them are state is not known then."""
+    slots, _, _ = _arguments(request)
+    return tuple(map(_argument, _paths(request), slots))
+
+
+def _told_arguments(request: Request, slots: Sequence[Slot], jaxpr, likes) -> tuple[Argument, ...]:
+    """Those of the call, then what the function closes over."""
+    types = [(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+    back = {(aval.shape, aval.dtype) for aval in jaxpr.out_avals}
+    comes_back = state(types, back, [i for i in likes if i is not None])
+    arguments = list(map(_argument, _paths(request), slots))
+    arguments += [Argument("", shape_of(aval)) for aval in jaxpr.in_avals[len(slots) :]]
+    return tuple(replace(argument, is_state=i in comes_back) for i, argument in enumerate(arguments))
+
+
+def _told_results(slots: Sequence[Slot], results: Sequence[Slot], likes) -> tuple[Result, ...]:
+    own = [
+        Result("/".join(re.findall(r"\w+", result.path)), shape_of(result.aval), _requested(result), like)
+        for result, like in zip(results, likes, strict=True)
+    ]
+    return (*own, *(Result("", shape_of(s.aval), None, i) for i, s in enumerate(slots) if s.is_ref))
+
+
+def _argument(path: str, slot: Slot) -> Argument:
+    return Argument(path, shape_of(slot.aval), _requested(slot), slot.donated)
+
+
+def _requested(slot: Slot) -> PartitionSpec | None:
+    if slot.dims is None:
+        return None
+    return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if dim is None else dim or None for dim in slot.dims))
+
+
+def _paths(request: Request) -> list[str]:
+    """ "state/params/w" of each flat argument, as plans have it."""
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((request.args, request.kwargs))[0]]
+    names = [request.names[p[1].idx] if p[0].idx == 0 else p[1].key for p in paths]
+    full = [(jax.tree_util.DictKey(name), *p[2:]) for name, p in zip(names, paths, strict=True)]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path in full]
 
 
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -145,7 +197,7 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
     slots = []
     for index, (path, x, spec) in enumerate(zip(paths, leaves, specs, strict=True)):
         name, rest = _argument_name(path, request.names)
-        aval = _jax.value_type(x)
+        aval = _jax.value_type(x) if request.types is None else request.types[index]
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         source = f"in_shardings{path[len('[0]') :]}"
         kinds = index in request.donated, _jax.is_ref(x)

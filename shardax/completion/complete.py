@@ -19,6 +19,7 @@ from shardax.completion.kinds import Kind, Kinds
 from shardax.completion.repeats import REST, groups
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.state import state
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
 
 UPDATED_AT_REST = "state is updated as it rests"
@@ -272,17 +273,17 @@ def _update_at_rest(
 
 
 def _state(graph: Graph, notes: Notes) -> set[Value]:
-    """The arguments that come back, updated or as gradients: some result has the same shape and dtype.
+    """The arguments that come back.
 
     Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded
     data parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities
-    to the user.) Where few arguments come back, as activations do that pass through a layer, they are no
-    state, unless they are donated.
+    to the user.)
     """
-    back = {(v.shape, v.aval.dtype) for v in graph.outputs}
-    arrays = [v for v in graph.inputs if v.shape]
-    alike = {v for v in arrays if (v.shape, v.aval.dtype) in back}
-    return alike if 2 * len(alike) >= len(arrays) else {argument for argument, _ in successors(graph, notes)}
+    numbers = {v: i for i, v in enumerate(graph.inputs)}
+    types = [(v.shape, v.aval.dtype) for v in graph.inputs]
+    results = {(v.shape, v.aval.dtype) for v in graph.outputs}
+    found = state(types, results, [numbers[argument] for argument, _ in successors(graph, notes)])
+    return {graph.inputs[i] for i in found}
 
 
 def _resting(

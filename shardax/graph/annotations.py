@@ -61,6 +61,16 @@ def of_node(node: Node) -> Annotation | None:
     return None
 
 
+def of_equation(eqn) -> Annotation | None:
+    """What an equation of a jaxpr requests of its result, None if it is not an annotation."""
+    name = eqn.primitive.name
+    if name == "annotate":
+        return Annotation(**eqn.params)
+    if name in _SHARDING_PARAM:
+        return Annotation(**as_annotation(eqn))
+    return None
+
+
 def renames(node: Node) -> bool:
     """Whether a node is an annotation of an argument or result, which may still be read in other layouts in
     which it is there.

@@ -15,14 +15,14 @@ from shardax import _jax
 from shardax.annotations.annotate import describe, flatten
 from shardax.annotations.explicit import auto_mesh, explicit_sharding
 from shardax.jit.signature import argument_name, positional_names, shardings_by_name
+from shardax.jit.transforming import check_arguments, retyped, transformed
 from shardax.ledger.lines import line_text
 from shardax.meshes.crossing import Crossing, entering
 from shardax.options import Options, Refused
 from shardax.trace import Request, abstract_mesh, is_explicit, trace
 from shardax.transform import primitive
-from shardax.validation import require, require_sizes
-
-Transform = Callable[[Any], Any]  # global jaxpr -> global jaxpr
+from shardax.transforms import Context, Transform
+from shardax.validation import require_sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +121,13 @@ class Function:
         nested = jax.sharding.get_abstract_mesh() == abstract_mesh(auto_mesh(mesh))
         with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
             request = self._request(mesh, args, kwargs)
-            traced = trace(request)
-            jaxpr = functools.reduce(_transformed, enumerate(self.transforms), traced.jaxpr)
+            traced = trace(retyped(request, self.transforms))
+            context = Context(auto_mesh(mesh), traced.arguments, traced.results, self.options)
+            jaxpr = transformed(traced.jaxpr, context, self.transforms)
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
             untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in values]
+            check_arguments(jaxpr, untyped)
             outs = primitive.bind(untyped, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
             built = primitive.build(jaxpr, tuple(map(explicit_sharding, values)), mesh, self.options)
@@ -330,34 +332,6 @@ def mesh_of(tree) -> Mesh | AbstractMesh | None:
 def crossing_of(number: int, x, mesh: Mesh) -> Crossing | None:
     own = primitive.committed(x, mesh)
     return entering(number, jax.typeof(x), own, mesh) if own is not None and own.mesh.places else None
-
-
-def _transformed(jaxpr, numbered: tuple[int, Transform]):
-    i, transform = numbered
-    new = transform(jaxpr)
-    argument = f"the result of transforms[{i}] of shard_jit"
-    require(
-        _jax.is_jaxpr(new) and hasattr(new, "consts"),
-        argument,
-        new,
-        "a ClosedJaxpr, as that function gets one",
-    )
-    for side, before, after in (
-        ("inputs", jaxpr.in_avals, new.in_avals),
-        ("results", jaxpr.out_avals, new.out_avals),
-    ):
-        types = [[(a.shape, a.dtype) for a in avals] for avals in (before, after)]
-        if types[0] != types[1]:
-            texts = (
-                ", ".join(a.str_short(short_dtypes=True) for a in avals) or "none"
-                for avals in (after, before)
-            )
-            raise ValueError(
-                "{} has other {}, {}, than the jaxpr that it was given, {}: keep them".format(
-                    argument, side, *texts
-                )
-            )
-    return new
 
 
 def _is_deleted(x) -> bool:

@@ -48,6 +48,15 @@ class Decision:
         return Local(node, self.operands, self.results, self.splits, sizes)
 
 
+class Origin(NamedTuple):
+    """Where an equation of the local program comes from: a node of the global program, and the decision by
+    which it runs. A collective that brings an operand to where a node reads it is of that node.
+    """
+
+    node: Node
+    decision: Decision
+
+
 @dataclass(eq=False, slots=True)
 class Decisions:
     """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its

@@ -16,7 +16,7 @@ from shardax import _jax
 from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
-from shardax.partition.decisions import Decision, Decisions, Move
+from shardax.partition.decisions import Decision, Decisions, Move, Origin
 from shardax.partition.emit_loops import emit_structured
 from shardax.partition.reasons import Resharded, Settled
 from shardax.reshard import paths, run
@@ -74,7 +74,7 @@ class Emitter:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for node, decision in decisions.pairs():
-            with _UserContext(node, self.stack):
+            with _UserContext(node, _jax.marked(self.stack, Origin(node, decision))):
                 self.node(node, decision)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
         return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]

@@ -26,7 +26,7 @@ from shardax.meshes import sites
 from shardax.meshes.crossing import Crossing
 from shardax.meshes.refinement import Placement, refinement
 from shardax.options import Options
-from shardax.passes import cpu, tpu
+from shardax.passes.table import lowered
 from shardax.sharding import Sharding, at_rest, from_spec
 from shardax.trace import abstract_mesh
 from shardax.transform import residuals
@@ -153,9 +153,7 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     built = build(jaxpr, at_rest, mesh, options)
     if isinstance(mesh, Mesh):
         check_agreement(built, mesh)
-    local = built.jaxpr
-    for platform, suited in (("cpu", cpu.suited), ("tpu", tpu.suited)):
-        local = suited(local) if platform in ctx.module_context.platforms else local
+    local = lowered(built.jaxpr, options, tuple(ctx.module_context.platforms))
     run = functools.partial(_run, built, local, mesh)
     with (
         program.timed(built.phases, "lower"),

@@ -1,0 +1,85 @@
+"""Passes: functions of the local program, run in the order of `Options.passes` after it is partitioned.
+
+The first three run where a program is planned, so that plans tell what they do, and so do users' own. Those
+for one platform run where a program is lowered for it, whatever their place in `Options.passes`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardax import _jax
+from shardax.options import Options
+from shardax.partition.decisions import Origin
+from shardax.passes import combine, cpu, dead, share, tpu
+from shardax.sharding import AxisSizes
+from shardax.validation import require
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass knows beside the program.
+
+    sizes: those of the axes that the local program names. They know the chip too: `network_of` of
+      `shardax.cost.network` has the prices.
+    options: those of the function.
+    """
+
+    sizes: AxisSizes
+    options: Options
+
+    def origin(self, eqn: Any) -> Origin | None:
+        """The node of the global program that an equation of the local one comes from, and its decision: the
+        layouts of the node's operands and results, how its factors are split. A collective that brings an
+        operand to where a node reads it is of that node. None where no node made it.
+        """
+        return _jax.innermost_mark(eqn.source_info.name_stack)
+
+
+class Pass(Protocol):
+    """A function from local program to local program, both closed jaxprs of the same arguments and results.
+
+    The program is one `shard_map` equation, whose body is what each device runs. A pass must be
+    deterministic, and hashable as functions are.
+    """
+
+    def __call__(self, jaxpr: Any, context: PassContext, /) -> Any: ...
+
+
+PASSES: dict[str, Pass] = {
+    "dead": lambda jaxpr, context: dead.dropped(jaxpr),
+    "share": lambda jaxpr, context: share.shared(jaxpr),
+    "combine": lambda jaxpr, context: combine.combined(jaxpr, context.sizes),
+}
+"""Those that run where a program is planned."""
+
+ON_PLATFORM: dict[str, Callable[[Any], Any]] = {"cpu": cpu.suited, "tpu": tpu.suited}
+"""Those that run where it is lowered for a platform of that name."""
+
+
+def planned(jaxpr, context: PassContext) -> Any:
+    """The local program after the passes of its options."""
+    for entry in context.options.passes:
+        if isinstance(entry, str) and entry in PASSES:
+            jaxpr = PASSES[entry](jaxpr, context)
+        elif not isinstance(entry, str):
+            jaxpr = _checked(entry, jaxpr, entry(jaxpr, context))
+    return jaxpr
+
+
+def lowered(jaxpr, options: Options, platforms: tuple[str, ...]) -> Any:
+    """The local program as it is lowered for these platforms."""
+    for platform, suited in ON_PLATFORM.items():
+        if platform in platforms and platform in options.passes:
+            jaxpr = suited(jaxpr)
+    return jaxpr
+
+
+def _checked(entry: Pass, before, after) -> Any:
+    what = f"the result of the pass {getattr(entry, '__name__', entry)!r} in Options.passes"
+    is_closed = _jax.is_jaxpr(after) and hasattr(after, "consts")
+    require(is_closed, what, after, "a ClosedJaxpr, as the pass gets one")
+    for old, new in ((before.in_avals, after.in_avals), (before.out_avals, after.out_avals)):
+        if [(a.shape, a.dtype) for a in old] != [(a.shape, a.dtype) for a in new]:
+            raise ValueError(f"{what} takes or gives other arrays than the program did: keep them")
+    return after
