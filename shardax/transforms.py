@@ -89,8 +89,9 @@ def annotations_of(jaxpr: Any) -> Iterator[tuple[Any, Annotation]]:
     """The annotations in a jaxpr and the bodies in it: each equation, of one operand and one result, and what
     it requests of the result.
 
-    >>> from shardax import annotate
-    >>> jaxpr = jax.make_jaxpr(lambda x: annotate(2 * x, PartitionSpec("data", None)))(jax.numpy.ones((4, 2)))
+    >>> import shardax as sx
+    >>> with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("data",))):
+    ...     jaxpr = jax.make_jaxpr(lambda x: sx.annotate(2 * x, jax.P("data")))(jax.numpy.ones((4, 2)))
     >>> [annotation.dims for _, annotation in annotations_of(jaxpr)]
     [(('data',), ())]
     """

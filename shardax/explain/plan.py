@@ -96,7 +96,7 @@ class Plan(Analysis):
         `program(mesh)` is a function that takes the leaves of the arguments, and returns those of the
         results.
 
-        >>> import shardax as sx
+        >>> import jax, shardax as sx
         >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
         >>> plan = sx.shard_jit(lambda v: 2 * v, mesh=mesh, in_shardings=jax.P("x")).plan(jax.numpy.ones(4))
         >>> namespace = plan.source_objects()
