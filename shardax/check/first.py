@@ -72,7 +72,7 @@ class _Search:
         for decision, (node, operands, results) in zip(
             decisions.steps, evaluate(decisions.graph, inputs), strict=True
         ):
-            found = self.moves(node, decision, held, wanted)
+            found = self.reshards(node, decision, held, wanted)
             wanted.update(zip(node.outputs, results, strict=True))
             found = found or (
                 self.results(node, decision, operands, held, wanted) if node.name not in _ARBITRARY else None
@@ -81,12 +81,14 @@ class _Search:
                 return found
         return None
 
-    def moves(self, node: Node, decision: Decision, held, wanted) -> First | None:
+    def reshards(self, node: Node, decision: Decision, held, wanted) -> First | None:
         """Whether an operand was right where it was made, and is wrong where it is read."""
-        for i, (value, move) in enumerate(zip(node.inputs, decision.moves, strict=True)):
-            if move.source != move.target and (problem := self.problem(value, move.target, held, wanted)):
+        for i, (value, reshard) in enumerate(zip(node.inputs, decision.reshards, strict=True)):
+            if reshard.source != reshard.target and (
+                problem := self.problem(value, reshard.target, held, wanted)
+            ):
                 return self.first(
-                    node, decision, f"operand {i}, moved from {move.source} to {move.target}", problem
+                    node, decision, f"operand {i}, moved from {reshard.source} to {reshard.target}", problem
                 )
         return None
 
@@ -107,7 +109,8 @@ class _Search:
     def first(self, node: Node, decision: Decision, what: str, problem: str) -> First:
         entry = decision.entry
         operands = [
-            f"{_type(v)} in {move.target}" for v, move in zip(node.inputs, decision.moves, strict=True)
+            f"{_type(v)} in {reshard.target}"
+            for v, reshard in zip(node.inputs, decision.reshards, strict=True)
         ]
         rule = str(entry.rule_of(node)) if entry else ""
         return First(node.name, node.line, what, tuple(operands), problem, rule)

@@ -84,12 +84,14 @@ class Because:
         if node is None or decision is None or decision.factors is None or not depth:
             return None
         made = {*decision.factors.results[node.outputs.index(value)][dim]}
-        operands = zip(node.inputs, decision.factors.operands, decision.operands, decision.moves, strict=True)
-        for operand, tensor, layout, move in operands:
+        operands = zip(
+            node.inputs, decision.factors.operands, decision.operands, decision.reshards, strict=True
+        )
+        for operand, tensor, layout, reshard in operands:
             for d, dim_factors in enumerate(tensor):
-                if made & {*dim_factors} and axes <= {*layout.dims[d]} & {*move.source.dims[d]}:
-                    if found := self._origin(operand, d, axes, depth - 1, seen):
-                        return found
+                if made & {*dim_factors} and axes <= {*layout.dims[d]} & {*reshard.source.dims[d]}:
+                    if origin := self._origin(operand, d, axes, depth - 1, seen):
+                        return origin
         return None
 
     def root(self, value: Value, dim: int) -> Origin | None:
@@ -241,14 +243,13 @@ class _Teller:
     def other(self, c: Resharded) -> str:
         """What clashed with the sharding that the value had."""
         if c.reader is None:
-            return self.given_back(c)
-        if given := annotations.of_node(c.reader):
-            return self.annotated(c, given)
+            return self.returned(c)
+        if annotation := annotations.of_node(c.reader):
+            return self.annotated(c, annotation)
         if c.decision is None:
-            wanted = self.completion.sharding(c.value)
-            return (
-                f"the wanted {self.spec(c.target.sharding)}{_by(self.sources(c.value, wanted, wanted.axes))}"
-            )
+            requested = self.completion.sharding(c.value)
+            by = _by(self.sources(c.value, requested, requested.axes))
+            return f"the wanted {self.spec(c.target.sharding)}{by}"
         if c.decision.factors is None:
             trips = (
                 c.reader.name == "scan"
@@ -259,41 +260,41 @@ class _Teller:
             return f"{c.reader.name}, {what}"
         return self.needed(c, c.reader, c.decision, c.decision.factors)
 
-    def given_back(self, c: Resharded) -> str:
+    def returned(self, c: Resharded) -> str:
         spec = self.spec(c.target.sharding)
         if c.around is not None:
             return f"{spec}, in which {c.around.name} gives it back"
-        wanted = self.completion.sharding(c.value)
+        requested = self.completion.sharding(c.value)
         path = self.all.results[c.place]
         result = f"result {path}".rstrip() if len(self.all.results) > 1 else "the result"
-        if wanted == c.target.sharding:
-            return f"{result} {spec}{_by(self.sources(c.value, wanted, wanted.axes))}"
-        return f"{result} {spec}{self.undivided(c.value, wanted)}"
+        if requested == c.target.sharding:
+            return f"{result} {spec}{_by(self.sources(c.value, requested, requested.axes))}"
+        return f"{result} {spec}{self.undivided(c.value, requested)}"
 
-    def annotated(self, c: Resharded, given: annotations.Annotation) -> str:
+    def annotated(self, c: Resharded, annotation: annotations.Annotation) -> str:
         assert c.reader is not None
-        sharding = Sharding(tuple(axes or () for axes in given.dims))
-        if c.target.sharding != sharding and given.like is None and None not in given.dims:
+        sharding = Sharding(tuple(axes or () for axes in annotation.dims))
+        if c.target.sharding != sharding and annotation.like is None and None not in annotation.dims:
             return (
                 f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by "
-                f"{_head(given.source)}"
+                f"{_head(annotation.source)}"
             )
-        if given.like is not None:
+        if annotation.like is not None:
             return f"{self.spec(c.target.sharding)}, as the argument rests that it succeeds"
-        words = _head(self.words(given.source, c.reader))
-        why_moved = (
+        words = _head(self.words(annotation.source, c.reader))
+        why = (
             ", which does not divide"
             if c.value in self.story.arguments and self.undivided(c.value, sharding)
             else ""
         )
-        return f"{self.spec(c.target.sharding)} by {words}{why_moved}"
+        return f"{self.spec(c.target.sharding)} by {words}{why}"
 
-    def undivided(self, value: Value, wanted: Sharding) -> str:
+    def undivided(self, value: Value, requested: Sharding) -> str:
         """Why a value does not rest as wanted."""
-        sizes = zip(value.shape, wanted.dims, strict=True)
+        sizes = zip(value.shape, requested.dims, strict=True)
         if all(n % shard_count(axes, self.completion.sizes) == 0 for n, axes in sizes):
             return ""
-        return f", for {self.spec(wanted)} does not divide [{','.join(map(str, value.shape))}]"
+        return f", for {self.spec(requested)} does not divide [{','.join(map(str, value.shape))}]"
 
     def needed(self, c: Resharded, node: Node, decision: Decision, factors: Factors) -> str:
         """What clashed with an operand's sharding: a dim that must be whole, another operand, or a result."""
@@ -306,7 +307,7 @@ class _Teller:
             return f"{node.name}, which needs dim {' and '.join(map(str, dims))} whole"
         values = list(zip((*node.inputs, *node.outputs), factors.tensors, strict=True))
         known = [
-            *(move.source.sharding for move in decision.moves),
+            *(reshard.source.sharding for reshard in decision.reshards),
             *map(self.completion.sharding, node.outputs),
         ]
         for clash in (_held_elsewhere, _split_otherwise):

@@ -75,10 +75,10 @@ def _line_group(line: str, values: Sequence[Value], story: "Story") -> Group:
 
 def _row(sharding: Sharding, values: Sequence[Value], story: "Story") -> Row:
     largest = max(values, key=lambda v: v.nbytes)
-    asked = [
+    annotations = [
         story.causes((values[0], largest, values[-1]), d) for d, axes in enumerate(sharding.dims) if axes
     ]
-    by = f"  by {', '.join(dict.fromkeys(asked))}" if asked else ""
+    by = f"  by {', '.join(dict.fromkeys(annotations))}" if annotations else ""
     return Row(spec_text(sharding) + by, (str(len(values)), array_text(largest.aval)))
 
 
@@ -99,13 +99,13 @@ def shardings_text(plan: Facts) -> str:
     lines: dict[str, Counter] = {}
     for made in intermediates(plan):
         lines.setdefault(made.line, Counter())[made] += 1
-    groups = tuple(_of_line(line, counted) for line, counted in lines.items())
+    groups = tuple(_of_line(line, counts) for line, counts in lines.items())
     return plain([Table("Values, by the line that makes them", groups, ("", ""), 2)]) if groups else ""
 
 
-def _of_line(line: str, counted: Counter) -> Group:
+def _of_line(line: str, counts: Counter) -> Group:
     rows = (
-        Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counted.items()
+        Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counts.items()
     )
     return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
 
@@ -167,8 +167,8 @@ class Story:
         """What the chains of facts of some values end with, as one where equal layers differ in their numbers
         only.
         """
-        found = [chain[-1].source for v in values if (chain := self.completion.why(v, dim))]
-        names = list(map(self.called, found))
+        sources = [chain[-1].source for v in values if (chain := self.completion.why(v, dim))]
+        names = list(map(self.called, sources))
         return as_one([name for name in names if form(name) == form(names[0])]) if names else "the program"
 
     def called(self, source: str) -> str:
@@ -205,8 +205,8 @@ class Story:
         """
         subject = "it"
         chain = self.completion.why(value, dim)
-        ties = [origin for origin in chain if origin.value is not None]
-        for line, origins in itertools.groupby(ties, lambda o: o.node.line if o.node else None):
+        steps = [origin for origin in chain if origin.value is not None]
+        for line, origins in itertools.groupby(steps, lambda o: o.node.line if o.node else None):
             *_, last = origins = list(origins)
             primitives = ", ".join(dict.fromkeys(o.node.name for o in origins if o.node))
             assert last.value
@@ -215,9 +215,9 @@ class Story:
                 f"{self.name(last.value)}"
             )
             subject = "that"
-        yield from (self.said(told.source) for told in chain[len(ties) :])
+        yield from (self.origin_text(told.source) for told in chain[len(steps) :])
 
-    def said(self, source: str) -> str:
+    def origin_text(self, source: str) -> str:
         """Completion counts arguments, people name them."""
         head, _, rest = source.partition(" rests in it")
         number = head.removeprefix("argument ")

@@ -55,7 +55,7 @@ class Alternatives:
         here.
         """
         entry = RULES.get(node.name) or Entry(node.name, whole_rule, run_whole)
-        factors = self.completion.items.known.of(node)[0].factors or entry.factors(node)
+        factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
         key = self._key(node, entry, factors, made, wanted, hidden)
         if key not in self.memo:
             self.memo[key] = self._found(node, entry, factors, made, wanted)

@@ -63,18 +63,18 @@ def memory(decisions: Decisions, sizes: AxisSizes) -> int:
     """The bytes on each device of all that is made and stored, copies in other layouts among it, were nothing
     freed.
     """
-    return _made_and_moved(decisions, sizes, stored(decisions.graph))
+    return _made_and_resharded(decisions, sizes, stored(decisions.graph))
 
 
-def _made_and_moved(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) -> int:
+def _made_and_resharded(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) -> int:
     found, inside = (
-        [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.moves],
+        [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.needed],
         0,
     )
     for node, decision in decisions.pairs():
-        found += [(v, m.target) for v, m in zip(node.inputs, decision.moves, strict=True) if m.moves]
+        found += [(v, m.target) for v, m in zip(node.inputs, decision.reshards, strict=True) if m.needed]
         found += [(v, layout) for v, layout in zip(node.outputs, decision.results, strict=True) if v in kept]
-        inside += sum(_made_and_moved(body, sizes, kept) for body in decision.bodies)
+        inside += sum(_made_and_resharded(body, sizes, kept) for body in decision.bodies)
     return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in found)
 
 

@@ -10,14 +10,14 @@ from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors
 
 
-class Move(NamedTuple):
+class Reshard(NamedTuple):
     """A value is read in layout `target`, made from layout `source`, in which it was there already."""
 
     source: Layout
     target: Layout
 
     @property
-    def moves(self) -> bool:
+    def needed(self) -> bool:
         return self.source != self.target
 
 
@@ -28,7 +28,7 @@ class Decision:
     It does not name the node: nodes that are alike in everything that matters share one.
     """
 
-    moves: tuple[Move, ...]
+    reshards: tuple[Reshard, ...]
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     splits: Mapping[str, Split] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Decisions:
     graph: Graph
     inputs: tuple[Layout, ...]
     steps: list[Decision]
-    outputs: tuple[Move, ...]
+    outputs: tuple[Reshard, ...]
     price: float = 0.0
     gap: float = 0.0
 

@@ -16,7 +16,7 @@ from shardax import _jax
 from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
-from shardax.partition.decisions import Decision, Decisions, Move
+from shardax.partition.decisions import Decision, Decisions, Reshard
 from shardax.partition.emit_loops import emit_structured
 from shardax.partition.reasons import Resharded, Settled
 from shardax.reshard import paths, run
@@ -77,21 +77,21 @@ class Emitter:
             with _UserContext(node, self.stack):
                 self.node(node, decision)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
-        return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]
+        return [self.output(value, reshard, i) for i, (value, reshard) in enumerate(outputs)]
 
-    def output(self, value: Value, move: Move, i: int):
+    def output(self, value: Value, reshard: Reshard, i: int):
         """The shard of an output. The collectives that bring it to the asked layout count for the line that
         made it.
         """
         maker = self.makers.get(value)
         if maker is None:
-            return self.read(value, move, Reader(None, None, i))
+            return self.read(value, reshard, Reader(None, None, i))
         with _UserContext(maker, self.stack):
-            return self.read(value, move, Reader(maker if annotations.of_node(maker) else None, None, i))
+            return self.read(value, reshard, Reader(maker if annotations.of_node(maker) else None, None, i))
 
     def node(self, node: Node, decision: Decision) -> None:
-        moves = zip(node.inputs, decision.moves, strict=True)
-        shards = [self.read(v, move, Reader(node, decision, i)) for i, (v, move) in enumerate(moves)]
+        reshards = zip(node.inputs, decision.reshards, strict=True)
+        shards = [self.read(v, reshard, Reader(node, decision, i)) for i, (v, reshard) in enumerate(reshards)]
         if node.bodies:
             around, self.around = self.around, node
             results = emit_structured(self, node, decision, shards)
@@ -113,18 +113,20 @@ class Emitter:
         """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's
         body, or else here.
         """
-        owing = [v for v, move in zip(node.inputs, decision.moves, strict=True) if move.target.pending]
+        owing = [
+            v for v, reshard in zip(node.inputs, decision.reshards, strict=True) if reshard.target.pending
+        ]
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
         return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), (node, decision))
 
-    def read(self, value: Value, move: Move, reader: Reader):
-        """The shard of a value in the layout of `move`, resharded if it is not there yet."""
+    def read(self, value: Value, reshard: Reshard, reader: Reader):
+        """The shard of a value in the layout of `reshard`, resharded if it is not there yet."""
         if value.is_literal:
-            return self.moved(value, _literal(value), move, reader)
+            return self.resharded(value, _literal(value), reshard, reader)
         shards = self.env[value]
-        if move.target not in shards:
-            shards[move.target] = self.moved(*self.held(value, move.source), move, reader)
-        return shards[move.target]
+        if reshard.target not in shards:
+            shards[reshard.target] = self.resharded(*self.held(value, reshard.source), reshard, reader)
+        return shards[reshard.target]
 
     def held(self, value: Value, layout: Layout):
         """A value and its shard in a layout: its own, or that of what was annotated to be it; else it is made
@@ -150,18 +152,18 @@ class Emitter:
         scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
         local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
         shards = [
-            self.read(v, Move(lay, lay), Reader(node))
+            self.read(v, Reshard(lay, lay), Reader(node))
             for v, lay in zip(node.inputs, local.operands, strict=True)
         ]
         return run_local(entry, local, entry.factors(node), shards)[0]
 
-    def moved(self, value: Value, shard, move: Move, reader: Reader):
-        if move.source == move.target:
+    def resharded(self, value: Value, shard, reshard: Reshard, reader: Reader):
+        if reshard.source == reshard.target:
             return shard
-        path = paths.plan(move.source, move.target, value.shape, value.itemsize, self.sizes)
+        path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, self.sizes)
         for step in path.steps:
             node, decision = self.debtors.get(value, (None, None)) if _settles(step) else (None, None)
-            reason, cause = self.reason(value, move, step, reader, node, decision)
+            reason, cause = self.reason(value, reshard, step, reader, node, decision)
             with (
                 _UserContext(node, self.stack) if node else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
@@ -172,7 +174,7 @@ class Emitter:
     def reason(
         self,
         value: Value,
-        move: Move,
+        reshard: Reshard,
         step: paths.Step,
         reader: Reader,
         debtor: Node | None,
@@ -183,10 +185,17 @@ class Emitter:
             return f"{settled} of {debtor.name if debtor else 'carry'}", Settled(step.axes, debtor, owing)
         around = None if reader.node else self.around
         cause = Resharded(
-            value, move.source, move.target, step.axes, reader.node, reader.decision, reader.place, around
+            value,
+            reshard.source,
+            reshard.target,
+            step.axes,
+            reader.node,
+            reader.decision,
+            reader.place,
+            around,
         )
         words = f"what {around.name} gives back" if around else purpose(reader.node)
-        return reshard_reason(words, self.shown(move.target.sharding)), cause
+        return reshard_reason(words, self.shown(reshard.target.sharding)), cause
 
 
 def _settles(step: paths.Step) -> str | None:

@@ -48,11 +48,11 @@ def _without_rule(decisions: Decisions) -> Iterator[tuple[Node, Decision]]:
 
 def _bytes_sent(node: Node, decision: Decision, sizes: AxisSizes) -> float:
     """The bytes that one device sends so that every device holds the operands whole."""
-    reshards = (
-        paths.plan(move.source, move.target, value.shape, value.itemsize, sizes)
-        for value, move in zip(node.inputs, decision.moves, strict=True)
+    gathers = (
+        paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
+        for value, reshard in zip(node.inputs, decision.reshards, strict=True)
     )
-    return sum(path.nbytes for path in reshards)
+    return sum(path.nbytes for path in gathers)
 
 
 def _report(node: Node, nbytes: float, strict: bool) -> None:
@@ -96,14 +96,14 @@ def replicated(decisions: Decisions, sizes: AxisSizes) -> Iterator[Replicated]:
     all these devices.
     """
     read: dict[Value, set[str]] = {}  # the axes that split each value where it is read
-    moves = [
+    reshards = [
         (v, m)
         for node, decision in decisions.pairs()
-        for v, m in zip(node.inputs, decision.moves, strict=True)
+        for v, m in zip(node.inputs, decision.reshards, strict=True)
     ]
-    for value, move in [*moves, *zip(decisions.graph.outputs, decisions.outputs, strict=True)]:
+    for value, reshard in [*reshards, *zip(decisions.graph.outputs, decisions.outputs, strict=True)]:
         if not value.is_literal:
-            read.setdefault(value, set()).update(move.target.sharding.axes)
+            read.setdefault(value, set()).update(reshard.target.sharding.axes)
     for node, decision in decisions.pairs():
         for body in decision.bodies:
             yield from replicated(body, sizes)
@@ -135,8 +135,8 @@ def _is_small(nbytes: float, network: Network) -> bool:
 
 def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[paths.Step]:
     """The gathers of a node's operands. What several operands of a node share is gathered once."""
-    for value, move in dict.fromkeys(zip(node.inputs, decision.moves, strict=True)):
-        path = paths.plan(move.source, move.target, value.shape, value.itemsize, sizes)
+    for value, reshard in dict.fromkeys(zip(node.inputs, decision.reshards, strict=True)):
+        path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
         yield from (step for step in path.steps if step.kind == "all_gather")
 
 

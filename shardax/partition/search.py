@@ -26,21 +26,26 @@ from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, whole
 from shardax.spmd_rules.registry import RULES, Split
 
-_TIE = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
-_UNASKED = 1e13  # picoseconds: under strict mode, for a move that nobody asked for
-_MOVES = {"all_gather": "all_gather", "all_to_all": "all_to_all", "halo": "ppermute", "ppermute": "ppermute"}
+_FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
+_UNREQUESTED = 1e13  # picoseconds: under strict mode, for a move that nobody asked for
+_COLLECTIVE_OF = {
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "halo": "ppermute",
+    "ppermute": "ppermute",
+}
 
 
 class Search:
     """A program laid out as sites.
 
     `layouts`: in which each value may be made; `maker`: by which site, as which of its results. `reading`:
-    who reads what, as which operand. `root`: of a renamed value, the one that it is; `unasked`: of one
-    annotated inside, that before, which other annotations and results may still read. `anywhere`: what every
-    device can make any part of. `scope`: how often the code runs that holds a value; `often`: in how many
-    alike blocks. `maps`: how the trips of each map may be split, `splits`: how they are. `left`: the layouts
-    in which bodies give carries back; `given_back`: those of the last time. `moves`: the steps of reshards
-    that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
+    who reads what, as which operand. `root`: of a renamed value, the one that it is; `before_annotation`: of
+    one annotated inside, that before, which other annotations and results may still read. `anywhere`: what
+    every device can make any part of. `scope`: how often the code runs that holds a value; `often`: in how
+    many alike blocks. `maps`: how the trips of each map may be split, `splits`: how they are. `left`: the
+    layouts in which bodies give carries back; `given_back`: those of the last time. `avoided`: the steps of
+    reshards that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
     """
 
     def __init__(
@@ -58,14 +63,14 @@ class Search:
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
         self.splits, self.given_back, self.allowed, self.byte_price = splits, given_back, allowed, byte_price
-        self.moves = {kind for kind in _MOVES if allowed and not allowed(_MOVES[kind])}
+        self.avoided = {kind for kind in _COLLECTIVE_OF if allowed and not allowed(_COLLECTIVE_OF[kind])}
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
         self.site_of: dict[Node, Site] = {}
         self.ports: dict[Node, Ports] = {}
         self.maker: dict[Value, tuple[Site, int]] = {}
         self.root: dict[Value, Value] = {}
-        self.unasked: dict[Value, Value] = {}
+        self.before_annotation: dict[Value, Value] = {}
         self.scope: dict[Value, float] = {}
         self.layouts: dict[Value, Layouts] = {}
         self.anywhere: set[Value] = set()
@@ -89,7 +94,7 @@ class Search:
             self.add(Site([], [value], [Way((), (layout,))]))
         self.body(graph, 1.0, frozenset())
         for value, layout in zip(graph.outputs, outputs, strict=True):
-            self.add(Site([value], [], [Way((layout,), ())], asked=True))
+            self.add(Site([value], [], [Way((layout,), ())], requested=True))
 
     def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None:
         """Lays out a graph whose inputs are made already."""
@@ -125,8 +130,8 @@ class Search:
             site.times += 1
             if site.renames:
                 self.root[node.outputs[0]] = self.root_of(node.inputs[0])
-            elif twin.outputs and twin.outputs[0] in self.unasked:
-                self.unasked[node.outputs[0]] = node.inputs[0]
+            elif twin.outputs and twin.outputs[0] in self.before_annotation:
+                self.before_annotation[node.outputs[0]] = node.inputs[0]
         for value, other in pairs[len(node.inputs) :]:
             self.scope[other], self.layouts[other] = self.scope[value], self.layouts[value]
             if value in self.maker:
@@ -156,7 +161,7 @@ class Search:
         if renames:
             self.root[node.outputs[0]] = self.root_of(node.inputs[0])
         elif note and not node.inputs[0].is_literal:
-            self.unasked[node.outputs[0]] = node.inputs[0]
+            self.before_annotation[node.outputs[0]] = node.inputs[0]
         entry = RULES.get(node.name)
         if (
             entry
@@ -173,7 +178,7 @@ class Search:
                 node.outputs,
                 ways,
                 trips,
-                asked=note is not None,
+                requested=note is not None,
                 allowed=allowed,
                 renames=renames,
             )
@@ -194,10 +199,10 @@ class Search:
     def close_carry(self, port: Site) -> None:
         """Notes in which layouts a body gives a carry back: in the next round it may be carried so."""
         key, hidden, may_owe = self.open_carries[port]
-        taken, given = port.makes[0], port.reads[1]
+        taken, returned = port.makes[0], port.reads[1]
         wanted = self.wanted(taken, hidden)
         back = []
-        for lay in self.made(given):
+        for lay in self.made(returned):
             sums = tuple(p for p in lay.pending if p[1] == "sum")
             if not lay.pending:
                 back.append(lay)
@@ -214,9 +219,13 @@ class Search:
 
     # What is known of values
 
-    def root_of(self, value: Value, asked: bool = False) -> Value:
+    def root_of(self, value: Value, requested: bool = False) -> Value:
         root = self.root.get(value, value)
-        return self.root_of(self.unasked[root], True) if asked and root in self.unasked else root
+        return (
+            self.root_of(self.before_annotation[root], True)
+            if requested and root in self.before_annotation
+            else root
+        )
 
     def made(self, value: Value) -> Layouts:
         """The layouts in which a value may be made; whole, if every device can make it so."""
@@ -247,7 +256,7 @@ class Search:
         price = self.sent(value, source, target)
         if strict and price:
             path = paths.plan(source, target, value.shape, value.itemsize, self.sizes)
-            price += _UNASKED if any(step.kind in self.moves for step in path.steps) else 0.0
+            price += _UNREQUESTED if any(step.kind in self.avoided for step in path.steps) else 0.0
         if price and value in self.anywhere:
             made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
             price = min(price, made + self.sent(value, whole(value.shape), target))
@@ -272,10 +281,10 @@ class Search:
         for site in self.sites:
             self._own(problem, site)
         for value, reads, weight in self._readers():
-            for strict in (False, True) if self.moves else (False,):
+            for strict in (False, True) if self.avoided else (False,):
                 some = (
-                    [(site, i) for site, i in reads if (site.asked or site.allowed) != strict]
-                    if self.moves
+                    [(site, i) for site, i in reads if (site.requested or site.allowed) != strict]
+                    if self.avoided
                     else reads
                 )
                 self._reads(problem, value, some, weight, strict)
@@ -291,7 +300,7 @@ class Search:
             np.array([way.price * site.trips + way.memory * self.byte_price for way in site.ways])
             * site.times
         )
-        self._add(problem, [site], prices + np.arange(len(prices)) * _TIE)
+        self._add(problem, [site], prices + np.arange(len(prices)) * _FIRST_WAY)
 
     def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:
         """Adds a table; sites with one way are no variables."""
@@ -317,7 +326,7 @@ class Search:
         found: dict[Value, list[tuple[Site, int]]] = {}
         for value, site, i in self.reading:
             if not value.is_literal:
-                found.setdefault(self.root_of(value, site.asked), []).append((site, i))
+                found.setdefault(self.root_of(value, site.requested), []).append((site, i))
         alike: dict[Hashable, list] = {}
         for value, reads in found.items():
             maker, result = self.maker[value]
@@ -337,7 +346,9 @@ class Search:
     def _reader(self, site: Site, i: int) -> Hashable:
         """What tells a reader from others."""
         return (
-            (id(site), i) if site in self.variable else (site.ways[0].operands[i], site.asked, site.allowed)
+            (id(site), i)
+            if site in self.variable
+            else (site.ways[0].operands[i], site.requested, site.allowed)
         )
 
     def _reads(
@@ -421,7 +432,7 @@ class _Patterns:
     def __init__(self, completion: Completion):
         blocks: dict[Hashable, list[Block]] = {}
         for block in completion.blocks:
-            blocks.setdefault((block.pattern, completion.wanted(block)), []).append(block)
+            blocks.setdefault((block.pattern, completion.sharding_key(block)), []).append(block)
         self.twins: dict[Node, Node] = {}
         nodes, count = completion.items.nodes, completion.items.count
         for alike in blocks.values():
