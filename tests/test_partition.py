@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.graph import annotations
 from shardax.partition.replicated import replicated
-from shardax.sharding import whole
+from shardax.sharding import replicated_layout
 from shardax.spmd_rules.registry import RULES
 from tests.test_traffic import ROWS
 
@@ -78,7 +78,7 @@ class Followed:
         if node is not None and (
             annotations.of_node(node) or node.name in RULES and RULES[node.name].made_anywhere
         ):
-            found.add(whole(value.shape))
+            found.add(replicated_layout(value.shape))
         return found
 
 

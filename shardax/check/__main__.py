@@ -82,10 +82,10 @@ def _look_for_missing(sample: Sample, report: Report, module: str) -> None:
     report.samples += equations
     for claim in found:
         if why := reason(claim):
-            report.meant.setdefault(f"{claim.what} could be {claim.kind}", why)
+            report.meant.setdefault(f"{claim.what} could be {claim.claim}", why)
         else:
             snippet = _snippet(sample, module, f"missing_claims(f, *args, only={report.name!r})")
-            report.missing.setdefault(f"{claim.what} could be {claim.kind}", f"{claim}\n{snippet}")
+            report.missing.setdefault(f"{claim.what} could be {claim.claim}", f"{claim}\n{snippet}")
 
 
 def _snippet(sample: Sample, module: str, call: str) -> str:

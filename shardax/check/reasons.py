@@ -65,15 +65,15 @@ def reason(found: Missing) -> str:
     return next(
         (
             why
-            for name, kind, why in _REASONS
-            if fnmatchcase(found.primitive, name) and fnmatchcase(found.kind, kind)
+            for name, claim, why in _REASONS
+            if fnmatchcase(found.primitive, name) and fnmatchcase(found.claim, claim)
         ),
         "",
     )
 
 
 _MATRIX = "a matrix is factored as one"
-WHOLE_BECAUSE = {
+UNSPLIT_BECAUSE = {
     **dict.fromkeys(
         """
         cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr schur

@@ -36,7 +36,7 @@ from shardax.reshard.run import identity
 from shardax.sharding import Layout, round_up, shard_count
 from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split
-from shardax.spmd_rules.rule import WHOLE, Factors
+from shardax.spmd_rules.rule import UNSPLIT, Factors
 from shardax.validation import is_whole, require, require_array, require_function
 
 AXES = MappingProxyType({"x": 2, "y": 2})
@@ -156,19 +156,19 @@ def _claims(case: Case, axes) -> Iterator[_Trial]:
         if fits(case.factors, splits, axes):
             yield _Trial(case, splits)
     for passes in case.entry.passes_of(case.node):
-        for kind in passes.kinds:
+        for reduction in passes.reductions:
             dtypes = [case.node.inputs[i].aval.dtype for i in passes.operands]
             ordered = not any(jnp.issubdtype(d, jnp.complexfloating) for d in dtypes)
-            if all(jnp.issubdtype(d, jnp.number) for d in dtypes) and (kind == "sum" or ordered):
-                yield _Trial(case, {}, (next(iter(axes)), kind), passes.operands)
+            if all(jnp.issubdtype(d, jnp.number) for d in dtypes) and (reduction == "sum" or ordered):
+                yield _Trial(case, {}, (next(iter(axes)), reduction), passes.operands)
 
 
 def _free(case: Case) -> list[tuple[str, ...]]:
     """The factors that may be split; windowed ones that go together, together."""
     factors = case.factors
-    tied = {f for group in factors.tied for f in group}
-    groups = [*((f,) for f in factors.sizes if f not in tied), *factors.tied]
-    return [g for g in groups if factors.kind(g[0]) != WHOLE and max(factors.sizes[f] for f in g) > 1]
+    windowed = {f for group in factors.window_groups for f in group}
+    groups = [*((f,) for f in factors.sizes if f not in windowed), *factors.window_groups]
+    return [g for g in groups if factors.type_of(g[0]) != UNSPLIT and max(factors.sizes[f] for f in g) > 1]
 
 
 def _one_split(case: Case, group: Sequence[str], axes) -> Iterator[Splits]:
@@ -241,8 +241,8 @@ def _attempt(i: int, trial: _Trial, local: Local, shards, problems: list[str]):
 
 
 def _settle(result, layout: Layout):
-    for axis, kind in layout.pending:
-        result = _SETTLE[kind](result, axis)
+    for axis, reduction in layout.pending:
+        result = _SETTLE[reduction](result, axis)
     return words(result)
 
 
@@ -259,26 +259,26 @@ def _lay_out(trial: _Trial, local: Local) -> list[Any]:
 
 def _lay_out_one(value, layout: Layout, sizes):
     if layout.pending:
-        (axis, kind), *_ = layout.pending
-        return np.stack(_owed(np.asarray(value), kind, sizes[axis]))
+        (axis, reduction), *_ = layout.pending
+        return np.stack(_owed(np.asarray(value), reduction, sizes[axis]))
     if is_key(value):
         words = jnp.asarray(with_garbage(np.asarray(jax.random.key_data(value)), layout.padded))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     return with_garbage(np.asarray(value), layout.padded)
 
 
-def _owed(value: np.ndarray, kind: str, count: int) -> list[np.ndarray]:
+def _owed(value: np.ndarray, reduction: str, count: int) -> list[np.ndarray]:
     """`count` arrays whose reduction of this kind is `value`: at each place a different one holds the whole
     of it.
     """
-    if kind == "sum":
+    if reduction == "sum":
         parts = [
             value // count if value.dtype.kind in "iu" else value * value.dtype.type(d + 1)
             for d in range(1, count)
         ]
         return [value - sum(parts[1:], parts[0]), *parts]
     owner = np.arange(value.size).reshape(value.shape) % count
-    return [np.where(owner == d, value, identity(kind, value.dtype)) for d in range(count)]
+    return [np.where(owner == d, value, identity(reduction, value.dtype)) for d in range(count)]
 
 
 def _difference(case: Case, results: Sequence[Any]) -> str:

@@ -157,7 +157,7 @@ def _position(axes: Axes, at: dict[str, int], sizes: AxisSizes) -> int:
 
 def _shard(padded: np.ndarray, layout: Layout, at: dict[str, int], sizes: AxisSizes) -> np.ndarray:
     shard = padded[_block(layout, at, sizes)]
-    owed = next((kind for axis, kind in layout.pending if at[axis]), None)
+    owed = next((reduction for axis, reduction in layout.pending if at[axis]), None)
     return np.full_like(shard, identity(owed, shard.dtype)) if owed else shard
 
 
@@ -171,8 +171,10 @@ def _settled(
         if layout.pending and jnp.issubdtype(parts.dtype, jnp.inexact)
         else parts
     )
-    for axis, kind in layout.pending:
-        parts = _REDUCE[kind].reduce(parts, axis=list(sizes).index(axis), keepdims=True, dtype=parts.dtype)
+    for axis, reduction in layout.pending:
+        parts = _REDUCE[reduction].reduce(
+            parts, axis=list(sizes).index(axis), keepdims=True, dtype=parts.dtype
+        )
     left = {axis: 1 if axis in layout.pending_axes else n for axis, n in sizes.items()}
     parts = parts.reshape(math.prod(left.values()), *shards.shape[1:]).astype(shards.dtype)
     yield from zip(parts, _positions(left), strict=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from shardax.completion.node_classes import EdgePattern
 from shardax.sharding import Axes, AxisSizes, Sharding, round_up, shard_count
 from shardax.spmd_rules.localize import project
-from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
+from shardax.spmd_rules.rule import UNSPLIT, DimFactors, Factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,11 @@ class Cells:
                 padded = round_up(size, shard_count(axes, self.sizes))
                 for factor, split in project(dim, axes, padded, factors, self.sizes).items() if axes else ():
                     have = claims.get(factor)
-                    passes = factors.kind(factor) != WHOLE or factor in factors.restored
+                    passes = factors.type_of(factor) != UNSPLIT or factor in factors.restored
                     if passes and (have is None or split.axes[: len(have[0])] == have[0]):
                         claims[factor] = (split.axes, at)
-        for group in factors.tied:
-            _agree_tied(claims, group)
+        for group in factors.window_groups:
+            _agree_on_windows(claims, group)
         return claims
 
     def _refined(
@@ -157,7 +157,7 @@ def _free_prefix(axes: Axes, used: set[str]) -> Axes:
     return tuple(itertools.takewhile(lambda a: a not in used, axes))
 
 
-def _agree_tied(claims: Claims, group: Sequence[str]) -> None:
+def _agree_on_windows(claims: Claims, group: Sequence[str]) -> None:
     """Gives windowed factors that are split over the same axes one list of axes: that of the heaviest value,
     or more.
     """

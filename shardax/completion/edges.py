@@ -13,7 +13,7 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.trips import carries_of_map
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse, tie
+from shardax.spmd_rules.rule import UNSPLIT, Factors, TensorFactors, base_name, bind, parse
 
 ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
 """Levels, first to last: completion lets nothing of a later level happen while an earlier one has visits
@@ -76,7 +76,7 @@ def _components(factors: Factors) -> Iterator[tuple[list[int], list[int]]]:
     count = len(factors.operands)
     groups: list[tuple[set[str], list[int]]] = []
     for i, dims in enumerate(factors.tensors):
-        mine, members = {tie(f) for dim in dims for f in dim}, [i]
+        mine, members = {base_name(f) for dim in dims for f in dim}, [i]
         for group in [g for g in groups if g[0] & mine]:
             groups.remove(group)
             mine, members = mine | group[0], group[1] + members
@@ -132,7 +132,7 @@ def _only_permutes(factors: Factors) -> bool:
         frozenset(f for dim in dims for f in dim if factors.sizes[f] != 1) for dims in factors.tensors if dims
     }
     shown = {f for dims in factors.tensors for dim in dims for f in dim}
-    return len(factor_sets) == 1 and not any(factors.kind(f) == WHOLE for f in shown)
+    return len(factor_sets) == 1 and not any(factors.type_of(f) == UNSPLIT for f in shown)
 
 
 def _same(values: list[Value], node: Node) -> Edge:

@@ -172,7 +172,7 @@ def edge_patterns(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[EdgeP
                 tuple(edge.factors.operands[i] for i in operands),
                 tuple(edge.factors.results[i] for i in results),
                 edge.factors.sizes,
-                edge.factors.kinds,
+                edge.factors.types,
             )
             heaviest = tuple(sorted(range(len(shown)), key=lambda i: -shown[i].nbytes))
             places, shapes = tuple(place[v] for v in shown), tuple(v.shape for v in shown)

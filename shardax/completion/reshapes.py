@@ -14,7 +14,7 @@ from shardax.completion.complete import Completion
 from shardax.graph.graph import Graph, Node
 from shardax.sharding import Axes, AxisSizes
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
+from shardax.spmd_rules.rule import UNSPLIT, DimFactors, Factors
 
 
 def split_inside(graph: Graph, done: Completion) -> Iterator[tuple[str, int]]:
@@ -71,7 +71,7 @@ def _parts(dim: DimFactors, axes: Axes, factors: Factors, sizes: AxisSizes) -> I
     left = list(axes)
     for factor in dim[:-1]:
         size = factors.sizes[factor]
-        while left and size > 1 and factors.kind(factor) != WHOLE:
+        while left and size > 1 and factors.type_of(factor) != UNSPLIT:
             part = math.gcd(size, sizes[left[0]])
             if 1 < part < sizes[left[0]]:
                 yield left[0], part

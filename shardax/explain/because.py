@@ -25,7 +25,7 @@ from shardax.meshes.crossing import Crossed
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.reasons import Resharded, Settled
 from shardax.sharding import Axes, Layout, Sharding, shard_count
-from shardax.spmd_rules.rule import REDUCTIONS, WHOLE, Factors, TensorFactors
+from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT, Factors, TensorFactors
 from shardax.spmd_rules.sends import Sent
 
 DEPTH = 50  # operations through which a layout is followed that completion did not ask for
@@ -301,7 +301,9 @@ class _Teller:
         mine = factors.operands[c.place]
         lost = {f: axes for f, axes in _split(mine, c.source.sharding) if {*axes} & {*c.axes}}
         dims = [
-            d for d, dim in enumerate(mine) if {*lost} & {*dim} and any(factors.kind(f) == WHOLE for f in dim)
+            d
+            for d, dim in enumerate(mine)
+            if {*lost} & {*dim} and any(factors.type_of(f) == UNSPLIT for f in dim)
         ]
         if dims:
             return f"{node.name}, which needs dim {' and '.join(map(str, dims))} whole"
@@ -318,8 +320,10 @@ class _Teller:
                     if not result:
                         return self.fact(value, sharding, by)
                     return f"its result {self.spec(sharding)}{_by(self.sources(value, sharding, by))}"
-        if any(factors.kind(f) in REDUCTIONS for f in lost):
-            return f"{node.name}, which would owe a {factors.kind(next(iter(lost)))} over {self.axes(c.axes)}"
+        if any(factors.type_of(f) in REDUCTIONS for f in lost):
+            return (
+                f"{node.name}, which would owe a {factors.type_of(next(iter(lost)))} over {self.axes(c.axes)}"
+            )
         return f"{node.name}, which takes it {self.spec(c.target.sharding)}"
 
     # Reductions and lowerings

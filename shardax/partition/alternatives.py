@@ -26,7 +26,7 @@ from shardax.partition.candidates import (
 )
 from shardax.partition.sites import Layouts, Way
 from shardax.sharding import Axes, AxisSizes, Layout, Padding
-from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
+from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
 MOST = 16
@@ -54,7 +54,7 @@ class Alternatives:
         those that completion wants, of operands and results; `hidden`: axes over which nothing may be split
         here.
         """
-        entry = RULES.get(node.name) or Entry(node.name, whole_rule, run_whole)
+        entry = RULES.get(node.name) or Entry(node.name, replicated_rule, run_replicated)
         factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
         key = self._key(node, entry, factors, made, wanted, hidden)
         if key not in self.memo:

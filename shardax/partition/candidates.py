@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
 from shardax.spmd_rules.registry import Passes, Split
-from shardax.spmd_rules.rule import KEEP, WHOLE, Factors, TensorFactors
+from shardax.spmd_rules.rule import KEEP, UNSPLIT, Factors, TensorFactors
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def suggest(
     for of_tensor, dims in zip(found, tensors, strict=True):
         for splits in of_tensor:
             for factor, split in splits.items():
-                _append(suggestions, factor, split) if factors.kind(factor) != WHOLE else None
+                _append(suggestions, factor, split) if factors.type_of(factor) != UNSPLIT else None
             stays = {f for f in splits if f in factors.reduced and not (offer.reduced and often[f] == 1)}
             moved += _moved(splits, stays, dims, factors, padding, offer.idle)
     for factor, split in moved:
@@ -91,13 +91,13 @@ def _moved(
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
     idle ones: all, or one. Only idle axes go to windowed factors, where halos are sent."""
     others = [
-        split for f, split in splits.items() if (factors.kind(f) != KEEP or "~" in f) and f not in stays
+        split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
     homeless = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
     if not homeless:
         return
     for factor in dict.fromkeys(
-        f for dim in dims for f in dim if factors.kind(f) == KEEP and (idle or "~" not in f)
+        f for dim in dims for f in dim if factors.type_of(f) == KEEP and (idle or "~" not in f)
     ):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in homeless)
@@ -112,18 +112,18 @@ Options = list[list[Splits]]  # for each factor, or group of tied ones, the ways
 
 
 def options_of(suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Options:
-    groups = {factor: group for group in factors.tied for factor in group}
+    groups = {factor: group for group in factors.window_groups for factor in group}
     options: dict[tuple[str, ...], list[Splits]] = {}
     for factor, splits in suggestions.items():
         group = groups.get(factor)
         if group is None:
             options[factor,] = [{factor: split} for split in splits]
         elif group not in options:
-            options[group] = list(_tied(group, suggestions, factors, padding))
+            options[group] = list(_window_options(group, suggestions, factors, padding))
     return [ways for ways in options.values() if ways]
 
 
-def _tied(
+def _window_options(
     group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding
 ) -> Iterator[Splits]:
     """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of
@@ -191,7 +191,7 @@ def waits(
     """
     for group in passes:
         owed = [
-            tuple(p for p in lay.pending if p[1] in group.kinds)
+            tuple(p for p in lay.pending if p[1] in group.reductions)
             for i in group.operands
             for lay in operands[i]
         ]

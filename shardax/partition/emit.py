@@ -20,7 +20,7 @@ from shardax.partition.decisions import Decision, Decisions, Reshard
 from shardax.partition.emit_loops import emit_structured
 from shardax.partition.reasons import Resharded, Settled
 from shardax.reshard import paths, run
-from shardax.sharding import AxisSizes, Layout, Sharding, whole
+from shardax.sharding import AxisSizes, Layout, Sharding, replicated_layout
 from shardax.spmd_rules.localize import run_local
 from shardax.spmd_rules.registry import RULES, Local
 
@@ -149,7 +149,9 @@ class Emitter:
             return self.made_whole(node.inputs[0])
         entry = RULES[node.name]
         assert entry.made_anywhere, node.name
-        scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
+        scalars, results = (
+            (replicated_layout(v.shape) for v in values) for values in (node.inputs, node.outputs)
+        )
         local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
         shards = [
             self.read(v, Reshard(lay, lay), Reader(node))
@@ -202,8 +204,8 @@ def _settles(step: paths.Step) -> str | None:
     """The kind of the reduction that a step settles, None if it settles none."""
     return next(
         (
-            kind
-            for axis, kind in step.source.pending
+            reduction
+            for axis, reduction in step.source.pending
             if axis in step.axes and axis not in step.layout.pending_axes
         ),
         None,

@@ -18,7 +18,7 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
 from shardax.partition.sites import Layouts, Site, Way
-from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, shard_count, whole
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, replicated_layout, shard_count
 from shardax.spmd_rules.registry import Split
 
 _ONCE = 2.0**-6  # picoseconds: among equals, what all branches owe is settled once, after them
@@ -64,7 +64,7 @@ class Search(Protocol):
 
 def lay_out(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """Adds the ports and bodies of a node to a search."""
-    return _KINDS[node.name](search, node, trips, hidden)
+    return _LAY_OUT[node.name](search, node, trips, hidden)
 
 
 def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Split]:
@@ -113,12 +113,12 @@ def _scan(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> P
     ports = Ports(split=split)
     for outer, inner in zip(node.inputs[:consts], body.inputs, strict=False):
         ports.operands.append(_operand(search, outer, [inner], trips, inside))
-    kinds = carries_of_map(node) if split else None
+    carry_kinds = carries_of_map(node) if split else None
     for i in range(count):
         values = node.inputs[consts + i], body.inputs[consts + i], body.outputs[i], node.outputs[i]
-        kind, reduction = (kinds[i].kind, kinds[i].reduction) if kinds else ("", "")
+        carry_kind, reduction = (carry_kinds[i].kind, carry_kinds[i].reduction) if carry_kinds else ("", "")
         port = _carry(search, (node, i), [values[0], values[2]], [values[1], values[3]], trips, inside, True)
-        ports.carries.append(_owing_trips(port, split, kind, reduction) if split else port)
+        ports.carries.append(_owing_trips(port, split, carry_kind, reduction) if split else port)
     for outer, inner in zip(node.inputs[consts + count :], body.inputs[consts + count :], strict=True):
         ports.stacks.append(_slices(search, outer, inner, split, trips, inside))
     search.body(body, often, inside)
@@ -148,14 +148,14 @@ def _while(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> 
     search.body(body, trips * UNKNOWN_TRIPS, inside)
     for port in ports.carries:
         search.close_carry(port)
-    search.add(Site([cond.outputs[0]], [], [Way((whole(()),), ())]))
+    search.add(Site([cond.outputs[0]], [], [Way((replicated_layout(()),), ())]))
     return ports
 
 
 def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """Each branch is run as often as the others: what all of them would send is as well sent afterwards."""
     inside, ports = _where_devices_part(search, hidden), Ports()
-    ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((whole(()),), ())])))
+    ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((replicated_layout(()),), ())])))
     for outer, *inners in zip(node.inputs[1:], *(body.inputs for body in node.bodies), strict=True):
         ports.operands.append(_operand(search, outer, inners, trips, inside))
     for body in node.bodies:
@@ -177,13 +177,13 @@ def _island(search: Search, node: Node, trips: float, hidden: frozenset[str]) ->
     for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
         ports.operands.append(
-            search.add(Site([value], [inner], [Way((layout,), (whole(inner.shape),))], trips))
+            search.add(Site([value], [inner], [Way((layout,), (replicated_layout(inner.shape),))], trips))
         )
     search.body(body, trips, frozenset(search.sizes))
     for value, inner, spec in zip(node.outputs, body.outputs, node.params["out_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
         ports.results.append(
-            search.add(Site([inner], [value], [Way((whole(inner.shape),), (layout,))], trips))
+            search.add(Site([inner], [value], [Way((replicated_layout(inner.shape),), (layout,))], trips))
         )
     return ports
 
@@ -226,10 +226,10 @@ def _carry(
     return site
 
 
-def _owing_trips(port: Site, split: Split, kind: str, reduction: str) -> Site:
+def _owing_trips(port: Site, split: Split, carry_kind: str, reduction: str) -> Site:
     """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to what
     is there, and after it."""
-    if kind not in (REDUCED, LAST):
+    if carry_kind not in (REDUCED, LAST):
         return port
 
     def owe(layout: Layout) -> Layout:
@@ -238,14 +238,14 @@ def _owing_trips(port: Site, split: Split, kind: str, reduction: str) -> Site:
     ways = []
     for way in port.ways:
         (start, given), (taken, end) = way.operands, way.results
-        ways.append(Way((owe(start) if kind == REDUCED else start, given), (taken, owe(end))))
+        ways.append(Way((owe(start) if carry_kind == REDUCED else start, given), (taken, owe(end))))
     port.ways = ways
     return port
 
 
-def _owe(layout: Layout, axes: Axes, kind: str) -> Layout:
+def _owe(layout: Layout, axes: Axes, reduction: str) -> Layout:
     return Layout(
-        layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, kind) for a in axes))))
+        layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, reduction) for a in axes))))
     )
 
 
@@ -313,4 +313,4 @@ def _owing(wanted: Layout, made: Iterable[Layout], value: Value) -> Layouts:
     return tuple(dict.fromkeys(found))
 
 
-_KINDS = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}
+_LAY_OUT = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -8,7 +8,7 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions, Reshard
 from shardax.partition.search import Search
-from shardax.sharding import Layout, whole
+from shardax.sharding import Layout, replicated_layout
 
 
 class Replay:
@@ -56,7 +56,7 @@ class Replay:
         for value, layout in zip(node.outputs, results, strict=True):
             self.layouts[value] = [layout]
             if value in self.search.anywhere and not layout.pending:
-                self.layouts[value].append(whole(value.shape))
+                self.layouts[value].append(replicated_layout(value.shape))
         if annotations.renames(node):
             self.layouts[node.outputs[0]] = self.layouts[node.inputs[0]]
         decision = Decision(reshards, tuple(operands), tuple(results), splits or {}, **rest)
@@ -67,7 +67,7 @@ class Replay:
     def reshard(self, value: Value, target: Layout, requested: bool) -> Reshard:
         """Reads a value in a layout; from then on it is there in that layout too."""
         if value.is_literal:
-            return Reshard(whole(value.shape), target)
+            return Reshard(replicated_layout(value.shape), target)
         layouts = self.readable(value, requested)
         if target in layouts:
             return Reshard(target, target)
@@ -103,7 +103,7 @@ def _while(replay: Replay, node: Node) -> Decision:
     ports = replay.search.ports[node]
     operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries)]
     carry = [site.chosen.operands[1] for site in ports.carries]
-    bodies = replay.inside(cond, [whole(())]), replay.inside(body, carry)
+    bodies = replay.inside(cond, [replicated_layout(())]), replay.inside(body, carry)
     return replay.decision(node, operands, carry, bodies=bodies)
 
 
@@ -121,7 +121,10 @@ def _island(replay: Replay, node: Node) -> Decision:
     operands = [site.chosen.operands[0] for site in ports.operands]
     results = [site.chosen.results[0] for site in ports.results]
     return replay.decision(
-        node, operands, results, bodies=(replay.inside(body, [whole(v.shape) for v in body.outputs]),)
+        node,
+        operands,
+        results,
+        bodies=(replay.inside(body, [replicated_layout(v.shape) for v in body.outputs]),),
     )
 
 

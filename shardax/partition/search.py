@@ -23,7 +23,7 @@ from shardax.partition.ports import Ports, lay_out, trip_splits
 from shardax.partition.sites import Layouts, Site, Way
 from shardax.partition.tables import Problem, Solution, solve
 from shardax.reshard import paths
-from shardax.sharding import AxisSizes, Layout, whole
+from shardax.sharding import AxisSizes, Layout, replicated_layout
 from shardax.spmd_rules.registry import RULES, Split
 
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
@@ -230,9 +230,13 @@ class Search:
     def made(self, value: Value) -> Layouts:
         """The layouts in which a value may be made; whole, if every device can make it so."""
         if value.is_literal:
-            return (whole(value.shape),)
+            return (replicated_layout(value.shape),)
         found = self.layouts[value]
-        return tuple(dict.fromkeys([*found, whole(value.shape)])) if value in self.anywhere else found
+        return (
+            tuple(dict.fromkeys([*found, replicated_layout(value.shape)]))
+            if value in self.anywhere
+            else found
+        )
 
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]:
         """Those of them in which nothing is owed, and that split nothing over hidden axes."""
@@ -258,8 +262,8 @@ class Search:
             path = paths.plan(source, target, value.shape, value.itemsize, self.sizes)
             price += _UNREQUESTED if any(step.kind in self.avoided for step in path.steps) else 0.0
         if price and value in self.anywhere:
-            made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
-            price = min(price, made + self.sent(value, whole(value.shape), target))
+            made = self.alternatives.moving(self.nbytes(value, replicated_layout(value.shape)))
+            price = min(price, made + self.sent(value, replicated_layout(value.shape), target))
         copied = self.byte_price and source != target
         return price + self.byte_price * self.nbytes(value, target) if copied else price
 

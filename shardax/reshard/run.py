@@ -21,7 +21,7 @@ def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) ->
     garbage afterwards.
     """
     for step in path.steps:
-        x = _pad_whole_dim(x, step)
+        x = _pad_unsplit_dim(x, step)
         x = RUN[step.kind](x, step, shape, sizes)
         x = _fit(x, step.layout.local_shape(sizes))
     return x
@@ -32,8 +32,8 @@ def _run_all_gather(x, step, shape, sizes):
 
 
 def _run_all_reduce(x, step, shape, sizes):
-    kind = dict(step.source.pending)[step.axes[0]]
-    return REDUCE[kind](x, step.axes)
+    reduction = dict(step.source.pending)[step.axes[0]]
+    return REDUCE[reduction](x, step.axes)
 
 
 def _run_all_to_all(x, step, shape, sizes):
@@ -48,8 +48,8 @@ def _run_exchange(x, step, sizes):
     leave.
     """
     before, after = step.source.dims, step.layout.dims
-    whole = [n if have else p for n, have, p in zip(x.shape, before, step.layout.padded, strict=True)]
-    whole = [p if axes else n for n, p, axes in zip(x.shape, whole, after, strict=True)]
+    gathered = [n if have else p for n, have, p in zip(x.shape, before, step.layout.padded, strict=True)]
+    gathered = [p if axes else n for n, p, axes in zip(x.shape, gathered, after, strict=True)]
     coming = [
         axes[len(have) :] if axes[: len(have)] == have else ()
         for have, axes in zip(before, after, strict=True)
@@ -58,9 +58,9 @@ def _run_exchange(x, step, sizes):
         axes[len(left) :] if axes[: len(left)] == left else ()
         for axes, left in zip(before, after, strict=True)
     ]
-    rows = [n // shard_count(axes, sizes) for n, axes in zip(whole, coming, strict=True)]
+    rows = [n // shard_count(axes, sizes) for n, axes in zip(gathered, coming, strict=True)]
     cuts = [sizes[a] for a in step.axes]
-    x = _rearranged(_fit(x, whole), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
+    x = _rearranged(_fit(x, gathered), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
     x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True).reshape(
         *cuts, *rows
     )
@@ -124,9 +124,9 @@ def axis_position(axes: Axes, sizes: AxisSizes):
 
 
 def _run_owe(x, step, shape, sizes):
-    kinds = dict(step.layout.pending)
+    reductions = dict(step.layout.pending)
     for axis in step.axes:
-        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, identity(kinds[axis], x.dtype)))
+        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, identity(reductions[axis], x.dtype)))
     return x
 
 
@@ -161,7 +161,7 @@ RUN: dict[str, Callable] = {
 }
 
 
-def _extremum(reduce: Callable, kind: str) -> Callable:
+def _extremum(reduce: Callable, reduction: str) -> Callable:
     """The maximum or minimum of floats over devices, taken of integers that have the same order, with NaN
     beyond all others, as XLA has it within a device. Collectives on floats may lose a NaN.
     """
@@ -171,10 +171,10 @@ def _extremum(reduce: Callable, kind: str) -> Callable:
             return reduce(x, axes)
         if x.dtype.itemsize == 1:  # some of these have no integer to spare for NaN
             return reduced(x.astype(jnp.bfloat16), axes).astype(x.dtype)
-        whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
-        beyond = np.asarray(whole.max if kind == "max" else whole.min, whole.dtype)
+        integers = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+        beyond = np.asarray(integers.max if reduction == "max" else integers.min, integers.dtype)
         bits = lax.select(
-            jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, whole.dtype))
+            jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, integers.dtype))
         )
         bits = reduce(bits, axes)
         nan = lax.full(x.shape, np.asarray(np.nan).astype(x.dtype))
@@ -198,29 +198,29 @@ REDUCE: dict[str, Callable] = {
 }
 
 
-def identity(kind: str, dtype) -> Any:
+def identity(reduction: str, dtype) -> Any:
     """What leaves a reduction of this kind unchanged: 0, the least, or the greatest value of the dtype.
 
     >>> float(identity("max", "float32"))
     -inf
     """
     dtype = np.dtype(dtype)
-    if kind == "sum":
+    if reduction == "sum":
         return np.zeros((), dtype)
     if dtype == np.bool_:
-        return np.asarray(kind == "min")
+        return np.asarray(reduction == "min")
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
-        return np.asarray(info.min if kind == "max" else info.max, dtype)
-    endless, info = np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
+        return np.asarray(info.min if reduction == "max" else info.max, dtype)
+    endless, info = np.asarray(-np.inf if reduction == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
     if np.isinf(np.real(endless).astype("float32")):
         return endless
     return np.asarray(
-        info.min if kind == "max" else info.max, dtype
+        info.min if reduction == "max" else info.max, dtype
     )  # some floats of one byte have no infinity
 
 
-def _pad_whole_dim(x, step):
+def _pad_unsplit_dim(x, step):
     """Pads the dim at which axes arrive, if it was whole before."""
     to = step.to
     if to is None or step.source.dims[to]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardax.spmd_rules.rule import Factors, Rule, complain, tie
+from shardax.spmd_rules.rule import Factors, Rule, base_name, complain
 from shardax.validation import require, require_array
 
 _WAYS_OUT = {
@@ -27,12 +27,12 @@ def require_placed(rule: Rule, dims: Rule | Factors) -> None:
     before, after = (
         {f for t in side for dim in t for f in _names(dim)} for side in (dims.operands, dims.results)
     )
-    marked = {name for name, _ in rule.kinds}
+    marked = {name for name, _ in rule.types}
     for factor in sorted(before | after):
         if "~" in factor:
             raise complain(
                 rule.text,
-                tie(factor),
+                base_name(factor),
                 "a windowed factor needs what neighbours have: give `local`, which sends it",
             )
         if factor not in before & after and factor not in marked:

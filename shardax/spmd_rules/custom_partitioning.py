@@ -31,7 +31,7 @@ from shardax.ledger.collectives import collectives
 from shardax.meshes import sites
 from shardax.sharding import Layout, Padding, Sharding, entry_axes, from_spec
 from shardax.spmd_rules.localize import tensor_layout
-from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule, whole_rule
+from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule, replicated_rule
 from shardax.spmd_rules.rule import KEEP, Factors, Rule
 from shardax.spmd_rules.shardy import as_rule
 
@@ -57,7 +57,7 @@ def _rule(node: Node) -> str | Rule:
     """
     memo = node.params["call"].memo
     if "rule" not in memo and "on" not in node.params:
-        return whole_rule(node)  # its mesh is not known yet
+        return replicated_rule(node)  # its mesh is not known yet
     if "rule" not in memo:
         memo["rule"] = _read_rule(node)
     return memo["rule"]
@@ -68,7 +68,7 @@ def _read_rule(node: Node) -> str | Rule:
     mesh, _ = p["on"]
     given = _jax.sharding_rule(p, mesh, *([v.aval for v in values] for values in (node.inputs, node.outputs)))
     if given is None:
-        return whole_rule(node) if p["infer_sharding_from_operands"] is None else _inferred(node)
+        return replicated_rule(node) if p["infer_sharding_from_operands"] is None else _inferred(node)
     try:
         return as_rule(given, node.in_shapes, node.out_shapes)
     except ValueError as error:
@@ -251,7 +251,7 @@ def _layout(sharding: Sharding, have: Layout, shape, padding: Padding) -> Layout
 
 def _torn(local: Local) -> bool:
     """Whether only some of the factors of a group that has to be split together are split."""
-    groups = RULES[NAME].factors(local.node).tied
+    groups = RULES[NAME].factors(local.node).window_groups
     return any(0 < sum(f in local.splits for f in group) < len(group) for group in groups)
 
 
@@ -288,7 +288,7 @@ def _uneven(local: Local) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
 def _is_local(dim: Sequence[str], axes: Sequence[str], factors: Factors, local: Local) -> bool:
     """Whether by the rule each place along a dim depends on the same place alone: its one factor is kept, has
     one size, is in all results, and is split so wherever it is."""
-    if len(dim) != 1 or factors.kind(dim[0]) != KEEP or "~" in dim[0]:
+    if len(dim) != 1 or factors.type_of(dim[0]) != KEEP or "~" in dim[0]:
         return False
     if not all(dim in tensor for tensor in factors.results):
         return False

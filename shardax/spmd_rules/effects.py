@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardax.graph.graph import Node
 from shardax.sharding import Axes
-from shardax.spmd_rules.registry import Local, register_rule, whole_rule
+from shardax.spmd_rules.registry import Local, register_rule, replicated_rule
 from shardax.spmd_rules.sends import all_reduce
 
 
@@ -54,7 +54,7 @@ def _from_bits(word, aval):
 
 def debug_callback(node: Node) -> str:
     """ "k0 k1 -> " where each device calls on what it has, as the user may ask for; else whole."""
-    return _every_dim_kept(node) if node.params.get("partitioned") else whole_rule(node)
+    return _every_dim_kept(node) if node.params.get("partitioned") else replicated_rule(node)
 
 
 def _every_dim_kept(node: Node) -> str:
@@ -80,6 +80,6 @@ def _inspect_sharding_local(local: Local, shard):
 register_rule("debug_callback", debug_callback, _debug_callback_local)
 register_rule("debug_print", debug_callback, _debug_callback_local)
 register_rule("inspect_sharding", _every_dim_kept, _inspect_sharding_local)
-register_rule("io_callback", whole_rule, _once_local)
-register_rule("platform_index", whole_rule)
-register_rule("pure_callback", whole_rule, _once_local)
+register_rule("io_callback", replicated_rule, _once_local)
+register_rule("platform_index", replicated_rule)
+register_rule("pure_callback", replicated_rule, _once_local)

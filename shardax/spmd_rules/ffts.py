@@ -67,9 +67,9 @@ def _orders(axes: Axes) -> Iterator[Axes]:
         yield from (itertools.permutations if len(axes) <= _MOST else itertools.combinations)(axes, count)
 
 
-def _may_move(kind: FftType, start: int, end: int, last: int) -> bool:
+def _may_move(fft_type: FftType, start: int, end: int, last: int) -> bool:
     """The last dim comes first where real numbers are transformed, and last where they are made."""
-    return not (kind == FftType.RFFT and start == last or kind == FftType.IRFFT and end == last)
+    return not (fft_type == FftType.RFFT and start == last or fft_type == FftType.IRFFT and end == last)
 
 
 def _split(layout: Layout, dim: int, axes: Axes, shape: tuple[int, ...], padding: Padding) -> Layout:
@@ -102,28 +102,32 @@ def _local(local: Local, shard):
     if moved is None:
         return [_flat_fft(shard, FftType(local.params["fft_type"]), local.params["fft_lengths"])]
     axes, start, end = moved
-    node, kind = local.node, FftType(local.params["fft_type"])
+    node, fft_type = local.node, FftType(local.params["fft_type"])
     core = _core(node)
     lengths = dict(zip(core, node.params["fft_lengths"], strict=True))
-    others = _in_turn(kind, [d for d in core if d != start and (kind != FftType.IRFFT or d != core[-1])])
-    rest = _in_turn(kind, [d for d in core if d not in others])
-    x = _along(shard, others, kind, lengths)
+    others = _in_turn(
+        fft_type, [d for d in core if d != start and (fft_type != FftType.IRFFT or d != core[-1])]
+    )
+    rest = _in_turn(fft_type, [d for d in core if d not in others])
+    x = _along(shard, others, fft_type, lengths)
     x = _exchanged(local, x, axes, start, end)
     x = lax.slice_in_dim(x, 0, node.inputs[0].shape[start], axis=start)
-    return [_along(x, rest, kind, lengths)]
+    return [_along(x, rest, fft_type, lengths)]
 
 
-def _in_turn(kind: FftType, dims: Sequence[int]) -> list[int]:
-    return sorted(dims, reverse=kind != FftType.IRFFT)
+def _in_turn(fft_type: FftType, dims: Sequence[int]) -> list[int]:
+    return sorted(dims, reverse=fft_type != FftType.IRFFT)
 
 
-def _along(x, dims: Sequence[int], kind: FftType, lengths: dict[int, int]):
+def _along(x, dims: Sequence[int], fft_type: FftType, lengths: dict[int, int]):
     """One transform after the other; a real one is that of the last dim."""
     for d in dims:
         real = d == x.ndim - 1
         order = [*(i for i in range(x.ndim) if i != d), d]
         x = _flat_fft(
-            lax.transpose(x, order), kind if real else _OF_OTHER_DIMS.get(kind, kind), (lengths[d],)
+            lax.transpose(x, order),
+            fft_type if real else _OF_OTHER_DIMS.get(fft_type, fft_type),
+            (lengths[d],),
         )
         x = lax.transpose(x, [order.index(i) for i in range(x.ndim)])
     return x
@@ -136,12 +140,12 @@ def _exchanged(local: Local, x, axes: Axes, start: int, end: int):
     return all_to_all(local, "dims", x, axes, end, start)
 
 
-def _flat_fft(x, kind: FftType, lengths: Sequence[int]):
+def _flat_fft(x, fft_type: FftType, lengths: Sequence[int]):
     """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims lie
     in another order in memory, as a transpose or a gather beside it may ask for."""
     batch = x.shape[: x.ndim - len(lengths)]
     rows = (math.prod(batch), *x.shape[len(batch) :])
-    result = lax.fft(lax.reshape(_flat(x), rows), kind, tuple(lengths))
+    result = lax.fft(lax.reshape(_flat(x), rows), fft_type, tuple(lengths))
     return lax.reshape(_flat(result), (*batch, *result.shape[1:]))
 
 

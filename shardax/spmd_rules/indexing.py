@@ -283,8 +283,8 @@ def _scatter_passes(node: Node) -> tuple[Passes, ...]:
     return (MOVES(0, 2),) if moves else ()
 
 
-def _extremum_passes(kind: str) -> tuple[Passes, ...]:
-    return tuple(Passes((kind,), operands) for operands in ((0,), (2,), (0, 2)))
+def _extremum_passes(reduction: str) -> tuple[Passes, ...]:
+    return tuple(Passes((reduction,), operands) for operands in ((0,), (2,), (0, 2)))
 
 
 def dynamic_slice(node: Node) -> str:

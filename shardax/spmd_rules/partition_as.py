@@ -152,8 +152,8 @@ def _closed(text: str) -> str:
                 raise _refused(
                     text, factor, "a function sees its own shard alone, so no factor can be windowed"
                 )
-    kinds = dict(rule.kinds)
-    lacking = {f for f in _all(rule) if f not in kinds and not _is_kept(rule, f)}
+    types = dict(rule.types)
+    lacking = {f for f in _all(rule) if f not in types and not _is_kept(rule, f)}
     if "..." in lacking:
         raise _refused(
             text, "...", "it must be on every result and on an operand: what it stands for is kept"
@@ -224,7 +224,9 @@ def _local(local: Local, *shards):
         outs = local.params["fun"](*shards)
     for factor in uneven:
         first = local.index(local.splits[factor].axes) == 0
-        outs = [lax.select(lax.broadcast(first, x.shape), x, _nothing(factors.kind(factor), x)) for x in outs]
+        outs = [
+            lax.select(lax.broadcast(first, x.shape), x, _nothing(factors.type_of(factor), x)) for x in outs
+        ]
     return outs
 
 
@@ -236,8 +238,8 @@ def _uneven(local: Local) -> tuple[Factors, list[str]]:
     ]
 
 
-def _nothing(kind: str, x):
-    return lax.full_like(x, identity(kind, x.dtype))
+def _nothing(reduction: str, x):
+    return lax.full_like(x, identity(reduction, x.dtype))
 
 
 def _whole(local: Local, factors: Factors, uneven: list[str], i: int, shard):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from shardax.graph.graph import Node
-from shardax.spmd_rules.registry import Local, register_rule, whole_rule
+from shardax.spmd_rules.registry import Local, register_rule, replicated_rule
 
 _THREEFRY = "key<fry>"
 
@@ -39,7 +39,7 @@ def _names(letter: str, count: int, mark: str = "") -> list[str]:
 def random_bits(node: Node) -> str:
     """ "k -> k s": one block of shape s for each key."""
     if not _per_key(node):
-        return whole_rule(node)
+        return replicated_rule(node)
     keys = _names("k", len(node.inputs[0].shape))
     drawn = _names("s", len(node.params["shape"]), "" if _by_position(node) else "!")
     return f"{' '.join(keys)} -> {' '.join(keys + drawn)}"
@@ -105,7 +105,7 @@ def _high_word(x, factor: int):
 
 def random_fold_in(node: Node) -> str:
     """Keys and messages of equal rank; a dim of size one meets any."""
-    return _broadcasting(node) if _per_key(node) else whole_rule(node)
+    return _broadcasting(node) if _per_key(node) else replicated_rule(node)
 
 
 def _broadcasting(node: Node) -> str:
@@ -130,7 +130,7 @@ def random_gamma(node: Node) -> str:
     primitive.
     """
     if not _per_key(node):
-        return whole_rule(node)
+        return replicated_rule(node)
     keys = _names("k", len(node.inputs[0].shape))
     samples = " ".join(keys + _names("s", len(node.inputs[1].shape) - len(keys), "!"))
     return f"{' '.join(keys)}, {samples} -> {samples}"
@@ -163,7 +163,7 @@ register_rule("random_seed", "... -> ...")
 register_rule("random_split", random_bits, _random_split_local)
 register_rule("random_unwrap", random_unwrap)
 register_rule("random_wrap", random_wrap)
-register_rule("rng_bit_generator", whole_rule)
-register_rule("rng_uniform", whole_rule)
+register_rule("rng_bit_generator", replicated_rule)
+register_rule("rng_uniform", replicated_rule)
 register_rule("threefry2x32", _broadcasting)
 register_rule("threefry4x32", _broadcasting)

@@ -106,7 +106,7 @@ def _exchanged(neutral: Callable) -> Callable:
     return lowering
 
 
-def _arg_local(kind: str) -> Callable:
+def _arg_local(reduction: str) -> Callable:
     """The lowering of argmax and argmin. Among equals the first shard's wins, as within a shard the first
     place does.
     """
@@ -115,7 +115,7 @@ def _arg_local(kind: str) -> Callable:
         (dim,) = local.params["axes"]
         if not local.operands[0].dims[dim]:
             return local.bind(shard)
-        shard = local.mask(0, shard, identity(kind, shard.dtype), [dim])
+        shard = local.mask(0, shard, identity(reduction, shard.dtype), [dim])
         (place,) = local.bind(shard)
         value = at_places(shard, place, dim)
         place += lax.convert_element_type(local.start(local.operands[0], dim), place.dtype)

@@ -32,7 +32,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from shardax import _jax
-from shardax.annotations.explicit import ASKED
+from shardax.annotations.explicit import SHARDING_PARAMS
 from shardax.graph.graph import Node
 from shardax.reshard.run import axis_position
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
@@ -45,14 +45,14 @@ RuleText = str | Callable[[Node], str | Rule]
 
 @dataclass(frozen=True)
 class Passes:
-    """The result is pending over an axis, with a kind of `kinds`, if exactly the operands numbered `operands`
-    are.
+    """The result is pending over an axis, with a kind of `reductions`, if exactly the operands numbered
+    `operands` are.
 
     All of these operands are pending, or none is. The other operands are the same on every device along that
     axis.
     """
 
-    kinds: tuple[str, ...]
+    reductions: tuple[str, ...]
     operands: tuple[int, ...]
 
 
@@ -137,7 +137,7 @@ class Local:
         Parameters that hold global shardings (on meshes with Explicit axes) mean nothing on shards: they are
         dropped.
         """
-        given = {name: None if name in ASKED else p for name, p in self.node.params.items()}
+        given = {name: None if name in SHARDING_PARAMS else p for name, p in self.node.params.items()}
         out = self.node.primitive.bind(*shards, **{**given, **params})
         return list(out) if self.node.primitive.multiple_results else [out]
 
@@ -418,7 +418,7 @@ def _check_facts(made_anywhere, fuses, reads) -> None:
         )
 
 
-def whole_rule(node: Node) -> str:
+def replicated_rule(node: Node) -> str:
     """The rule of a primitive that has none: nothing may be split.
 
     Written with one factor for each dim, all of them whole.
@@ -431,7 +431,7 @@ def whole_rule(node: Node) -> str:
     return " -> ".join(sides)
 
 
-def run_whole(local: Local, *operands):
+def run_replicated(local: Local, *operands):
     """The lowering of a primitive that has none: binds it as it is, a kernel in its parameters as if traced
     here.
     """

@@ -15,7 +15,7 @@ from jax import lax
 from shardax.graph.graph import Node
 from shardax.reshard.halo import Wanted
 from shardax.spmd_rules.halo import halo_sends, take, wanted, window_of
-from shardax.spmd_rules.registry import MOVES, Local, register_rule, whole_rule
+from shardax.spmd_rules.registry import MOVES, Local, register_rule, replicated_rule
 from shardax.spmd_rules.rule import Shape
 
 
@@ -33,7 +33,7 @@ def reshape(node: Node) -> str:
     """ "f0 (f1 f2) -> f0 f1 f2", "g0~ w1! -> g0~ r1!"."""
     old, new = node.in_shapes[0], node.out_shapes[0]
     if 0 in old:
-        return whole_rule(node)
+        return replicated_rule(node)
     order = node.params["dimensions"] or range(len(old))
     (before, after), groups = _shared_factors(tuple(old[d] for d in order), new)
     for i, group in enumerate(groups if node.params["dimensions"] is None else ()):

@@ -14,7 +14,7 @@ from shardax.reshard.halo import Wanted, slice_by_device
 from shardax.sharding import Axes
 from shardax.spmd_rules.halo import halo_sends, sent, take, wanted, window_of
 from shardax.spmd_rules.indexing import owner_mark
-from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, whole_rule
+from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, replicated_rule
 from shardax.spmd_rules.rule import Shape
 from shardax.spmd_rules.sends import ppermute
 
@@ -314,7 +314,9 @@ def tile(node: Node) -> str:
     reps = node.params["reps"]
     result = [f"k{d}" if n == 1 else f"(n{d} k{d})" for d, n in enumerate(reps)]
     return (
-        whole_rule(node) if 0 in node.out_shapes[0] else f"{' '.join(_kept(reps, {}))} -> {' '.join(result)}"
+        replicated_rule(node)
+        if 0 in node.out_shapes[0]
+        else f"{' '.join(_kept(reps, {}))} -> {' '.join(result)}"
     )
 
 

@@ -341,8 +341,8 @@ def _bind_skipping(local: Local, *shards, padding, base_dilation):
     ]
 
 
-def _neutral(kind: str, local: Local, shards) -> Sequence[Any]:
-    return [0 if kind == "sum" else identity(kind, shards[0].dtype)]
+def _neutral(reduction: str, local: Local, shards) -> Sequence[Any]:
+    return [0 if reduction == "sum" else identity(reduction, shards[0].dtype)]
 
 
 def select_and_gather_add(node: Node) -> str:
@@ -437,10 +437,19 @@ register_rule(
     sends=_sends,
     fuses="operands",
 )
-for _kind, _passes in (("max", Passes(("max",), (0,))), ("min", Passes(("min",), (0,))), ("sum", LINEAR(0))):
-    _lowering = _windows_local(partial(_neutral, _kind))
+for _reduction, _passes in (
+    ("max", Passes(("max",), (0,))),
+    ("min", Passes(("min",), (0,))),
+    ("sum", LINEAR(0)),
+):
+    _lowering = _windows_local(partial(_neutral, _reduction))
     register_rule(
-        f"reduce_window_{_kind}", reduce_window, _lowering, passes=(_passes,), sends=_sends, fuses="operands"
+        f"reduce_window_{_reduction}",
+        reduce_window,
+        _lowering,
+        passes=(_passes,),
+        sends=_sends,
+        fuses="operands",
     )
 register_rule(
     "select_and_gather_add",
