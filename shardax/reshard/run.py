@@ -133,9 +133,9 @@ def _run_owe(x, step, shape, sizes):
 def _run_halo(x, step, shape, sizes):
     dim, axes, count = step.dim, step.axes, shard_count(step.axes, sizes)
     old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
-    want = next_blocks(dim, axes, old, new, count, shape[dim])
+    request = next_blocks(dim, axes, old, new, count, shape[dim])
     return bring(
-        want, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes)
+        request, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes)
     )
 
 
@@ -240,14 +240,14 @@ def _fit(x, shape):
     ):  # random keys have no zero to pad with: the last one is repeated
         return _repeat_last(x, shape)
     return lax.pad(
-        x, _garbage(x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)]
+        x, _garbage(x.dtype), [(0, request - have, 0) for have, request in zip(x.shape, shape, strict=True)]
     )
 
 
 def _repeat_last(x, shape):
-    for dim, (have, want) in enumerate(zip(x.shape, shape, strict=True)):
+    for dim, (have, request) in enumerate(zip(x.shape, shape, strict=True)):
         last = lax.slice_in_dim(x, have - 1, have, axis=dim)
-        x = lax.concatenate([x] + [last] * (want - have), dim) if want > have else x
+        x = lax.concatenate([x] + [last] * (request - have), dim) if request > have else x
     return x
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardax.cost.network import Network
 from shardax.reshard import halo
-from shardax.reshard.halo import Wanted
+from shardax.reshard.halo import HaloRequest
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 
 Pending = tuple[tuple[str, str], ...]
@@ -431,7 +431,7 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
 
 
 @lru_cache(maxsize=4096)
-def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> Wanted:
+def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> HaloRequest:
     """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold
     blocks of `new` rows.
 
@@ -439,4 +439,6 @@ def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int)
     [3]
     """
     firsts = range(0, count * new, new)
-    return Wanted(dim, axes, tuple(firsts), tuple(min(first + new, size) for first in firsts), new, size, old)
+    return HaloRequest(
+        dim, axes, tuple(firsts), tuple(min(first + new, size) for first in firsts), new, size, old
+    )

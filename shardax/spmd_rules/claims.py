@@ -76,18 +76,20 @@ def noting(where: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def require_promised(results: Any, wanted: Sequence[tuple[Any, Any]], what: Callable[[], str]) -> list[Any]:
+def require_promised(results: Any, expected: Sequence[tuple[Any, Any]], what: Callable[[], str]) -> list[Any]:
     """The results of a lowering, which must have the shapes and dtypes that the rule promises."""
     if not isinstance(results, list | tuple):
         require(False, f"what {what()} gives", results, "a list with a shard for each result")
     try:
-        found = [(x.shape, x.dtype) for x in map(jax.typeof, results)]
+        types = [(x.shape, x.dtype) for x in map(jax.typeof, results)]
     except TypeError:
         for x in results:
             require_array(x, f"what {what()} gives", "a shard for each result")
         raise
-    if found != list(wanted):
-        got, promised = (", ".join(f"{dtype}{list(shape)}" for shape, dtype in xs) for xs in (found, wanted))
+    if types != list(expected):
+        got, promised = (
+            ", ".join(f"{dtype}{list(shape)}" for shape, dtype in xs) for xs in (types, expected)
+        )
         way_out = (
             "mark what cannot be split with '!', or have it written on shards (`local` of register_rule)"
         )

@@ -66,11 +66,13 @@ def _rule(node: Node) -> str | Rule:
 def _read_rule(node: Node) -> str | Rule:
     p = node.params
     mesh, _ = p["on"]
-    given = _jax.sharding_rule(p, mesh, *([v.aval for v in values] for values in (node.inputs, node.outputs)))
-    if given is None:
+    sdy_rule = _jax.sharding_rule(
+        p, mesh, *([v.aval for v in values] for values in (node.inputs, node.outputs))
+    )
+    if sdy_rule is None:
         return replicated_rule(node) if p["infer_sharding_from_operands"] is None else _inferred(node)
     try:
-        return as_rule(given, node.in_shapes, node.out_shapes)
+        return as_rule(sdy_rule, node.in_shapes, node.out_shapes)
     except ValueError as error:
         raise ValueError(f"{_what(node)}: {error}") from None
 
@@ -106,9 +108,9 @@ def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
     ]
     shapes = _shapes(node.inputs, p["in_tree"], [Sharding(tuple(dims)) for dims in split], mesh)
     results = p["out_tree"].unflatten([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in node.outputs])
-    found = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
+    inferred = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
     shardings = _read_shardings(
-        node, p["out_tree"], found, node.out_shapes, "infer_sharding_from_operands", mesh
+        node, p["out_tree"], inferred, node.out_shapes, "infer_sharding_from_operands", mesh
     )
     return [(r, s.dims.index((axis,))) for r, s in enumerate(shardings) if (axis,) in s.dims]
 
@@ -116,7 +118,7 @@ def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
 # The callback
 
 
-def _asked(local: Local) -> Sides:
+def _requested(local: Local) -> Sides:
     """The shardings that the splits of factors give to operands and results."""
     factors = RULES[NAME].factors(local.node)
     operands, results = (
@@ -129,10 +131,10 @@ def _asked(local: Local) -> Sides:
 def _answer(local: Local) -> _Answer | None:
     """What `partition` answers; None where it is not asked: on one device, as JAX does, and where a part of
     an axis has no name in the user's mesh."""
-    asked, memo = _asked(local), local.params["call"].memo
-    if asked not in memo:
-        memo[asked] = _ask(local, asked) if math.prod(local.sizes.values()) > 1 else None
-    return memo[asked]
+    requested, memo = _requested(local), local.params["call"].memo
+    if requested not in memo:
+        memo[requested] = _call_partition(local, requested) if math.prod(local.sizes.values()) > 1 else None
+    return memo[requested]
 
 
 def _taken(local: Local) -> _Answer | None:
@@ -140,14 +142,14 @@ def _taken(local: Local) -> _Answer | None:
     operands.
     """
     answer = _answer(local)
-    lie = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
-    return answer if answer is not None and answer.sides == lie else None
+    shardings = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
+    return answer if answer is not None and answer.sides == shardings else None
 
 
-def _ask(local: Local, asked: Sides) -> _Answer | None:
+def _call_partition(local: Local, requested: Sides) -> _Answer | None:
     node, p = local.node, local.params
     mesh, refined = p["on"]
-    operands, results = ([refined.spelled(s) for s in side] for side in asked)
+    operands, results = ([refined.spelled(s) for s in side] for side in requested)
     if None in operands or None in results:
         return None
     shapes = (
@@ -165,8 +167,10 @@ def _ask(local: Local, asked: Sides) -> _Answer | None:
             f"{dict(mesh.shape)}: give back the one that it is called with"
         )
     sides = ((p["in_tree"], taken, node.in_shapes), (p["out_tree"], made, node.out_shapes))
-    found = [_read_shardings(node, *side, "partition", mesh) for side in sides]
-    on_program = (tuple(Sharding(refined.refined(s.dims, refined.program)) for s in side) for side in found)
+    shardings = [_read_shardings(node, *side, "partition", mesh) for side in sides]
+    on_program = (
+        tuple(Sharding(refined.refined(s.dims, refined.program)) for s in side) for side in shardings
+    )
     return _Answer(lower, tuple(on_program))  # type: ignore[arg-type]
 
 
@@ -178,9 +182,9 @@ def _shapes(values, tree, shardings, mesh):
     return tree.unflatten(leaves)
 
 
-def _read_shardings(node: Node, tree, found, shapes, callback: str, mesh) -> list[Sharding]:
+def _read_shardings(node: Node, tree, returned, shapes, callback: str, mesh) -> list[Sharding]:
     """The leaves of what a callback gave back."""
-    leaves = tree.flatten_up_to(found)
+    leaves = tree.flatten_up_to(returned)
     for leaf in leaves:
         if not isinstance(leaf, NamedSharding) or dict(leaf.mesh.shape) != dict(mesh.shape):
             raise ValueError(
@@ -317,7 +321,7 @@ def _cleared(local: Local, i: int, shard):
 def _program(local: Local, answer: _Answer) -> Any:
     """The callback's function on shards of this candidate, as a jaxpr in the axes of the program's mesh."""
     memo = local.params["call"].memo
-    key = (_asked(local), tuple(map(local.in_shape, range(len(local.operands)))))
+    key = (_requested(local), tuple(map(local.in_shape, range(len(local.operands)))))
     if key not in memo:
         memo[key] = _trace(local, answer)
     return memo[key]

@@ -54,7 +54,7 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
         if 0 in node.inputs[0].shape:
             continue
         for axes, (start, end) in itertools.product(_orders(free), itertools.permutations(_core(node), 2)):
-            if _may_move(FftType(node.params["fft_type"]), start, end, _core(node)[-1]):
+            if _may_transpose(FftType(node.params["fft_type"]), start, end, _core(node)[-1]):
                 yield replace(
                     local,
                     operands=(_split(local.operands[0], start, axes, node.inputs[0].shape, padding),),
@@ -67,7 +67,7 @@ def _orders(axes: Axes) -> Iterator[Axes]:
         yield from (itertools.permutations if len(axes) <= _MOST else itertools.combinations)(axes, count)
 
 
-def _may_move(fft_type: FftType, start: int, end: int, last: int) -> bool:
+def _may_transpose(fft_type: FftType, start: int, end: int, last: int) -> bool:
     """The last dim comes first where real numbers are transformed, and last where they are made."""
     return not (fft_type == FftType.RFFT and start == last or fft_type == FftType.IRFFT and end == last)
 
@@ -78,7 +78,7 @@ def _split(layout: Layout, dim: int, axes: Axes, shape: tuple[int, ...], padding
     return Layout(Sharding(dims), padded, layout.pending)
 
 
-def _moved(local: Local) -> tuple[Axes, int, int] | None:
+def _transposed(local: Local) -> tuple[Axes, int, int] | None:
     """The axes that move, from which dim to which."""
     core = _core(local.node)
     start = next((d for d in core if local.operands[0].dims[d]), None)
@@ -87,9 +87,9 @@ def _moved(local: Local) -> tuple[Axes, int, int] | None:
 
 
 def _sends(local: Local) -> Iterator[float]:
-    moved = _moved(local)
-    if moved:
-        axes, start, _ = moved
+    transposed = _transposed(local)
+    if transposed:
+        axes, start, _ = transposed
         shape, node = list(local.out_shape()), local.node
         shape[start] = math.ceil(local.operands[0].padded[start] / local.count(axes))
         itemsize = max(node.inputs[0].itemsize, node.outputs[0].itemsize)  # of complex numbers
@@ -98,10 +98,10 @@ def _sends(local: Local) -> Iterator[float]:
 
 
 def _local(local: Local, shard):
-    moved = _moved(local)
-    if moved is None:
+    transposed = _transposed(local)
+    if transposed is None:
         return [_flat_fft(shard, FftType(local.params["fft_type"]), local.params["fft_lengths"])]
-    axes, start, end = moved
+    axes, start, end = transposed
     node, fft_type = local.node, FftType(local.params["fft_type"])
     core = _core(node)
     lengths = dict(zip(core, node.params["fft_lengths"], strict=True))

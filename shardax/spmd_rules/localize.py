@@ -130,8 +130,8 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
     what = partial(_lowering, entry, local, shards)
     with noting(what):
         results = _lowered(entry, local, shards) if entry.local else local.bind(*shards)
-    wanted = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
-    return require_promised(results, wanted, what)
+    promised = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
+    return require_promised(results, promised, what)
 
 
 def _lowered(entry: Entry, local: Local, shards: Sequence[Any]) -> Sequence[Any]:

@@ -147,7 +147,7 @@ def _closed(text: str) -> str:
     """The rule, unmarked factors whole that some result or every operand lacks."""
     rule = parse(text)
     for side in (rule.operands, rule.results):
-        for factor in (f for tensor in side for f in _names(tensor)):
+        for factor in (f for tensor in side for f in _factors_of(tensor)):
             if factor.endswith("~"):
                 raise _refused(
                     text, factor, "a function sees its own shard alone, so no factor can be windowed"
@@ -162,14 +162,16 @@ def _closed(text: str) -> str:
 
 
 def _is_kept(rule: Rule, factor: str) -> bool:
-    return all(factor in _names(t) for t in rule.results) and any(factor in _names(t) for t in rule.operands)
+    return all(factor in _factors_of(t) for t in rule.results) and any(
+        factor in _factors_of(t) for t in rule.operands
+    )
 
 
 def _all(rule: Rule) -> set[str]:
-    return {f for tensor in rule.operands + rule.results for f in _names(tensor)}
+    return {f for tensor in rule.operands + rule.results for f in _factors_of(tensor)}
 
 
-def _names(tensor) -> list[str]:
+def _factors_of(tensor) -> list[str]:
     """The factors of a parsed tensor, `...` among them."""
     return [f for dim in tensor for f in (["..."] if dim == "..." else dim)]
 
@@ -219,7 +221,7 @@ def _local(local: Local, *shards):
     device's counts.
     """
     factors, uneven = _uneven(local)
-    shards = [_whole(local, factors, uneven, i, shard) for i, shard in enumerate(shards)]
+    shards = [_gathered(local, factors, uneven, i, shard) for i, shard in enumerate(shards)]
     with noting(lambda: f"partition_as({local.params['rule']!r})({local.params['fun']})"):
         outs = local.params["fun"](*shards)
     for factor in uneven:
@@ -242,7 +244,7 @@ def _nothing(reduction: str, x):
     return lax.full_like(x, identity(reduction, x.dtype))
 
 
-def _whole(local: Local, factors: Factors, uneven: list[str], i: int, shard):
+def _gathered(local: Local, factors: Factors, uneven: list[str], i: int, shard):
     shape, layout = local.node.in_shapes[i], local.operands[i]
     if not jax.numpy.issubdtype(shard.dtype, jax.dtypes.extended):
         shard = mask_padding(shard, layout, shape, 0, local.sizes, _kept_dims(factors, i))
@@ -275,13 +277,15 @@ def _flops(params, in_shapes: Shapes, out_shapes: Shapes) -> float | None:
 
 def _jvp(primals, tangents, *, fun, **params):
     """Of the function itself, in those arguments that move."""
-    moves = [type(t) is not ad.Zero for t in tangents]
+    has_tangent = [type(t) is not ad.Zero for t in tangents]
 
     def moving(*xs):
         new = iter(xs)
-        return fun(*(next(new) if m else x for m, x in zip(moves, primals, strict=True)))
+        return fun(*(next(new) if m else x for m, x in zip(has_tangent, primals, strict=True)))
 
-    outs, out_tangents = jax.jvp(moving, tuple(_where(moves, primals)), tuple(_where(moves, tangents)))
+    outs, out_tangents = jax.jvp(
+        moving, tuple(_where(has_tangent, primals)), tuple(_where(has_tangent, tangents))
+    )
     return outs, list(map(_tangent, outs, out_tangents))
 
 
@@ -297,8 +301,8 @@ def _transpose(cts, *args, fun, avals, **params):
         return fun(*(next(new) if is_linear else x for is_linear, x in zip(linear, args, strict=True)))
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in _where(linear, args)]
-    found = iter(jax.linear_transpose(forward, *shapes)(list(map(ad.instantiate_zeros, cts))))
-    return [next(found) if is_linear else None for is_linear in linear]
+    cotangents = iter(jax.linear_transpose(forward, *shapes)(list(map(ad.instantiate_zeros, cts))))
+    return [next(cotangents) if is_linear else None for is_linear in linear]
 
 
 def _where(mask, xs) -> list[Any]:

@@ -32,7 +32,7 @@ def _by_position(node: Node) -> bool:
     return _per_key(node) and node.eqn.ctx.threefry_partitionable
 
 
-def _names(letter: str, count: int, mark: str = "") -> list[str]:
+def _factors(letter: str, count: int, mark: str = "") -> list[str]:
     return [f"{letter}{i}{mark}" for i in range(count)]
 
 
@@ -40,8 +40,8 @@ def random_bits(node: Node) -> str:
     """ "k -> k s": one block of shape s for each key."""
     if not _per_key(node):
         return replicated_rule(node)
-    keys = _names("k", len(node.inputs[0].shape))
-    drawn = _names("s", len(node.params["shape"]), "" if _by_position(node) else "!")
+    keys = _factors("k", len(node.inputs[0].shape))
+    drawn = _factors("s", len(node.params["shape"]), "" if _by_position(node) else "!")
     return f"{' '.join(keys)} -> {' '.join(keys + drawn)}"
 
 
@@ -111,13 +111,13 @@ def random_fold_in(node: Node) -> str:
 def _broadcasting(node: Node) -> str:
     shape = node.outputs[0].shape
     operands = (" ".join(f"d{i}" if n == shape[i] else "1" for i, n in enumerate(s)) for s in node.in_shapes)
-    result = " ".join(_names("d", len(shape)))
+    result = " ".join(_factors("d", len(shape)))
     return f"{', '.join(operands)} -> {', '.join([result] * len(node.outputs))}"
 
 
 def iota_2x32_shape(node: Node) -> str:
     """ "-> s0 s1, s0 s1": the high and the low words of the row-major positions."""
-    dims = " ".join(_names("s", len(node.out_shapes[0])))
+    dims = " ".join(_factors("s", len(node.out_shapes[0])))
     return f" -> {dims}, {dims}"
 
 
@@ -131,15 +131,15 @@ def random_gamma(node: Node) -> str:
     """
     if not _per_key(node):
         return replicated_rule(node)
-    keys = _names("k", len(node.inputs[0].shape))
-    samples = " ".join(keys + _names("s", len(node.inputs[1].shape) - len(keys), "!"))
+    keys = _factors("k", len(node.inputs[0].shape))
+    samples = " ".join(keys + _factors("s", len(node.inputs[1].shape) - len(keys), "!"))
     return f"{' '.join(keys)}, {samples} -> {samples}"
 
 
 def _with_words(node: Node) -> tuple[str, str]:
     keys, words = sorted((node.inputs[0].shape, node.outputs[0].shape), key=len)
-    names = _names("k", len(keys))
-    return " ".join(names), " ".join(names + _names("w", len(words) - len(keys), "!"))
+    factors = _factors("k", len(keys))
+    return " ".join(factors), " ".join(factors + _factors("w", len(words) - len(keys), "!"))
 
 
 def random_unwrap(node: Node) -> str:

@@ -97,7 +97,7 @@ class Factors:
 def base_name(factor: str) -> str:
     """The factor as its rule names it: windowed ones of several sizes have one name.
 
-    >>> tie("h~16"), tie("k")
+    >>> base_name("h~16"), base_name("k")
     ('h~', 'k')
     """
     name, wave, _ = factor.partition("~")
