@@ -317,13 +317,13 @@ def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> Non
             )
 
 
-def _again(saveable, unknown, there, eqn):
+def _again(saveable, unknown, present, eqn):
     """The rule for policies of `jax.checkpoint`. What they save is the value, not its annotation, so the
     backward pass annotates again.
     """
     if unknown[0]:
         return None, eqn, [True], [True], []
-    return eqn, eqn, [False], [True], [v for v in eqn.invars if not there[0] and not _jax.is_literal(v)]
+    return eqn, eqn, [False], [True], [v for v in eqn.invars if not present[0] and not _jax.is_literal(v)]
 
 
 annotate_p.def_impl(lambda x, **params: x)

@@ -178,13 +178,16 @@ def _check_given(x, mesh: AnyMesh, entries, argument: str, function: str, exampl
     require(ok, f"{argument} of {function}", entries, f"a sequence, {example}")
 
 
-def _assignment(given) -> np.ndarray:
+def _assignment(assignment) -> np.ndarray:
     try:
-        tiles = np.asarray(given)
+        tiles = np.asarray(assignment)
     except ValueError:
         tiles = np.asarray(None)  # rows of different lengths
     require(
-        tiles.dtype.kind in "iu", "device_assignment of shard", given, "an array of the numbers of devices"
+        tiles.dtype.kind in "iu",
+        "device_assignment of shard",
+        assignment,
+        "an array of the numbers of devices",
     )
     return tiles
 

@@ -344,11 +344,11 @@ class _Teller:
         )
 
     def crossed(self, c: Crossed) -> str:
-        there, refined = c.crossing.there, c.crossing.refinement
-        here = spec_text(refined.shown(c.crossing.here))
+        resting, refined = c.crossing.resting, c.crossing.refinement
+        sharding = spec_text(refined.shown(c.crossing.sharding))
         return (
-            f"{spec_text(there.sharding)} on {there.mesh} against {here} on {refined.program}, which do not "
-            "fit each other"
+            f"{spec_text(resting.sharding)} on {resting.mesh} against {sharding} on {refined.program}, which "
+            "do not fit each other"
         )
 
     def along(self, node: Node, layouts, axes: Axes, word: str, factors: Factors | None = None) -> str:

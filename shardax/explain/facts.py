@@ -118,7 +118,7 @@ class Facts:
         return (replace(place, named=self._named(place.path)) for place in self._on("argument", places))
 
     def _on(self, side: str, places: Iterable[Placed]) -> Iterator[Placed]:
-        orders = {c.number: str(c.there.mesh) for c in self.crossings if c.side == side and c.outside}
+        orders = {c.number: str(c.resting.mesh) for c in self.crossings if c.side == side and c.outside}
         for i, place in enumerate(places):
             on = "" if place.on == f"({describe(self.mesh)})" else place.on
             yield replace(place, on=orders.get(i, on))

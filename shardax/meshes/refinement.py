@@ -101,14 +101,14 @@ class Refinement:
         """Refined axes as a person reads them: refined axes that together make an axis of the user's, in
         order, are that axis.
         """
-        left, found = axes, ()
+        left, names = axes, ()
         while left:
             taken, name = next(
                 ((subs, name) for subs, name in self._wholes if left[: len(subs)] == subs),
                 (left[:1], left[0]),
             )
-            left, found = left[len(taken) :], (*found, name)
-        return found
+            left, names = left[len(taken) :], (*names, name)
+        return names
 
     def shown(self, sharding: Sharding) -> Sharding:
         """A refined sharding as a person reads it."""
@@ -164,11 +164,11 @@ class Refinement:
         owners = {sub: axis for axis, subs in self.axes[mesh].items() for sub in subs}
         dims, seen = [], set()
         for dim in sharding.dims:
-            whole = tuple(dict.fromkeys(owners[sub] for sub in dim if sub in owners))
-            dims.append(tuple(axis for axis in whole if axis not in seen))
-            seen |= set(whole)
-        whole = Sharding(tuple(dims))
-        return Placement(mesh, whole if shape is None else at_rest(whole, shape, mesh.sizes))
+            axes = tuple(dict.fromkeys(owners[sub] for sub in dim if sub in owners))
+            dims.append(tuple(axis for axis in axes if axis not in seen))
+            seen |= set(axes)
+        nearest = Sharding(tuple(dims))
+        return Placement(mesh, nearest if shape is None else at_rest(nearest, shape, mesh.sizes))
 
     def _equal(self, one: Sharding, other: Sharding) -> bool:
         """Whether two shardings are the same; axes of one device split nothing."""
