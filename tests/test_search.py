@@ -218,7 +218,7 @@ def cheapest_of_all(search):
     reads = {}
     for value, site, i in search.reading:
         if not value.is_literal:
-            reads.setdefault(search.root_of(value, site.requested), []).append((site, i))
+            reads.setdefault(search.root_of(value, site.user_requested), []).append((site, i))
     price = cache(search.price)
 
     def served(value, made, wanted):

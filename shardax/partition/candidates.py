@@ -62,19 +62,21 @@ def suggest(
     """For each factor the splits that some layout of some tensor suggests, first suggested first; last, those
     with axes on offer, on the tensor's other factors, so that no device gets more than its part."""
     suggestions: dict[str, list[Split]] = {}
-    moved: list[tuple[str, Split]] = []
-    found = [
+    redistributed: list[tuple[str, Split]] = []
+    projected = [
         [project_all([layout], [dims], factors, padding.sizes) for layout in alternatives]
         for alternatives, dims in zip(layouts, tensors, strict=True)
     ]
-    often = Counter(factor for of_tensor in found for factor in {f for splits in of_tensor for f in splits})
-    for of_tensor, dims in zip(found, tensors, strict=True):
+    often = Counter(
+        factor for of_tensor in projected for factor in {f for splits in of_tensor for f in splits}
+    )
+    for of_tensor, dims in zip(projected, tensors, strict=True):
         for splits in of_tensor:
             for factor, split in splits.items():
                 _append(suggestions, factor, split) if factors.type_of(factor) != UNSPLIT else None
             stays = {f for f in splits if f in factors.reduced and not (offer.reduced and often[f] == 1)}
-            moved += _moved(splits, stays, dims, factors, padding, offer.idle)
-    for factor, split in moved:
+            redistributed += _redistributed(splits, stays, dims, factors, padding, offer.idle)
+    for factor, split in redistributed:
         _append(suggestions, factor, split)
     return suggestions
 
@@ -85,7 +87,7 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
         have.append(split)
 
 
-def _moved(
+def _redistributed(
     splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes
 ) -> Iterator[tuple[str, Split]]:
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and

@@ -42,15 +42,15 @@ def choose(
     """
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
 
-    def lay_out(splits: Splits, given_back: dict[Hashable, Layouts]) -> Search:
-        search = Search(graph, completion, alternatives, splits, given_back, allowed, byte_price)
+    def lay_out(splits: Splits, returned: dict[Hashable, Layouts]) -> Search:
+        search = Search(graph, completion, alternatives, splits, returned, allowed, byte_price)
         search.program(graph, inputs, outputs)
         return search
 
     search, solution = _searched(lay_out, {})
-    for node, found in search.maps.items():
-        now = search.splits.get(node, found[0] if found else None)
-        for other in (None, *found):
+    for node, options in search.maps.items():
+        now = search.splits.get(node, options[0] if options else None)
+        for other in (None, *options):
             if other != now:
                 tried, price = _searched(lay_out, {**search.splits, node: other})
                 if price.price < solution.price:
@@ -67,23 +67,27 @@ def memory(decisions: Decisions, sizes: AxisSizes) -> int:
 
 
 def _made_and_resharded(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) -> int:
-    found, inside = (
+    stored_values, inside = (
         [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.needed],
         0,
     )
     for node, decision in decisions.pairs():
-        found += [(v, m.target) for v, m in zip(node.inputs, decision.reshards, strict=True) if m.needed]
-        found += [(v, layout) for v, layout in zip(node.outputs, decision.results, strict=True) if v in kept]
+        stored_values += [
+            (v, m.target) for v, m in zip(node.inputs, decision.reshards, strict=True) if m.needed
+        ]
+        stored_values += [
+            (v, layout) for v, layout in zip(node.outputs, decision.results, strict=True) if v in kept
+        ]
         inside += sum(_made_and_resharded(body, sizes, kept) for body in decision.bodies)
-    return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in found)
+    return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in stored_values)
 
 
 def _searched(
     lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits
 ) -> tuple[Search, Solution]:
-    given_back: dict[Hashable, Layouts] = {}
+    returned: dict[Hashable, Layouts] = {}
     while True:
-        search = lay_out(splits, given_back)
-        if search.left == given_back or given_back:
+        search = lay_out(splits, returned)
+        if search.left == returned or returned:
             return search, search.solve()
-        given_back = search.left
+        returned = search.left

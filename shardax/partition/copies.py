@@ -80,7 +80,7 @@ def is_cut(source: Layout, target: Layout) -> bool:
         return True
     if source.pending != target.pending:
         return False
-    for have, want, held, kept in zip(source.dims, target.dims, source.padded, target.padded, strict=True):
-        if want[: len(have)] != have or have and held != kept:
+    for have, need, held, kept in zip(source.dims, target.dims, source.padded, target.padded, strict=True):
+        if need[: len(have)] != have or have and held != kept:
             return False
     return not set(target.sharding.axes) & {*source.pending_axes}

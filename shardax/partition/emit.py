@@ -135,18 +135,18 @@ class Emitter:
         while layout not in self.env[value]:
             node = self.makers.get(value)
             if node is None or not annotations.of_node(node) or node.inputs[0].is_literal:
-                self.env[value][layout] = self.made_whole(value)
+                self.env[value][layout] = self.made_replicated(value)
             else:
                 value = node.inputs[0]
         return value, self.env[value][layout]
 
-    def made_whole(self, value: Value):
+    def made_replicated(self, value: Value):
         """A literal, what is `made_anywhere`, or one of them annotated, on a device that makes all of it."""
         if value.is_literal:
             return _literal(value)
         node = self.makers[value]
         if annotations.of_node(node):
-            return self.made_whole(node.inputs[0])
+            return self.made_replicated(node.inputs[0])
         entry = RULES[node.name]
         assert entry.made_anywhere, node.name
         scalars, results = (
@@ -224,8 +224,8 @@ def purpose(reader: Node | None) -> str:
     """Who wants a value resharded: an annotation is named by its words, any other node by its name."""
     if reader is None:
         return "result"
-    given = annotations.of_node(reader)
-    return given.source if given else reader.name
+    annotation = annotations.of_node(reader)
+    return annotation.source if annotation else reader.name
 
 
 def reshard_reason(purpose: str, sharding: Sharding) -> str:

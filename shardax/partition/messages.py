@@ -66,10 +66,10 @@ class _Field:
         self.messages: list[np.ndarray] = []
         self.bound = -np.inf
         for (a, b), prices in pairs.items():
-            prices, there = np.minimum(prices, _NEVER), len(self.messages)
+            prices, number = np.minimum(prices, _NEVER), len(self.messages)
             self.messages += [np.zeros(len(alone[b])), np.zeros(len(alone[a]))]
-            self.after[a].append(_Edge(b, prices, there + 1, there))
-            self.before[b].append(_Edge(a, np.ascontiguousarray(prices.T), there, there + 1))
+            self.after[a].append(_Edge(b, prices, number + 1, number))
+            self.before[b].append(_Edge(a, np.ascontiguousarray(prices.T), number, number + 1))
         self.share = [1.0 / max(1, len(b), len(a)) for b, a in zip(self.before, self.after, strict=True)]
 
     def sweep(self, forward: bool) -> list[int]:
@@ -81,11 +81,11 @@ class _Field:
             alone = self.alone[v]
             for edge in coming[v]:
                 alone = alone + messages[edge.told]
-            known = given = alone
+            known = total = alone
             for edge in visited[v]:
                 known = known + messages[edge.told]
-                given = given + edge.prices[:, ways[edge.to]]
-            ways[v] = int(given.argmin())
+                total = total + edge.prices[:, ways[edge.to]]
+            ways[v] = int(total.argmin())
             least = np.minimum.reduce(known)
             bound += least
             known = (known - least) * self.share[v]

@@ -50,7 +50,7 @@ class Search(Protocol):
     nbytes: Callable[[Value, Layout], int]
     annotated: dict[Value, tuple[Axes | None, ...]]
     reader: dict[Value, Node]
-    given_back: dict[Hashable, Layouts]
+    returned: dict[Hashable, Layouts]
     open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]]
 
     def add(self, site: Site) -> Site: ...
@@ -58,7 +58,7 @@ class Search(Protocol):
     def close_carry(self, port: Site) -> None: ...
     def made(self, value: Value) -> Layouts: ...
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]: ...
-    def wanted(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout: ...
+    def requested(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout: ...
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None: ...
 
 
@@ -71,7 +71,7 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
     """The splits of a map's trips that the layouts of its stacked operands and results suggest."""
     consts, carries = _jax.scan_counts(node.params)
     xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
-    layouts = [lay for v in xs for lay in search.made(v)] + [search.wanted(v, hidden) for v in (*xs, *ys)]
+    layouts = [lay for v in xs for lay in search.made(v)] + [search.requested(v, hidden) for v in (*xs, *ys)]
     leading = [
         (lay.dims[0], lay.padded[0]) for lay in layouts if lay.dims[0] and not hidden & set(lay.dims[0])
     ]
@@ -79,7 +79,7 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
         return []
     splits, inside = (
         [Split(axes, padded) for axes, padded in dict.fromkeys(leading)],
-        _axes_asked_inside(search, node, xs),
+        _axes_annotated_inside(search, node, xs),
     )
     return [
         split
@@ -89,12 +89,14 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
     ]
 
 
-def _axes_asked_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
+def _axes_annotated_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
     """The axes over which annotations ask to have each trip split. Were the trips split over them, a device
     would have whole microbatches in memory."""
-    asked = search.annotated
-    parts = [asked[v][1:] for v in xs if v in asked]
-    parts += [asked[v] for body in node.bodies for inner in body.walk() for v in inner.outputs if v in asked]
+    annotated = search.annotated
+    parts = [annotated[v][1:] for v in xs if v in annotated]
+    parts += [
+        annotated[v] for body in node.bodies for inner in body.walk() for v in inner.outputs if v in annotated
+    ]
     return {a for dims in parts for axes in dims for a in axes or ()}
 
 
@@ -162,7 +164,7 @@ def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> P
         search.body(body, trips / len(node.bodies), inside)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
-        settled, *owed = _owing(search.wanted(outer, inside), owing, outer)
+        settled, *owed = _owing(search.requested(outer, inside), owing, outer)
         ways = [
             Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
             for layout in (*owed, settled)
@@ -203,8 +205,8 @@ def _operand(
     """What bodies take and keep: in a layout in which nothing is owed."""
     layouts = [
         *search.at_hand(outer, hidden),
-        search.wanted(outer, hidden),
-        *(search.wanted(v, hidden) for v in inners),
+        search.requested(outer, hidden),
+        *(search.requested(v, hidden) for v in inners),
     ]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, trips))
@@ -215,7 +217,7 @@ def _carry(
 ) -> Site:
     """One layout, in which a carry comes in, is taken and given by the body, and goes out."""
     init, inner = reads[0], makes[0]
-    layouts = [search.wanted(inner, hidden), *search.at_hand(init, hidden), *search.given_back.get(key, ())]
+    layouts = [search.requested(inner, hidden), *search.at_hand(init, hidden), *search.returned.get(key, ())]
     ways = [
         Way((lay,) * len(reads), (lay,) * len(makes))
         for lay in dict.fromkeys(layouts)
@@ -237,8 +239,8 @@ def _owing_trips(port: Site, split: Split, carry_kind: str, reduction: str) -> S
 
     ways = []
     for way in port.ways:
-        (start, given), (taken, end) = way.operands, way.results
-        ways.append(Way((owe(start) if carry_kind == REDUCED else start, given), (taken, owe(end))))
+        (start, body_end), (taken, end) = way.operands, way.results
+        ways.append(Way((owe(start) if carry_kind == REDUCED else start, body_end), (taken, owe(end))))
     port.ways = ways
     return port
 
@@ -260,8 +262,10 @@ def _slices(
         if hidden.isdisjoint(Sharding(lay.dims[1:]).axes)
     ]
     reader = search.reader.get(inner)
-    asked = [search.wanted(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
-    layouts = dict.fromkeys([*asked, search.wanted(inner, hidden), *laid])
+    annotated = (
+        [search.requested(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
+    )
+    layouts = dict.fromkeys([*annotated, search.requested(inner, hidden), *laid])
     ways = [Way((_stacked(lay, outer, split),), (lay,)) for lay in layouts]
     return search.add(Site([outer], [inner], ways, trips))
 
@@ -272,9 +276,9 @@ def _stack(
     """How a loop's stacked results lie: as each trip leaves them. Each device may keep but its block of the
     stack.
     """
-    wanted = search.wanted(inner, hidden)
-    stack = search.wanted(outer, hidden)
-    layouts = dict.fromkeys([*_owing(wanted, search.made(inner), inner), *search.at_hand(inner, hidden)])
+    requested = search.requested(inner, hidden)
+    stack = search.requested(outer, hidden)
+    layouts = dict.fromkeys([*_owing(requested, search.made(inner), inner), *search.at_hand(inner, hidden)])
     ways = []
     for lay in layouts:
         keeps = [None] if split else [_kept_block(search, lay, outer, stack), None]
@@ -291,26 +295,26 @@ def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
     return Layout(Sharding((axes, *layout.dims)), (padded, *layout.padded), layout.pending)
 
 
-def _kept_block(search: Search, layout: Layout, stack: Value, wanted: Layout) -> Split | None:
+def _kept_block(search: Search, layout: Layout, stack: Value, requested: Layout) -> Split | None:
     """How each device keeps but its block of what all of them make trip by trip: where no loop reads the
     whole stack, and it may rest so."""
-    there = {*layout.sharding.axes, *layout.pending_axes}
-    even = wanted.padded[0] == stack.shape[0] and not jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended)
-    if not wanted.dims[0] or not even or not there.isdisjoint(wanted.dims[0]):
+    used = {*layout.sharding.axes, *layout.pending_axes}
+    even = requested.padded[0] == stack.shape[0] and not jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended)
+    if not requested.dims[0] or not even or not used.isdisjoint(requested.dims[0]):
         return None
-    return Split(wanted.dims[0], wanted.padded[0])
+    return Split(requested.dims[0], requested.padded[0])
 
 
-def _owing(wanted: Layout, made: Iterable[Layout], value: Value) -> Layouts:
+def _owing(requested: Layout, made: Iterable[Layout], value: Value) -> Layouts:
     """The wanted layout, and that owing the sums that were left, unless they are over axes that it is split
     over.
     """
-    found = [wanted]
+    layouts = [requested]
     for lay in made:
         sums = tuple(p for p in lay.pending if p[1] == "sum")
-        if sums and not any(axis in wanted.sharding.axes for axis, _ in sums):
-            found.append(Layout(wanted.sharding, wanted.padded, sums))
-    return tuple(dict.fromkeys(found))
+        if sums and not any(axis in requested.sharding.axes for axis, _ in sums):
+            layouts.append(Layout(requested.sharding, requested.padded, sums))
+    return tuple(dict.fromkeys(layouts))
 
 
 _LAY_OUT = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

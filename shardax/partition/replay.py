@@ -19,21 +19,23 @@ class Replay:
         self.layouts: dict[Value, list[Layout]] = {}
         self.structured: dict[Node, Decision] = {}
 
-    def readable(self, value: Value, requested: bool) -> list[Layout]:
+    def readable(self, value: Value, user_requested: bool) -> list[Layout]:
         """The layouts that a reader may take; one that the user asked for, also those before an
         annotation.
         """
         before = self.search.before_annotation.get(value)
-        return self.layouts[value] + (self.readable(before, True) if requested and before else [])
+        return self.layouts[value] + (self.readable(before, True) if user_requested and before else [])
 
     def graph(
-        self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], requested: bool = True
+        self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], user_requested: bool = True
     ) -> Decisions:
-        """`requested`: whether the user says in which layouts the outputs are, as of a whole program."""
+        """`user_requested`: whether the user says in which layouts the outputs are, as of a whole program."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
             self.layouts[value] = [layout]
         steps = [self.node(node) for node in graph.nodes]
-        reshards = tuple(self.reshard(v, t, requested) for v, t in zip(graph.outputs, outputs, strict=True))
+        reshards = tuple(
+            self.reshard(v, t, user_requested) for v, t in zip(graph.outputs, outputs, strict=True)
+        )
         return Decisions(graph, tuple(inputs), steps, reshards)
 
     def node(self, node: Node) -> Decision:
@@ -51,8 +53,10 @@ class Replay:
         return self.decision(node, known.operands, known.results, known.splits, bodies=bodies)
 
     def decision(self, node: Node, operands, results, splits=None, **rest) -> Decision:
-        requested = annotations.of_node(node) is not None
-        reshards = tuple(self.reshard(v, t, requested) for v, t in zip(node.inputs, operands, strict=True))
+        user_requested = annotations.of_node(node) is not None
+        reshards = tuple(
+            self.reshard(v, t, user_requested) for v, t in zip(node.inputs, operands, strict=True)
+        )
         for value, layout in zip(node.outputs, results, strict=True):
             self.layouts[value] = [layout]
             if value in self.search.anywhere and not layout.pending:
@@ -64,11 +68,11 @@ class Replay:
             self.structured[node] = decision
         return decision
 
-    def reshard(self, value: Value, target: Layout, requested: bool) -> Reshard:
+    def reshard(self, value: Value, target: Layout, user_requested: bool) -> Reshard:
         """Reads a value in a layout; from then on it is there in that layout too."""
         if value.is_literal:
             return Reshard(replicated_layout(value.shape), target)
-        layouts = self.readable(value, requested)
+        layouts = self.readable(value, user_requested)
         if target in layouts:
             return Reshard(target, target)
         self.layouts[value].append(target)
@@ -80,7 +84,7 @@ class Replay:
         for value in graph.inputs:
             site, i = self.search.maker[value]
             inputs.append(site.chosen.results[i])
-        return self.graph(graph, inputs, outputs, requested=False)
+        return self.graph(graph, inputs, outputs, user_requested=False)
 
 
 def _scan(replay: Replay, node: Node) -> Decision:

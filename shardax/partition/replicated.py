@@ -30,11 +30,13 @@ def report_replicated(
     """
     if all(n == 1 for n in sizes.values()):
         return
-    said = set()
+    reported = set()
     for node, decision in _without_rule(decisions):
         where = (node.name, node.line)
-        if where not in said and not any(fnmatchcase(name, pattern) for name in where for pattern in allow):
-            said.add(where)
+        if where not in reported and not any(
+            fnmatchcase(name, pattern) for name in where for pattern in allow
+        ):
+            reported.add(where)
             _report(node, _bytes_sent(node, decision, sizes), strict)
 
 
@@ -115,8 +117,8 @@ def _of_node(
     node: Node, decision: Decision, sizes: AxisSizes, read: Mapping[Value, set[str]]
 ) -> Iterator[Replicated]:
     """The same of one node, if it is one."""
-    lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
-    used = {a for split in decision.splits.values() for a in split.axes} & lie
+    split_axes = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
+    used = {a for split in decision.splits.values() for a in split.axes} & split_axes
     gathers = [step for step in _gathers(node, decision, sizes) if not used.issuperset(step.axes)]
     nbytes = sum(step.nbytes for step in gathers)
     axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))

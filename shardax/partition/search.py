@@ -44,7 +44,7 @@ class Search:
     one annotated inside, that before, which other annotations and results may still read. `anywhere`: what
     every device can make any part of. `scope`: how often the code runs that holds a value; `often`: in how
     many alike blocks. `maps`: how the trips of each map may be split, `splits`: how they are. `left`: the
-    layouts in which bodies give carries back; `given_back`: those of the last time. `avoided`: the steps of
+    layouts in which bodies give carries back; `returned`: those of the last time. `avoided`: the steps of
     reshards that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
     """
 
@@ -54,7 +54,7 @@ class Search:
         completion: Completion,
         alternatives: Alternatives,
         splits: dict[Node, Split | None],
-        given_back: dict[Hashable, Layouts],
+        returned: dict[Hashable, Layouts],
         allowed: Callable[..., bool] | None = None,
         byte_price: float = 0.0,
     ):
@@ -62,7 +62,7 @@ class Search:
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
-        self.splits, self.given_back, self.allowed, self.byte_price = splits, given_back, allowed, byte_price
+        self.splits, self.returned, self.allowed, self.byte_price = splits, returned, allowed, byte_price
         self.avoided = {kind for kind in _COLLECTIVE_OF if allowed and not allowed(_COLLECTIVE_OF[kind])}
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
@@ -94,7 +94,7 @@ class Search:
             self.add(Site([], [value], [Way((), (layout,))]))
         self.body(graph, 1.0, frozenset())
         for value, layout in zip(graph.outputs, outputs, strict=True):
-            self.add(Site([value], [], [Way((layout,), ())], requested=True))
+            self.add(Site([value], [], [Way((layout,), ())], user_requested=True))
 
     def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None:
         """Lays out a graph whose inputs are made already."""
@@ -154,8 +154,8 @@ class Search:
 
     def node(self, node: Node, trips: float, hidden: frozenset[str]) -> Site:
         made = [self.made(v) for v in node.inputs]
-        wanted = [self.wanted(v, hidden) for v in (*node.inputs, *node.outputs)]
-        ways = self.alternatives.of(node, made, wanted, hidden)
+        requested = [self.requested(v, hidden) for v in (*node.inputs, *node.outputs)]
+        ways = self.alternatives.of(node, made, requested, hidden)
         note = annotations.of_node(node)
         renames = annotations.renames(node)
         if renames:
@@ -178,7 +178,7 @@ class Search:
                 node.outputs,
                 ways,
                 trips,
-                requested=note is not None,
+                user_requested=note is not None,
                 allowed=allowed,
                 renames=renames,
             )
@@ -200,17 +200,17 @@ class Search:
         """Notes in which layouts a body gives a carry back: in the next round it may be carried so."""
         key, hidden, may_owe = self.open_carries[port]
         taken, returned = port.makes[0], port.reads[1]
-        wanted = self.wanted(taken, hidden)
+        requested = self.requested(taken, hidden)
         back = []
         for lay in self.made(returned):
             sums = tuple(p for p in lay.pending if p[1] == "sum")
             if not lay.pending:
                 back.append(lay)
-            elif sums and may_owe and not any(axis in wanted.sharding.axes for axis, _ in sums):
-                back.append(Layout(wanted.sharding, wanted.padded, sums))
+            elif sums and may_owe and not any(axis in requested.sharding.axes for axis, _ in sums):
+                back.append(Layout(requested.sharding, requested.padded, sums))
         known = {way.results[0] for way in port.ways}
         self.left[key] = tuple(
-            dict.fromkeys([*self.given_back.get(key, ()), *(lay for lay in back if lay not in known)])
+            dict.fromkeys([*self.returned.get(key, ()), *(lay for lay in back if lay not in known)])
         )[:8]
         result = port.makes[1]
         self.layouts[result] = tuple(
@@ -219,11 +219,11 @@ class Search:
 
     # What is known of values
 
-    def root_of(self, value: Value, requested: bool = False) -> Value:
+    def root_of(self, value: Value, user_requested: bool = False) -> Value:
         root = self.root.get(value, value)
         return (
             self.root_of(self.before_annotation[root], True)
-            if requested and root in self.before_annotation
+            if user_requested and root in self.before_annotation
             else root
         )
 
@@ -231,27 +231,27 @@ class Search:
         """The layouts in which a value may be made; whole, if every device can make it so."""
         if value.is_literal:
             return (replicated_layout(value.shape),)
-        found = self.layouts[value]
+        layouts = self.layouts[value]
         return (
-            tuple(dict.fromkeys([*found, replicated_layout(value.shape)]))
+            tuple(dict.fromkeys([*layouts, replicated_layout(value.shape)]))
             if value in self.anywhere
-            else found
+            else layouts
         )
 
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]:
         """Those of them in which nothing is owed, and that split nothing over hidden axes."""
         return [lay for lay in self.made(value) if not lay.pending and hidden.isdisjoint(lay.sharding.axes)]
 
-    def wanted(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout:
+    def requested(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout:
         """The layout that completion wants for a value, as far as axes are not hidden."""
         sharding = self.completion.sharding(value)
         return self.padding.layout(sharding.without(hidden) if hidden else sharding, value.shape)
 
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None:
         """How the trips of a scan are split in this search."""
-        found = self.maps[node] = trip_splits(self, node, hidden)
-        split = self.splits.get(node, found[0] if found else None)
-        return split if split in found else None
+        options = self.maps[node] = trip_splits(self, node, hidden)
+        split = self.splits.get(node, options[0] if options else None)
+        return split if split in options else None
 
     def price(self, value: Value, source: Layout, target: Layout, strict: bool = False) -> float:
         """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes
@@ -287,7 +287,7 @@ class Search:
         for value, reads, weight in self._readers():
             for strict in (False, True) if self.avoided else (False,):
                 some = (
-                    [(site, i) for site, i in reads if (site.requested or site.allowed) != strict]
+                    [(site, i) for site, i in reads if (site.user_requested or site.allowed) != strict]
                     if self.avoided
                     else reads
                 )
@@ -327,12 +327,12 @@ class Search:
         """Who reads each value, those that read it by another name among them, and how often. Values of the
         same sites, as those of alike blocks are, count together; of who has no choice, only the layout
         matters."""
-        found: dict[Value, list[tuple[Site, int]]] = {}
+        readers: dict[Value, list[tuple[Site, int]]] = {}
         for value, site, i in self.reading:
             if not value.is_literal:
-                found.setdefault(self.root_of(value, site.requested), []).append((site, i))
+                readers.setdefault(self.root_of(value, site.user_requested), []).append((site, i))
         alike: dict[Hashable, list] = {}
-        for value, reads in found.items():
+        for value, reads in readers.items():
             maker, result = self.maker[value]
             made = (id(maker), result) if maker in self.variable else maker.ways[0].results[result]
             key = (
@@ -352,7 +352,7 @@ class Search:
         return (
             (id(site), i)
             if site in self.variable
-            else (site.ways[0].operands[i], site.requested, site.allowed)
+            else (site.ways[0].operands[i], site.user_requested, site.allowed)
         )
 
     def _reads(
@@ -384,8 +384,8 @@ class Search:
         """
         key = (id(site.ways), place, made)
         if key not in self.columns:
-            found = tuple([(way.results if made else way.operands)[place] for way in site.ways])
-            self.columns[key] = self.interned.setdefault(found, found)
+            layouts = tuple([(way.results if made else way.operands)[place] for way in site.ways])
+            self.columns[key] = self.interned.setdefault(layouts, layouts)
         return self.columns[key]
 
     def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
@@ -407,9 +407,9 @@ class Search:
                 [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)],
             )
         readers = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
-        found = copies.copies_of(sources, readers, price)
-        tables = [found.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        return found.making, found.maker_table(made), tables
+        shared = copies.copies_of(sources, readers, price)
+        tables = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+        return shared.making, shared.maker_table(made), tables
 
 
 def _table(made: Layouts, read: Layouts, price: Callable[[Layout, Layout], float]) -> np.ndarray:
@@ -450,8 +450,8 @@ class _Patterns:
 
 def _only_readers(graph: Graph) -> dict[Value, Node]:
     """For each value that one node alone reads, that node."""
-    found: dict[Value, Node | None] = {}
+    readers: dict[Value, Node | None] = {}
     for node in graph.walk():
         for v in node.inputs:
-            found[v] = None if v in found else node
-    return {v: node for v, node in found.items() if node is not None}
+            readers[v] = None if v in readers else node
+    return {v: node for v, node in readers.items() if node is not None}

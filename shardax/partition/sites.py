@@ -43,7 +43,7 @@ class Site:
     ways: Sequence[Way]
     trips: float = 1.0
     times: int = 1  # in how many alike blocks it is
-    requested: bool = False  # whether the user says how it reads: an annotation, or a result
+    user_requested: bool = False  # whether the user says how it reads: an annotation, or a result
     allowed: bool = False  # whether strict mode lets what it reads be moved for it, though nobody asked
     renames: bool = (
         False  # the value that it makes is the one that it reads, and is still there in its other layouts
