@@ -112,21 +112,21 @@ def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
     for j in range(n) if n <= PLACES else np.linspace(0, n - 1, PLACES, dtype=int):
         for k in {(j + 1) % n, (j + n // 2) % n} - {j}:
             results = eqn.with_operands({i: _exchanged(eqn.inputs[i], d, int(j), int(k))})
-            for found, result, wanted in zip(changes, results, eqn.outputs, strict=True):
-                found.append((int(j), np.argwhere(_changed(result, wanted))))
-    for found, shape in zip(changes, eqn.node.out_shapes, strict=True):
-        if any(len(where) for _, where in found):
+            for pairs, result, expected in zip(changes, results, eqn.outputs, strict=True):
+                pairs.append((int(j), np.argwhere(_changed(result, expected))))
+    for pairs, shape in zip(changes, eqn.node.out_shapes, strict=True):
+        if any(len(where) for _, where in pairs):
             reaches = [
-                _reach(n, shape[e], [(j, where[:, e]) for j, where in found]) for e in range(len(shape))
+                _reach(n, shape[e], [(j, where[:, e]) for j, where in pairs]) for e in range(len(shape))
             ]
             yield min((r for r in reaches if r is not None), default=None)
 
 
-def _reach(n: int, m: int, found: Sequence[tuple[int, np.ndarray]]) -> int | None:
+def _reach(n: int, m: int, changes: Sequence[tuple[int, np.ndarray]]) -> int | None:
     """How far along a result's dim of size m the changes lie from slice j of n; None where that is not
     near.
     """
-    reach = max(int(np.max(np.abs(where - j), initial=0)) for j, where in found)
+    reach = max(int(np.max(np.abs(where - j), initial=0)) for j, where in changes)
     if n == m and reach == 0:
         return 0
     return max(reach, 1) if n >= 6 and reach <= n // 3 else None
@@ -139,9 +139,9 @@ def _exchanged(x, d: int, j: int, k: int):
     return jnp.take(x, places, axis=d) if is_key(x) else jnp.asarray(np.take(np.asarray(x), places, axis=d))
 
 
-def _changed(result, wanted) -> np.ndarray:
+def _changed(result, expected) -> np.ndarray:
     """Where two results differ by more than rounding."""
-    one, other = (np.asarray(words(x)) for x in (result, wanted))
+    one, other = (np.asarray(words(x)) for x in (result, expected))
     if not jnp.issubdtype(one.dtype, jnp.inexact):
         return one != other
     with np.errstate(invalid="ignore"):
@@ -177,7 +177,7 @@ def _made_up(eqn: _Equation, has: dict[int, int], reduction: str, at: int) -> bo
     ]
     parts = zip(*map(eqn.with_operands, halves), strict=True)
     together = [_PUT_TOGETHER[reduction](*map(np.asarray, pair)) for pair in parts]
-    return all(alike(got, np.asarray(want)) for got, want in zip(together, eqn.outputs, strict=True))
+    return all(alike(got, np.asarray(expected)) for got, expected in zip(together, eqn.outputs, strict=True))
 
 
 def _half(x: np.ndarray, d: int, at: int, reduction: str, first: bool):

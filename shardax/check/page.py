@@ -115,10 +115,10 @@ def primitives() -> set[str]:
 
 def _by_value(items: Mapping[str, Any]) -> dict[Any, list[str]]:
     """The keys that have each value, in their order."""
-    found: dict[Any, list[str]] = {}
+    keys: dict[Any, list[str]] = {}
     for key, value in items.items():
-        found.setdefault(value, []).append(key)
-    return found
+        keys.setdefault(value, []).append(key)
+    return keys
 
 
 def _listed(primitives: Iterable[str]) -> str:

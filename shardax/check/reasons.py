@@ -58,15 +58,15 @@ _REASONS = (  # pattern of primitives, kind, reason
 )
 
 
-def reason(found: Missing) -> str:
+def reason(missing: Missing) -> str:
     """Why a missing claim is meant, "" if it is not."""
-    if found.passes:
+    if missing.passes:
         return _ALL_THE_WORK
     return next(
         (
             why
             for name, claim, why in _REASONS
-            if fnmatchcase(found.primitive, name) and fnmatchcase(found.claim, claim)
+            if fnmatchcase(missing.primitive, name) and fnmatchcase(missing.claim, claim)
         ),
         "",
     )

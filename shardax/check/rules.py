@@ -90,8 +90,10 @@ def _check_given(f, args, only) -> None:
 
 def missing_of(f: Callable, args: Sequence[Any], only: str = "") -> tuple[list[Missing], int]:
     """Missing claims, each once, and the number of equations that were looked at."""
-    found = [list(missing(case.node, case.entry, case.inputs, case.outputs)) for case in cases(f, args, only)]
-    return list(dict.fromkeys(m for each in found for m in each)), len(found)
+    claims = [
+        list(missing(case.node, case.entry, case.inputs, case.outputs)) for case in cases(f, args, only)
+    ]
+    return list(dict.fromkeys(m for each in claims for m in each)), len(claims)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +180,8 @@ def _one_split(case: Case, group: Sequence[str], axes) -> Iterator[Splits]:
     for over, way in ((first, 0), (first, 1), (every, 1)):
         yield {f: Split(over, ways[f][way]) for f in group}
     shown = {f for tensor in case.factors.results for dim in tensor for f in dim}.union(case.factors.reduced)
-    if whole := [f for f in group if "~" in f and f not in shown]:
-        yield {f: Split(every, ways[f][1]) for f in group if f not in whole}
+    if uncut := [f for f in group if "~" in f and f not in shown]:
+        yield {f: Split(every, ways[f][1]) for f in group if f not in uncut}
 
 
 def _ways(size: int, few: int, many: int) -> tuple[int, int]:
@@ -223,19 +225,19 @@ def _attempt(i: int, trial: _Trial, local: Local, shards, problems: list[str]):
     shards = [
         shard[0] if layout.pending else shard for shard, layout in zip(shards, local.operands, strict=True)
     ]
-    wanted = [(local.out_shape(j), v.aval.dtype) for j, v in enumerate(trial.case.node.outputs)]
+    expected = [(local.out_shape(j), v.aval.dtype) for j, v in enumerate(trial.case.node.outputs)]
     try:
         with trial.case.node.eqn.ctx.manager:
             results = run_local(trial.case.entry, local, trial.case.factors, shards)
     except Exception as error:
         problems[i] = f"{type(error).__name__}: {str(error)[:300]}"
         results = []
-    if not problems[i] and [(r.shape, r.dtype) for r in results] != wanted:
-        problems[i] = f"shards of {[(r.shape, str(r.dtype)) for r in results]}, wanted {wanted}"
+    if not problems[i] and [(r.shape, r.dtype) for r in results] != expected:
+        problems[i] = f"shards of {[(r.shape, str(r.dtype)) for r in results]}, wanted {expected}"
     if problems[i]:
         return [
             jnp.zeros(shape + words(v).shape[v.ndim :])
-            for v, (shape, _) in zip(trial.case.outputs, wanted, strict=True)
+            for v, (shape, _) in zip(trial.case.outputs, expected, strict=True)
         ]
     return [_settle(result, layout) for result, layout in zip(results, local.results, strict=True)]
 
@@ -283,9 +285,9 @@ def _owed(value: np.ndarray, reduction: str, count: int) -> list[np.ndarray]:
 
 def _difference(case: Case, results: Sequence[Any]) -> str:
     """Where a device's cropped shard differs from the primitive's result, or ""."""
-    for i, (result, wanted) in enumerate(zip(results, map(words, case.outputs), strict=True)):
+    for i, (result, expected) in enumerate(zip(results, map(words, case.outputs), strict=True)):
         for shard in result.addressable_shards:
-            part = np.asarray(wanted)[shard.index]
+            part = np.asarray(expected)[shard.index]
             got = np.asarray(shard.data)[tuple(map(slice, part.shape))]
             if problem := difference(got, part, _SLACK):
                 return f"result {i} on one device: {problem}"

@@ -36,13 +36,11 @@ class Sample:
 
 
 def samples(
-    name: str, given: Mapping[str, Any] | None = None, count: int = 3, module: str = ""
+    name: str, module_samples: Mapping[str, Any] | None = None, count: int = 3, module: str = ""
 ) -> Iterator[Sample]:
-    """Those of a primitive: those that are `given` by a module, our own, and up to `count` of JAX's small
-    ones.
-    """
+    """Those of a primitive: those of a module, our own, and up to `count` of JAX's small ones."""
     for table, words in (
-        (given or {}, f"{module}.SAMPLES[{{!r}}]"),
+        (module_samples or {}, f"{module}.SAMPLES[{{!r}}]"),
         (SAMPLES, "shardax.check.samples.SAMPLES[{!r}]"),
     ):
         if name in table:

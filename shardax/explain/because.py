@@ -104,9 +104,9 @@ class Because:
                 self.roots[at] = origin
             else:
                 at = self.completion.told_by(origin, *at)
-        found = self.roots.get(at)
-        self.roots.update(dict.fromkeys(way, found))
-        return found
+        origin = self.roots.get(at)
+        self.roots.update(dict.fromkeys(way, origin))
+        return origin
 
 
 SAME = ("optimization_barrier", "reshard")
@@ -202,12 +202,12 @@ class _Teller:
     ) -> dict[str, str]:
         """The annotations that these axes of a value come from, each with the words for it. `own`: that of an
         argument itself is not called by the argument's path."""
-        found: dict[str, str] = {}
+        words: dict[str, str] = {}
         for d, have in enumerate(sharding.dims):
             mine = {*have} & {*axes}
             if mine and (origin := self.all.origin(value, d, mine)):
-                found.setdefault(origin.source, self.source(origin, self.name(value) if own else ""))
-        return found
+                words.setdefault(origin.source, self.source(origin, self.name(value) if own else ""))
+        return words
 
     def source(self, origin: Origin, own: str) -> str:
         """ "in_shardings[1]" of the argument itself, whose path is `own`, "x" of what x led to."""

@@ -57,7 +57,7 @@ def html_text(plan: Analysis) -> str:
         "STYLE": _asset("page.css"),
         "OVERVIEW": _overview(plan),
         "SECTIONS": "\n".join(sections),
-        "DATA": json.dumps({"arrays": arrays.found}).replace("<", "\\u003c"),
+        "DATA": json.dumps({"arrays": arrays.entries}).replace("<", "\\u003c"),
         "SCRIPT": _asset("page.js"),
     }
     return re.sub(r"@([A-Z]+)@", lambda m: parts[m[1]], _asset("page.html"))
@@ -72,7 +72,7 @@ class _Arrays:
     """The arrays that can be chosen, each once; what the picture is drawn from."""
 
     plan: Analysis
-    found: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[tuple[str, str, Picture], int] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -83,7 +83,7 @@ class _Arrays:
         """What chooses an array. `why`: the story that the panel tells of it."""
         key = (name, array_text(aval), picture)
         if key not in self.numbers:
-            self.numbers[key] = len(self.found)
+            self.numbers[key] = len(self.entries)
             facts = {
                 "name": name,
                 "type": array_text(aval),
@@ -91,7 +91,7 @@ class _Arrays:
                 "itemsize": aval.dtype.itemsize,
                 "why": why,
             }
-            self.found.append(facts | asdict(picture))
+            self.entries.append(facts | asdict(picture))
         return f'<button class="array" data-array="{self.numbers[key]}">{escape(text)}</button>'
 
     def why(self, value, rests: Sharding | None = None) -> str:
@@ -342,10 +342,10 @@ def _makes(line: str, values, arrays: _Arrays) -> str:
 
 
 def _costs(sent: Sequence[Collective]) -> str:
-    counted: dict[str, list] = defaultdict(list)
+    counts: dict[str, list] = defaultdict(list)
     for c in sent:
-        counted[f"{c.kind} over {','.join(c.axes)}"].append(c)
-    dearest = sorted(counted.items(), key=lambda item: -comm_bytes(item[1]))
+        counts[f"{c.kind} over {','.join(c.axes)}"].append(c)
+    dearest = sorted(counts.items(), key=lambda item: -comm_bytes(item[1]))
     return "<br>".join(
         escape(f"{times(len(group))}{what}: {bytes_text(comm_bytes(group))}") for what, group in dearest
     )

@@ -41,10 +41,10 @@ class Plan(Analysis):
 
         Raises ValueError where nothing is called so.
         """
-        wanted = (
+        expected = (
             "the path of an argument ('state/params/w'), a line ('model.py:12'), or the name of a variable"
         )
-        require(isinstance(what, str), "what of Plan.why", what, wanted)
+        require(isinstance(what, str), "what of Plan.why", what, expected)
         return why(self, what)
 
     @_jax.boundary
@@ -70,9 +70,11 @@ class Plan(Analysis):
         if isinstance(other, Plan):
             return "\n".join(changes(now, record(other)))
         other = Path(other)
-        found = read(other)
-        check_same_program(found, now, str(other), "Compare plans of one program, or give the plan itself")
-        return "\n".join(changes(now, found))
+        other_record = read(other)
+        check_same_program(
+            other_record, now, str(other), "Compare plans of one program, or give the plan itself"
+        )
+        return "\n".join(changes(now, other_record))
 
     def to_json(self) -> str:
         """All that the plan says, for other programs to read."""

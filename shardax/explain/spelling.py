@@ -257,8 +257,8 @@ def _pairs(dims) -> list[tuple[int, int]]:
 
 def _product_options(call: Call) -> list[str]:
     """precision and preferred_element_type, where they are not what jnp takes by itself."""
-    asked = call.params["preferred_element_type"]
-    usual = asked is None or all(o.aval.dtype == call.out.dtype for o in call.operands)
+    requested = call.params["preferred_element_type"]
+    usual = requested is None or all(o.aval.dtype == call.out.dtype for o in call.operands)
     names = [
         n
         for n, show in (
@@ -277,10 +277,10 @@ def _einsum(ranks: tuple[int, int], contracted, batch) -> str:
     """
     letters = iter("abcdefghijklmnopqrstuvwxyz")
     left = [next(letters) for _ in range(ranks[0])]
-    tied = {r: left[d] for dims in (contracted, batch) for d, r in _pairs(dims)}
-    right = [tied.get(d) or next(letters) for d in range(ranks[1])]
+    shared = {r: left[d] for dims in (contracted, batch) for d, r in _pairs(dims)}
+    right = [shared.get(d) or next(letters) for d in range(ranks[1])]
     free = [x for i, x in enumerate(left) if i not in (*contracted[0], *batch[0])]
-    free += [x for i, x in enumerate(right) if i not in tied]
+    free += [x for i, x in enumerate(right) if i not in shared]
     return f"{''.join(left)},{''.join(right)}->{''.join([left[d] for d in batch[0]] + free)}"
 
 
