@@ -88,7 +88,7 @@ def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
     >>> mesh_split(jax.numpy.zeros((8, 4)), mesh, [0, -1]).sharding.spec == PartitionSpec("x", None)
     True
     """
-    _check_given(x, mesh, dims_mapping, "dims_mapping", "mesh_split", "such as [0, -1]")
+    _check_arguments(x, mesh, dims_mapping, "dims_mapping", "mesh_split", "such as [0, -1]")
     what = f"mesh_split(x, mesh, dims_mapping={list(dims_mapping)})"
     if len(dims_mapping) != np.ndim(x):
         raise ValueError(
@@ -109,7 +109,7 @@ def mark_sharding(x, mesh: AnyMesh, spec: Sequence[Any]):
     >>> mark_sharding(jax.numpy.zeros((8, 4)), mesh, ("x", None)).sharding.spec == PartitionSpec("x", None)
     True
     """
-    _check_given(x, mesh, spec, "spec", "mark_sharding", "such as (0, None)")
+    _check_arguments(x, mesh, spec, "spec", "mark_sharding", "such as (0, None)")
     what = f"mark_sharding(x, mesh, {tuple(spec)})"
     if len(spec) != np.ndim(x):
         raise ValueError(
@@ -150,7 +150,7 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     >>> redistribute(jax.numpy.zeros((8, 4)), mesh, [Shard(0)]).sharding.spec == PartitionSpec("x", None)
     True
     """
-    _check_given(x, mesh, placements, "placements", "redistribute", "such as [Shard(0), Replicate()]")
+    _check_arguments(x, mesh, placements, "placements", "redistribute", "such as [Shard(0), Replicate()]")
     what = f"redistribute(x, mesh, {list(placements)})"
     names = mesh.axis_names
     if len(placements) != len(names):
@@ -171,7 +171,7 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     return _annotate_on(x, mesh, [dim or None for dim in dims], what)
 
 
-def _check_given(x, mesh: AnyMesh, entries, argument: str, function: str, example: str) -> None:
+def _check_arguments(x, mesh: AnyMesh, entries, argument: str, function: str, example: str) -> None:
     require_array(x, f"x of {function}")
     require_mesh(mesh, function)
     ok = isinstance(entries, Sequence) and not isinstance(entries, str)

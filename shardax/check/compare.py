@@ -112,7 +112,7 @@ def compare(
     <lambda>: equal under 1 shardings
       greatest error 0.0e+00, sends       0 B: x=1: in_shardings=(P(None,),), out_shardings=P(None,)
     """
-    _check_given(f, meshes, n, seed, slack)
+    _check_arguments(f, meshes, n, seed, slack)
     case = _case(f, args, slack, options)
     concrete = list(map(_mesh, meshes)) if meshes is not None else _default_meshes()
     return Comparison(case.name, tuple(case.tried(concrete[i % len(concrete)], seed + i) for i in range(n)))
@@ -192,7 +192,7 @@ class _Case:
         )
 
 
-def _check_given(f, meshes, n, seed, slack) -> None:
+def _check_arguments(f, meshes, n, seed, slack) -> None:
     require_function(f, "f of compare")
     require(is_whole(n, 0), "n of compare", n, "how many trials, such as 8")
     require(is_whole(seed), "seed of compare", seed, "a whole number")

@@ -54,7 +54,7 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
     Raises: AssertionError: a split, or a claim of `passes`, gives another result than the primitive does, or
       an error.
     """
-    _check_given(f, args, only)
+    _check_arguments(f, args, only)
     ok = (
         isinstance(axes, Mapping)
         and len(axes) > 1
@@ -77,11 +77,11 @@ def missing_claims(f: Callable, *args, only: str = "") -> list[str]:
     """What the rules of `f(*args)` do not claim and could: dims that are whole and need not be. See
     `shardax.check.missing`.
     """
-    _check_given(f, args, only)
+    _check_arguments(f, args, only)
     return list(map(str, missing_of(f, args, only)[0]))
 
 
-def _check_given(f, args, only) -> None:
+def _check_arguments(f, args, only) -> None:
     require_function(f, "f of a check")
     for i, leaf in enumerate(jax.tree.leaves(args)):
         require_array(leaf, f"argument {i} of a check")

@@ -1,7 +1,7 @@
 """Blocks: parts of a program that are completed alike are completed once.
 
 Completion takes edges from a worklist, lowest level first, then in program order. Nothing else decides, so
-what happens inside a block depends only on what it was told from outside, and when it had to stop. A block's
+what happens inside a block depends only on the messages from outside, and when it had to stop. A block's
 `State` stands for that history: blocks of one `Pattern` (the same edges between values in the same places)
 that have the same history share the state, and what comes next is computed for the first of them; the others
 follow a pointer. The order of events is exactly that of a program without blocks.

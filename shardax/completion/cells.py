@@ -18,7 +18,7 @@ from shardax.spmd_rules.rule import UNSPLIT, DimFactors, Factors
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What is known of a value: the axes of each dim; which dims an annotation closes; whether it is held, so
-    that it neither tells nor learns anything for now.
+    that it neither propagates nor learns anything for now.
     """
 
     dims: tuple[Axes, ...]
@@ -28,8 +28,8 @@ class Cell:
 
 SPREAD_DATA, SPREAD_STATE, DATA, ALL = range(4)
 """The phases. First data and the annotations inside spread among what is elementwise. Then the annotated
-state does, to its copies, its gradient and its successor; what it alone reached is held. Then the data speaks
-to everything that is not held, as if there were no state. Last, everything speaks."""
+state does, to its copies, its gradient and its successor; what it alone reached is held. Then the data
+spreads to everything that is not held, as if there were no state. Last, everything spreads."""
 
 Lesson = tuple[int, int, tuple[tuple[int, int], ...]]
 """A position of an edge, its new cell, and for each dim that grew the position that it was learned from."""
@@ -94,7 +94,7 @@ class Cells:
                 yield twins[at], number, tuple(learned)
 
     def _claims(self, edge: EdgePattern, phase: int, cells: Sequence[int]) -> Claims:
-        """For each factor the axes on which its values agree. The heaviest value speaks first: the price of
+        """For each factor the axes on which its values agree. The heaviest value goes first: the price of
         moving decides conflicts.
         """
         claims: Claims = {}

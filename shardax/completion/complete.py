@@ -182,7 +182,7 @@ def _shardings(block: Block, cells: Cells) -> list[Sharding]:
 
 
 class _Homes(Mapping):
-    """The blocks that know a value, each with its place there."""
+    """The blocks that know a value, each with its place in it."""
 
     def __init__(self, blocks: Sequence[Block]):
         self.home: dict[Value, Block] = {}
@@ -276,7 +276,7 @@ def _update_at_rest(
 def _state(graph: Graph, notes: Notes) -> set[Value]:
     """The arguments that come back, updated or as gradients: some result has the same shape and dtype.
 
-    Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded
+    Data and the annotations inside go first, state second: where both request an axis, as in fully sharded
     data parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities
     to the user.) Where few arguments come back, as activations do that pass through a layer, they are no
     state, unless they are donated.

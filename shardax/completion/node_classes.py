@@ -19,7 +19,7 @@ from shardax.spmd_rules.rule import Factors
 
 @dataclass(eq=False, slots=True)
 class EdgePattern:
-    """An edge without its values. `places` says which of a node's values are at its positions, operands
+    """An edge without its values. `places`: which of a node's values are at its positions, operands
     first; `heaviest` are the positions by bytes; `memo` is what was learned from which cells.
     """
 

@@ -3,7 +3,7 @@ and one of 2.
 
 A dim (heads h) is split over an axis, and a reshape takes it apart. The heads are split over a part of the
 axis, of gcd(heads, devices) devices, and h over the rest. Without that, the whole dim would be gathered.
-Heads that are annotated over more devices than there are heads ask for the same: a part of the axis holds
+Heads that are annotated over more devices than there are heads need the same: a part of the axis holds
 them all.
 """
 

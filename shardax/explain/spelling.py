@@ -110,12 +110,12 @@ def _sequence(xs) -> str | None:
     if hasattr(xs, "_fields"):
         if getattr(lax, type(xs).__name__, None) is not type(xs):
             return None
-        told = [
+        fields = [
             f"{f}={item}"
             for f, item, x in zip(xs._fields, items, xs, strict=True)
             if xs._field_defaults.get(f) != x
         ]
-        return f"lax.{type(xs).__name__}({', '.join(told)})"
+        return f"lax.{type(xs).__name__}({', '.join(fields)})"
     inner = ", ".join(items)  # type: ignore[arg-type]
     return f"[{inner}]" if isinstance(xs, list) else f"({inner},)" if len(items) == 1 else f"({inner})"
 

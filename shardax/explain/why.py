@@ -30,5 +30,5 @@ def why(plan: Analysis, what: str) -> str:
     for value in matches:
         alike.setdefault((story.line(value), array_text(value.aval), plan.sharding(value)), []).append(value)
     sends = Counter(f"{c}\n    {plan.because(c)}".rstrip() for c in sent)
-    told = [story.tell(values[0], len(values)) for values in alike.values()]
-    return "\n".join([*told, *(times(n) + text for text, n in sends.items())])
+    stories = [story.tell(values[0], len(values)) for values in alike.values()]
+    return "\n".join([*stories, *(times(n) + text for text, n in sends.items())])

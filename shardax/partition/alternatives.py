@@ -51,8 +51,8 @@ class Alternatives:
         self, node: Node, made: Sequence[Layouts], requested: Sequence[Layout], hidden: frozenset[str]
     ) -> Sequence[Way]:
         """The ways of a node without bodies. `made`: the layouts in which each operand may be; `requested`:
-        those that completion wants, of operands and results; `hidden`: axes over which nothing may be split
-        here.
+        those that completion requests, of operands and results; `hidden`: axes over which nothing may be
+        split here.
         """
         entry = RULES.get(node.name) or Entry(node.name, replicated_rule, run_replicated)
         factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
@@ -91,7 +91,7 @@ class Alternatives:
         return ways
 
     def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes) -> list[Way]:
-        """The ways that look cheapest where they stand, the one that makes what is wanted first."""
+        """The ways that look cheapest where they stand, the one that makes what is requested first."""
         count = len(node.inputs)
         ways_by_layout = dict[Any, Way]()
         for candidate in self.candidates(node, entry, factors, made, requested, idle):
@@ -173,7 +173,7 @@ class Alternatives:
     def guess(
         self, node: Node, way: Way, made: Sequence[Layouts], requested: Sequence[Layout]
     ) -> tuple[float, float]:
-        """About what a way costs where it stands, its operands brought and its results as wanted: only to
+        """About what a way costs where it stands, its operands brought and its results as requested: only to
         rank ways. Of equals those come first that take their operands as they are made."""
         brought = sum(
             min(self.guessed(v, source, target) for source in (sources or (target,)))

@@ -46,10 +46,10 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Axes that may go to dims where no tensor has them: what all_to_alls bring there.
+    """Axes that may go to dims where no tensor has them: what all_to_alls bring to them.
 
     `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split
-    so: no other need be gathered. Those that split what must be whole always may.
+    so: no other need be gathered. Those that split what must be unsplit always may.
     """
 
     idle: Axes = ()
@@ -129,7 +129,7 @@ def _window_options(
     group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding
 ) -> Iterator[Splits]:
     """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of
-    another where these are not much too large. What only operands have may also stay whole, its parts being
+    another where these are not much too large. What only operands have may also stay unsplit, its parts being
     cut out, but not what is reduced."""
     shown = {f for tensor in factors.results for dim in tensor for f in dim}.union(factors.reduced)
     for axes in dict.fromkeys(split.axes for f in group for split in suggestions.get(f, ())):

@@ -35,8 +35,8 @@ def choose(
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must
     leave in.
 
-    `allowed`: under strict mode, whether what has one of these names may move: primitives, lines, kinds of
-    collectives. Nothing else is moved that nobody asked for, wherever there is another way. `byte_price`:
+    `allowed`: under strict mode, whether what has one of these names may be sent: primitives, lines, kinds of
+    collectives. Nothing else is resharded that nobody requested, wherever there is another way. `byte_price`:
     picoseconds for each byte of what is made, on one device: the multiplier by which less memory is bought
     for more time.
     """

@@ -11,7 +11,7 @@ from shardax.spmd_rules.rule import Factors
 
 
 class Reshard(NamedTuple):
-    """A value is read in layout `target`, made from layout `source`, in which it was there already."""
+    """A value is read in layout `target`, resharded from layout `source`, which it has already."""
 
     source: Layout
     target: Layout
@@ -23,7 +23,7 @@ class Reshard(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Decision:
-    """How a node runs: its operands' moves, its layouts and splits, and its bodies' decisions.
+    """How a node runs: its operands' reshards, its layouts and splits, and its bodies' decisions.
 
     It does not name the node: nodes that are alike in everything that matters share one.
     """
@@ -50,7 +50,7 @@ class Decision:
 
 @dataclass(eq=False, slots=True)
 class Decisions:
-    """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its
+    """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the reshards of its
     outputs.
 
     `price`: of the program, in picoseconds. `gap`: how much that may be above the least.

@@ -80,8 +80,8 @@ class Emitter:
         return [self.output(value, reshard, i) for i, (value, reshard) in enumerate(outputs)]
 
     def output(self, value: Value, reshard: Reshard, i: int):
-        """The shard of an output. The collectives that bring it to the asked layout count for the line that
-        made it.
+        """The shard of an output. The collectives that bring it to the requested layout count for the line
+        that made it.
         """
         maker = self.makers.get(value)
         if maker is None:
@@ -120,7 +120,7 @@ class Emitter:
         return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), (node, decision))
 
     def read(self, value: Value, reshard: Reshard, reader: Reader):
-        """The shard of a value in the layout of `reshard`, resharded if it is not there yet."""
+        """The shard of a value in the layout of `reshard`, resharded unless it has that layout already."""
         if value.is_literal:
             return self.resharded(value, _literal(value), reshard, reader)
         shards = self.env[value]
@@ -182,7 +182,7 @@ class Emitter:
         debtor: Node | None,
         owing: Decision | None,
     ):
-        """Why a step of a move is taken: the words, and the facts."""
+        """Why a step of a reshard is taken: the words, and the facts."""
         if settled := _settles(step):
             return f"{settled} of {debtor.name if debtor else 'carry'}", Settled(step.axes, debtor, owing)
         around = None if reader.node else self.around
@@ -221,7 +221,7 @@ def _literal(value: Value):
 
 
 def purpose(reader: Node | None) -> str:
-    """Who wants a value resharded: an annotation is named by its words, any other node by its name."""
+    """For whom a value is resharded: an annotation is named by its words, any other node by its name."""
     if reader is None:
         return "result"
     annotation = annotations.of_node(reader)

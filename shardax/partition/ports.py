@@ -1,5 +1,5 @@
-"""The ports of scan, while, cond and shard_map: how their operands, carries and results lie, inside and
-outside.
+"""The ports of scan, while, cond and shard_map: the layouts of their operands, carries and results, inside
+and outside.
 
 Each function lays out one node with bodies: the ports through which values come in, then the bodies, then the
 ports through which they go out. What is chosen of the ports is read back in `replay.py`.
@@ -43,7 +43,7 @@ class Ports:
 
 
 class Search(Protocol):
-    """What ports ask of the search that they are added to; `partition/search.py` says what each is."""
+    """What ports need of the search that they are added to; `partition/search.py` explains each."""
 
     sizes: AxisSizes
     network: Network
@@ -90,7 +90,7 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
 
 
 def _axes_annotated_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
-    """The axes over which annotations ask to have each trip split. Were the trips split over them, a device
+    """The axes over which annotations split each trip. Were the trips split over them, a device
     would have whole microbatches in memory."""
     annotated = search.annotated
     parts = [annotated[v][1:] for v in xs if v in annotated]
@@ -174,7 +174,9 @@ def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> P
 
 
 def _island(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
-    """shard_map: its specs say how operands and results lie. To its body a shard is the whole value."""
+    """shard_map: its specs are the layouts of operands and results. To its body a shard is the whole
+    value.
+    """
     (body,), ports = node.bodies, Ports()
     for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
@@ -229,8 +231,8 @@ def _carry(
 
 
 def _owing_trips(port: Site, split: Split, carry_kind: str, reduction: str) -> Site:
-    """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to what
-    is there, and after it."""
+    """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to an
+    initial value, and after it."""
     if carry_kind not in (REDUCED, LAST):
         return port
 
@@ -254,7 +256,7 @@ def _owe(layout: Layout, axes: Axes, reduction: str) -> Layout:
 def _slices(
     search: Search, outer: Value, inner: Value, split: Split | None, trips: float, hidden: frozenset[str]
 ) -> Site:
-    """How one trip's part of a stacked value lies: as the stack does, or as completion wants it."""
+    """The layouts of one trip's part of a stacked value: that of the stack, or as completion requests."""
     axes = split.axes if split else ()
     laid = [
         Layout(Sharding(lay.dims[1:]), lay.padded[1:])
@@ -273,8 +275,8 @@ def _slices(
 def _stack(
     search: Search, outer: Value, inner: Value, split: Split | None, trips, often, hidden: frozenset[str]
 ) -> Site:
-    """How a loop's stacked results lie: as each trip leaves them. Each device may keep but its block of the
-    stack.
+    """The layouts of a loop's stacked results: as each trip leaves them. Each device may keep but its block
+    of the stack.
     """
     requested = search.requested(inner, hidden)
     stack = search.requested(outer, hidden)
@@ -290,7 +292,7 @@ def _stack(
 
 
 def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
-    """How a stack of values lies of which each lies so."""
+    """The layout of a stack of values of this layout."""
     axes, padded = (split.axes, split.padded) if split else ((), outer.shape[0])
     return Layout(Sharding((axes, *layout.dims)), (padded, *layout.padded), layout.pending)
 
@@ -306,8 +308,8 @@ def _kept_block(search: Search, layout: Layout, stack: Value, requested: Layout)
 
 
 def _owing(requested: Layout, made: Iterable[Layout], value: Value) -> Layouts:
-    """The wanted layout, and that owing the sums that were left, unless they are over axes that it is split
-    over.
+    """The requested layout, and that owing the sums that were left, unless they are over axes that it is
+    split over.
     """
     layouts = [requested]
     for lay in made:

@@ -1,5 +1,5 @@
-"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest copy
-that is there.
+"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest
+layout that it has by then.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from shardax.sharding import Layout, replicated_layout
 
 
 class Replay:
-    """`there`: the layouts in which each value is there so far, first the one that it was made in."""
+    """`layouts`: those that each value has so far, first the one that it was made in."""
 
     def __init__(self, search: Search):
         self.search = search
@@ -20,7 +20,7 @@ class Replay:
         self.structured: dict[Node, Decision] = {}
 
     def readable(self, value: Value, user_requested: bool) -> list[Layout]:
-        """The layouts that a reader may take; one that the user asked for, also those before an
+        """The layouts that a reader may take; one that the user requested, also those before an
         annotation.
         """
         before = self.search.before_annotation.get(value)
@@ -29,7 +29,7 @@ class Replay:
     def graph(
         self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], user_requested: bool = True
     ) -> Decisions:
-        """`user_requested`: whether the user says in which layouts the outputs are, as of a whole program."""
+        """`user_requested`: whether the user requests the layouts of the outputs, as of a whole program."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
             self.layouts[value] = [layout]
         steps = [self.node(node) for node in graph.nodes]
@@ -69,7 +69,7 @@ class Replay:
         return decision
 
     def reshard(self, value: Value, target: Layout, user_requested: bool) -> Reshard:
-        """Reads a value in a layout; from then on it is there in that layout too."""
+        """Reads a value in a layout; from then on it has that layout too."""
         if value.is_literal:
             return Reshard(replicated_layout(value.shape), target)
         layouts = self.readable(value, user_requested)
@@ -79,7 +79,7 @@ class Replay:
         return Reshard(min(layouts, key=lambda source: self.search.sent(value, source, target)), target)
 
     def inside(self, graph: Graph, outputs: Sequence[Layout]) -> Decisions:
-        """The decisions of a body, whose inputs lie as the ports left them."""
+        """The decisions of a body, whose inputs have the layouts of the ports."""
         inputs = []
         for value in graph.inputs:
             site, i = self.search.maker[value]

@@ -1,5 +1,5 @@
-"""What runs replicated. What has no rule is said once for each user's line, with its price, and refused in
-strict mode.
+"""What runs replicated. What has no rule is reported once for each user's line, with its price, and refused
+in strict mode.
 """
 
 import math
@@ -17,7 +17,7 @@ from shardax.reshard import paths
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES
 
-FEW = 4  # collectives: axes moved away and back, or pieces of a halo
+FEW = 4  # collectives: axes resharded away and back, or pieces of a halo
 
 
 def report_replicated(
@@ -49,7 +49,7 @@ def _without_rule(decisions: Decisions) -> Iterator[tuple[Node, Decision]]:
 
 
 def _bytes_sent(node: Node, decision: Decision, sizes: AxisSizes) -> float:
-    """The bytes that one device sends so that every device holds the operands whole."""
+    """The bytes that one device sends so that the operands are replicated."""
     gathers = (
         paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
         for value, reshard in zip(node.inputs, decision.reshards, strict=True)
@@ -81,7 +81,7 @@ def _way_out(name: str) -> str:
 class Replicated:
     """A node that runs replicated over some axes, and the bytes that one device sends for that.
 
-    `small`: less than the starts of the few collectives cost that would have to move it instead.
+    `small`: less than the starts of the few collectives cost that would have to reshard it instead.
     """
 
     node: Node
@@ -94,7 +94,7 @@ def replicated(decisions: Decisions, sizes: AxisSizes) -> Iterator[Replicated]:
     """The nodes that run replicated over some axis.
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same.
-    It is no replication to gather no more than the results come to, where whoever reads them wants them so on
+    It is no replication to gather no more than the results come to, where whoever reads them reads them so on
     all these devices.
     """
     read: dict[Value, set[str]] = {}  # the axes that split each value where it is read

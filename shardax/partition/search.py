@@ -27,7 +27,7 @@ from shardax.sharding import AxisSizes, Layout, replicated_layout
 from shardax.spmd_rules.registry import RULES, Split
 
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
-_UNREQUESTED = 1e13  # picoseconds: under strict mode, for a move that nobody asked for
+_UNREQUESTED = 1e13  # picoseconds: under strict mode, for a reshard that nobody requested
 _COLLECTIVE_OF = {
     "all_gather": "all_gather",
     "all_to_all": "all_to_all",
@@ -243,7 +243,7 @@ class Search:
         return [lay for lay in self.made(value) if not lay.pending and hidden.isdisjoint(lay.sharding.axes)]
 
     def requested(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout:
-        """The layout that completion wants for a value, as far as axes are not hidden."""
+        """The layout that completion requests for a value, as far as axes are not hidden."""
         sharding = self.completion.sharding(value)
         return self.padding.layout(sharding.without(hidden) if hidden else sharding, value.shape)
 
@@ -348,7 +348,7 @@ class Search:
         return [(value, reads, weight) for value, reads, weight in alike.values()]
 
     def _reader(self, site: Site, i: int) -> Hashable:
-        """What tells a reader from others."""
+        """What distinguishes a reader."""
         return (
             (id(site), i)
             if site in self.variable
@@ -358,7 +358,9 @@ class Search:
     def _reads(
         self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool
     ) -> None:
-        """The tables of one value and its readers; `strict`: they did not ask for what is moved for them."""
+        """The tables of one value and its readers; `strict`: they did not request what is resharded for
+        them.
+        """
         maker, result = self.maker[value]
         made = self._layouts_of(maker, result, made=True)
         targets = tuple([self._layouts_of(site, i, made=False) for site, i in reads])
@@ -431,7 +433,7 @@ def _bodies(node: Node) -> Iterator[Graph]:
 
 class _Patterns:
     """Finds for a node in one of several alike blocks its twin: of the nodes at the same place in the others
-    the second in program order. (What the first reads may lie otherwise.)"""
+    the second in program order. (What the first reads may have another layout.)"""
 
     def __init__(self, completion: Completion):
         blocks: dict[Hashable, list[Block]] = {}

@@ -1,7 +1,7 @@
-"""Halo exchange: every device gets the rows of a split dim that it wants, whichever devices hold them, by
+"""Halo exchange: every device gets the rows of a split dim that it needs, whichever devices hold them, by
 ppermutes.
 
-Whoever needs one only says what each device wants (`HaloRequest`): rows `firsts[i]` to `ends[i]`. Reshards
+Whoever needs one only states what each device needs (`HaloRequest`): rows `firsts[i]` to `ends[i]`. Reshards
 between blocks of two sizes say it, and so does every lowering whose primitive looks across the borders of
 shards (`spmd_rules/halo.py`). All is known statically. Every device takes equally many rows, one after the
 other; here four devices have 4 rows each and want their own and one on either side:
@@ -301,7 +301,7 @@ def _put(request: HaloRequest, exchange: Exchange, pieces: Sequence[Any], device
 
 
 def _filling(shard, rows: int, dim: int):
-    """Zeros; random keys have none, so the first one stands there."""
+    """Zeros; random keys have none, so the first one is repeated."""
     shape = (*shard.shape[:dim], rows, *shard.shape[dim + 1 :])
     if jnp.issubdtype(shard.dtype, jax.dtypes.extended):
         return jnp.broadcast_to(lax.slice_in_dim(shard, 0, 1, axis=dim), shape)

@@ -269,7 +269,7 @@ def _dims(
     """The dims that may be split on the way: all, if these are not many and even; else those that `src` or
     `dst` splits, and one more that all axes divide, or two.
 
-    A sum pending over x, wanted on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half
+    A sum pending over x, requested on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half
     being scattered then; an all_to_all brings y to dim 0. (More dims would win a little only where several
     are uneven, and cost the search much.)
     """
@@ -328,7 +328,7 @@ class _Cost(NamedTuple):
 
 
 class _Reach:
-    """How to get from one layout to others, found in the order of their price, as far as was asked
+    """How to get from one layout to others, found in the order of their price, as far as was needed
     (Dijkstra).
     """
 
@@ -398,7 +398,7 @@ def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
     """A lower bound on the cost that is left: of as many bytes, over the fastest links, as some device must
     still get.
 
-    That is what it wants at the end and does not hold; looked at are the first device and its neighbour along
+    That is what it needs at the end and does not hold; looked at are the first device and its neighbour along
     each axis. What is summed or compared yet, nobody holds. Of each element of it n parts are to become one
     on c devices, which takes n + c - 2 messages, and so many elements over the number of devices are sent by
     one of them.
@@ -412,7 +412,7 @@ def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
     overlaps: dict[tuple[int, Axes, int], list[int]] = {}
 
     def overlap(dim: int, axes: Axes, padded: int) -> list[int]:
-        """How much of what each device wants of a dim it holds."""
+        """How much of what each device needs of a dim it holds."""
         block = padded // space.count(axes)
         held = (_rows(d, axes, block, space.shape[dim], space) for d in devices)
         return [max(0, min(e, f) - max(a, b)) for (a, e), (b, f) in zip(held, target[dim], strict=True)]

@@ -1,8 +1,8 @@
 """The steps that a reshard may take: from a layout, all layouts that one collective or local operation leads
 to.
 
-A `Space` says between which layouts: which axes, which dims, and how these may be padded. It keeps the steps
-from each layout that it was asked for, so that all paths through the same space share them.
+A `Space` limits between which layouts: which axes, which dims, and how these may be padded. It keeps the
+steps from each layout that was looked up, so that all paths through the same space share them.
 """
 
 import itertools
@@ -432,7 +432,7 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
 
 @lru_cache(maxsize=4096)
 def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> HaloRequest:
-    """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold
+    """What `count` devices need that hold blocks of `old` rows of a dim of `size` rows, and are to hold
     blocks of `new` rows.
 
     >>> halo.exchange_of(next_blocks(0, ("x",), 65, 66, 4, 257)).sent

@@ -50,7 +50,7 @@ def _names(dim) -> tuple[str, ...]:
 
 
 def require_operands(rule: Rule, passes: Iterable[Any], in_place: tuple[int, int] | None) -> None:
-    """That the operands and results which `passes` and `in_place` mean are there."""
+    """That the operands and results which `passes` and `in_place` mean exist."""
     operands, tensors = len(rule.operands), len(rule.operands + rule.results)
     for number in (i for p in passes for i in p.operands):
         if number >= operands:

@@ -11,7 +11,7 @@ it takes to reshard operands and results, and what the function sends.
 
 A function knows only the sizes of its shards. So an uneven dim stays whole where the function names an axis
 that splits it, or where a place along the dim depends on other places than its own; elsewhere the function
-sees zeros past the end. Where the callback wants shardings that this does not allow, even with everything
+sees zeros past the end. Where the callback requests shardings that this does not allow, even with everything
 whole, the original function runs instead, on whole operands.
 """
 
@@ -129,7 +129,7 @@ def _requested(local: Local) -> Sides:
 
 
 def _answer(local: Local) -> _Answer | None:
-    """What `partition` answers; None where it is not asked: on one device, as JAX does, and where a part of
+    """What `partition` answers; None where it is not called: on one device, as JAX does, and where a part of
     an axis has no name in the user's mesh."""
     requested, memo = _requested(local), local.params["call"].memo
     if requested not in memo:
@@ -138,8 +138,8 @@ def _answer(local: Local) -> _Answer | None:
 
 
 def _taken(local: Local) -> _Answer | None:
-    """The answer by which operands and results lie as they do; None where the function itself runs, on whole
-    operands.
+    """The answer by which operands and results have their layouts; None where the function itself runs, on
+    whole operands.
     """
     answer = _answer(local)
     shardings = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
@@ -202,7 +202,8 @@ def _what(node: Node) -> str:
 
 
 def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
-    """The candidates that the callback takes, each where it wants its operands and results.
+    """The candidates that the callback takes, each with the layouts that it requests for operands and
+    results.
 
     To refuse the first, which splits as much as can be, is an error, as under JAX's own partitioner; to
     refuse others only where there is none that it takes.
@@ -223,7 +224,7 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
 
 
 def _placed(local: Local, padding: Padding) -> Local | None:
-    """The candidate with the shardings that its answer wants; None where that cannot run. With nothing split
+    """The candidate with the shardings of its answer; None where that cannot run. With nothing split
     there is always a way.
     """
     answer = _answer(local)
@@ -247,8 +248,8 @@ def _placed(local: Local, padding: Padding) -> Local | None:
 
 def _layout(sharding: Sharding, have: Layout, shape, padding: Padding) -> Layout:
     padded = (
-        there if axes == before else padding.padded(n, axes)
-        for axes, before, there, n in zip(sharding.dims, have.dims, have.padded, shape, strict=True)
+        held if axes == before else padding.padded(n, axes)
+        for axes, before, held, n in zip(sharding.dims, have.dims, have.padded, shape, strict=True)
     )
     return Layout(sharding, tuple(padded))
 
@@ -296,8 +297,8 @@ def _is_local(dim: Sequence[str], axes: Sequence[str], factors: Factors, local: 
         return False
     if not all(dim in tensor for tensor in factors.results):
         return False
-    there = zip(factors.tensors, (*local.operands, *local.results), strict=True)
-    split = [layout.dims[d] for dims, layout in there for d, at in enumerate(dims) if dim[0] in at]
+    tensors = zip(factors.tensors, (*local.operands, *local.results), strict=True)
+    split = [layout.dims[d] for dims, layout in tensors for d, at in enumerate(dims) if dim[0] in at]
     return all(have == axes for have in split)
 
 

@@ -141,7 +141,7 @@ def _exchanged(local: Local, x, axes: Axes, start: int, end: int):
 
 
 def _flat_fft(x, fft_type: FftType, lengths: Sequence[int]):
-    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims lie
+    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims are
     in another order in memory, as a transpose or a gather beside it may ask for."""
     batch = x.shape[: x.ndim - len(lengths)]
     rows = (math.prod(batch), *x.shape[len(batch) :])

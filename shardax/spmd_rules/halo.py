@@ -1,4 +1,4 @@
-"""Halos in lowerings: what a primitive wants of a split dim, said by its own coordinates;
+"""Halos in lowerings: what a primitive needs of a split dim, in its own coordinates;
 `shardax.reshard.halo` brings it.
 """
 
@@ -34,7 +34,7 @@ def window_of(name: str, node: Node) -> str:
 def request_of(
     local: Local, operand: int, dim: int, result: tuple[int, int], span: Span, rows: int
 ) -> HaloRequest:
-    """What the devices want of dim `dim` of an operand that make dim `result[1]` of result `result[0]`;
+    """What the devices need of dim `dim` of an operand that make dim `result[1]` of result `result[0]`;
     `rows` are those that a whole block is made of.
     """
     number, to = result
@@ -46,7 +46,7 @@ def request_of(
 def request_beside(
     local: Local, operand: int, dim: int, other: tuple[int, int], span: Span, rows: int
 ) -> HaloRequest:
-    """What the devices want of an operand that hold blocks of dim `other[1]` of operand `other[0]`; else as
+    """What the devices need of an operand that hold blocks of dim `other[1]` of operand `other[0]`; else as
     `request_of`.
     """
     number, to = other
@@ -80,10 +80,10 @@ def sent(local: Local, requests: Iterable[HaloRequest]) -> Iterator[int]:
 
 
 def halo_sends(requests: Callable[[Local], Iterable[HaloRequest]]) -> Callable[[Local], Iterator[int]]:
-    """What a primitive sends whose lowering takes what `requests` says."""
+    """What a primitive sends whose lowering takes `requests`."""
     return lambda local: sent(local, requests(local))
 
 
 def take(local: Local, request: HaloRequest, shard, fill=0):
-    """The rows that this device wants, with `fill` for those outside of the value."""
+    """The rows that this device needs, with `fill` for those outside of the value."""
     return bring(request, shard, local.index(request.axes), partial(ppermute, local, "halo"), fill)

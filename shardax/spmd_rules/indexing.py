@@ -2,11 +2,11 @@
 answers.
 
     gather     each shard subtracts the start of its block from the indices, and gives zeros where they then
-               lie outside it: the pending sum is the result. A lookup in a split vocabulary costs one
+               are outside it: the pending sum is the result. A lookup in a split vocabulary costs one
                reduction of what was looked up.
-    scatter    likewise: updates that then lie outside are dropped; nothing is owed.
+    scatter    likewise: updates that are then outside are dropped; nothing is owed.
 
-Indices may be out of range, and `mode` says what happens then. It must happen once, not once per shard.
+Indices may be out of range, and `mode` decides what happens then. It must happen once, not once per shard.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 nothing.
 
 Bit i of `random_bits(key, shape)` is a hash of the key and of i, the element's row-major position in the
-global `shape`. So a device only needs to know where its block lies. That holds for threefry with
+global `shape`. So a device only needs to know where its block is. That holds for threefry with
 `jax_threefry_partitionable`, which is JAX's default; other generators draw one stream in sequence, and are
 whole.
 """

@@ -94,7 +94,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a local lowering may know: the node, and how its operands and results lie on the devices.
+    """What a local lowering may know: the node, and the layouts of its operands and results.
 
     `splits` has the Split of every factor that is split. The shards that the lowering takes have the layouts
     `operands`, those that it returns the layouts `results`. These already say what is pending over the axes
@@ -137,8 +137,8 @@ class Local:
         Parameters that hold global shardings (on meshes with Explicit axes) mean nothing on shards: they are
         dropped.
         """
-        given = {name: None if name in SHARDING_PARAMS else p for name, p in self.node.params.items()}
-        out = self.node.primitive.bind(*shards, **{**given, **params})
+        own_params = {name: None if name in SHARDING_PARAMS else p for name, p in self.node.params.items()}
+        out = self.node.primitive.bind(*shards, **{**own_params, **params})
         return list(out) if self.node.primitive.multiple_results else [out]
 
     def mask(self, i: int, shard, fill, dims: Iterable[int] | None = None):
@@ -237,31 +237,31 @@ class Entry:
         if not callable(self.passes):
             return self.passes
         with noting(lambda: f"the function `passes` of {at(node)}"):
-            found = self.passes(node)
-        if not _are_passes(found) or any(i >= len(node.inputs) for p in found for i in p.operands):
+            returned = self.passes(node)
+        if not _are_passes(returned) or any(i >= len(node.inputs) for p in returned for i in p.operands):
             words = f"a sequence of LINEAR(...) and MOVES(...), of operands below {len(node.inputs)}"
-            require(False, f"what `passes` of {at(node)} gives", found, words)
-        return found
+            require(False, f"what `passes` of {at(node)} gives", returned, words)
+        return returned
 
     def sent(self, local: Local) -> list[float]:
         """The bytes that one device sends in each collective of the lowering."""
         if self.sends is None:
             return []
         with noting(lambda: f"the function `sends` of {at(local.node)}"):
-            found = self.sends(local)
-            found = list(found) if isinstance(found, Iterable) else found
-        if not isinstance(found, list) or not all(is_number(b, 0) for b in found):
+            returned = self.sends(local)
+            returned = list(returned) if isinstance(returned, Iterable) else returned
+        if not isinstance(returned, list) or not all(is_number(b, 0) for b in returned):
             require(
                 False,
                 f"what `sends` of {at(local.node)} gives",
-                found,
+                returned,
                 "the bytes of each collective, such as [4096]",
             )
-        return found
+        return returned
 
     def has_flops(self, node: Node) -> bool:
         """Whether a node multiplies: its products are split as far as may be."""
-        return self._counted(node.params, node.in_shapes, node.out_shapes, lambda: at(node)) is not None
+        return self._checked_flops(node.params, node.in_shapes, node.out_shapes, lambda: at(node)) is not None
 
     def flops_of(self, local: Local) -> float:
         """The FLOPs that one device does, 0 where there are no products."""
@@ -274,45 +274,45 @@ class Entry:
         operands, results = (
             tuple(lay.local_shape(local.sizes) for lay in side) for side in (local.operands, local.results)
         )
-        return self._counted(local.params, operands, results, lambda: at(local.node))
+        return self._checked_flops(local.params, operands, results, lambda: at(local.node))
 
     def flops_at(self, eqn) -> float | None:
         """Those of an equation of a local program; None where it has no products."""
         if self.flops is None:
             return None
         ins, outs = (tuple(tuple(v.aval.shape) for v in side) for side in (eqn.invars, eqn.outvars))
-        return self._counted(
+        return self._checked_flops(
             eqn.params, ins, outs, lambda: f"{self.name} at {_jax.user_line(eqn.source_info)}"
         )
 
-    def _counted(
+    def _checked_flops(
         self, params: Mapping[str, Any], ins: Shapes, outs: Shapes, where: Callable[[], str]
     ) -> float | None:
         if self.flops is None:
             return None
         with noting(lambda: f"the function `flops` of {where()}"):
-            found = self.flops(params, ins, outs)
-        if not (found is None or is_number(found, 0)):
+            returned = self.flops(params, ins, outs)
+        if not (returned is None or is_number(returned, 0)):
             require(
                 False,
                 f"what `flops` of {where()} gives",
-                found,
+                returned,
                 "the FLOPs that one device does, such as 2 * m * n * k",
             )
-        return None if found is None else float(found)
+        return None if returned is None else float(returned)
 
     def picked(self, candidates: Iterator[Local], node: Node, padding: Padding) -> Iterable[Local]:
         """Those of the candidates that the primitive takes."""
         assert self.ways
         with noting(lambda: f"the function `ways` of {at(node)}"):
-            found = self.ways(candidates, padding)
+            returned = self.ways(candidates, padding)
         require(
-            isinstance(found, Iterable),
+            isinstance(returned, Iterable),
             f"what `ways` of {at(node)} gives",
-            found,
+            returned,
             "those of the candidates that can run",
         )
-        return found
+        return returned
 
 
 def at(node: Node) -> str:
@@ -320,8 +320,8 @@ def at(node: Node) -> str:
     return f"{node.name} at {node.line or 'an unknown line'}"
 
 
-def _are_passes(found: Any) -> bool:
-    return isinstance(found, Sequence) and all(isinstance(p, Passes) for p in found)
+def _are_passes(passes: Any) -> bool:
+    return isinstance(passes, Sequence) and all(isinstance(p, Passes) for p in passes)
 
 
 RULES: dict[str, Entry] = {}
@@ -375,12 +375,12 @@ def register_rule(
         when it is used, with the user's line.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
-    >>> del RULES["my_scale"]  # no such primitive is there
+    >>> del RULES["my_scale"]  # no such primitive exists
     """
-    _check_given(primitive, rule, passes, in_place)
+    _check_arguments(primitive, rule, passes, in_place)
     _check_facts(made_anywhere, fuses, reads)
-    for argument, given in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
-        require_function(given, f"{argument} of register_rule", or_none=True)
+    for argument, function in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
+        require_function(function, f"{argument} of register_rule", or_none=True)
     name = primitive if isinstance(primitive, str) else primitive.name
     entry = Entry(name, rule, local, passes, in_place, sends, ways, flops, made_anywhere, fuses, reads)
     if isinstance(rule, str):
@@ -395,7 +395,7 @@ def register_rule(
     RULES[name] = entry
 
 
-def _check_given(primitive, rule, passes, in_place) -> None:
+def _check_arguments(primitive, rule, passes, in_place) -> None:
     named = isinstance(primitive, str) and primitive or isinstance(primitive, Primitive)
     require(named, "primitive of register_rule", primitive, "a primitive, or its name")
     text = f"{_RULE_TEXT}, or a function of the node that returns it"
@@ -409,11 +409,11 @@ def _check_given(primitive, rule, passes, in_place) -> None:
 
 def _check_facts(made_anywhere, fuses, reads) -> None:
     require(isinstance(made_anywhere, bool), "made_anywhere of register_rule", made_anywhere, "True or False")
-    for argument, given, words in (("fuses", fuses, get_args(Fuses)), ("reads", reads, get_args(Reads))):
+    for argument, fact, words in (("fuses", fuses, get_args(Fuses)), ("reads", reads, get_args(Reads))):
         require(
-            isinstance(given, str) and given in words,
+            isinstance(fact, str) and fact in words,
             f"{argument} of register_rule",
-            given,
+            fact,
             f"one of {', '.join(map(repr, words))}",
         )
 

@@ -2,7 +2,7 @@
 of elements.
 
 (6, 4) -> (8, 3) over 2 devices: both shapes begin with the dim that is split, so each device has 12
-consecutive elements, and wants 12. Where the blocks differ in size, the elements that a device lacks come
+consecutive elements, and needs 12. Where the blocks differ in size, the elements that a device lacks come
 from its neighbours, as for any window.
 """
 
@@ -112,7 +112,7 @@ def _solvable(sides: Sequence[list[list[str]]]) -> bool:
 
 
 def _flat_ranges(local: Local) -> Iterator[tuple[_Group, HaloRequest]]:
-    """The elements that devices want of the groups that are split, from the last group to the first: those
+    """The elements that devices need of the groups that are split, from the last group to the first: those
     before keep their place."""
     if local.params["dimensions"] is not None or 0 in local.node.in_shapes[0]:
         return

@@ -1,7 +1,7 @@
 """Convolutions and windowed reductions. A dim along which the window slides may be split: the halo comes from
 the neighbours.
 
-Where the operand is dilated, its rows lie `holes` apart. The first row that a device wants lies some places
+Where the operand is dilated, its rows are `holes` apart. The first row that a device needs is some places
 into its window, and how many depends on the device (GSPMD, section 3.2, the three cases of base dilation):
 
     window of device 0    x . . x . . x     all alike: the padding is that for all
@@ -33,7 +33,7 @@ from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 @dataclass(frozen=True)
 class _Slide:
     """How a window moves along a dim. Result r sees the places r·stride - low + k·spread, for k < size, of an
-    operand whose rows lie `holes` apart.
+    operand whose rows are `holes` apart.
     """
 
     size: int
