@@ -243,15 +243,14 @@ def _put(x, spec, what: str):
     if mesh is None or isinstance(mesh, AbstractMesh):
         raise ValueError(_no_mesh(what))
     dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
-    return jax.device_put(x, spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, _closed(dims)))
+    if isinstance(spec, NamedSharding):
+        return jax.device_put(x, spec)
+    closed = PartitionSpec(*(dim or None for dim in dims or ()))
+    return jax.device_put(x, NamedSharding(mesh, closed))
 
 
 def _no_mesh(what: str) -> str:
     return f"{what}: there is no mesh to place it on; enter one with jax.set_mesh, or give a NamedSharding"
-
-
-def _closed(dims: Dims | None) -> PartitionSpec:
-    return PartitionSpec(*(dim or None for dim in dims or ()))
 
 
 def own_mesh(spec) -> Mesh | AbstractMesh | None:

@@ -130,7 +130,7 @@ def _param_without_types(key: str, value):
         return made if hasattr(value, "consts") else made.jaxpr
     return (
         tuple(_param_without_types("", v) for v in value)
-        if isinstance(value, tuple) and _has_jaxprs(value)
+        if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value)
         else value
     )
 
@@ -144,7 +144,3 @@ def _without_types_here():
             return without_explicit_types(jaxpr)
 
     return change
-
-
-def _has_jaxprs(values: tuple[Any, ...]) -> bool:
-    return any(hasattr(v, "eqns") for v in values)

@@ -78,7 +78,8 @@ Cells = tuple[str, ...]  # of a row, without the names
 
 def page(before: str) -> str:
     """The text of the page; `before` is what it was."""
-    rows = {name: _cells(name) or _kept(before).get(name) or _ABSENT for name in sorted(_ruled())}
+    ruled = RULES.keys() - _elementwise() - UNCHECKED.keys()
+    rows = {name: _cells(name) or _kept(before).get(name) or _ABSENT for name in sorted(ruled)}
     table = [
         f"| {_listed(primitives)} | {' | '.join(cells)} |\n" for cells, primitives in _by_value(rows).items()
     ]
@@ -86,7 +87,7 @@ def page(before: str) -> str:
         [
             *(_HEAD, _RULES, *table),
             *(_ELEMENTWISE, _paragraph(_listed(sorted(_elementwise())))),
-            *(_INLINED, _paragraph(_listed(sorted(_inlined())))),
+            *(_INLINED, _paragraph(_listed(sorted({*BODIES, *INLINED} - RULES.keys())))),
             *(
                 _OTHERS,
                 *_reasons({name: why for name, why in UNCHECKED.items() if name not in _elementwise()}),
@@ -98,14 +99,6 @@ def page(before: str) -> str:
 
 def _elementwise() -> set[str]:
     return {name for name, entry in RULES.items() if entry.rule is same_shape}
-
-
-def _inlined() -> set[str]:
-    return {*BODIES, *INLINED} - RULES.keys()
-
-
-def _ruled() -> set[str]:
-    return RULES.keys() - _elementwise() - UNCHECKED.keys()
 
 
 def primitives() -> set[str]:

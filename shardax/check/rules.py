@@ -176,17 +176,14 @@ def _free(case: Case) -> list[tuple[str, ...]]:
 def _one_split(case: Case, group: Sequence[str], axes) -> Iterator[Splits]:
     every = tuple(axes)
     first, count = every[:1], shard_count(every, axes)
-    ways = {f: _ways(case.factors.sizes[f], axes[every[0]], count) for f in group}
+    # padded for few shards, and for many: more than its size
+    sizes = {f: case.factors.sizes[f] for f in group}
+    ways = {f: (round_up(n, axes[every[0]]), round_up(n + 1, count)) for f, n in sizes.items()}
     for over, way in ((first, 0), (first, 1), (every, 1)):
         yield {f: Split(over, ways[f][way]) for f in group}
     shown = {f for tensor in case.factors.results for dim in tensor for f in dim}.union(case.factors.reduced)
     if uncut := [f for f in group if "~" in f and f not in shown]:
         yield {f: Split(every, ways[f][1]) for f in group if f not in uncut}
-
-
-def _ways(size: int, few: int, many: int) -> tuple[int, int]:
-    """The padded sizes of a dim for few and for many shards; the latter is more than its size."""
-    return round_up(size, few), round_up(size + 1, many)
 
 
 def _pairs(case: Case, free: Sequence[tuple[str, ...]], axes) -> Iterator[Splits]:

@@ -199,7 +199,9 @@ def _memory(plan: Analysis) -> Iterator[str]:
             names = ("checkpoint_name",) * any(t.name for t in tensors)
             rows = [_tensor(t, n, named=bool(names)) for t, n in Counter(tensors).items()]
             yield _table(
-                title, ("array", "from", *names, "on each device", "code"), sorted(rows, key=_by_bytes)
+                title,
+                ("array", "from", *names, "on each device", "code"),
+                sorted(rows, key=lambda row: -(row[-2].number or 0)),
             )
 
 
@@ -215,10 +217,6 @@ def _tensor(t: Tensor, n: int, named: bool) -> list[Cell]:
         _bytes(n * t.nbytes),
         _text("" if from_argument else code(t.origin)),
     ]
-
-
-def _by_bytes(row: Sequence[Cell]) -> float:
-    return -(row[-2].number or 0)
 
 
 def _estimates(plan: Analysis) -> str:

@@ -212,10 +212,6 @@ def _extremum(name: str) -> Spelling:
     return spelling
 
 
-def _power(call: Call) -> Text:
-    return Text(f"{call.operands[0].within(ATOM)}**{call.params['y']}", call.out, POWER)
-
-
 def _where(call: Call) -> Text | None:
     which, *cases = call.operands
     if len(cases) != 2 or which.aval.dtype != np.bool_:
@@ -355,12 +351,6 @@ def _iota(call: Call) -> Text:
     return Text(f"lax.broadcasted_iota({dtype}, {shape}, {call.params['dimension']})", call.out)
 
 
-def _concatenate(call: Call) -> Text:
-    return Text(
-        f"jnp.concatenate([{', '.join(map(str, call.operands))}], axis={call.params['dimension']})", call.out
-    )
-
-
 def _sort(call: Call) -> Text:
     options = call.spelled("dimension", "is_stable", "num_keys")
     return Text(f"lax.sort({packed(call.operands)}, {options})", call.out)
@@ -435,10 +425,6 @@ def _random_bits(call: Call) -> Text:
     )
 
 
-def _barrier(call: Call) -> Text:
-    return Text(f"lax.optimization_barrier({packed(call.operands)})", call.out)
-
-
 def _bound(call: Call) -> Text:
     """The generic form. `lax` exports most primitives under their names."""
     name = f"{call.primitive.name.replace('-', '_')}_p"
@@ -510,7 +496,9 @@ SPELLINGS: dict[str, Spelling] = {
         "lax.bitcast_convert_type", str(dtype_text(call.out.dtype))
     ),
     "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
+    "concatenate": lambda call: Text(
+        f"jnp.concatenate([{', '.join(map(str, call.operands))}], axis={call.params['dimension']})", call.out
+    ),
     "conv_general_dilated": lambda call: call.call(
         "lax.conv_general_dilated", call.spelled(*(p for p in call.params if call.params[p] is not None))
     ),
@@ -532,7 +520,7 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     "ge": _ordered(">="),
     "gt": _ordered(">"),
-    "integer_pow": _power,
+    "integer_pow": lambda call: Text(f"{call.operands[0].within(ATOM)}**{call.params['y']}", call.out, POWER),
     "iota": _iota,
     "le": _ordered("<="),
     "lt": _ordered("<"),
@@ -542,7 +530,7 @@ SPELLINGS: dict[str, Spelling] = {
     "ne": _infix("!=", LOOSE),
     "neg": _prefix("-"),
     "not": _prefix("~"),
-    "optimization_barrier": _barrier,
+    "optimization_barrier": lambda call: Text(f"lax.optimization_barrier({packed(call.operands)})", call.out),
     "or": _infix("|", LOOSE),
     "pad": _pad,
     "pmax": _several("lax.pmax", "axes"),

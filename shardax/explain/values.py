@@ -42,7 +42,7 @@ def intermediates(plan: Facts) -> list[Intermediate]:
             array_text(value.aval),
             array_bytes(value.aval),
             plan.sharding(value),
-            _shards(plan, value),
+            shard_count(plan.values.sharding(value).axes, plan.values.sizes),
         )
         for node in plan.graph.walk()
         for value in node.outputs
@@ -88,10 +88,6 @@ def _bare(sharding: Sharding) -> Sharding:
     while dims and not dims[-1]:
         dims = dims[:-1]
     return Sharding(dims)
-
-
-def _shards(plan: Facts, value: Value) -> int:
-    return shard_count(plan.values.sharding(value).axes, plan.values.sizes)
 
 
 def shardings_text(plan: Facts) -> str:

@@ -330,7 +330,10 @@ def placements(
     """How each argument rests: as it is committed, else nearest to its annotation; None where nothing says
     so.
     """
-    rest = {v: _on(refinement.program, p) for v, p in zip(graph.inputs, committed, strict=True)}
+    rest = {
+        v: Placement(refinement.program, p) if isinstance(p, Sharding) else p
+        for v, p in zip(graph.inputs, committed, strict=True)
+    }
     inputs = set(graph.inputs)
     for site in named:
         note, value = site.annotation, site.node.inputs[0] if site.annotation else None
@@ -338,7 +341,3 @@ def placements(
             dims = refinement.refined(note.dims, site.mesh)
             rest[value] = refinement.rest(Sharding(dims), value.shape, site.mesh)  # type: ignore[arg-type, union-attr]
     return [rest[v] for v in graph.inputs]
-
-
-def _on(program: UserMesh, sharding: Sharding | Placement | None) -> Placement | None:
-    return Placement(program, sharding) if isinstance(sharding, Sharding) else sharding

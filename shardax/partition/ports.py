@@ -237,7 +237,8 @@ def _owing_trips(port: Site, split: Split, carry_kind: str, reduction: str) -> S
         return port
 
     def owe(layout: Layout) -> Layout:
-        return _owe(layout, split.axes, reduction or "sum")
+        owed = ((a, reduction or "sum") for a in split.axes)
+        return Layout(layout.sharding, layout.padded, tuple(sorted((*layout.pending, *owed))))
 
     ways = []
     for way in port.ways:
@@ -245,12 +246,6 @@ def _owing_trips(port: Site, split: Split, carry_kind: str, reduction: str) -> S
         ways.append(Way((owe(start) if carry_kind == REDUCED else start, body_end), (taken, owe(end))))
     port.ways = ways
     return port
-
-
-def _owe(layout: Layout, axes: Axes, reduction: str) -> Layout:
-    return Layout(
-        layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, reduction) for a in axes))))
-    )
 
 
 def _slices(

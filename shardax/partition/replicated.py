@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from shardax.cost.network import Network, network_of
+from shardax.cost.network import network_of
 from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.options import Refused
@@ -125,14 +125,8 @@ def _of_node(
     made = zip(node.outputs, decision.results, strict=True)
     wasted = nbytes - sum(_gathered_anyway(v, layout, read.get(v, set()), axes, sizes) for v, layout in made)
     if wasted > 0:
-        yield Replicated(node, axes, nbytes, _is_small(wasted, network_of(sizes)))
-
-
-def _is_small(nbytes: float, network: Network) -> bool:
-    """Whether to send so much takes no longer than to start the few collectives does that would have to move
-    it instead.
-    """
-    return network.least((), nbytes) <= (1 + FEW) * network.least((), 0)
+        least = network_of(sizes).least
+        yield Replicated(node, axes, nbytes, least((), wasted) <= (1 + FEW) * least((), 0))
 
 
 def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[paths.Step]:

@@ -406,16 +406,15 @@ class Search:
             return (
                 None,
                 None,
-                [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)],
+                [
+                    np.array([[price(m, t) for t in ts] for m in made]) if pays else None
+                    for ts, pays in zip(targets, paying, strict=True)
+                ],
             )
         readers = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
         shared = copies.copies_of(sources, readers, price)
         tables = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
         return shared.making, shared.maker_table(made), tables
-
-
-def _table(made: Layouts, read: Layouts, price: Callable[[Layout, Layout], float]) -> np.ndarray:
-    return np.array([[price(m, t) for t in read] for m in made])
 
 
 def _inside(node: Node) -> Iterator[Node]:

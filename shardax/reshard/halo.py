@@ -25,7 +25,7 @@ of one row each, where there are four distances:
     after    0 1 | 2 3 | 4 5 | 6 7              second piece   1 to 0, 3 to 1, 5 to 2, 7 to 3
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -109,11 +109,9 @@ def exchange_of(request: HaloRequest) -> Exchange:
         d: [_Message(i + d, i, *rows) for i, rows in receivers.items()] for d, receivers in distances.items()
     }
     own, others = [near.pop(0)] if 0 in near else [], list(near.values())
-    rounds = (
-        _rounds([message for messages in others for message in messages])
-        if _reaches_far(distances)
-        else others
-    )
+    # Pieces of neighbours stay apart, so that what others need of them is sent once too.
+    reaches_far = any(abs(distance) > 1 for distance in distances)
+    rounds = _rounds([message for messages in others for message in messages]) if reaches_far else others
     if _sent(rounds) < _sent(others):
         pieces, before, after = _placed(request, own + rounds)
         return Exchange(pieces, (before,) * len(needs), before, after, outside, far)
@@ -188,13 +186,6 @@ class _Message:
     @property
     def rows(self) -> int:
         return self.end - self.first
-
-
-def _reaches_far(distances: Iterable[int]) -> bool:
-    """Whether not only neighbours send. Pieces of neighbours stay apart, so that what others want of them is
-    sent once too.
-    """
-    return any(abs(distance) > 1 for distance in distances)
 
 
 def _rounds(messages: Sequence[_Message]) -> list[list[_Message]]:

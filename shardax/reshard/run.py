@@ -229,7 +229,9 @@ def _pad_unsplit_dim(x, step):
 
 
 def _fit(x, shape):
-    """`x` cropped or padded at the end of each dim to `shape`."""
+    """`x` cropped or padded at the end of each dim to `shape`, with values that must not matter to
+    anybody.
+    """
     if x.shape == tuple(shape):
         return x
     x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
@@ -240,7 +242,9 @@ def _fit(x, shape):
     ):  # random keys have no zero to pad with: the last one is repeated
         return _repeat_last(x, shape)
     return lax.pad(
-        x, _garbage(x.dtype), [(0, request - have, 0) for have, request in zip(x.shape, shape, strict=True)]
+        x,
+        jnp.zeros((), x.dtype),
+        [(0, request - have, 0) for have, request in zip(x.shape, shape, strict=True)],
     )
 
 
@@ -249,8 +253,3 @@ def _repeat_last(x, shape):
         last = lax.slice_in_dim(x, have - 1, have, axis=dim)
         x = lax.concatenate([x] + [last] * (request - have), dim) if request > have else x
     return x
-
-
-def _garbage(dtype):
-    """What padding is filled with. Its value must not matter to anybody."""
-    return jnp.zeros((), dtype)

@@ -25,7 +25,7 @@ def require_placed(rule: Rule, dims: Rule | Factors) -> None:
     `dims` has the rule's tensors, as they are written or bound to shapes.
     """
     before, after = (
-        {f for t in side for dim in t for f in _names(dim)} for side in (dims.operands, dims.results)
+        {f for t in side for dim in t for f in _factors_of(dim)} for side in (dims.operands, dims.results)
     )
     marked = {name for name, _ in rule.types}
     for factor in sorted(before | after):
@@ -45,7 +45,7 @@ def require_placed(rule: Rule, dims: Rule | Factors) -> None:
             )
 
 
-def _names(dim) -> tuple[str, ...]:
+def _factors_of(dim) -> tuple[str, ...]:
     return (dim,) if dim == "..." else dim
 
 

@@ -20,14 +20,13 @@ from shardax.spmd_rules.sends import all_reduce
 def _once_local(local: Local, *shards):
     """Bound on the first device alone; the others start from zeros."""
     axes: Axes = tuple(local.sizes)
-    call, zeros = lambda: _as_bits(local.bind(*shards)), lambda: _as_bits(_zeros(local.node))
-    words = lax.cond(local.index(axes) == 0, call, zeros)
+    words = lax.cond(
+        local.index(axes) == 0,
+        lambda: _as_bits(local.bind(*shards)),
+        lambda: _as_bits([jnp.zeros(v.shape, v.aval.dtype) for v in local.node.outputs]),
+    )
     words = [all_reduce(local, "result", word, axes) for word in words]
     return [_from_bits(word, v.aval) for word, v in zip(words, local.node.outputs, strict=True)]
-
-
-def _zeros(node: Node) -> list[Any]:
-    return [jnp.zeros(v.shape, v.aval.dtype) for v in node.outputs]
 
 
 def _as_bits(results: Sequence[Any]) -> list[Any]:

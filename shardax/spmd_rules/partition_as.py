@@ -227,7 +227,10 @@ def _local(local: Local, *shards):
     for factor in uneven:
         first = local.index(local.splits[factor].axes) == 0
         outs = [
-            lax.select(lax.broadcast(first, x.shape), x, _nothing(factors.type_of(factor), x)) for x in outs
+            lax.select(
+                lax.broadcast(first, x.shape), x, lax.full_like(x, identity(factors.type_of(factor), x.dtype))
+            )
+            for x in outs
         ]
     return outs
 
@@ -240,22 +243,15 @@ def _uneven(local: Local) -> tuple[Factors, list[str]]:
     ]
 
 
-def _nothing(reduction: str, x):
-    return lax.full_like(x, identity(reduction, x.dtype))
-
-
 def _gathered(local: Local, factors: Factors, uneven: list[str], i: int, shard):
     shape, layout = local.node.in_shapes[i], local.operands[i]
     if not jax.numpy.issubdtype(shard.dtype, jax.dtypes.extended):
-        shard = mask_padding(shard, layout, shape, 0, local.sizes, _kept_dims(factors, i))
+        kept = [d for d, dim in enumerate(factors.operands[i]) if not set(dim) & set(factors.reduced)]
+        shard = mask_padding(shard, layout, shape, 0, local.sizes, kept)
     for d in _gathered_dims(factors, uneven, i):
         shard = all_gather(local, "operand", shard, layout.dims[d], d)
         shard = lax.slice_in_dim(shard, 0, shape[d], axis=d)
     return shard
-
-
-def _kept_dims(factors: Factors, i: int) -> list[int]:
-    return [d for d, dim in enumerate(factors.operands[i]) if not set(dim) & set(factors.reduced)]
 
 
 def _gathered_dims(factors: Factors, uneven: list[str], i: int) -> list[int]:

@@ -156,12 +156,11 @@ def conv_general_dilated(node: Node) -> str:
     for i in range(len(lhs_dims) - 2):
         for side, word in zip((lhs, rhs, out), _spatial(node, i), strict=True):
             side.append(word)
-    lhs, rhs, out = (_in_order(*pair) for pair in ((lhs, lhs_dims), (rhs, rhs_dims), (out, out_dims)))
+    lhs, rhs, out = (
+        " ".join(word for _, word in sorted(zip(dims, words, strict=True)))
+        for words, dims in ((lhs, lhs_dims), (rhs, rhs_dims), (out, out_dims))
+    )
     return f"{lhs}, {rhs} -> {out}"
-
-
-def _in_order(words: Sequence[str], dims: Sequence[int]) -> str:
-    return " ".join(word for _, word in sorted(zip(dims, words, strict=True)))
 
 
 def _spatial(node: Node, i: int) -> tuple[str, str, str]:
@@ -270,11 +269,9 @@ def _windowed(node: Node) -> str:
     """The factors of the dims, as text of a rule: the same for the operand of the windows and for the
     result.
     """
-    return " ".join(_window_factor(node, i, slide) for i, slide in enumerate(_slides(node)))
-
-
-def _window_factor(node: Node, i: int, slide: _Slide) -> str:
-    return f"k{i}" if slide.is_pointwise else window_of(f"s{i}", node)
+    return " ".join(
+        f"k{i}" if slide.is_pointwise else window_of(f"s{i}", node) for i, slide in enumerate(_slides(node))
+    )
 
 
 def reduce_window(node: Node) -> str:
