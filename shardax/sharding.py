@@ -1,5 +1,5 @@
-"""How a value lies on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and pending
-reductions.
+"""How a value is laid out on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and
+pending reductions.
 """
 
 import itertools

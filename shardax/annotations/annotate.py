@@ -1,4 +1,4 @@
-"""Annotations: what the user says about the sharding of a value, as an equation of the global program."""
+"""Annotations: the sharding that the user requests of a value, as an equation of the global program."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -71,7 +71,7 @@ say nothing.
 
 def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> Dims | None:
     """The dims that a spec gives to an array, in the axes of its own mesh where it has one; None where it
-    says nothing.
+    requests nothing.
 
     `what` names both in messages. ValueError where they do not fit, or the spec's mesh has other devices than
     `mesh`.

@@ -57,7 +57,7 @@ SHARDING_PARAMS = (
 
 
 def without_explicit_types(jaxpr) -> Any:
-    """A closed jaxpr without Explicit types. What the user asked for with `reshard` and `out_sharding=`
+    """A closed jaxpr without Explicit types. What the user requested with `reshard` and `out_sharding=`
     stays, as annotations; the types that follow from it do not. Call it where the Auto mesh is in context."""
     return jax.make_jaxpr(lambda *args: _evaluate(_jax.closed(jaxpr), args))(*map(shape_of, jaxpr.in_avals))
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardax import _jax
 from shardax.annotations.annotate import annotate, describe
 from shardax.sharding import Axes, entry_axes
-from shardax.validation import is_whole, require, require_array, require_mesh
+from shardax.validation import is_integer, require, require_array, require_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -34,16 +34,16 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
     True
     """
     require_array(x, "x of split")
-    require(is_whole(dim), "dim of split", dim, "the number of a dim, such as 0")
+    require(is_integer(dim), "dim of split", dim, "the number of a dim, such as 0")
     names = axis_or_count if isinstance(axis_or_count, tuple | list) else (axis_or_count,)
-    ok = is_whole(axis_or_count, 1) or all(isinstance(name, str) for name in names)
+    ok = is_integer(axis_or_count, 1) or all(isinstance(name, str) for name in names)
     require(
         ok,
         "axis_or_count of split",
         axis_or_count,
         "an axis, such as 'x', a tuple of axes, or a number of shards",
     )
-    axes = _axes_of_count(int(axis_or_count)) if is_whole(axis_or_count) else names  # type: ignore[arg-type]
+    axes = _axes_of_count(int(axis_or_count)) if is_integer(axis_or_count) else names  # type: ignore[arg-type]
     before = _dim(dim, np.ndim(x), f"split(x, {dim}, {axis_or_count!r})")
     return annotate(x, PartitionSpec(*[None] * before, axes[0] if len(axes) == 1 else tuple(axes) or None))
 
@@ -95,7 +95,7 @@ def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
             f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, -1 where it is not split"
         )
     return _annotate_on(
-        x, mesh, [None if is_whole(i) and i == -1 else _axis(i, mesh, what) for i in dims_mapping], what
+        x, mesh, [None if is_integer(i) and i == -1 else _axis(i, mesh, what) for i in dims_mapping], what
     )
 
 
@@ -125,7 +125,7 @@ class Shard:
     dim: int
 
     def __post_init__(self):
-        require(is_whole(self.dim), "dim of Shard", self.dim, "the number of a dim, such as 0")
+        require(is_integer(self.dim), "dim of Shard", self.dim, "the number of a dim, such as 0")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """DTensor's: a reduction over this dim of the mesh is still owed. No annotation asks for it."""
+    """DTensor's: a reduction over this dim of the mesh is still owed. No annotation requests it."""
 
     reduce_op: str = "sum"
 
@@ -216,7 +216,7 @@ def _axis(dim, mesh: AnyMesh, what: str) -> str:
     """The name of a dim of the mesh."""
     if isinstance(dim, str) and dim in mesh.axis_names:
         return dim
-    if not is_whole(dim) or not 0 <= dim < len(mesh.axis_names):
+    if not is_integer(dim) or not 0 <= dim < len(mesh.axis_names):
         raise ValueError(
             f"{what}: the mesh ({describe(mesh)}) has no dim {dim!r}: give the number or the name of one of "
             "its dims"

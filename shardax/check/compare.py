@@ -24,7 +24,7 @@ from shardax.check.shards import SLACK, difference, greatest_error, is_key, word
 from shardax.ledger.words import bytes_text
 from shardax.options import Options
 from shardax.transform import primitive
-from shardax.validation import is_number, is_whole, require, require_array, require_function
+from shardax.validation import is_integer, is_number, require, require_array, require_function
 
 _SIZES = (2, 3, 4, 5, 8)
 
@@ -194,15 +194,15 @@ class _Case:
 
 def _check_arguments(f, meshes, n, seed, slack) -> None:
     require_function(f, "f of compare")
-    require(is_whole(n, 0), "n of compare", n, "how many trials, such as 8")
-    require(is_whole(seed), "seed of compare", seed, "a whole number")
+    require(is_integer(n, 0), "n of compare", n, "how many trials, such as 8")
+    require(is_integer(seed), "seed of compare", seed, "a whole number")
     require(is_number(slack, 0), "slack of compare", slack, "a number of ulps, such as 64")
     example = "meshes, or mappings of axis names to sizes, such as [{'x': 4, 'y': 2}]"
     listed = isinstance(meshes, Sequence) and not isinstance(meshes, str) and len(meshes)
     require(listed or meshes is None, "meshes of compare", meshes, example)
     for mesh in meshes or ():
         sizes = isinstance(mesh, Mapping) and all(
-            isinstance(a, str) and is_whole(k, 1) for a, k in mesh.items()
+            isinstance(a, str) and is_integer(k, 1) for a, k in mesh.items()
         )
         require(sizes or isinstance(mesh, Mesh), "one of meshes of compare", mesh, example)
 

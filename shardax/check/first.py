@@ -2,7 +2,7 @@
 evaluation.
 
 The program runs as it was decided, on operands with garbage in their padding, and gives all its intermediates
-as they lie on the devices. These are put together on the host and compared, in program order, with those of
+as the devices hold them. These are put together on the host and compared, in program order, with those of
 plain evaluation. If the first difference is in a loop or branch, that is searched too, trip by trip, from
 carries that are right.
 """

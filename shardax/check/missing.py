@@ -1,4 +1,4 @@
-"""Finds missing claims: dims that a rule declares whole although they could be split. No rule is asked for
+"""Finds missing claims: dims that a rule declares unsplit although they could be split. No rule is read for
 that.
 
 A slice of an operand is exchanged for another one, to see which parts of the results depend on it. A dim is
@@ -58,7 +58,9 @@ class Missing:
 
 
 def missing(node: Node, entry: Entry, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Missing]:
-    """The dims of one equation that could be split and are declared whole, given its operands and results."""
+    """The dims of one equation that could be split and are declared unsplit, given its operands and
+    results.
+    """
     factors = entry.factors(node)
     if any(0 in shape for shape in node.in_shapes + node.out_shapes):
         return
@@ -75,7 +77,7 @@ def missing(node: Node, entry: Entry, inputs: Sequence[Any], outputs: Sequence[A
 
 
 def _unsplit_dims(factors: Factors, tensors) -> Iterator[tuple[int, int, str]]:
-    """The dims that cannot be split: their first factor of more than one position is whole."""
+    """The dims that cannot be split: their first factor of more than one position is unsplit."""
     for i, tensor in enumerate(tensors):
         for d, dim in enumerate(tensor):
             first = next((f for f in dim if factors.sizes[f] > 1), None)
@@ -104,7 +106,7 @@ def _claim_of(eqn: _Equation, i: int, d: int) -> str:
 
 
 def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
-    """For each result that depends on the operand, how far the changes lie from the exchanged slice along d;
+    """For each result that depends on the operand, how far the changes are from the exchanged slice along d;
     only if that is near.
     """
     n = eqn.inputs[i].shape[d]
@@ -123,7 +125,7 @@ def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
 
 
 def _reach(n: int, m: int, changes: Sequence[tuple[int, np.ndarray]]) -> int | None:
-    """How far along a result's dim of size m the changes lie from slice j of n; None where that is not
+    """How far along a result's dim of size m the changes are from slice j of n; None where that is not
     near.
     """
     reach = max(int(np.max(np.abs(where - j), initial=0)) for j, where in changes)

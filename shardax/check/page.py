@@ -102,7 +102,7 @@ def _elementwise() -> set[str]:
 
 
 def primitives() -> set[str]:
-    """All primitives that the page tells of."""
+    """All primitives that the page has."""
     return {*RULES, *INLINED, *BODIES, *NO_RULE}
 
 

@@ -3,9 +3,9 @@
     from shardax.check import check_rule, missing_claims
 
     check_rule(lambda a, b: a @ b, a, b)         # AssertionError: which split of which primitive gave what
-    missing_claims(lambda a: jnp.sort(a, 0), a)  # the whole factors that would pass if they were kept
+    missing_claims(lambda a: jnp.sort(a, 0), a)  # the unsplit factors that would pass if they were kept
 
-For each equation that has a rule, each factor that is not whole is split over one axis, over one axis with
+For each equation that has a rule, each factor that may be split is over one axis, over one axis with
 padding to spare, and over two; each pair of factors over one axis each; each claim of `passes` is tried with
 operands that are really pending. Operands are laid out with garbage in their padding, `run_local` runs under
 shard_map, what is pending is settled, the result cropped. Integers, booleans, keys and random bits must be
@@ -37,7 +37,7 @@ from shardax.sharding import Layout, round_up, shard_count
 from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split
 from shardax.spmd_rules.rule import UNSPLIT, Factors
-from shardax.validation import is_whole, require, require_array, require_function
+from shardax.validation import is_integer, require, require_array, require_function
 
 AXES = MappingProxyType({"x": 2, "y": 2})
 _SETTLE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -58,7 +58,7 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
     ok = (
         isinstance(axes, Mapping)
         and len(axes) > 1
-        and all(isinstance(a, str) and is_whole(n, 1) for a, n in axes.items())
+        and all(isinstance(a, str) and is_integer(n, 1) for a, n in axes.items())
     )
     require(
         ok, "axes of check_rule", axes, "a mapping of at least two axes to sizes, such as {'x': 2, 'y': 2}"
@@ -74,7 +74,7 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
 
 @_jax.boundary
 def missing_claims(f: Callable, *args, only: str = "") -> list[str]:
-    """What the rules of `f(*args)` do not claim and could: dims that are whole and need not be. See
+    """What the rules of `f(*args)` do not claim and could: dims that are unsplit and need not be. See
     `shardax.check.missing`.
     """
     _check_arguments(f, args, only)

@@ -28,7 +28,7 @@ from shardax.sharding import Axes, Layout, Sharding, shard_count
 from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT, Factors, TensorFactors
 from shardax.spmd_rules.sends import Sent
 
-DEPTH = 50  # operations through which a layout is followed that completion did not ask for
+DEPTH = 50  # operations through which a layout is followed that completion did not request
 
 
 class Because:
@@ -297,7 +297,9 @@ class _Teller:
         return f", for {self.spec(requested)} does not divide [{','.join(map(str, value.shape))}]"
 
     def needed(self, c: Resharded, node: Node, decision: Decision, factors: Factors) -> str:
-        """What clashed with an operand's sharding: a dim that must be whole, another operand, or a result."""
+        """What clashed with an operand's sharding: a dim that must be unsplit, another operand, or a
+        result.
+        """
         mine = factors.operands[c.place]
         lost = {f: axes for f, axes in _split(mine, c.source.sharding) if {*axes} & {*c.axes}}
         dims = [
@@ -380,7 +382,7 @@ def _split_otherwise(
     tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool
 ) -> bool:
     """Whether a tensor has the dims that lose the axes, but splits them differently. Where an operand is
-    whole does not count, because to cut it is free.
+    replicated does not count, because to cut it is free.
     """
     dims = zip(tensor, sharding.dims, strict=True)
     return any(f in lost and have != lost[f] and (have or result) for dim, have in dims for f in dim)

@@ -1,8 +1,9 @@
 """A plan as one HTML file that needs no network: tables that sort, the program with its costs, a picture of
 any array.
 
-The program has beside each line what it makes and sends; the picture shows how an array lies on the mesh. All
-text is in the HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as JSON.
+The program has beside each line what it makes and sends; the picture shows how an array is laid out on the
+mesh. All text is in the HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as
+JSON.
 """
 
 import json

@@ -59,14 +59,14 @@ class Memory:
 
     def table(self) -> Table:
         at = f", at {line_text(self.line)}" if self.line else ""
-        whole = f"Replicated, arrays of {bytes_text(self.threshold)} and more"
+        title = f"Replicated, arrays of {bytes_text(self.threshold)} and more"
         groups = (
             Group("Arguments", tuple(Row(path, ("", bytes_text(n))) for path, n in _kinds(self.arguments))),
             *_groups(
                 f"Saved for the backward pass: {bytes_text(sum(t.nbytes for t in self.saved))}", self.saved
             ),
             *_groups("Alive at the peak", self.tensors),
-            *_groups(whole, self.replicated),
+            *_groups(title, self.replicated),
         )
         return Table(f"Memory on each device: {bytes_text(self.peak)} at most{at}", groups, ("", ""), 1)
 

@@ -12,7 +12,7 @@ from shardax.explain.tables import Group, Row, Table
 from shardax.ledger.collectives import array_bytes, array_text
 from shardax.ledger.words import as_one, bytes_text, form, times
 
-SUBTREE = 8  # arrays: a smaller part of the arguments is shown, even where another part lies alike
+SUBTREE = 8  # arrays: a smaller part of the arguments is shown, even where another part is laid out alike
 HEADS = ("", "")  # type, bytes on each device
 
 

@@ -16,7 +16,7 @@ from shardax.explain.terminal import shown
 from shardax.explain.text import tables
 from shardax.explain.values import shardings_text
 from shardax.explain.why import why
-from shardax.validation import is_whole, require
+from shardax.validation import is_integer, require
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class Plan(Analysis):
         """What `print` shows, as plain text of `width` columns. (On a terminal, `print` takes its width, and
         colors.)
         """
-        require(is_whole(width, 1), "width of Plan.text", width, "a number of columns, such as 120")
+        require(is_integer(width, 1), "width of Plan.text", width, "a number of columns, such as 120")
         return plain(tables(self), width)
 
     def __str__(self):

@@ -200,7 +200,7 @@ def _function(name: str, *params: str) -> Spelling:
 
 
 def _plain(name: str) -> Spelling:
-    """An elementwise function. With an accuracy that was asked for, the primitive is bound instead."""
+    """An elementwise function. With a requested accuracy, the primitive is bound instead."""
     return lambda call: call.call(name) if call.params.get("accuracy") is None else None
 
 

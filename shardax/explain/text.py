@@ -1,4 +1,4 @@
-"""A plan as tables: what rests how, what is sent and why, how every value lies, memory, seconds."""
+"""A plan as tables: what rests how, what is sent and why, how every value is laid out, memory, seconds."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

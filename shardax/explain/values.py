@@ -20,7 +20,7 @@ from shardax.sharding import Sharding, shard_count
 @dataclass(frozen=True)
 class Intermediate:
     """A value that a line of the user's code makes: by which primitive, of what type and how many bytes in
-    all, how it lies.
+    all, how it is laid out.
     """
 
     line: str
@@ -51,8 +51,8 @@ def intermediates(plan: Facts) -> list[Intermediate]:
 
 
 def shardings(plan: Facts) -> Iterator[Table]:
-    """How the values of each line lie, alike ones once, and what led to that: the annotation at the end of
-    each chain.
+    """How the values of each line are laid out, alike ones once, and what led to that: the annotation at the
+    end of each chain.
     """
     if plan.graph:
         story = Story(plan)
@@ -83,7 +83,7 @@ def _row(sharding: Sharding, values: Sequence[Value], story: "Story") -> Row:
 
 
 def _bare(sharding: Sharding) -> Sharding:
-    """A sharding without the whole dims at its end, so that values of several ranks count as alike."""
+    """A sharding without the unsplit dims at its end, so that values of several ranks count as alike."""
     dims = sharding.dims
     while dims and not dims[-1]:
         dims = dims[:-1]
@@ -241,7 +241,7 @@ class Story:
 
 
 def _answers(node: Node, what: str) -> bool:
-    """Whether a node is at the line, or makes the variable or the `checkpoint_name`, that a user asks for."""
+    """Whether a node is at the line, or makes the variable or the `checkpoint_name`, that a user names."""
     if ":" in what:
         return is_at(node.line, what)
     return what == (node.params.get("name") if node.name == "name" else assigned(node.line))

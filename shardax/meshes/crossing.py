@@ -4,13 +4,13 @@ Such a mesh has the same blocks on other devices, so one ppermute brings each wh
 has its block keeps it, as 0 and 5 do here:
 
     device                              0 1 2 3 4 5
-    there, x of (x=3, y=2) splits it    0 0 1 1 2 2      block
-    here, y of (x=2, y=3)               0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
+    at rest, x of (x=3, y=2) splits it  0 0 1 1 2 2      block
+    in the program, y of (x=2, y=3)     0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
 
-Between the two it is an array of the same shards, one after the other in the first dim: that lies alike on
-every mesh of these devices. An argument whose devices stand in the program's order crosses in the compiled
-program. `jax.jit` takes one order only: from another, arrays cross before the call. Results cross after it: a
-`jax.jit` around names them all on one mesh.
+Between the two it is an array of the same shards, one after the other in the first dim: that is laid out
+alike on every mesh of these devices. An argument whose devices stand in the program's order crosses in the
+compiled program. `jax.jit` takes one order only: from another, arrays cross before the call. Results cross
+after it: a `jax.jit` around names them all on one mesh.
 """
 
 import math
@@ -223,7 +223,7 @@ def _resting_blocks(resting: Placement) -> list[tuple[int, ...]]:
 
 
 def _matched(have: Sequence[Any], needed: Sequence[Any]) -> Iterable[tuple[int, int]]:
-    """Who sends to whom: devices that have the block that they want keep it; the others get it from its
+    """Who sends to whom: devices that have the block that they need keep it; the others get it from its
     holders, in order.
     """
     holders: dict[Any, list[int]] = {}
@@ -253,7 +253,7 @@ def _of_shards(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) ->
 
 @lru_cache
 def _compiled(crossing: Crossing, mesh: Mesh):
-    """The compiled crossing. It is told the sharding of its result, or JAX would choose a spec itself."""
+    """The compiled crossing. It gets the sharding of its result, or JAX would choose a spec itself."""
     refined = sites.refined_mesh(mesh, crossing.refinement, concrete=True)
     spec = crossing.sharding.spec if crossing.side == "argument" else PartitionSpec(refined.axis_names)
     return jax.jit(lambda x: crossing._permuted(x, mesh), out_shardings=NamedSharding(refined, spec))

@@ -9,8 +9,8 @@ that number:
 Each digit is one axis of the refined mesh, and each axis of the user's is a tuple of these, so no later step
 meets a part of an axis. Meshes fit one another where all places at which digits begin divide one another. One
 that does not fit (3·2 beside 2·3, or devices in an order that digits cannot describe) is a *boundary*: its
-axes stand for digits of the same sizes, so values are cut into the blocks that it asks for, but these lie on
-other devices than it says.
+axes stand for digits of the same sizes, so values are cut into the blocks that it requests, but these are on
+other devices than it names.
 """
 
 import math
@@ -82,7 +82,7 @@ class Refinement:
 
     @cached_property
     def boundaries(self) -> frozenset[UserMesh]:
-        """The meshes whose blocks lie on other devices than the meshes say."""
+        """The meshes whose blocks are on other devices than the meshes name."""
         return frozenset(mesh for mesh in self.meshes if not _fits(self.cuts, _digits_of(mesh)))
 
     @cached_property
@@ -132,7 +132,7 @@ class Refinement:
         return next((p for p in placements if self._equal(self.sharding(p), sharding)), placements[0])
 
     def may_rest_on(self, mesh: UserMesh) -> bool:
-        """Whether values can lie on a mesh as they are, because its devices are in the program's order and
+        """Whether values can rest on a mesh as they are, because its devices are in the program's order and
         its axes fit.
         """
         return mesh == self.program or mesh in self.named and not mesh.places and mesh not in self.boundaries

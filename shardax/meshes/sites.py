@@ -27,8 +27,8 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node that names axes, with its parameters as the user's program has them; `annotation` where it is an
-    annotation.
+    """A node that names axes, with its parameters as the user's program has them; `annotation` where it is
+    one.
     """
 
     node: Node
@@ -83,7 +83,7 @@ def _mesh_of(node: Node, annotation: Annotation, mesh: AnyMesh) -> UserMesh:
     named = _own_mesh(mesh, own)
     return (
         named if any(annotation.dims) or named.places else program_mesh(mesh)
-    )  # what is whole is so in any axes
+    )  # what is replicated is so in any axes
 
 
 def _own_mesh(mesh: AnyMesh, own: AnyMesh) -> UserMesh:
@@ -223,7 +223,7 @@ _IN_ORDER = {
 
 
 def rewrite(named: Sequence[Site], refinement: Refinement) -> None:
-    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions are also told
+    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions also get
     the axes that the user knows.
     """
     for site in named:
@@ -327,8 +327,8 @@ def placements(
     named: Sequence[Site],
     refinement: Refinement,
 ):
-    """How each argument rests: as it is committed, else nearest to its annotation; None where nothing says
-    so.
+    """How each argument rests: as it is committed, else nearest to its annotation; None where no sharding
+    is requested.
     """
     rest = {
         v: Placement(refinement.program, p) if isinstance(p, Sharding) else p

@@ -228,7 +228,7 @@ class Search:
         )
 
     def made(self, value: Value) -> Layouts:
-        """The layouts in which a value may be made; whole, if every device can make it so."""
+        """The layouts in which a value may be made; replicated, if every device can make it so."""
         if value.is_literal:
             return (replicated_layout(value.shape),)
         layouts = self.layouts[value]

@@ -221,7 +221,7 @@ def identity(reduction: str, dtype) -> Any:
 
 
 def _pad_unsplit_dim(x, step):
-    """Pads the dim at which axes arrive, if it was whole before."""
+    """Pads the dim at which axes arrive, if it was unsplit before."""
     to = step.to
     if to is None or step.source.dims[to]:
         return x

@@ -119,7 +119,7 @@ class Space:
 
     def room(self, node: State, dim: int, axes: Axes) -> Iterator[int]:
         """The padded sizes with which `dim` can take `axes` as its minor-most: its own, or any where it is
-        still whole.
+        unsplit.
         """
         count = self.count(node.dims[dim] + axes)
         paddings = (node.padded[dim],) if node.dims[dim] else self.paddings[dim]

@@ -9,10 +9,10 @@ it takes to reshard operands and results, and what the function sends.
     rule ──▶ splits of factors ──▶ shardings ──partition──▶ lower_fn, operands' and results' shardings ──▶ the
     candidate
 
-A function knows only the sizes of its shards. So an uneven dim stays whole where the function names an axis
+A function knows only the sizes of its shards. So an uneven dim stays unsplit where the function names an axis
 that splits it, or where a place along the dim depends on other places than its own; elsewhere the function
 sees zeros past the end. Where the callback requests shardings that this does not allow, even with everything
-whole, the original function runs instead, on whole operands.
+unsplit, the original function runs instead, on replicated operands.
 """
 
 import itertools
@@ -79,7 +79,7 @@ def _read_rule(node: Node) -> str | Rule:
 
 def _inferred(node: Node) -> str:
     """Each dim of the operands is split alone, over one axis: it shares a factor with those of the results
-    that then are split. Those of the results that none reaches are whole."""
+    that then are split. Those of the results that none reaches are unsplit."""
     mesh, _ = node.params["on"]
     axis = next((a for a, n in mesh.shape.items() if n > 1), mesh.axis_names[0])
     names: dict[tuple[int, int], str] = {}  # of the results' dims
@@ -139,7 +139,7 @@ def _answer(local: Local) -> _Answer | None:
 
 def _taken(local: Local) -> _Answer | None:
     """The answer by which operands and results have their layouts; None where the function itself runs, on
-    whole operands.
+    replicated operands.
     """
     answer = _answer(local)
     shardings = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))

@@ -52,7 +52,7 @@ def _from_bits(word, aval):
 
 
 def debug_callback(node: Node) -> str:
-    """ "k0 k1 -> " where each device calls on what it has, as the user may ask for; else whole."""
+    """ "k0 k1 -> " where each device calls on what it has, as the user may request; else unsplit."""
     return _every_dim_kept(node) if node.params.get("partitioned") else replicated_rule(node)
 
 

@@ -1,8 +1,8 @@
-"""FFTs. Batch dims are kept; what is transformed is whole, or one dim after the other is.
+"""FFTs. Batch dims are kept; what is transformed is unsplit, or one dim after the other is.
 
 An FFT over several dims that no batch dim can split need not be gathered: each device transforms the dims
-that it has whole, an all_to_all brings it the dim that was split, for a part of another one, and it
-transforms that. (The way of distributed FFT libraries, two dims of which are whole at a time: Pekurovsky
+that it has unsplit, an all_to_all brings it the dim that was split, for a part of another one, and it
+transforms that. (The way of distributed FFT libraries, two dims of which are unsplit at a time: Pekurovsky
 2012, P3DFFT.)
 
     x split by rows  ->  along the columns  ->  all_to_all: split by columns  ->  along the rows

@@ -25,7 +25,7 @@ arrays out.
 
 def window_of(name: str, node: Node) -> str:
     """The factor of a windowed dim. Empty dims and those of random keys, which no filling is like, stay
-    whole.
+    unsplit.
     """
     keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in node.inputs)
     return f"{name}~{'!' * (keys or any(0 in shape for shape in (*node.in_shapes, *node.out_shapes)))}"

@@ -43,8 +43,8 @@ def partition_as(
     results. Arguments that are not arrays have to be bound before, by a `functools.partial`. The marks are
     those of `register_rule`, with two differences:
 
-    - A factor without a mark that is missing in some result, or in every operand, is whole, as if marked `!`.
-      So the dim over which a softmax runs needs no mark where the result does not have it.
+    - A factor without a mark that is missing in some result, or in every operand, is unsplit, as if marked
+      `!`. So the dim over which a softmax runs needs no mark where the result does not have it.
     - Windowed factors (`h~`) are refused, because the function sees only its own shard.
 
     A factor without a mark that a result has is a promise: each place along it depends only on the same place
@@ -144,7 +144,7 @@ class _MappedFlops:
 
 
 def _closed(text: str) -> str:
-    """The rule, unmarked factors whole that some result or every operand lacks."""
+    """The rule, unmarked factors unsplit that some result or every operand lacks."""
     rule = parse(text)
     for side in (rule.operands, rule.results):
         for factor in (f for tensor in side for f in _factors_of(tensor)):
@@ -182,7 +182,7 @@ def _refused(text: str, word: str, why: str) -> ValueError:
 
 def _all_auto() -> bool:
     """Axes that are Explicit or Manual are not shard_jit's to split."""
-    return all(kind is AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types or ())
+    return all(type_ is AxisType.Auto for type_ in jax.sharding.get_abstract_mesh().axis_types or ())
 
 
 def _trace(fun: _Flat, leaves, rule: str) -> tuple[Any, tuple[Any, ...]]:

@@ -4,7 +4,7 @@ nothing.
 Bit i of `random_bits(key, shape)` is a hash of the key and of i, the element's row-major position in the
 global `shape`. So a device only needs to know where its block is. That holds for threefry with
 `jax_threefry_partitionable`, which is JAX's default; other generators draw one stream in sequence, and are
-whole.
+unsplit.
 """
 
 import math
@@ -126,8 +126,8 @@ def _iota_2x32_shape_local(local: Local):
 
 
 def random_gamma(node: Node) -> str:
-    """Dims of the samples of one key stay whole: each sample is drawn from keys that are split off inside the
-    primitive.
+    """Dims of the samples of one key stay unsplit: each sample is drawn from keys that are split off inside
+    the primitive.
     """
     if not _per_key(node):
         return replicated_rule(node)

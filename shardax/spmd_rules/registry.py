@@ -38,7 +38,7 @@ from shardax.reshard.run import axis_position
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.claims import noting, require_operands, require_placed
 from shardax.spmd_rules.rule import Factors, Rule, bind, complain, parse
-from shardax.validation import is_number, is_whole, require, require_function
+from shardax.validation import is_integer, is_number, require, require_function
 
 RuleText = str | Callable[[Node], str | Rule]
 
@@ -76,7 +76,7 @@ def MOVES(*operands: int) -> Passes:
 
 def _check_operands(operands, what: str) -> None:
     for i in operands or (None,):
-        require(is_whole(i, 0), f"an operand of {what}", i, "the number of an operand, such as 0")
+        require(is_integer(i, 0), f"an operand of {what}", i, "the number of an operand, such as 0")
 
 
 PassesOf = Sequence[Passes] | Callable[[Node], Sequence[Passes]]
@@ -84,7 +84,7 @@ PassesOf = Sequence[Passes] | Callable[[Node], Sequence[Passes]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one factor is split: the axes, major to minor, and the padded size. No axes: whole, and padded to
+    """How one factor is split: the axes, major to minor, and the padded size. No axes: unsplit, and padded to
     its own size.
     """
 
@@ -370,7 +370,7 @@ def register_rule(
 
     Raises: ValueError: the text does not parse, has another number of results than the primitive, or lacks a
       mark: without `local`,
-        a factor that one side alone has is reduced or whole. The error quotes the rule and the offending
+        a factor that one side alone has is reduced or unsplit. The error quotes the rule and the offending
         word. Where the rule does not fit shapes, or a lowering gives others than it promises, the error comes
         when it is used, with the user's line.
 
@@ -402,7 +402,7 @@ def _check_arguments(primitive, rule, passes, in_place) -> None:
     require(isinstance(rule, str) or callable(rule), "rule of register_rule", rule, text)
     words = "a sequence of LINEAR(...) and MOVES(...), or a function of the node that returns it"
     require(_are_passes(passes) or callable(passes), "passes of register_rule", passes, words)
-    pair = isinstance(in_place, tuple) and len(in_place) == 2 and all(map(is_whole, in_place))
+    pair = isinstance(in_place, tuple) and len(in_place) == 2 and all(map(is_integer, in_place))
     words = "the places of the table and of the payload, such as (0, 2), or None"
     require(pair or in_place is None, "in_place of register_rule", in_place, words)
 
@@ -421,7 +421,7 @@ def _check_facts(made_anywhere, fuses, reads) -> None:
 def replicated_rule(node: Node) -> str:
     """The rule of a primitive that has none: nothing may be split.
 
-    Written with one factor for each dim, all of them whole.
+    Written with one factor for each dim, all of them unsplit.
     """
     names = (f"w{i}!" for i in range(10**6))
     sides = [

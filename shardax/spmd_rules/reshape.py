@@ -89,7 +89,7 @@ def _common_factors(old: Shape, new: Shape, nested: bool = True) -> tuple[_Sides
 
 
 def _leave_unsplit(sides, rest) -> _Group:
-    """Gives whole factors to the dims up to where both shapes have come equally far."""
+    """Gives unsplit factors to the dims up to where both shapes have come equally far."""
     size, dims = [1, 1], ([], [])
     while size[0] != size[1] or size[0] == 1:
         i = size.index(min(size))

@@ -31,7 +31,7 @@ from shardax.spmd_rules.sends import all_gather, ppermute
 
 
 def rotate(node: Node) -> str:
-    """ "k0 k1 -> k0 k1"; nothing can be sent of random keys, which stay whole."""
+    """ "k0 k1 -> k0 k1"; nothing can be sent of random keys, which stay unsplit."""
     dim, key = node.params["dim"], jnp.issubdtype(node.inputs[0].aval.dtype, jax.dtypes.extended)
     dims = " ".join(f"k{d}{'!' if key and d == dim else ''}" for d in range(len(node.inputs[0].shape)))
     return f"{dims}{', ' * (len(node.inputs) - 1)} -> {dims}"

@@ -3,11 +3,11 @@
     "b m k+, b k+ n -> b m n"
 
 A letter is a *factor*; the same letter on several tensors means that they may be split alike. A mark gives
-its kind:
+its type:
 
-    k        kept: each shard computes its part, nothing is sent
-    k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
-    k!       whole: never split. A dim that has it on both sides may be split before and after: its axes go to
+    k        kept: each shard computes its part, nothing is sent k+       splitting it leaves a pending sum
+    k:max, k:min   a pending maximum, minimum k!       unsplit: never split. A dim that has it on both sides
+    may be split before and after: its axes go to
              another dim
     h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own;
              what a shard lacks its neighbours send (a mark may follow: h~+; the lowering masks the padding)
@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Factors:
-    """A rule bound to shapes: the factors of every dim, and the size and kind of every factor."""
+    """A rule bound to shapes: the factors of every dim, and the size and type of every factor."""
 
     operands: tuple[TensorFactors, ...]
     results: tuple[TensorFactors, ...]
@@ -83,7 +83,7 @@ class Factors:
 
     @cached_property
     def restored(self) -> frozenset[str]:
-        """The whole factors that both operands and results have: split before and after, not on the way."""
+        """The unsplit factors that both operands and results have: split before and after, not on the way."""
         sides = (self.operands, self.results)
         before, after = ({base_name(f) for tensor in side for dim in tensor for f in dim} for side in sides)
         return frozenset(

@@ -301,7 +301,7 @@ def squeeze(node: Node) -> str:
 
 
 def stack(node: Node) -> str:
-    """ "k0 k1, k0 k1 -> k0 s! k1": the new dim is whole."""
+    """ "k0 k1, k0 k1 -> k0 s! k1": the new dim is unsplit."""
     dims = [f"k{d}" for d in range(len(node.in_shapes[0]))]
     return (
         f"{', '.join([' '.join(dims)] * len(node.inputs))} -> "
@@ -337,7 +337,7 @@ def transpose(node: Node) -> str:
 
 
 def unstack(node: Node) -> str:
-    """ "k0 s! k1 -> k0 k1, k0 k1": the dim that goes is whole."""
+    """ "k0 s! k1 -> k0 k1, k0 k1": the dim that goes is unsplit."""
     dims = [f"k{d}" for d in range(len(node.out_shapes[0]))]
     return (
         f"{' '.join(_inserted(dims, node.params['axis']))} -> "

@@ -362,7 +362,7 @@ def _least_selected(local: Local, dtype):
 
 def select_and_scatter(node: Node) -> str:
     """The operand, what is scattered over the places chosen in its windows, and the initial value: slid dims
-    are whole, how competing updates combine only the user knows."""
+    are unsplit, how competing updates combine only the user knows."""
     dims = " ".join(f"k{i}" if slide.is_pointwise else f"s{i}~!" for i, slide in enumerate(_slides(node)))
     return f"{dims}, {dims},  -> {dims}"
 
