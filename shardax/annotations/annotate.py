@@ -79,7 +79,7 @@ def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) 
     >>> dims_of(PartitionSpec("x", PartitionSpec.UNCONSTRAINED), (8, 4, 2), AbstractMesh((4,), ("x",)), "a")
     (('x',), None, ())
     """
-    spec = _said(spec, shape, what)
+    spec = _unboxed(spec, shape, what)
     if spec is None or spec is PartitionSpec.UNCONSTRAINED:
         return None
     if isinstance(spec, NamedSharding):
@@ -139,7 +139,7 @@ class Box(Protocol):
     def get_partition_spec(self) -> PartitionSpec: ...
 
 
-def _said(spec, shape: tuple[int, ...], what: str):
+def _unboxed(spec, shape: tuple[int, ...], what: str):
     """The spec in a box or an abstract array; any other spec as it is."""
     if isinstance(spec, Box):
         from shardax.annotations.boxes import box_spec  # flax is an extra, and installed where its boxes are

@@ -107,8 +107,8 @@ def _chosen(options: argparse.Namespace) -> tuple[list[str], Mapping[str, Any]]:
             raise SystemExit(
                 f"no rule is registered for {name}: names are those of primitives, such as dot_general"
             )
-    names = options.names or (registered if module else list(RULES) if options.all else [])
-    return sorted(names), getattr(module, "SAMPLES", {})
+    primitives = options.names or (registered if module else list(RULES) if options.all else [])
+    return sorted(primitives), getattr(module, "SAMPLES", {})
 
 
 def main(words: Sequence[str]) -> int:
@@ -127,17 +127,17 @@ def main(words: Sequence[str]) -> int:
     if options.page:
         FILE.write_text(page(FILE.read_text() if FILE.exists() else ""))
         return 0
-    names, own = _chosen(options)
-    if not names:
+    primitives, own = _chosen(options)
+    if not primitives:
         parser.error("give names of primitives, --all or --module")
     part, parts = map(int, options.part.split("/"))
-    names, failed = names[part - 1 :: parts], []
+    primitives, failed = primitives[part - 1 :: parts], []
     with warnings.catch_warnings(action="ignore"):
-        for name in names:
+        for name in primitives:
             report = check(name, own, options.cases, options.module)
             failed += [name] * report.failed
             print(report, flush=True)
-    print(f"{len(names)} rules, failed: {', '.join(failed) or 'none'}; JAX {jax.__version__}")
+    print(f"{len(primitives)} rules, failed: {', '.join(failed) or 'none'}; JAX {jax.__version__}")
     return bool(failed)
 
 

@@ -417,9 +417,11 @@ def _head(source: str) -> str:
     return re.sub(r"^(in_shardings\[\d+\]).*", r"\1", source)
 
 
-def _listed(names: list[str]) -> str:
+def _listed(phrases: list[str]) -> str:
     return (
-        as_one(names, exact=True) if len({*map(form, names)}) == 1 and len(names) > 2 else " and ".join(names)
+        as_one(phrases, exact=True)
+        if len({*map(form, phrases)}) == 1 and len(phrases) > 2
+        else " and ".join(phrases)
     )
 
 

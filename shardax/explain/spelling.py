@@ -392,9 +392,9 @@ def _several(name: str, param: str) -> Spelling:
     return spelling
 
 
-def _axes(names) -> str:
-    names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
-    return str(object_text(names[0] if len(names) == 1 else names))
+def _axes(axes) -> str:
+    axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    return str(object_text(axes[0] if len(axes) == 1 else axes))
 
 
 def _collective(name: str, **renamed: str) -> Spelling:

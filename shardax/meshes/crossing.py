@@ -90,10 +90,10 @@ class Crossing:
 
     def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
         """The collectives of the crossing; `name` is that of the argument or result in messages."""
-        found = (
+        ledger = (
             collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
         )
-        return tuple(replace(c, reason=self.reason(name)) for c in found)
+        return tuple(replace(c, reason=self.reason(name)) for c in ledger)
 
     def jaxpr(self, mesh: AnyMesh) -> Any:
         """The program that runs, from or to the array that has the shards one after the other."""

@@ -82,18 +82,20 @@ def _inferred(node: Node) -> str:
     that then are split. Those of the results that none reaches are unsplit."""
     mesh, _ = node.params["on"]
     axis = next((a for a, n in mesh.shape.items() if n > 1), mesh.axis_names[0])
-    names: dict[tuple[int, int], str] = {}  # of the results' dims
+    factor_names: dict[tuple[int, int], str] = {}  # of the results' dims
     operands = []
     for i, shape in enumerate(node.in_shapes):
         dims: list[str] = []
         for d in range(len(shape)):
             reached = [at for at in _reached(node, i, d, axis) if node.out_shapes[at[0]][at[1]] == shape[d]]
-            known = (names[at] for at in reached if at in names and names[at] not in dims)
+            known = (
+                factor_names[at] for at in reached if at in factor_names and factor_names[at] not in dims
+            )
             dims.append(next(known, f"_{i}_{d}"))
-            names |= dict.fromkeys((at for at in reached if at not in names), dims[-1])
+            factor_names |= dict.fromkeys((at for at in reached if at not in factor_names), dims[-1])
         operands.append(" ".join(dims))
     results = (
-        " ".join(names.get((r, e), f"w{r}_{e}!") for e in range(len(s)))
+        " ".join(factor_names.get((r, e), f"w{r}_{e}!") for e in range(len(s)))
         for r, s in enumerate(node.out_shapes)
     )
     return f"{', '.join(operands)} -> {', '.join(results)}"
@@ -272,8 +274,8 @@ def _runs(local: Local, answer: _Answer) -> bool:
     named = {
         a
         for eqn in _eqns(program.jaxpr)
-        for names in sites.named_axes(eqn.params).values()
-        for a in entry_axes(names)
+        for factor_names in sites.named_axes(eqn.params).values()
+        for a in entry_axes(factor_names)
     }
     factors = RULES[NAME].factors(local.node)
     return all(named.isdisjoint(axes) and _is_local(factor, axes, factors, local) for factor, axes in uneven)

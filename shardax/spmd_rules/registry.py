@@ -423,9 +423,9 @@ def replicated_rule(node: Node) -> str:
 
     Written with one factor for each dim, all of them unsplit.
     """
-    names = (f"w{i}!" for i in range(10**6))
+    factors = (f"w{i}!" for i in range(10**6))
     sides = [
-        ", ".join(" ".join(next(names) for _ in shape) for shape in shapes)
+        ", ".join(" ".join(next(factors) for _ in shape) for shape in shapes)
         for shapes in (node.in_shapes, node.out_shapes)
     ]
     return " -> ".join(sides)

@@ -149,7 +149,7 @@ def conv_general_dilated(node: Node) -> str:
     over: "s~+, s~+ -> t!".
     """
     lhs_dims, rhs_dims, out_dims = node.params["dimension_numbers"]
-    by_feature, by_batch = (node.params[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
+    by_feature, by_batch = (node.params[f"{prefix}_group_count"] > 1 for prefix in ("feature", "batch"))
     outs = "(g o)" if by_feature or by_batch else "o"
     lhs = ["(g n)" if by_batch else "n", "(g c+)" if by_feature else "c+"]
     rhs, out = [outs, "c+"], ["n", outs]
@@ -237,7 +237,9 @@ def _conv_local(local: Local, lhs, rhs):
         lhs = part.taken(local, lhs, 0)
         padding[i], dilation[i] = part.padding, part.holes
         rhs = local.mask(1, rhs, 0, _conv_dims(local.node, i)[1:2]) if part.request.exact else rhs
-    groups = {f"{kind}_group_count": local.params[f"{kind}_group_count"] for kind in ("feature", "batch")}
+    groups = {
+        f"{prefix}_group_count": local.params[f"{prefix}_group_count"] for prefix in ("feature", "batch")
+    }
     if "g" in local.splits:
         split = local.splits["g"]
         groups = {
@@ -259,7 +261,7 @@ def _slides(node: Node) -> list[_Slide]:
     params = node.params
     sizes, ones = params["window_dimensions"], (1,) * len(params["window_dimensions"])
     lows, highs = zip(*params["padding"], strict=True) if sizes else ((), ())
-    holes, spread = (params.get(f"{kind}_dilation", ones) for kind in ("base", "window"))
+    holes, spread = (params.get(f"{prefix}_dilation", ones) for prefix in ("base", "window"))
     return [
         _Slide(*dim) for dim in zip(sizes, params["window_strides"], lows, highs, holes, spread, strict=True)
     ]
