@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardax.cost.chips import CHIPS, NOMINAL, SLOW, Chip
-from shardax.validation import is_whole
+from shardax.validation import is_integer
 
 PASSES = ("dead", "share", "combine", "cpu", "tpu")
 _CHIPS = CHIPS | {"slow": SLOW}
@@ -48,7 +48,7 @@ class Options:
     def __post_init__(self):
         if not isinstance(self.strict, bool | str) or self.strict not in (False, True, "warn"):
             raise ValueError(f'Options(strict={self.strict!r}): must be False, "warn" or True')
-        if self.max_gather_bytes is not None and not is_whole(self.max_gather_bytes, 0):
+        if self.max_gather_bytes is not None and not is_integer(self.max_gather_bytes, 0):
             raise ValueError(
                 f"Options(max_gather_bytes={self.max_gather_bytes!r}): must be a number of bytes, or None"
             )

@@ -183,7 +183,7 @@ def _check(built: Program, options: Options) -> None:
     """
     refined = built.refinement
     crossed = [
-        x for c in built.entering if c.there.mesh not in refined.named for x in c.collectives(built.mesh)
+        x for c in built.entering if c.resting.mesh not in refined.named for x in c.collectives(built.mesh)
     ]
     found = [*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)]
     strict.check(found, options, refined.shown, dict.fromkeys(_conflicts(built.graph, refined)))

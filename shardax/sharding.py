@@ -1,5 +1,5 @@
-"""How a value lies on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and pending
-reductions.
+"""How a value is laid out on the devices: `Sharding`, the axes of each dim, and `Layout`, with padding and
+pending reductions.
 """
 
 import itertools
@@ -204,11 +204,11 @@ class Layout:
         return Layout(self.sharding, self.padded)
 
     def __repr__(self):
-        pending = "".join(f" pending {kind} over {axis}" for axis, kind in self.pending)
+        pending = "".join(f" pending {reduction} over {axis}" for axis, reduction in self.pending)
         return f"{self.sharding}@{list(self.padded)}{pending}"
 
 
-def whole(shape: tuple[int, ...]) -> Layout:
+def replicated_layout(shape: tuple[int, ...]) -> Layout:
     """The layout in which every device holds everything.
 
     >>> whole((3, 4))

@@ -26,7 +26,13 @@ from shardax.annotations.annotate import (
     flatten,
     own_mesh,
 )
-from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of, shape_of, untyped
+from shardax.annotations.explicit import (
+    auto_mesh,
+    explicit_sharding,
+    memory_of,
+    shape_of,
+    without_explicit_types,
+)
 from shardax.graph.state import state
 from shardax.meshes import sites
 from shardax.rewrites.constants import with_made_constants
@@ -323,7 +329,7 @@ def _traced_typed(flat, leaves: Sequence[Any], slots: Sequence[Slot], mesh: Abst
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(flat)(*_arranged(shapes, slots))
     with jax.sharding.use_abstract_mesh(auto):
-        return _jax.without_refs(untyped(jaxpr))
+        return _jax.without_refs(without_explicit_types(jaxpr))
 
 
 class _Leaves(dict):

@@ -27,7 +27,7 @@ _shown = reprlib.Repr()
 _shown.maxother = _shown.maxstring = 80
 
 
-def is_whole(x: Any, least: float = -np.inf) -> TypeGuard[int]:
+def is_integer(x: Any, least: float = -np.inf) -> TypeGuard[int]:
     """Whether it is a whole number, Python's or numpy's, and no bool."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool) and bool(x >= least)
 
@@ -67,7 +67,7 @@ def require_array(x: Any, argument: str, wanted: str = "an array or a number") -
 def require_sizes(shape: tuple[Any, ...], what: str) -> None:
     """Those of a program have to be known where it is partitioned."""
     for n in shape:
-        if not is_whole(n):
+        if not is_integer(n):
             raise ValueError(
                 f"{what} of shape ({', '.join(map(str, shape))}) has the symbolic size {n} (jax.export), "
                 "but which splits a program takes depends on its sizes: export it for each size that you "

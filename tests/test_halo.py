@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardax.reshard.halo import Wanted, bring, exchange_of
+from shardax.reshard.halo import HaloRequest, bring, exchange_of
 from shardax.reshard.steps import next_blocks
 
 COUNTS = (2, 3, 8)
@@ -29,7 +29,7 @@ def exchanged(count, cases, garbage):
         jax.shard_map, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False
     )
     def run(shards):
-        ways = [(want, fill) for want, _, fill in cases]
+        ways = [(request, fill) for request, _, fill in cases]
         return [
             bring(w, x, lax.axis_index("x"), lax.ppermute, f) for x, (w, f) in zip(shards, ways, strict=True)
         ]
@@ -40,23 +40,26 @@ def exchanged(count, cases, garbage):
     return [out.reshape(count, -1) for out in run(padded)]
 
 
-def random_window(rng: random.Random, count: int) -> Wanted:
+def random_window(rng: random.Random, count: int) -> HaloRequest:
     size, rows = rng.randint(1, 20), rng.randint(1, 12)
     block = -(-size // count) + rng.choice((0, 0, 1, 3))
     firsts = [rng.randint(-rows, size) for _ in range(count)]
     ends = [first + rng.randint(0, rows) for first in firsts]
-    return Wanted(0, ("x",), tuple(firsts), tuple(ends), rows, size, block)
+    return HaloRequest(0, ("x",), tuple(firsts), tuple(ends), rows, size, block)
 
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_device_gets_what_it_wants(count):
     rng = random.Random(count)
-    wants = [random_window(rng, count) for _ in range(20)]
-    cases = [(want, np.arange(1, want.size + 1, dtype=np.int32), i % 2 * -7) for i, want in enumerate(wants)]
-    for (want, x, fill), out in zip(cases, exchanged(count, cases, np.int32(99)), strict=True):
-        for first, end, rows in zip(want.firsts, want.ends, out, strict=True):
-            expected = [x[r] if 0 <= r < want.size else fill for r in range(first, end)]
-            np.testing.assert_array_equal(rows[: end - first], expected, err_msg=str(want))
+    requests = [random_window(rng, count) for _ in range(20)]
+    cases = [
+        (request, np.arange(1, request.size + 1, dtype=np.int32), i % 2 * -7)
+        for i, request in enumerate(requests)
+    ]
+    for (request, x, fill), out in zip(cases, exchanged(count, cases, np.int32(99)), strict=True):
+        for first, end, rows in zip(request.firsts, request.ends, out, strict=True):
+            expected = [x[r] if 0 <= r < request.size else fill for r in range(first, end)]
+            np.testing.assert_array_equal(rows[: end - first], expected, err_msg=str(request))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -68,13 +71,15 @@ def test_blocks_of_random_keys(count):
         (9, 30, 9),
         (5, 8, 11),
     ]  # size, and the blocks before and after, at the least
-    wants = [
+    requests = [
         next_blocks(0, ("x",), max(o // 2, -(-n // count)), max(w // 2, -(-n // count)), count, n)
         for n, o, w in blocks
     ]
-    cases = [(want, jax.random.split(jax.random.key(want.size), want.size), 0) for want in wants]
-    for (want, keys, _), out in zip(cases, exchanged(count, cases, jax.random.key(99)), strict=True):
-        lengths = np.maximum(np.subtract(want.ends, want.firsts), 0)
+    cases = [
+        (request, jax.random.split(jax.random.key(request.size), request.size), 0) for request in requests
+    ]
+    for (request, keys, _), out in zip(cases, exchanged(count, cases, jax.random.key(99)), strict=True):
+        lengths = np.maximum(np.subtract(request.ends, request.firsts), 0)
         got = np.concatenate([jax.random.key_data(rows)[:n] for rows, n in zip(out, lengths, strict=True)])
         np.testing.assert_array_equal(got, jax.random.key_data(keys))
 
@@ -88,8 +93,8 @@ def test_no_device_sends_what_nobody_wants():
     assert exchange_of(next_blocks(0, ("x",), 4, 4, 4, 9)).sent == []
 
 
-def rows_sent(want: Wanted) -> int:
-    return sum(exchange_of(want).sent)
+def rows_sent(request: HaloRequest) -> int:
+    return sum(exchange_of(request).sent)
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
@@ -113,13 +118,13 @@ def least(messages, rounds=(), most=1 << 30) -> int:
     return least(others, (*rounds, (first,)), most)
 
 
-def messages_of(want: Wanted):
+def messages_of(request: HaloRequest):
     """What a device wants of another one: (sender, receiver, rows), the longest first."""
     found = {}
-    for i, (first, end) in enumerate(zip(want.firsts, want.ends, strict=True)):
-        for row in range(max(first, 0), min(end, want.size)):
-            if row // want.block != i:
-                found[row // want.block, i] = found.get((row // want.block, i), 0) + 1
+    for i, (first, end) in enumerate(zip(request.firsts, request.ends, strict=True)):
+        for row in range(max(first, 0), min(end, request.size)):
+            if row // request.block != i:
+                found[row // request.block, i] = found.get((row // request.block, i), 0) + 1
     return sorted(((s, r, n) for (s, r), n in found.items()), key=lambda m: -m[2])
 
 
@@ -134,9 +139,9 @@ def test_hardly_any_exchange_sends_less(count):
         for n in sizes
         for a, b in itertools.combinations(range(6), 2)
     ]
-    wants = [next_blocks(0, ("x",), *way, count, n) for n, a, b in blocks for way in ((a, b), (b, a))]
-    small = [want for want in wants if len(messages_of(want)) < 10]
-    extra = [rows_sent(want) - least(messages_of(want)) for want in small]
+    requests = [next_blocks(0, ("x",), *way, count, n) for n, a, b in blocks for way in ((a, b), (b, a))]
+    small = [request for request in requests if len(messages_of(request)) < 10]
+    extra = [rows_sent(request) - least(messages_of(request)) for request in small]
     assert len(small) > 200 and set(extra) <= {0, 1} and sum(extra) * 40 <= len(extra)
 
 
@@ -146,13 +151,13 @@ def test_blocks_of_any_two_sizes(count):
     place.
     """
     rng = random.Random(count)
-    wants = []
-    while len(wants) < 24:
+    requests = []
+    while len(requests) < 24:
         size = rng.randint(1, 24)
         old, new = (-(-size // count) + rng.randint(0, 4) for _ in range(2))
-        wants.append(next_blocks(0, ("x",), old, new, count, size))
-    assert count < 8 or any(exchange_of(want).pieces[0].places for want in wants)
-    cases = [(want, np.arange(1, want.size + 1, dtype=np.int32), 0) for want in wants]
-    for (want, x, _), out in zip(cases, exchanged(count, cases, np.int32(99)), strict=True):
-        for first, end, rows in zip(want.firsts, want.ends, out, strict=True):
-            np.testing.assert_array_equal(rows[: max(end - first, 0)], x[first:end], err_msg=str(want))
+        requests.append(next_blocks(0, ("x",), old, new, count, size))
+    assert count < 8 or any(exchange_of(request).pieces[0].places for request in requests)
+    cases = [(request, np.arange(1, request.size + 1, dtype=np.int32), 0) for request in requests]
+    for (request, x, _), out in zip(cases, exchanged(count, cases, np.int32(99)), strict=True):
+        for first, end, rows in zip(request.firsts, request.ends, out, strict=True):
+            np.testing.assert_array_equal(rows[: max(end - first, 0)], x[first:end], err_msg=str(request))

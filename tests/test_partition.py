@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.graph import annotations
 from shardax.partition.replicated import replicated
-from shardax.sharding import whole
+from shardax.sharding import replicated_layout
 from shardax.spmd_rules.registry import RULES
 from tests.test_traffic import ROWS
 
@@ -47,38 +47,38 @@ class Followed:
     """
 
     def __init__(self):
-        self.there, self.makers, self.checked = {}, {}, 0
+        self.layouts, self.makers, self.checked = {}, {}, 0
 
     def graph(self, decisions):
         for value, layout in zip(decisions.graph.inputs, decisions.inputs, strict=True):
-            self.there[value] = {layout}
+            self.layouts[value] = {layout}
         for node, decision in decisions.pairs():
-            assert tuple(move.target for move in decision.moves) == decision.operands
-            for value, move in zip(node.inputs, decision.moves, strict=True):
-                self.move(value, move)
+            assert tuple(reshard.target for reshard in decision.reshards) == decision.operands
+            for value, reshard in zip(node.inputs, decision.reshards, strict=True):
+                self.reshard(value, reshard)
             for body in decision.bodies:
                 self.graph(body)
             for value, layout in zip(node.outputs, decision.results, strict=True):
-                self.there[value] = {layout}
+                self.layouts[value] = {layout}
                 self.makers[value] = node
-        for value, move in zip(decisions.graph.outputs, decisions.outputs, strict=True):
-            self.move(value, move)
+        for value, reshard in zip(decisions.graph.outputs, decisions.outputs, strict=True):
+            self.reshard(value, reshard)
 
-    def move(self, value, move):
+    def reshard(self, value, reshard):
         if not value.is_literal:
-            assert move.source in self.known(value), (value, move)
-            self.there[value].add(move.target)
+            assert reshard.source in self.known(value), (value, reshard)
+            self.layouts[value].add(reshard.target)
             self.checked += 1
 
     def known(self, value):
         """Also what was annotated to be it, and what every device can make whole."""
-        found, node = set(self.there[value]), self.makers.get(value)
+        found, node = set(self.layouts[value]), self.makers.get(value)
         if node is not None and annotations.of_node(node) and not node.inputs[0].is_literal:
             found |= self.known(node.inputs[0])
         if node is not None and (
             annotations.of_node(node) or node.name in RULES and RULES[node.name].made_anywhere
         ):
-            found.add(whole(value.shape))
+            found.add(replicated_layout(value.shape))
         return found
 
 
@@ -98,7 +98,7 @@ def test_a_copy_is_made_once():
     decisions = planned(
         f, floats(8, 64), floats(64, 4096), floats(64, 4096), ins=ins, options=sx.Options()
     ).decisions
-    first, second = (step.moves[0] for node, step in decisions.pairs() if node.name == "dot_general")
+    first, second = (step.reshards[0] for node, step in decisions.pairs() if node.name == "dot_general")
     assert first.source != first.target and second.source == second.target == first.target
 
 

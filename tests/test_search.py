@@ -20,7 +20,7 @@ from shardax.graph import inline
 from shardax.partition.choose import choose, memory
 from shardax.partition.copies import copies_of, is_cut
 from shardax.partition.search import Search
-from shardax.sharding import Layout, Sharding, whole
+from shardax.sharding import Layout, Sharding, replicated_layout
 from tests.test_traffic import MESH, ROWS
 
 SHARED = ["recurrence", "x.at[i].mul", "map", "rotate half", "more lookups than rows", "argmax"]
@@ -218,7 +218,7 @@ def cheapest_of_all(search):
     reads = {}
     for value, site, i in search.reading:
         if not value.is_literal:
-            reads.setdefault(search.root_of(value, site.asked), []).append((site, i))
+            reads.setdefault(search.root_of(value, site.user_requested), []).append((site, i))
     price = cache(search.price)
 
     def served(value, made, wanted):
@@ -279,7 +279,7 @@ def test_memory_is_bought_for_time():
         return y.sum(), y.max(), y.min()
 
     program = inline.from_jaxpr(jax.make_jaxpr(f)(jax.ShapeDtypeStruct((16,), "float32")))
-    known, outs = complete(program, [Sharding((("x",),))], Network({"x": 4})), [whole(())] * 3
+    known, outs = complete(program, [Sharding((("x",),))], Network({"x": 4})), [replicated_layout(())] * 3
     prices = (0.0, 1.0, 1e9)
     found = [
         choose(program, known, [Layout(Sharding((("x",),)), (16,))], outs, byte_price=price)

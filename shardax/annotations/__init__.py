@@ -1,1 +1,1 @@
-"""Annotations: what the user says about the sharding of a value, in every form in which it may be said."""
+"""Annotations: the shardings that the user requests of values, in every form."""

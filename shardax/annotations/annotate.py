@@ -1,4 +1,4 @@
-"""Annotations: what the user says about the sharding of a value, as an equation of the global program."""
+"""Annotations: the sharding that the user requests of a value, as an equation of the global program."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -71,7 +71,7 @@ say nothing.
 
 def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) -> Dims | None:
     """The dims that a spec gives to an array, in the axes of its own mesh where it has one; None where it
-    says nothing.
+    requests nothing.
 
     `what` names both in messages. ValueError where they do not fit, or the spec's mesh has other devices than
     `mesh`.
@@ -79,7 +79,7 @@ def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) 
     >>> dims_of(PartitionSpec("x", PartitionSpec.UNCONSTRAINED), (8, 4, 2), AbstractMesh((4,), ("x",)), "a")
     (('x',), None, ())
     """
-    spec = _said(spec, shape, what)
+    spec = _unboxed(spec, shape, what)
     if spec is None or spec is PartitionSpec.UNCONSTRAINED:
         return None
     if isinstance(spec, NamedSharding):
@@ -139,7 +139,7 @@ class Box(Protocol):
     def get_partition_spec(self) -> PartitionSpec: ...
 
 
-def _said(spec, shape: tuple[int, ...], what: str):
+def _unboxed(spec, shape: tuple[int, ...], what: str):
     """The spec in a box or an abstract array; any other spec as it is."""
     if isinstance(spec, Box):
         from shardax.annotations.boxes import box_spec  # flax is an extra, and installed where its boxes are
@@ -243,15 +243,14 @@ def _put(x, spec, what: str):
     if mesh is None or isinstance(mesh, AbstractMesh):
         raise ValueError(_no_mesh(what))
     dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
-    return jax.device_put(x, spec if isinstance(spec, NamedSharding) else NamedSharding(mesh, _closed(dims)))
+    if isinstance(spec, NamedSharding):
+        return jax.device_put(x, spec)
+    closed = PartitionSpec(*(dim or None for dim in dims or ()))
+    return jax.device_put(x, NamedSharding(mesh, closed))
 
 
 def _no_mesh(what: str) -> str:
     return f"{what}: there is no mesh to place it on; enter one with jax.set_mesh, or give a NamedSharding"
-
-
-def _closed(dims: Dims | None) -> PartitionSpec:
-    return PartitionSpec(*(dim or None for dim in dims or ()))
 
 
 def own_mesh(spec) -> Mesh | AbstractMesh | None:
@@ -317,13 +316,13 @@ def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> Non
             )
 
 
-def _again(saveable, unknown, there, eqn):
+def _again(saveable, unknown, present, eqn):
     """The rule for policies of `jax.checkpoint`. What they save is the value, not its annotation, so the
     backward pass annotates again.
     """
     if unknown[0]:
         return None, eqn, [True], [True], []
-    return eqn, eqn, [False], [True], [v for v in eqn.invars if not there[0] and not _jax.is_literal(v)]
+    return eqn, eqn, [False], [True], [v for v in eqn.invars if not present[0] and not _jax.is_literal(v)]
 
 
 annotate_p.def_impl(lambda x, **params: x)

@@ -17,7 +17,7 @@ Rules = Sequence[tuple[str, Any]]  # (name of a dim, mesh axis or axes or None),
 def box_spec(
     box: meta.Partitioned, rules: Rules | None = None
 ) -> PartitionSpec | jax.sharding.Sharding | None:
-    """The sharding that a box of linen's asks for; None where an optimizer has put an array of fewer dims
+    """The sharding that a box of linen's requests; None where an optimizer has put an array of fewer dims
     into it.
 
     An abstract array that has a sharding, as in what `abstract_state` gives, counts before the names of its

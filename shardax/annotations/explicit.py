@@ -50,14 +50,14 @@ def memory_of(aval) -> Any:
     return getattr(aval, "memory_space", jax.memory.Space.Device)
 
 
-ASKED = (
+SHARDING_PARAMS = (
     "out_sharding",
     "sharding",
 )  # parameters by which primitives pass on the out_sharding= of JAX's functions
 
 
-def untyped(jaxpr) -> Any:
-    """A closed jaxpr without Explicit types. What the user asked for with `reshard` and `out_sharding=`
+def without_explicit_types(jaxpr) -> Any:
+    """A closed jaxpr without Explicit types. What the user requested with `reshard` and `out_sharding=`
     stays, as annotations; the types that follow from it do not. Call it where the Auto mesh is in context."""
     return jax.make_jaxpr(lambda *args: _evaluate(_jax.closed(jaxpr), args))(*map(shape_of, jaxpr.in_avals))
 
@@ -86,60 +86,61 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
         return args
     if name == "reshard":
         return [_annotated(args[0], params["dst_sharding"].spec, "reshard", eqn)]
-    bind_params = eqn.primitive.get_bind_params(_untyped_params(eqn))
+    bind_params = eqn.primitive.get_bind_params(_params_without_types(eqn))
     results = eqn.primitive.bind(*args, **bind_params)
-    asked = next((params[key] for key in ASKED if isinstance(params.get(key), NamedSharding)), None)
-    if asked is None:
+    requested = next(
+        (params[key] for key in SHARDING_PARAMS if isinstance(params.get(key), NamedSharding)), None
+    )
+    if requested is None:
         return results if eqn.primitive.multiple_results else [results]
-    return [_annotated(results, asked.spec, f"out_sharding of {name}", eqn)]
+    return [_annotated(results, requested.spec, f"out_sharding of {name}", eqn)]
 
 
 def _annotated(x, spec: PartitionSpec, name: str, eqn):
     return bind_annotation(x, from_spec(spec, x.ndim).dims, f"{name} at {_jax.user_line(eqn.source_info)}")
 
 
-def _untyped_params(eqn) -> dict[str, Any]:
+def _params_without_types(eqn) -> dict[str, Any]:
     """A shard_map keeps its jaxpr: in there all is local."""
     kept = {"jaxpr": eqn.params["jaxpr"]} if eqn.primitive.name == "shard_map" else _rules(eqn)
     return {
-        key: kept[key] if key in kept else _untyped_param(key, value) for key, value in eqn.params.items()
+        key: kept[key] if key in kept else _param_without_types(key, value)
+        for key, value in eqn.params.items()
     }
 
 
 def _rules(eqn) -> dict[str, Any]:
     """The rules of a custom derivative, which JAX traces when it differentiates."""
     if "fwd_jaxpr_thunk" in eqn.params:
-        return _jax.lazy_vjp(eqn, _untyped_here())
+        return _jax.lazy_vjp(eqn, _without_types_here())
     if "jvp_jaxpr_fun" in eqn.params:
-        return {"jvp_jaxpr_fun": _jax.lazy_derivative(eqn.params["jvp_jaxpr_fun"], eqn.ctx, _untyped_here())}
+        return {
+            "jvp_jaxpr_fun": _jax.lazy_derivative(eqn.params["jvp_jaxpr_fun"], eqn.ctx, _without_types_here())
+        }
     return {}
 
 
-def _untyped_param(key: str, value):
-    if key in ASKED and isinstance(value, NamedSharding):
+def _param_without_types(key: str, value):
+    if key in SHARDING_PARAMS and isinstance(value, NamedSharding):
         return None
     if isinstance(value, Mesh | AbstractMesh):
         return auto_mesh(value)
     if hasattr(value, "eqns"):
-        made = untyped(_jax.closed(value))
+        made = without_explicit_types(_jax.closed(value))
         return made if hasattr(value, "consts") else made.jaxpr
     return (
-        tuple(_untyped_param("", v) for v in value)
-        if isinstance(value, tuple) and _has_jaxprs(value)
+        tuple(_param_without_types("", v) for v in value)
+        if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value)
         else value
     )
 
 
-def _untyped_here():
-    """`untyped`, later, in the context of now."""
+def _without_types_here():
+    """`without_explicit_types`, later, in the context of now."""
     here = jax.sharding.get_abstract_mesh()
 
     def change(jaxpr):
         with jax.sharding.use_abstract_mesh(here):
-            return untyped(jaxpr)
+            return without_explicit_types(jaxpr)
 
     return change
-
-
-def _has_jaxprs(values: tuple[Any, ...]) -> bool:
-    return any(hasattr(v, "eqns") for v in values)

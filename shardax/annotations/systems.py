@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardax import _jax
 from shardax.annotations.annotate import annotate, describe
 from shardax.sharding import Axes, entry_axes
-from shardax.validation import is_whole, require, require_array, require_mesh
+from shardax.validation import is_integer, require, require_array, require_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -34,16 +34,16 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
     True
     """
     require_array(x, "x of split")
-    require(is_whole(dim), "dim of split", dim, "the number of a dim, such as 0")
+    require(is_integer(dim), "dim of split", dim, "the number of a dim, such as 0")
     names = axis_or_count if isinstance(axis_or_count, tuple | list) else (axis_or_count,)
-    ok = is_whole(axis_or_count, 1) or all(isinstance(name, str) for name in names)
+    ok = is_integer(axis_or_count, 1) or all(isinstance(name, str) for name in names)
     require(
         ok,
         "axis_or_count of split",
         axis_or_count,
         "an axis, such as 'x', a tuple of axes, or a number of shards",
     )
-    axes = _axes_of_count(int(axis_or_count)) if is_whole(axis_or_count) else names  # type: ignore[arg-type]
+    axes = _axes_of_count(int(axis_or_count)) if is_integer(axis_or_count) else names  # type: ignore[arg-type]
     before = _dim(dim, np.ndim(x), f"split(x, {dim}, {axis_or_count!r})")
     return annotate(x, PartitionSpec(*[None] * before, axes[0] if len(axes) == 1 else tuple(axes) or None))
 
@@ -88,14 +88,14 @@ def mesh_split(x, mesh: AnyMesh, dims_mapping: Sequence[int]):
     >>> mesh_split(jax.numpy.zeros((8, 4)), mesh, [0, -1]).sharding.spec == PartitionSpec("x", None)
     True
     """
-    _check_given(x, mesh, dims_mapping, "dims_mapping", "mesh_split", "such as [0, -1]")
+    _check_arguments(x, mesh, dims_mapping, "dims_mapping", "mesh_split", "such as [0, -1]")
     what = f"mesh_split(x, mesh, dims_mapping={list(dims_mapping)})"
     if len(dims_mapping) != np.ndim(x):
         raise ValueError(
             f"{what}: x has the shape {np.shape(x)}: give one entry for each dim, -1 where it is not split"
         )
     return _annotate_on(
-        x, mesh, [None if is_whole(i) and i == -1 else _axis(i, mesh, what) for i in dims_mapping], what
+        x, mesh, [None if is_integer(i) and i == -1 else _axis(i, mesh, what) for i in dims_mapping], what
     )
 
 
@@ -109,7 +109,7 @@ def mark_sharding(x, mesh: AnyMesh, spec: Sequence[Any]):
     >>> mark_sharding(jax.numpy.zeros((8, 4)), mesh, ("x", None)).sharding.spec == PartitionSpec("x", None)
     True
     """
-    _check_given(x, mesh, spec, "spec", "mark_sharding", "such as (0, None)")
+    _check_arguments(x, mesh, spec, "spec", "mark_sharding", "such as (0, None)")
     what = f"mark_sharding(x, mesh, {tuple(spec)})"
     if len(spec) != np.ndim(x):
         raise ValueError(
@@ -125,7 +125,7 @@ class Shard:
     dim: int
 
     def __post_init__(self):
-        require(is_whole(self.dim), "dim of Shard", self.dim, "the number of a dim, such as 0")
+        require(is_integer(self.dim), "dim of Shard", self.dim, "the number of a dim, such as 0")
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """DTensor's: a reduction over this dim of the mesh is still owed. No annotation asks for it."""
+    """DTensor's: a reduction over this dim of the mesh is still owed. No annotation requests it."""
 
     reduce_op: str = "sum"
 
@@ -150,7 +150,7 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     >>> redistribute(jax.numpy.zeros((8, 4)), mesh, [Shard(0)]).sharding.spec == PartitionSpec("x", None)
     True
     """
-    _check_given(x, mesh, placements, "placements", "redistribute", "such as [Shard(0), Replicate()]")
+    _check_arguments(x, mesh, placements, "placements", "redistribute", "such as [Shard(0), Replicate()]")
     what = f"redistribute(x, mesh, {list(placements)})"
     names = mesh.axis_names
     if len(placements) != len(names):
@@ -171,20 +171,23 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     return _annotate_on(x, mesh, [dim or None for dim in dims], what)
 
 
-def _check_given(x, mesh: AnyMesh, entries, argument: str, function: str, example: str) -> None:
+def _check_arguments(x, mesh: AnyMesh, entries, argument: str, function: str, example: str) -> None:
     require_array(x, f"x of {function}")
     require_mesh(mesh, function)
     ok = isinstance(entries, Sequence) and not isinstance(entries, str)
     require(ok, f"{argument} of {function}", entries, f"a sequence, {example}")
 
 
-def _assignment(given) -> np.ndarray:
+def _assignment(assignment) -> np.ndarray:
     try:
-        tiles = np.asarray(given)
+        tiles = np.asarray(assignment)
     except ValueError:
         tiles = np.asarray(None)  # rows of different lengths
     require(
-        tiles.dtype.kind in "iu", "device_assignment of shard", given, "an array of the numbers of devices"
+        tiles.dtype.kind in "iu",
+        "device_assignment of shard",
+        assignment,
+        "an array of the numbers of devices",
     )
     return tiles
 
@@ -213,7 +216,7 @@ def _axis(dim, mesh: AnyMesh, what: str) -> str:
     """The name of a dim of the mesh."""
     if isinstance(dim, str) and dim in mesh.axis_names:
         return dim
-    if not is_whole(dim) or not 0 <= dim < len(mesh.axis_names):
+    if not is_integer(dim) or not 0 <= dim < len(mesh.axis_names):
         raise ValueError(
             f"{what}: the mesh ({describe(mesh)}) has no dim {dim!r}: give the number or the name of one of "
             "its dims"

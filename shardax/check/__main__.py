@@ -53,18 +53,18 @@ class Report:
             return f"{self.name:26} {self.not_tried or 'NO SAMPLE of it: give one in SAMPLES'}"
         words = [f"{self.tried:4} claims on {self.samples} equations"]
         words += [
-            f"{len(found)} {what}"
-            for found, what in ((self.wrong, "WRONG"), (self.missing, "MISSING"))
-            if found
+            f"{len(claims)} {what}"
+            for claims, what in ((self.wrong, "WRONG"), (self.missing, "MISSING"))
+            if claims
         ]
         meant = [f"{'':26} {what}: {why}" for what, why in self.meant.items()]
         return "\n".join([f"{self.name:26} {', '.join(words)}", *self.wrong, *self.missing.values(), *meant])
 
 
-def check(name: str, given: Mapping[str, Any], count: int, module: str = "") -> Report:
-    """Tries the rule of one primitive on its samples, and on those that are `given` by a module."""
+def check(name: str, module_samples: Mapping[str, Any], count: int, module: str = "") -> Report:
+    """Tries the rule of one primitive on its samples, and on those of a module."""
     report = Report(name, not_tried=UNCHECKED.get(name, ""))
-    for sample in () if report.not_tried else samples(name, given, count, module):
+    for sample in () if report.not_tried else samples(name, module_samples, count, module):
         try:
             _look_for_missing(sample, report, module)
             report.tried += check_rule(sample.f, *sample.args, only=name)[name]
@@ -78,14 +78,14 @@ def check(name: str, given: Mapping[str, Any], count: int, module: str = "") -> 
 
 
 def _look_for_missing(sample: Sample, report: Report, module: str) -> None:
-    found, equations = missing_of(sample.f, sample.args, report.name)
+    claims, equations = missing_of(sample.f, sample.args, report.name)
     report.samples += equations
-    for claim in found:
+    for claim in claims:
         if why := reason(claim):
-            report.meant.setdefault(f"{claim.what} could be {claim.kind}", why)
+            report.meant.setdefault(f"{claim.what} could be {claim.claim}", why)
         else:
             snippet = _snippet(sample, module, f"missing_claims(f, *args, only={report.name!r})")
-            report.missing.setdefault(f"{claim.what} could be {claim.kind}", f"{claim}\n{snippet}")
+            report.missing.setdefault(f"{claim.what} could be {claim.claim}", f"{claim}\n{snippet}")
 
 
 def _snippet(sample: Sample, module: str, call: str) -> str:
@@ -95,20 +95,20 @@ def _snippet(sample: Sample, module: str, call: str) -> str:
     return f"  import {imports}; {devices}\n  {sample.snippet}; print(shardax.check.{call})"
 
 
-def _chosen(given: argparse.Namespace) -> tuple[list[str], Mapping[str, Any]]:
+def _chosen(options: argparse.Namespace) -> tuple[list[str], Mapping[str, Any]]:
     """The primitives to check, and the samples that come with them."""
     before = dict(RULES)
-    module = importlib.import_module(given.module) if given.module else None
+    module = importlib.import_module(options.module) if options.module else None
     registered = [name for name, entry in RULES.items() if before.get(name) is not entry]
     if module and not registered:
-        raise SystemExit(f"importing {given.module} registers no rule")
-    for name in given.names:
+        raise SystemExit(f"importing {options.module} registers no rule")
+    for name in options.names:
         if name not in RULES:
             raise SystemExit(
                 f"no rule is registered for {name}: names are those of primitives, such as dot_general"
             )
-    names = given.names or (registered if module else list(RULES) if given.all else [])
-    return sorted(names), getattr(module, "SAMPLES", {})
+    primitives = options.names or (registered if module else list(RULES) if options.all else [])
+    return sorted(primitives), getattr(module, "SAMPLES", {})
 
 
 def main(words: Sequence[str]) -> int:
@@ -123,21 +123,21 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--part", default="1/1", help="the k-th of n parts of the primitives: k/n")
     parser.add_argument("--page", action="store_true", help="write docs/primitives.md")
-    given = parser.parse_args(words)
-    if given.page:
+    options = parser.parse_args(words)
+    if options.page:
         FILE.write_text(page(FILE.read_text() if FILE.exists() else ""))
         return 0
-    names, own = _chosen(given)
-    if not names:
+    primitives, own = _chosen(options)
+    if not primitives:
         parser.error("give names of primitives, --all or --module")
-    part, parts = map(int, given.part.split("/"))
-    names, failed = names[part - 1 :: parts], []
+    part, parts = map(int, options.part.split("/"))
+    primitives, failed = primitives[part - 1 :: parts], []
     with warnings.catch_warnings(action="ignore"):
-        for name in names:
-            report = check(name, own, given.cases, given.module)
+        for name in primitives:
+            report = check(name, own, options.cases, options.module)
             failed += [name] * report.failed
             print(report, flush=True)
-    print(f"{len(names)} rules, failed: {', '.join(failed) or 'none'}; JAX {jax.__version__}")
+    print(f"{len(primitives)} rules, failed: {', '.join(failed) or 'none'}; JAX {jax.__version__}")
     return bool(failed)
 
 

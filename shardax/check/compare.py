@@ -24,7 +24,7 @@ from shardax.check.shards import SLACK, difference, greatest_error, is_key, word
 from shardax.ledger.words import bytes_text
 from shardax.options import Options
 from shardax.transform import primitive
-from shardax.validation import is_number, is_whole, require, require_array, require_function
+from shardax.validation import is_integer, is_number, require, require_array, require_function
 
 _SIZES = (2, 3, 4, 5, 8)
 
@@ -112,10 +112,10 @@ def compare(
     <lambda>: equal under 1 shardings
       greatest error 0.0e+00, sends       0 B: x=1: in_shardings=(P(None,),), out_shardings=P(None,)
     """
-    _check_given(f, meshes, n, seed, slack)
+    _check_arguments(f, meshes, n, seed, slack)
     case = _case(f, args, slack, options)
-    found = list(map(_mesh, meshes)) if meshes is not None else _default_meshes()
-    return Comparison(case.name, tuple(case.tried(found[i % len(found)], seed + i) for i in range(n)))
+    concrete = list(map(_mesh, meshes)) if meshes is not None else _default_meshes()
+    return Comparison(case.name, tuple(case.tried(concrete[i % len(concrete)], seed + i) for i in range(n)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ class _Case:
         )
 
     @functools.cache  # noqa: B019  (a case lives as long as one call of compare)
-    def wanted(self, axes: tuple[str, ...]) -> Any:
+    def expected(self, axes: tuple[str, ...]) -> Any:
         """The results under plain `jax.jit`, on one device: a mesh of axes of size one, so that annotations
         are understood.
         """
@@ -150,9 +150,9 @@ class _Case:
 
     def tried(self, mesh: Mesh, seed: int) -> Trial:
         """One trial, as its seed draws it."""
-        dice, wanted = random.Random(seed), self.wanted(mesh.axis_names)
+        dice, expected = random.Random(seed), self.expected(mesh.axis_names)
         ins = jax.tree.map(lambda x: _spec(dice, mesh, np.shape(x)), self.args)
-        outs = jax.tree.map(lambda x: _spec(dice, mesh, x.shape) if dice.random() < 0.6 else None, wanted)
+        outs = jax.tree.map(lambda x: _spec(dice, mesh, x.shape) if dice.random() < 0.6 else None, expected)
         trial = Trial(mesh, ins, outs)
         step = shard_jit(self.fun, mesh=mesh, in_shardings=ins, out_shardings=outs, options=self.options)
         try:
@@ -160,14 +160,14 @@ class _Case:
         except Exception as error:
             error.add_note(f"raised by shard_jit in compare, {trial}\n{self.snippet(trial, seed)}")
             raise
-        if problems := list(self.problems(got, wanted)):
+        if problems := list(self.problems(got, expected)):
             raise self.different(trial, problems, step, seed)
-        return replace(trial, error=_error(got, wanted), sent=int(sent))
+        return replace(trial, error=_error(got, expected), sent=int(sent))
 
-    def problems(self, got: Any, wanted: Any) -> Iterator[str]:
-        paths, leaves, _ = flatten(wanted)
-        for path, want, have in zip(paths, leaves, jax.tree.leaves(got), strict=True):
-            if problem := difference(_numbers(have), _numbers(want), self.slack):
+    def problems(self, got: Any, expected: Any) -> Iterator[str]:
+        paths, leaves, _ = flatten(expected)
+        for path, expected_leaf, have in zip(paths, leaves, jax.tree.leaves(got), strict=True):
+            if problem := difference(_numbers(have), _numbers(expected_leaf), self.slack):
                 yield f"result{path}: {problem}"
 
     def different(self, trial: Trial, problems: Sequence[str], step: Any, seed: int) -> Different:
@@ -192,17 +192,17 @@ class _Case:
         )
 
 
-def _check_given(f, meshes, n, seed, slack) -> None:
+def _check_arguments(f, meshes, n, seed, slack) -> None:
     require_function(f, "f of compare")
-    require(is_whole(n, 0), "n of compare", n, "how many trials, such as 8")
-    require(is_whole(seed), "seed of compare", seed, "a whole number")
+    require(is_integer(n, 0), "n of compare", n, "how many trials, such as 8")
+    require(is_integer(seed), "seed of compare", seed, "a whole number")
     require(is_number(slack, 0), "slack of compare", slack, "a number of ulps, such as 64")
     example = "meshes, or mappings of axis names to sizes, such as [{'x': 4, 'y': 2}]"
     listed = isinstance(meshes, Sequence) and not isinstance(meshes, str) and len(meshes)
     require(listed or meshes is None, "meshes of compare", meshes, example)
     for mesh in meshes or ():
         sizes = isinstance(mesh, Mapping) and all(
-            isinstance(a, str) and is_whole(k, 1) for a, k in mesh.items()
+            isinstance(a, str) and is_integer(k, 1) for a, k in mesh.items()
         )
         require(sizes or isinstance(mesh, Mesh), "one of meshes of compare", mesh, example)
 
@@ -224,9 +224,12 @@ def _on_host(leaf: Any, path: str):
     return leaf if is_key(jax.typeof(leaf)) or not hasattr(leaf, "dtype") else np.asarray(leaf)
 
 
-def _error(got: Any, wanted: Any) -> float:
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    return max((greatest_error(_numbers(have), _numbers(want)) for have, want in pairs), default=0.0)
+def _error(got: Any, expected: Any) -> float:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    return max(
+        (greatest_error(_numbers(have), _numbers(expected_leaf)) for have, expected_leaf in pairs),
+        default=0.0,
+    )
 
 
 def _numbers(x: Any) -> np.ndarray:
@@ -265,18 +268,18 @@ def _spec(dice: random.Random, mesh: Mesh, shape: tuple[int, ...]) -> P:
     return P(*(None if not d else d[0] if len(d) == 1 else tuple(d) for d in dims))
 
 
-def _mesh(given: Mesh | Mapping[str, int]) -> Mesh:
-    if isinstance(given, Mesh):
-        return given
-    devices, count = jax.devices(), math.prod(given.values())
+def _mesh(mesh: Mesh | Mapping[str, int]) -> Mesh:
+    if isinstance(mesh, Mesh):
+        return mesh
+    devices, count = jax.devices(), math.prod(mesh.values())
     if count > len(devices):
         raise ValueError(
-            f"compare: the mesh ({', '.join(f'{a}={n}' for a, n in given.items())}) needs {count} devices, "
+            f"compare: the mesh ({', '.join(f'{a}={n}' for a, n in mesh.items())}) needs {count} devices, "
             f"there are {len(devices)}: give a smaller one, or begin with "
             f"jax.config.update('jax_num_cpu_devices', {count})"
         )
-    types = (AxisType.Auto,) * len(given)
-    return jax.make_mesh(tuple(given.values()), tuple(given), axis_types=types, devices=devices[:count])
+    types = (AxisType.Auto,) * len(mesh)
+    return jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types, devices=devices[:count])
 
 
 def _auto(mesh: Mesh) -> Mesh:

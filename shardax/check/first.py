@@ -2,7 +2,7 @@
 evaluation.
 
 The program runs as it was decided, on operands with garbage in their padding, and gives all its intermediates
-as they lie on the devices. These are put together on the host and compared, in program order, with those of
+as the devices hold them. These are put together on the host and compared, in program order, with those of
 plain evaluation. If the first difference is in a loop or branch, that is searched too, trip by trip, from
 carries that are right.
 """
@@ -68,55 +68,60 @@ class _Search:
 
     def graph(self, decisions: Decisions, inputs: Sequence[Any]) -> First | None:
         held = self.run(decisions, inputs)
-        wanted = dict(zip(decisions.graph.inputs, inputs, strict=True))
+        expected = dict(zip(decisions.graph.inputs, inputs, strict=True))
         for decision, (node, operands, results) in zip(
             decisions.steps, evaluate(decisions.graph, inputs), strict=True
         ):
-            found = self.moves(node, decision, held, wanted)
-            wanted.update(zip(node.outputs, results, strict=True))
-            found = found or (
-                self.results(node, decision, operands, held, wanted) if node.name not in _ARBITRARY else None
+            first = self.reshards(node, decision, held, expected)
+            expected.update(zip(node.outputs, results, strict=True))
+            first = first or (
+                self.results(node, decision, operands, held, expected)
+                if node.name not in _ARBITRARY
+                else None
             )
-            if found:
-                return found
+            if first:
+                return first
         return None
 
-    def moves(self, node: Node, decision: Decision, held, wanted) -> First | None:
+    def reshards(self, node: Node, decision: Decision, held, expected) -> First | None:
         """Whether an operand was right where it was made, and is wrong where it is read."""
-        for i, (value, move) in enumerate(zip(node.inputs, decision.moves, strict=True)):
-            if move.source != move.target and (problem := self.problem(value, move.target, held, wanted)):
+        for i, (value, reshard) in enumerate(zip(node.inputs, decision.reshards, strict=True)):
+            if reshard.source != reshard.target and (
+                problem := self.problem(value, reshard.target, held, expected)
+            ):
                 return self.first(
-                    node, decision, f"operand {i}, moved from {move.source} to {move.target}", problem
+                    node, decision, f"operand {i}, moved from {reshard.source} to {reshard.target}", problem
                 )
         return None
 
-    def results(self, node: Node, decision: Decision, operands, held, wanted) -> First | None:
+    def results(self, node: Node, decision: Decision, operands, held, expected) -> First | None:
         for i, (value, layout) in enumerate(zip(node.outputs, decision.results, strict=True)):
-            if problem := self.problem(value, layout, held, wanted):
+            if problem := self.problem(value, layout, held, expected):
                 here = self.first(node, decision, f"result {i}, {_type(value)} in {layout}", problem)
                 return self.inside(node, decision, operands) or here
         return None
 
-    def problem(self, value: Value, layout: Layout, held, wanted) -> str:
+    def problem(self, value: Value, layout: Layout, held, expected) -> str:
         """What is wrong with a value in a layout, "" if nothing is, or it was not kept."""
         if (value, layout) not in held:
             return ""
         got, disagreement = gather(held[value, layout], layout, value.shape, self.sizes)
-        return difference(got, np.asarray(words(wanted[value])), self.slack) or disagreement
+        return difference(got, np.asarray(words(expected[value])), self.slack) or disagreement
 
     def first(self, node: Node, decision: Decision, what: str, problem: str) -> First:
         entry = decision.entry
         operands = [
-            f"{_type(v)} in {move.target}" for v, move in zip(node.inputs, decision.moves, strict=True)
+            f"{_type(v)} in {reshard.target}"
+            for v, reshard in zip(node.inputs, decision.reshards, strict=True)
         ]
         rule = str(entry.rule_of(node)) if entry else ""
         return First(node.name, node.line, what, tuple(operands), problem, rule)
 
     def inside(self, node: Node, decision: Decision, operands: Sequence[Any]) -> First | None:
         for words_, body, inputs in _bodies(node, decision, operands):
-            if found := self.graph(body, inputs):
+            if first := self.graph(body, inputs):
                 loop = f"{words_} of the {node.name} at {node.line or 'an unknown line'}"
-                return replace(found, within=(*found.within, loop))
+                return replace(first, within=(*first.within, loop))
         return None
 
     def run(self, decisions: Decisions, inputs: Sequence[Any]) -> dict[tuple[Value, Layout], np.ndarray]:
@@ -132,7 +137,7 @@ class _Search:
     def recorder(self, decisions: Decisions, inputs: Sequence[Any]) -> Callable[..., Any]:
         impls = [jax.random.key_impl(x) if is_key(x) else None for x in inputs]
         own = [*decisions.graph.inputs, *(v for node in decisions.graph.nodes for v in node.outputs)]
-        names: list[tuple[Value, Layout]] = []
+        keys: list[tuple[Value, Layout]] = []
 
         def on_shards(shards):
             shards = [_unstacked(x, impl) for x, impl in zip(shards, impls, strict=True)]
@@ -143,7 +148,7 @@ class _Search:
                 for layout, x in values.get(v, {}).items()
                 if 0 not in jnp.shape(x)
             }
-            names[:] = kept
+            keys[:] = kept
             return [words(jnp.asarray(x))[None] for x in kept.values()]
 
         everywhere = P(tuple(self.sizes))
@@ -152,7 +157,7 @@ class _Search:
         )
         jitted = jax.jit(mapped)
         return lambda stacked: (
-            dict(zip(names, map(np.asarray, out), strict=True)) if (out := jitted(stacked)) else {}
+            dict(zip(keys, map(np.asarray, out), strict=True)) if (out := jitted(stacked)) else {}
         )
 
 

@@ -1,4 +1,4 @@
-"""Finds missing claims: dims that a rule declares whole although they could be split. No rule is asked for
+"""Finds missing claims: dims that a rule declares unsplit although they could be split. No rule is read for
 that.
 
 A slice of an operand is exchanged for another one, to see which parts of the results depend on it. A dim is
@@ -24,7 +24,7 @@ from shardax.check.shards import alike, is_key, words
 from shardax.graph.graph import Node
 from shardax.reshard.run import identity
 from shardax.spmd_rules.registry import Entry
-from shardax.spmd_rules.rule import REDUCTIONS, WHOLE, Factors
+from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT, Factors
 
 MOST = 4096  # elements of an operand that is looked at
 PLACES = 9  # slices of a dim that are exchanged
@@ -33,13 +33,13 @@ _PUT_TOGETHER = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 @dataclass(frozen=True)
 class Missing:
-    """A claim that a rule could make: `kind` is "kept", "windowed", "sum", "max", "min" or "made". `place` is
-    the number of an operand or result, and its dim. `passes` says that the rule already lets such a reduction
-    pass through the operand.
+    """A claim that a rule could make: `claim` is "kept", "windowed", "sum", "max", "min" or "made". `place`
+    is the number of an operand or result, and its dim. `passes` says that the rule already lets such a
+    reduction pass through the operand.
     """
 
     primitive: str
-    kind: str
+    claim: str
     place: tuple[int, int]
     factor: str
     shapes: str
@@ -47,39 +47,41 @@ class Missing:
 
     @property
     def what(self) -> str:
-        side = "result" if self.kind == "made" else "operand"
+        side = "result" if self.claim == "made" else "operand"
         return f"dim {self.place[1]} of {side} {self.place[0]}"
 
     def __str__(self):
         return (
             f"{self.primitive} {self.shapes}: {self.what} (factor {self.factor}) is whole and could be "
-            f"{self.kind}"
+            f"{self.claim}"
         )
 
 
 def missing(node: Node, entry: Entry, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Missing]:
-    """The dims of one equation that could be split and are declared whole, given its operands and results."""
+    """The dims of one equation that could be split and are declared unsplit, given its operands and
+    results.
+    """
     factors = entry.factors(node)
     if any(0 in shape for shape in node.in_shapes + node.out_shapes):
         return
     shapes = f"{node.in_shapes} -> {node.out_shapes}"
-    for i, d, factor in _whole_dims(factors, factors.operands):
+    for i, d, factor in _unsplit_dims(factors, factors.operands):
         if np.size(words(inputs[i])) <= MOST and (
-            kind := _kind(_Equation(node, factors, inputs, outputs), i, d)
+            claim := _claim_of(_Equation(node, factors, inputs, outputs), i, d)
         ):
-            passes = any(i in p.operands and kind in p.kinds for p in entry.passes_of(node))
-            yield Missing(node.name, kind, (i, d), factor, shapes, passes)
+            passes = any(i in p.operands and claim in p.reductions for p in entry.passes_of(node))
+            yield Missing(node.name, claim, (i, d), factor, shapes, passes)
     if not any(math.prod(shape) > 1 for shape in node.in_shapes):
-        for i, d, factor in _whole_dims(factors, factors.results):
+        for i, d, factor in _unsplit_dims(factors, factors.results):
             yield Missing(node.name, "made", (i, d), factor, shapes)
 
 
-def _whole_dims(factors: Factors, tensors) -> Iterator[tuple[int, int, str]]:
-    """The dims that cannot be split: their first factor of more than one position is whole."""
+def _unsplit_dims(factors: Factors, tensors) -> Iterator[tuple[int, int, str]]:
+    """The dims that cannot be split: their first factor of more than one position is unsplit."""
     for i, tensor in enumerate(tensors):
         for d, dim in enumerate(tensor):
             first = next((f for f in dim if factors.sizes[f] > 1), None)
-            if first and factors.kind(first) == WHOLE:
+            if first and factors.type_of(first) == UNSPLIT:
                 yield i, d, first
 
 
@@ -94,17 +96,17 @@ class _Equation:
         return evaluate_node(self.node, [operands.get(i, x) for i, x in enumerate(self.inputs)])
 
 
-def _kind(eqn: _Equation, i: int, d: int) -> str:
+def _claim_of(eqn: _Equation, i: int, d: int) -> str:
     reaches = list(_reaches(eqn, i, d))
     if reaches and all(reach == 0 for reach in reaches):
         return "kept"
     if reaches and all(reach is not None for reach in reaches):
         return "windowed"
-    return next((kind for kind in REDUCTIONS if _adds_up(eqn, i, d, kind)), "")
+    return next((claim for claim in REDUCTIONS if _adds_up(eqn, i, d, claim)), "")
 
 
 def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
-    """For each result that depends on the operand, how far the changes lie from the exchanged slice along d;
+    """For each result that depends on the operand, how far the changes are from the exchanged slice along d;
     only if that is near.
     """
     n = eqn.inputs[i].shape[d]
@@ -112,21 +114,21 @@ def _reaches(eqn: _Equation, i: int, d: int) -> Iterator[int | None]:
     for j in range(n) if n <= PLACES else np.linspace(0, n - 1, PLACES, dtype=int):
         for k in {(j + 1) % n, (j + n // 2) % n} - {j}:
             results = eqn.with_operands({i: _exchanged(eqn.inputs[i], d, int(j), int(k))})
-            for found, result, wanted in zip(changes, results, eqn.outputs, strict=True):
-                found.append((int(j), np.argwhere(_changed(result, wanted))))
-    for found, shape in zip(changes, eqn.node.out_shapes, strict=True):
-        if any(len(where) for _, where in found):
+            for pairs, result, expected in zip(changes, results, eqn.outputs, strict=True):
+                pairs.append((int(j), np.argwhere(_changed(result, expected))))
+    for pairs, shape in zip(changes, eqn.node.out_shapes, strict=True):
+        if any(len(where) for _, where in pairs):
             reaches = [
-                _reach(n, shape[e], [(j, where[:, e]) for j, where in found]) for e in range(len(shape))
+                _reach(n, shape[e], [(j, where[:, e]) for j, where in pairs]) for e in range(len(shape))
             ]
             yield min((r for r in reaches if r is not None), default=None)
 
 
-def _reach(n: int, m: int, found: Sequence[tuple[int, np.ndarray]]) -> int | None:
-    """How far along a result's dim of size m the changes lie from slice j of n; None where that is not
+def _reach(n: int, m: int, changes: Sequence[tuple[int, np.ndarray]]) -> int | None:
+    """How far along a result's dim of size m the changes are from slice j of n; None where that is not
     near.
     """
-    reach = max(int(np.max(np.abs(where - j), initial=0)) for j, where in found)
+    reach = max(int(np.max(np.abs(where - j), initial=0)) for j, where in changes)
     if n == m and reach == 0:
         return 0
     return max(reach, 1) if n >= 6 and reach <= n // 3 else None
@@ -139,9 +141,9 @@ def _exchanged(x, d: int, j: int, k: int):
     return jnp.take(x, places, axis=d) if is_key(x) else jnp.asarray(np.take(np.asarray(x), places, axis=d))
 
 
-def _changed(result, wanted) -> np.ndarray:
+def _changed(result, expected) -> np.ndarray:
     """Where two results differ by more than rounding."""
-    one, other = (np.asarray(words(x)) for x in (result, wanted))
+    one, other = (np.asarray(words(x)) for x in (result, expected))
     if not jnp.issubdtype(one.dtype, jnp.inexact):
         return one != other
     with np.errstate(invalid="ignore"):
@@ -150,7 +152,7 @@ def _changed(result, wanted) -> np.ndarray:
         )
 
 
-def _adds_up(eqn: _Equation, i: int, d: int, kind: str) -> bool:
+def _adds_up(eqn: _Equation, i: int, d: int, reduction: str) -> bool:
     """Whether the results of two parts make up the whole result. All operands that have the factor are
     parted, at several places.
     """
@@ -164,32 +166,32 @@ def _adds_up(eqn: _Equation, i: int, d: int, kind: str) -> bool:
     if (
         not has
         or not all(jnp.issubdtype(x.dtype, jnp.number) for x in values)
-        or not (kind == "sum" or ordered)
+        or not (reduction == "sum" or ordered)
     ):
         return False
-    return all(_made_up(eqn, has, kind, at) for at in {1, n // 2, n - 1})
+    return all(_made_up(eqn, has, reduction, at) for at in {1, n // 2, n - 1})
 
 
-def _made_up(eqn: _Equation, has: dict[int, int], kind: str, at: int) -> bool:
+def _made_up(eqn: _Equation, has: dict[int, int], reduction: str, at: int) -> bool:
     halves = [
-        {i: _half(np.asarray(eqn.inputs[i]), d, at, kind, first) for i, d in has.items()}
+        {i: _half(np.asarray(eqn.inputs[i]), d, at, reduction, first) for i, d in has.items()}
         for first in (True, False)
     ]
     parts = zip(*map(eqn.with_operands, halves), strict=True)
-    together = [_PUT_TOGETHER[kind](*map(np.asarray, pair)) for pair in parts]
-    return all(alike(got, np.asarray(want)) for got, want in zip(together, eqn.outputs, strict=True))
+    together = [_PUT_TOGETHER[reduction](*map(np.asarray, pair)) for pair in parts]
+    return all(alike(got, np.asarray(expected)) for got, expected in zip(together, eqn.outputs, strict=True))
 
 
-def _half(x: np.ndarray, d: int, at: int, kind: str, first: bool):
+def _half(x: np.ndarray, d: int, at: int, reduction: str, first: bool):
     inside = np.arange(x.shape[d]).reshape([-1 if e == d else 1 for e in range(x.ndim)]) < at
-    return jnp.asarray(np.where(inside == first, x, np.full_like(x, _neutral(kind, x.dtype))))
+    return jnp.asarray(np.where(inside == first, x, np.full_like(x, _neutral(reduction, x.dtype))))
 
 
-def _neutral(kind: str, dtype):
+def _neutral(reduction: str, dtype):
     """What leaves a reduction of the samples unchanged. It is finite, because LAPACK may never end on
     infinities.
     """
-    if kind == "sum" or not jnp.issubdtype(dtype, jnp.floating):
-        return identity(kind, dtype)
+    if reduction == "sum" or not jnp.issubdtype(dtype, jnp.floating):
+        return identity(reduction, dtype)
     info = jnp.finfo(dtype)
-    return np.asarray((info.min if kind == "max" else info.max) / 1024).astype(dtype)
+    return np.asarray((info.min if reduction == "max" else info.max) / 1024).astype(dtype)

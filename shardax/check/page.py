@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardax.check.reasons import NO_RULE, UNCHECKED, WHOLE_BECAUSE
+from shardax.check.reasons import NO_RULE, UNCHECKED, UNSPLIT_BECAUSE
 from shardax.check.rules import Case, cases, claim
 from shardax.check.samples import samples
 from shardax.graph.inline import BODIES, INLINED
@@ -23,7 +23,7 @@ from shardax.sharding import round_up
 from shardax.spmd_rules.elementwise import same_shape
 from shardax.spmd_rules.localize import Splits, run_local
 from shardax.spmd_rules.registry import RULES, Split
-from shardax.spmd_rules.rule import REDUCTIONS, WHOLE
+from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT
 
 FILE = Path(__file__).parents[2] / "docs" / "primitives.md"
 _MESH = AbstractMesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
@@ -78,13 +78,16 @@ Cells = tuple[str, ...]  # of a row, without the names
 
 def page(before: str) -> str:
     """The text of the page; `before` is what it was."""
-    rows = {name: _cells(name) or _kept(before).get(name) or _ABSENT for name in sorted(_ruled())}
-    table = [f"| {_listed(names)} | {' | '.join(cells)} |\n" for cells, names in _by_value(rows).items()]
+    ruled = RULES.keys() - _elementwise() - UNCHECKED.keys()
+    rows = {name: _cells(name) or _kept(before).get(name) or _ABSENT for name in sorted(ruled)}
+    table = [
+        f"| {_listed(primitives)} | {' | '.join(cells)} |\n" for cells, primitives in _by_value(rows).items()
+    ]
     return "".join(
         [
             *(_HEAD, _RULES, *table),
             *(_ELEMENTWISE, _paragraph(_listed(sorted(_elementwise())))),
-            *(_INLINED, _paragraph(_listed(sorted(_inlined())))),
+            *(_INLINED, _paragraph(_listed(sorted({*BODIES, *INLINED} - RULES.keys())))),
             *(
                 _OTHERS,
                 *_reasons({name: why for name, why in UNCHECKED.items() if name not in _elementwise()}),
@@ -98,29 +101,21 @@ def _elementwise() -> set[str]:
     return {name for name, entry in RULES.items() if entry.rule is same_shape}
 
 
-def _inlined() -> set[str]:
-    return {*BODIES, *INLINED} - RULES.keys()
-
-
-def _ruled() -> set[str]:
-    return RULES.keys() - _elementwise() - UNCHECKED.keys()
-
-
-def names() -> set[str]:
-    """All primitives that the page tells of."""
+def primitives() -> set[str]:
+    """All primitives that the page has."""
     return {*RULES, *INLINED, *BODIES, *NO_RULE}
 
 
 def _by_value(items: Mapping[str, Any]) -> dict[Any, list[str]]:
     """The keys that have each value, in their order."""
-    found: dict[Any, list[str]] = {}
+    keys: dict[Any, list[str]] = {}
     for key, value in items.items():
-        found.setdefault(value, []).append(key)
-    return found
+        keys.setdefault(value, []).append(key)
+    return keys
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _listed(primitives: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in primitives)
 
 
 def _paragraph(text: str, indent: str = "") -> str:
@@ -132,15 +127,17 @@ def _paragraph(text: str, indent: str = "") -> str:
 
 def _reasons(why: Mapping[str, str]) -> Iterator[str]:
     """The primitives of each reason."""
-    for reason, names in _by_value(dict(sorted(why.items()))).items():
-        yield _paragraph(f"- {_listed(names)}: {reason}.", "  ")
+    for reason, primitives in _by_value(dict(sorted(why.items()))).items():
+        yield _paragraph(f"- {_listed(primitives)}: {reason}.", "  ")
 
 
 def _kept(before: str) -> dict[str, Cells]:
     """The cells of every primitive that has a row."""
     rows = re.findall(r"^\| (`[^|]+`) \| (`.*) \|$", before, re.M)
     return {
-        name: tuple(cells.split(" | ")) for names, cells in rows for name in re.findall(r"`([^`]+)`", names)
+        name: tuple(cells.split(" | "))
+        for primitives, cells in rows
+        for name in re.findall(r"`([^`]+)`", primitives)
     }
 
 
@@ -163,25 +160,27 @@ def _example(name: str) -> Iterator[Case]:
 def _of_case(case: Case) -> Cells:
     factors, entry = case.factors, case.entry
     rule = str(entry.rule_of(case.node)).replace("...", " ".join(f for f in factors.sizes if f[0] == "_"))
-    groups = [(f,) for f in factors.sizes if "~" not in f] + list(factors.tied)
-    free, priced, whole = [], [], []
+    groups = [(f,) for f in factors.sizes if "~" not in f] + list(factors.window_groups)
+    free, priced, unsplit = [], [], []
     for group in groups:
         word = group[0].partition("~")[0] + "~" * ("~" in group[0])
         price = _price(case, group)
-        (whole if price == WHOLE else priced if price else free).append(
-            f"{word}: {price}" if price not in ("", WHOLE) else word
+        (unsplit if price == UNSPLIT else priced if price else free).append(
+            f"{word}: {price}" if price not in ("", UNSPLIT) else word
         )
     because = (
-        f"{', '.join(whole)}: {WHOLE_BECAUSE.get(case.node.name, 'mixed with one another')}" if whole else ""
+        f"{', '.join(unsplit)}: {UNSPLIT_BECAUSE.get(case.node.name, 'mixed with one another')}"
+        if unsplit
+        else ""
     )
     return f"`{rule.strip()}`", ", ".join(free), ", ".join(priced), because
 
 
 def _price(case: Case, group: tuple[str, ...]) -> str:
-    """What it costs to split a factor: "" for nothing, WHOLE where it cannot be split."""
-    kind = case.factors.kind(group[0])
-    if kind == WHOLE or kind in REDUCTIONS:
-        return WHOLE if kind == WHOLE else f"{kind} owed"
+    """What it costs to split a factor: "" for nothing, UNSPLIT where it cannot be split."""
+    type_ = case.factors.type_of(group[0])
+    if type_ == UNSPLIT or type_ in REDUCTIONS:
+        return UNSPLIT if type_ == UNSPLIT else f"{type_} owed"
     splits = {f: Split(("x",), round_up(case.factors.sizes[f], 2)) for f in group}
     return ", ".join(_sent(case, splits))
 

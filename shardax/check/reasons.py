@@ -58,22 +58,22 @@ _REASONS = (  # pattern of primitives, kind, reason
 )
 
 
-def reason(found: Missing) -> str:
+def reason(missing: Missing) -> str:
     """Why a missing claim is meant, "" if it is not."""
-    if found.passes:
+    if missing.passes:
         return _ALL_THE_WORK
     return next(
         (
             why
-            for name, kind, why in _REASONS
-            if fnmatchcase(found.primitive, name) and fnmatchcase(found.kind, kind)
+            for name, claim, why in _REASONS
+            if fnmatchcase(missing.primitive, name) and fnmatchcase(missing.claim, claim)
         ),
         "",
     )
 
 
 _MATRIX = "a matrix is factored as one"
-WHOLE_BECAUSE = {
+UNSPLIT_BECAUSE = {
     **dict.fromkeys(
         """
         cholesky cholesky_update eig eigh hessenberg householder_product lu lu_pivots_to_permutation qr schur

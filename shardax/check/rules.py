@@ -3,9 +3,9 @@
     from shardax.check import check_rule, missing_claims
 
     check_rule(lambda a, b: a @ b, a, b)         # AssertionError: which split of which primitive gave what
-    missing_claims(lambda a: jnp.sort(a, 0), a)  # the whole factors that would pass if they were kept
+    missing_claims(lambda a: jnp.sort(a, 0), a)  # the unsplit factors that would pass if they were kept
 
-For each equation that has a rule, each factor that is not whole is split over one axis, over one axis with
+For each equation that has a rule, each factor that may be split is over one axis, over one axis with
 padding to spare, and over two; each pair of factors over one axis each; each claim of `passes` is tried with
 operands that are really pending. Operands are laid out with garbage in their padding, `run_local` runs under
 shard_map, what is pending is settled, the result cropped. Integers, booleans, keys and random bits must be
@@ -36,8 +36,8 @@ from shardax.reshard.run import identity
 from shardax.sharding import Layout, round_up, shard_count
 from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, Split
-from shardax.spmd_rules.rule import WHOLE, Factors
-from shardax.validation import is_whole, require, require_array, require_function
+from shardax.spmd_rules.rule import UNSPLIT, Factors
+from shardax.validation import is_integer, require, require_array, require_function
 
 AXES = MappingProxyType({"x": 2, "y": 2})
 _SETTLE = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
@@ -54,11 +54,11 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
     Raises: AssertionError: a split, or a claim of `passes`, gives another result than the primitive does, or
       an error.
     """
-    _check_given(f, args, only)
+    _check_arguments(f, args, only)
     ok = (
         isinstance(axes, Mapping)
         and len(axes) > 1
-        and all(isinstance(a, str) and is_whole(n, 1) for a, n in axes.items())
+        and all(isinstance(a, str) and is_integer(n, 1) for a, n in axes.items())
     )
     require(
         ok, "axes of check_rule", axes, "a mapping of at least two axes to sizes, such as {'x': 2, 'y': 2}"
@@ -74,14 +74,14 @@ def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "
 
 @_jax.boundary
 def missing_claims(f: Callable, *args, only: str = "") -> list[str]:
-    """What the rules of `f(*args)` do not claim and could: dims that are whole and need not be. See
+    """What the rules of `f(*args)` do not claim and could: dims that are unsplit and need not be. See
     `shardax.check.missing`.
     """
-    _check_given(f, args, only)
+    _check_arguments(f, args, only)
     return list(map(str, missing_of(f, args, only)[0]))
 
 
-def _check_given(f, args, only) -> None:
+def _check_arguments(f, args, only) -> None:
     require_function(f, "f of a check")
     for i, leaf in enumerate(jax.tree.leaves(args)):
         require_array(leaf, f"argument {i} of a check")
@@ -90,8 +90,10 @@ def _check_given(f, args, only) -> None:
 
 def missing_of(f: Callable, args: Sequence[Any], only: str = "") -> tuple[list[Missing], int]:
     """Missing claims, each once, and the number of equations that were looked at."""
-    found = [list(missing(case.node, case.entry, case.inputs, case.outputs)) for case in cases(f, args, only)]
-    return list(dict.fromkeys(m for each in found for m in each)), len(found)
+    claims = [
+        list(missing(case.node, case.entry, case.inputs, case.outputs)) for case in cases(f, args, only)
+    ]
+    return list(dict.fromkeys(m for each in claims for m in each)), len(claims)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,35 +158,32 @@ def _claims(case: Case, axes) -> Iterator[_Trial]:
         if fits(case.factors, splits, axes):
             yield _Trial(case, splits)
     for passes in case.entry.passes_of(case.node):
-        for kind in passes.kinds:
+        for reduction in passes.reductions:
             dtypes = [case.node.inputs[i].aval.dtype for i in passes.operands]
             ordered = not any(jnp.issubdtype(d, jnp.complexfloating) for d in dtypes)
-            if all(jnp.issubdtype(d, jnp.number) for d in dtypes) and (kind == "sum" or ordered):
-                yield _Trial(case, {}, (next(iter(axes)), kind), passes.operands)
+            if all(jnp.issubdtype(d, jnp.number) for d in dtypes) and (reduction == "sum" or ordered):
+                yield _Trial(case, {}, (next(iter(axes)), reduction), passes.operands)
 
 
 def _free(case: Case) -> list[tuple[str, ...]]:
     """The factors that may be split; windowed ones that go together, together."""
     factors = case.factors
-    tied = {f for group in factors.tied for f in group}
-    groups = [*((f,) for f in factors.sizes if f not in tied), *factors.tied]
-    return [g for g in groups if factors.kind(g[0]) != WHOLE and max(factors.sizes[f] for f in g) > 1]
+    windowed = {f for group in factors.window_groups for f in group}
+    groups = [*((f,) for f in factors.sizes if f not in windowed), *factors.window_groups]
+    return [g for g in groups if factors.type_of(g[0]) != UNSPLIT and max(factors.sizes[f] for f in g) > 1]
 
 
 def _one_split(case: Case, group: Sequence[str], axes) -> Iterator[Splits]:
     every = tuple(axes)
     first, count = every[:1], shard_count(every, axes)
-    ways = {f: _ways(case.factors.sizes[f], axes[every[0]], count) for f in group}
+    # padded for few shards, and for many: more than its size
+    sizes = {f: case.factors.sizes[f] for f in group}
+    ways = {f: (round_up(n, axes[every[0]]), round_up(n + 1, count)) for f, n in sizes.items()}
     for over, way in ((first, 0), (first, 1), (every, 1)):
         yield {f: Split(over, ways[f][way]) for f in group}
     shown = {f for tensor in case.factors.results for dim in tensor for f in dim}.union(case.factors.reduced)
-    if whole := [f for f in group if "~" in f and f not in shown]:
-        yield {f: Split(every, ways[f][1]) for f in group if f not in whole}
-
-
-def _ways(size: int, few: int, many: int) -> tuple[int, int]:
-    """The padded sizes of a dim for few and for many shards; the latter is more than its size."""
-    return round_up(size, few), round_up(size + 1, many)
+    if uncut := [f for f in group if "~" in f and f not in shown]:
+        yield {f: Split(every, ways[f][1]) for f in group if f not in uncut}
 
 
 def _pairs(case: Case, free: Sequence[tuple[str, ...]], axes) -> Iterator[Splits]:
@@ -223,26 +222,26 @@ def _attempt(i: int, trial: _Trial, local: Local, shards, problems: list[str]):
     shards = [
         shard[0] if layout.pending else shard for shard, layout in zip(shards, local.operands, strict=True)
     ]
-    wanted = [(local.out_shape(j), v.aval.dtype) for j, v in enumerate(trial.case.node.outputs)]
+    expected = [(local.out_shape(j), v.aval.dtype) for j, v in enumerate(trial.case.node.outputs)]
     try:
         with trial.case.node.eqn.ctx.manager:
             results = run_local(trial.case.entry, local, trial.case.factors, shards)
     except Exception as error:
         problems[i] = f"{type(error).__name__}: {str(error)[:300]}"
         results = []
-    if not problems[i] and [(r.shape, r.dtype) for r in results] != wanted:
-        problems[i] = f"shards of {[(r.shape, str(r.dtype)) for r in results]}, wanted {wanted}"
+    if not problems[i] and [(r.shape, r.dtype) for r in results] != expected:
+        problems[i] = f"shards of {[(r.shape, str(r.dtype)) for r in results]}, wanted {expected}"
     if problems[i]:
         return [
             jnp.zeros(shape + words(v).shape[v.ndim :])
-            for v, (shape, _) in zip(trial.case.outputs, wanted, strict=True)
+            for v, (shape, _) in zip(trial.case.outputs, expected, strict=True)
         ]
     return [_settle(result, layout) for result, layout in zip(results, local.results, strict=True)]
 
 
 def _settle(result, layout: Layout):
-    for axis, kind in layout.pending:
-        result = _SETTLE[kind](result, axis)
+    for axis, reduction in layout.pending:
+        result = _SETTLE[reduction](result, axis)
     return words(result)
 
 
@@ -259,33 +258,33 @@ def _lay_out(trial: _Trial, local: Local) -> list[Any]:
 
 def _lay_out_one(value, layout: Layout, sizes):
     if layout.pending:
-        (axis, kind), *_ = layout.pending
-        return np.stack(_owed(np.asarray(value), kind, sizes[axis]))
+        (axis, reduction), *_ = layout.pending
+        return np.stack(_owed(np.asarray(value), reduction, sizes[axis]))
     if is_key(value):
         words = jnp.asarray(with_garbage(np.asarray(jax.random.key_data(value)), layout.padded))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     return with_garbage(np.asarray(value), layout.padded)
 
 
-def _owed(value: np.ndarray, kind: str, count: int) -> list[np.ndarray]:
+def _owed(value: np.ndarray, reduction: str, count: int) -> list[np.ndarray]:
     """`count` arrays whose reduction of this kind is `value`: at each place a different one holds the whole
     of it.
     """
-    if kind == "sum":
+    if reduction == "sum":
         parts = [
             value // count if value.dtype.kind in "iu" else value * value.dtype.type(d + 1)
             for d in range(1, count)
         ]
         return [value - sum(parts[1:], parts[0]), *parts]
     owner = np.arange(value.size).reshape(value.shape) % count
-    return [np.where(owner == d, value, identity(kind, value.dtype)) for d in range(count)]
+    return [np.where(owner == d, value, identity(reduction, value.dtype)) for d in range(count)]
 
 
 def _difference(case: Case, results: Sequence[Any]) -> str:
     """Where a device's cropped shard differs from the primitive's result, or ""."""
-    for i, (result, wanted) in enumerate(zip(results, map(words, case.outputs), strict=True)):
+    for i, (result, expected) in enumerate(zip(results, map(words, case.outputs), strict=True)):
         for shard in result.addressable_shards:
-            part = np.asarray(wanted)[shard.index]
+            part = np.asarray(expected)[shard.index]
             got = np.asarray(shard.data)[tuple(map(slice, part.shape))]
             if problem := difference(got, part, _SLACK):
                 return f"result {i} on one device: {problem}"

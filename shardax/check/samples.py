@@ -20,7 +20,7 @@ from jax.extend.random import threefry2x32_p
 from jax.lax import linalg
 
 from shardax import _jax
-from shardax.validation import is_whole, require
+from shardax.validation import is_integer, require
 
 SMALL = 2000  # elements in all operands of a case of JAX's that is tried
 _ITS_NAMES = {"reduce_window_add": "reduce_window_sum", "reduce_window_mul": "reduce_window"}
@@ -36,13 +36,11 @@ class Sample:
 
 
 def samples(
-    name: str, given: Mapping[str, Any] | None = None, count: int = 3, module: str = ""
+    name: str, module_samples: Mapping[str, Any] | None = None, count: int = 3, module: str = ""
 ) -> Iterator[Sample]:
-    """Those of a primitive: those that are `given` by a module, our own, and up to `count` of JAX's small
-    ones.
-    """
+    """Those of a primitive: those of a module, our own, and up to `count` of JAX's small ones."""
     for table, words in (
-        (given or {}, f"{module}.SAMPLES[{{!r}}]"),
+        (module_samples or {}, f"{module}.SAMPLES[{{!r}}]"),
         (SAMPLES, "shardax.check.samples.SAMPLES[{!r}]"),
     ):
         if name in table:
@@ -87,7 +85,7 @@ def ramp(*shape: int, dtype: Any = "float32") -> np.ndarray:
     >>> ramp(5).tolist()
     [0.0, -0.5, -0.25, 0.25, 0.5]
     """
-    require(all(is_whole(n, 0) for n in shape), "the shape of ramp", shape, "sizes of dims, such as 5, 6")
+    require(all(is_integer(n, 0) for n in shape), "the shape of ramp", shape, "sizes of dims, such as 5, 6")
     require(_is_dtype(dtype), "dtype of ramp", dtype, "a dtype, such as 'float32'")
     n = math.prod(shape)
     shuffled = np.random.RandomState(0).permutation(n) - n // 2

@@ -75,23 +75,23 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
-def difference(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> str:
-    """Where two values differ, or "". Floats may differ by `slack` ulps of the greatest number of `wanted`
+def difference(got: np.ndarray, expected: np.ndarray, slack: float = SLACK) -> str:
+    """Where two values differ, or "". Floats may differ by `slack` ulps of the greatest number of `expected`
     (see `tolerance`).
 
     >>> difference(np.asarray([1, 2, 3]), np.asarray([1, 2, 4]))
     '1 of 3 differ, by at most 1, first at (2,): 3, not 4'
     """
-    if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
-        return f"{got.dtype}{list(got.shape)}, not {wanted.dtype}{list(wanted.shape)}"
-    (got, wanted), close = _comparable(got, wanted, slack)
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+        return f"{got.dtype}{list(got.shape)}, not {expected.dtype}{list(expected.shape)}"
+    (got, expected), close = _comparable(got, expected, slack)
     if np.all(close):
         return ""
     at = tuple(int(i) for i in np.argwhere(~close)[0])
-    most = np.nanmax(np.abs(got[~close] - wanted[~close]), initial=0) if wanted.dtype != bool else 1
+    most = np.nanmax(np.abs(got[~close] - expected[~close]), initial=0) if expected.dtype != bool else 1
     return (
         f"{np.sum(~close)} of {close.size} differ, by at most {most:g}, first at {at}: {got[at]}, not "
-        f"{wanted[at]}"
+        f"{expected[at]}"
     )
 
 
@@ -106,30 +106,30 @@ def tolerance(dtype, slack: float = SLACK) -> float:
     return min(eps * slack, max(_COARSE, eps))
 
 
-def alike(got: np.ndarray, wanted: np.ndarray, slack: float = SLACK) -> bool:
-    return not difference(got, wanted, slack)
+def alike(got: np.ndarray, expected: np.ndarray, slack: float = SLACK) -> bool:
+    return not difference(got, expected, slack)
 
 
-def greatest_error(got: np.ndarray, wanted: np.ndarray) -> float:
-    """The greatest difference, in relation to the greatest number of `wanted`; 0 for what is no float."""
-    if not jnp.issubdtype(wanted.dtype, jnp.inexact) or not wanted.size:
+def greatest_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """The greatest difference, in relation to the greatest number of `expected`; 0 for what is no float."""
+    if not jnp.issubdtype(expected.dtype, jnp.inexact) or not expected.size:
         return 0.0
-    got, wanted = (x.astype(_wide(wanted.dtype)) for x in (got, wanted))
-    finite = np.isfinite(wanted) & np.isfinite(got)
-    most = np.max(np.abs(wanted), where=finite, initial=0)
-    return float(np.max(np.abs(got - wanted), where=finite, initial=0) / most) if most else 0.0
+    got, expected = (x.astype(_wide(expected.dtype)) for x in (got, expected))
+    finite = np.isfinite(expected) & np.isfinite(got)
+    most = np.max(np.abs(expected), where=finite, initial=0)
+    return float(np.max(np.abs(got - expected), where=finite, initial=0) / most) if most else 0.0
 
 
 def _comparable(
-    got: np.ndarray, wanted: np.ndarray, slack: float
+    got: np.ndarray, expected: np.ndarray, slack: float
 ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    if not jnp.issubdtype(wanted.dtype, jnp.inexact):
-        exact = wanted.dtype if wanted.dtype == bool else np.int64
-        return (got.astype(exact), wanted.astype(exact)), np.asarray(got == wanted)
-    apart = tolerance(wanted.dtype, slack)
-    got, wanted = (x.astype(_wide(wanted.dtype)) for x in (got, wanted))
-    greatest = np.max(np.abs(wanted), where=np.isfinite(wanted), initial=0)
-    return (got, wanted), np.isclose(got, wanted, rtol=apart, atol=apart * greatest, equal_nan=True)
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        exact = expected.dtype if expected.dtype == bool else np.int64
+        return (got.astype(exact), expected.astype(exact)), np.asarray(got == expected)
+    apart = tolerance(expected.dtype, slack)
+    got, expected = (x.astype(_wide(expected.dtype)) for x in (got, expected))
+    greatest = np.max(np.abs(expected), where=np.isfinite(expected), initial=0)
+    return (got, expected), np.isclose(got, expected, rtol=apart, atol=apart * greatest, equal_nan=True)
 
 
 def _wide(dtype) -> type:
@@ -157,7 +157,7 @@ def _position(axes: Axes, at: dict[str, int], sizes: AxisSizes) -> int:
 
 def _shard(padded: np.ndarray, layout: Layout, at: dict[str, int], sizes: AxisSizes) -> np.ndarray:
     shard = padded[_block(layout, at, sizes)]
-    owed = next((kind for axis, kind in layout.pending if at[axis]), None)
+    owed = next((reduction for axis, reduction in layout.pending if at[axis]), None)
     return np.full_like(shard, identity(owed, shard.dtype)) if owed else shard
 
 
@@ -171,8 +171,10 @@ def _settled(
         if layout.pending and jnp.issubdtype(parts.dtype, jnp.inexact)
         else parts
     )
-    for axis, kind in layout.pending:
-        parts = _REDUCE[kind].reduce(parts, axis=list(sizes).index(axis), keepdims=True, dtype=parts.dtype)
+    for axis, reduction in layout.pending:
+        parts = _REDUCE[reduction].reduce(
+            parts, axis=list(sizes).index(axis), keepdims=True, dtype=parts.dtype
+        )
     left = {axis: 1 if axis in layout.pending_axes else n for axis, n in sizes.items()}
     parts = parts.reshape(math.prod(left.values()), *shards.shape[1:]).astype(shards.dtype)
     yield from zip(parts, _positions(left), strict=True)

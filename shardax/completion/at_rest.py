@@ -16,7 +16,7 @@ from shardax.graph.annotations import Annotation
 from shardax.graph.graph import Graph, Node, Value
 from shardax.sharding import Sharding
 
-Moved = Sequence[tuple[Value, Sharding]]
+Updates = Sequence[tuple[Value, Sharding]]
 """Results that succeed an argument which rests otherwise than it is used, and the sharding in which it rests.
 """
 
@@ -27,7 +27,7 @@ def successors(graph: Graph, notes: Iterable[tuple[Node, Annotation]]) -> list[t
 
 
 def updated_at_rest(
-    moved: Moved, blocks: Sequence[Block], home: dict[Value, Block], fixed: set[Value]
+    updates: Updates, blocks: Sequence[Block], home: dict[Value, Block], fixed: set[Value]
 ) -> dict[Value, Sharding]:
     """The values that take a sharding at rest; `home` is a block of each value, `fixed` are those that
     annotations fixed.
@@ -35,24 +35,24 @@ def updated_at_rest(
     Each block for itself, alike ones together, if no block moves what it shares with others.
     """
     of: dict[Block, list[tuple[Value, Sharding]]] = {}
-    for result, sharding in moved:
+    for result, sharding in updates:
         of.setdefault(home[result], []).append((result, sharding))
     known: dict[tuple, dict[int, Sharding]] = {}
     taken: dict[Value, Sharding] = {}
     for block, mine in of.items():
         key = (block.state, tuple([(block.place[result], sharding) for result, sharding in mine]))
         if key not in known:
-            found = _taken(mine, [block], fixed)
-            known[key] = {block.place[value]: sharding for value, sharding in found.items()}
+            taken_here = _taken(mine, [block], fixed)
+            known[key] = {block.place[value]: sharding for value, sharding in taken_here.items()}
         if any(block.pattern.shared[place] for place in known[key]):
-            return _taken(moved, blocks, fixed)
+            return _taken(updates, blocks, fixed)
         taken.update((block.values[place], sharding) for place, sharding in known[key].items())
     return taken
 
 
-def _taken(moved: Moved, blocks: Sequence[Block], fixed: set[Value]) -> dict[Value, Sharding]:
+def _taken(updates: Updates, blocks: Sequence[Block], fixed: set[Value]) -> dict[Value, Sharding]:
     taken: dict[Value, Sharding] = {}
-    for result, sharding in moved:
+    for result, sharding in updates:
         front = [result]
         while front:
             value = front.pop()
@@ -66,10 +66,10 @@ def _taken(moved: Moved, blocks: Sequence[Block], fixed: set[Value]) -> dict[Val
 
 
 def _neighbours(value: Value, blocks: Sequence[Block]) -> Iterator[Value]:
-    """The values that elementwise equations of one shape tie to a value."""
+    """The values that elementwise equations of one shape connect with a value."""
     for block in blocks:
         place = block.place.get(value)
         for _, code in block.pattern.touching[place] if place is not None else ():
-            tie, wires, _ = block.pattern.edges[code >> 1]
-            if tie.levels == (ELEMENTWISE, ELEMENTWISE) and len(set(tie.factors.tensors)) == 1:
+            edge, wires, _ = block.pattern.edges[code >> 1]
+            if edge.levels == (ELEMENTWISE, ELEMENTWISE) and len(set(edge.factors.tensors)) == 1:
                 yield from (block.values[w] for w in wires)

@@ -1,8 +1,8 @@
 """Blocks: parts of a program that are completed alike are completed once.
 
 Completion takes edges from a worklist, lowest level first, then in program order. Nothing else decides, so
-what happens inside a block depends only on what it was told from outside, and when it had to stop. A block's
-`State` stands for that history: blocks of one `Pattern` (the same ties between values in the same places)
+what happens inside a block depends only on the messages from outside, and when it had to stop. A block's
+`State` stands for that history: blocks of one `Pattern` (the same edges between values in the same places)
 that have the same history share the state, and what comes next is computed for the first of them; the others
 follow a pointer. The order of events is exactly that of a program without blocks.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from shardax.completion.cells import Cells
 from shardax.completion.edges import LEVELS
-from shardax.completion.kinds import Kind, Tie
+from shardax.completion.node_classes import EdgePattern, NodeClass
 from shardax.graph.graph import Value
 from shardax.sharding import Sharding
 
@@ -31,29 +31,29 @@ class Pattern:
 
     def __init__(
         self,
-        kinds: Sequence[Kind],
+        classes: Sequence[NodeClass],
         wiring: Sequence[Sequence[int]],
         blanks: Sequence[int],
         shared: Sequence[bool],
     ):
         self.blanks, self.shared = blanks, shared
         self.shared_places = [place for place, is_shared in enumerate(shared) if is_shared]
-        self.edges: list[tuple[Tie, tuple[int, ...], tuple[int, ...]]] = []
+        self.edges: list[tuple[EdgePattern, tuple[int, ...], tuple[int, ...]]] = []
         self.item_of: list[int] = []
         self.touching: list[list[Head]] = [[] for _ in blanks]
-        for item, (kind, places) in enumerate(zip(kinds, wiring, strict=True)):
-            for tie in kind.ties:
-                self._add(item, tie, tuple([places[p] for p in tie.places]))
-        self.first_edge = [bisect_left(self.item_of, item) for item in range(len(kinds) + 1)]
+        for item, (node_class, places) in enumerate(zip(classes, wiring, strict=True)):
+            for edge in node_class.edges:
+                self._add(item, edge, tuple([places[p] for p in edge.places]))
+        self.first_edge = [bisect_left(self.item_of, item) for item in range(len(classes) + 1)]
         self.root = State(None, None, None)
 
-    def _add(self, item: int, tie: Tie, wires: tuple[int, ...]) -> None:
+    def _add(self, item: int, edge: EdgePattern, wires: tuple[int, ...]) -> None:
         twins = tuple(map(wires.index, wires))
-        backward, forward = tie.levels
+        backward, forward = edge.levels
         code = 2 * len(self.edges)
         for place in dict.fromkeys(wires):
             self.touching[place] += [(forward, code), (backward, code + 1)]
-        self.edges.append((tie, wires, twins))
+        self.edges.append((edge, wires, twins))
         self.item_of.append(item)
 
 
@@ -123,9 +123,9 @@ class Work:
         return ()
 
     def visit(self, code: int, phase: int) -> list[tuple[int, int]]:
-        tie, wires, twins = self.pattern.edges[code >> 1]
+        edge, wires, twins = self.pattern.edges[code >> 1]
         cells = self.cells
-        lessons = self.table.step(tie, not code & 1, phase, twins, tuple([cells[w] for w in wires]))
+        lessons = self.table.step(edge, not code & 1, phase, twins, tuple([cells[w] for w in wires]))
         changed = []
         for at, cell, dims in lessons:
             place = wires[at]

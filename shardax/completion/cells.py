@@ -1,4 +1,4 @@
-"""Cells, which hold what is known of a value's sharding, and the one step of completion: what a tie teaches
+"""Cells, which hold what is known of a value's sharding, and the one step of completion: what an edge teaches
 its values.
 
 Cells are numbered, and a step is a function from numbers to numbers. Equal steps, of which a program with
@@ -9,16 +9,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardax.completion.kinds import Tie
+from shardax.completion.node_classes import EdgePattern
 from shardax.sharding import Axes, AxisSizes, Sharding, round_up, shard_count
 from shardax.spmd_rules.localize import project
-from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
+from shardax.spmd_rules.rule import UNSPLIT, DimFactors, Factors
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """What is known of a value: the axes of each dim; which dims an annotation closes; whether it is held, so
-    that it neither tells nor learns anything for now.
+    that it neither propagates nor learns anything for now.
     """
 
     dims: tuple[Axes, ...]
@@ -28,11 +28,11 @@ class Cell:
 
 SPREAD_DATA, SPREAD_STATE, DATA, ALL = range(4)
 """The phases. First data and the annotations inside spread among what is elementwise. Then the annotated
-state does, to its copies, its gradient and its successor; what it alone reached is held. Then the data speaks
-to everything that is not held, as if there were no state. Last, everything speaks."""
+state does, to its copies, its gradient and its successor; what it alone reached is held. Then the data
+spreads to everything that is not held, as if there were no state. Last, everything spreads."""
 
 Lesson = tuple[int, int, tuple[tuple[int, int], ...]]
-"""A position of a tie, its new cell, and for each dim that grew the position that it was learned from."""
+"""A position of an edge, its new cell, and for each dim that grew the position that it was learned from."""
 
 Claims = dict[str, tuple[Axes, int]]
 
@@ -67,74 +67,76 @@ class Cells:
         return self.number(replace(cell, held=False)) if cell.held and number else number
 
     def step(
-        self, tie: Tie, forward: bool, phase: int, twins: tuple[int, ...], cells: tuple[int, ...]
+        self, edge: EdgePattern, forward: bool, phase: int, twins: tuple[int, ...], cells: tuple[int, ...]
     ) -> tuple[Lesson, ...]:
-        """What a tie teaches its results, or else its operands. `twins` has for each position the first
+        """What an edge teaches its results, or else its operands. `twins` has for each position the first
         position of the same value.
         """
         key = (forward, phase, twins, cells)
-        known = tie.memo.get(key)
+        known = edge.memo.get(key)
         if known is None:
-            known = tie.memo[key] = tuple(self._learn(tie, forward, phase, twins, cells))
+            known = edge.memo[key] = tuple(self._learn(edge, forward, phase, twins, cells))
         return known
 
-    def _learn(self, tie: Tie, forward: bool, phase: int, twins: tuple[int, ...], cells: tuple[int, ...]):
-        claims = self._claims(tie, phase, cells)
+    def _learn(
+        self, edge: EdgePattern, forward: bool, phase: int, twins: tuple[int, ...], cells: tuple[int, ...]
+    ):
+        claims = self._claims(edge, phase, cells)
         now = list(cells)
-        for at in range(tie.operands, len(now)) if forward else range(tie.operands):
+        for at in range(edge.operands, len(now)) if forward else range(edge.operands):
             have = self.cells[now[twins[at]]]
             if not claims or not now[at] or have.held and phase != SPREAD_STATE:
                 continue
-            dims, learned = self._refined(tie, at, have, claims)
+            dims, learned = self._refined(edge, at, have, claims)
             if learned:
                 held = have.held or phase == SPREAD_STATE and not any(have.dims)
                 now[twins[at]] = number = self.number(replace(have, dims=dims, held=held))
                 yield twins[at], number, tuple(learned)
 
-    def _claims(self, tie: Tie, phase: int, cells: Sequence[int]) -> Claims:
-        """For each factor the axes on which its values agree. The heaviest value speaks first: the price of
+    def _claims(self, edge: EdgePattern, phase: int, cells: Sequence[int]) -> Claims:
+        """For each factor the axes on which its values agree. The heaviest value goes first: the price of
         moving decides conflicts.
         """
         claims: Claims = {}
-        factors, tensors = tie.factors, tie.factors.tensors
-        for at in tie.heaviest:
+        factors, tensors = edge.factors, edge.factors.tensors
+        for at in edge.heaviest:
             cell = self.cells[cells[at]]
             if not any(cell.dims) or cell.held and phase in (SPREAD_DATA, DATA):
                 continue
-            for dim, axes, size in zip(tensors[at], cell.dims, tie.shapes[at], strict=True):
+            for dim, axes, size in zip(tensors[at], cell.dims, edge.shapes[at], strict=True):
                 padded = round_up(size, shard_count(axes, self.sizes))
                 for factor, split in project(dim, axes, padded, factors, self.sizes).items() if axes else ():
                     have = claims.get(factor)
-                    passes = factors.kind(factor) != WHOLE or factor in factors.restored
+                    passes = factors.type_of(factor) != UNSPLIT or factor in factors.restored
                     if passes and (have is None or split.axes[: len(have[0])] == have[0]):
                         claims[factor] = (split.axes, at)
-        for group in factors.tied:
-            _agree_tied(claims, group)
+        for group in factors.window_groups:
+            _agree_on_windows(claims, group)
         return claims
 
     def _refined(
-        self, tie: Tie, at: int, cell: Cell, claims: Claims
+        self, edge: EdgePattern, at: int, cell: Cell, claims: Claims
     ) -> tuple[tuple[Axes, ...], list[tuple[int, int]]]:
         """The dims of a value, extended by what its factors agreed on; which dims grew, and from which
         positions they learned it.
         """
-        tensor, shape, dims = tie.factors.tensors[at], tie.shapes[at], list(cell.dims)
+        tensor, shape, dims = edge.factors.tensors[at], edge.shapes[at], list(cell.dims)
         used = {a for axes in dims for a in axes}
         learned = []
         rank = {factor: i for i, factor in enumerate(claims)}
-        asked = [
+        learning = [
             d
             for d, dim in enumerate(tensor)
             if any(f in claims for f in dim) and not (cell.closed and cell.closed[d])
         ]
-        for d in sorted(asked, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
-            axes, have = _dim_axes(tensor[d], claims, tie.factors, self.sizes), dims[d]
+        for d in sorted(learning, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
+            axes, have = _dim_axes(tensor[d], claims, edge.factors, self.sizes), dims[d]
             new = _free_prefix(axes[len(have) :], used)
             count = shard_count(have + new, self.sizes)
             if (
                 axes[: len(have)] == have
                 and new
-                and (shape[d] >= count or _asked_small(tie, tensor[d], claims))
+                and (shape[d] >= count or _annotated_small(edge, tensor[d], claims))
             ):
                 dims[d] = have + new
                 used |= set(new)
@@ -142,20 +144,20 @@ class Cells:
         return tuple(dims), learned
 
 
-def _asked_small(tie: Tie, dim: DimFactors, claims: Claims) -> bool:
+def _annotated_small(edge: EdgePattern, dim: DimFactors, claims: Claims) -> bool:
     """Whether axes come from a dim of the same few positions: somebody annotated it so, and some devices have
     none of it.
     """
     factor = dim[0]
     at = claims[factor][1] if len(dim) == 1 and factor in claims else None
-    return at is not None and tie.factors.sizes[factor] > 1 and dim in tie.factors.tensors[at]
+    return at is not None and edge.factors.sizes[factor] > 1 and dim in edge.factors.tensors[at]
 
 
 def _free_prefix(axes: Axes, used: set[str]) -> Axes:
     return tuple(itertools.takewhile(lambda a: a not in used, axes))
 
 
-def _agree_tied(claims: Claims, group: Sequence[str]) -> None:
+def _agree_on_windows(claims: Claims, group: Sequence[str]) -> None:
     """Gives windowed factors that are split over the same axes one list of axes: that of the heaviest value,
     or more.
     """

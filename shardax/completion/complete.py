@@ -15,7 +15,7 @@ from shardax.completion.at_rest import successors, updated_at_rest
 from shardax.completion.blocks import Block, Pattern, Worklist
 from shardax.completion.cells import ALL, DATA, SPREAD_DATA, SPREAD_STATE, Cell, Cells
 from shardax.completion.edges import ELEMENTWISE, successor_edges
-from shardax.completion.kinds import Kind, Kinds
+from shardax.completion.node_classes import NodeClass, NodeClasses
 from shardax.completion.repeats import REST, groups
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
@@ -44,7 +44,7 @@ class Completion:
     alike.
 
     `notes`: the program's annotations. `resting`: for each argument how it rests between calls, None where
-    nothing says so.
+    no sharding is requested.
     """
 
     sizes: AxisSizes
@@ -54,7 +54,7 @@ class Completion:
     notes: Notes
     resting: list[Sharding | None]
     shardings: dict[Value, Sharding] = field(default_factory=dict)
-    said: dict[tuple[Value, int], Origin] = field(default_factory=dict)
+    origins: dict[tuple[Value, int], Origin] = field(default_factory=dict)
 
     @property
     def block_of(self) -> list[Block]:
@@ -64,13 +64,13 @@ class Completion:
             of.update(dict.fromkeys(block.items, block))
         return [of[i] for i in range(self.items.count)]
 
-    def wanted(self, block: Block) -> tuple[int, ...]:
+    def sharding_key(self, block: Block) -> tuple[int, ...]:
         """A key that is equal for alike blocks in which every value has the same sharding."""
         return tuple(map(id, map(self.shardings.__getitem__, block.values)))
 
     def splits(self) -> set[tuple[int, Axes]]:
         """(size, axes) of every dim that is split."""
-        alike = {(block.pattern, self.wanted(block)): block for block in self.blocks}
+        alike = {(block.pattern, self.sharding_key(block)): block for block in self.blocks}
         values = {v for block in alike.values() for v in block.values}
         return {
             (n, axes) for v in values for n, axes in zip(v.shape, self.sharding(v).dims, strict=True) if axes
@@ -86,7 +86,7 @@ class Completion:
                 _, wires, _ = block.pattern.edges[edge]
                 node = self.items.nodes[block.items[block.pattern.item_of[edge]]]
                 return Origin("", node, block.values[wires[at]])
-        return self.said.get((value, dim))
+        return self.origins.get((value, dim))
 
     def why(self, value: Value, dim: int) -> tuple[Origin, ...]:
         """The chain of facts that led to the axes of a dim, from the last to the annotation."""
@@ -108,26 +108,28 @@ class Completion:
 
 
 class Items:
-    """What ties values together, in program order: the nodes, then one for each result that succeeds a
+    """What edges connect, in program order: the nodes, then one for each result that succeeds a
     donated argument.
     """
 
     def __init__(self, graph: Graph, notes: Notes):
-        self.known = known = Kinds()
+        self.node_classes = node_classes = NodeClasses()
         self.nodes: list[Node] = list(graph.nodes)
         self.count = len(self.nodes)
-        pairs = [known.of(node) for node in graph.nodes]
+        pairs = [node_classes.of(node) for node in graph.nodes]
         for edge in successor_edges(graph, notes):
             values = edge.values
             key = ("succeeds", values[0].shape)
-            kind = known.found.get(key) or known.add(key, None, [edge], values)
+            node_class = node_classes.classes.get(key) or node_classes.add(key, None, [edge], values)
             self.nodes.append(edge.node)
-            pairs.append((kind, values))
-        self.kinds: list[Kind] = [kind for kind, _ in pairs]
+            pairs.append((node_class, values))
+        self.classes: list[NodeClass] = [node_class for node_class, _ in pairs]
         self.values: list[list[Value]] = [values for _, values in pairs]
 
     def tensors(self) -> list[Sequence[Value]]:
-        return [kind.tensors(values) for kind, values in zip(self.kinds, self.values, strict=True)]
+        return [
+            node_class.tensors(values) for node_class, values in zip(self.classes, self.values, strict=True)
+        ]
 
 
 def complete(
@@ -144,22 +146,22 @@ def complete(
     blocks = _blocks(items, graph, cells, reuse)
     homes = _Homes(blocks)
     done = Completion(sizes, items, blocks, homes, notes, _resting(graph, arguments, notes, sizes))
-    given = list(_given(graph, done))
-    _spread(done, Worklist(blocks, homes), given, _state(graph, notes), cells)
-    done.shardings.update((g.value, Sharding(g.cell_dims)) for g in given)
+    requests = list(_requests(graph, done))
+    _spread(done, Worklist(blocks, homes), requests, _state(graph, notes), cells)
+    done.shardings.update((g.value, Sharding(g.cell_dims)) for g in requests)
     for block in blocks:
         done.shardings.update(zip(block.values, _shardings(block, cells), strict=True))
-    _update_at_rest(done, graph, cells, homes.home, {g.value for g in given if any(g.closed)})
+    _update_at_rest(done, graph, cells, homes.home, {g.value for g in requests if any(g.closed)})
     return done
 
 
 def _spread(
-    done: Completion, worklist: Worklist, given: Sequence["_Given"], state: set[Value], cells: Cells
+    done: Completion, worklist: Worklist, requests: Sequence["_Request"], state: set[Value], cells: Cells
 ) -> None:
     """Spreads the annotations in phases, see `cells`."""
-    ours = [(g, cells.number(Cell(g.cell_dims, g.closed, g.argument in state))) for g in given]
+    ours = [(g, cells.number(Cell(g.cell_dims, g.closed, g.argument in state))) for g in requests]
     for g, cell in ours:
-        done.said |= {(g.value, d): Origin(g.source, g.node) for d, axes in enumerate(g.dims) if axes}
+        done.origins |= {(g.value, d): Origin(g.source, g.node) for d, axes in enumerate(g.dims) if axes}
         worklist.tell(g.value, cell, g.argument not in state)
     worklist.run(SPREAD_DATA, ELEMENTWISE + 1)
     for g, cell in ours:
@@ -181,7 +183,7 @@ def _shardings(block: Block, cells: Cells) -> list[Sharding]:
 
 
 class _Homes(Mapping):
-    """The blocks that know a value, each with its place there."""
+    """The blocks that know a value, each with its place in it."""
 
     def __init__(self, blocks: Sequence[Block]):
         self.home: dict[Value, Block] = {}
@@ -206,7 +208,7 @@ class _Homes(Mapping):
 
 def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block]:
     """The blocks of a program: those that have equals, and one of all the rest."""
-    numbers = [kind.number for kind in items.kinds]
+    numbers = [node_class.number for node_class in items.classes]
     of = groups(numbers, items.tensors(), set(graph.inputs)) if reuse else [REST] * len(numbers)
     members: dict[int, list[int]] = {}
     for i, block in enumerate(of):
@@ -224,7 +226,7 @@ def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block
 
 class _Part:
     """The items of a block, and the places of its values. `wiring` is equal for parts whose items have the
-    same kinds and whose values are at the same places.
+    same classes and whose values are at the same places.
     """
 
     def __init__(self, mine: list[int], items: Items, numbers: Sequence[int]):
@@ -232,28 +234,28 @@ class _Part:
         place = self.place
         rows = tuple([tuple([place.setdefault(v, len(place)) for v in items.values[i]]) for i in mine])
         self.wiring = _Wiring(tuple([numbers[i] for i in mine]), rows)
-        self.kinds = items.kinds
+        self.classes = items.classes
 
     def block(self, patterns: dict[tuple, Pattern], shared: set[Value], cells: Cells) -> Block:
         values = list(self.place)
         key = (self.wiring, tuple(map(shared.__contains__, values)))
         if key not in patterns:
             blanks = [0 if v.is_literal else cells.blank(len(v.shape)) for v in values]
-            patterns[key] = Pattern([self.kinds[i] for i in self.items], self.wiring.rows, blanks, key[1])
+            patterns[key] = Pattern([self.classes[i] for i in self.items], self.wiring.rows, blanks, key[1])
         return Block(patterns[key], self.items, values, self.place, cells)
 
 
 class _Wiring:
-    """Kinds by number, and the places of each one's values; hashed once."""
+    """Node classes by number, and the places of each one's values; hashed once."""
 
-    def __init__(self, kinds: tuple[int, ...], rows: tuple[tuple[int, ...], ...]):
-        self.kinds, self.rows, self.hash = kinds, rows, hash((kinds, rows))
+    def __init__(self, classes: tuple[int, ...], rows: tuple[tuple[int, ...], ...]):
+        self.classes, self.rows, self.hash = classes, rows, hash((classes, rows))
 
     def __hash__(self):
         return self.hash
 
     def __eq__(self, other):
-        return isinstance(other, _Wiring) and (self.kinds, self.rows) == (other.kinds, other.rows)
+        return isinstance(other, _Wiring) and (self.classes, self.rows) == (other.classes, other.rows)
 
 
 def _update_at_rest(
@@ -262,20 +264,20 @@ def _update_at_rest(
     inside = {node.inputs[0]: node.outputs[0] for node, _ in reversed(done.notes)}
     rest = dict(zip(graph.inputs, done.resting, strict=True))
     resting = cache(lambda sharding, shape: at_rest(sharding, shape, done.sizes))
-    moved = []
+    updates = []
     for argument, result in successors(graph, done.notes):
-        wanted = done.sharding(inside.get(argument, argument))
-        sharding = rest[argument] or resting(wanted, argument.shape)
-        moved += [(result, sharding)] if sharding != wanted else []
-    for value, sharding in updated_at_rest(moved, done.blocks, home, fixed).items():
+        completed = done.sharding(inside.get(argument, argument))
+        sharding = rest[argument] or resting(completed, argument.shape)
+        updates += [(result, sharding)] if sharding != completed else []
+    for value, sharding in updated_at_rest(updates, done.blocks, home, fixed).items():
         done.shardings[value] = cells.sharding(cells.number(Cell(sharding.dims)))
-        done.said |= {(value, d): Origin(UPDATED_AT_REST) for d, axes in enumerate(sharding.dims) if axes}
+        done.origins |= {(value, d): Origin(UPDATED_AT_REST) for d, axes in enumerate(sharding.dims) if axes}
 
 
 def _state(graph: Graph, notes: Notes) -> set[Value]:
     """The arguments that come back.
 
-    Data and the annotations inside speak first, state second: where both ask for an axis, as in fully sharded
+    Data and the annotations inside go first, state second: where both request an axis, as in fully sharded
     data parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities
     to the user.)
     """
@@ -290,19 +292,21 @@ def _resting(
     graph: Graph, arguments: Sequence[Sharding | None], notes: Notes, sizes: AxisSizes
 ) -> list[Sharding | None]:
     """How each argument rests between calls: as it is committed, else nearest to its annotation; None where
-    nothing says so.
+    nothing requests one.
     """
     inputs, rest = set(graph.inputs), dict(zip(graph.inputs, arguments, strict=True))
-    for node, given in notes:
+    for node, note in notes:
         value = node.inputs[0]
-        if value in inputs and rest[value] is None and None not in given.dims:
-            rest[value] = at_rest(Sharding(tuple(d or () for d in given.dims)), value.shape, sizes)
+        if value in inputs and rest[value] is None and None not in note.dims:
+            rest[value] = at_rest(Sharding(tuple(d or () for d in note.dims)), value.shape, sizes)
     return [rest[value] for value in graph.inputs]
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
-    """What an annotation says of a value. `argument` is the input that it annotates, if it annotates one."""
+class _Request:
+    """The sharding that an annotation requests of a value. `argument` is the input that it annotates, if it
+    annotates one.
+    """
 
     value: Value
     dims: Sequence[Axes | None]
@@ -319,12 +323,12 @@ class _Given:
         return tuple([axes is not None for axes in self.dims])
 
 
-def _given(graph: Graph, done: Completion) -> Iterable[_Given]:
-    """What every annotation says. An annotated argument itself rests in the nearest sharding that divides
+def _requests(graph: Graph, done: Completion) -> Iterable[_Request]:
+    """What every annotation requests. An annotated argument itself rests in the nearest sharding that divides
     it.
     """
     for i, (value, sharding) in enumerate(zip(graph.inputs, done.resting, strict=True)):
         if sharding is not None:
-            yield _Given(value, sharding.dims, f"argument {i} rests in it", value)
-    for node, given in done.notes:
-        yield _Given(node.outputs[0], given.dims, given.source, node.inputs[0], node)
+            yield _Request(value, sharding.dims, f"argument {i} rests in it", value)
+    for node, note in done.notes:
+        yield _Request(node.outputs[0], note.dims, note.source, node.inputs[0], node)

@@ -1,4 +1,4 @@
-"""Edges tie the shardings of values together. Each equation with a rule has one or more.
+"""Edges connect the shardings of values. Each equation with a rule has one or more.
 
 Loops, branches and calls have data-flow edges, along which a value is simply the same (carry in = carry out =
 body in = body out).
@@ -13,11 +13,11 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.trips import carries_of_map
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import WHOLE, Factors, TensorFactors, bind, parse, tie
+from shardax.spmd_rules.rule import UNSPLIT, Factors, TensorFactors, base_name, bind, parse
 
 ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
-"""Levels, first to last: completion lets nothing of a later level happen while an earlier one has something
-to say.
+"""Levels, first to last: completion lets nothing of a later level happen while an earlier one has visits
+due.
 """
 
 
@@ -50,10 +50,10 @@ def edges_of(node: Node) -> Iterator[Edge]:
 
 
 def successor_edges(graph: Graph, notes: Iterable[tuple[Node, annotations.Annotation]]) -> Iterator[Edge]:
-    """A result that succeeds a donated argument lies as the argument does."""
-    for node, given in notes:
-        if given.like is not None:
-            yield _same([graph.inputs[given.like], node.outputs[0]], node)
+    """A result that succeeds a donated argument has the sharding of the argument."""
+    for node, note in notes:
+        if note.like is not None:
+            yield _same([graph.inputs[note.like], node.outputs[0]], node)
 
 
 def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
@@ -76,7 +76,7 @@ def _components(factors: Factors) -> Iterator[tuple[list[int], list[int]]]:
     count = len(factors.operands)
     groups: list[tuple[set[str], list[int]]] = []
     for i, dims in enumerate(factors.tensors):
-        mine, members = {tie(f) for dim in dims for f in dim}, [i]
+        mine, members = {base_name(f) for dim in dims for f in dim}, [i]
         for group in [g for g in groups if g[0] & mine]:
             groups.remove(group)
             mine, members = mine | group[0], group[1] + members
@@ -117,22 +117,22 @@ def _part(
 
 def _levels(node: Node, factors: Factors) -> tuple[int, int]:
     dims = {dims for dims in factors.tensors if dims}
-    if len(dims) <= 1 or _only_moves(factors):
+    if len(dims) <= 1 or _only_permutes(factors):
         return ELEMENTWISE, ELEMENTWISE
     return (
         (BROADCAST_BACKWARD, BROADCAST_FORWARD) if node.name == "broadcast_in_dim" else (OPERATOR, OPERATOR)
     )
 
 
-def _only_moves(factors: Factors) -> bool:
+def _only_permutes(factors: Factors) -> bool:
     """Whether every tensor has the same factors: transposes and reshapes pass shardings through like
     elementwise ones.
     """
-    names = {
+    factor_sets = {
         frozenset(f for dim in dims for f in dim if factors.sizes[f] != 1) for dims in factors.tensors if dims
     }
     shown = {f for dims in factors.tensors for dim in dims for f in dim}
-    return len(names) == 1 and not any(factors.kind(f) == WHOLE for f in shown)
+    return len(factor_sets) == 1 and not any(factors.type_of(f) == UNSPLIT for f in shown)
 
 
 def _same(values: list[Value], node: Node) -> Edge:
@@ -167,9 +167,9 @@ def _scan_flow(node: Node) -> Iterator[Edge]:
 def _map_flow(node: Node, xs: list[Value], ys: list[Value]) -> Iterator[Edge]:
     """The edge between the stacks of a scan that is a map, which may be split alike over its trips."""
     if xs and ys and carries_of_map(node) is not None:
-        names = (f"k{i}!" for i in range(10**6))
+        letters = (f"k{i}!" for i in range(10**6))
         operands, results = (
-            ", ".join(" ".join(("trips", *itertools.islice(names, len(v.shape) - 1))) for v in values)
+            ", ".join(" ".join(("trips", *itertools.islice(letters, len(v.shape) - 1))) for v in values)
             for values in (xs, ys)
         )
         factors = bind(
@@ -198,7 +198,7 @@ def _cond_flow(node: Node) -> Iterator[Edge]:
 
 
 def _island_flow(node: Node) -> Iterator[Edge]:
-    """A shard_map has no edges. The annotations around it, made of its specs, say all."""
+    """A shard_map has no edges. The annotations around it, made of its specs, do all."""
     return iter(())
 
 

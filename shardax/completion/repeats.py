@@ -1,7 +1,7 @@
 """Finds which items (nodes, by their numbers) of a program make alike blocks, as the layers of an unrolled
 model do.
 
-The longest run of kinds that repeats itself, which is the forward pass of the layers, is cut into blocks. A
+The longest run of classes that repeats itself, which is the forward pass of the layers, is cut into blocks. A
 later item belongs to the first of the blocks that its operands come from. So a layer's backward pass and its
 part of the optimizer belong to the layer's block, although they are far away in the program. The choice of
 blocks changes no result, only how often a result is computed.
@@ -22,53 +22,53 @@ _OF_ONE = 3  # tensors of an item
 _FEWEST = 3  # blocks that are worth it
 
 
-def groups(kinds: Sequence[int], tensors: Sequence[Sequence[Value]], arguments: set[Value]) -> list[int]:
+def groups(classes: Sequence[int], tensors: Sequence[Sequence[Value]], arguments: set[Value]) -> list[int]:
     """For each item the number of its block, REST for most of a program that repeats nothing.
 
     Args:
-      kinds: of each item its kind, by number.
+      classes: of each item its node class, by number.
       tensors: the values of each item that have dims, those that it makes last.
       arguments: of the program.
     """
-    run = _run(np.asarray(kinds, np.int64), [max(1, len(values) // _OF_ONE) for values in tensors])
+    run = _run(np.asarray(classes, np.int64), [max(1, len(values) // _OF_ONE) for values in tensors])
     if run is None:
-        return [REST] * len(kinds)
+        return [REST] * len(classes)
     start, period, count = run
-    given = arguments.union(
+    before_run = arguments.union(
         *tensors[:start]
     )  # what is made before the run belongs to the block that uses it, as arguments do
-    found, home = [REST] * len(kinds), {}
-    for i in range(start, len(kinds)):
+    block_of, home = [REST] * len(classes), {}
+    for i in range(start, len(classes)):
         block, mine = (i - start) // period, tensors[i]
-        found[i] = block = block if block < count else min(map(home.get, mine, _RESTS), default=REST)
+        block_of[i] = block = block if block < count else min(map(home.get, mine, _RESTS), default=REST)
         for value in mine:
-            if home.setdefault(value, block) != block and value in given:
+            if home.setdefault(value, block) != block and value in before_run:
                 home[value] = REST  # several blocks use it: it belongs to none
     for i in reversed(range(start)):
-        found[i] = block = min(map(home.get, tensors[i][-1:], _RESTS), default=REST)
+        block_of[i] = block = min(map(home.get, tensors[i][-1:], _RESTS), default=REST)
         for value in tensors[i]:
             home.setdefault(value, block)
-    return _joined(found)
+    return _joined(block_of)
 
 
-def _joined(found: list[int]) -> list[int]:
+def _joined(block_of: list[int]) -> list[int]:
     """Items that are in no block, but between two items of one block, join that block."""
     last, waiting = REST, 0
-    for i, block in enumerate(found):
+    for i, block in enumerate(block_of):
         if block == REST:
             waiting += 1
             continue
         if block == last and waiting:
-            found[i - waiting : i] = [block] * waiting
+            block_of[i - waiting : i] = [block] * waiting
         last, waiting = block, 0
-    return found
+    return block_of
 
 
-def _run(kinds: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | None:
+def _run(classes: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | None:
     """The first long repetition: where it starts, its period, and how often it repeats. An item counts as
     many times as its weight.
     """
-    runs = [run for period in _periods(kinds) for run in _runs(kinds, period)]
+    runs = [run for period in _periods(classes) for run in _runs(classes, period)]
     if not runs:
         return None
     most = max(length for _, _, length in runs)
@@ -77,19 +77,19 @@ def _run(kinds: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | No
     return (start, period, length // period) if length // period >= _FEWEST else None
 
 
-def _periods(kinds: np.ndarray) -> list[int]:
+def _periods(classes: np.ndarray) -> list[int]:
     """The distances at which many items repeat, at least three times in a row: the most promising few."""
-    order = np.argsort(kinds, kind="stable")
-    same = kinds[order][1:] == kinds[order][:-1]
+    order = np.argsort(classes, kind="stable")
+    same = classes[order][1:] == classes[order][:-1]
     gaps = np.where(same, np.diff(order), 0)
     again = gaps[1:][(gaps[1:] == gaps[:-1]) & (gaps[1:] > 0)]
     counts = Counter(again.tolist())
     return sorted(counts, key=lambda gap: (-counts[gap] * gap, gap))[:8]
 
 
-def _runs(kinds: np.ndarray, period: int) -> list[tuple[int, int, int]]:
+def _runs(classes: np.ndarray, period: int) -> list[tuple[int, int, int]]:
     """(start, period, length) of each stretch in which every item equals the one a period further on."""
-    equal = np.concatenate([[False], kinds[:-period] == kinds[period:], [False]])
+    equal = np.concatenate([[False], classes[:-period] == classes[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
     stretches = zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
     return [

@@ -3,7 +3,7 @@ and one of 2.
 
 A dim (heads h) is split over an axis, and a reshape takes it apart. The heads are split over a part of the
 axis, of gcd(heads, devices) devices, and h over the rest. Without that, the whole dim would be gathered.
-Heads that are annotated over more devices than there are heads ask for the same: a part of the axis holds
+Heads that are annotated over more devices than there are heads need the same: a part of the axis holds
 them all.
 """
 
@@ -14,25 +14,25 @@ from shardax.completion.complete import Completion
 from shardax.graph.graph import Graph, Node
 from shardax.sharding import Axes, AxisSizes
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import WHOLE, DimFactors, Factors
+from shardax.spmd_rules.rule import UNSPLIT, DimFactors, Factors
 
 
 def split_inside(graph: Graph, done: Completion) -> Iterator[tuple[str, int]]:
     """(axis, size of its major part) wherever a completed sharding splits a dim of a reshape inside an axis,
     and wherever an annotation splits a dim for which a part of the axis is enough."""
-    for node, given in done.notes:
-        for axes, size in zip(given.dims, node.outputs[0].shape, strict=True):
+    for node, note in done.notes:
+        for axes, size in zip(note.dims, node.outputs[0].shape, strict=True):
             yield from _of_rows(axes or (), size, done.sizes)
-    whole = {
-        v: [axes == () for axes in given.dims]
-        for node, given in done.notes
+    unsplit = {
+        v: [axes == () for axes in note.dims]
+        for node, note in done.notes
         for v in (node.inputs[0], node.outputs[0])
     }
     for node in graph.walk():
         if node.name == "reshape" and (
             done.sharding(node.inputs[0]).axes or done.sharding(node.outputs[0]).axes
         ):
-            yield from _of_reshape(node, whole, done)
+            yield from _of_reshape(node, unsplit, done)
 
 
 def _of_rows(axes: Axes, size: int, sizes: AxisSizes) -> Iterator[tuple[str, int]]:
@@ -47,10 +47,10 @@ def _of_rows(axes: Axes, size: int, sizes: AxisSizes) -> Iterator[tuple[str, int
         size //= sizes[axis]
 
 
-def _of_reshape(node: Node, whole, done: Completion) -> Iterator[tuple[str, int]]:
+def _of_reshape(node: Node, unsplit, done: Completion) -> Iterator[tuple[str, int]]:
     factors = RULES["reshape"].factors(node)
     for value, tensor, other, across in _sides(node, factors):
-        held = {f for f_dim, held in zip(across, whole.get(other, ()), strict=False) if held for f in f_dim}
+        held = {f for f_dim, held in zip(across, unsplit.get(other, ()), strict=False) if held for f in f_dim}
         for dim, axes in zip(tensor, done.sharding(value).dims, strict=True):
             if len(dim) > 1 and axes and not held.issuperset(dim):
                 yield from _parts(dim, axes, factors, done.sizes)
@@ -71,7 +71,7 @@ def _parts(dim: DimFactors, axes: Axes, factors: Factors, sizes: AxisSizes) -> I
     left = list(axes)
     for factor in dim[:-1]:
         size = factors.sizes[factor]
-        while left and size > 1 and factors.kind(factor) != WHOLE:
+        while left and size > 1 and factors.type_of(factor) != UNSPLIT:
             part = math.gcd(size, sizes[left[0]])
             if 1 < part < sizes[left[0]]:
                 yield left[0], part

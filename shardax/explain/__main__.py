@@ -49,7 +49,7 @@ def plan_of(name: str, mesh: AbstractMesh, settings: dict[str, Any]):
     try:
         return fun.plan(*args)
     except ValueError as error:
-        stop(f"{name} cannot be planned on the mesh {_text(mesh)}: {error}")
+        fail(f"{name} cannot be planned on the mesh {_text(mesh)}: {error}")
 
 
 def parse_mesh(text: str) -> AbstractMesh:
@@ -61,14 +61,14 @@ def parse_mesh(text: str) -> AbstractMesh:
     for word in text.split(","):
         axis, _, size = (part.strip() for part in word.partition("="))
         if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
-            stop(f"--mesh {text}: '{word}' is not of the form axis=size, as in --mesh data=16,model=128")
+            fail(f"--mesh {text}: '{word}' is not of the form axis=size, as in --mesh data=16,model=128")
         if axis in shape:
-            stop(f"--mesh {text}: axis {axis} is named twice")
+            fail(f"--mesh {text}: axis {axis} is named twice")
         shape[axis] = int(size)
     return AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def stop(message: str) -> NoReturn:
+def fail(message: str) -> NoReturn:
     raise SystemExit(f"shardax.explain: {message}")
 
 
@@ -77,7 +77,7 @@ def _function(name: str) -> Callable[..., Any]:
     module = _module(module_name)
     function = getattr(module, function_name or "program", None)
     if not callable(function):
-        stop(
+        fail(
             f"{module_name} ({module.__file__}) has no function {function_name or 'program'!r}: write one "
             "that takes a mesh and returns (shard_jit(f, mesh=mesh, ...), arguments), or name another, as "
             "in models.gpt2:program"
@@ -88,14 +88,14 @@ def _function(name: str) -> Callable[..., Any]:
 def _module(name: str):
     if name.endswith(".py") or "/" in name:
         module = os.path.relpath(name).removesuffix(".py").replace("/", ".")
-        stop(f"{name!r} is a file: give the module as Python imports it, such as {module}")
+        fail(f"{name!r} is a file: give the module as Python imports it, such as {module}")
     sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            stop(f"{name} imports {error.name}, which is not installed")
-        stop(
+            fail(f"{name} imports {error.name}, which is not installed")
+        fail(
             f"no module {error.name!r} in {os.getcwd()} or on Python's path: give one as it is imported, "
             "such as models.gpt2"
         )
@@ -107,21 +107,21 @@ def _called(
     try:
         inspect.signature(function).bind(mesh, **settings)
     except TypeError as error:
-        stop(
+        fail(
             f"{name} takes {inspect.signature(function)}, and is given the mesh and "
             f"{settings or 'no settings'}: {error}"
         )
     try:
         result = function(mesh, **settings)
     except ValueError as error:
-        stop(f"{name} on the mesh {_text(mesh)}: {error}")
+        fail(f"{name} on the mesh {_text(mesh)}: {error}")
     if (
         not isinstance(result, tuple)
         or len(result) != 2
         or not hasattr(result[0], "plan")
         or not isinstance(result[1], tuple)
     ):
-        stop(
+        fail(
             f"{name} returned {_short(result)}: it must return (what shard_jit made, the tuple of its "
             "arguments)"
         )
@@ -151,7 +151,7 @@ def _difference(plan, options) -> str:
     try:
         return plan.diff(other) or "no difference"
     except ValueError as error:
-        stop(str(error))
+        fail(str(error))
 
 
 def _print_parts(plan, options) -> None:
@@ -159,7 +159,7 @@ def _print_parts(plan, options) -> None:
         try:
             print(plan.why(what))
         except ValueError as error:
-            stop(str(error))
+            fail(str(error))
     for chip in options.chip:
         print(plan.estimate(chip))
     if options.source:
@@ -175,7 +175,7 @@ def _write(plan, options) -> None:
             try:
                 write(path)
             except OSError as error:
-                stop(f"{path} cannot be written: {error.strerror}")
+                fail(f"{path} cannot be written: {error.strerror}")
             print(f"\nWritten: {path}")
 
 
@@ -186,7 +186,7 @@ def _setting(text: str) -> tuple[str, Any]:
     """
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        stop(f"--set {text}: not of the form name=value")
+        fail(f"--set {text}: not of the form name=value")
     for number in (int, float):
         try:
             return name, number(value)
@@ -206,7 +206,7 @@ def _short(x: Any) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        stop(message)
+        fail(message)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Analysis: what follows from the facts of a plan: why each collective is there, and what the program keeps
+"""Analysis: what follows from the facts of a plan: why each collective is sent, and what the program keeps
 in memory.
 """
 

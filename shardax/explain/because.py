@@ -25,10 +25,10 @@ from shardax.meshes.crossing import Crossed
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.reasons import Resharded, Settled
 from shardax.sharding import Axes, Layout, Sharding, shard_count
-from shardax.spmd_rules.rule import REDUCTIONS, WHOLE, Factors, TensorFactors
+from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT, Factors, TensorFactors
 from shardax.spmd_rules.sends import Sent
 
-DEPTH = 50  # operations through which a layout is followed that completion did not ask for
+DEPTH = 50  # operations through which a layout is followed that completion did not request
 
 
 class Because:
@@ -84,12 +84,14 @@ class Because:
         if node is None or decision is None or decision.factors is None or not depth:
             return None
         made = {*decision.factors.results[node.outputs.index(value)][dim]}
-        operands = zip(node.inputs, decision.factors.operands, decision.operands, decision.moves, strict=True)
-        for operand, tensor, layout, move in operands:
+        operands = zip(
+            node.inputs, decision.factors.operands, decision.operands, decision.reshards, strict=True
+        )
+        for operand, tensor, layout, reshard in operands:
             for d, dim_factors in enumerate(tensor):
-                if made & {*dim_factors} and axes <= {*layout.dims[d]} & {*move.source.dims[d]}:
-                    if found := self._origin(operand, d, axes, depth - 1, seen):
-                        return found
+                if made & {*dim_factors} and axes <= {*layout.dims[d]} & {*reshard.source.dims[d]}:
+                    if origin := self._origin(operand, d, axes, depth - 1, seen):
+                        return origin
         return None
 
     def root(self, value: Value, dim: int) -> Origin | None:
@@ -102,9 +104,9 @@ class Because:
                 self.roots[at] = origin
             else:
                 at = self.completion.told_by(origin, *at)
-        found = self.roots.get(at)
-        self.roots.update(dict.fromkeys(way, found))
-        return found
+        origin = self.roots.get(at)
+        self.roots.update(dict.fromkeys(way, origin))
+        return origin
 
 
 SAME = ("optimization_barrier", "reshard")
@@ -200,12 +202,12 @@ class _Teller:
     ) -> dict[str, str]:
         """The annotations that these axes of a value come from, each with the words for it. `own`: that of an
         argument itself is not called by the argument's path."""
-        found: dict[str, str] = {}
+        words: dict[str, str] = {}
         for d, have in enumerate(sharding.dims):
             mine = {*have} & {*axes}
             if mine and (origin := self.all.origin(value, d, mine)):
-                found.setdefault(origin.source, self.source(origin, self.name(value) if own else ""))
-        return found
+                words.setdefault(origin.source, self.source(origin, self.name(value) if own else ""))
+        return words
 
     def source(self, origin: Origin, own: str) -> str:
         """ "in_shardings[1]" of the argument itself, whose path is `own`, "x" of what x led to."""
@@ -241,14 +243,13 @@ class _Teller:
     def other(self, c: Resharded) -> str:
         """What clashed with the sharding that the value had."""
         if c.reader is None:
-            return self.given_back(c)
-        if given := annotations.of_node(c.reader):
-            return self.annotated(c, given)
+            return self.returned(c)
+        if annotation := annotations.of_node(c.reader):
+            return self.annotated(c, annotation)
         if c.decision is None:
-            wanted = self.completion.sharding(c.value)
-            return (
-                f"the wanted {self.spec(c.target.sharding)}{_by(self.sources(c.value, wanted, wanted.axes))}"
-            )
+            requested = self.completion.sharding(c.value)
+            by = _by(self.sources(c.value, requested, requested.axes))
+            return f"the wanted {self.spec(c.target.sharding)}{by}"
         if c.decision.factors is None:
             trips = (
                 c.reader.name == "scan"
@@ -259,54 +260,58 @@ class _Teller:
             return f"{c.reader.name}, {what}"
         return self.needed(c, c.reader, c.decision, c.decision.factors)
 
-    def given_back(self, c: Resharded) -> str:
+    def returned(self, c: Resharded) -> str:
         spec = self.spec(c.target.sharding)
         if c.around is not None:
             return f"{spec}, in which {c.around.name} gives it back"
-        wanted = self.completion.sharding(c.value)
+        requested = self.completion.sharding(c.value)
         path = self.all.results[c.place]
         result = f"result {path}".rstrip() if len(self.all.results) > 1 else "the result"
-        if wanted == c.target.sharding:
-            return f"{result} {spec}{_by(self.sources(c.value, wanted, wanted.axes))}"
-        return f"{result} {spec}{self.undivided(c.value, wanted)}"
+        if requested == c.target.sharding:
+            return f"{result} {spec}{_by(self.sources(c.value, requested, requested.axes))}"
+        return f"{result} {spec}{self.undivided(c.value, requested)}"
 
-    def annotated(self, c: Resharded, given: annotations.Annotation) -> str:
+    def annotated(self, c: Resharded, annotation: annotations.Annotation) -> str:
         assert c.reader is not None
-        sharding = Sharding(tuple(axes or () for axes in given.dims))
-        if c.target.sharding != sharding and given.like is None and None not in given.dims:
+        sharding = Sharding(tuple(axes or () for axes in annotation.dims))
+        if c.target.sharding != sharding and annotation.like is None and None not in annotation.dims:
             return (
                 f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by "
-                f"{_head(given.source)}"
+                f"{_head(annotation.source)}"
             )
-        if given.like is not None:
+        if annotation.like is not None:
             return f"{self.spec(c.target.sharding)}, as the argument rests that it succeeds"
-        words = _head(self.words(given.source, c.reader))
-        why_moved = (
+        words = _head(self.words(annotation.source, c.reader))
+        why = (
             ", which does not divide"
             if c.value in self.story.arguments and self.undivided(c.value, sharding)
             else ""
         )
-        return f"{self.spec(c.target.sharding)} by {words}{why_moved}"
+        return f"{self.spec(c.target.sharding)} by {words}{why}"
 
-    def undivided(self, value: Value, wanted: Sharding) -> str:
+    def undivided(self, value: Value, requested: Sharding) -> str:
         """Why a value does not rest as wanted."""
-        sizes = zip(value.shape, wanted.dims, strict=True)
+        sizes = zip(value.shape, requested.dims, strict=True)
         if all(n % shard_count(axes, self.completion.sizes) == 0 for n, axes in sizes):
             return ""
-        return f", for {self.spec(wanted)} does not divide [{','.join(map(str, value.shape))}]"
+        return f", for {self.spec(requested)} does not divide [{','.join(map(str, value.shape))}]"
 
     def needed(self, c: Resharded, node: Node, decision: Decision, factors: Factors) -> str:
-        """What clashed with an operand's sharding: a dim that must be whole, another operand, or a result."""
+        """What clashed with an operand's sharding: a dim that must be unsplit, another operand, or a
+        result.
+        """
         mine = factors.operands[c.place]
         lost = {f: axes for f, axes in _split(mine, c.source.sharding) if {*axes} & {*c.axes}}
         dims = [
-            d for d, dim in enumerate(mine) if {*lost} & {*dim} and any(factors.kind(f) == WHOLE for f in dim)
+            d
+            for d, dim in enumerate(mine)
+            if {*lost} & {*dim} and any(factors.type_of(f) == UNSPLIT for f in dim)
         ]
         if dims:
             return f"{node.name}, which needs dim {' and '.join(map(str, dims))} whole"
         values = list(zip((*node.inputs, *node.outputs), factors.tensors, strict=True))
         known = [
-            *(move.source.sharding for move in decision.moves),
+            *(reshard.source.sharding for reshard in decision.reshards),
             *map(self.completion.sharding, node.outputs),
         ]
         for clash in (_held_elsewhere, _split_otherwise):
@@ -317,8 +322,10 @@ class _Teller:
                     if not result:
                         return self.fact(value, sharding, by)
                     return f"its result {self.spec(sharding)}{_by(self.sources(value, sharding, by))}"
-        if any(factors.kind(f) in REDUCTIONS for f in lost):
-            return f"{node.name}, which would owe a {factors.kind(next(iter(lost)))} over {self.axes(c.axes)}"
+        if any(factors.type_of(f) in REDUCTIONS for f in lost):
+            return (
+                f"{node.name}, which would owe a {factors.type_of(next(iter(lost)))} over {self.axes(c.axes)}"
+            )
         return f"{node.name}, which takes it {self.spec(c.target.sharding)}"
 
     # Reductions and lowerings
@@ -339,11 +346,11 @@ class _Teller:
         )
 
     def crossed(self, c: Crossed) -> str:
-        there, refined = c.crossing.there, c.crossing.refinement
-        here = spec_text(refined.shown(c.crossing.here))
+        resting, refined = c.crossing.resting, c.crossing.refinement
+        sharding = spec_text(refined.shown(c.crossing.sharding))
         return (
-            f"{spec_text(there.sharding)} on {there.mesh} against {here} on {refined.program}, which do not "
-            "fit each other"
+            f"{spec_text(resting.sharding)} on {resting.mesh} against {sharding} on {refined.program}, which "
+            "do not fit each other"
         )
 
     def along(self, node: Node, layouts, axes: Axes, word: str, factors: Factors | None = None) -> str:
@@ -375,7 +382,7 @@ def _split_otherwise(
     tensor: TensorFactors, sharding: Sharding, lost: Mapping[str, Axes], axes: Axes, result: bool
 ) -> bool:
     """Whether a tensor has the dims that lose the axes, but splits them differently. Where an operand is
-    whole does not count, because to cut it is free.
+    replicated does not count, because to cut it is free.
     """
     dims = zip(tensor, sharding.dims, strict=True)
     return any(f in lost and have != lost[f] and (have or result) for dim, have in dims for f in dim)
@@ -410,9 +417,11 @@ def _head(source: str) -> str:
     return re.sub(r"^(in_shardings\[\d+\]).*", r"\1", source)
 
 
-def _listed(names: list[str]) -> str:
+def _listed(phrases: list[str]) -> str:
     return (
-        as_one(names, exact=True) if len({*map(form, names)}) == 1 and len(names) > 2 else " and ".join(names)
+        as_one(phrases, exact=True)
+        if len({*map(form, phrases)}) == 1 and len(phrases) > 2
+        else " and ".join(phrases)
     )
 
 

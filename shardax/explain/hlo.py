@@ -80,13 +80,13 @@ def _section(text: str, name: str) -> str:
     return _one(rf"(?s)\n{name}\n(.*?)\n\n", text, "")
 
 
-def counts(found: Iterable[Collective]) -> Counter:
+def counts(collectives: Iterable[Collective]) -> Counter:
     """How often (kind, devices, bytes of the operand, "" or "open loop" or "other branch") runs in a call.
 
     Operands of one collective count one by one: XLA combines, and JAX lowers a psum of several to several.
     """
     total = Counter()
-    for c in found:
+    for c in collectives:
         mark = "open loop" if c.open_loop else "other branch" if c.other_branch else ""
         sizes = list(map(array_bytes, c.operands))
         for nbytes in (
@@ -113,8 +113,8 @@ def normalized(
       backend: "cpu" or "tpu", whose `REWRITINGS` are allowed.
     """
     planned = list(planned)
-    once, there = counts(map(_once, planned)), counts(compiled)
-    only_planned, only_compiled, applied = once - there, there - once, Counter()
+    once, compiled_counts = counts(map(_once, planned)), counts(compiled)
+    only_planned, only_compiled, applied = once - compiled_counts, compiled_counts - once, Counter()
     for words, rewrite in REWRITINGS[backend].items():
         for c in planned:
             for entry in counts([_once(c)]):
@@ -124,7 +124,7 @@ def normalized(
                     only_compiled[other] -= n
                     applied[words] += n
     for entry in sorted(+only_planned):
-        if there[entry]:
+        if compiled_counts[entry]:
             applied[MERGED] += only_planned.pop(entry)
     return +only_planned, +only_compiled, +applied
 

@@ -1,8 +1,9 @@
 """A plan as one HTML file that needs no network: tables that sort, the program with its costs, a picture of
 any array.
 
-The program has beside each line what it makes and sends; the picture shows how an array lies on the mesh. All
-text is in the HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as JSON.
+The program has beside each line what it makes and sends; the picture shows how an array is laid out on the
+mesh. All text is in the HTML; `page.js` sorts, searches and draws, from the arrays that are in the page as
+JSON.
 """
 
 import json
@@ -57,7 +58,7 @@ def html_text(plan: Analysis) -> str:
         "STYLE": _asset("page.css"),
         "OVERVIEW": _overview(plan),
         "SECTIONS": "\n".join(sections),
-        "DATA": json.dumps({"arrays": arrays.found}).replace("<", "\\u003c"),
+        "DATA": json.dumps({"arrays": arrays.entries}).replace("<", "\\u003c"),
         "SCRIPT": _asset("page.js"),
     }
     return re.sub(r"@([A-Z]+)@", lambda m: parts[m[1]], _asset("page.html"))
@@ -72,7 +73,7 @@ class _Arrays:
     """The arrays that can be chosen, each once; what the picture is drawn from."""
 
     plan: Analysis
-    found: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[tuple[str, str, Picture], int] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -83,7 +84,7 @@ class _Arrays:
         """What chooses an array. `why`: the story that the panel tells of it."""
         key = (name, array_text(aval), picture)
         if key not in self.numbers:
-            self.numbers[key] = len(self.found)
+            self.numbers[key] = len(self.entries)
             facts = {
                 "name": name,
                 "type": array_text(aval),
@@ -91,7 +92,7 @@ class _Arrays:
                 "itemsize": aval.dtype.itemsize,
                 "why": why,
             }
-            self.found.append(facts | asdict(picture))
+            self.entries.append(facts | asdict(picture))
         return f'<button class="array" data-array="{self.numbers[key]}">{escape(text)}</button>'
 
     def why(self, value, rests: Sharding | None = None) -> str:
@@ -199,7 +200,9 @@ def _memory(plan: Analysis) -> Iterator[str]:
             names = ("checkpoint_name",) * any(t.name for t in tensors)
             rows = [_tensor(t, n, named=bool(names)) for t, n in Counter(tensors).items()]
             yield _table(
-                title, ("array", "from", *names, "on each device", "code"), sorted(rows, key=_by_bytes)
+                title,
+                ("array", "from", *names, "on each device", "code"),
+                sorted(rows, key=lambda row: -(row[-2].number or 0)),
             )
 
 
@@ -215,10 +218,6 @@ def _tensor(t: Tensor, n: int, named: bool) -> list[Cell]:
         _bytes(n * t.nbytes),
         _text("" if from_argument else code(t.origin)),
     ]
-
-
-def _by_bytes(row: Sequence[Cell]) -> float:
-    return -(row[-2].number or 0)
 
 
 def _estimates(plan: Analysis) -> str:
@@ -342,10 +341,10 @@ def _makes(line: str, values, arrays: _Arrays) -> str:
 
 
 def _costs(sent: Sequence[Collective]) -> str:
-    counted: dict[str, list] = defaultdict(list)
+    counts: dict[str, list] = defaultdict(list)
     for c in sent:
-        counted[f"{c.kind} over {','.join(c.axes)}"].append(c)
-    dearest = sorted(counted.items(), key=lambda item: -comm_bytes(item[1]))
+        counts[f"{c.kind} over {','.join(c.axes)}"].append(c)
+    dearest = sorted(counts.items(), key=lambda item: -comm_bytes(item[1]))
     return "<br>".join(
         escape(f"{times(len(group))}{what}: {bytes_text(comm_bytes(group))}") for what, group in dearest
     )

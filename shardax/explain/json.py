@@ -27,8 +27,8 @@ def as_dict(plan: Analysis) -> dict[str, Any]:
         "arguments": [_place(p) for p in plan.arguments()],
         "results": [_place(p) for p in plan.results()],
         "at_rest": [
-            {**asdict(moved), "wanted": str(moved.wanted), "rests": str(moved.rests)}
-            for moved in plan.at_rest
+            {**asdict(entry), "wanted": str(entry.wanted), "rests": str(entry.rests)}
+            for entry in plan.at_rest
         ],
         "collectives": [{**_collective(c), "because": plan.because(c)} for c in plan.collectives],
         "values": [

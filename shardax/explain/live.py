@@ -87,14 +87,14 @@ class Life:
 
     def reads(self, eqn) -> set[Any]:
         """The stored variables that an equation reads, itself or through what is fused into it."""
-        found, todo = set(), [v for v in eqn.invars if not _jax.is_literal(v)]
+        read, todo = set(), [v for v in eqn.invars if not _jax.is_literal(v)]
         while todo:
             v = todo.pop()
             if v in self.fused:
                 todo += [w for w in self.fused[v].invars if not _jax.is_literal(w)]
             else:
-                found.add(v)
-        return found
+                read.add(v)
+        return read
 
 
 def _in_place(eqn) -> Iterator[tuple[Any, Any]]:
@@ -135,12 +135,12 @@ def _dearest(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
     """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are
     new arrays.
     """
-    found = []
+    peaks = []
     for body in bodies(eqn):
         jaxpr = _jax.closed(body).jaxpr
         start = sum(_jax.scan_counts(eqn.params)) if eqn.primitive.name == "scan" else len(jaxpr.invars)
-        found.append(live_peak(jaxpr, (), jaxpr.invars[start:]))
-    return max(found, key=lambda peak: peak[0])
+        peaks.append(live_peak(jaxpr, (), jaxpr.invars[start:]))
+    return max(peaks, key=lambda peak: peak[0])
 
 
 def traffic(jaxpr) -> Iterator[tuple[Any, int]]:

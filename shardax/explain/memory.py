@@ -59,14 +59,14 @@ class Memory:
 
     def table(self) -> Table:
         at = f", at {line_text(self.line)}" if self.line else ""
-        whole = f"Replicated, arrays of {bytes_text(self.threshold)} and more"
+        title = f"Replicated, arrays of {bytes_text(self.threshold)} and more"
         groups = (
-            Group("Arguments", tuple(Row(path, ("", bytes_text(n))) for path, n in _kinds(self.arguments))),
+            Group("Arguments", tuple(Row(path, ("", bytes_text(n))) for path, n in _alike(self.arguments))),
             *_groups(
                 f"Saved for the backward pass: {bytes_text(sum(t.nbytes for t in self.saved))}", self.saved
             ),
             *_groups("Alive at the peak", self.tensors),
-            *_groups(whole, self.replicated),
+            *_groups(title, self.replicated),
         )
         return Table(f"Memory on each device: {bytes_text(self.peak)} at most{at}", groups, ("", ""), 1)
 
@@ -75,10 +75,10 @@ def memory(plan: Facts, threshold: int) -> Memory:
     """The memory of a plan; what is replicated counts from `threshold` bytes on."""
     (eqn,) = (e for e in plan.local_jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     jaxpr = _jax.closed(eqn.params["jaxpr"]).jaxpr
-    names = [place.named for place in plan.arguments()]
+    paths = [place.named for place in plan.arguments()]
     parameters = dict(zip(eqn.invars, jaxpr.invars, strict=True))
     inputs = [parameters[v] for v in plan.local_jaxpr.jaxpr.invars if v in parameters]
-    origins = {v: f"argument {name}" for v, name in zip(inputs, names, strict=False)}
+    origins = {v: f"argument {name}" for v, name in zip(inputs, paths, strict=False)}
     kept = [v for i, v in enumerate(inputs) if i not in plan.donated]
     peak, line, alive = live_peak(jaxpr, kept, jaxpr.invars)
     came = [
@@ -86,7 +86,7 @@ def memory(plan: Facts, threshold: int) -> Memory:
     ]  # and stay where they were
     tensors = [*came, *(Tensor(array_text(v.aval), nbytes(v), origins.get(v, where)) for v, where in alive)]
     return Memory(
-        _by_kind(list(zip(names, map(nbytes, inputs), strict=False))),
+        _by_group(list(zip(paths, map(nbytes, inputs), strict=False))),
         sum(map(nbytes, jaxpr.outvars)),
         _largest(Tensor(array_text(v.aval), nbytes(v), line, name) for v, name, line in saved(jaxpr)),
         peak + sum(t.nbytes for t in came),
@@ -101,25 +101,25 @@ def _largest(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(sorted(tensors, key=lambda t: -t.nbytes))
 
 
-def _kinds(sizes: dict[str, int]) -> list[tuple[str, int]]:
-    """The kinds of arguments, the dearest first. Kinds whose names differ only in numbers are one."""
+def _alike(sizes: dict[str, int]) -> list[tuple[str, int]]:
+    """The arguments, the dearest first. Those whose names differ only in numbers are one row."""
     alike: dict[str, list[str]] = {}
     for path in sizes:
         alike.setdefault(form(path), []).append(path)
     summed = [(as_one(paths), sum(map(sizes.__getitem__, paths))) for paths in alike.values()]
-    return sorted(summed, key=lambda kind: -kind[1])
+    return sorted(summed, key=lambda row: -row[1])
 
 
-def _by_kind(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
+def _by_group(sizes: Sequence[tuple[str, int]]) -> dict[str, int]:
     """Bytes by the argument and the key in it, as in "state/params"; of an argument of many keys in one."""
     keys: dict[str, set[str]] = {}
     for path, _ in sizes:
         keys.setdefault(path.split("/")[0], set()).update(path.split("/")[1:2])
-    kinds: Counter = Counter()
+    groups: Counter = Counter()
     for path, n in sizes:
         first = path.split("/")[0]
-        kinds["/".join(path.split("/")[:2]) if len(keys[first]) <= FEW else first] += n
-    return dict(kinds)
+        groups["/".join(path.split("/")[:2]) if len(keys[first]) <= FEW else first] += n
+    return dict(groups)
 
 
 def _replicated(plan: Facts, threshold: int) -> Iterator[Tensor]:

@@ -1,5 +1,5 @@
-"""How an array lies on the devices, as the page's picture draws it: blocks with their padding, and who holds
-which.
+"""How an array is laid out on the devices, as the page's picture draws it: blocks with their padding, and who
+holds which.
 """
 
 from collections.abc import Iterator

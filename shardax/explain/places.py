@@ -12,7 +12,7 @@ from shardax.explain.tables import Group, Row, Table
 from shardax.ledger.collectives import array_bytes, array_text
 from shardax.ledger.words import as_one, bytes_text, form, times
 
-SUBTREE = 8  # arrays: a smaller part of the arguments is shown, even where another part lies alike
+SUBTREE = 8  # arrays: a smaller part of the arguments is shown, even where another part is laid out alike
 HEADS = ("", "")  # type, bytes on each device
 
 
@@ -77,12 +77,12 @@ def _repeats(places: Iterable[Placed]) -> dict[str, str]:
         for end in range(1, len(keys)):
             contents["/".join(keys[:end])].append(("/".join(keys[end:]), *_how(place)))
     first: dict[tuple, str] = {}
-    found: dict[str, str] = {}
+    repeats: dict[str, str] = {}
     for subtree, arrays in contents.items():
         original = first.setdefault(tuple(arrays), subtree)
-        if len(arrays) >= SUBTREE and form(original) != form(subtree) and not _inside(subtree, found):
-            found[subtree] = original
-    return found
+        if len(arrays) >= SUBTREE and form(original) != form(subtree) and not _inside(subtree, repeats):
+            repeats[subtree] = original
+    return repeats
 
 
 def _inside(path: str, subtrees: Collection[str]) -> bool:

@@ -16,7 +16,7 @@ from shardax.explain.terminal import shown
 from shardax.explain.text import tables
 from shardax.explain.values import shardings_text
 from shardax.explain.why import why
-from shardax.validation import is_whole, require
+from shardax.validation import is_integer, require
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +41,10 @@ class Plan(Analysis):
 
         Raises ValueError where nothing is called so.
         """
-        wanted = (
+        expected = (
             "the path of an argument ('state/params/w'), a line ('model.py:12'), or the name of a variable"
         )
-        require(isinstance(what, str), "what of Plan.why", what, wanted)
+        require(isinstance(what, str), "what of Plan.why", what, expected)
         return why(self, what)
 
     @_jax.boundary
@@ -70,9 +70,11 @@ class Plan(Analysis):
         if isinstance(other, Plan):
             return "\n".join(changes(now, record(other)))
         other = Path(other)
-        found = read(other)
-        check_same_program(found, now, str(other), "Compare plans of one program, or give the plan itself")
-        return "\n".join(changes(now, found))
+        other_record = read(other)
+        check_same_program(
+            other_record, now, str(other), "Compare plans of one program, or give the plan itself"
+        )
+        return "\n".join(changes(now, other_record))
 
     def to_json(self) -> str:
         """All that the plan says, for other programs to read."""
@@ -117,7 +119,7 @@ class Plan(Analysis):
         """What `print` shows, as plain text of `width` columns. (On a terminal, `print` takes its width, and
         colors.)
         """
-        require(is_whole(width, 1), "width of Plan.text", width, "a number of columns, such as 120")
+        require(is_integer(width, 1), "width of Plan.text", width, "a number of columns, such as 120")
         return plain(tables(self), width)
 
     def __str__(self):

@@ -62,8 +62,8 @@ def read(path: Path) -> Record:
       ValueError: the file is none of them.
     """
     try:
-        found = json.loads(path.read_text())
-        return Record(**found.get("record", found))
+        data = json.loads(path.read_text())
+        return Record(**data.get("record", data))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = (
             error.strerror if isinstance(error, OSError) else "neither assert_plan nor Plan.to_json wrote it"
@@ -84,7 +84,7 @@ def check_same_program(before: Record, now: Record, where: str, way_out: str) ->
         )
         raise ValueError(f"{where} is the plan of another program: {words}. {way_out}")
     if before.types != now.types:
-        differ = "".join(f"  {line}\n" for line in moved(before.types, now.types))
+        differ = "".join(f"  {line}\n" for line in changed_entries(before.types, now.types))
         raise ValueError(f"{where} is the plan of {now.named} on other arguments:\n{differ}{way_out}")
 
 
@@ -116,7 +116,9 @@ def changes(before: Record, now: Record) -> list[str]:
     old, new = Counter(before.collectives), Counter(now.collectives)
     lines = [f"- {row}" for row in old - new] + [f"+ {row}" for row in new - old]
     for side in ("arguments", "results"):
-        lines += [f"{side[:-1]} {line}" for line in moved(getattr(before, side), getattr(now, side))]
+        lines += [
+            f"{side[:-1]} {line}" for line in changed_entries(getattr(before, side), getattr(now, side))
+        ]
     if before.mesh != now.mesh:
         lines.insert(0, f"the mesh is {now.mesh}, not {before.mesh}")
     if before.comm_bytes != now.comm_bytes:
@@ -124,9 +126,9 @@ def changes(before: Record, now: Record) -> list[str]:
     return lines
 
 
-def moved(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changed_entries(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The entries that are different, a line each."""
-    names = dict.fromkeys((*before, *now))
+    keys = dict.fromkeys((*before, *now))
     nothing = "nothing"
-    changed = [(n, now.get(n, nothing), before.get(n, nothing)) for n in names if before.get(n) != now.get(n)]
-    return [f"{name or '(the value)'}: {here}, not {there}" for name, here, there in changed]
+    changed = [(n, now.get(n, nothing), before.get(n, nothing)) for n in keys if before.get(n) != now.get(n)]
+    return [f"{name or '(the value)'}: {here}, not {before_text}" for name, here, before_text in changed]

@@ -69,11 +69,11 @@ class Sent:
     trips: int = 1
 
 
-def estimate(found: list[Work], sent: Iterable[Sent], network: Network) -> Estimate:
+def estimate(works: list[Work], sent: Iterable[Sent], network: Network) -> Estimate:
     """The seconds of a program's `work`, and of what one device sends, on the chips of a network."""
     chip = network.chip
-    flops, nbytes = sum(w.trips * w.flops for w in found), sum(w.trips * w.nbytes for w in found)
-    slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in found)
+    flops, nbytes = sum(w.trips * w.flops for w in works), sum(w.trips * w.nbytes for w in works)
+    slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in works)
     links = sum(s.trips * network.collective(s.kind, s.axes, s.nbytes, s.minor) for s in sent) / PICO
     return Estimate(
         flops / chip.flops, nbytes / chip.memory_rate, links, slower + links, flops, nbytes, chip.name
@@ -86,16 +86,16 @@ def work(jaxpr, trips: int = 1) -> Iterator[Work]:
     Where a lowering has noted its FLOPs, these count, and not those of the equations that it consists of.
     """
     jaxpr = _jax.closed(jaxpr).jaxpr
-    moved = {id(eqn): nbytes for eqn, nbytes in traffic(jaxpr)}
+    traffic_of = {id(eqn): nbytes for eqn, nbytes in traffic(jaxpr)}
     seen: set[int] = set()
     for eqn in jaxpr.eqns:
         note = noted.of(eqn.source_info.name_stack)
         flops = _flops(eqn) if note is None else 0 if id(note) in seen else note.flops
         seen.add(id(note))
-        if flops or moved.get(id(eqn)):
-            yield Work(flops, moved.get(id(eqn), 0), trips)
-        for found in _inside(eqn, trips):
-            yield found if note is None else replace(found, flops=0)
+        if flops or traffic_of.get(id(eqn)):
+            yield Work(flops, traffic_of.get(id(eqn), 0), trips)
+        for inner in _inside(eqn, trips):
+            yield inner if note is None else replace(inner, flops=0)
 
 
 def _flops(eqn) -> float:
@@ -106,8 +106,8 @@ def _flops(eqn) -> float:
 
 def _inside(eqn, trips: int) -> Iterator[Work]:
     inner = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-    found = [list(work(body, inner)) for body in bodies(eqn)]
+    works = [list(work(body, inner)) for body in bodies(eqn)]
     if eqn.primitive.name == "cond":
-        found = [max(found, key=lambda one: (sum(w.flops for w in one), sum(w.nbytes for w in one)))]
-    for one in found:
+        works = [max(works, key=lambda one: (sum(w.flops for w in one), sum(w.nbytes for w in one)))]
+    for one in works:
         yield from one

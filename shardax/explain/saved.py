@@ -42,7 +42,7 @@ def _name(v, makers) -> str:
             return eqn.params["name"]
         if eqn.primitive.name == "scan":
             return _in_body(eqn, eqn.outvars.index(v))
-        if eqn.primitive.name not in _MOVES:
+        if eqn.primitive.name not in _PASS_THROUGH:
             return ""
         v = eqn.invars[0]
     return ""
@@ -63,7 +63,7 @@ def _line(v, maker) -> str:
     return _jax.user_line(maker.source_info) or reason_of(r"\w+", maker.source_info.name_stack)
 
 
-_MOVES = {
+_PASS_THROUGH = {
     "broadcast_in_dim",
     "convert_element_type",
     "copy",

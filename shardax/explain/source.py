@@ -55,7 +55,7 @@ class Source:
 def source(plan: Facts) -> Source:
     """The source of a plan's local program."""
     (eqn,) = (e for e in plan.local_jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
-    names = _Names()
+    names = _Namespace()
     parameters = [names.new(name) for name in _parameters(plan)]
     outer = dict(zip(plan.local_jaxpr.jaxpr.invars, parameters, strict=True))
     for var, const in zip(plan.local_jaxpr.jaxpr.constvars, plan.local_jaxpr.consts, strict=True):
@@ -96,7 +96,7 @@ def _closed(plan: Facts, parameters: Sequence[str]) -> dict[str, Any]:
 
 
 def _module(
-    plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Names"
+    plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Namespace"
 ) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     returned = f"return ({', '.join(map(str, results))}{',' if len(results) == 1 else ''})"
@@ -180,7 +180,7 @@ def _parameters(plan: Facts) -> Iterator[str]:
         yield "closed_over"
 
 
-class _Names:
+class _Namespace:
     """Hands out names, none twice in a module, so that nested functions may use those of the functions around
     them.
     """
@@ -242,7 +242,7 @@ class _Body:
     it included.
     """
 
-    names: _Names
+    names: _Namespace
     env: dict[Any, Text] = field(default_factory=dict)
     line: str = ""
     lines: list[str] = field(default_factory=list)

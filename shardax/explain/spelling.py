@@ -110,12 +110,12 @@ def _sequence(xs) -> str | None:
     if hasattr(xs, "_fields"):
         if getattr(lax, type(xs).__name__, None) is not type(xs):
             return None
-        told = [
+        fields = [
             f"{f}={item}"
             for f, item, x in zip(xs._fields, items, xs, strict=True)
             if xs._field_defaults.get(f) != x
         ]
-        return f"lax.{type(xs).__name__}({', '.join(told)})"
+        return f"lax.{type(xs).__name__}({', '.join(fields)})"
     inner = ", ".join(items)  # type: ignore[arg-type]
     return f"[{inner}]" if isinstance(xs, list) else f"({inner},)" if len(items) == 1 else f"({inner})"
 
@@ -200,7 +200,7 @@ def _function(name: str, *params: str) -> Spelling:
 
 
 def _plain(name: str) -> Spelling:
-    """An elementwise function. With an accuracy that was asked for, the primitive is bound instead."""
+    """An elementwise function. With a requested accuracy, the primitive is bound instead."""
     return lambda call: call.call(name) if call.params.get("accuracy") is None else None
 
 
@@ -210,10 +210,6 @@ def _extremum(name: str) -> Spelling:
         return Text(f"{name}({left}, {right})", call.out)
 
     return spelling
-
-
-def _power(call: Call) -> Text:
-    return Text(f"{call.operands[0].within(ATOM)}**{call.params['y']}", call.out, POWER)
 
 
 def _where(call: Call) -> Text | None:
@@ -257,8 +253,8 @@ def _pairs(dims) -> list[tuple[int, int]]:
 
 def _product_options(call: Call) -> list[str]:
     """precision and preferred_element_type, where they are not what jnp takes by itself."""
-    asked = call.params["preferred_element_type"]
-    usual = asked is None or all(o.aval.dtype == call.out.dtype for o in call.operands)
+    requested = call.params["preferred_element_type"]
+    usual = requested is None or all(o.aval.dtype == call.out.dtype for o in call.operands)
     names = [
         n
         for n, show in (
@@ -277,10 +273,10 @@ def _einsum(ranks: tuple[int, int], contracted, batch) -> str:
     """
     letters = iter("abcdefghijklmnopqrstuvwxyz")
     left = [next(letters) for _ in range(ranks[0])]
-    tied = {r: left[d] for dims in (contracted, batch) for d, r in _pairs(dims)}
-    right = [tied.get(d) or next(letters) for d in range(ranks[1])]
+    shared = {r: left[d] for dims in (contracted, batch) for d, r in _pairs(dims)}
+    right = [shared.get(d) or next(letters) for d in range(ranks[1])]
     free = [x for i, x in enumerate(left) if i not in (*contracted[0], *batch[0])]
-    free += [x for i, x in enumerate(right) if i not in tied]
+    free += [x for i, x in enumerate(right) if i not in shared]
     return f"{''.join(left)},{''.join(right)}->{''.join([left[d] for d in batch[0]] + free)}"
 
 
@@ -355,12 +351,6 @@ def _iota(call: Call) -> Text:
     return Text(f"lax.broadcasted_iota({dtype}, {shape}, {call.params['dimension']})", call.out)
 
 
-def _concatenate(call: Call) -> Text:
-    return Text(
-        f"jnp.concatenate([{', '.join(map(str, call.operands))}], axis={call.params['dimension']})", call.out
-    )
-
-
 def _sort(call: Call) -> Text:
     options = call.spelled("dimension", "is_stable", "num_keys")
     return Text(f"lax.sort({packed(call.operands)}, {options})", call.out)
@@ -402,9 +392,9 @@ def _several(name: str, param: str) -> Spelling:
     return spelling
 
 
-def _axes(names) -> str:
-    names = tuple(names) if isinstance(names, (tuple, list)) else (names,)
-    return str(object_text(names[0] if len(names) == 1 else names))
+def _axes(axes) -> str:
+    axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+    return str(object_text(axes[0] if len(axes) == 1 else axes))
 
 
 def _collective(name: str, **renamed: str) -> Spelling:
@@ -433,10 +423,6 @@ def _random_bits(call: Call) -> Text:
     return call.call(
         "jax.random.bits", str(_ints(call.params["shape"])), f"jnp.uint{call.params['bit_width']}"
     )
-
-
-def _barrier(call: Call) -> Text:
-    return Text(f"lax.optimization_barrier({packed(call.operands)})", call.out)
 
 
 def _bound(call: Call) -> Text:
@@ -510,7 +496,9 @@ SPELLINGS: dict[str, Spelling] = {
         "lax.bitcast_convert_type", str(dtype_text(call.out.dtype))
     ),
     "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
+    "concatenate": lambda call: Text(
+        f"jnp.concatenate([{', '.join(map(str, call.operands))}], axis={call.params['dimension']})", call.out
+    ),
     "conv_general_dilated": lambda call: call.call(
         "lax.conv_general_dilated", call.spelled(*(p for p in call.params if call.params[p] is not None))
     ),
@@ -532,7 +520,7 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     "ge": _ordered(">="),
     "gt": _ordered(">"),
-    "integer_pow": _power,
+    "integer_pow": lambda call: Text(f"{call.operands[0].within(ATOM)}**{call.params['y']}", call.out, POWER),
     "iota": _iota,
     "le": _ordered("<="),
     "lt": _ordered("<"),
@@ -542,7 +530,7 @@ SPELLINGS: dict[str, Spelling] = {
     "ne": _infix("!=", LOOSE),
     "neg": _prefix("-"),
     "not": _prefix("~"),
-    "optimization_barrier": _barrier,
+    "optimization_barrier": lambda call: Text(f"lax.optimization_barrier({packed(call.operands)})", call.out),
     "or": _infix("|", LOOSE),
     "pad": _pad,
     "pmax": _several("lax.pmax", "axes"),

@@ -67,7 +67,8 @@ def _lines(table: Table, width: int) -> Iterator[str]:
     yield from _row(table.title, table.heads if any(table.heads) else (), sizes, table.texts, left)
     for group in table.groups:
         if group.heading:
-            yield from _with_code(f"  {group.heading}", group.code, width)
+            heading = f"  {group.heading}"
+            yield from [cut(heading, group.code, width)] if group.code else _wrapped(heading, width)
         for row in group.rows:
             text = f"    {shortened(row, width - 4)}"
             yield from _row(
@@ -89,10 +90,6 @@ def _row(text: str, cells: Sequence[str], sizes: Sequence[int], texts: int, left
 def _wrapped(text: str, width: int) -> list[str]:
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.wrap(text.strip(), width, initial_indent=indent, subsequent_indent=indent + "    ")
-
-
-def _with_code(text: str, code: str, width: int) -> list[str]:
-    return [cut(text, code, width)] if code else _wrapped(text, width)
 
 
 def shortened(row: Row, width: int) -> str:

@@ -1,4 +1,4 @@
-"""A plan as tables: what rests how, what is sent and why, how every value lies, memory, seconds."""
+"""A plan as tables: what rests how, what is sent and why, how every value is laid out, memory, seconds."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -69,14 +69,14 @@ _BOUNDARY = (
 
 def _at_rest(plan: Analysis) -> Iterator[Table]:
     alike = defaultdict(list)
-    for moved in plan.at_rest:
-        alike[form(moved.path), moved.shape, moved.wanted, moved.rests].append(moved)
+    for entry in plan.at_rest:
+        alike[form(entry.path), entry.shape, entry.wanted, entry.rests].append(entry)
     groups = [(sum(map(plan.cost_at_rest, group)), *key[1:], group) for key, group in alike.items()]
     rows = []
     for cost, shape, wanted, rests, group in sorted(groups, key=lambda group: -group[0]):
-        what = f"{as_one([moved.path for moved in group])} {times(len(group))}[{','.join(map(str, shape))}]"
-        there = f"{'in ' * bool(rests.axes)}{spec_text(rests)}"
-        rows.append(Row(f"{what}: wanted {spec_text(wanted)}, rests {there}", (bytes_text(cost),)))
+        what = f"{as_one([entry.path for entry in group])} {times(len(group))}[{','.join(map(str, shape))}]"
+        rests_text = f"{'in ' * bool(rests.axes)}{spec_text(rests)}"
+        rows.append(Row(f"{what}: wanted {spec_text(wanted)}, rests {rests_text}", (bytes_text(cost),)))
     if rows:
         title = "At rest other than wanted, where the wanted sharding does not divide"
         yield Table(title, (Group("", tuple(rows)),), ("sent for it",))
@@ -109,8 +109,8 @@ def _of_reason(plan: Analysis, group: Sequence[Collective]) -> Iterator[Row]:
             clash = isinstance(alike[0].cause, Resharded)
             for fact in as_one([plan.because(c) for c in alike], exact=True).splitlines():
                 yield Row(fact, remark=True, one_line=not clash)
-        counted = Counter(replace(c, reason="") for c in alike)
-        for c, count in sorted(counted.items(), key=lambda item: -item[0].total * item[1]):
+        counts = Counter(replace(c, reason="") for c in alike)
+        for c, count in sorted(counts.items(), key=lambda item: -item[0].total * item[1]):
             yield from _rows(c, count, plan.comm_bytes)
 
 
@@ -132,11 +132,11 @@ def _operands(c: Collective) -> str:
 
 
 def _totals(plan: Analysis) -> Iterator[Table]:
-    kinds = defaultdict(list)
+    by_kind = defaultdict(list)
     for c in plan.collectives:
-        kinds[c.kind, c.axes].append(c)
+        by_kind[c.kind, c.axes].append(c)
     rows = []
-    for (kind, axes), group in sorted(kinds.items(), key=lambda item: -comm_bytes(item[1])):
+    for (kind, axes), group in sorted(by_kind.items(), key=lambda item: -comm_bytes(item[1])):
         sent = comm_bytes(group)
         count = sum(c.trips for c in group if not c.other_branch)
         rows.append(
@@ -165,5 +165,5 @@ def _phases(plan: Analysis) -> Iterator[Table]:
         yield Table(f"Planned in {seconds_text(sum(plan.phases.values()))}: {text}", ())
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else ""
+def _share(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %" if total else ""

@@ -20,7 +20,7 @@ from shardax.sharding import Sharding, shard_count
 @dataclass(frozen=True)
 class Intermediate:
     """A value that a line of the user's code makes: by which primitive, of what type and how many bytes in
-    all, how it lies.
+    all, how it is laid out.
     """
 
     line: str
@@ -42,7 +42,7 @@ def intermediates(plan: Facts) -> list[Intermediate]:
             array_text(value.aval),
             array_bytes(value.aval),
             plan.sharding(value),
-            _shards(plan, value),
+            shard_count(plan.values.sharding(value).axes, plan.values.sizes),
         )
         for node in plan.graph.walk()
         for value in node.outputs
@@ -51,8 +51,8 @@ def intermediates(plan: Facts) -> list[Intermediate]:
 
 
 def shardings(plan: Facts) -> Iterator[Table]:
-    """How the values of each line lie, alike ones once, and what led to that: the annotation at the end of
-    each chain.
+    """How the values of each line are laid out, alike ones once, and what led to that: the annotation at the
+    end of each chain.
     """
     if plan.graph:
         story = Story(plan)
@@ -75,23 +75,19 @@ def _line_group(line: str, values: Sequence[Value], story: "Story") -> Group:
 
 def _row(sharding: Sharding, values: Sequence[Value], story: "Story") -> Row:
     largest = max(values, key=lambda v: v.nbytes)
-    asked = [
+    annotations = [
         story.causes((values[0], largest, values[-1]), d) for d, axes in enumerate(sharding.dims) if axes
     ]
-    by = f"  by {', '.join(dict.fromkeys(asked))}" if asked else ""
+    by = f"  by {', '.join(dict.fromkeys(annotations))}" if annotations else ""
     return Row(spec_text(sharding) + by, (str(len(values)), array_text(largest.aval)))
 
 
 def _bare(sharding: Sharding) -> Sharding:
-    """A sharding without the whole dims at its end, so that values of several ranks count as alike."""
+    """A sharding without the unsplit dims at its end, so that values of several ranks count as alike."""
     dims = sharding.dims
     while dims and not dims[-1]:
         dims = dims[:-1]
     return Sharding(dims)
-
-
-def _shards(plan: Facts, value: Value) -> int:
-    return shard_count(plan.values.sharding(value).axes, plan.values.sizes)
 
 
 def shardings_text(plan: Facts) -> str:
@@ -99,13 +95,13 @@ def shardings_text(plan: Facts) -> str:
     lines: dict[str, Counter] = {}
     for made in intermediates(plan):
         lines.setdefault(made.line, Counter())[made] += 1
-    groups = tuple(_of_line(line, counted) for line, counted in lines.items())
+    groups = tuple(_of_line(line, counts) for line, counts in lines.items())
     return plain([Table("Values, by the line that makes them", groups, ("", ""), 2)]) if groups else ""
 
 
-def _of_line(line: str, counted: Counter) -> Group:
+def _of_line(line: str, counts: Counter) -> Group:
     rows = (
-        Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counted.items()
+        Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counts.items()
     )
     return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
 
@@ -167,8 +163,8 @@ class Story:
         """What the chains of facts of some values end with, as one where equal layers differ in their numbers
         only.
         """
-        found = [chain[-1].source for v in values if (chain := self.completion.why(v, dim))]
-        names = list(map(self.called, found))
+        sources = [chain[-1].source for v in values if (chain := self.completion.why(v, dim))]
+        names = list(map(self.called, sources))
         return as_one([name for name in names if form(name) == form(names[0])]) if names else "the program"
 
     def called(self, source: str) -> str:
@@ -205,8 +201,8 @@ class Story:
         """
         subject = "it"
         chain = self.completion.why(value, dim)
-        ties = [origin for origin in chain if origin.value is not None]
-        for line, origins in itertools.groupby(ties, lambda o: o.node.line if o.node else None):
+        steps = [origin for origin in chain if origin.value is not None]
+        for line, origins in itertools.groupby(steps, lambda o: o.node.line if o.node else None):
             *_, last = origins = list(origins)
             primitives = ", ".join(dict.fromkeys(o.node.name for o in origins if o.node))
             assert last.value
@@ -215,9 +211,9 @@ class Story:
                 f"{self.name(last.value)}"
             )
             subject = "that"
-        yield from (self.said(told.source) for told in chain[len(ties) :])
+        yield from (self.origin_text(told.source) for told in chain[len(steps) :])
 
-    def said(self, source: str) -> str:
+    def origin_text(self, source: str) -> str:
         """Completion counts arguments, people name them."""
         head, _, rest = source.partition(" rests in it")
         number = head.removeprefix("argument ")
@@ -245,7 +241,7 @@ class Story:
 
 
 def _answers(node: Node, what: str) -> bool:
-    """Whether a node is at the line, or makes the variable or the `checkpoint_name`, that a user asks for."""
+    """Whether a node is at the line, or makes the variable or the `checkpoint_name`, that a user names."""
     if ":" in what:
         return is_at(node.line, what)
     return what == (node.params.get("name") if node.name == "name" else assigned(node.line))

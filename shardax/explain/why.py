@@ -18,17 +18,17 @@ def why(plan: Analysis, what: str) -> str:
       ValueError: there is no such value.
     """
     story = Story(plan)
-    found = story.find(what)
+    matches = story.find(what)
     sent = [part for c in plan.collectives for part in c.parts if ":" in what and is_at(part.line, what)]
-    if not found and not sent:
+    if not matches and not sent:
         raise ValueError(
             f"why({what!r}): no argument, line or variable of this program is called so. Give an argument's "
             f"path ({story.example()!r}), a line of the program ('model.py:12'), or a variable that a line "
             "of it assigns"
         )
     alike: dict[tuple, list[Value]] = {}
-    for value in found:
+    for value in matches:
         alike.setdefault((story.line(value), array_text(value.aval), plan.sharding(value)), []).append(value)
     sends = Counter(f"{c}\n    {plan.because(c)}".rstrip() for c in sent)
-    told = [story.tell(values[0], len(values)) for values in alike.values()]
-    return "\n".join([*told, *(times(n) + text for text, n in sends.items())])
+    stories = [story.tell(values[0], len(values)) for values in alike.values()]
+    return "\n".join([*stories, *(times(n) + text for text, n in sends.items())])

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardax.annotations.explicit import ASKED
+from shardax.annotations.explicit import SHARDING_PARAMS
 from shardax.graph.graph import Graph, Node, Value
 
 _COMMUTATIVE = frozenset({"add", "and", "max", "min", "mul", "or", "xor"})
@@ -168,7 +168,7 @@ def params_key(params: dict[str, Any]) -> Hashable | None:
     """Parameters as one value, those aside that only matter on Explicit meshes; None where they cannot be
     compared.
     """
-    key = tuple((name, p) for name, p in sorted(params.items()) if name not in ASKED)
+    key = tuple((name, p) for name, p in sorted(params.items()) if name not in SHARDING_PARAMS)
     try:
         hash(key)
     except TypeError:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from shardax import _jax
-from shardax.annotations.explicit import ASKED
+from shardax.annotations.explicit import SHARDING_PARAMS
 
 search_p = Primitive("search")
 """Where queries lie in a sorted table of one dim: `side` and `method` are those of `jnp.searchsorted`."""
@@ -67,7 +67,7 @@ def _form(jaxpr) -> Hashable:
 def _params(eqn) -> Hashable:
     if "jaxpr" in eqn.params and eqn.primitive.name in ("jit", "pjit"):
         return _form(eqn.params["jaxpr"])
-    given = ((name, p) for name, p in sorted(eqn.params.items()) if name not in ASKED)
+    given = ((name, p) for name, p in sorted(eqn.params.items()) if name not in SHARDING_PARAMS)
     return tuple(
         (name, _form(p) if hasattr(p, "eqns") or hasattr(p, "jaxpr") else str(p)) for name, p in given
     )

@@ -73,7 +73,7 @@ class Call:
         """
         if self.entering and options.strict:
             asked = self.other_meshes
-            unasked = [c for c in self.entering if c.there.mesh not in asked]
+            unasked = [c for c in self.entering if c.resting.mesh not in asked]
             strict.check([x for c in unasked for x in c.collectives(self.eqn.params["mesh"])], options)
 
     def placed(self) -> tuple[list[NamedSharding], list[NamedSharding]]:

@@ -126,9 +126,9 @@ class Function:
             jaxpr = transformed(traced.jaxpr, context, self.transforms)
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
-            untyped = [_untyped(x, is_explicit(mesh) and not nested) for x in values]
-            check_arguments(jaxpr, untyped)
-            outs = primitive.bind(untyped, jaxpr, mesh, self.options)
+            plain = [_without_explicit_type(x, is_explicit(mesh) and not nested) for x in values]
+            check_arguments(jaxpr, plain)
+            outs = primitive.bind(plain, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
             built = primitive.build(jaxpr, tuple(map(explicit_sharding, values)), mesh, self.options)
             outs = [reshard(x, left) for x, left in zip(outs, built.left(mesh), strict=True)]
@@ -372,7 +372,7 @@ def _hashable(x) -> bool:
     return True
 
 
-def _untyped(x, always: bool):
+def _without_explicit_type(x, always: bool):
     """`x` without its Explicit axes; nothing moves. Under an Explicit mesh a cotangent must get back even the
     empty type.
     """

@@ -10,7 +10,7 @@ from shardax.graph import annotations
 from shardax.graph.annotations import Annotation
 from shardax.graph.graph import Value
 from shardax.meshes.refinement import Placement
-from shardax.partition.decisions import Move
+from shardax.partition.decisions import Reshard
 from shardax.program import Program
 from shardax.reshard import paths
 from shardax.sharding import Sharding
@@ -40,7 +40,7 @@ def arguments(program: Program) -> Iterator[Elsewhere]:
         ):
             number = numbers[node.inputs[0]]
             yield Elsewhere(
-                number, wanted, _sent(program, node.inputs[0], decision.moves[0]), back.get(number, 0)
+                number, wanted, _sent(program, node.inputs[0], decision.reshards[0]), back.get(number, 0)
             )
 
 
@@ -53,7 +53,7 @@ def _back(program: Program) -> dict[int, int]:
     for node, decision in program.decisions.pairs():
         note = annotations.of_node(node)
         if note is not None and note.like is not None and node.outputs[0] in results:
-            moved = _sent(program, node.inputs[0], decision.moves[0])
+            moved = _sent(program, node.inputs[0], decision.reshards[0])
             sent[note.like] = moved + _left(program, results[node.outputs[0]])
     return sent
 
@@ -86,6 +86,6 @@ def _left(program: Program, number: int) -> int:
     return _sent(program, program.graph.outputs[number], program.decisions.outputs[number])
 
 
-def _sent(program: Program, value: Value, move: Move) -> int:
-    path = paths.plan(move.source, move.target, value.shape, value.itemsize, program.refinement.sizes)
+def _sent(program: Program, value: Value, reshard: Reshard) -> int:
+    path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, program.refinement.sizes)
     return sum(math.ceil(step.nbytes) for step in path.steps)

@@ -1,1 +1,1 @@
-"""What a local program sends: its collectives, why each is there, and how lines and sizes are shown."""
+"""What a local program sends: its collectives, why each is sent, and how lines and sizes are shown."""

@@ -1,4 +1,4 @@
-"""Causes: why a collective is there. The facts are noted where it is made; `explain/because.py` words them
+"""Causes: why a collective is sent. The facts are noted where it is made; `explain/because.py` words them
 when a plan is read.
 
 A cause is an attribute of the name of the scope around its collective, such as `all_gather[dot_general in

@@ -115,9 +115,9 @@ def collectives(
     return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, line))
 
 
-def comm_bytes(found: Iterable[Collective]) -> int:
+def comm_bytes(ledger: Iterable[Collective]) -> int:
     """Bytes that one device sends per call; an open loop counted once, of a cond the dearest branch."""
-    return sum(c.total for c in found)
+    return sum(c.total for c in ledger)
 
 
 def bytes_sent(kind: str, nbytes: int, devices: int) -> int:
@@ -188,8 +188,8 @@ def why(kind: str, name_stack) -> tuple[str, causes.Cause | None]:
 
 
 def _axes(params) -> Axes:
-    names = params["axes"] if "axes" in params else params["axis_name"]
-    return tuple(names) if isinstance(names, (tuple, list)) else (names,)
+    axes = params["axes"] if "axes" in params else params["axis_name"]
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:

@@ -4,13 +4,13 @@ Such a mesh has the same blocks on other devices, so one ppermute brings each wh
 has its block keeps it, as 0 and 5 do here:
 
     device                              0 1 2 3 4 5
-    there, x of (x=3, y=2) splits it    0 0 1 1 2 2      block
-    here, y of (x=2, y=3)               0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
+    at rest, x of (x=3, y=2) splits it  0 0 1 1 2 2      block
+    in the program, y of (x=2, y=3)     0 1 2 0 1 2      block; 2 sends to 1, 4 to 2, 1 to 3, 3 to 4
 
-Between the two it is an array of the same shards, one after the other in the first dim: that lies alike on
-every mesh of these devices. An argument whose devices stand in the program's order crosses in the compiled
-program. `jax.jit` takes one order only: from another, arrays cross before the call. Results cross after it: a
-`jax.jit` around names them all on one mesh.
+Between the two it is an array of the same shards, one after the other in the first dim: that is laid out
+alike on every mesh of these devices. An argument whose devices stand in the program's order crosses in the
+compiled program. `jax.jit` takes one order only: from another, arrays cross before the call. Results cross
+after it: a `jax.jit` around names them all on one mesh.
 """
 
 import math
@@ -44,8 +44,8 @@ class Crossed(causes.Cause):
 
 @dataclass(frozen=True)
 class Crossing:
-    """Argument or result `number` of the program, which rests `there`; the program has it in `here`, in
-    refined axes.
+    """Argument or result `number` of the program, which rests as `resting`; the program has it in `sharding`,
+    in refined axes.
 
     `side` is "argument" or "result". `shape` and `dtype` are those of the array; of random keys, those of
     their words.
@@ -55,8 +55,8 @@ class Crossing:
     number: int
     shape: tuple[int, ...]
     dtype: Any
-    there: Placement
-    here: Sharding
+    resting: Placement
+    sharding: Sharding
     refinement: Refinement
 
     @property
@@ -64,13 +64,13 @@ class Crossing:
         """Whether it crosses outside the compiled program: a result, or an argument whose devices are in
         another order.
         """
-        return self.side == "result" or self.there.mesh.places is not None
+        return self.side == "result" or self.resting.mesh.places is not None
 
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """(from, to) for every device of the program, by their numbers."""
-        there, here = _blocks_there(self.there), _blocks(self.here, self.refinement.sizes)
-        pairs = _matched(there, here) if self.side == "argument" else _matched(here, there)
+        have, need = _resting_blocks(self.resting), _blocks(self.sharding, self.refinement.sizes)
+        pairs = _matched(have, need) if self.side == "argument" else _matched(need, have)
         return tuple(sorted(pairs))
 
     @property
@@ -79,21 +79,21 @@ class Crossing:
 
     @property
     def shard(self) -> tuple[int, ...]:
-        dims = zip(self.shape, self.here.dims, strict=True)
+        dims = zip(self.shape, self.sharding.dims, strict=True)
         return tuple(n // shard_count(axes, self.refinement.sizes) for n, axes in dims)
 
     def reason(self, name: str | None = None) -> str:
         """ "argument state/w from P('x') on (x=3, y=2)"; "#0" where no name is known."""
         what = f"{self.side} {f'#{self.number}' if name is None else name}".rstrip()
         toward = "from" if self.side == "argument" else "to"
-        return f"{what} {toward} {spec_text(self.there.sharding)} on {self.there.mesh}"
+        return f"{what} {toward} {spec_text(self.resting.sharding)} on {self.resting.mesh}"
 
     def collectives(self, mesh: AnyMesh, name: str | None = None) -> tuple[Collective, ...]:
         """The collectives of the crossing; `name` is that of the argument or result in messages."""
-        found = (
+        ledger = (
             collectives(self.jaxpr(mesh), self.refinement.sizes, self.refinement.folded) if self.sends else ()
         )
-        return tuple(replace(c, reason=self.reason(name)) for c in found)
+        return tuple(replace(c, reason=self.reason(name)) for c in ledger)
 
     def jaxpr(self, mesh: AnyMesh) -> Any:
         """The program that runs, from or to the array that has the shards one after the other."""
@@ -108,7 +108,7 @@ class Crossing:
             return jax.random.wrap_key_data(
                 self.inside(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x)
             )
-        own, every = self.there.on(mesh), PartitionSpec(tuple(self.there.mesh.sizes))
+        own, every = self.resting.on(mesh), PartitionSpec(tuple(self.resting.mesh.sizes))
         return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
 
     def eagerly(self, x: jax.Array, mesh: Mesh) -> jax.Array:
@@ -120,13 +120,13 @@ class Crossing:
                 self.eagerly(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x)
             )
         refined = sites.refined_mesh(mesh, self.refinement, concrete=True)
-        here = placed_here(self, len(self.shape)).on(mesh)
+        placed = placed_here(self, len(self.shape)).on(mesh)
         if not self.sends:
-            return _of_shards(x, x.shape, here if self.side == "argument" else self.there.on(mesh))
+            return _of_shards(x, x.shape, placed if self.side == "argument" else self.resting.on(mesh))
         every = NamedSharding(refined, PartitionSpec(refined.axis_names))
         if self.side == "argument":
-            return jax.device_put(_compiled(self, mesh)(_of_shards(x, self._stacked, every)), here)
-        return _of_shards(_compiled(self, mesh)(x), self.shape, self.there.on(mesh))
+            return jax.device_put(_compiled(self, mesh)(_of_shards(x, self._stacked, every)), placed)
+        return _of_shards(_compiled(self, mesh)(x), self.shape, self.resting.on(mesh))
 
     def abstractly(self, x, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """The shape of an argument on the other side, for lowering."""
@@ -135,8 +135,8 @@ class Crossing:
 
     def _permuted(self, x, mesh: AnyMesh):
         axes, refined = tuple(self.refinement.sizes), sites.refined_mesh(mesh, self.refinement)
-        every, here = PartitionSpec(axes), self.here.spec
-        before, after = (every, here) if self.side == "argument" else (here, every)
+        every, split = PartitionSpec(axes), self.sharding.spec
+        before, after = (every, split) if self.side == "argument" else (split, every)
 
         def permuted(shard):
             with causes.scope("ppermute", self.reason(), Crossed(self)):
@@ -177,29 +177,29 @@ def placed_here(crossing: Crossing, rank: int) -> Placement:
     """The placement that the program sees of an argument or result that crosses outside: on its own mesh if
     that has a spec for it.
     """
-    here, refined = Sharding(crossing.here.dims[:rank]), crossing.refinement
-    spelled = refined.spelled(here)
+    sharding, refined = Sharding(crossing.sharding.dims[:rank]), crossing.refinement
+    spelled = refined.spelled(sharding)
     return (
         Placement(refined.program, spelled)
         if spelled
-        else Placement(UserMesh(tuple(refined.sizes.items())), here)
+        else Placement(UserMesh(tuple(refined.sizes.items())), sharding)
     )
 
 
 def _crossing(
-    side: str, number: int, aval, there: Placement, here: Sharding, refined: Refinement
+    side: str, number: int, aval, resting: Placement, sharding: Sharding, refined: Refinement
 ) -> Crossing:
     """The crossing of one argument or result. Of random keys, their words cross."""
     shape, dtype = tuple(aval.shape), aval.dtype
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
-        whole = ((),) * (len(words.shape) - len(shape))
-        there, here = (
-            replace(there, sharding=Sharding(there.sharding.dims + whole)),
-            Sharding(here.dims + whole),
+        unsplit = ((),) * (len(words.shape) - len(shape))
+        resting, sharding = (
+            replace(resting, sharding=Sharding(resting.sharding.dims + unsplit)),
+            Sharding(sharding.dims + unsplit),
         )
         shape, dtype = words.shape, words.dtype
-    return Crossing(side, number, shape, np.dtype(dtype), there, here, refined)
+    return Crossing(side, number, shape, np.dtype(dtype), resting, sharding, refined)
 
 
 def _blocks(sharding: Sharding, sizes: AxisSizes) -> list[tuple[int, ...]]:
@@ -215,24 +215,24 @@ def _blocks(sharding: Sharding, sizes: AxisSizes) -> list[tuple[int, ...]]:
     return list(zip(*(np.broadcast_to(d, math.prod(sizes.values())).tolist() for d in dims), strict=True))
 
 
-def _blocks_there(there: Placement) -> list[tuple[int, ...]]:
+def _resting_blocks(resting: Placement) -> list[tuple[int, ...]]:
     """The same by the devices' numbers in the program's mesh."""
-    found = _blocks(there.sharding, there.mesh.sizes)
-    numbers = there.mesh.places or range(len(found))
-    return [block for _, block in sorted(zip(numbers, found, strict=True))]
+    blocks = _blocks(resting.sharding, resting.mesh.sizes)
+    numbers = resting.mesh.places or range(len(blocks))
+    return [block for _, block in sorted(zip(numbers, blocks, strict=True))]
 
 
-def _matched(have: Sequence[Any], want: Sequence[Any]) -> Iterable[tuple[int, int]]:
-    """Who sends to whom: devices that have the block that they want keep it; the others get it from its
+def _matched(have: Sequence[Any], needed: Sequence[Any]) -> Iterable[tuple[int, int]]:
+    """Who sends to whom: devices that have the block that they need keep it; the others get it from its
     holders, in order.
     """
     holders: dict[Any, list[int]] = {}
     for device, block in enumerate(have):
-        if want[device] == block:
+        if needed[device] == block:
             yield device, device
         else:
             holders.setdefault(block, []).append(device)
-    for device, block in enumerate(want):
+    for device, block in enumerate(needed):
         if have[device] != block:
             yield holders[block].pop(0), device
 
@@ -253,7 +253,7 @@ def _of_shards(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) ->
 
 @lru_cache
 def _compiled(crossing: Crossing, mesh: Mesh):
-    """The compiled crossing. It is told the sharding of its result, or JAX would choose a spec itself."""
+    """The compiled crossing. It gets the sharding of its result, or JAX would choose a spec itself."""
     refined = sites.refined_mesh(mesh, crossing.refinement, concrete=True)
-    spec = crossing.here.spec if crossing.side == "argument" else PartitionSpec(refined.axis_names)
+    spec = crossing.sharding.spec if crossing.side == "argument" else PartitionSpec(refined.axis_names)
     return jax.jit(lambda x: crossing._permuted(x, mesh), out_shardings=NamedSharding(refined, spec))

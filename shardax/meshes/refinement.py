@@ -9,8 +9,8 @@ that number:
 Each digit is one axis of the refined mesh, and each axis of the user's is a tuple of these, so no later step
 meets a part of an axis. Meshes fit one another where all places at which digits begin divide one another. One
 that does not fit (3·2 beside 2·3, or devices in an order that digits cannot describe) is a *boundary*: its
-axes stand for digits of the same sizes, so values are cut into the blocks that it asks for, but these lie on
-other devices than it says.
+axes stand for digits of the same sizes, so values are cut into the blocks that it requests, but these are on
+other devices than it names.
 """
 
 import math
@@ -82,7 +82,7 @@ class Refinement:
 
     @cached_property
     def boundaries(self) -> frozenset[UserMesh]:
-        """The meshes whose blocks lie on other devices than the meshes say."""
+        """The meshes whose blocks are on other devices than the meshes name."""
         return frozenset(mesh for mesh in self.meshes if not _fits(self.cuts, _digits_of(mesh)))
 
     @cached_property
@@ -101,14 +101,14 @@ class Refinement:
         """Refined axes as a person reads them: refined axes that together make an axis of the user's, in
         order, are that axis.
         """
-        left, found = axes, ()
+        left, names = axes, ()
         while left:
             taken, name = next(
                 ((subs, name) for subs, name in self._wholes if left[: len(subs)] == subs),
                 (left[:1], left[0]),
             )
-            left, found = left[len(taken) :], (*found, name)
-        return found
+            left, names = left[len(taken) :], (*names, name)
+        return names
 
     def shown(self, sharding: Sharding) -> Sharding:
         """A refined sharding as a person reads it."""
@@ -132,7 +132,7 @@ class Refinement:
         return next((p for p in placements if self._equal(self.sharding(p), sharding)), placements[0])
 
     def may_rest_on(self, mesh: UserMesh) -> bool:
-        """Whether values can lie on a mesh as they are, because its devices are in the program's order and
+        """Whether values can rest on a mesh as they are, because its devices are in the program's order and
         its axes fit.
         """
         return mesh == self.program or mesh in self.named and not mesh.places and mesh not in self.boundaries
@@ -164,11 +164,11 @@ class Refinement:
         owners = {sub: axis for axis, subs in self.axes[mesh].items() for sub in subs}
         dims, seen = [], set()
         for dim in sharding.dims:
-            whole = tuple(dict.fromkeys(owners[sub] for sub in dim if sub in owners))
-            dims.append(tuple(axis for axis in whole if axis not in seen))
-            seen |= set(whole)
-        whole = Sharding(tuple(dims))
-        return Placement(mesh, whole if shape is None else at_rest(whole, shape, mesh.sizes))
+            axes = tuple(dict.fromkeys(owners[sub] for sub in dim if sub in owners))
+            dims.append(tuple(axis for axis in axes if axis not in seen))
+            seen |= set(axes)
+        nearest = Sharding(tuple(dims))
+        return Placement(mesh, nearest if shape is None else at_rest(nearest, shape, mesh.sizes))
 
     def _equal(self, one: Sharding, other: Sharding) -> bool:
         """Whether two shardings are the same; axes of one device split nothing."""

@@ -27,14 +27,14 @@ AnyMesh = Mesh | AbstractMesh
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node that names axes, with its parameters as the user's program has them; `given` where it is an
-    annotation.
+    """A node that names axes, with its parameters as the user's program has them; `annotation` where it is
+    one.
     """
 
     node: Node
     params: Mapping[str, Any]
     mesh: UserMesh
-    given: Annotation | None = None
+    annotation: Annotation | None = None
 
 
 def sites(graph: Graph, mesh: AnyMesh) -> list[Site]:
@@ -57,57 +57,59 @@ def _sites(graph: Graph, mesh: AnyMesh, island: UserMesh | None) -> Iterator[Sit
         own = _own_mesh(mesh, node.params["mesh"]) if node.name == "shard_map" else island
         for body in node.bodies:
             yield from _sites(body, mesh, own)
-        if (given := annotations.of_node(node)) is not None:
-            yield Site(node, node.params, _mesh_of(node, given, mesh), given)
+        if (annotation := annotations.of_node(node)) is not None:
+            yield Site(node, node.params, _mesh_of(node, annotation, mesh), annotation)
         elif own is not None and (node.name == "shard_map" or named_axes(node.params)):
             yield Site(node, node.params, own)
         elif node.name == "custom_partitioning":
             yield Site(node, node.params, program_mesh(mesh))
 
 
-def _mesh_of(node: Node, given: Annotation, mesh: AnyMesh) -> UserMesh:
+def _mesh_of(node: Node, annotation: Annotation, mesh: AnyMesh) -> UserMesh:
     """The mesh whose axes an annotation names: its own, else that of the innermost shard_jit around it, else
     the program's.
     """
     called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
-    own = called if given.mesh is None else given.mesh
-    if own is mesh or not any(given.dims) and not given.names_result:
+    own = called if annotation.mesh is None else annotation.mesh
+    if own is mesh or not any(annotation.dims) and not annotation.names_result:
         return program_mesh(mesh)
     if user_mesh(own, mesh) is None:
         check_devices(
             own,
-            Sharding(tuple(dim or () for dim in given.dims)).spec,
+            Sharding(tuple(dim or () for dim in annotation.dims)).spec,
             mesh,
-            f"{given.source} asks for a sharding",
+            f"{annotation.source} asks for a sharding",
         )
-    found = _own_mesh(mesh, own)
-    return found if any(given.dims) or found.places else program_mesh(mesh)  # what is whole is so in any axes
+    named = _own_mesh(mesh, own)
+    return (
+        named if any(annotation.dims) or named.places else program_mesh(mesh)
+    )  # what is replicated is so in any axes
 
 
 def _own_mesh(mesh: AnyMesh, own: AnyMesh) -> UserMesh:
     """A mesh over the program's devices as one that the user named; the program's own if it is that."""
-    found, program = user_mesh(own, mesh), program_mesh(mesh)
-    assert found is not None
-    return program if found == program else found
+    named, program = user_mesh(own, mesh), program_mesh(mesh)
+    assert named is not None
+    return program if named == program else named
 
 
 def refined_mesh(mesh: AnyMesh, refinement: Refinement, concrete: bool = False) -> Any:
     """The program's mesh with the refined axes: an AbstractMesh, unless `concrete`."""
     if refinement.is_trivial:
         return mesh if concrete or isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    names, sizes = tuple(refinement.sizes), tuple(refinement.sizes.values())
+    axes, sizes = tuple(refinement.sizes), tuple(refinement.sizes.values())
     types = (AxisType.Auto,) * len(sizes)
     if isinstance(mesh, AbstractMesh):
-        return mesh.update(sizes, names, types)
-    refined = Mesh(mesh.devices.reshape(sizes), names, axis_types=types)
+        return mesh.update(sizes, axes, types)
+    refined = Mesh(mesh.devices.reshape(sizes), axes, axis_types=types)
     return refined if concrete else refined.abstract_mesh
 
 
 @_jax.weakly_cached
 def others(jaxpr, mesh: AnyMesh) -> tuple[UserMesh, ...]:
     """The meshes besides the program's that the annotations in a jaxpr name, and that have its devices."""
-    found = (user_mesh(own, mesh) for own in dict.fromkeys(_own_meshes(jaxpr, set())) if own is not mesh)
-    return tuple(other for other in dict.fromkeys(found) if other not in (None, program_mesh(mesh)))
+    meshes = (user_mesh(own, mesh) for own in dict.fromkeys(_own_meshes(jaxpr, set())) if own is not mesh)
+    return tuple(other for other in dict.fromkeys(meshes) if other not in (None, program_mesh(mesh)))
 
 
 def _own_meshes(jaxpr, seen: set[int]) -> Iterator[AnyMesh]:
@@ -130,14 +132,14 @@ def settled(jaxpr, mesh: AnyMesh):
     def change(eqn):
         if eqn.primitive is annotate_p:
             return _checked(eqn, mesh)
-        given = list(annotations.shardings_of(eqn))
-        found = [user_mesh(sharding.mesh, mesh) for sharding in given]
-        if all(m is not None and not m.places for m in found):
+        shardings = list(annotations.shardings_of(eqn))
+        meshes = [user_mesh(sharding.mesh, mesh) for sharding in shardings]
+        if all(m is not None and not m.places for m in meshes):
             return eqn
         island = eqn.primitive.name == "shard_map"
-        asks = "has shards" if island else "asks for a sharding"
-        words = f"{annotations.name_of(eqn)} at {_jax.user_line(eqn.source_info) or 'an unknown line'} {asks}"
-        for sharding in given:
+        verb = "has shards" if island else "asks for a sharding"
+        words = f"{annotations.name_of(eqn)} at {_jax.user_line(eqn.source_info) or 'an unknown line'} {verb}"
+        for sharding in shardings:
             check_devices(sharding.mesh, None if island else sharding.spec, mesh, words)
         return _IN_ORDER[eqn.primitive.name](eqn)
 
@@ -174,9 +176,11 @@ def _jit_in_order(eqn):
         outs = jaxpr_as_fun(jaxpr)(*_annotated(args, eqn.params["in_shardings"], "jit in_shardings", line))
         return _annotated(outs, eqn.params["out_shardings"], "jit out_shardings", line)
 
-    unsaid = {side: (_jax.UNSPECIFIED,) * len(eqn.params[side]) for side in ("in_shardings", "out_shardings")}
+    unspecified = {
+        side: (_jax.UNSPECIFIED,) * len(eqn.params[side]) for side in ("in_shardings", "out_shardings")
+    }
     return eqn.replace(
-        params={**eqn.params, **unsaid, "jaxpr": jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))}
+        params={**eqn.params, **unspecified, "jaxpr": jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))}
     )
 
 
@@ -198,13 +202,13 @@ def _put_in_order(eqn):
 
 
 def _annotated(xs, shardings, words: str, line: str):
-    given = [
+    requests = [
         annotations.of_sharding(s, words, x.ndim, line) if isinstance(s, NamedSharding) else None
         for x, s in zip(xs, shardings, strict=True)
     ]
     return [
         x if g is None else bind_annotation(x, g.dims, g.source, g.role, mesh=g.mesh)
-        for x, g in zip(xs, given, strict=True)
+        for x, g in zip(xs, requests, strict=True)
     ]
 
 
@@ -218,19 +222,19 @@ _IN_ORDER = {
 }
 
 
-def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
-    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions are also told
+def rewrite(named: Sequence[Site], refinement: Refinement) -> None:
+    """Rewrites the nodes so that they name refined axes. Nodes that call the user's functions also get
     the axes that the user knows.
     """
-    for site in found:
+    for site in named:
         if site.node.name == "custom_partitioning":
             own = Own(site.params["call"].jaxpr)
             site.node.params = {**site.params, "call": own, "on": (site.mesh.mesh, refinement)}
-        elif site.given is not None:
+        elif site.annotation is not None:
             dims = _needed(site, refinement)
-            if dims != site.given.dims or not refinement.is_trivial:
+            if dims != site.annotation.dims or not refinement.is_trivial:
                 site.node.primitive = annotate_p
-                site.node.params = _annotation(site.given, dims, site.mesh, refinement)
+                site.node.params = _annotation(site.annotation, dims, site.mesh, refinement)
         elif refinement.is_trivial:
             continue
         elif site.node.name == "shard_map":
@@ -239,9 +243,16 @@ def rewrite(found: Sequence[Site], refinement: Refinement) -> None:
             site.node.params = _collective(site.params, site.mesh, refinement)
 
 
-def _annotation(given: Annotation, dims: Dims, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
-    words = given.source if mesh == refinement.program else f"{given.source} on {mesh}"
-    return {"dims": dims, "source": words, "role": given.role, "like": given.like, "mesh": None, "on": mesh}
+def _annotation(annotation: Annotation, dims: Dims, mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:
+    words = annotation.source if mesh == refinement.program else f"{annotation.source} on {mesh}"
+    return {
+        "dims": dims,
+        "source": words,
+        "role": annotation.role,
+        "like": annotation.like,
+        "mesh": None,
+        "on": mesh,
+    }
 
 
 def _needed(site: Site, refinement: Refinement) -> Dims:
@@ -251,9 +262,9 @@ def _needed(site: Site, refinement: Refinement) -> Dims:
     Over the other axes its rows are replicated, for else devices would be without any. What names a result
     stays as it is.
     """
-    assert site.given is not None
-    dims, shape = refinement.refined(site.given.dims, site.mesh), site.node.outputs[0].shape
-    if site.given.names_result or site.given.like is not None:
+    assert site.annotation is not None
+    dims, shape = refinement.refined(site.annotation.dims, site.mesh), site.node.outputs[0].shape
+    if site.annotation.names_result or site.annotation.like is not None:
         return dims
     return tuple(axes and rows_apart(axes, n, refinement.sizes) for axes, n in zip(dims, shape, strict=True))
 
@@ -291,8 +302,8 @@ def _collective(params: Mapping[str, Any], mesh: UserMesh, refinement: Refinemen
     axes = refinement.axes[mesh]
     if "perm" not in params:
         return {**params, **{k: _renamed(v, axes) for k, v in named_axes(params).items()}}
-    names = sorted(entry_axes(params["axis_name"]), key=list(axes).index)
-    axes, pairs = in_mesh_order(_renamed(tuple(names), axes), params["perm"], refinement.sizes)
+    ordered = sorted(entry_axes(params["axis_name"]), key=list(axes).index)
+    axes, pairs = in_mesh_order(_renamed(tuple(ordered), axes), params["perm"], refinement.sizes)
     return {**params, "axis_name": axes, "perm": tuple(pairs)}
 
 
@@ -306,25 +317,27 @@ def named_axes(params: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _renamed(names, axes: Mapping[str, Axes]) -> Axes:
-    return tuple(sub for name in entry_axes(names) for sub in axes.get(name, (name,)))
+def _renamed(axis_name, axes: Mapping[str, Axes]) -> Axes:
+    return tuple(sub for name in entry_axes(axis_name) for sub in axes.get(name, (name,)))
 
 
 def placements(
-    graph: Graph, given: Sequence[Sharding | Placement | None], found: Sequence[Site], refinement: Refinement
+    graph: Graph,
+    committed: Sequence[Sharding | Placement | None],
+    named: Sequence[Site],
+    refinement: Refinement,
 ):
-    """How each argument rests: as it is committed, else nearest to its annotation; None where nothing says
-    so.
+    """How each argument rests: as it is committed, else nearest to its annotation; None where no sharding
+    is requested.
     """
-    rest = {v: _on(refinement.program, p) for v, p in zip(graph.inputs, given, strict=True)}
+    rest = {
+        v: Placement(refinement.program, p) if isinstance(p, Sharding) else p
+        for v, p in zip(graph.inputs, committed, strict=True)
+    }
     inputs = set(graph.inputs)
-    for site in found:
-        note, value = site.given, site.node.inputs[0] if site.given else None
+    for site in named:
+        note, value = site.annotation, site.node.inputs[0] if site.annotation else None
         if value in inputs and rest[value] is None and note is not None and None not in note.dims:
             dims = refinement.refined(note.dims, site.mesh)
             rest[value] = refinement.rest(Sharding(dims), value.shape, site.mesh)  # type: ignore[arg-type, union-attr]
     return [rest[v] for v in graph.inputs]
-
-
-def _on(program: UserMesh, given: Sharding | Placement | None) -> Placement | None:
-    return Placement(program, given) if isinstance(given, Sharding) else given

@@ -26,7 +26,7 @@ from shardax.partition.candidates import (
 )
 from shardax.partition.sites import Layouts, Way
 from shardax.sharding import Axes, AxisSizes, Layout, Padding
-from shardax.spmd_rules.registry import RULES, Entry, Local, run_whole, whole_rule
+from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
 MOST = 16
@@ -48,78 +48,78 @@ class Alternatives:
         self.guesses: dict[Hashable, float] = {}
 
     def of(
-        self, node: Node, made: Sequence[Layouts], wanted: Sequence[Layout], hidden: frozenset[str]
+        self, node: Node, made: Sequence[Layouts], requested: Sequence[Layout], hidden: frozenset[str]
     ) -> Sequence[Way]:
-        """The ways of a node without bodies. `made`: the layouts in which each operand may be; `wanted`:
-        those that completion wants, of operands and results; `hidden`: axes over which nothing may be split
-        here.
+        """The ways of a node without bodies. `made`: the layouts in which each operand may be; `requested`:
+        those that completion requests, of operands and results; `hidden`: axes over which nothing may be
+        split here.
         """
-        entry = RULES.get(node.name) or Entry(node.name, whole_rule, run_whole)
-        factors = self.completion.items.known.of(node)[0].factors or entry.factors(node)
-        key = self._key(node, entry, factors, made, wanted, hidden)
+        entry = RULES.get(node.name) or Entry(node.name, replicated_rule, run_replicated)
+        factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
+        key = self._key(node, entry, factors, made, requested, hidden)
         if key not in self.memo:
-            self.memo[key] = self._found(node, entry, factors, made, wanted)
+            self.memo[key] = self._ways(node, entry, factors, made, requested)
         return self.memo[key]
 
-    def _key(self, node: Node, entry: Entry, factors: Factors, made, wanted, hidden) -> Hashable:
+    def _key(self, node: Node, entry: Entry, factors: Factors, made, requested, hidden) -> Hashable:
         values = [*node.inputs, *node.outputs]
-        said = _said(node) if entry.sends or entry.ways else ()
+        params = _params_key(node) if entry.sends or entry.ways else ()
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sizes = tuple([(v.itemsize, v in self.stored) for v in values])
         return (
             entry.name,
             id(factors),
             tuple(made),
-            tuple(wanted),
+            tuple(requested),
             sizes,
             same,
             tuple(entry.passes_of(node)),
-            said,
+            params,
             hidden,
         )
 
-    def _found(self, node: Node, entry: Entry, factors: Factors, made, wanted) -> Sequence[Way]:
+    def _ways(self, node: Node, entry: Entry, factors: Factors, made, requested) -> Sequence[Way]:
         count = len(node.inputs)
         if annotations.of_node(node):
-            splits = project_all(wanted[count:], factors.results, factors, self.sizes)
-            asked = candidate_of(factors, splits, (), ())
-            return [Way(asked.operands, asked.results, 0.0, (splits, factors, entry))]
-        ways = self._ranked(node, entry, factors, made, wanted, ())
+            splits = project_all(requested[count:], factors.results, factors, self.sizes)
+            candidate = candidate_of(factors, splits, (), ())
+            return [Way(candidate.operands, candidate.results, 0.0, (splits, factors, entry))]
+        ways = self._ranked(node, entry, factors, made, requested, ())
         if idle := _idle(ways[0], made):
-            ways = self._ranked(node, entry, factors, made, wanted, idle)
+            ways = self._ranked(node, entry, factors, made, requested, idle)
         assert ways, f"no way to run {node.name}"
         return ways
 
-    def _ranked(self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes) -> list[Way]:
-        """The ways that look cheapest where they stand, the one that makes what is wanted first."""
+    def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes) -> list[Way]:
+        """The ways that look cheapest where they stand, the one that makes what is requested first."""
         count = len(node.inputs)
-        found = dict[Any, Way]()
-        for candidate in self.candidates(node, entry, factors, made, wanted, idle):
+        ways_by_layout = dict[Any, Way]()
+        for candidate in self.candidates(node, entry, factors, made, requested, idle):
             way = self.way(node, entry, factors, candidate)
-            kept = found.setdefault((way.operands, way.results), way)
+            kept = ways_by_layout.setdefault((way.operands, way.results), way)
             if way.price < kept.price:
-                found[way.operands, way.results] = way
-        ways = list(found.values())
+                ways_by_layout[way.operands, way.results] = way
+        ways = list(ways_by_layout.values())
         if len(ways) > 1:
-            ways.sort(key=lambda way: self.guess(node, way, made, wanted[count:]))
+            ways.sort(key=lambda way: self.guess(node, way, made, requested[count:]))
             ways = ways[:MOST]
         return ways
 
     def candidates(
-        self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes
+        self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes
     ) -> Iterator[Candidate]:
-        found = self.of_rule(node, entry, factors, made, wanted, idle)
+        ruled = self.of_rule(node, entry, factors, made, requested, idle)
         if entry.ways is None:
-            return found
-        locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in found)
+            return ruled
+        locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in ruled)
         return (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
 
     def of_rule(
-        self, node: Node, entry: Entry, factors: Factors, made, wanted, idle: Axes
+        self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes
     ) -> Iterator[Candidate]:
         count = len(node.inputs)
-        operands = [(*have, want) for have, want in zip(made, wanted, strict=False)]
-        results = [(want,) for want in wanted[count:]]
+        operands = [(*have, request) for have, request in zip(made, requested, strict=False)]
+        results = [(request,) for request in requested[count:]]
         offer = Offer(idle, reduced=True)
         suggested = suggest(
             results + operands, factors.results + factors.operands, factors, self.padding, offer
@@ -171,16 +171,16 @@ class Alternatives:
         return math.prod(layout.local_shape(self.sizes)) * value.itemsize
 
     def guess(
-        self, node: Node, way: Way, made: Sequence[Layouts], wanted: Sequence[Layout]
+        self, node: Node, way: Way, made: Sequence[Layouts], requested: Sequence[Layout]
     ) -> tuple[float, float]:
-        """About what a way costs where it stands, its operands brought and its results as wanted: only to
+        """About what a way costs where it stands, its operands brought and its results as requested: only to
         rank ways. Of equals those come first that take their operands as they are made."""
         brought = sum(
             min(self.guessed(v, source, target) for source in (sources or (target,)))
             for v, sources, target in zip(node.inputs, made, way.operands, strict=True)
         )
-        left = zip(node.outputs, way.results, wanted, strict=True)
-        return way.price + brought + sum(self.guessed(v, have, want) for v, have, want in left), brought
+        left = zip(node.outputs, way.results, requested, strict=True)
+        return way.price + brought + sum(self.guessed(v, have, request) for v, have, request in left), brought
 
     def guessed(self, value: Value, source: Layout, target: Layout) -> float:
         if source == target or value.is_literal:
@@ -198,9 +198,9 @@ class Alternatives:
             sent += (1 if scattered else 2) * self.nbytes(value, source)
         lost = [
             a
-            for have, want in zip(source.dims, target.dims, strict=True)
+            for have, needed in zip(source.dims, target.dims, strict=True)
             for a in have
-            if want[: len(have)] != have
+            if needed[: len(have)] != have
         ]
         kept = [a for a in lost if a in target.sharding.axes]
         if kept:
@@ -247,11 +247,11 @@ def _is_fused(maker: Node | None, readers: Sequence[Node | None]) -> bool:
     return reader is not None and reader.fuses != "none"
 
 
-def _said(node: Node) -> Hashable:
+def _params_key(node: Node) -> Hashable:
     """A node's parameters; where they cannot be compared, the node itself."""
-    said = tuple(node.params.items())
+    params = tuple(node.params.items())
     try:
-        hash(said)
+        hash(params)
     except TypeError:
         return id(node)
-    return said
+    return params

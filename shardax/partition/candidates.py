@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
 from shardax.spmd_rules.registry import Passes, Split
-from shardax.spmd_rules.rule import KEEP, WHOLE, Factors, TensorFactors
+from shardax.spmd_rules.rule import KEEP, UNSPLIT, Factors, TensorFactors
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Axes that may go to dims where no tensor has them: what all_to_alls bring there.
+    """Axes that may go to dims where no tensor has them: what all_to_alls bring to them.
 
     `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split
-    so: no other need be gathered. Those that split what must be whole always may.
+    so: no other need be gathered. Those that split what must be unsplit always may.
     """
 
     idle: Axes = ()
@@ -62,19 +62,21 @@ def suggest(
     """For each factor the splits that some layout of some tensor suggests, first suggested first; last, those
     with axes on offer, on the tensor's other factors, so that no device gets more than its part."""
     suggestions: dict[str, list[Split]] = {}
-    moved: list[tuple[str, Split]] = []
-    found = [
+    redistributed: list[tuple[str, Split]] = []
+    projected = [
         [project_all([layout], [dims], factors, padding.sizes) for layout in alternatives]
         for alternatives, dims in zip(layouts, tensors, strict=True)
     ]
-    often = Counter(factor for of_tensor in found for factor in {f for splits in of_tensor for f in splits})
-    for of_tensor, dims in zip(found, tensors, strict=True):
+    often = Counter(
+        factor for of_tensor in projected for factor in {f for splits in of_tensor for f in splits}
+    )
+    for of_tensor, dims in zip(projected, tensors, strict=True):
         for splits in of_tensor:
             for factor, split in splits.items():
-                _append(suggestions, factor, split) if factors.kind(factor) != WHOLE else None
+                _append(suggestions, factor, split) if factors.type_of(factor) != UNSPLIT else None
             stays = {f for f in splits if f in factors.reduced and not (offer.reduced and often[f] == 1)}
-            moved += _moved(splits, stays, dims, factors, padding, offer.idle)
-    for factor, split in moved:
+            redistributed += _redistributed(splits, stays, dims, factors, padding, offer.idle)
+    for factor, split in redistributed:
         _append(suggestions, factor, split)
     return suggestions
 
@@ -85,19 +87,19 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
         have.append(split)
 
 
-def _moved(
+def _redistributed(
     splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes
 ) -> Iterator[tuple[str, Split]]:
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
     idle ones: all, or one. Only idle axes go to windowed factors, where halos are sent."""
     others = [
-        split for f, split in splits.items() if (factors.kind(f) != KEEP or "~" in f) and f not in stays
+        split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
     homeless = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
     if not homeless:
         return
     for factor in dict.fromkeys(
-        f for dim in dims for f in dim if factors.kind(f) == KEEP and (idle or "~" not in f)
+        f for dim in dims for f in dim if factors.type_of(f) == KEEP and (idle or "~" not in f)
     ):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in homeless)
@@ -112,22 +114,22 @@ Options = list[list[Splits]]  # for each factor, or group of tied ones, the ways
 
 
 def options_of(suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> Options:
-    groups = {factor: group for group in factors.tied for factor in group}
+    groups = {factor: group for group in factors.window_groups for factor in group}
     options: dict[tuple[str, ...], list[Splits]] = {}
     for factor, splits in suggestions.items():
         group = groups.get(factor)
         if group is None:
             options[factor,] = [{factor: split} for split in splits]
         elif group not in options:
-            options[group] = list(_tied(group, suggestions, factors, padding))
+            options[group] = list(_window_options(group, suggestions, factors, padding))
     return [ways for ways in options.values() if ways]
 
 
-def _tied(
+def _window_options(
     group: Sequence[str], suggestions: dict[str, list[Split]], factors: Factors, padding: Padding
 ) -> Iterator[Splits]:
     """The ways to split windowed factors over the same axes: each in blocks of its own, or in those of
-    another where these are not much too large. What only operands have may also stay whole, its parts being
+    another where these are not much too large. What only operands have may also stay unsplit, its parts being
     cut out, but not what is reduced."""
     shown = {f for tensor in factors.results for dim in tensor for f in dim}.union(factors.reduced)
     for axes in dict.fromkeys(split.axes for f in group for split in suggestions.get(f, ())):
@@ -191,7 +193,7 @@ def waits(
     """
     for group in passes:
         owed = [
-            tuple(p for p in lay.pending if p[1] in group.kinds)
+            tuple(p for p in lay.pending if p[1] in group.reductions)
             for i in group.operands
             for lay in operands[i]
         ]

@@ -35,22 +35,22 @@ def choose(
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must
     leave in.
 
-    `allowed`: under strict mode, whether what has one of these names may move: primitives, lines, kinds of
-    collectives. Nothing else is moved that nobody asked for, wherever there is another way. `byte_price`:
+    `allowed`: under strict mode, whether what has one of these names may be sent: primitives, lines, kinds of
+    collectives. Nothing else is resharded that nobody requested, wherever there is another way. `byte_price`:
     picoseconds for each byte of what is made, on one device: the multiplier by which less memory is bought
     for more time.
     """
     alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
 
-    def lay_out(splits: Splits, given_back: dict[Hashable, Layouts]) -> Search:
-        search = Search(graph, completion, alternatives, splits, given_back, allowed, byte_price)
+    def lay_out(splits: Splits, returned: dict[Hashable, Layouts]) -> Search:
+        search = Search(graph, completion, alternatives, splits, returned, allowed, byte_price)
         search.program(graph, inputs, outputs)
         return search
 
     search, solution = _searched(lay_out, {})
-    for node, found in search.maps.items():
-        now = search.splits.get(node, found[0] if found else None)
-        for other in (None, *found):
+    for node, options in search.maps.items():
+        now = search.splits.get(node, options[0] if options else None)
+        for other in (None, *options):
             if other != now:
                 tried, price = _searched(lay_out, {**search.splits, node: other})
                 if price.price < solution.price:
@@ -63,27 +63,31 @@ def memory(decisions: Decisions, sizes: AxisSizes) -> int:
     """The bytes on each device of all that is made and stored, copies in other layouts among it, were nothing
     freed.
     """
-    return _made_and_moved(decisions, sizes, stored(decisions.graph))
+    return _made_and_resharded(decisions, sizes, stored(decisions.graph))
 
 
-def _made_and_moved(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) -> int:
-    found, inside = (
-        [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.moves],
+def _made_and_resharded(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]) -> int:
+    stored_values, inside = (
+        [(v, m.target) for v, m in zip(decisions.graph.outputs, decisions.outputs, strict=True) if m.needed],
         0,
     )
     for node, decision in decisions.pairs():
-        found += [(v, m.target) for v, m in zip(node.inputs, decision.moves, strict=True) if m.moves]
-        found += [(v, layout) for v, layout in zip(node.outputs, decision.results, strict=True) if v in kept]
-        inside += sum(_made_and_moved(body, sizes, kept) for body in decision.bodies)
-    return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in found)
+        stored_values += [
+            (v, m.target) for v, m in zip(node.inputs, decision.reshards, strict=True) if m.needed
+        ]
+        stored_values += [
+            (v, layout) for v, layout in zip(node.outputs, decision.results, strict=True) if v in kept
+        ]
+        inside += sum(_made_and_resharded(body, sizes, kept) for body in decision.bodies)
+    return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in stored_values)
 
 
 def _searched(
     lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits
 ) -> tuple[Search, Solution]:
-    given_back: dict[Hashable, Layouts] = {}
+    returned: dict[Hashable, Layouts] = {}
     while True:
-        search = lay_out(splits, given_back)
-        if search.left == given_back or given_back:
+        search = lay_out(splits, returned)
+        if search.left == returned or returned:
             return search, search.solve()
-        given_back = search.left
+        returned = search.left

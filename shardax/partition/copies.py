@@ -1,7 +1,7 @@
 """What it costs to read a value in several layouts: copies that are made once and shared by its readers.
 
 A value is made in one layout; whoever reads it in another makes a copy of it. A value with one such reader
-needs a table between the two. With several, a variable of its own says which copies are made for all:
+needs a table between the two. With several, a variable of its own decides which copies are made for all:
 
     maker ──── (made as m, copies of S) ──── reader 1      S has at most two layouts; further ones
                          └────────────────── reader 2      each reader makes for itself
@@ -33,7 +33,7 @@ class Copies:
     reading: np.ndarray
 
     def maker_table(self, made: Sequence[Layout]) -> np.ndarray:
-        """0 where the maker's way makes the value as the state says."""
+        """0 where the maker's way makes the value in the layout of the state."""
         return np.array([[0.0 if m == have else np.inf for m, _ in self.states] for have in made])
 
     def reader_table(self, targets: Sequence[Layout]) -> np.ndarray:
@@ -80,7 +80,7 @@ def is_cut(source: Layout, target: Layout) -> bool:
         return True
     if source.pending != target.pending:
         return False
-    for have, want, held, kept in zip(source.dims, target.dims, source.padded, target.padded, strict=True):
-        if want[: len(have)] != have or have and held != kept:
+    for have, need, held, kept in zip(source.dims, target.dims, source.padded, target.padded, strict=True):
+        if need[: len(have)] != have or have and held != kept:
             return False
     return not set(target.sharding.axes) & {*source.pending_axes}

@@ -10,25 +10,25 @@ from shardax.spmd_rules.registry import Entry, Local, Split
 from shardax.spmd_rules.rule import Factors
 
 
-class Move(NamedTuple):
-    """A value is read in layout `target`, made from layout `source`, in which it was there already."""
+class Reshard(NamedTuple):
+    """A value is read in layout `target`, resharded from layout `source`, which it has already."""
 
     source: Layout
     target: Layout
 
     @property
-    def moves(self) -> bool:
+    def needed(self) -> bool:
         return self.source != self.target
 
 
 @dataclass(eq=False, slots=True)
 class Decision:
-    """How a node runs: its operands' moves, its layouts and splits, and its bodies' decisions.
+    """How a node runs: its operands' reshards, its layouts and splits, and its bodies' decisions.
 
     It does not name the node: nodes that are alike in everything that matters share one.
     """
 
-    moves: tuple[Move, ...]
+    reshards: tuple[Reshard, ...]
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     splits: Mapping[str, Split] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Origin(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Decisions:
-    """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the moves of its
+    """How a graph runs: the layouts of its inputs, a decision for each of its nodes, the reshards of its
     outputs.
 
     `price`: of the program, in picoseconds. `gap`: how much that may be above the least.
@@ -68,7 +68,7 @@ class Decisions:
     graph: Graph
     inputs: tuple[Layout, ...]
     steps: list[Decision]
-    outputs: tuple[Move, ...]
+    outputs: tuple[Reshard, ...]
     price: float = 0.0
     gap: float = 0.0
 

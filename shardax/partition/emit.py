@@ -16,11 +16,11 @@ from shardax import _jax
 from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
-from shardax.partition.decisions import Decision, Decisions, Move, Origin
+from shardax.partition.decisions import Decision, Decisions, Origin, Reshard
 from shardax.partition.emit_loops import emit_structured
 from shardax.partition.reasons import Resharded, Settled
 from shardax.reshard import paths, run
-from shardax.sharding import AxisSizes, Layout, Sharding, whole
+from shardax.sharding import AxisSizes, Layout, Sharding, replicated_layout
 from shardax.spmd_rules.localize import run_local
 from shardax.spmd_rules.registry import RULES, Local
 
@@ -77,21 +77,21 @@ class Emitter:
             with _UserContext(node, _jax.marked(self.stack, Origin(node, decision))):
                 self.node(node, decision)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
-        return [self.output(value, move, i) for i, (value, move) in enumerate(outputs)]
+        return [self.output(value, reshard, i) for i, (value, reshard) in enumerate(outputs)]
 
-    def output(self, value: Value, move: Move, i: int):
-        """The shard of an output. The collectives that bring it to the asked layout count for the line that
-        made it.
+    def output(self, value: Value, reshard: Reshard, i: int):
+        """The shard of an output. The collectives that bring it to the requested layout count for the line
+        that made it.
         """
         maker = self.makers.get(value)
         if maker is None:
-            return self.read(value, move, Reader(None, None, i))
+            return self.read(value, reshard, Reader(None, None, i))
         with _UserContext(maker, self.stack):
-            return self.read(value, move, Reader(maker if annotations.of_node(maker) else None, None, i))
+            return self.read(value, reshard, Reader(maker if annotations.of_node(maker) else None, None, i))
 
     def node(self, node: Node, decision: Decision) -> None:
-        moves = zip(node.inputs, decision.moves, strict=True)
-        shards = [self.read(v, move, Reader(node, decision, i)) for i, (v, move) in enumerate(moves)]
+        reshards = zip(node.inputs, decision.reshards, strict=True)
+        shards = [self.read(v, reshard, Reader(node, decision, i)) for i, (v, reshard) in enumerate(reshards)]
         if node.bodies:
             around, self.around = self.around, node
             results = emit_structured(self, node, decision, shards)
@@ -113,18 +113,20 @@ class Emitter:
         """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's
         body, or else here.
         """
-        owing = [v for v, move in zip(node.inputs, decision.moves, strict=True) if move.target.pending]
+        owing = [
+            v for v, reshard in zip(node.inputs, decision.reshards, strict=True) if reshard.target.pending
+        ]
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
         return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), (node, decision))
 
-    def read(self, value: Value, move: Move, reader: Reader):
-        """The shard of a value in the layout of `move`, resharded if it is not there yet."""
+    def read(self, value: Value, reshard: Reshard, reader: Reader):
+        """The shard of a value in the layout of `reshard`, resharded unless it has that layout already."""
         if value.is_literal:
-            return self.moved(value, _literal(value), move, reader)
+            return self.resharded(value, _literal(value), reshard, reader)
         shards = self.env[value]
-        if move.target not in shards:
-            shards[move.target] = self.moved(*self.held(value, move.source), move, reader)
-        return shards[move.target]
+        if reshard.target not in shards:
+            shards[reshard.target] = self.resharded(*self.held(value, reshard.source), reshard, reader)
+        return shards[reshard.target]
 
     def held(self, value: Value, layout: Layout):
         """A value and its shard in a layout: its own, or that of what was annotated to be it; else it is made
@@ -133,35 +135,37 @@ class Emitter:
         while layout not in self.env[value]:
             node = self.makers.get(value)
             if node is None or not annotations.of_node(node) or node.inputs[0].is_literal:
-                self.env[value][layout] = self.made_whole(value)
+                self.env[value][layout] = self.made_replicated(value)
             else:
                 value = node.inputs[0]
         return value, self.env[value][layout]
 
-    def made_whole(self, value: Value):
+    def made_replicated(self, value: Value):
         """A literal, what is `made_anywhere`, or one of them annotated, on a device that makes all of it."""
         if value.is_literal:
             return _literal(value)
         node = self.makers[value]
         if annotations.of_node(node):
-            return self.made_whole(node.inputs[0])
+            return self.made_replicated(node.inputs[0])
         entry = RULES[node.name]
         assert entry.made_anywhere, node.name
-        scalars, results = ((whole(v.shape) for v in values) for values in (node.inputs, node.outputs))
+        scalars, results = (
+            (replicated_layout(v.shape) for v in values) for values in (node.inputs, node.outputs)
+        )
         local = Local(node, tuple(scalars), tuple(results), {}, self.sizes)
         shards = [
-            self.read(v, Move(lay, lay), Reader(node))
+            self.read(v, Reshard(lay, lay), Reader(node))
             for v, lay in zip(node.inputs, local.operands, strict=True)
         ]
         return run_local(entry, local, entry.factors(node), shards)[0]
 
-    def moved(self, value: Value, shard, move: Move, reader: Reader):
-        if move.source == move.target:
+    def resharded(self, value: Value, shard, reshard: Reshard, reader: Reader):
+        if reshard.source == reshard.target:
             return shard
-        path = paths.plan(move.source, move.target, value.shape, value.itemsize, self.sizes)
+        path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, self.sizes)
         for step in path.steps:
             node, decision = self.debtors.get(value, (None, None)) if _settles(step) else (None, None)
-            reason, cause = self.reason(value, move, step, reader, node, decision)
+            reason, cause = self.reason(value, reshard, step, reader, node, decision)
             with (
                 _UserContext(node, self.stack) if node else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
@@ -172,29 +176,36 @@ class Emitter:
     def reason(
         self,
         value: Value,
-        move: Move,
+        reshard: Reshard,
         step: paths.Step,
         reader: Reader,
         debtor: Node | None,
         owing: Decision | None,
     ):
-        """Why a step of a move is taken: the words, and the facts."""
+        """Why a step of a reshard is taken: the words, and the facts."""
         if settled := _settles(step):
             return f"{settled} of {debtor.name if debtor else 'carry'}", Settled(step.axes, debtor, owing)
         around = None if reader.node else self.around
         cause = Resharded(
-            value, move.source, move.target, step.axes, reader.node, reader.decision, reader.place, around
+            value,
+            reshard.source,
+            reshard.target,
+            step.axes,
+            reader.node,
+            reader.decision,
+            reader.place,
+            around,
         )
         words = f"what {around.name} gives back" if around else purpose(reader.node)
-        return reshard_reason(words, self.shown(move.target.sharding)), cause
+        return reshard_reason(words, self.shown(reshard.target.sharding)), cause
 
 
 def _settles(step: paths.Step) -> str | None:
     """The kind of the reduction that a step settles, None if it settles none."""
     return next(
         (
-            kind
-            for axis, kind in step.source.pending
+            reduction
+            for axis, reduction in step.source.pending
             if axis in step.axes and axis not in step.layout.pending_axes
         ),
         None,
@@ -210,11 +221,11 @@ def _literal(value: Value):
 
 
 def purpose(reader: Node | None) -> str:
-    """Who wants a value resharded: an annotation is named by its words, any other node by its name."""
+    """For whom a value is resharded: an annotation is named by its words, any other node by its name."""
     if reader is None:
         return "result"
-    given = annotations.of_node(reader)
-    return given.source if given else reader.name
+    annotation = annotations.of_node(reader)
+    return annotation.source if annotation else reader.name
 
 
 def reshard_reason(purpose: str, sharding: Sharding) -> str:

@@ -152,8 +152,8 @@ def switch(node: Node, branches: Sequence[Callable[..., Any]], index, *operands)
     pairs = list(
         zip(platforms, branches, strict=True)
     )  # a branch for one platform may not even lower for another
-    of_platform = {name: branch for names, branch in pairs for name in names or ()}
-    default = next((branch for names, branch in pairs if names is None), None)
+    of_platform = {name: branch for some, branch in pairs for name in some or ()}
+    default = next((branch for some, branch in pairs if some is None), None)
     return lax.platform_dependent(*operands, default=default, **of_platform)
 
 

@@ -1,9 +1,9 @@
 """Proposes choices by messages, where elimination is too dear: sequential tree-reweighted min-sum, TRW-S
 (Kolmogorov 2006).
 
-Each variable tells each neighbour what its ways would cost, as far as it knows. Variables are visited in
-order and back again; each shares out what it has been told evenly among the neighbours that come after it.
-After some sweeps the messages agree. In each sweep a choice is read off: each variable takes the cheapest
+Each variable sends each neighbour what its ways would cost, as far as it knows. Variables are visited in
+order and back again; each shares out the messages that came in evenly among the neighbours that come after
+it. After some sweeps the messages agree. In each sweep a choice is read off: each variable takes the cheapest
 way, given the ways of those before it. What a variable or a message costs at least is counted apart, once:
 the sum is a lower bound on the price of any choice, and grows from sweep to sweep.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SWEEPS = 8  # there and back, at most
+SWEEPS = 8  # forward and back, at most
 ENOUGH = 3e-3  # the share by which one must raise the bound
 _NEVER = 1e17  # picoseconds, instead of infinity: messages are subtracted
 _ROUNDING = 1e-9  # messages are no whole numbers
@@ -46,12 +46,12 @@ def proposals(
 @dataclass(frozen=True, slots=True)
 class _Edge:
     """From a variable to another: the table between them, the variable's own ways first; the numbers of the
-    messages here and there."""
+    incoming and the outgoing message."""
 
     to: int
     prices: np.ndarray
-    told: int
-    tells: int
+    incoming: int
+    outgoing: int
 
 
 class _Field:
@@ -66,10 +66,10 @@ class _Field:
         self.messages: list[np.ndarray] = []
         self.bound = -np.inf
         for (a, b), prices in pairs.items():
-            prices, there = np.minimum(prices, _NEVER), len(self.messages)
+            prices, number = np.minimum(prices, _NEVER), len(self.messages)
             self.messages += [np.zeros(len(alone[b])), np.zeros(len(alone[a]))]
-            self.after[a].append(_Edge(b, prices, there + 1, there))
-            self.before[b].append(_Edge(a, np.ascontiguousarray(prices.T), there, there + 1))
+            self.after[a].append(_Edge(b, prices, number + 1, number))
+            self.before[b].append(_Edge(a, np.ascontiguousarray(prices.T), number, number + 1))
         self.share = [1.0 / max(1, len(b), len(a)) for b, a in zip(self.before, self.after, strict=True)]
 
     def sweep(self, forward: bool) -> list[int]:
@@ -80,19 +80,19 @@ class _Field:
         for v in range(count) if forward else reversed(range(count)):
             alone = self.alone[v]
             for edge in coming[v]:
-                alone = alone + messages[edge.told]
-            known = given = alone
+                alone = alone + messages[edge.incoming]
+            known = total = alone
             for edge in visited[v]:
-                known = known + messages[edge.told]
-                given = given + edge.prices[:, ways[edge.to]]
-            ways[v] = int(given.argmin())
+                known = known + messages[edge.incoming]
+                total = total + edge.prices[:, ways[edge.to]]
+            ways[v] = int(total.argmin())
             least = np.minimum.reduce(known)
             bound += least
             known = (known - least) * self.share[v]
             for edge in coming[v]:
-                message = np.minimum.reduce((known - messages[edge.told])[:, None] + edge.prices)
+                message = np.minimum.reduce((known - messages[edge.incoming])[:, None] + edge.prices)
                 least = np.minimum.reduce(message)
                 bound += least
-                messages[edge.tells] = message - least
+                messages[edge.outgoing] = message - least
         self.bound = float(bound)
         return ways

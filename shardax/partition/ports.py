@@ -1,5 +1,5 @@
-"""The ports of scan, while, cond and shard_map: how their operands, carries and results lie, inside and
-outside.
+"""The ports of scan, while, cond and shard_map: the layouts of their operands, carries and results, inside
+and outside.
 
 Each function lays out one node with bodies: the ports through which values come in, then the bodies, then the
 ports through which they go out. What is chosen of the ports is read back in `replay.py`.
@@ -18,7 +18,7 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
 from shardax.partition.sites import Layouts, Site, Way
-from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, shard_count, whole
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, replicated_layout, shard_count
 from shardax.spmd_rules.registry import Split
 
 _ONCE = 2.0**-6  # picoseconds: among equals, what all branches owe is settled once, after them
@@ -43,14 +43,14 @@ class Ports:
 
 
 class Search(Protocol):
-    """What ports ask of the search that they are added to; `partition/search.py` says what each is."""
+    """What ports need of the search that they are added to; `partition/search.py` explains each."""
 
     sizes: AxisSizes
     network: Network
     nbytes: Callable[[Value, Layout], int]
     annotated: dict[Value, tuple[Axes | None, ...]]
     reader: dict[Value, Node]
-    given_back: dict[Hashable, Layouts]
+    returned: dict[Hashable, Layouts]
     open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]]
 
     def add(self, site: Site) -> Site: ...
@@ -58,20 +58,20 @@ class Search(Protocol):
     def close_carry(self, port: Site) -> None: ...
     def made(self, value: Value) -> Layouts: ...
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]: ...
-    def wanted(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout: ...
+    def requested(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout: ...
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None: ...
 
 
 def lay_out(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """Adds the ports and bodies of a node to a search."""
-    return _KINDS[node.name](search, node, trips, hidden)
+    return _LAY_OUT[node.name](search, node, trips, hidden)
 
 
 def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Split]:
     """The splits of a map's trips that the layouts of its stacked operands and results suggest."""
     consts, carries = _jax.scan_counts(node.params)
     xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
-    layouts = [lay for v in xs for lay in search.made(v)] + [search.wanted(v, hidden) for v in (*xs, *ys)]
+    layouts = [lay for v in xs for lay in search.made(v)] + [search.requested(v, hidden) for v in (*xs, *ys)]
     leading = [
         (lay.dims[0], lay.padded[0]) for lay in layouts if lay.dims[0] and not hidden & set(lay.dims[0])
     ]
@@ -79,7 +79,7 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
         return []
     splits, inside = (
         [Split(axes, padded) for axes, padded in dict.fromkeys(leading)],
-        _axes_asked_inside(search, node, xs),
+        _axes_annotated_inside(search, node, xs),
     )
     return [
         split
@@ -89,12 +89,14 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
     ]
 
 
-def _axes_asked_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
-    """The axes over which annotations ask to have each trip split. Were the trips split over them, a device
+def _axes_annotated_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
+    """The axes over which annotations split each trip. Were the trips split over them, a device
     would have whole microbatches in memory."""
-    asked = search.annotated
-    parts = [asked[v][1:] for v in xs if v in asked]
-    parts += [asked[v] for body in node.bodies for inner in body.walk() for v in inner.outputs if v in asked]
+    annotated = search.annotated
+    parts = [annotated[v][1:] for v in xs if v in annotated]
+    parts += [
+        annotated[v] for body in node.bodies for inner in body.walk() for v in inner.outputs if v in annotated
+    ]
     return {a for dims in parts for axes in dims for a in axes or ()}
 
 
@@ -113,12 +115,12 @@ def _scan(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> P
     ports = Ports(split=split)
     for outer, inner in zip(node.inputs[:consts], body.inputs, strict=False):
         ports.operands.append(_operand(search, outer, [inner], trips, inside))
-    kinds = carries_of_map(node) if split else None
+    carry_kinds = carries_of_map(node) if split else None
     for i in range(count):
         values = node.inputs[consts + i], body.inputs[consts + i], body.outputs[i], node.outputs[i]
-        kind, reduction = (kinds[i].kind, kinds[i].reduction) if kinds else ("", "")
+        carry_kind, reduction = (carry_kinds[i].kind, carry_kinds[i].reduction) if carry_kinds else ("", "")
         port = _carry(search, (node, i), [values[0], values[2]], [values[1], values[3]], trips, inside, True)
-        ports.carries.append(_owing_trips(port, split, kind, reduction) if split else port)
+        ports.carries.append(_owing_trips(port, split, carry_kind, reduction) if split else port)
     for outer, inner in zip(node.inputs[consts + count :], body.inputs[consts + count :], strict=True):
         ports.stacks.append(_slices(search, outer, inner, split, trips, inside))
     search.body(body, often, inside)
@@ -148,21 +150,21 @@ def _while(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> 
     search.body(body, trips * UNKNOWN_TRIPS, inside)
     for port in ports.carries:
         search.close_carry(port)
-    search.add(Site([cond.outputs[0]], [], [Way((whole(()),), ())]))
+    search.add(Site([cond.outputs[0]], [], [Way((replicated_layout(()),), ())]))
     return ports
 
 
 def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
     """Each branch is run as often as the others: what all of them would send is as well sent afterwards."""
     inside, ports = _where_devices_part(search, hidden), Ports()
-    ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((whole(()),), ())])))
+    ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((replicated_layout(()),), ())])))
     for outer, *inners in zip(node.inputs[1:], *(body.inputs for body in node.bodies), strict=True):
         ports.operands.append(_operand(search, outer, inners, trips, inside))
     for body in node.bodies:
         search.body(body, trips / len(node.bodies), inside)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
-        settled, *owed = _owing(search.wanted(outer, inside), owing, outer)
+        settled, *owed = _owing(search.requested(outer, inside), owing, outer)
         ways = [
             Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
             for layout in (*owed, settled)
@@ -172,18 +174,20 @@ def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> P
 
 
 def _island(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
-    """shard_map: its specs say how operands and results lie. To its body a shard is the whole value."""
+    """shard_map: its specs are the layouts of operands and results. To its body a shard is the whole
+    value.
+    """
     (body,), ports = node.bodies, Ports()
     for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
         ports.operands.append(
-            search.add(Site([value], [inner], [Way((layout,), (whole(inner.shape),))], trips))
+            search.add(Site([value], [inner], [Way((layout,), (replicated_layout(inner.shape),))], trips))
         )
     search.body(body, trips, frozenset(search.sizes))
     for value, inner, spec in zip(node.outputs, body.outputs, node.params["out_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
         ports.results.append(
-            search.add(Site([inner], [value], [Way((whole(inner.shape),), (layout,))], trips))
+            search.add(Site([inner], [value], [Way((replicated_layout(inner.shape),), (layout,))], trips))
         )
     return ports
 
@@ -203,8 +207,8 @@ def _operand(
     """What bodies take and keep: in a layout in which nothing is owed."""
     layouts = [
         *search.at_hand(outer, hidden),
-        search.wanted(outer, hidden),
-        *(search.wanted(v, hidden) for v in inners),
+        search.requested(outer, hidden),
+        *(search.requested(v, hidden) for v in inners),
     ]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, trips))
@@ -215,7 +219,7 @@ def _carry(
 ) -> Site:
     """One layout, in which a carry comes in, is taken and given by the body, and goes out."""
     init, inner = reads[0], makes[0]
-    layouts = [search.wanted(inner, hidden), *search.at_hand(init, hidden), *search.given_back.get(key, ())]
+    layouts = [search.requested(inner, hidden), *search.at_hand(init, hidden), *search.returned.get(key, ())]
     ways = [
         Way((lay,) * len(reads), (lay,) * len(makes))
         for lay in dict.fromkeys(layouts)
@@ -226,33 +230,28 @@ def _carry(
     return site
 
 
-def _owing_trips(port: Site, split: Split, kind: str, reduction: str) -> Site:
-    """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to what
-    is there, and after it."""
-    if kind not in (REDUCED, LAST):
+def _owing_trips(port: Site, split: Split, carry_kind: str, reduction: str) -> Site:
+    """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to an
+    initial value, and after it."""
+    if carry_kind not in (REDUCED, LAST):
         return port
 
     def owe(layout: Layout) -> Layout:
-        return _owe(layout, split.axes, reduction or "sum")
+        owed = ((a, reduction or "sum") for a in split.axes)
+        return Layout(layout.sharding, layout.padded, tuple(sorted((*layout.pending, *owed))))
 
     ways = []
     for way in port.ways:
-        (start, given), (taken, end) = way.operands, way.results
-        ways.append(Way((owe(start) if kind == REDUCED else start, given), (taken, owe(end))))
+        (start, body_end), (taken, end) = way.operands, way.results
+        ways.append(Way((owe(start) if carry_kind == REDUCED else start, body_end), (taken, owe(end))))
     port.ways = ways
     return port
-
-
-def _owe(layout: Layout, axes: Axes, kind: str) -> Layout:
-    return Layout(
-        layout.sharding, layout.padded, tuple(sorted((*layout.pending, *((a, kind) for a in axes))))
-    )
 
 
 def _slices(
     search: Search, outer: Value, inner: Value, split: Split | None, trips: float, hidden: frozenset[str]
 ) -> Site:
-    """How one trip's part of a stacked value lies: as the stack does, or as completion wants it."""
+    """The layouts of one trip's part of a stacked value: that of the stack, or as completion requests."""
     axes = split.axes if split else ()
     laid = [
         Layout(Sharding(lay.dims[1:]), lay.padded[1:])
@@ -260,8 +259,10 @@ def _slices(
         if hidden.isdisjoint(Sharding(lay.dims[1:]).axes)
     ]
     reader = search.reader.get(inner)
-    asked = [search.wanted(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
-    layouts = dict.fromkeys([*asked, search.wanted(inner, hidden), *laid])
+    annotated = (
+        [search.requested(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
+    )
+    layouts = dict.fromkeys([*annotated, search.requested(inner, hidden), *laid])
     ways = [Way((_stacked(lay, outer, split),), (lay,)) for lay in layouts]
     return search.add(Site([outer], [inner], ways, trips))
 
@@ -269,12 +270,12 @@ def _slices(
 def _stack(
     search: Search, outer: Value, inner: Value, split: Split | None, trips, often, hidden: frozenset[str]
 ) -> Site:
-    """How a loop's stacked results lie: as each trip leaves them. Each device may keep but its block of the
-    stack.
+    """The layouts of a loop's stacked results: as each trip leaves them. Each device may keep but its block
+    of the stack.
     """
-    wanted = search.wanted(inner, hidden)
-    stack = search.wanted(outer, hidden)
-    layouts = dict.fromkeys([*_owing(wanted, search.made(inner), inner), *search.at_hand(inner, hidden)])
+    requested = search.requested(inner, hidden)
+    stack = search.requested(outer, hidden)
+    layouts = dict.fromkeys([*_owing(requested, search.made(inner), inner), *search.at_hand(inner, hidden)])
     ways = []
     for lay in layouts:
         keeps = [None] if split else [_kept_block(search, lay, outer, stack), None]
@@ -286,31 +287,31 @@ def _stack(
 
 
 def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
-    """How a stack of values lies of which each lies so."""
+    """The layout of a stack of values of this layout."""
     axes, padded = (split.axes, split.padded) if split else ((), outer.shape[0])
     return Layout(Sharding((axes, *layout.dims)), (padded, *layout.padded), layout.pending)
 
 
-def _kept_block(search: Search, layout: Layout, stack: Value, wanted: Layout) -> Split | None:
+def _kept_block(search: Search, layout: Layout, stack: Value, requested: Layout) -> Split | None:
     """How each device keeps but its block of what all of them make trip by trip: where no loop reads the
     whole stack, and it may rest so."""
-    there = {*layout.sharding.axes, *layout.pending_axes}
-    even = wanted.padded[0] == stack.shape[0] and not jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended)
-    if not wanted.dims[0] or not even or not there.isdisjoint(wanted.dims[0]):
+    used = {*layout.sharding.axes, *layout.pending_axes}
+    even = requested.padded[0] == stack.shape[0] and not jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended)
+    if not requested.dims[0] or not even or not used.isdisjoint(requested.dims[0]):
         return None
-    return Split(wanted.dims[0], wanted.padded[0])
+    return Split(requested.dims[0], requested.padded[0])
 
 
-def _owing(wanted: Layout, made: Iterable[Layout], value: Value) -> Layouts:
-    """The wanted layout, and that owing the sums that were left, unless they are over axes that it is split
-    over.
+def _owing(requested: Layout, made: Iterable[Layout], value: Value) -> Layouts:
+    """The requested layout, and that owing the sums that were left, unless they are over axes that it is
+    split over.
     """
-    found = [wanted]
+    layouts = [requested]
     for lay in made:
         sums = tuple(p for p in lay.pending if p[1] == "sum")
-        if sums and not any(axis in wanted.sharding.axes for axis, _ in sums):
-            found.append(Layout(wanted.sharding, wanted.padded, sums))
-    return tuple(dict.fromkeys(found))
+        if sums and not any(axis in requested.sharding.axes for axis, _ in sums):
+            layouts.append(Layout(requested.sharding, requested.padded, sums))
+    return tuple(dict.fromkeys(layouts))
 
 
-_KINDS = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}
+_LAY_OUT = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -1,40 +1,42 @@
-"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest copy
-that is there.
+"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest
+layout that it has by then.
 """
 
 from collections.abc import Sequence
 
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
-from shardax.partition.decisions import Decision, Decisions, Move
+from shardax.partition.decisions import Decision, Decisions, Reshard
 from shardax.partition.search import Search
-from shardax.sharding import Layout, whole
+from shardax.sharding import Layout, replicated_layout
 
 
 class Replay:
-    """`there`: the layouts in which each value is there so far, first the one that it was made in."""
+    """`layouts`: those that each value has so far, first the one that it was made in."""
 
     def __init__(self, search: Search):
         self.search = search
-        self.there: dict[Value, list[Layout]] = {}
+        self.layouts: dict[Value, list[Layout]] = {}
         self.structured: dict[Node, Decision] = {}
 
-    def there_of(self, value: Value, asked: bool) -> list[Layout]:
-        """The layouts that a reader may take; one that the user asked for, also those before an
+    def readable(self, value: Value, user_requested: bool) -> list[Layout]:
+        """The layouts that a reader may take; one that the user requested, also those before an
         annotation.
         """
-        before = self.search.unasked.get(value)
-        return self.there[value] + (self.there_of(before, True) if asked and before else [])
+        before = self.search.before_annotation.get(value)
+        return self.layouts[value] + (self.readable(before, True) if user_requested and before else [])
 
     def graph(
-        self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], asked: bool = True
+        self, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout], user_requested: bool = True
     ) -> Decisions:
-        """`asked`: whether the user says in which layouts the outputs are, as of a whole program."""
+        """`user_requested`: whether the user requests the layouts of the outputs, as of a whole program."""
         for value, layout in zip(graph.inputs, inputs, strict=True):
-            self.there[value] = [layout]
+            self.layouts[value] = [layout]
         steps = [self.node(node) for node in graph.nodes]
-        moves = tuple(self.move(v, t, asked) for v, t in zip(graph.outputs, outputs, strict=True))
-        return Decisions(graph, tuple(inputs), steps, moves)
+        reshards = tuple(
+            self.reshard(v, t, user_requested) for v, t in zip(graph.outputs, outputs, strict=True)
+        )
+        return Decisions(graph, tuple(inputs), steps, reshards)
 
     def node(self, node: Node) -> Decision:
         if node.bodies:
@@ -51,36 +53,38 @@ class Replay:
         return self.decision(node, known.operands, known.results, known.splits, bodies=bodies)
 
     def decision(self, node: Node, operands, results, splits=None, **rest) -> Decision:
-        asked = annotations.of_node(node) is not None
-        moves = tuple(self.move(v, t, asked) for v, t in zip(node.inputs, operands, strict=True))
+        user_requested = annotations.of_node(node) is not None
+        reshards = tuple(
+            self.reshard(v, t, user_requested) for v, t in zip(node.inputs, operands, strict=True)
+        )
         for value, layout in zip(node.outputs, results, strict=True):
-            self.there[value] = [layout]
+            self.layouts[value] = [layout]
             if value in self.search.anywhere and not layout.pending:
-                self.there[value].append(whole(value.shape))
+                self.layouts[value].append(replicated_layout(value.shape))
         if annotations.renames(node):
-            self.there[node.outputs[0]] = self.there[node.inputs[0]]
-        found = Decision(moves, tuple(operands), tuple(results), splits or {}, **rest)
+            self.layouts[node.outputs[0]] = self.layouts[node.inputs[0]]
+        decision = Decision(reshards, tuple(operands), tuple(results), splits or {}, **rest)
         if node.bodies:
-            self.structured[node] = found
-        return found
+            self.structured[node] = decision
+        return decision
 
-    def move(self, value: Value, target: Layout, asked: bool) -> Move:
-        """Reads a value in a layout; from then on it is there in that layout too."""
+    def reshard(self, value: Value, target: Layout, user_requested: bool) -> Reshard:
+        """Reads a value in a layout; from then on it has that layout too."""
         if value.is_literal:
-            return Move(whole(value.shape), target)
-        there = self.there_of(value, asked)
-        if target in there:
-            return Move(target, target)
-        self.there[value].append(target)
-        return Move(min(there, key=lambda source: self.search.sent(value, source, target)), target)
+            return Reshard(replicated_layout(value.shape), target)
+        layouts = self.readable(value, user_requested)
+        if target in layouts:
+            return Reshard(target, target)
+        self.layouts[value].append(target)
+        return Reshard(min(layouts, key=lambda source: self.search.sent(value, source, target)), target)
 
     def inside(self, graph: Graph, outputs: Sequence[Layout]) -> Decisions:
-        """The decisions of a body, whose inputs lie as the ports left them."""
+        """The decisions of a body, whose inputs have the layouts of the ports."""
         inputs = []
         for value in graph.inputs:
             site, i = self.search.maker[value]
             inputs.append(site.chosen.results[i])
-        return self.graph(graph, inputs, outputs, asked=False)
+        return self.graph(graph, inputs, outputs, user_requested=False)
 
 
 def _scan(replay: Replay, node: Node) -> Decision:
@@ -88,11 +92,11 @@ def _scan(replay: Replay, node: Node) -> Decision:
     ports = replay.search.ports[node]
     operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries, *ports.stacks)]
     results = [site.chosen.results[-1] for site in (*ports.carries, *ports.results)]
-    given = [
+    returned = [
         *(site.chosen.operands[1] for site in ports.carries),
         *(site.chosen.operands[0] for site in ports.results),
     ]
-    inside = replay.inside(body, given)
+    inside = replay.inside(body, returned)
     return replay.decision(
         node, operands, results, {"trips": ports.split} if ports.split else {}, bodies=(inside,)
     )
@@ -103,7 +107,7 @@ def _while(replay: Replay, node: Node) -> Decision:
     ports = replay.search.ports[node]
     operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries)]
     carry = [site.chosen.operands[1] for site in ports.carries]
-    bodies = replay.inside(cond, [whole(())]), replay.inside(body, carry)
+    bodies = replay.inside(cond, [replicated_layout(())]), replay.inside(body, carry)
     return replay.decision(node, operands, carry, bodies=bodies)
 
 
@@ -121,7 +125,10 @@ def _island(replay: Replay, node: Node) -> Decision:
     operands = [site.chosen.operands[0] for site in ports.operands]
     results = [site.chosen.results[0] for site in ports.results]
     return replay.decision(
-        node, operands, results, bodies=(replay.inside(body, [whole(v.shape) for v in body.outputs]),)
+        node,
+        operands,
+        results,
+        bodies=(replay.inside(body, [replicated_layout(v.shape) for v in body.outputs]),),
     )
 
 

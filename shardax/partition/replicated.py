@@ -1,5 +1,5 @@
-"""What runs replicated. What has no rule is said once for each user's line, with its price, and refused in
-strict mode.
+"""What runs replicated. What has no rule is reported once for each user's line, with its price, and refused
+in strict mode.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from shardax.cost.network import Network, network_of
+from shardax.cost.network import network_of
 from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.options import Refused
@@ -17,7 +17,7 @@ from shardax.reshard import paths
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES
 
-FEW = 4  # collectives: axes moved away and back, or pieces of a halo
+FEW = 4  # collectives: axes resharded away and back, or pieces of a halo
 
 
 def report_replicated(
@@ -30,11 +30,13 @@ def report_replicated(
     """
     if all(n == 1 for n in sizes.values()):
         return
-    said = set()
+    reported = set()
     for node, decision in _without_rule(decisions):
         where = (node.name, node.line)
-        if where not in said and not any(fnmatchcase(name, pattern) for name in where for pattern in allow):
-            said.add(where)
+        if where not in reported and not any(
+            fnmatchcase(name, pattern) for name in where for pattern in allow
+        ):
+            reported.add(where)
             _report(node, _bytes_sent(node, decision, sizes), strict)
 
 
@@ -47,12 +49,12 @@ def _without_rule(decisions: Decisions) -> Iterator[tuple[Node, Decision]]:
 
 
 def _bytes_sent(node: Node, decision: Decision, sizes: AxisSizes) -> float:
-    """The bytes that one device sends so that every device holds the operands whole."""
-    reshards = (
-        paths.plan(move.source, move.target, value.shape, value.itemsize, sizes)
-        for value, move in zip(node.inputs, decision.moves, strict=True)
+    """The bytes that one device sends so that the operands are replicated."""
+    gathers = (
+        paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
+        for value, reshard in zip(node.inputs, decision.reshards, strict=True)
     )
-    return sum(path.nbytes for path in reshards)
+    return sum(path.nbytes for path in gathers)
 
 
 def _report(node: Node, nbytes: float, strict: bool) -> None:
@@ -79,7 +81,7 @@ def _way_out(name: str) -> str:
 class Replicated:
     """A node that runs replicated over some axes, and the bytes that one device sends for that.
 
-    `small`: less than the starts of the few collectives cost that would have to move it instead.
+    `small`: less than the starts of the few collectives cost that would have to reshard it instead.
     """
 
     node: Node
@@ -92,18 +94,18 @@ def replicated(decisions: Decisions, sizes: AxisSizes) -> Iterator[Replicated]:
     """The nodes that run replicated over some axis.
 
     Operands are gathered over the axis, and no factor is split over it, so that its devices all do the same.
-    It is no replication to gather no more than the results come to, where whoever reads them wants them so on
+    It is no replication to gather no more than the results come to, where whoever reads them reads them so on
     all these devices.
     """
     read: dict[Value, set[str]] = {}  # the axes that split each value where it is read
-    moves = [
+    reshards = [
         (v, m)
         for node, decision in decisions.pairs()
-        for v, m in zip(node.inputs, decision.moves, strict=True)
+        for v, m in zip(node.inputs, decision.reshards, strict=True)
     ]
-    for value, move in [*moves, *zip(decisions.graph.outputs, decisions.outputs, strict=True)]:
+    for value, reshard in [*reshards, *zip(decisions.graph.outputs, decisions.outputs, strict=True)]:
         if not value.is_literal:
-            read.setdefault(value, set()).update(move.target.sharding.axes)
+            read.setdefault(value, set()).update(reshard.target.sharding.axes)
     for node, decision in decisions.pairs():
         for body in decision.bodies:
             yield from replicated(body, sizes)
@@ -115,28 +117,22 @@ def _of_node(
     node: Node, decision: Decision, sizes: AxisSizes, read: Mapping[Value, set[str]]
 ) -> Iterator[Replicated]:
     """The same of one node, if it is one."""
-    lie = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
-    used = {a for split in decision.splits.values() for a in split.axes} & lie
+    split_axes = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
+    used = {a for split in decision.splits.values() for a in split.axes} & split_axes
     gathers = [step for step in _gathers(node, decision, sizes) if not used.issuperset(step.axes)]
     nbytes = sum(step.nbytes for step in gathers)
     axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))
     made = zip(node.outputs, decision.results, strict=True)
     wasted = nbytes - sum(_gathered_anyway(v, layout, read.get(v, set()), axes, sizes) for v, layout in made)
     if wasted > 0:
-        yield Replicated(node, axes, nbytes, _is_small(wasted, network_of(sizes)))
-
-
-def _is_small(nbytes: float, network: Network) -> bool:
-    """Whether to send so much takes no longer than to start the few collectives does that would have to move
-    it instead.
-    """
-    return network.least((), nbytes) <= (1 + FEW) * network.least((), 0)
+        least = network_of(sizes).least
+        yield Replicated(node, axes, nbytes, least((), wasted) <= (1 + FEW) * least((), 0))
 
 
 def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[paths.Step]:
     """The gathers of a node's operands. What several operands of a node share is gathered once."""
-    for value, move in dict.fromkeys(zip(node.inputs, decision.moves, strict=True)):
-        path = paths.plan(move.source, move.target, value.shape, value.itemsize, sizes)
+    for value, reshard in dict.fromkeys(zip(node.inputs, decision.reshards, strict=True)):
+        path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
         yield from (step for step in path.steps if step.kind == "all_gather")
 
 

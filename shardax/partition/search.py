@@ -23,24 +23,29 @@ from shardax.partition.ports import Ports, lay_out, trip_splits
 from shardax.partition.sites import Layouts, Site, Way
 from shardax.partition.tables import Problem, Solution, solve
 from shardax.reshard import paths
-from shardax.sharding import AxisSizes, Layout, whole
+from shardax.sharding import AxisSizes, Layout, replicated_layout
 from shardax.spmd_rules.registry import RULES, Split
 
-_TIE = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
-_UNASKED = 1e13  # picoseconds: under strict mode, for a move that nobody asked for
-_MOVES = {"all_gather": "all_gather", "all_to_all": "all_to_all", "halo": "ppermute", "ppermute": "ppermute"}
+_FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
+_UNREQUESTED = 1e13  # picoseconds: under strict mode, for a reshard that nobody requested
+_COLLECTIVE_OF = {
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "halo": "ppermute",
+    "ppermute": "ppermute",
+}
 
 
 class Search:
     """A program laid out as sites.
 
     `layouts`: in which each value may be made; `maker`: by which site, as which of its results. `reading`:
-    who reads what, as which operand. `root`: of a renamed value, the one that it is; `unasked`: of one
-    annotated inside, that before, which other annotations and results may still read. `anywhere`: what every
-    device can make any part of. `scope`: how often the code runs that holds a value; `often`: in how many
-    alike blocks. `maps`: how the trips of each map may be split, `splits`: how they are. `left`: the layouts
-    in which bodies give carries back; `given_back`: those of the last time. `moves`: the steps of reshards
-    that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
+    who reads what, as which operand. `root`: of a renamed value, the one that it is; `before_annotation`: of
+    one annotated inside, that before, which other annotations and results may still read. `anywhere`: what
+    every device can make any part of. `scope`: how often the code runs that holds a value; `often`: in how
+    many alike blocks. `maps`: how the trips of each map may be split, `splits`: how they are. `left`: the
+    layouts in which bodies give carries back; `returned`: those of the last time. `avoided`: the steps of
+    reshards that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class Search:
         completion: Completion,
         alternatives: Alternatives,
         splits: dict[Node, Split | None],
-        given_back: dict[Hashable, Layouts],
+        returned: dict[Hashable, Layouts],
         allowed: Callable[..., bool] | None = None,
         byte_price: float = 0.0,
     ):
@@ -57,15 +62,15 @@ class Search:
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
-        self.splits, self.given_back, self.allowed, self.byte_price = splits, given_back, allowed, byte_price
-        self.moves = {kind for kind in _MOVES if allowed and not allowed(_MOVES[kind])}
+        self.splits, self.returned, self.allowed, self.byte_price = splits, returned, allowed, byte_price
+        self.avoided = {kind for kind in _COLLECTIVE_OF if allowed and not allowed(_COLLECTIVE_OF[kind])}
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
         self.site_of: dict[Node, Site] = {}
         self.ports: dict[Node, Ports] = {}
         self.maker: dict[Value, tuple[Site, int]] = {}
         self.root: dict[Value, Value] = {}
-        self.unasked: dict[Value, Value] = {}
+        self.before_annotation: dict[Value, Value] = {}
         self.scope: dict[Value, float] = {}
         self.layouts: dict[Value, Layouts] = {}
         self.anywhere: set[Value] = set()
@@ -89,7 +94,7 @@ class Search:
             self.add(Site([], [value], [Way((), (layout,))]))
         self.body(graph, 1.0, frozenset())
         for value, layout in zip(graph.outputs, outputs, strict=True):
-            self.add(Site([value], [], [Way((layout,), ())], asked=True))
+            self.add(Site([value], [], [Way((layout,), ())], user_requested=True))
 
     def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None:
         """Lays out a graph whose inputs are made already."""
@@ -125,8 +130,8 @@ class Search:
             site.times += 1
             if site.renames:
                 self.root[node.outputs[0]] = self.root_of(node.inputs[0])
-            elif twin.outputs and twin.outputs[0] in self.unasked:
-                self.unasked[node.outputs[0]] = node.inputs[0]
+            elif twin.outputs and twin.outputs[0] in self.before_annotation:
+                self.before_annotation[node.outputs[0]] = node.inputs[0]
         for value, other in pairs[len(node.inputs) :]:
             self.scope[other], self.layouts[other] = self.scope[value], self.layouts[value]
             if value in self.maker:
@@ -149,14 +154,14 @@ class Search:
 
     def node(self, node: Node, trips: float, hidden: frozenset[str]) -> Site:
         made = [self.made(v) for v in node.inputs]
-        wanted = [self.wanted(v, hidden) for v in (*node.inputs, *node.outputs)]
-        ways = self.alternatives.of(node, made, wanted, hidden)
+        requested = [self.requested(v, hidden) for v in (*node.inputs, *node.outputs)]
+        ways = self.alternatives.of(node, made, requested, hidden)
         note = annotations.of_node(node)
         renames = annotations.renames(node)
         if renames:
             self.root[node.outputs[0]] = self.root_of(node.inputs[0])
         elif note and not node.inputs[0].is_literal:
-            self.unasked[node.outputs[0]] = node.inputs[0]
+            self.before_annotation[node.outputs[0]] = node.inputs[0]
         entry = RULES.get(node.name)
         if (
             entry
@@ -173,7 +178,7 @@ class Search:
                 node.outputs,
                 ways,
                 trips,
-                asked=note is not None,
+                user_requested=note is not None,
                 allowed=allowed,
                 renames=renames,
             )
@@ -194,18 +199,18 @@ class Search:
     def close_carry(self, port: Site) -> None:
         """Notes in which layouts a body gives a carry back: in the next round it may be carried so."""
         key, hidden, may_owe = self.open_carries[port]
-        taken, given = port.makes[0], port.reads[1]
-        wanted = self.wanted(taken, hidden)
+        taken, returned = port.makes[0], port.reads[1]
+        requested = self.requested(taken, hidden)
         back = []
-        for lay in self.made(given):
+        for lay in self.made(returned):
             sums = tuple(p for p in lay.pending if p[1] == "sum")
             if not lay.pending:
                 back.append(lay)
-            elif sums and may_owe and not any(axis in wanted.sharding.axes for axis, _ in sums):
-                back.append(Layout(wanted.sharding, wanted.padded, sums))
+            elif sums and may_owe and not any(axis in requested.sharding.axes for axis, _ in sums):
+                back.append(Layout(requested.sharding, requested.padded, sums))
         known = {way.results[0] for way in port.ways}
         self.left[key] = tuple(
-            dict.fromkeys([*self.given_back.get(key, ()), *(lay for lay in back if lay not in known)])
+            dict.fromkeys([*self.returned.get(key, ()), *(lay for lay in back if lay not in known)])
         )[:8]
         result = port.makes[1]
         self.layouts[result] = tuple(
@@ -214,31 +219,39 @@ class Search:
 
     # What is known of values
 
-    def root_of(self, value: Value, asked: bool = False) -> Value:
+    def root_of(self, value: Value, user_requested: bool = False) -> Value:
         root = self.root.get(value, value)
-        return self.root_of(self.unasked[root], True) if asked and root in self.unasked else root
+        return (
+            self.root_of(self.before_annotation[root], True)
+            if user_requested and root in self.before_annotation
+            else root
+        )
 
     def made(self, value: Value) -> Layouts:
-        """The layouts in which a value may be made; whole, if every device can make it so."""
+        """The layouts in which a value may be made; replicated, if every device can make it so."""
         if value.is_literal:
-            return (whole(value.shape),)
-        found = self.layouts[value]
-        return tuple(dict.fromkeys([*found, whole(value.shape)])) if value in self.anywhere else found
+            return (replicated_layout(value.shape),)
+        layouts = self.layouts[value]
+        return (
+            tuple(dict.fromkeys([*layouts, replicated_layout(value.shape)]))
+            if value in self.anywhere
+            else layouts
+        )
 
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]:
         """Those of them in which nothing is owed, and that split nothing over hidden axes."""
         return [lay for lay in self.made(value) if not lay.pending and hidden.isdisjoint(lay.sharding.axes)]
 
-    def wanted(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout:
-        """The layout that completion wants for a value, as far as axes are not hidden."""
+    def requested(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout:
+        """The layout that completion requests for a value, as far as axes are not hidden."""
         sharding = self.completion.sharding(value)
         return self.padding.layout(sharding.without(hidden) if hidden else sharding, value.shape)
 
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None:
         """How the trips of a scan are split in this search."""
-        found = self.maps[node] = trip_splits(self, node, hidden)
-        split = self.splits.get(node, found[0] if found else None)
-        return split if split in found else None
+        options = self.maps[node] = trip_splits(self, node, hidden)
+        split = self.splits.get(node, options[0] if options else None)
+        return split if split in options else None
 
     def price(self, value: Value, source: Layout, target: Layout, strict: bool = False) -> float:
         """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes
@@ -247,10 +260,10 @@ class Search:
         price = self.sent(value, source, target)
         if strict and price:
             path = paths.plan(source, target, value.shape, value.itemsize, self.sizes)
-            price += _UNASKED if any(step.kind in self.moves for step in path.steps) else 0.0
+            price += _UNREQUESTED if any(step.kind in self.avoided for step in path.steps) else 0.0
         if price and value in self.anywhere:
-            made = self.alternatives.moving(self.nbytes(value, whole(value.shape)))
-            price = min(price, made + self.sent(value, whole(value.shape), target))
+            made = self.alternatives.moving(self.nbytes(value, replicated_layout(value.shape)))
+            price = min(price, made + self.sent(value, replicated_layout(value.shape), target))
         copied = self.byte_price and source != target
         return price + self.byte_price * self.nbytes(value, target) if copied else price
 
@@ -272,10 +285,10 @@ class Search:
         for site in self.sites:
             self._own(problem, site)
         for value, reads, weight in self._readers():
-            for strict in (False, True) if self.moves else (False,):
+            for strict in (False, True) if self.avoided else (False,):
                 some = (
-                    [(site, i) for site, i in reads if (site.asked or site.allowed) != strict]
-                    if self.moves
+                    [(site, i) for site, i in reads if (site.user_requested or site.allowed) != strict]
+                    if self.avoided
                     else reads
                 )
                 self._reads(problem, value, some, weight, strict)
@@ -291,7 +304,7 @@ class Search:
             np.array([way.price * site.trips + way.memory * self.byte_price for way in site.ways])
             * site.times
         )
-        self._add(problem, [site], prices + np.arange(len(prices)) * _TIE)
+        self._add(problem, [site], prices + np.arange(len(prices)) * _FIRST_WAY)
 
     def _add(self, problem: Problem, ends: Sequence["Site | int"], prices: np.ndarray) -> None:
         """Adds a table; sites with one way are no variables."""
@@ -314,12 +327,12 @@ class Search:
         """Who reads each value, those that read it by another name among them, and how often. Values of the
         same sites, as those of alike blocks are, count together; of who has no choice, only the layout
         matters."""
-        found: dict[Value, list[tuple[Site, int]]] = {}
+        readers: dict[Value, list[tuple[Site, int]]] = {}
         for value, site, i in self.reading:
             if not value.is_literal:
-                found.setdefault(self.root_of(value, site.asked), []).append((site, i))
+                readers.setdefault(self.root_of(value, site.user_requested), []).append((site, i))
         alike: dict[Hashable, list] = {}
-        for value, reads in found.items():
+        for value, reads in readers.items():
             maker, result = self.maker[value]
             made = (id(maker), result) if maker in self.variable else maker.ways[0].results[result]
             key = (
@@ -335,15 +348,19 @@ class Search:
         return [(value, reads, weight) for value, reads, weight in alike.values()]
 
     def _reader(self, site: Site, i: int) -> Hashable:
-        """What tells a reader from others."""
+        """What distinguishes a reader."""
         return (
-            (id(site), i) if site in self.variable else (site.ways[0].operands[i], site.asked, site.allowed)
+            (id(site), i)
+            if site in self.variable
+            else (site.ways[0].operands[i], site.user_requested, site.allowed)
         )
 
     def _reads(
         self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool
     ) -> None:
-        """The tables of one value and its readers; `strict`: they did not ask for what is moved for them."""
+        """The tables of one value and its readers; `strict`: they did not request what is resharded for
+        them.
+        """
         maker, result = self.maker[value]
         made = self._layouts_of(maker, result, made=True)
         targets = tuple([self._layouts_of(site, i, made=False) for site, i in reads])
@@ -369,8 +386,8 @@ class Search:
         """
         key = (id(site.ways), place, made)
         if key not in self.columns:
-            found = tuple([(way.results if made else way.operands)[place] for way in site.ways])
-            self.columns[key] = self.interned.setdefault(found, found)
+            layouts = tuple([(way.results if made else way.operands)[place] for way in site.ways])
+            self.columns[key] = self.interned.setdefault(layouts, layouts)
         return self.columns[key]
 
     def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
@@ -389,16 +406,15 @@ class Search:
             return (
                 None,
                 None,
-                [_table(made, ts, price) if pays else None for ts, pays in zip(targets, paying, strict=True)],
+                [
+                    np.array([[price(m, t) for t in ts] for m in made]) if pays else None
+                    for ts, pays in zip(targets, paying, strict=True)
+                ],
             )
         readers = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
-        found = copies.copies_of(sources, readers, price)
-        tables = [found.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        return found.making, found.maker_table(made), tables
-
-
-def _table(made: Layouts, read: Layouts, price: Callable[[Layout, Layout], float]) -> np.ndarray:
-    return np.array([[price(m, t) for t in read] for m in made])
+        shared = copies.copies_of(sources, readers, price)
+        tables = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+        return shared.making, shared.maker_table(made), tables
 
 
 def _inside(node: Node) -> Iterator[Node]:
@@ -416,12 +432,12 @@ def _bodies(node: Node) -> Iterator[Graph]:
 
 class _Patterns:
     """Finds for a node in one of several alike blocks its twin: of the nodes at the same place in the others
-    the second in program order. (What the first reads may lie otherwise.)"""
+    the second in program order. (What the first reads may have another layout.)"""
 
     def __init__(self, completion: Completion):
         blocks: dict[Hashable, list[Block]] = {}
         for block in completion.blocks:
-            blocks.setdefault((block.pattern, completion.wanted(block)), []).append(block)
+            blocks.setdefault((block.pattern, completion.sharding_key(block)), []).append(block)
         self.twins: dict[Node, Node] = {}
         nodes, count = completion.items.nodes, completion.items.count
         for alike in blocks.values():
@@ -435,8 +451,8 @@ class _Patterns:
 
 def _only_readers(graph: Graph) -> dict[Value, Node]:
     """For each value that one node alone reads, that node."""
-    found: dict[Value, Node | None] = {}
+    readers: dict[Value, Node | None] = {}
     for node in graph.walk():
         for v in node.inputs:
-            found[v] = None if v in found else node
-    return {v: node for v, node in found.items() if node is not None}
+            readers[v] = None if v in readers else node
+    return {v: node for v, node in readers.items() if node is not None}

@@ -2,7 +2,7 @@
 nodes of the program.
 
 A loop or branch is not one site but several, its *ports*: one for each operand, carry and result of its
-bodies. A port reads on one side and makes on the other, so bodies lie in the same search as what is around
+bodies. A port reads on one side and makes on the other, so bodies are in the same search as what is around
 them. A carry is one port: its layout is the same where it comes in, where the body takes and gives it, and
 where it leaves.
 
@@ -43,9 +43,7 @@ class Site:
     ways: Sequence[Way]
     trips: float = 1.0
     times: int = 1  # in how many alike blocks it is
-    asked: bool = False  # whether the user says how it reads: an annotation, or a result
-    allowed: bool = False  # whether strict mode lets what it reads be moved for it, though nobody asked
-    renames: bool = (
-        False  # the value that it makes is the one that it reads, and is still there in its other layouts
-    )
+    user_requested: bool = False  # whether the user requests what it reads: an annotation, or a result
+    allowed: bool = False  # whether strict mode lets what it reads be resharded for it unrequested
+    renames: bool = False  # the value that it makes is the one that it reads, and keeps its other layouts
     chosen: Way = field(init=False)

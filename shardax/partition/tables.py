@@ -89,16 +89,16 @@ class Problem:
         for table in self.tables:
             first, last = sorted((root_of(table.scope[0]), root_of(table.scope[-1])))
             root[last] = first
-        found = {v: (list[int](), Problem()) for v in range(len(self.counts)) if root_of(v) == v}
+        parts = {v: (list[int](), Problem()) for v in range(len(self.counts)) if root_of(v) == v}
         number = []
         for v, count in enumerate(self.counts):
-            variables, problem = found[root_of(v)]
+            variables, problem = parts[root_of(v)]
             variables.append(v)
             number.append(problem.variable(count))
         for table in self.tables:
-            problem = found[root_of(table.scope[0])][1]
+            problem = parts[root_of(table.scope[0])][1]
             problem.tables.append(Table(tuple([number[v] for v in table.scope]), table.prices))
-        return list(found.values())
+        return list(parts.values())
 
     def price(self, ways: Sequence[int]) -> float:
         """The price of a choice."""
@@ -395,9 +395,9 @@ class _Held:
         """Which variable to hold so that v's table shrinks: one seldom held, of those the one in most
         tables.
         """
-        found = min((v, *sorted(neighbours)), key=lambda w: (self.times[w], -len(of[w]), w))
-        self.times[found] += 1
-        return found
+        held = min((v, *sorted(neighbours)), key=lambda w: (self.times[w], -len(of[w]), w))
+        self.times[held] += 1
+        return held
 
 
 def _improved(

@@ -1,10 +1,10 @@
-"""Halo exchange: every device gets the rows of a split dim that it wants, whichever devices hold them, by
+"""Halo exchange: every device gets the rows of a split dim that it needs, whichever devices hold them, by
 ppermutes.
 
-Whoever needs one only says what each device wants (`Wanted`): rows `firsts[i]` to `ends[i]`. Reshards between
-blocks of two sizes say it, and so does every lowering whose primitive looks across the borders of shards
-(`spmd_rules/halo.py`). All is known statically. Every device takes equally many rows, one after the other;
-here four devices have 4 rows each and want their own and one on either side:
+Whoever needs one only states what each device needs (`HaloRequest`): rows `firsts[i]` to `ends[i]`. Reshards
+between blocks of two sizes say it, and so does every lowering whose primitive looks across the borders of
+shards (`spmd_rules/halo.py`). All is known statically. Every device takes equally many rows, one after the
+other; here four devices have 4 rows each and want their own and one on either side:
 
     rows            0  1  2  3 | 4  5  6  7 | 8  9 10 11 |12 13 14 15
     device 0    -1  0  1  2  3   4
@@ -25,7 +25,7 @@ of one row each, where there are four distances:
     after    0 1 | 2 3 | 4 5 | 6 7              second piece   1 to 0, 3 to 1, 5 to 2, 7 to 3
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -39,7 +39,7 @@ from shardax.sharding import Axes
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class HaloRequest:
     """What each device along `axes` wants of dim `dim`: `rows` rows from `firsts[i]` on, of which those from
     `ends[i]` on do not matter; where it is `exact`, they are filled. The dim has `size` rows. Device i holds
     the `block` rows from i * block on; where the dim is not `split`, all devices hold the same. `operand` is
@@ -93,34 +93,32 @@ class Exchange:
 
 
 @lru_cache(maxsize=4096)
-def exchange_of(want: Wanted) -> Exchange:
+def exchange_of(request: HaloRequest) -> Exchange:
     """The exchange that brings every device what it wants.
 
-    >>> want = Wanted(0, ("x",), (-1, 3, 7, 11), (5, 9, 13, 17), rows=6, size=16, block=4)
-    >>> [(p.distance, p.rows, p.starts, p.pairs) for p in exchange_of(want).pieces if p.distance]
+    >>> request = HaloRequest(0, ("x",), (-1, 3, 7, 11), (5, 9, 13, 17), rows=6, size=16, block=4)
+    >>> [(p.distance, p.rows, p.starts, p.pairs) for p in exchange_of(request).pieces if p.distance]
     [(-1, 1, (3, 3, 3, 3), ((0, 1), (1, 2), (2, 3))), (1, 1, (0, 0, 0, 0), ((1, 0), (2, 1), (3, 2)))]
     """
-    needs = [(max(f, 0), min(e, want.size)) for f, e in zip(want.firsts, want.ends, strict=True)]
-    distances = _distances(needs, want.block) if want.split else {}
-    asked = [(f, e) for f, e in zip(want.firsts, want.ends, strict=True) if f < e]
-    outside = any(f < 0 or e > want.size for f, e in asked)
-    far = any(e <= 0 or f >= want.size for f, e in asked)
+    needs = [(max(f, 0), min(e, request.size)) for f, e in zip(request.firsts, request.ends, strict=True)]
+    distances = _distances(needs, request.block) if request.split else {}
+    wanted_rows = [(f, e) for f, e in zip(request.firsts, request.ends, strict=True) if f < e]
+    outside = any(f < 0 or e > request.size for f, e in wanted_rows)
+    far = any(e <= 0 or f >= request.size for f, e in wanted_rows)
     near = {
         d: [_Message(i + d, i, *rows) for i, rows in receivers.items()] for d, receivers in distances.items()
     }
     own, others = [near.pop(0)] if 0 in near else [], list(near.values())
-    rounds = (
-        _rounds([message for messages in others for message in messages])
-        if _reaches_far(distances)
-        else others
-    )
+    # Pieces of neighbours stay apart, so that what others need of them is sent once too.
+    reaches_far = any(abs(distance) > 1 for distance in distances)
+    rounds = _rounds([message for messages in others for message in messages]) if reaches_far else others
     if _sent(rounds) < _sent(others):
-        pieces, before, after = _placed(want, own + rounds)
+        pieces, before, after = _placed(request, own + rounds)
         return Exchange(pieces, (before,) * len(needs), before, after, outside, far)
-    pieces = [_piece(d, distances.get(d, {}), want.block, len(needs)) for d in sorted({0, *distances})]
-    offsets = _offsets(want, needs, pieces)
+    pieces = [_piece(d, distances.get(d, {}), request.block, len(needs)) for d in sorted({0, *distances})]
+    offsets = _offsets(request, needs, pieces)
     before, total = max(0, -min(offsets)), sum(p.rows for p in pieces)
-    after = max(0, max(offsets) + want.rows - total)
+    after = max(0, max(offsets) + request.rows - total)
     return Exchange(tuple(pieces), tuple(o + before for o in offsets), before, after, outside, far)
 
 
@@ -128,11 +126,11 @@ def _distances(needs: Sequence[tuple[int, int]], block: int) -> dict[int, dict[i
     """For each distance the receivers, and from which row to which they want the shard of who is so far
     away.
     """
-    found: dict[int, dict[int, tuple[int, int]]] = {}
+    distances: dict[int, dict[int, tuple[int, int]]] = {}
     for i, (first, end) in enumerate(needs):
         for j in range(first // block, -(-end // block)) if first < end else ():
-            found.setdefault(j - i, {})[i] = (max(first - j * block, 0), min(end - j * block, block))
-    return found
+            distances.setdefault(j - i, {})[i] = (max(first - j * block, 0), min(end - j * block, block))
+    return distances
 
 
 def _piece(distance: int, needs: dict[int, tuple[int, int]], block: int, count: int) -> Piece:
@@ -148,25 +146,27 @@ def _piece(distance: int, needs: dict[int, tuple[int, int]], block: int, count: 
     return Piece(distance, rows, tuple(starts.get(s, usual) for s in range(count)), pairs)
 
 
-def _offsets(want: Wanted, needs, pieces: Sequence[Piece]) -> list[int]:
+def _offsets(request: HaloRequest, needs, pieces: Sequence[Piece]) -> list[int]:
     """Where in the pieces what each device wants begins; whoever wants nothing takes what another does."""
-    held = enumerate(zip(want.firsts, needs, strict=True))
-    found = [_offset(want, i, f, first, pieces) if first < end else None for i, (f, (first, end)) in held]
-    usual = next((o for o in found if o is not None), 0)
-    return [usual if o is None else o for o in found]
+    held = enumerate(zip(request.firsts, needs, strict=True))
+    offsets = [
+        _offset(request, i, f, first, pieces) if first < end else None for i, (f, (first, end)) in held
+    ]
+    usual = next((o for o in offsets if o is not None), 0)
+    return [usual if o is None else o for o in offsets]
 
 
-def _offset(want: Wanted, i: int, first: int, inside: int, pieces: Sequence[Piece]) -> int:
+def _offset(request: HaloRequest, i: int, first: int, inside: int, pieces: Sequence[Piece]) -> int:
     """Where device i finds row `first` in its pieces; `inside` is the first of its rows that is in the
     value.
     """
-    if not want.split:
+    if not request.split:
         return first
-    holder = inside // want.block
+    holder = inside // request.block
     place = 0
     for piece in pieces:
         if piece.distance == holder - i:
-            return place + first - holder * want.block - piece.starts[holder]
+            return place + first - holder * request.block - piece.starts[holder]
         place += piece.rows
     raise AssertionError(f"no piece from {holder} to {i}")
 
@@ -188,13 +188,6 @@ class _Message:
         return self.end - self.first
 
 
-def _reaches_far(distances: Iterable[int]) -> bool:
-    """Whether not only neighbours send. Pieces of neighbours stay apart, so that what others want of them is
-    sent once too.
-    """
-    return any(abs(distance) > 1 for distance in distances)
-
-
 def _rounds(messages: Sequence[_Message]) -> list[list[_Message]]:
     """The messages in rounds, in each of which a device sends and receives at most one: the longest first, or
     in the order of their rows, whichever sends less.
@@ -209,10 +202,10 @@ def _first_fit(messages: Sequence[_Message]) -> list[list[_Message]]:
         fits = (
             r for r in rounds if all(m.sender != message.sender and m.receiver != message.receiver for m in r)
         )
-        found = next(fits, None)
-        if found is None:
-            rounds.append(found := [])
-        found.append(message)
+        round_ = next(fits, None)
+        if round_ is None:
+            rounds.append(round_ := [])
+        round_.append(message)
     return rounds
 
 
@@ -225,31 +218,35 @@ def _longest(messages: Sequence[_Message]) -> int:
     return max(message.rows for message in messages)
 
 
-def _placed(want: Wanted, rounds: Sequence[Sequence[_Message]]) -> tuple[tuple[Piece, ...], int, int]:
+def _placed(request: HaloRequest, rounds: Sequence[Sequence[_Message]]) -> tuple[tuple[Piece, ...], int, int]:
     """A piece for each round, and the rows of filling before and after those that a device wants."""
-    before = max(0, -min(_place(want, m, _longest(messages)) for messages in rounds for m in messages))
-    return tuple(_in_place(want, messages, before) for messages in rounds), before, max(map(_longest, rounds))
+    before = max(0, -min(_place(request, m, _longest(messages)) for messages in rounds for m in messages))
+    return (
+        tuple(_in_place(request, messages, before) for messages in rounds),
+        before,
+        max(map(_longest, rounds)),
+    )
 
 
-def _in_place(want: Wanted, messages: Sequence[_Message], before: int) -> Piece:
+def _in_place(request: HaloRequest, messages: Sequence[_Message], before: int) -> Piece:
     """The piece that brings these messages. Who gets nothing of it puts it after the rows that it wants."""
-    rows, devices = _longest(messages), range(len(want.firsts))
-    starts = {m.sender: _start(want, m, rows) for m in messages}
-    places = {m.receiver: _place(want, m, rows) for m in messages}
+    rows, devices = _longest(messages), range(len(request.firsts))
+    starts = {m.sender: _start(request, m, rows) for m in messages}
+    places = {m.receiver: _place(request, m, rows) for m in messages}
     pairs = tuple((m.sender, m.receiver) for m in messages if m.sender != m.receiver)
     usual = next(iter(starts.values()))
-    ends = tuple(before + places.get(i, want.rows) for i in devices)
+    ends = tuple(before + places.get(i, request.rows) for i in devices)
     return Piece(None, rows, tuple(starts.get(s, usual) for s in devices), pairs, ends)
 
 
-def _start(want: Wanted, message: _Message, rows: int) -> int:
+def _start(request: HaloRequest, message: _Message, rows: int) -> int:
     """The row of the sender's shard from which on a piece of so many rows holds the message."""
-    return min(message.first, want.block - rows)
+    return min(message.first, request.block - rows)
 
 
-def _place(want: Wanted, message: _Message, rows: int) -> int:
+def _place(request: HaloRequest, message: _Message, rows: int) -> int:
     """Which of the receiver's rows the first one of the piece is."""
-    return message.sender * want.block + _start(want, message, rows) - want.firsts[message.receiver]
+    return message.sender * request.block + _start(request, message, rows) - request.firsts[message.receiver]
 
 
 # The exchange itself, inside `jax.shard_map`
@@ -261,66 +258,70 @@ Send = Callable[[Any, Axes, Sequence[tuple[int, int]]], Any]
 """
 
 
-def bring(want: Wanted, shard, device, send: Send, fill=0):
-    """The rows that this device, number `device` along `want.axes`, wants, with `fill` for those outside of
-    the value.
+def bring(request: HaloRequest, shard, device, send: Send, fill=0):
+    """The rows that this device, number `device` along `request.axes`, wants, with `fill` for those outside
+    of the value.
     """
-    exchange = exchange_of(want)
-    pieces = [_brought(want, piece, shard, device, send) for piece in exchange.pieces]
+    exchange = exchange_of(request)
+    pieces = [_brought(request, piece, shard, device, send) for piece in exchange.pieces]
     if exchange.pieces[0].places:
-        rows = _put(want, exchange, pieces, device)
-        return _filled(want, rows, fill, device) if _shows_garbage(want, exchange, fill) else rows
-    around = [_filling(shard, rows, want.dim) for rows in (exchange.before, exchange.after)]
-    pieces = [piece for piece in (around[0], *pieces, around[1]) if piece.shape[want.dim]]
-    joined = lax.concatenate(pieces, want.dim) if len(pieces) > 1 else pieces[0]
-    rows = slice_by_device(joined, exchange.offsets, want.rows, want.dim, device)
-    return _filled(want, rows, fill, device) if _shows_garbage(want, exchange, fill) else rows
+        rows = _put(request, exchange, pieces, device)
+        return _filled(request, rows, fill, device) if _shows_garbage(request, exchange, fill) else rows
+    around = [_filling(shard, rows, request.dim) for rows in (exchange.before, exchange.after)]
+    pieces = [piece for piece in (around[0], *pieces, around[1]) if piece.shape[request.dim]]
+    joined = lax.concatenate(pieces, request.dim) if len(pieces) > 1 else pieces[0]
+    rows = slice_by_device(joined, exchange.offsets, request.rows, request.dim, device)
+    return _filled(request, rows, fill, device) if _shows_garbage(request, exchange, fill) else rows
 
 
-def _brought(want: Wanted, piece: Piece, shard, device, send: Send):
+def _brought(request: HaloRequest, piece: Piece, shard, device, send: Send):
     if not piece.pairs and not piece.places:
         return shard
-    rows = slice_by_device(shard, piece.starts, piece.rows, want.dim, device)
-    return send(rows, want.axes, piece.pairs) if piece.pairs else rows
+    rows = slice_by_device(shard, piece.starts, piece.rows, request.dim, device)
+    return send(rows, request.axes, piece.pairs) if piece.pairs else rows
 
 
-def _put(want: Wanted, exchange: Exchange, pieces: Sequence[Any], device):
+def _put(request: HaloRequest, exchange: Exchange, pieces: Sequence[Any], device):
     """The rows that this device wants, each piece in its place. Where pieces overlap they are equal."""
-    rows = _filling(pieces[0], exchange.before + want.rows + exchange.after, want.dim)
+    rows = _filling(pieces[0], exchange.before + request.rows + exchange.after, request.dim)
     for piece, brought in zip(exchange.pieces, pieces, strict=True):
-        rows = lax.dynamic_update_slice_in_dim(rows, brought, by_device(piece.places, device), axis=want.dim)
-    return lax.slice_in_dim(rows, exchange.before, exchange.before + want.rows, axis=want.dim)
+        rows = lax.dynamic_update_slice_in_dim(
+            rows, brought, by_device(piece.places, device), axis=request.dim
+        )
+    return lax.slice_in_dim(rows, exchange.before, exchange.before + request.rows, axis=request.dim)
 
 
 def _filling(shard, rows: int, dim: int):
-    """Zeros; random keys have none, so the first one stands there."""
+    """Zeros; random keys have none, so the first one is repeated."""
     shape = (*shard.shape[:dim], rows, *shard.shape[dim + 1 :])
     if jnp.issubdtype(shard.dtype, jax.dtypes.extended):
         return jnp.broadcast_to(lax.slice_in_dim(shard, 0, 1, axis=dim), shape)
     return jnp.zeros(shape, shard.dtype)
 
 
-def _shows_garbage(want: Wanted, exchange: Exchange, fill) -> bool:
+def _shows_garbage(request: HaloRequest, exchange: Exchange, fill) -> bool:
     """Whether garbage may show. Zeros need no mask, because filling and ppermutes that bring nothing give
     zeros, unless the last shard is padded.
     """
-    even = want.size == want.block * (len(want.firsts) if want.split else 1)
+    even = request.size == request.block * (len(request.firsts) if request.split else 1)
     zeros = isinstance(fill, int) and fill == 0 and even and not exchange.far
-    cut = want.exact and any(
-        end < first + want.rows for first, end in zip(want.firsts, want.ends, strict=True)
+    cut = request.exact and any(
+        end < first + request.rows for first, end in zip(request.firsts, request.ends, strict=True)
     )
     return cut or exchange.outside and not zeros
 
 
-def _filled(want: Wanted, rows, fill, device):
-    inside = inside_of(want, device, rows.shape, want.dim)
+def _filled(request: HaloRequest, rows, fill, device):
+    inside = inside_of(request, device, rows.shape, request.dim)
     return lax.select(inside, rows, jnp.broadcast_to(jnp.asarray(fill, rows.dtype), rows.shape))
 
 
-def inside_of(want: Wanted, device, shape: tuple[int, ...], dim: int):
+def inside_of(request: HaloRequest, device, shape: tuple[int, ...], dim: int):
     """Which of the rows that this device wants, along `dim` of `shape`, are inside of the value."""
-    place = lax.broadcasted_iota("int32", shape, dim) + by_device(want.firsts, device)
-    end = by_device([min(end, want.size) for end in want.ends], device) if want.exact else want.size
+    place = lax.broadcasted_iota("int32", shape, dim) + by_device(request.firsts, device)
+    end = (
+        by_device([min(end, request.size) for end in request.ends], device) if request.exact else request.size
+    )
     return (place >= 0) & (place < end)
 
 

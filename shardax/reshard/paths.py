@@ -117,25 +117,25 @@ def _standing_for(
         for axes in (*(layout.dims[d] for d in order), layout.pending_axes)
         for a in axes
     ]
-    names = _names(network, used)
-    found = []
+    standing = _stand_ins(network, used)
+    layouts = []
     for layout in (src, dst):
-        dims = tuple([tuple([names[a] for a in layout.dims[d]]) for d in order])
-        pending = tuple([(names[a], kind) for a, kind in layout.pending])
-        found.append(canonical(Layout(Sharding(dims), tuple([layout.padded[d] for d in order]), pending)))
-    return found[0], found[1], tuple([shape[d] for d in order])
+        dims = tuple([tuple([standing[a] for a in layout.dims[d]]) for d in order])
+        pending = tuple([(standing[a], reduction) for a, reduction in layout.pending])
+        layouts.append(canonical(Layout(Sharding(dims), tuple([layout.padded[d] for d in order]), pending)))
+    return layouts[0], layouts[1], tuple([shape[d] for d in order])
 
 
-def _names(network: Network, axes: Sequence[str]) -> dict[str, str]:
+def _stand_ins(network: Network, axes: Sequence[str]) -> dict[str, str]:
     """For each axis the first, in mesh order, of those joined alike that no axis before it in `axes` has."""
-    found: dict[str, str] = {}
+    stand_ins: dict[str, str] = {}
     for axis in axes:
-        if axis not in found:
+        if axis not in stand_ins:
             alike = (
                 a for a in network if network[a] == network[axis] and network.lines[a] == network.lines[axis]
             )
-            found[axis] = next(a for a in alike if a not in found.values())
-    return found
+            stand_ins[axis] = next(a for a in alike if a not in stand_ins.values())
+    return stand_ins
 
 
 @lru_cache(maxsize=1 << 16)
@@ -255,11 +255,11 @@ def _paddings(size: int, dim: int, src: State, dst: State, axes: Axes, sizes: Ax
     """The sizes to which a dim may be padded: as given, and so that axes make no more blocks of it than it
     has rows, or had.
     """
-    given = [state.padded[dim] for state in (dst, src) if state.dims[dim]]
+    present = [state.padded[dim] for state in (dst, src) if state.dims[dim]]
     subsets = itertools.chain.from_iterable(itertools.combinations(axes, k) for k in range(1, len(axes) + 1))
     counts = {shard_count(some, sizes) for some in subsets}
     return tuple(
-        sorted({*given, *(round_up(size, count) for count in counts if count <= max([size, *given]))})
+        sorted({*present, *(round_up(size, count) for count in counts if count <= max([size, *present]))})
     )
 
 
@@ -269,7 +269,7 @@ def _dims(
     """The dims that may be split on the way: all, if these are not many and even; else those that `src` or
     `dst` splits, and one more that all axes divide, or two.
 
-    A sum pending over x, wanted on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half
+    A sum pending over x, requested on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half
     being scattered then; an all_to_all brings y to dim 0. (More dims would win a little only where several
     are uneven, and cost the search much.)
     """
@@ -304,16 +304,16 @@ def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSiz
     return Layout(Sharding(dims), padded, tuple(p for p in layout.pending if sizes[p[0]] > 1))
 
 
-def _refines(have: Axes, held: int, wanted: Axes, padded: int) -> bool:
+def _refines(have: Axes, held: int, target: Axes, padded: int) -> bool:
     """Whether slices lead from one split of a dim to another."""
-    return wanted[: len(have)] == have and (not have or held == padded)
+    return target[: len(have)] == have and (not have or held == padded)
 
 
 def _sliced(node: State, dst: State) -> Iterator[Edge]:
-    for dim, (have, wanted) in enumerate(zip(node.dims, dst.dims, strict=True)):
-        if have != wanted:
-            node = with_more(node, dim, wanted[len(have) :], dst.padded[dim])
-            yield Edge("slice", wanted[len(have) :], node, 0, 0.0, to=dim, count=0)
+    for dim, (have, target) in enumerate(zip(node.dims, dst.dims, strict=True)):
+        if have != target:
+            node = with_more(node, dim, target[len(have) :], dst.padded[dim])
+            yield Edge("slice", target[len(have) :], node, 0, 0.0, to=dim, count=0)
 
 
 class _Cost(NamedTuple):
@@ -328,7 +328,7 @@ class _Cost(NamedTuple):
 
 
 class _Reach:
-    """How to get from one layout to others, found in the order of their price, as far as was asked
+    """How to get from one layout to others, found in the order of their price, as far as was needed
     (Dijkstra).
     """
 
@@ -337,8 +337,8 @@ class _Reach:
         self.best: dict[int, tuple[float, int, int]] = {self.src: (0.0, 0, 0)}  # as a _Cost, but quicker
         self.via: dict[int, tuple[int, Edge]] = {}
         self.done: set[int] = set()
-        self.tie = itertools.count()
-        self.queue = [(self.best[self.src], next(self.tie), self.src)]
+        self.order = itertools.count()
+        self.queue = [(self.best[self.src], next(self.order), self.src)]
 
     def to(self, dst: State) -> list[Edge]:
         last = self.space.number(dst)
@@ -357,7 +357,7 @@ class _Reach:
             known = best.get(after)
             if known is None or cost < known:
                 best[after], self.via[after] = cost, (node, edge)
-                heapq.heappush(self.queue, (cost, next(self.tie), after))
+                heapq.heappush(self.queue, (cost, next(self.order), after))
 
 
 _reach = lru_cache(maxsize=1 << 12)(_Reach)
@@ -368,8 +368,8 @@ def _shortest(src: State, dst: State, space: Space) -> list[Edge]:
     left, first, last = _bound(dst, space), space.number(src), space.number(dst)
     best: dict[int, _Cost] = {first: _Cost(0.0, 0, 0)}
     via: dict[int, tuple[int, Edge]] = {}
-    tie = itertools.count()
-    queue = [(left(src), next(tie), best[first], first)]
+    order = itertools.count()
+    queue = [(left(src), next(order), best[first], first)]
     while queue:
         _, _, so_far, node = heapq.heappop(queue)
         if node == last:
@@ -382,7 +382,7 @@ def _shortest(src: State, dst: State, space: Space) -> list[Edge]:
                 estimate = cost.and_then(left(edge.after))
                 if last not in best or estimate < best[last]:
                     best[after], via[after] = cost, (node, edge)
-                    heapq.heappush(queue, (estimate, next(tie), cost, after))
+                    heapq.heappush(queue, (estimate, next(order), cost, after))
     raise AssertionError(f"no path from {src} to {dst}")
 
 
@@ -398,24 +398,24 @@ def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
     """A lower bound on the cost that is left: of as many bytes, over the fastest links, as some device must
     still get.
 
-    That is what it wants at the end and does not hold; looked at are the first device and its neighbour along
+    That is what it needs at the end and does not hold; looked at are the first device and its neighbour along
     each axis. What is summed or compared yet, nobody holds. Of each element of it n parts are to become one
     on c devices, which takes n + c - 2 messages, and so many elements over the number of devices are sent by
     one of them.
     """
     devices = [{a: int(a == one) for a in space.axes} for one in (None, *space.axes)]
     blocks = [_block_of(d, dst, space) for d in devices]
-    wanted = list(zip(*blocks, strict=True))
+    target = list(zip(*blocks, strict=True))
     volumes = [math.prod(end - first for first, end in block) for block in blocks]
     count, elements = space.count(space.axes), math.prod(space.shape)
     copies = count // math.prod(map(space.count, dst.dims))
     overlaps: dict[tuple[int, Axes, int], list[int]] = {}
 
     def overlap(dim: int, axes: Axes, padded: int) -> list[int]:
-        """How much of what each device wants of a dim it holds."""
+        """How much of what each device needs of a dim it holds."""
         block = padded // space.count(axes)
         held = (_rows(d, axes, block, space.shape[dim], space) for d in devices)
-        return [max(0, min(e, f) - max(a, b)) for (a, e), (b, f) in zip(held, wanted[dim], strict=True)]
+        return [max(0, min(e, f) - max(a, b)) for (a, e), (b, f) in zip(held, target[dim], strict=True)]
 
     def missing(node: State) -> int:
         parts = space.count(tuple(a for a in node.pending_axes if a not in dst.pending_axes))

@@ -21,7 +21,7 @@ def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) ->
     garbage afterwards.
     """
     for step in path.steps:
-        x = _pad_whole_dim(x, step)
+        x = _pad_unsplit_dim(x, step)
         x = RUN[step.kind](x, step, shape, sizes)
         x = _fit(x, step.layout.local_shape(sizes))
     return x
@@ -32,8 +32,8 @@ def _run_all_gather(x, step, shape, sizes):
 
 
 def _run_all_reduce(x, step, shape, sizes):
-    kind = dict(step.source.pending)[step.axes[0]]
-    return REDUCE[kind](x, step.axes)
+    reduction = dict(step.source.pending)[step.axes[0]]
+    return REDUCE[reduction](x, step.axes)
 
 
 def _run_all_to_all(x, step, shape, sizes):
@@ -48,8 +48,8 @@ def _run_exchange(x, step, sizes):
     leave.
     """
     before, after = step.source.dims, step.layout.dims
-    whole = [n if have else p for n, have, p in zip(x.shape, before, step.layout.padded, strict=True)]
-    whole = [p if axes else n for n, p, axes in zip(x.shape, whole, after, strict=True)]
+    gathered = [n if have else p for n, have, p in zip(x.shape, before, step.layout.padded, strict=True)]
+    gathered = [p if axes else n for n, p, axes in zip(x.shape, gathered, after, strict=True)]
     coming = [
         axes[len(have) :] if axes[: len(have)] == have else ()
         for have, axes in zip(before, after, strict=True)
@@ -58,9 +58,9 @@ def _run_exchange(x, step, sizes):
         axes[len(left) :] if axes[: len(left)] == left else ()
         for axes, left in zip(before, after, strict=True)
     ]
-    rows = [n // shard_count(axes, sizes) for n, axes in zip(whole, coming, strict=True)]
+    rows = [n // shard_count(axes, sizes) for n, axes in zip(gathered, coming, strict=True)]
     cuts = [sizes[a] for a in step.axes]
-    x = _rearranged(_fit(x, whole), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
+    x = _rearranged(_fit(x, gathered), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
     x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True).reshape(
         *cuts, *rows
     )
@@ -124,18 +124,18 @@ def axis_position(axes: Axes, sizes: AxisSizes):
 
 
 def _run_owe(x, step, shape, sizes):
-    kinds = dict(step.layout.pending)
+    reductions = dict(step.layout.pending)
     for axis in step.axes:
-        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, identity(kinds[axis], x.dtype)))
+        x = lax.select(lax.axis_index(axis) == 0, x, lax.full_like(x, identity(reductions[axis], x.dtype)))
     return x
 
 
 def _run_halo(x, step, shape, sizes):
     dim, axes, count = step.dim, step.axes, shard_count(step.axes, sizes)
     old, new = step.source.padded[dim] // count, step.layout.padded[dim] // count
-    want = next_blocks(dim, axes, old, new, count, shape[dim])
+    request = next_blocks(dim, axes, old, new, count, shape[dim])
     return bring(
-        want, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes)
+        request, x, axis_position(axes, sizes), lambda rows, axes, pairs: ppermute(rows, axes, pairs, sizes)
     )
 
 
@@ -161,7 +161,7 @@ RUN: dict[str, Callable] = {
 }
 
 
-def _extremum(reduce: Callable, kind: str) -> Callable:
+def _extremum(reduce: Callable, reduction: str) -> Callable:
     """The maximum or minimum of floats over devices, taken of integers that have the same order, with NaN
     beyond all others, as XLA has it within a device. Collectives on floats may lose a NaN.
     """
@@ -171,10 +171,10 @@ def _extremum(reduce: Callable, kind: str) -> Callable:
             return reduce(x, axes)
         if x.dtype.itemsize == 1:  # some of these have no integer to spare for NaN
             return reduced(x.astype(jnp.bfloat16), axes).astype(x.dtype)
-        whole = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
-        beyond = np.asarray(whole.max if kind == "max" else whole.min, whole.dtype)
+        integers = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+        beyond = np.asarray(integers.max if reduction == "max" else integers.min, integers.dtype)
         bits = lax.select(
-            jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, whole.dtype))
+            jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, integers.dtype))
         )
         bits = reduce(bits, axes)
         nan = lax.full(x.shape, np.asarray(np.nan).astype(x.dtype))
@@ -198,30 +198,30 @@ REDUCE: dict[str, Callable] = {
 }
 
 
-def identity(kind: str, dtype) -> Any:
+def identity(reduction: str, dtype) -> Any:
     """What leaves a reduction of this kind unchanged: 0, the least, or the greatest value of the dtype.
 
     >>> float(identity("max", "float32"))
     -inf
     """
     dtype = np.dtype(dtype)
-    if kind == "sum":
+    if reduction == "sum":
         return np.zeros((), dtype)
     if dtype == np.bool_:
-        return np.asarray(kind == "min")
+        return np.asarray(reduction == "min")
     if jnp.issubdtype(dtype, jnp.integer):
         info = jnp.iinfo(dtype)
-        return np.asarray(info.min if kind == "max" else info.max, dtype)
-    endless, info = np.asarray(-np.inf if kind == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
+        return np.asarray(info.min if reduction == "max" else info.max, dtype)
+    endless, info = np.asarray(-np.inf if reduction == "max" else np.inf).astype(dtype), jnp.finfo(dtype)
     if np.isinf(np.real(endless).astype("float32")):
         return endless
     return np.asarray(
-        info.min if kind == "max" else info.max, dtype
+        info.min if reduction == "max" else info.max, dtype
     )  # some floats of one byte have no infinity
 
 
-def _pad_whole_dim(x, step):
-    """Pads the dim at which axes arrive, if it was whole before."""
+def _pad_unsplit_dim(x, step):
+    """Pads the dim at which axes arrive, if it was unsplit before."""
     to = step.to
     if to is None or step.source.dims[to]:
         return x
@@ -229,7 +229,9 @@ def _pad_whole_dim(x, step):
 
 
 def _fit(x, shape):
-    """`x` cropped or padded at the end of each dim to `shape`."""
+    """`x` cropped or padded at the end of each dim to `shape`, with values that must not matter to
+    anybody.
+    """
     if x.shape == tuple(shape):
         return x
     x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
@@ -240,17 +242,14 @@ def _fit(x, shape):
     ):  # random keys have no zero to pad with: the last one is repeated
         return _repeat_last(x, shape)
     return lax.pad(
-        x, _garbage(x.dtype), [(0, want - have, 0) for have, want in zip(x.shape, shape, strict=True)]
+        x,
+        jnp.zeros((), x.dtype),
+        [(0, request - have, 0) for have, request in zip(x.shape, shape, strict=True)],
     )
 
 
 def _repeat_last(x, shape):
-    for dim, (have, want) in enumerate(zip(x.shape, shape, strict=True)):
+    for dim, (have, request) in enumerate(zip(x.shape, shape, strict=True)):
         last = lax.slice_in_dim(x, have - 1, have, axis=dim)
-        x = lax.concatenate([x] + [last] * (want - have), dim) if want > have else x
+        x = lax.concatenate([x] + [last] * (request - have), dim) if request > have else x
     return x
-
-
-def _garbage(dtype):
-    """What padding is filled with. Its value must not matter to anybody."""
-    return jnp.zeros((), dtype)

@@ -1,8 +1,8 @@
 """The steps that a reshard may take: from a layout, all layouts that one collective or local operation leads
 to.
 
-A `Space` says between which layouts: which axes, which dims, and how these may be padded. It keeps the steps
-from each layout that it was asked for, so that all paths through the same space share them.
+A `Space` limits between which layouts: which axes, which dims, and how these may be padded. It keeps the
+steps from each layout that was looked up, so that all paths through the same space share them.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardax.cost.network import Network
 from shardax.reshard import halo
-from shardax.reshard.halo import Wanted
+from shardax.reshard.halo import HaloRequest
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 
 Pending = tuple[tuple[str, str], ...]
@@ -79,21 +79,21 @@ class Space:
 
     def number(self, state: State) -> int:
         """The number of a layout here, which is quicker to look up."""
-        found = self.numbers.setdefault(state, len(self.states))
-        if found == len(self.states):
+        known = self.numbers.setdefault(state, len(self.states))
+        if known == len(self.states):
             self.states.append(state)
-        return found
+        return known
 
     def edges(self, node: int) -> list[tuple[float, int, int, Edge]]:
         """All steps that one can take from a layout: the price, the collectives, the number of the layout
         after it, and the step itself."""
-        found = self.known.get(node)
-        if found is None:
+        known = self.known.get(node)
+        if known is None:
             steps = (edge for step in STEPS for edge in step(self.states[node], self))
-            found = self.known[node] = [
+            known = self.known[node] = [
                 (edge.price, edge.count, self.number(edge.after), edge) for edge in steps
             ]
-        return found
+        return known
 
     def count(self, axes: Axes) -> int:
         return self.counts[axes]
@@ -119,7 +119,7 @@ class Space:
 
     def room(self, node: State, dim: int, axes: Axes) -> Iterator[int]:
         """The padded sizes with which `dim` can take `axes` as its minor-most: its own, or any where it is
-        still whole.
+        unsplit.
         """
         count = self.count(node.dims[dim] + axes)
         paddings = (node.padded[dim],) if node.dims[dim] else self.paddings[dim]
@@ -180,21 +180,21 @@ def _exchanges(node: State, space: Space) -> Iterator[Edge]:
 @lru_cache
 def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
     """The ways in which axes may come to dims, major to minor in each."""
-    found = []
+    known = []
     for order in itertools.permutations(axes) if len(axes) > 1 and targets else ():
         for cuts in itertools.combinations_with_replacement(range(len(axes) + 1), len(targets) - 1):
             ends = (0, *cuts, len(axes))
             pairs = zip(targets, itertools.pairwise(ends), strict=True)
-            found.append({dim: order[start:end] for dim, (start, end) in pairs if start < end})
-    return found
+            known.append({dim: order[start:end] for dim, (start, end) in pairs if start < end})
+    return known
 
 
 def _exchanged(
     node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space
 ) -> Iterator[Edge]:
-    moved = {*itertools.chain(*leaving)}
+    crossing = {*itertools.chain(*leaving)}
     axes, left = (
-        tuple([a for a in space.axes if a in moved]),
+        tuple([a for a in space.axes if a in crossing]),
         [(dim, some) for dim, some in enumerate(leaving) if some],
     )
     count = space.count(axes)
@@ -210,8 +210,8 @@ def _exchanged(
 
 
 def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:
-    axes, kind = _settleable(node)
-    if kind != "sum":
+    axes, reduction = _settleable(node)
+    if reduction != "sum":
         return
     for k, to in itertools.product(range(1, len(axes) + 1), space.dims):
         for some in itertools.permutations(axes, k):
@@ -238,25 +238,25 @@ def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
         after = State(dims, node.padded, pending)
         if after != node:
             places = _places(after, space.counts)
-            moved = tuple([a for a in space.axes if before.get(a) != places.get(a)])
-            yield _sends(space, "ppermute", moved, after, space.nbytes(node))
+            crossing = tuple([a for a in space.axes if before.get(a) != places.get(a)])
+            yield _sends(space, "ppermute", crossing, after, space.nbytes(node))
 
 
 def _rearrangements(node: State, space: Space) -> Iterator[tuple[tuple[Axes, ...], Pending]]:
     """The ways to fill the places of a layout with other axes, so that each dim keeps its number of
     blocks.
     """
-    kinds = {kind for _, kind in node.pending}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    swap_pending = kind is not None and bool(space.owing)
+    reductions = {reduction for _, reduction in node.pending}
+    reduction = reductions.pop() if len(reductions) == 1 else None
+    swap_pending = reduction is not None and bool(space.owing)
     places = [axes[fixed:] for axes, fixed in zip(node.dims, space.fixed, strict=True)]
     places += [node.pending_axes] if swap_pending else []
     pool = {*space.free_axes(node)}.union(*places)
     counts = tuple([space.count(axes) if axes else 0 for axes in places])
     for filled in _fill(counts, tuple([a for a in space.axes if a in pool]), space.network):
         dims, pending = filled[: len(node.dims)], node.pending
-        if kind is not None and swap_pending:
-            pending = tuple((a, kind) for a in sorted(filled[-1]))
+        if reduction is not None and swap_pending:
+            pending = tuple((a, reduction) for a in sorted(filled[-1]))
         yield (
             tuple(axes[:f] + new for axes, f, new in zip(node.dims, space.fixed, dims, strict=True)),
             pending,
@@ -384,8 +384,8 @@ def _in_order(pending: Pending) -> Pending:
 
 def _settleable(node: State) -> tuple[Axes, str | None]:
     """The axes whose reductions may be settled now, all of one kind, and that kind."""
-    for kind, run in itertools.groupby(node.pending, key=lambda p: p[1]):
-        return tuple(a for a, _ in run), kind
+    for reduction, run in itertools.groupby(node.pending, key=lambda p: p[1]):
+        return tuple(a for a, _ in run), reduction
     return (), None
 
 
@@ -431,12 +431,14 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
 
 
 @lru_cache(maxsize=4096)
-def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> Wanted:
-    """What `count` devices want that hold blocks of `old` rows of a dim of `size` rows, and are to hold
+def next_blocks(dim: int, axes: Axes, old: int, new: int, count: int, size: int) -> HaloRequest:
+    """What `count` devices need that hold blocks of `old` rows of a dim of `size` rows, and are to hold
     blocks of `new` rows.
 
     >>> halo.exchange_of(next_blocks(0, ("x",), 65, 66, 4, 257)).sent
     [3]
     """
     firsts = range(0, count * new, new)
-    return Wanted(dim, axes, tuple(firsts), tuple(min(first + new, size) for first in firsts), new, size, old)
+    return HaloRequest(
+        dim, axes, tuple(firsts), tuple(min(first + new, size) for first in firsts), new, size, old
+    )

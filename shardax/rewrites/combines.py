@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardax.annotations.explicit import ASKED
+from shardax.annotations.explicit import SHARDING_PARAMS
 from shardax.graph.graph import Node, Value
 from shardax.spmd_rules.associative import Combine, Constant, Operand, Size
 from shardax.spmd_rules.registry import RULES
@@ -139,7 +139,7 @@ class _Classes:
         for f, dims in places.items():
             for dim in dims[1:]:
                 self.tie(dims[0], dim)
-            if factors.kind(f) != KEEP or "~" in f or not self._carried(node, factors, f):
+            if factors.type_of(f) != KEEP or "~" in f or not self._carried(node, factors, f):
                 self.mix(dims[0])
 
     def _carried(self, node: Node, factors, f: str) -> bool:
@@ -157,7 +157,7 @@ def _is_by_row(classes: _Classes, lefts: Sequence[Value], dim: int) -> bool:
 
 def _params(node: Node, classes: _Classes, sizes: dict[Dim, Size]) -> tuple[tuple[str, Any], ...]:
     """The parameters of a node, in which sizes of its shape refer to the sizes of the function's operands."""
-    params: dict[str, Any] = {name: None if name in ASKED else p for name, p in node.params.items()}
+    params: dict[str, Any] = {name: None if name in SHARDING_PARAMS else p for name, p in node.params.items()}
     if node.name in _SHAPES:
         (out,), name = node.outputs, _SHAPES[node.name]
         params[name] = tuple(sizes.get(classes.of((out, d)), n) for d, n in enumerate(params[name]))

@@ -1,8 +1,8 @@
 """Annotations pass a value on. Completion fixes the sharding of the value, and partition brings it to that
 sharding.
 
-A `reshard` that names no axes, as gradients have them, says nothing: it is not an annotation, but only passes
-its value on.
+A `reshard` that names no axes, as gradients have them, requests nothing: it is not an annotation, but only
+passes its value on.
 """
 
 from shardax.spmd_rules.registry import MOVES, register_rule

@@ -165,13 +165,16 @@ def _scan_valid(local: Local, combine: Combine, shards: Sequence[Any]) -> list[A
 
 
 def _valid(combine: Combine, left, right):
-    (here, *ls), (there, *rs) = left, right
+    (earlier, *ls), (later, *rs) = left, right
 
     def where(valid, x, y):
         return lax.select(lax.broadcast_in_dim(valid, x.shape, range(valid.ndim)), x, y)
 
     both = combine(ls, rs)
-    return [here | there, *(where(here, where(there, x, a), b) for x, a, b in zip(both, ls, rs, strict=True))]
+    return [
+        earlier | later,
+        *(where(earlier, where(later, x, a), b) for x, a, b in zip(both, ls, rs, strict=True)),
+    ]
 
 
 def _associative_scan_vjp_local(local: Local, *shards):
@@ -189,8 +192,8 @@ def _pulled_back(
     seeds, wanted = params["seeds"], params["wanted"]
 
     def run(*moving):
-        given = dict(zip(wanted, moving, strict=True))
-        results = scan([given.get(i, x) for i, x in enumerate(elements)])
+        replaced = dict(zip(wanted, moving, strict=True))
+        results = scan([replaced.get(i, x) for i, x in enumerate(elements)])
         return [results[i] for i in seeds]
 
     _, back = jax.vjp(run, *(elements[i] for i in wanted))

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from shardax.spmd_rules.rule import Factors, Rule, complain, tie
+from shardax.spmd_rules.rule import Factors, Rule, base_name, complain
 from shardax.validation import require, require_array
 
 _WAYS_OUT = {
@@ -25,14 +25,14 @@ def require_placed(rule: Rule, dims: Rule | Factors) -> None:
     `dims` has the rule's tensors, as they are written or bound to shapes.
     """
     before, after = (
-        {f for t in side for dim in t for f in _names(dim)} for side in (dims.operands, dims.results)
+        {f for t in side for dim in t for f in _factors_of(dim)} for side in (dims.operands, dims.results)
     )
-    marked = {name for name, _ in rule.kinds}
+    marked = {name for name, _ in rule.types}
     for factor in sorted(before | after):
         if "~" in factor:
             raise complain(
                 rule.text,
-                tie(factor),
+                base_name(factor),
                 "a windowed factor needs what neighbours have: give `local`, which sends it",
             )
         if factor not in before & after and factor not in marked:
@@ -45,12 +45,12 @@ def require_placed(rule: Rule, dims: Rule | Factors) -> None:
             )
 
 
-def _names(dim) -> tuple[str, ...]:
+def _factors_of(dim) -> tuple[str, ...]:
     return (dim,) if dim == "..." else dim
 
 
 def require_operands(rule: Rule, passes: Iterable[Any], in_place: tuple[int, int] | None) -> None:
-    """That the operands and results which `passes` and `in_place` mean are there."""
+    """That the operands and results which `passes` and `in_place` mean exist."""
     operands, tensors = len(rule.operands), len(rule.operands + rule.results)
     for number in (i for p in passes for i in p.operands):
         if number >= operands:
@@ -76,18 +76,20 @@ def noting(where: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def require_promised(results: Any, wanted: Sequence[tuple[Any, Any]], what: Callable[[], str]) -> list[Any]:
+def require_promised(results: Any, expected: Sequence[tuple[Any, Any]], what: Callable[[], str]) -> list[Any]:
     """The results of a lowering, which must have the shapes and dtypes that the rule promises."""
     if not isinstance(results, list | tuple):
         require(False, f"what {what()} gives", results, "a list with a shard for each result")
     try:
-        found = [(x.shape, x.dtype) for x in map(jax.typeof, results)]
+        types = [(x.shape, x.dtype) for x in map(jax.typeof, results)]
     except TypeError:
         for x in results:
             require_array(x, f"what {what()} gives", "a shard for each result")
         raise
-    if found != list(wanted):
-        got, promised = (", ".join(f"{dtype}{list(shape)}" for shape, dtype in xs) for xs in (found, wanted))
+    if types != list(expected):
+        got, promised = (
+            ", ".join(f"{dtype}{list(shape)}" for shape, dtype in xs) for xs in (types, expected)
+        )
         way_out = (
             "mark what cannot be split with '!', or have it written on shards (`local` of register_rule)"
         )

@@ -24,7 +24,7 @@ def dot_general(node: Node) -> str:
 
 
 def scaled_matmul(node: Node) -> str:
-    """The contracted dim is whole: the scales of f8 have no zero with which its padding could be masked."""
+    """The contracted dim is unsplit: the scales of f8 have no zero with which its padding could be masked."""
     return "b m k!, b n k!, b m s!, b n s! -> b m n"
 
 

@@ -9,10 +9,10 @@ it takes to reshard operands and results, and what the function sends.
     rule ──▶ splits of factors ──▶ shardings ──partition──▶ lower_fn, operands' and results' shardings ──▶ the
     candidate
 
-A function knows only the sizes of its shards. So an uneven dim stays whole where the function names an axis
+A function knows only the sizes of its shards. So an uneven dim stays unsplit where the function names an axis
 that splits it, or where a place along the dim depends on other places than its own; elsewhere the function
-sees zeros past the end. Where the callback wants shardings that this does not allow, even with everything
-whole, the original function runs instead, on whole operands.
+sees zeros past the end. Where the callback requests shardings that this does not allow, even with everything
+unsplit, the original function runs instead, on replicated operands.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from shardax.ledger.collectives import collectives
 from shardax.meshes import sites
 from shardax.sharding import Layout, Padding, Sharding, entry_axes, from_spec
 from shardax.spmd_rules.localize import tensor_layout
-from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule, whole_rule
+from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule, replicated_rule
 from shardax.spmd_rules.rule import KEEP, Factors, Rule
 from shardax.spmd_rules.shardy import as_rule
 
@@ -57,7 +57,7 @@ def _rule(node: Node) -> str | Rule:
     """
     memo = node.params["call"].memo
     if "rule" not in memo and "on" not in node.params:
-        return whole_rule(node)  # its mesh is not known yet
+        return replicated_rule(node)  # its mesh is not known yet
     if "rule" not in memo:
         memo["rule"] = _read_rule(node)
     return memo["rule"]
@@ -66,32 +66,36 @@ def _rule(node: Node) -> str | Rule:
 def _read_rule(node: Node) -> str | Rule:
     p = node.params
     mesh, _ = p["on"]
-    given = _jax.sharding_rule(p, mesh, *([v.aval for v in values] for values in (node.inputs, node.outputs)))
-    if given is None:
-        return whole_rule(node) if p["infer_sharding_from_operands"] is None else _inferred(node)
+    sdy_rule = _jax.sharding_rule(
+        p, mesh, *([v.aval for v in values] for values in (node.inputs, node.outputs))
+    )
+    if sdy_rule is None:
+        return replicated_rule(node) if p["infer_sharding_from_operands"] is None else _inferred(node)
     try:
-        return as_rule(given, node.in_shapes, node.out_shapes)
+        return as_rule(sdy_rule, node.in_shapes, node.out_shapes)
     except ValueError as error:
         raise ValueError(f"{_what(node)}: {error}") from None
 
 
 def _inferred(node: Node) -> str:
     """Each dim of the operands is split alone, over one axis: it shares a factor with those of the results
-    that then are split. Those of the results that none reaches are whole."""
+    that then are split. Those of the results that none reaches are unsplit."""
     mesh, _ = node.params["on"]
     axis = next((a for a, n in mesh.shape.items() if n > 1), mesh.axis_names[0])
-    names: dict[tuple[int, int], str] = {}  # of the results' dims
+    factor_names: dict[tuple[int, int], str] = {}  # of the results' dims
     operands = []
     for i, shape in enumerate(node.in_shapes):
         dims: list[str] = []
         for d in range(len(shape)):
             reached = [at for at in _reached(node, i, d, axis) if node.out_shapes[at[0]][at[1]] == shape[d]]
-            known = (names[at] for at in reached if at in names and names[at] not in dims)
+            known = (
+                factor_names[at] for at in reached if at in factor_names and factor_names[at] not in dims
+            )
             dims.append(next(known, f"_{i}_{d}"))
-            names |= dict.fromkeys((at for at in reached if at not in names), dims[-1])
+            factor_names |= dict.fromkeys((at for at in reached if at not in factor_names), dims[-1])
         operands.append(" ".join(dims))
     results = (
-        " ".join(names.get((r, e), f"w{r}_{e}!") for e in range(len(s)))
+        " ".join(factor_names.get((r, e), f"w{r}_{e}!") for e in range(len(s)))
         for r, s in enumerate(node.out_shapes)
     )
     return f"{', '.join(operands)} -> {', '.join(results)}"
@@ -106,9 +110,9 @@ def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
     ]
     shapes = _shapes(node.inputs, p["in_tree"], [Sharding(tuple(dims)) for dims in split], mesh)
     results = p["out_tree"].unflatten([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in node.outputs])
-    found = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
+    inferred = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
     shardings = _read_shardings(
-        node, p["out_tree"], found, node.out_shapes, "infer_sharding_from_operands", mesh
+        node, p["out_tree"], inferred, node.out_shapes, "infer_sharding_from_operands", mesh
     )
     return [(r, s.dims.index((axis,))) for r, s in enumerate(shardings) if (axis,) in s.dims]
 
@@ -116,7 +120,7 @@ def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
 # The callback
 
 
-def _asked(local: Local) -> Sides:
+def _requested(local: Local) -> Sides:
     """The shardings that the splits of factors give to operands and results."""
     factors = RULES[NAME].factors(local.node)
     operands, results = (
@@ -127,27 +131,27 @@ def _asked(local: Local) -> Sides:
 
 
 def _answer(local: Local) -> _Answer | None:
-    """What `partition` answers; None where it is not asked: on one device, as JAX does, and where a part of
+    """What `partition` answers; None where it is not called: on one device, as JAX does, and where a part of
     an axis has no name in the user's mesh."""
-    asked, memo = _asked(local), local.params["call"].memo
-    if asked not in memo:
-        memo[asked] = _ask(local, asked) if math.prod(local.sizes.values()) > 1 else None
-    return memo[asked]
+    requested, memo = _requested(local), local.params["call"].memo
+    if requested not in memo:
+        memo[requested] = _call_partition(local, requested) if math.prod(local.sizes.values()) > 1 else None
+    return memo[requested]
 
 
 def _taken(local: Local) -> _Answer | None:
-    """The answer by which operands and results lie as they do; None where the function itself runs, on whole
-    operands.
+    """The answer by which operands and results have their layouts; None where the function itself runs, on
+    replicated operands.
     """
     answer = _answer(local)
-    lie = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
-    return answer if answer is not None and answer.sides == lie else None
+    shardings = tuple(tuple(layout.sharding for layout in side) for side in (local.operands, local.results))
+    return answer if answer is not None and answer.sides == shardings else None
 
 
-def _ask(local: Local, asked: Sides) -> _Answer | None:
+def _call_partition(local: Local, requested: Sides) -> _Answer | None:
     node, p = local.node, local.params
     mesh, refined = p["on"]
-    operands, results = ([refined.spelled(s) for s in side] for side in asked)
+    operands, results = ([refined.spelled(s) for s in side] for side in requested)
     if None in operands or None in results:
         return None
     shapes = (
@@ -165,8 +169,10 @@ def _ask(local: Local, asked: Sides) -> _Answer | None:
             f"{dict(mesh.shape)}: give back the one that it is called with"
         )
     sides = ((p["in_tree"], taken, node.in_shapes), (p["out_tree"], made, node.out_shapes))
-    found = [_read_shardings(node, *side, "partition", mesh) for side in sides]
-    on_program = (tuple(Sharding(refined.refined(s.dims, refined.program)) for s in side) for side in found)
+    shardings = [_read_shardings(node, *side, "partition", mesh) for side in sides]
+    on_program = (
+        tuple(Sharding(refined.refined(s.dims, refined.program)) for s in side) for side in shardings
+    )
     return _Answer(lower, tuple(on_program))  # type: ignore[arg-type]
 
 
@@ -178,9 +184,9 @@ def _shapes(values, tree, shardings, mesh):
     return tree.unflatten(leaves)
 
 
-def _read_shardings(node: Node, tree, found, shapes, callback: str, mesh) -> list[Sharding]:
+def _read_shardings(node: Node, tree, returned, shapes, callback: str, mesh) -> list[Sharding]:
     """The leaves of what a callback gave back."""
-    leaves = tree.flatten_up_to(found)
+    leaves = tree.flatten_up_to(returned)
     for leaf in leaves:
         if not isinstance(leaf, NamedSharding) or dict(leaf.mesh.shape) != dict(mesh.shape):
             raise ValueError(
@@ -198,7 +204,8 @@ def _what(node: Node) -> str:
 
 
 def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
-    """The candidates that the callback takes, each where it wants its operands and results.
+    """The candidates that the callback takes, each with the layouts that it requests for operands and
+    results.
 
     To refuse the first, which splits as much as can be, is an error, as under JAX's own partitioner; to
     refuse others only where there is none that it takes.
@@ -219,7 +226,7 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
 
 
 def _placed(local: Local, padding: Padding) -> Local | None:
-    """The candidate with the shardings that its answer wants; None where that cannot run. With nothing split
+    """The candidate with the shardings of its answer; None where that cannot run. With nothing split
     there is always a way.
     """
     answer = _answer(local)
@@ -243,15 +250,15 @@ def _placed(local: Local, padding: Padding) -> Local | None:
 
 def _layout(sharding: Sharding, have: Layout, shape, padding: Padding) -> Layout:
     padded = (
-        there if axes == before else padding.padded(n, axes)
-        for axes, before, there, n in zip(sharding.dims, have.dims, have.padded, shape, strict=True)
+        held if axes == before else padding.padded(n, axes)
+        for axes, before, held, n in zip(sharding.dims, have.dims, have.padded, shape, strict=True)
     )
     return Layout(sharding, tuple(padded))
 
 
 def _torn(local: Local) -> bool:
     """Whether only some of the factors of a group that has to be split together are split."""
-    groups = RULES[NAME].factors(local.node).tied
+    groups = RULES[NAME].factors(local.node).window_groups
     return any(0 < sum(f in local.splits for f in group) < len(group) for group in groups)
 
 
@@ -267,8 +274,8 @@ def _runs(local: Local, answer: _Answer) -> bool:
     named = {
         a
         for eqn in _eqns(program.jaxpr)
-        for names in sites.named_axes(eqn.params).values()
-        for a in entry_axes(names)
+        for factor_names in sites.named_axes(eqn.params).values()
+        for a in entry_axes(factor_names)
     }
     factors = RULES[NAME].factors(local.node)
     return all(named.isdisjoint(axes) and _is_local(factor, axes, factors, local) for factor, axes in uneven)
@@ -288,12 +295,12 @@ def _uneven(local: Local) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
 def _is_local(dim: Sequence[str], axes: Sequence[str], factors: Factors, local: Local) -> bool:
     """Whether by the rule each place along a dim depends on the same place alone: its one factor is kept, has
     one size, is in all results, and is split so wherever it is."""
-    if len(dim) != 1 or factors.kind(dim[0]) != KEEP or "~" in dim[0]:
+    if len(dim) != 1 or factors.type_of(dim[0]) != KEEP or "~" in dim[0]:
         return False
     if not all(dim in tensor for tensor in factors.results):
         return False
-    there = zip(factors.tensors, (*local.operands, *local.results), strict=True)
-    split = [layout.dims[d] for dims, layout in there for d, at in enumerate(dims) if dim[0] in at]
+    tensors = zip(factors.tensors, (*local.operands, *local.results), strict=True)
+    split = [layout.dims[d] for dims, layout in tensors for d, at in enumerate(dims) if dim[0] in at]
     return all(have == axes for have in split)
 
 
@@ -317,7 +324,7 @@ def _cleared(local: Local, i: int, shard):
 def _program(local: Local, answer: _Answer) -> Any:
     """The callback's function on shards of this candidate, as a jaxpr in the axes of the program's mesh."""
     memo = local.params["call"].memo
-    key = (_asked(local), tuple(map(local.in_shape, range(len(local.operands)))))
+    key = (_requested(local), tuple(map(local.in_shape, range(len(local.operands)))))
     if key not in memo:
         memo[key] = _trace(local, answer)
     return memo[key]

@@ -13,21 +13,20 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardax.graph.graph import Node
 from shardax.sharding import Axes
-from shardax.spmd_rules.registry import Local, register_rule, whole_rule
+from shardax.spmd_rules.registry import Local, register_rule, replicated_rule
 from shardax.spmd_rules.sends import all_reduce
 
 
 def _once_local(local: Local, *shards):
     """Bound on the first device alone; the others start from zeros."""
     axes: Axes = tuple(local.sizes)
-    call, zeros = lambda: _as_bits(local.bind(*shards)), lambda: _as_bits(_zeros(local.node))
-    words = lax.cond(local.index(axes) == 0, call, zeros)
+    words = lax.cond(
+        local.index(axes) == 0,
+        lambda: _as_bits(local.bind(*shards)),
+        lambda: _as_bits([jnp.zeros(v.shape, v.aval.dtype) for v in local.node.outputs]),
+    )
     words = [all_reduce(local, "result", word, axes) for word in words]
     return [_from_bits(word, v.aval) for word, v in zip(words, local.node.outputs, strict=True)]
-
-
-def _zeros(node: Node) -> list[Any]:
-    return [jnp.zeros(v.shape, v.aval.dtype) for v in node.outputs]
 
 
 def _as_bits(results: Sequence[Any]) -> list[Any]:
@@ -53,8 +52,8 @@ def _from_bits(word, aval):
 
 
 def debug_callback(node: Node) -> str:
-    """ "k0 k1 -> " where each device calls on what it has, as the user may ask for; else whole."""
-    return _every_dim_kept(node) if node.params.get("partitioned") else whole_rule(node)
+    """ "k0 k1 -> " where each device calls on what it has, as the user may request; else unsplit."""
+    return _every_dim_kept(node) if node.params.get("partitioned") else replicated_rule(node)
 
 
 def _every_dim_kept(node: Node) -> str:
@@ -80,6 +79,6 @@ def _inspect_sharding_local(local: Local, shard):
 register_rule("debug_callback", debug_callback, _debug_callback_local)
 register_rule("debug_print", debug_callback, _debug_callback_local)
 register_rule("inspect_sharding", _every_dim_kept, _inspect_sharding_local)
-register_rule("io_callback", whole_rule, _once_local)
-register_rule("platform_index", whole_rule)
-register_rule("pure_callback", whole_rule, _once_local)
+register_rule("io_callback", replicated_rule, _once_local)
+register_rule("platform_index", replicated_rule)
+register_rule("pure_callback", replicated_rule, _once_local)

@@ -1,8 +1,8 @@
-"""FFTs. Batch dims are kept; what is transformed is whole, or one dim after the other is.
+"""FFTs. Batch dims are kept; what is transformed is unsplit, or one dim after the other is.
 
 An FFT over several dims that no batch dim can split need not be gathered: each device transforms the dims
-that it has whole, an all_to_all brings it the dim that was split, for a part of another one, and it
-transforms that. (The way of distributed FFT libraries, two dims of which are whole at a time: Pekurovsky
+that it has unsplit, an all_to_all brings it the dim that was split, for a part of another one, and it
+transforms that. (The way of distributed FFT libraries, two dims of which are unsplit at a time: Pekurovsky
 2012, P3DFFT.)
 
     x split by rows  ->  along the columns  ->  all_to_all: split by columns  ->  along the rows
@@ -54,7 +54,7 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
         if 0 in node.inputs[0].shape:
             continue
         for axes, (start, end) in itertools.product(_orders(free), itertools.permutations(_core(node), 2)):
-            if _may_move(FftType(node.params["fft_type"]), start, end, _core(node)[-1]):
+            if _may_transpose(FftType(node.params["fft_type"]), start, end, _core(node)[-1]):
                 yield replace(
                     local,
                     operands=(_split(local.operands[0], start, axes, node.inputs[0].shape, padding),),
@@ -67,9 +67,9 @@ def _orders(axes: Axes) -> Iterator[Axes]:
         yield from (itertools.permutations if len(axes) <= _MOST else itertools.combinations)(axes, count)
 
 
-def _may_move(kind: FftType, start: int, end: int, last: int) -> bool:
+def _may_transpose(fft_type: FftType, start: int, end: int, last: int) -> bool:
     """The last dim comes first where real numbers are transformed, and last where they are made."""
-    return not (kind == FftType.RFFT and start == last or kind == FftType.IRFFT and end == last)
+    return not (fft_type == FftType.RFFT and start == last or fft_type == FftType.IRFFT and end == last)
 
 
 def _split(layout: Layout, dim: int, axes: Axes, shape: tuple[int, ...], padding: Padding) -> Layout:
@@ -78,7 +78,7 @@ def _split(layout: Layout, dim: int, axes: Axes, shape: tuple[int, ...], padding
     return Layout(Sharding(dims), padded, layout.pending)
 
 
-def _moved(local: Local) -> tuple[Axes, int, int] | None:
+def _transposed(local: Local) -> tuple[Axes, int, int] | None:
     """The axes that move, from which dim to which."""
     core = _core(local.node)
     start = next((d for d in core if local.operands[0].dims[d]), None)
@@ -87,9 +87,9 @@ def _moved(local: Local) -> tuple[Axes, int, int] | None:
 
 
 def _sends(local: Local) -> Iterator[float]:
-    moved = _moved(local)
-    if moved:
-        axes, start, _ = moved
+    transposed = _transposed(local)
+    if transposed:
+        axes, start, _ = transposed
         shape, node = list(local.out_shape()), local.node
         shape[start] = math.ceil(local.operands[0].padded[start] / local.count(axes))
         itemsize = max(node.inputs[0].itemsize, node.outputs[0].itemsize)  # of complex numbers
@@ -98,32 +98,36 @@ def _sends(local: Local) -> Iterator[float]:
 
 
 def _local(local: Local, shard):
-    moved = _moved(local)
-    if moved is None:
+    transposed = _transposed(local)
+    if transposed is None:
         return [_flat_fft(shard, FftType(local.params["fft_type"]), local.params["fft_lengths"])]
-    axes, start, end = moved
-    node, kind = local.node, FftType(local.params["fft_type"])
+    axes, start, end = transposed
+    node, fft_type = local.node, FftType(local.params["fft_type"])
     core = _core(node)
     lengths = dict(zip(core, node.params["fft_lengths"], strict=True))
-    others = _in_turn(kind, [d for d in core if d != start and (kind != FftType.IRFFT or d != core[-1])])
-    rest = _in_turn(kind, [d for d in core if d not in others])
-    x = _along(shard, others, kind, lengths)
+    others = _in_turn(
+        fft_type, [d for d in core if d != start and (fft_type != FftType.IRFFT or d != core[-1])]
+    )
+    rest = _in_turn(fft_type, [d for d in core if d not in others])
+    x = _along(shard, others, fft_type, lengths)
     x = _exchanged(local, x, axes, start, end)
     x = lax.slice_in_dim(x, 0, node.inputs[0].shape[start], axis=start)
-    return [_along(x, rest, kind, lengths)]
+    return [_along(x, rest, fft_type, lengths)]
 
 
-def _in_turn(kind: FftType, dims: Sequence[int]) -> list[int]:
-    return sorted(dims, reverse=kind != FftType.IRFFT)
+def _in_turn(fft_type: FftType, dims: Sequence[int]) -> list[int]:
+    return sorted(dims, reverse=fft_type != FftType.IRFFT)
 
 
-def _along(x, dims: Sequence[int], kind: FftType, lengths: dict[int, int]):
+def _along(x, dims: Sequence[int], fft_type: FftType, lengths: dict[int, int]):
     """One transform after the other; a real one is that of the last dim."""
     for d in dims:
         real = d == x.ndim - 1
         order = [*(i for i in range(x.ndim) if i != d), d]
         x = _flat_fft(
-            lax.transpose(x, order), kind if real else _OF_OTHER_DIMS.get(kind, kind), (lengths[d],)
+            lax.transpose(x, order),
+            fft_type if real else _OF_OTHER_DIMS.get(fft_type, fft_type),
+            (lengths[d],),
         )
         x = lax.transpose(x, [order.index(i) for i in range(x.ndim)])
     return x
@@ -136,12 +140,12 @@ def _exchanged(local: Local, x, axes: Axes, start: int, end: int):
     return all_to_all(local, "dims", x, axes, end, start)
 
 
-def _flat_fft(x, kind: FftType, lengths: Sequence[int]):
-    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims lie
+def _flat_fft(x, fft_type: FftType, lengths: Sequence[int]):
+    """With one batch dim, in front, of a flat array and into one: XLA's CPU aborts on an FFT whose dims are
     in another order in memory, as a transpose or a gather beside it may ask for."""
     batch = x.shape[: x.ndim - len(lengths)]
     rows = (math.prod(batch), *x.shape[len(batch) :])
-    result = lax.fft(lax.reshape(_flat(x), rows), kind, tuple(lengths))
+    result = lax.fft(lax.reshape(_flat(x), rows), fft_type, tuple(lengths))
     return lax.reshape(_flat(result), (*batch, *result.shape[1:]))
 
 

@@ -2,11 +2,11 @@
 answers.
 
     gather     each shard subtracts the start of its block from the indices, and gives zeros where they then
-               lie outside it: the pending sum is the result. A lookup in a split vocabulary costs one
+               are outside it: the pending sum is the result. A lookup in a split vocabulary costs one
                reduction of what was looked up.
-    scatter    likewise: updates that then lie outside are dropped; nothing is owed.
+    scatter    likewise: updates that are then outside are dropped; nothing is owed.
 
-Indices may be out of range, and `mode` says what happens then. It must happen once, not once per shard.
+Indices may be out of range, and `mode` decides what happens then. It must happen once, not once per shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -228,11 +228,11 @@ def _scatter(mark: str) -> Callable[[Node], str]:
 
     No collective adds booleans or orders complex numbers, or does either with keys.
     """
-    kept_whole = (np.bool_ if mark == "+" else np.complexfloating, jax.dtypes.extended)
+    kept_unsplit = (np.bool_ if mark == "+" else np.complexfloating, jax.dtypes.extended)
 
     def rule(node: Node) -> str:
         windows = _scatter_windows(node)
-        reducible = not any(jnp.issubdtype(node.inputs[0].aval.dtype, kind) for kind in kept_whole)
+        reducible = not any(jnp.issubdtype(node.inputs[0].aval.dtype, dtype) for dtype in kept_unsplit)
         indices = windows.indices(len(node.inputs[1].shape), mark if reducible else "!")
         operand = " ".join(windows.operand(""))
         return f"{operand}, {' '.join(indices)}, {' '.join(windows.slices(indices))} -> {operand}"
@@ -279,12 +279,12 @@ def _scatter_passes(node: Node) -> tuple[Passes, ...]:
     """Reductions may wait only if nothing is computed (as `x.at[i].apply(f)` does) and no two updates
     compete, for then each device might choose another.
     """
-    moves = node.params["update_jaxpr"] is None and node.params["unique_indices"]
-    return (MOVES(0, 2),) if moves else ()
+    assigns = node.params["update_jaxpr"] is None and node.params["unique_indices"]
+    return (MOVES(0, 2),) if assigns else ()
 
 
-def _extremum_passes(kind: str) -> tuple[Passes, ...]:
-    return tuple(Passes((kind,), operands) for operands in ((0,), (2,), (0, 2)))
+def _extremum_passes(reduction: str) -> tuple[Passes, ...]:
+    return tuple(Passes((reduction,), operands) for operands in ((0,), (2,), (0, 2)))
 
 
 def dynamic_slice(node: Node) -> str:

@@ -7,7 +7,7 @@ identities here.
 
 from jax import lax
 
-from shardax.spmd_rules.registry import Local, register_rule, whole_rule
+from shardax.spmd_rules.registry import Local, register_rule, replicated_rule
 
 _AS_THEY_ARE = """
     all_gather all_to_all pbroadcast pbroadcast_dynamic pmax pmin ppermute psum ragged_all_to_all
@@ -43,13 +43,13 @@ def _scatter_local(local: Local, shard):
     ]
 
 
-register_rule("axis_index", whole_rule, _index_local, reads="none")
+register_rule("axis_index", replicated_rule, _index_local, reads="none")
 for _name in _AS_THEY_ARE:
-    register_rule(_name, whole_rule)
+    register_rule(_name, replicated_rule)
 for _name in _IDENTITIES:
-    register_rule(_name, whole_rule, _identity_local)
+    register_rule(_name, replicated_rule, _identity_local)
 for _name in ("all_gather_invariant", "all_gather_reduced"):
-    register_rule(_name, whole_rule, _gather_local)
+    register_rule(_name, replicated_rule, _gather_local)
 for _name in ("psum_invariant", "unreduced_psum"):
-    register_rule(_name, whole_rule, _psum_local)
-register_rule("unreduced_reduce_scatter", whole_rule, _scatter_local)
+    register_rule(_name, replicated_rule, _psum_local)
+register_rule("unreduced_reduce_scatter", replicated_rule, _scatter_local)

@@ -1,4 +1,4 @@
-"""Dense linear algebra: leading batch dims are kept, the matrices themselves are whole."""
+"""Dense linear algebra: leading batch dims are kept, the matrices themselves are unsplit."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def _batched_text(node: Node, batch: int, kept: str = "") -> str:
     """The first `batch` dims are kept; `kept` names the last dim of the last operand and of the result, if
     that is free too.
 
-    The others are whole, and named by place and size: a result's that is like an operand's may be split as
+    The others are unsplit, and named by place and size: a result's that is like an operand's may be split as
     that is.
     """
     kept_tensors = (node.inputs[-1], node.outputs[0]) if kept else ()

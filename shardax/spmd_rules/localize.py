@@ -103,7 +103,9 @@ def reduced_pending(factors: Factors, splits: Splits) -> Pending:
     (('x', 'sum'),)
     """
     return tuple(
-        sorted({(axis, factors.kind(f)) for f in factors.reduced if f in splits for axis in splits[f].axes})
+        sorted(
+            {(axis, factors.type_of(f)) for f in factors.reduced if f in splits for axis in splits[f].axes}
+        )
     )
 
 
@@ -128,8 +130,8 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
     what = partial(_lowering, entry, local, shards)
     with noting(what):
         results = _lowered(entry, local, shards) if entry.local else local.bind(*shards)
-    wanted = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
-    return require_promised(results, wanted, what)
+    promised = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
+    return require_promised(results, promised, what)
 
 
 def _lowered(entry: Entry, local: Local, shards: Sequence[Any]) -> Sequence[Any]:
@@ -152,7 +154,7 @@ def _lowering(entry: Entry, local: Local, shards: Sequence[Any]) -> str:
 
 def _mask_reduced(local: Local, factors: Factors, i: int, shard):
     for d, dim in enumerate(factors.operands[i]):
-        kind = next((factors.kind(f) for f in dim if f in factors.reduced and "~" not in f), None)
-        if kind:
-            shard = local.mask(i, shard, identity(kind, shard.dtype), [d])
+        reduction = next((factors.type_of(f) for f in dim if f in factors.reduced and "~" not in f), None)
+        if reduction:
+            shard = local.mask(i, shard, identity(reduction, shard.dtype), [d])
     return shard

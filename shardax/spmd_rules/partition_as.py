@@ -43,8 +43,8 @@ def partition_as(
     results. Arguments that are not arrays have to be bound before, by a `functools.partial`. The marks are
     those of `register_rule`, with two differences:
 
-    - A factor without a mark that is missing in some result, or in every operand, is whole, as if marked `!`.
-      So the dim over which a softmax runs needs no mark where the result does not have it.
+    - A factor without a mark that is missing in some result, or in every operand, is unsplit, as if marked
+      `!`. So the dim over which a softmax runs needs no mark where the result does not have it.
     - Windowed factors (`h~`) are refused, because the function sees only its own shard.
 
     A factor without a mark that a result has is a promise: each place along it depends only on the same place
@@ -144,16 +144,16 @@ class _MappedFlops:
 
 
 def _closed(text: str) -> str:
-    """The rule, unmarked factors whole that some result or every operand lacks."""
+    """The rule, unmarked factors unsplit that some result or every operand lacks."""
     rule = parse(text)
     for side in (rule.operands, rule.results):
-        for factor in (f for tensor in side for f in _names(tensor)):
+        for factor in (f for tensor in side for f in _factors_of(tensor)):
             if factor.endswith("~"):
                 raise _refused(
                     text, factor, "a function sees its own shard alone, so no factor can be windowed"
                 )
-    kinds = dict(rule.kinds)
-    lacking = {f for f in _all(rule) if f not in kinds and not _is_kept(rule, f)}
+    types = dict(rule.types)
+    lacking = {f for f in _all(rule) if f not in types and not _is_kept(rule, f)}
     if "..." in lacking:
         raise _refused(
             text, "...", "it must be on every result and on an operand: what it stands for is kept"
@@ -162,14 +162,16 @@ def _closed(text: str) -> str:
 
 
 def _is_kept(rule: Rule, factor: str) -> bool:
-    return all(factor in _names(t) for t in rule.results) and any(factor in _names(t) for t in rule.operands)
+    return all(factor in _factors_of(t) for t in rule.results) and any(
+        factor in _factors_of(t) for t in rule.operands
+    )
 
 
 def _all(rule: Rule) -> set[str]:
-    return {f for tensor in rule.operands + rule.results for f in _names(tensor)}
+    return {f for tensor in rule.operands + rule.results for f in _factors_of(tensor)}
 
 
-def _names(tensor) -> list[str]:
+def _factors_of(tensor) -> list[str]:
     """The factors of a parsed tensor, `...` among them."""
     return [f for dim in tensor for f in (["..."] if dim == "..." else dim)]
 
@@ -180,7 +182,7 @@ def _refused(text: str, word: str, why: str) -> ValueError:
 
 def _all_auto() -> bool:
     """Axes that are Explicit or Manual are not shard_jit's to split."""
-    return all(kind is AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types or ())
+    return all(type_ is AxisType.Auto for type_ in jax.sharding.get_abstract_mesh().axis_types or ())
 
 
 def _trace(fun: _Flat, leaves, rule: str) -> tuple[Any, tuple[Any, ...]]:
@@ -219,12 +221,17 @@ def _local(local: Local, *shards):
     device's counts.
     """
     factors, uneven = _uneven(local)
-    shards = [_whole(local, factors, uneven, i, shard) for i, shard in enumerate(shards)]
+    shards = [_gathered(local, factors, uneven, i, shard) for i, shard in enumerate(shards)]
     with noting(lambda: f"partition_as({local.params['rule']!r})({local.params['fun']})"):
         outs = local.params["fun"](*shards)
     for factor in uneven:
         first = local.index(local.splits[factor].axes) == 0
-        outs = [lax.select(lax.broadcast(first, x.shape), x, _nothing(factors.kind(factor), x)) for x in outs]
+        outs = [
+            lax.select(
+                lax.broadcast(first, x.shape), x, lax.full_like(x, identity(factors.type_of(factor), x.dtype))
+            )
+            for x in outs
+        ]
     return outs
 
 
@@ -236,22 +243,15 @@ def _uneven(local: Local) -> tuple[Factors, list[str]]:
     ]
 
 
-def _nothing(kind: str, x):
-    return lax.full_like(x, identity(kind, x.dtype))
-
-
-def _whole(local: Local, factors: Factors, uneven: list[str], i: int, shard):
+def _gathered(local: Local, factors: Factors, uneven: list[str], i: int, shard):
     shape, layout = local.node.in_shapes[i], local.operands[i]
     if not jax.numpy.issubdtype(shard.dtype, jax.dtypes.extended):
-        shard = mask_padding(shard, layout, shape, 0, local.sizes, _kept_dims(factors, i))
+        kept = [d for d, dim in enumerate(factors.operands[i]) if not set(dim) & set(factors.reduced)]
+        shard = mask_padding(shard, layout, shape, 0, local.sizes, kept)
     for d in _gathered_dims(factors, uneven, i):
         shard = all_gather(local, "operand", shard, layout.dims[d], d)
         shard = lax.slice_in_dim(shard, 0, shape[d], axis=d)
     return shard
-
-
-def _kept_dims(factors: Factors, i: int) -> list[int]:
-    return [d for d, dim in enumerate(factors.operands[i]) if not set(dim) & set(factors.reduced)]
 
 
 def _gathered_dims(factors: Factors, uneven: list[str], i: int) -> list[int]:
@@ -273,13 +273,15 @@ def _flops(params, in_shapes: Shapes, out_shapes: Shapes) -> float | None:
 
 def _jvp(primals, tangents, *, fun, **params):
     """Of the function itself, in those arguments that move."""
-    moves = [type(t) is not ad.Zero for t in tangents]
+    has_tangent = [type(t) is not ad.Zero for t in tangents]
 
     def moving(*xs):
         new = iter(xs)
-        return fun(*(next(new) if m else x for m, x in zip(moves, primals, strict=True)))
+        return fun(*(next(new) if m else x for m, x in zip(has_tangent, primals, strict=True)))
 
-    outs, out_tangents = jax.jvp(moving, tuple(_where(moves, primals)), tuple(_where(moves, tangents)))
+    outs, out_tangents = jax.jvp(
+        moving, tuple(_where(has_tangent, primals)), tuple(_where(has_tangent, tangents))
+    )
     return outs, list(map(_tangent, outs, out_tangents))
 
 
@@ -295,8 +297,8 @@ def _transpose(cts, *args, fun, avals, **params):
         return fun(*(next(new) if is_linear else x for is_linear, x in zip(linear, args, strict=True)))
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in _where(linear, args)]
-    found = iter(jax.linear_transpose(forward, *shapes)(list(map(ad.instantiate_zeros, cts))))
-    return [next(found) if is_linear else None for is_linear in linear]
+    cotangents = iter(jax.linear_transpose(forward, *shapes)(list(map(ad.instantiate_zeros, cts))))
+    return [next(cotangents) if is_linear else None for is_linear in linear]
 
 
 def _where(mask, xs) -> list[Any]:

@@ -33,8 +33,8 @@ def ragged_dot_general(node: Node) -> str:
     sizes = ([] if shared else [lhs[d] for d in _dims_before(node)]) + ["e!"]
     texts = [lhs, rhs, sizes, result if len(result) == len(node.outputs[0].shape) else ["e!", *result]]
     rows = lhs[dims.lhs_ragged_dimensions[0]]
-    whole = {} if shared else {rows: rows.rstrip("+") + "!"}
-    lhs, rhs, sizes, result = (" ".join(whole.get(f, f) for f in text) for text in texts)
+    unsplit = {} if shared else {rows: rows.rstrip("+") + "!"}
+    lhs, rhs, sizes, result = (" ".join(unsplit.get(f, f) for f in text) for text in texts)
     return f"{lhs}, {rhs}, {sizes} -> {result}"
 
 

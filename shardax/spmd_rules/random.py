@@ -2,9 +2,9 @@
 nothing.
 
 Bit i of `random_bits(key, shape)` is a hash of the key and of i, the element's row-major position in the
-global `shape`. So a device only needs to know where its block lies. That holds for threefry with
+global `shape`. So a device only needs to know where its block is. That holds for threefry with
 `jax_threefry_partitionable`, which is JAX's default; other generators draw one stream in sequence, and are
-whole.
+unsplit.
 """
 
 import math
@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from shardax.graph.graph import Node
-from shardax.spmd_rules.registry import Local, register_rule, whole_rule
+from shardax.spmd_rules.registry import Local, register_rule, replicated_rule
 
 _THREEFRY = "key<fry>"
 
@@ -32,16 +32,16 @@ def _by_position(node: Node) -> bool:
     return _per_key(node) and node.eqn.ctx.threefry_partitionable
 
 
-def _names(letter: str, count: int, mark: str = "") -> list[str]:
+def _factors(letter: str, count: int, mark: str = "") -> list[str]:
     return [f"{letter}{i}{mark}" for i in range(count)]
 
 
 def random_bits(node: Node) -> str:
     """ "k -> k s": one block of shape s for each key."""
     if not _per_key(node):
-        return whole_rule(node)
-    keys = _names("k", len(node.inputs[0].shape))
-    drawn = _names("s", len(node.params["shape"]), "" if _by_position(node) else "!")
+        return replicated_rule(node)
+    keys = _factors("k", len(node.inputs[0].shape))
+    drawn = _factors("s", len(node.params["shape"]), "" if _by_position(node) else "!")
     return f"{' '.join(keys)} -> {' '.join(keys + drawn)}"
 
 
@@ -105,19 +105,19 @@ def _high_word(x, factor: int):
 
 def random_fold_in(node: Node) -> str:
     """Keys and messages of equal rank; a dim of size one meets any."""
-    return _broadcasting(node) if _per_key(node) else whole_rule(node)
+    return _broadcasting(node) if _per_key(node) else replicated_rule(node)
 
 
 def _broadcasting(node: Node) -> str:
     shape = node.outputs[0].shape
     operands = (" ".join(f"d{i}" if n == shape[i] else "1" for i, n in enumerate(s)) for s in node.in_shapes)
-    result = " ".join(_names("d", len(shape)))
+    result = " ".join(_factors("d", len(shape)))
     return f"{', '.join(operands)} -> {', '.join([result] * len(node.outputs))}"
 
 
 def iota_2x32_shape(node: Node) -> str:
     """ "-> s0 s1, s0 s1": the high and the low words of the row-major positions."""
-    dims = " ".join(_names("s", len(node.out_shapes[0])))
+    dims = " ".join(_factors("s", len(node.out_shapes[0])))
     return f" -> {dims}, {dims}"
 
 
@@ -126,20 +126,20 @@ def _iota_2x32_shape_local(local: Local):
 
 
 def random_gamma(node: Node) -> str:
-    """Dims of the samples of one key stay whole: each sample is drawn from keys that are split off inside the
-    primitive.
+    """Dims of the samples of one key stay unsplit: each sample is drawn from keys that are split off inside
+    the primitive.
     """
     if not _per_key(node):
-        return whole_rule(node)
-    keys = _names("k", len(node.inputs[0].shape))
-    samples = " ".join(keys + _names("s", len(node.inputs[1].shape) - len(keys), "!"))
+        return replicated_rule(node)
+    keys = _factors("k", len(node.inputs[0].shape))
+    samples = " ".join(keys + _factors("s", len(node.inputs[1].shape) - len(keys), "!"))
     return f"{' '.join(keys)}, {samples} -> {samples}"
 
 
 def _with_words(node: Node) -> tuple[str, str]:
     keys, words = sorted((node.inputs[0].shape, node.outputs[0].shape), key=len)
-    names = _names("k", len(keys))
-    return " ".join(names), " ".join(names + _names("w", len(words) - len(keys), "!"))
+    factors = _factors("k", len(keys))
+    return " ".join(factors), " ".join(factors + _factors("w", len(words) - len(keys), "!"))
 
 
 def random_unwrap(node: Node) -> str:
@@ -163,7 +163,7 @@ register_rule("random_seed", "... -> ...")
 register_rule("random_split", random_bits, _random_split_local)
 register_rule("random_unwrap", random_unwrap)
 register_rule("random_wrap", random_wrap)
-register_rule("rng_bit_generator", whole_rule)
-register_rule("rng_uniform", whole_rule)
+register_rule("rng_bit_generator", replicated_rule)
+register_rule("rng_uniform", replicated_rule)
 register_rule("threefry2x32", _broadcasting)
 register_rule("threefry4x32", _broadcasting)

@@ -72,23 +72,23 @@ def _ways(local: Local) -> tuple[list[float], list[float]]:
     """All that was found is gathered; or parts of it go to each device, whose results are gathered. Found is
     for argmax the value too, for reduce a flag."""
     results = [v.itemsize for v in local.node.outputs]
-    found = results + [v.itemsize for v in local.node.inputs if "index_dtype" in local.params]
-    found += [1] * (local.node.name == "reduce")
+    partials = results + [v.itemsize for v in local.node.inputs if "index_dtype" in local.params]
+    partials += [1] * (local.node.name == "reduce")
     count, size = local.count(_over(local)), math.prod(local.out_shape())
     return (
-        [(count - 1) * size * itemsize for itemsize in found],
-        [(count - 1) * -(-size // count) * itemsize for itemsize in (*found, *results)],
+        [(count - 1) * size * itemsize for itemsize in partials],
+        [(count - 1) * -(-size // count) * itemsize for itemsize in (*partials, *results)],
     )
 
 
-def _combined(local: Local, what: str, found: Sequence[Any], combine: Callable) -> list[Any]:
+def _combined(local: Local, what: str, partials: Sequence[Any], combine: Callable) -> list[Any]:
     """What `combine` makes of what the devices found, stacked in their order, on every device."""
-    axes, shape = _over(local), found[0].shape
+    axes, shape = _over(local), partials[0].shape
     if [*_exchange(local)] == _ways(local)[0]:
-        return list(combine([all_gather(local, what, x, axes) for x in found]))
+        return list(combine([all_gather(local, what, x, axes) for x in partials]))
     count, size = local.count(axes), math.prod(shape)
     part = -(-size // count)
-    flat = (jnp.pad(x.reshape(-1), (0, count * part - size)).reshape(count, part) for x in found)
+    flat = (jnp.pad(x.reshape(-1), (0, count * part - size)).reshape(count, part) for x in partials)
     mine = combine([all_to_all(local, what, x, axes) for x in flat])
     return [all_gather(local, what, x, axes, 0)[:size].reshape(shape) for x in mine]
 
@@ -100,13 +100,13 @@ def _exchanged(neutral: Callable) -> Callable:
         axes = _over(local)
         if not axes or _waits(local.node):
             return local.bind(shard)
-        found = local.bind(local.mask(0, shard, neutral(shard.dtype), local.params["axes"]))
-        return _combined(local, "parts", found, lambda parts: local.bind(*parts, axes=(0,)))
+        partials = local.bind(local.mask(0, shard, neutral(shard.dtype), local.params["axes"]))
+        return _combined(local, "parts", partials, lambda parts: local.bind(*parts, axes=(0,)))
 
     return lowering
 
 
-def _arg_local(kind: str) -> Callable:
+def _arg_local(reduction: str) -> Callable:
     """The lowering of argmax and argmin. Among equals the first shard's wins, as within a shard the first
     place does.
     """
@@ -115,7 +115,7 @@ def _arg_local(kind: str) -> Callable:
         (dim,) = local.params["axes"]
         if not local.operands[0].dims[dim]:
             return local.bind(shard)
-        shard = local.mask(0, shard, identity(kind, shard.dtype), [dim])
+        shard = local.mask(0, shard, identity(reduction, shard.dtype), [dim])
         (place,) = local.bind(shard)
         value = at_places(shard, place, dim)
         place += lax.convert_element_type(local.start(local.operands[0], dim), place.dtype)
@@ -124,9 +124,9 @@ def _arg_local(kind: str) -> Callable:
     return lowering
 
 
-def _best(local: Local, found: Sequence[Any]) -> list[Any]:
+def _best(local: Local, partials: Sequence[Any]) -> list[Any]:
     """The places of the best values."""
-    values, places = found
+    values, places = partials
     (best,) = local.bind(values, axes=(0,))
     return [at_places(places, best, 0)]
 
@@ -156,10 +156,10 @@ def _reduce_local(local: Local, *shards):
         return local.bind(*lax.optimization_barrier(operands), *starts)
     inside = local.mask(0, lax.full(operands[0].shape, True), False, gone)
     combine = jaxpr_as_fun(_jax.closed(local.params["jaxpr"]))
-    found = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
+    partials = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
     ends = (*starts, np.True_)
     return _combined(
-        local, "parts", found, lambda parts: lax.reduce(tuple(parts), ends, skipping(combine), (0,))[:-1]
+        local, "parts", partials, lambda parts: lax.reduce(tuple(parts), ends, skipping(combine), (0,))[:-1]
     )
 
 

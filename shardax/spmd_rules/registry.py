@@ -32,27 +32,27 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from shardax import _jax
-from shardax.annotations.explicit import ASKED
+from shardax.annotations.explicit import SHARDING_PARAMS
 from shardax.graph.graph import Node
 from shardax.reshard.run import axis_position
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.claims import noting, require_operands, require_placed
 from shardax.spmd_rules.rule import Factors, Rule, bind, complain, parse
-from shardax.validation import is_number, is_whole, require, require_function
+from shardax.validation import is_integer, is_number, require, require_function
 
 RuleText = str | Callable[[Node], str | Rule]
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The result is pending over an axis, with a kind of `kinds`, if exactly the operands numbered `operands`
-    are.
+    """The result is pending over an axis, with a kind of `reductions`, if exactly the operands numbered
+    `operands` are.
 
     All of these operands are pending, or none is. The other operands are the same on every device along that
     axis.
     """
 
-    kinds: tuple[str, ...]
+    reductions: tuple[str, ...]
     operands: tuple[int, ...]
 
 
@@ -76,7 +76,7 @@ def MOVES(*operands: int) -> Passes:
 
 def _check_operands(operands, what: str) -> None:
     for i in operands or (None,):
-        require(is_whole(i, 0), f"an operand of {what}", i, "the number of an operand, such as 0")
+        require(is_integer(i, 0), f"an operand of {what}", i, "the number of an operand, such as 0")
 
 
 PassesOf = Sequence[Passes] | Callable[[Node], Sequence[Passes]]
@@ -84,7 +84,7 @@ PassesOf = Sequence[Passes] | Callable[[Node], Sequence[Passes]]
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one factor is split: the axes, major to minor, and the padded size. No axes: whole, and padded to
+    """How one factor is split: the axes, major to minor, and the padded size. No axes: unsplit, and padded to
     its own size.
     """
 
@@ -94,7 +94,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What a local lowering may know: the node, and how its operands and results lie on the devices.
+    """What a local lowering may know: the node, and the layouts of its operands and results.
 
     `splits` has the Split of every factor that is split. The shards that the lowering takes have the layouts
     `operands`, those that it returns the layouts `results`. These already say what is pending over the axes
@@ -137,8 +137,8 @@ class Local:
         Parameters that hold global shardings (on meshes with Explicit axes) mean nothing on shards: they are
         dropped.
         """
-        given = {name: None if name in ASKED else p for name, p in self.node.params.items()}
-        out = self.node.primitive.bind(*shards, **{**given, **params})
+        own_params = {name: None if name in SHARDING_PARAMS else p for name, p in self.node.params.items()}
+        out = self.node.primitive.bind(*shards, **{**own_params, **params})
         return list(out) if self.node.primitive.multiple_results else [out]
 
     def mask(self, i: int, shard, fill, dims: Iterable[int] | None = None):
@@ -237,31 +237,31 @@ class Entry:
         if not callable(self.passes):
             return self.passes
         with noting(lambda: f"the function `passes` of {at(node)}"):
-            found = self.passes(node)
-        if not _are_passes(found) or any(i >= len(node.inputs) for p in found for i in p.operands):
+            returned = self.passes(node)
+        if not _are_passes(returned) or any(i >= len(node.inputs) for p in returned for i in p.operands):
             words = f"a sequence of LINEAR(...) and MOVES(...), of operands below {len(node.inputs)}"
-            require(False, f"what `passes` of {at(node)} gives", found, words)
-        return found
+            require(False, f"what `passes` of {at(node)} gives", returned, words)
+        return returned
 
     def sent(self, local: Local) -> list[float]:
         """The bytes that one device sends in each collective of the lowering."""
         if self.sends is None:
             return []
         with noting(lambda: f"the function `sends` of {at(local.node)}"):
-            found = self.sends(local)
-            found = list(found) if isinstance(found, Iterable) else found
-        if not isinstance(found, list) or not all(is_number(b, 0) for b in found):
+            returned = self.sends(local)
+            returned = list(returned) if isinstance(returned, Iterable) else returned
+        if not isinstance(returned, list) or not all(is_number(b, 0) for b in returned):
             require(
                 False,
                 f"what `sends` of {at(local.node)} gives",
-                found,
+                returned,
                 "the bytes of each collective, such as [4096]",
             )
-        return found
+        return returned
 
     def has_flops(self, node: Node) -> bool:
         """Whether a node multiplies: its products are split as far as may be."""
-        return self._counted(node.params, node.in_shapes, node.out_shapes, lambda: at(node)) is not None
+        return self._checked_flops(node.params, node.in_shapes, node.out_shapes, lambda: at(node)) is not None
 
     def flops_of(self, local: Local) -> float:
         """The FLOPs that one device does, 0 where there are no products."""
@@ -274,45 +274,45 @@ class Entry:
         operands, results = (
             tuple(lay.local_shape(local.sizes) for lay in side) for side in (local.operands, local.results)
         )
-        return self._counted(local.params, operands, results, lambda: at(local.node))
+        return self._checked_flops(local.params, operands, results, lambda: at(local.node))
 
     def flops_at(self, eqn) -> float | None:
         """Those of an equation of a local program; None where it has no products."""
         if self.flops is None:
             return None
         ins, outs = (tuple(tuple(v.aval.shape) for v in side) for side in (eqn.invars, eqn.outvars))
-        return self._counted(
+        return self._checked_flops(
             eqn.params, ins, outs, lambda: f"{self.name} at {_jax.user_line(eqn.source_info)}"
         )
 
-    def _counted(
+    def _checked_flops(
         self, params: Mapping[str, Any], ins: Shapes, outs: Shapes, where: Callable[[], str]
     ) -> float | None:
         if self.flops is None:
             return None
         with noting(lambda: f"the function `flops` of {where()}"):
-            found = self.flops(params, ins, outs)
-        if not (found is None or is_number(found, 0)):
+            returned = self.flops(params, ins, outs)
+        if not (returned is None or is_number(returned, 0)):
             require(
                 False,
                 f"what `flops` of {where()} gives",
-                found,
+                returned,
                 "the FLOPs that one device does, such as 2 * m * n * k",
             )
-        return None if found is None else float(found)
+        return None if returned is None else float(returned)
 
     def picked(self, candidates: Iterator[Local], node: Node, padding: Padding) -> Iterable[Local]:
         """Those of the candidates that the primitive takes."""
         assert self.ways
         with noting(lambda: f"the function `ways` of {at(node)}"):
-            found = self.ways(candidates, padding)
+            returned = self.ways(candidates, padding)
         require(
-            isinstance(found, Iterable),
+            isinstance(returned, Iterable),
             f"what `ways` of {at(node)} gives",
-            found,
+            returned,
             "those of the candidates that can run",
         )
-        return found
+        return returned
 
 
 def at(node: Node) -> str:
@@ -320,8 +320,8 @@ def at(node: Node) -> str:
     return f"{node.name} at {node.line or 'an unknown line'}"
 
 
-def _are_passes(found: Any) -> bool:
-    return isinstance(found, Sequence) and all(isinstance(p, Passes) for p in found)
+def _are_passes(passes: Any) -> bool:
+    return isinstance(passes, Sequence) and all(isinstance(p, Passes) for p in passes)
 
 
 RULES: dict[str, Entry] = {}
@@ -370,17 +370,17 @@ def register_rule(
 
     Raises: ValueError: the text does not parse, has another number of results than the primitive, or lacks a
       mark: without `local`,
-        a factor that one side alone has is reduced or whole. The error quotes the rule and the offending
+        a factor that one side alone has is reduced or unsplit. The error quotes the rule and the offending
         word. Where the rule does not fit shapes, or a lowering gives others than it promises, the error comes
         when it is used, with the user's line.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
-    >>> del RULES["my_scale"]  # no such primitive is there
+    >>> del RULES["my_scale"]  # no such primitive exists
     """
-    _check_given(primitive, rule, passes, in_place)
+    _check_arguments(primitive, rule, passes, in_place)
     _check_facts(made_anywhere, fuses, reads)
-    for argument, given in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
-        require_function(given, f"{argument} of register_rule", or_none=True)
+    for argument, function in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
+        require_function(function, f"{argument} of register_rule", or_none=True)
     name = primitive if isinstance(primitive, str) else primitive.name
     entry = Entry(name, rule, local, passes, in_place, sends, ways, flops, made_anywhere, fuses, reads)
     if isinstance(rule, str):
@@ -395,43 +395,43 @@ def register_rule(
     RULES[name] = entry
 
 
-def _check_given(primitive, rule, passes, in_place) -> None:
+def _check_arguments(primitive, rule, passes, in_place) -> None:
     named = isinstance(primitive, str) and primitive or isinstance(primitive, Primitive)
     require(named, "primitive of register_rule", primitive, "a primitive, or its name")
     text = f"{_RULE_TEXT}, or a function of the node that returns it"
     require(isinstance(rule, str) or callable(rule), "rule of register_rule", rule, text)
     words = "a sequence of LINEAR(...) and MOVES(...), or a function of the node that returns it"
     require(_are_passes(passes) or callable(passes), "passes of register_rule", passes, words)
-    pair = isinstance(in_place, tuple) and len(in_place) == 2 and all(map(is_whole, in_place))
+    pair = isinstance(in_place, tuple) and len(in_place) == 2 and all(map(is_integer, in_place))
     words = "the places of the table and of the payload, such as (0, 2), or None"
     require(pair or in_place is None, "in_place of register_rule", in_place, words)
 
 
 def _check_facts(made_anywhere, fuses, reads) -> None:
     require(isinstance(made_anywhere, bool), "made_anywhere of register_rule", made_anywhere, "True or False")
-    for argument, given, words in (("fuses", fuses, get_args(Fuses)), ("reads", reads, get_args(Reads))):
+    for argument, fact, words in (("fuses", fuses, get_args(Fuses)), ("reads", reads, get_args(Reads))):
         require(
-            isinstance(given, str) and given in words,
+            isinstance(fact, str) and fact in words,
             f"{argument} of register_rule",
-            given,
+            fact,
             f"one of {', '.join(map(repr, words))}",
         )
 
 
-def whole_rule(node: Node) -> str:
+def replicated_rule(node: Node) -> str:
     """The rule of a primitive that has none: nothing may be split.
 
-    Written with one factor for each dim, all of them whole.
+    Written with one factor for each dim, all of them unsplit.
     """
-    names = (f"w{i}!" for i in range(10**6))
+    factors = (f"w{i}!" for i in range(10**6))
     sides = [
-        ", ".join(" ".join(next(names) for _ in shape) for shape in shapes)
+        ", ".join(" ".join(next(factors) for _ in shape) for shape in shapes)
         for shapes in (node.in_shapes, node.out_shapes)
     ]
     return " -> ".join(sides)
 
 
-def run_whole(local: Local, *operands):
+def run_replicated(local: Local, *operands):
     """The lowering of a primitive that has none: binds it as it is, a kernel in its parameters as if traced
     here.
     """

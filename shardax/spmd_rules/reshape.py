@@ -2,7 +2,7 @@
 of elements.
 
 (6, 4) -> (8, 3) over 2 devices: both shapes begin with the dim that is split, so each device has 12
-consecutive elements, and wants 12. Where the blocks differ in size, the elements that a device lacks come
+consecutive elements, and needs 12. Where the blocks differ in size, the elements that a device lacks come
 from its neighbours, as for any window.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from jax import lax
 
 from shardax.graph.graph import Node
-from shardax.reshard.halo import Wanted
-from shardax.spmd_rules.halo import halo_sends, take, wanted, window_of
-from shardax.spmd_rules.registry import MOVES, Local, register_rule, whole_rule
+from shardax.reshard.halo import HaloRequest
+from shardax.spmd_rules.halo import halo_sends, request_of, take, window_of
+from shardax.spmd_rules.registry import MOVES, Local, register_rule, replicated_rule
 from shardax.spmd_rules.rule import Shape
 
 
@@ -33,7 +33,7 @@ def reshape(node: Node) -> str:
     """ "f0 (f1 f2) -> f0 f1 f2", "g0~ w1! -> g0~ r1!"."""
     old, new = node.in_shapes[0], node.out_shapes[0]
     if 0 in old:
-        return whole_rule(node)
+        return replicated_rule(node)
     order = node.params["dimensions"] or range(len(old))
     (before, after), groups = _shared_factors(tuple(old[d] for d in order), new)
     for i, group in enumerate(groups if node.params["dimensions"] is None else ()):
@@ -53,8 +53,8 @@ def _shared_factors(old: Shape, new: Shape) -> tuple[_Sides, list[_Group]]:
     """The factors of the dims of both shapes, and the groups of dims that share none. Nested as far as `bind`
     can solve it.
     """
-    found = _common_factors(old, new)
-    return found if _solvable(found[0]) else _common_factors(old, new, nested=False)
+    common_factors = _common_factors(old, new)
+    return common_factors if _solvable(common_factors[0]) else _common_factors(old, new, nested=False)
 
 
 def _common_factors(old: Shape, new: Shape, nested: bool = True) -> tuple[_Sides, list[_Group]]:
@@ -76,7 +76,7 @@ def _common_factors(old: Shape, new: Shape, nested: bool = True) -> tuple[_Sides
         common = min(n for _, n in heads)
         if any(n % common or (n != common and not nested) for _, n in heads):
             begun = any(side[d] for side, (d, _) in zip(sides, heads, strict=True))
-            group = _leave_whole(sides, rest)
+            group = _leave_unsplit(sides, rest)
             groups += [] if begun else [group]
             continue
         for side, head, left in zip(sides, heads, rest, strict=True):
@@ -88,8 +88,8 @@ def _common_factors(old: Shape, new: Shape, nested: bool = True) -> tuple[_Sides
     return sides, groups
 
 
-def _leave_whole(sides, rest) -> _Group:
-    """Gives whole factors to the dims up to where both shapes have come equally far."""
+def _leave_unsplit(sides, rest) -> _Group:
+    """Gives unsplit factors to the dims up to where both shapes have come equally far."""
     size, dims = [1, 1], ([], [])
     while size[0] != size[1] or size[0] == 1:
         i = size.index(min(size))
@@ -111,8 +111,8 @@ def _solvable(sides: Sequence[list[list[str]]]) -> bool:
     return True
 
 
-def _flat_ranges(local: Local) -> Iterator[tuple[_Group, Wanted]]:
-    """The elements that devices want of the groups that are split, from the last group to the first: those
+def _flat_ranges(local: Local) -> Iterator[tuple[_Group, HaloRequest]]:
+    """The elements that devices need of the groups that are split, from the last group to the first: those
     before keep their place."""
     if local.params["dimensions"] is not None or 0 in local.node.in_shapes[0]:
         return
@@ -122,15 +122,15 @@ def _flat_ranges(local: Local) -> Iterator[tuple[_Group, Wanted]]:
         if local.results[0].dims[to]:
             unit, row = math.prod(old[first + 1 : last + 1]), math.prod(new[to + 1 : end + 1])
             span = lambda r, e, row=row: (r * row, e * row)  # noqa: E731
-            want = wanted(local, 0, first, (0, to), span, local.out_shape()[to] * row)
-            yield group, replace(want, size=want.size * unit, block=want.block * unit)
+            request = request_of(local, 0, first, (0, to), span, local.out_shape()[to] * row)
+            yield group, replace(request, size=request.size * unit, block=request.block * unit)
 
 
 def _reshape_local(local: Local, shard):
     if local.params["dimensions"] is not None:
         shard = lax.transpose(shard, local.params["dimensions"])
-    for group, want in _flat_ranges(local):
-        shard = take(local, want, _flattened(shard, *group.old))
+    for group, request in _flat_ranges(local):
+        shard = take(local, request, _flattened(shard, *group.old))
     return [lax.reshape(shard, local.out_shape())]
 
 
@@ -145,6 +145,6 @@ register_rule(
     reshape,
     _reshape_local,
     passes=(MOVES(0),),
-    sends=halo_sends(lambda local: (want for _, want in _flat_ranges(local))),
+    sends=halo_sends(lambda local: (request for _, request in _flat_ranges(local))),
     fuses="all",
 )

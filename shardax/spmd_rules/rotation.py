@@ -24,17 +24,17 @@ from jax import lax
 
 from shardax.graph.graph import Node
 from shardax.graph.primitives import rotated
-from shardax.reshard.halo import Wanted
-from shardax.spmd_rules.halo import sent, take, wanted
+from shardax.reshard.halo import HaloRequest
+from shardax.spmd_rules.halo import request_of, sent, take
 from shardax.spmd_rules.registry import MOVES, Local, register_rule
 from shardax.spmd_rules.sends import all_gather, ppermute
 
 
 def rotate(node: Node) -> str:
-    """ "k0 k1 -> k0 k1"; nothing can be sent of random keys, which stay whole."""
+    """ "k0 k1 -> k0 k1"; nothing can be sent of random keys, which stay unsplit."""
     dim, key = node.params["dim"], jnp.issubdtype(node.inputs[0].aval.dtype, jax.dtypes.extended)
-    names = " ".join(f"k{d}{'!' if key and d == dim else ''}" for d in range(len(node.inputs[0].shape)))
-    return f"{names}{', ' * (len(node.inputs) - 1)} -> {names}"
+    dims = " ".join(f"k{d}{'!' if key and d == dim else ''}" for d in range(len(node.inputs[0].shape)))
+    return f"{dims}{', ' * (len(node.inputs) - 1)} -> {dims}"
 
 
 def _rotate_local(local: Local, shard):
@@ -42,7 +42,7 @@ def _rotate_local(local: Local, shard):
     if not local.operands[0].dims[dim] or not local.params["first"]:
         return [rotated(shard, **local.params)]
     if not _even(local):
-        before, around = (take(local, want, shard) for want in _halos(local))
+        before, around = (take(local, request, shard) for request in _halos(local))
         row = lax.broadcasted_iota("int32", before.shape, dim) + local.start(local.results[0], dim)
         return [lax.select(row < local.node.in_shapes[0][dim] - local.params["first"], before, around)]
     pieces = [
@@ -78,12 +78,12 @@ def _from(local: Local, distance: int, piece):
     return ppermute(local, "rows", piece, local.operands[0].dims[local.params["dim"]], pairs)
 
 
-def _halos(local: Local) -> list[Wanted]:
+def _halos(local: Local) -> list[HaloRequest]:
     """What is before the end, and what is around it."""
     dim, first = local.params["dim"], local.params["first"]
     block, size = _block(local)[0], local.node.in_shapes[0][dim]
     return [
-        wanted(local, 0, dim, (0, dim), lambda r, e, by=by: (r + by, e + by), block)
+        request_of(local, 0, dim, (0, dim), lambda r, e, by=by: (r + by, e + by), block)
         for by in (first, first - size)
     ]
 
@@ -114,12 +114,12 @@ def _rotate_by_local(local: Local, shard, first):
     if not _hops(local):
         return [_window(local, shard, first)]
     if _even(local):
-        return [_moved(local, shard, first)]
+        return [_shifted(local, shard, first)]
     block, count = _block(local)
-    whole = block * count
+    total = block * count
     before, around = (
-        _moved(local, shard, first),
-        _moved(local, shard, lax.rem(first - size + whole, np.int32(whole))),
+        _shifted(local, shard, first),
+        _shifted(local, shard, lax.rem(first - size + total, np.int32(total))),
     )
     row = lax.broadcasted_iota("int32", before.shape, dim) + local.start(local.results[0], dim)
     return [lax.select(row < size - first, before, around)]
@@ -142,7 +142,7 @@ def _window(local: Local, shard, first):
     )
 
 
-def _moved(local: Local, shard, first):
+def _shifted(local: Local, shard, first):
     """The rows from `first` on behind where this device's block begins, counted around the end of the last
     block.
     """

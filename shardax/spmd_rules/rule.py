@@ -3,11 +3,11 @@
     "b m k+, b k+ n -> b m n"
 
 A letter is a *factor*; the same letter on several tensors means that they may be split alike. A mark gives
-its kind:
+its type:
 
-    k        kept: each shard computes its part, nothing is sent
-    k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
-    k!       whole: never split. A dim that has it on both sides may be split before and after: its axes go to
+    k        kept: each shard computes its part, nothing is sent k+       splitting it leaves a pending sum
+    k:max, k:min   a pending maximum, minimum k!       unsplit: never split. A dim that has it on both sides
+    may be split before and after: its axes go to
              another dim
     h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own;
              what a shard lacks its neighbours send (a mark may follow: h~+; the lowering masks the padding)
@@ -29,23 +29,23 @@ Shape = tuple[int, ...]
 DimFactors = tuple[str, ...]  # the factors of one dim, major to minor; usually one
 TensorFactors = tuple[DimFactors, ...]
 
-KEEP, WHOLE = "keep", "whole"
+KEEP, UNSPLIT = "keep", "whole"
 REDUCTIONS = ("sum", "max", "min")
-_MARKS = {"": KEEP, "+": "sum", ":max": "max", ":min": "min", "!": WHOLE}
+_MARKS = {"": KEEP, "+": "sum", ":max": "max", ":min": "min", "!": UNSPLIT}
 _TOKEN = re.compile(r"\(|\)|\.\.\.|,|->|[A-Za-z_][A-Za-z_0-9]*~?(?:\+|!|:max|:min)?|1|[^\s,()]+")
 _FACTOR = re.compile(r"([A-Za-z_][A-Za-z_0-9]*~?)(\+|!|:max|:min|)")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A parsed rule. `kinds` holds the factors that are not plainly kept; it prints itself back as text.
+    """A parsed rule. `types` holds the factors that are not plainly kept; it prints itself back as text.
 
     `sizes`: of factors whose size no shape tells; text has no word for it.
     """
 
     operands: tuple[tuple[object, ...], ...]
     results: tuple[tuple[object, ...], ...]
-    kinds: tuple[tuple[str, str], ...]
+    types: tuple[tuple[str, str], ...]
     text: str = field(compare=False)
     sizes: tuple[tuple[str, int], ...] = ()
 
@@ -55,17 +55,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Factors:
-    """A rule bound to shapes: the factors of every dim, and the size and kind of every factor."""
+    """A rule bound to shapes: the factors of every dim, and the size and type of every factor."""
 
     operands: tuple[TensorFactors, ...]
     results: tuple[TensorFactors, ...]
     sizes: Mapping[str, int]
-    kinds: Mapping[str, str]
+    types: Mapping[str, str]
 
     @cached_property
     def reduced(self) -> tuple[str, ...]:
         """The factors over which the results are reduced."""
-        return tuple(f for f, kind in self.kinds.items() if kind in REDUCTIONS)
+        return tuple(f for f, type_ in self.types.items() if type_ in REDUCTIONS)
 
     @cached_property
     def tensors(self) -> tuple[TensorFactors, ...]:
@@ -73,29 +73,31 @@ class Factors:
         return self.operands + self.results
 
     @cached_property
-    def tied(self) -> tuple[tuple[str, ...], ...]:
+    def window_groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of windowed factors that are split over the same axes."""
         groups: dict[str, list[str]] = {}
         for factor in self.sizes:
             if "~" in factor:
-                groups.setdefault(tie(factor), []).append(factor)
+                groups.setdefault(base_name(factor), []).append(factor)
         return tuple(map(tuple, groups.values()))
 
     @cached_property
     def restored(self) -> frozenset[str]:
-        """The whole factors that both operands and results have: split before and after, not on the way."""
+        """The unsplit factors that both operands and results have: split before and after, not on the way."""
         sides = (self.operands, self.results)
-        before, after = ({tie(f) for tensor in side for dim in tensor for f in dim} for side in sides)
-        return frozenset(f for f in self.sizes if tie(f) in before & after and self.kind(f) == WHOLE)
+        before, after = ({base_name(f) for tensor in side for dim in tensor for f in dim} for side in sides)
+        return frozenset(
+            f for f in self.sizes if base_name(f) in before & after and self.type_of(f) == UNSPLIT
+        )
 
-    def kind(self, factor: str) -> str:
-        return self.kinds.get(factor, KEEP)
+    def type_of(self, factor: str) -> str:
+        return self.types.get(factor, KEEP)
 
 
-def tie(factor: str) -> str:
+def base_name(factor: str) -> str:
     """The factor as its rule names it: windowed ones of several sizes have one name.
 
-    >>> tie("h~16"), tie("k")
+    >>> base_name("h~16"), base_name("k")
     ('h~', 'k')
     """
     name, wave, _ = factor.partition("~")
@@ -106,7 +108,7 @@ def tie(factor: str) -> str:
 def parse(text: str) -> Rule:
     """Parses a rule; errors quote the rule and the offending word.
 
-    >>> parse("m k+, k+ n -> m n").kinds
+    >>> parse("m k+, k+ n -> m n").types
     (('k', 'sum'),)
     """
     left, arrow, right = text.partition("->")
@@ -114,17 +116,17 @@ def parse(text: str) -> Rule:
         raise complain(
             text, "->", "a rule has operands, an arrow '->' and results, such as 'm k+, k+ n -> m n'"
         )
-    kinds: dict[str, str] = {}
-    operands, results = (_parse_side(side, text, kinds) for side in (left, right))
+    types: dict[str, str] = {}
+    operands, results = (_parse_side(side, text, types) for side in (left, right))
     for tensor in results:
         for factor in _factors_of(tensor):
-            if kinds.get(factor) in REDUCTIONS:
+            if types.get(factor) in REDUCTIONS:
                 raise complain(
                     text,
                     factor,
                     "a reduced factor cannot appear in a result: take it out there, or off its mark",
                 )
-    return Rule(operands, results, tuple((f, k) for f, k in kinds.items() if k != KEEP), text)
+    return Rule(operands, results, tuple((f, k) for f, k in types.items() if k != KEEP), text)
 
 
 def complain(text: str, word: str, why: str) -> ValueError:
@@ -132,7 +134,7 @@ def complain(text: str, word: str, why: str) -> ValueError:
     return ValueError(f"rule {text!r}: at {word!r}: {why}")
 
 
-def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[object, ...], ...]:
+def _parse_side(side: str, text: str, types: dict[str, str]) -> tuple[tuple[object, ...], ...]:
     tensors: list[list[object]] = [[]]
     group: list[str] | None = None
     for token in _TOKEN.findall(side):
@@ -150,7 +152,7 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
         elif token == "1" and group is None:
             tensors[-1].append(())
         else:
-            factor = _parse_factor(token, text, kinds)
+            factor = _parse_factor(token, text, types)
             if group is None:
                 tensors[-1].append((factor,))
             elif "~" in factor:
@@ -166,7 +168,7 @@ def _parse_side(side: str, text: str, kinds: dict[str, str]) -> tuple[tuple[obje
     return tuple(map(tuple, tensors))
 
 
-def _parse_factor(token: str, text: str, kinds: dict[str, str]) -> str:
+def _parse_factor(token: str, text: str, types: dict[str, str]) -> str:
     match = _FACTOR.fullmatch(token)
     if match is None:
         expected = (
@@ -177,9 +179,9 @@ def _parse_factor(token: str, text: str, kinds: dict[str, str]) -> str:
             text, token, expected if token != "->" else "a rule has one arrow: separate tensors by commas"
         )
     name, mark = match.groups()
-    if kinds.setdefault(name, _MARKS[mark]) != _MARKS[mark]:
+    if types.setdefault(name, _MARKS[mark]) != _MARKS[mark]:
         before, now = (
-            f"marked as {kind}" if kind != KEEP else "not marked" for kind in (kinds[name], _MARKS[mark])
+            f"marked as {type_}" if type_ != KEEP else "not marked" for type_ in (types[name], _MARKS[mark])
         )
         raise complain(
             text,
@@ -217,9 +219,9 @@ def bind(rule: Rule, in_shapes: tuple[Shape, ...], out_shapes: tuple[Shape, ...]
     operands = tuple(_expand(t, s, rule.text) for t, s in zip(rule.operands, in_shapes, strict=True))
     results = tuple(_expand(t, s, rule.text) for t, s in zip(rule.results, out_shapes, strict=True))
     sizes = _sizes(operands + results, in_shapes + out_shapes, rule)
-    kinds = dict(rule.kinds)
-    kinds = {f: kinds[tie(f)] for f in sizes if tie(f) in kinds}
-    return Factors(operands, results, MappingProxyType(sizes), MappingProxyType(kinds))
+    types = dict(rule.types)
+    types = {f: types[base_name(f)] for f in sizes if base_name(f) in types}
+    return Factors(operands, results, MappingProxyType(sizes), MappingProxyType(types))
 
 
 def _dim_text(dim) -> str:

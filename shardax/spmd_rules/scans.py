@@ -1,7 +1,7 @@
 """Cumulative operations: along a split dim each device scans its block, and adds what the blocks before it
 come to.
 
-block 0   block 1   block 2       scan each block        what lies before      combined
+block 0   block 1   block 2       scan each block        what is before        combined
 1 2 3     4 5 6     7 8 9    ->   1 3 6 | 4 9 15 | ...   0 | 6 | 21       ->   1 3 6 | 10 15 21 | ...
 """
 

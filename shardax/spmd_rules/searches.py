@@ -1,6 +1,6 @@
-"""Searches in a sorted table: in a split one each device counts what of its block lies before each query.
+"""Searches in a sorted table: in a split one each device counts what of its block is before each query.
 
-table  1 3 | 4 7 | 8 9        of each block lies before 5:  2 | 1 | 0        their sum is the place:  3
+table  1 3 | 4 7 | 8 9        of each block before 5:       2 | 1 | 0        their sum is the place:  3
 """
 
 import jax.numpy as jnp

@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 
 from shardax.graph.graph import Node
-from shardax.reshard.halo import Wanted, slice_by_device
+from shardax.reshard.halo import HaloRequest, slice_by_device
 from shardax.sharding import Axes
-from shardax.spmd_rules.halo import halo_sends, sent, take, wanted, window_of
+from shardax.spmd_rules.halo import halo_sends, request_of, sent, take, window_of
 from shardax.spmd_rules.indexing import owner_mark
-from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, whole_rule
+from shardax.spmd_rules.registry import MOVES, Local, Passes, register_rule, replicated_rule
 from shardax.spmd_rules.rule import Shape
 from shardax.spmd_rules.sends import ppermute
 
@@ -48,7 +48,7 @@ def concatenate(node: Node) -> str:
     return f"{', '.join(operands)} -> {' '.join(_kept(node.out_shapes[0], {dim: window}))}"
 
 
-def _concatenate_wants(local: Local) -> Iterator[Wanted]:
+def _concatenate_requests(local: Local) -> Iterator[HaloRequest]:
     """What each operand gives to this device's part of the result; `before` is where the operand begins
     there.
     """
@@ -56,7 +56,7 @@ def _concatenate_wants(local: Local) -> Iterator[Wanted]:
     for i, shape in enumerate(local.node.in_shapes if local.results[0].dims[dim] else ()):
         size, start = shape[dim], before
         span = lambda r, e, start=start, size=size: _clipped(r - start, e - start, size)  # noqa: E731
-        yield wanted(local, i, dim, (0, dim), span, local.out_shape()[dim])
+        yield request_of(local, i, dim, (0, dim), span, local.out_shape()[dim])
         before += size
 
 
@@ -66,12 +66,12 @@ def _clipped(first, end, size: int):
 
 
 def _concatenate_local(local: Local, *shards):
-    wants = list(_concatenate_wants(local))
-    if not wants:
+    requests = list(_concatenate_requests(local))
+    if not requests:
         return local.bind(*shards)
     dim, parts = (
         local.params["dimension"],
-        [take(local, want, x) for want, x in zip(wants, shards, strict=True)],
+        [take(local, request, x) for request, x in zip(requests, shards, strict=True)],
     )
     place = lax.broadcasted_iota("int32", local.out_shape(), dim) + local.start(local.results[0], dim)
     ends = itertools.accumulate(shape[dim] for shape in local.node.in_shapes)
@@ -104,8 +104,8 @@ def _iota_local(local: Local):
     dim, shape = local.params["dimension"], local.out_shape()
     if not local.results[0].dims[dim]:
         return local.bind(shape=shape, sharding=None)
-    counted = lax.broadcasted_iota("int32", shape, dim) + local.start(local.results[0], dim)
-    return [lax.convert_element_type(counted, local.params["dtype"])]
+    positions = lax.broadcasted_iota("int32", shape, dim) + local.start(local.results[0], dim)
+    return [lax.convert_element_type(positions, local.params["dtype"])]
 
 
 def optimization_barrier(node: Node) -> str:
@@ -133,12 +133,12 @@ def _pad_dim(node: Node, d: int) -> tuple[str, str]:
     return window_of(f"w{d}", node), window_of(f"w{d}", node)
 
 
-def _pad_wants(local: Local) -> Iterator[Wanted]:
+def _pad_requests(local: Local) -> Iterator[HaloRequest]:
     for d, (low, _, interior) in enumerate(local.params["padding_config"]):
         if local.results[0].dims[d] and _pad_dim(local.node, d)[0][0] == "w":
             step, block = interior + 1, local.out_shape()[d]
             span = lambda r, e, low=low, step=step: (-((low - r) // step), (e - 1 - low) // step + 1)  # noqa: E731
-            yield wanted(local, 0, d, (0, d), span, -(-block // step))
+            yield request_of(local, 0, d, (0, d), span, -(-block // step))
 
 
 def _pad_local(local: Local, shard, value):
@@ -147,9 +147,9 @@ def _pad_local(local: Local, shard, value):
     """
     config, layout, inside = list(local.params["padding_config"]), local.results[0], True
     fill = 0 if _pads_zero(local.node) else value
-    for want in _pad_wants(local):
-        shard = _padded_inside(local, want, take(local, want, shard, fill), value)
-        config[want.dim] = (0, 0, 0)
+    for request in _pad_requests(local):
+        shard = _padded_inside(local, request, take(local, request, shard, fill), value)
+        config[request.dim] = (0, 0, 0)
     for d, (low, high, _) in enumerate(config):
         if layout.dims[d] and (low, high) != (0, 0):
             owner, position = divmod(low, local.out_shape()[d])
@@ -159,19 +159,21 @@ def _pad_local(local: Local, shard, value):
     return [padded if inside is True else lax.select(inside, padded, jnp.broadcast_to(value, padded.shape))]
 
 
-def _padded_inside(local: Local, want: Wanted, rows, value):
+def _padded_inside(local: Local, request: HaloRequest, rows, value):
     """This device's rows with the padding that is between them: row `firsts` stands `skipped` places into the
     block.
     """
-    low, _, interior = local.params["padding_config"][want.dim]
-    block, step = local.out_shape()[want.dim], interior + 1
+    low, _, interior = local.params["padding_config"][request.dim]
+    block, step = local.out_shape()[request.dim], interior + 1
     if step == 1:
         return rows
-    skipped = np.array(want.firsts) * step + low - np.arange(len(want.firsts)) * block
+    skipped = np.array(request.firsts) * step + low - np.arange(len(request.firsts)) * block
     config = [(0, 0, 0)] * rows.ndim
-    config[want.dim] = (step - 1, block, interior)
+    config[request.dim] = (step - 1, block, interior)
     starts = (step - 1 - skipped).tolist()
-    return slice_by_device(lax.pad(rows, value, config), starts, block, want.dim, local.index(want.axes))
+    return slice_by_device(
+        lax.pad(rows, value, config), starts, block, request.dim, local.index(request.axes)
+    )
 
 
 def _pad_passes(node: Node) -> tuple[Passes, ...]:
@@ -191,7 +193,7 @@ def rev(node: Node) -> str:
     return f"{dims} -> {dims}"
 
 
-def _rev_wants(local: Local) -> Iterator[Wanted]:
+def _rev_requests(local: Local) -> Iterator[HaloRequest]:
     """What is left to send after each shard has changed places with the opposite one: the padding is now in
     front. (That is one ppermute, over all reversed dims; as a halo, every device would want a piece from
     another distance.)
@@ -200,8 +202,10 @@ def _rev_wants(local: Local) -> Iterator[Wanted]:
     for d in local.params["dimensions"]:
         size, behind = local.node.in_shapes[0][d], layout.padded[d] - local.node.in_shapes[0][d]
         if layout.dims[d] and behind:
-            want = wanted(local, 0, d, (0, d), lambda r, e, by=behind: (r + by, e + by), local.out_shape()[d])
-            yield replace(want, size=size + behind)
+            request = request_of(
+                local, 0, d, (0, d), lambda r, e, by=behind: (r + by, e + by), local.out_shape()[d]
+            )
+            yield replace(request, size=size + behind)
 
 
 def _rev_axes(local: Local) -> Axes:
@@ -211,7 +215,7 @@ def _rev_axes(local: Local) -> Axes:
 
 def _rev_sends(local: Local) -> Iterator[float]:
     shard = math.prod(local.in_shape()) * local.node.inputs[0].aval.dtype.itemsize
-    return itertools.chain([shard] if _rev_axes(local) else [], sent(local, _rev_wants(local)))
+    return itertools.chain([shard] if _rev_axes(local) else [], sent(local, _rev_requests(local)))
 
 
 def _rev_local(local: Local, shard):
@@ -219,8 +223,8 @@ def _rev_local(local: Local, shard):
         last = local.count(axes) - 1
         shard = ppermute(local, "blocks", shard, axes, [(i, last - i) for i in range(last + 1)])
     (shard,) = local.bind(shard)
-    for want in _rev_wants(local):
-        shard = take(local, want, shard)
+    for request in _rev_requests(local):
+        shard = take(local, request, shard)
     return [shard]
 
 
@@ -241,12 +245,12 @@ def _slice_dim(node: Node, d: int) -> tuple[str, str]:
     return window_of(f"w{d}", node), window_of(f"w{d}", node)
 
 
-def _slice_wants(local: Local) -> Iterator[Wanted]:
+def _slice_requests(local: Local) -> Iterator[HaloRequest]:
     starts, strides = local.params["start_indices"], local.params["strides"] or itertools.repeat(1)
     for d, (start, step) in enumerate(zip(starts, strides, strict=False)):
         if local.results[0].dims[d] and _slice_dim(local.node, d)[0][0] == "w":
             span = lambda r, e, start=start, step=step: (start + r * step, start + (e - 1) * step + 1)  # noqa: E731
-            yield wanted(local, 0, d, (0, d), span, (local.out_shape()[d] - 1) * step + 1)
+            yield request_of(local, 0, d, (0, d), span, (local.out_shape()[d] - 1) * step + 1)
 
 
 def _slice_local(local: Local, shard):
@@ -255,9 +259,9 @@ def _slice_local(local: Local, shard):
     """
     first, last = list(local.params["start_indices"]), list(local.params["limit_indices"])
     layout, inside = local.operands[0], True
-    for want in _slice_wants(local):
-        shard = take(local, want, shard)
-        first[want.dim], last[want.dim] = 0, want.rows
+    for request in _slice_requests(local):
+        shard = take(local, request, shard)
+        first[request.dim], last[request.dim] = 0, request.rows
     for d, (old, new) in enumerate(zip(local.node.in_shapes[0], local.node.out_shapes[0], strict=True)):
         if old == new:
             last[d] = shard.shape[d]
@@ -276,18 +280,18 @@ def split(node: Node) -> str:
     return f"{' '.join(_kept(node.in_shapes[0], {dim: window}))} -> {', '.join(results)}"
 
 
-def _split_wants(local: Local) -> Iterator[Wanted]:
+def _split_requests(local: Local) -> Iterator[HaloRequest]:
     dim = local.params["axis"]
     starts = [0, *itertools.accumulate(local.params["sizes"])]
     for i, start in enumerate(starts[:-1] if local.results[0].dims[dim] else ()):
-        yield wanted(
+        yield request_of(
             local, 0, dim, (i, dim), lambda r, e, by=start: (r + by, e + by), local.out_shape(i)[dim]
         )
 
 
 def _split_local(local: Local, shard):
-    wants = list(_split_wants(local))
-    return [take(local, want, shard) for want in wants] if wants else local.bind(shard)
+    requests = list(_split_requests(local))
+    return [take(local, request, shard) for request in requests] if requests else local.bind(shard)
 
 
 def squeeze(node: Node) -> str:
@@ -297,7 +301,7 @@ def squeeze(node: Node) -> str:
 
 
 def stack(node: Node) -> str:
-    """ "k0 k1, k0 k1 -> k0 s! k1": the new dim is whole."""
+    """ "k0 k1, k0 k1 -> k0 s! k1": the new dim is unsplit."""
     dims = [f"k{d}" for d in range(len(node.in_shapes[0]))]
     return (
         f"{', '.join([' '.join(dims)] * len(node.inputs))} -> "
@@ -314,7 +318,9 @@ def tile(node: Node) -> str:
     reps = node.params["reps"]
     result = [f"k{d}" if n == 1 else f"(n{d} k{d})" for d, n in enumerate(reps)]
     return (
-        whole_rule(node) if 0 in node.out_shapes[0] else f"{' '.join(_kept(reps, {}))} -> {' '.join(result)}"
+        replicated_rule(node)
+        if 0 in node.out_shapes[0]
+        else f"{' '.join(_kept(reps, {}))} -> {' '.join(result)}"
     )
 
 
@@ -331,7 +337,7 @@ def transpose(node: Node) -> str:
 
 
 def unstack(node: Node) -> str:
-    """ "k0 s! k1 -> k0 k1, k0 k1": the dim that goes is whole."""
+    """ "k0 s! k1 -> k0 k1, k0 k1": the dim that goes is unsplit."""
     dims = [f"k{d}" for d in range(len(node.out_shapes[0]))]
     return (
         f"{' '.join(_inserted(dims, node.params['axis']))} -> "
@@ -353,16 +359,18 @@ register_rule(
     fuses="all",
 )
 register_rule(
-    "concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_wants)
+    "concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_requests)
 )
 register_rule("empty", empty, _empty_local)
 register_rule("empty2", " -> ")
 register_rule("iota", iota, _iota_local, made_anywhere=True, fuses="all")
 register_rule("optimization_barrier", optimization_barrier, reads="none")
-register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_wants))
+register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_requests))
 register_rule("rev", rev, _rev_local, passes=(MOVES(0),), sends=_rev_sends)
-register_rule("slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_wants), reads="part")
-register_rule("split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_wants))
+register_rule(
+    "slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_requests), reads="part"
+)
+register_rule("split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_requests))
 register_rule("squeeze", squeeze, passes=(MOVES(0),), fuses="all")
 register_rule("stack", stack, passes=_moves_all)
 register_rule("tile", tile, _tile_local, passes=(MOVES(0),))

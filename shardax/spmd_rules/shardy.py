@@ -21,7 +21,7 @@ ELLIPSIS = "…"  # jax.experimental.custom_partitioning.BATCHING
 Dim = tuple[str, ...]
 
 
-def as_rule(given: Any, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> Rule:
+def as_rule(sdy_rule: Any, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> Rule:
     """A `SdyShardingRule` as a rule of ours.
 
     Raises:
@@ -31,43 +31,48 @@ def as_rule(given: Any, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape])
     >>> print(as_rule(SdyShardingRule(((BATCHING, "i"),), ((BATCHING,),)), [(2, 3, 4)], [(2, 3)]))
     _0_0 _0_1 i -> _0_0 _0_1
     """
-    sides = tuple(zip((given.operand_mappings, given.result_mappings), (in_shapes, out_shapes), strict=True))
+    sides = tuple(
+        zip((sdy_rule.operand_mappings, sdy_rule.result_mappings), (in_shapes, out_shapes), strict=True)
+    )
     for what, (mappings, shapes) in zip(("operands", "results"), sides, strict=True):
         if len(mappings) != len(shapes):
             raise ValueError(
-                f"sharding_rule {spelled(given)}: it has {len(mappings)} {what}, the function has "
+                f"sharding_rule {spelled(sdy_rule)}: it has {len(mappings)} {what}, the function has "
                 f"{len(shapes)}"
             )
     tensors = [
-        [_expanded(given, m, s) for m, s in zip(mappings, shapes, strict=True)] for mappings, shapes in sides
+        [_expanded(sdy_rule, m, s) for m, s in zip(mappings, shapes, strict=True)]
+        for mappings, shapes in sides
     ]
-    marks = dict.fromkeys(given.need_replication_factors, "!")
+    marks = dict.fromkeys(sdy_rule.need_replication_factors, "!")
     marks |= dict.fromkeys(
         _of_several_sizes(zip(tensors[0] + tensors[1], (*in_shapes, *out_shapes), strict=True)), "~"
     )
     text = " -> ".join(
         ", ".join(" ".join(_dim_text(dim, marks) for dim in tensor) for tensor in side) for side in tensors
     )
-    sizes = tuple((_name(f), n) for f, n in given.factor_sizes.items())
+    sizes = tuple((_name(f), n) for f, n in sdy_rule.factor_sizes.items())
     try:
         rule = replace(parse(text), sizes=sizes)
         bind(rule, tuple(in_shapes), tuple(out_shapes))
     except ValueError as error:
-        raise ValueError(f"sharding_rule {spelled(given)}: {str(error).partition(': ')[2]}") from None
+        raise ValueError(f"sharding_rule {spelled(sdy_rule)}: {str(error).partition(': ')[2]}") from None
     return rule
 
 
-def spelled(given: Any) -> str:
+def spelled(sdy_rule: Any) -> str:
     """A `SdyShardingRule` as a person would have typed it.
 
     >>> from jax.experimental.custom_partitioning import SdyShardingRule
     >>> spelled(SdyShardingRule((("i", "j"), ("j", "k")), (("i", "k"),), reduction_factors=("j",)))
     "'i j, j k -> i k', reduction_factors=('j',)"
     """
-    sides = (", ".join(map(_typed, side)) for side in (given.operand_mappings, given.result_mappings))
-    kinds = ("reduction_factors", "need_replication_factors", "permutation_factors")
-    said = [f"{kind}={getattr(given, kind)}" for kind in kinds if getattr(given, kind)]
-    return ", ".join([repr(" -> ".join(sides)), *said, *(f"{f}={n}" for f, n in given.factor_sizes.items())])
+    sides = (", ".join(map(_typed, side)) for side in (sdy_rule.operand_mappings, sdy_rule.result_mappings))
+    fields = ("reduction_factors", "need_replication_factors", "permutation_factors")
+    factor_lists = [f"{field}={getattr(sdy_rule, field)}" for field in fields if getattr(sdy_rule, field)]
+    return ", ".join(
+        [repr(" -> ".join(sides)), *factor_lists, *(f"{f}={n}" for f, n in sdy_rule.factor_sizes.items())]
+    )
 
 
 def _typed(mapping) -> str:
@@ -75,7 +80,7 @@ def _typed(mapping) -> str:
     return " ".join("..." + w[1:].removeprefix("0") if w[0] == ELLIPSIS else w for w in words)
 
 
-def _expanded(given, mapping, shape: Shape) -> list[Dim]:
+def _expanded(sdy_rule, mapping, shape: Shape) -> list[Dim]:
     """The factors of each dim, those of an ellipsis each by a name of its own."""
     dims = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]
     if dims and dims[0][0][0] == ELLIPSIS:
@@ -83,7 +88,7 @@ def _expanded(given, mapping, shape: Shape) -> list[Dim]:
         dims = [(f"_{group}_{i}",) for i in range(len(shape) - len(dims) + 1)] + dims[1:]
     if len(dims) != len(shape):
         why = f"at '{_typed(mapping)}': it names {len(dims)} dims, the shape is {shape}"
-        raise ValueError(f"sharding_rule {spelled(given)}: {why}")
+        raise ValueError(f"sharding_rule {spelled(sdy_rule)}: {why}")
     return dims
 
 

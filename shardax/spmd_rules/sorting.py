@@ -114,9 +114,9 @@ def _merge_and_split(local: Local, rows, pairs: Sequence[tuple[int, int]], by: C
     upper, paired = {hi for _, hi in pairs}, {i for pair in pairs for i in pair}
     both_ways = [way for lo, hi in pairs for way in ((lo, hi), (hi, lo))]
     others = [ppermute(local, "blocks", x, axes, both_ways) for x in rows]
-    merged = by([lax.concatenate(pair, dim) for pair in zip(rows, others, strict=True)])
+    ordered = by([lax.concatenate(pair, dim) for pair in zip(rows, others, strict=True)])
     devices, index = range(local.count(axes)), local.index(axes)
-    halves = [slice_by_device(x, [block * (i in upper) for i in devices], block, dim, index) for x in merged]
+    halves = [slice_by_device(x, [block * (i in upper) for i in devices], block, dim, index) for x in ordered]
     if len(paired) == len(devices):
         return halves
     takes_part = jnp.array([i in paired for i in devices])[index]
@@ -158,8 +158,8 @@ def _approx_top_k_local(local: Local, shard):
         local.params["reduction_input_size_override"],
     )
     fill = identity("max" if local.params["is_max_k"] else "min", shard.dtype)
-    whole = size if size >= 0 else local.node.inputs[0].shape[axis]
-    first = partial(local.bind, reduction_input_size_override=whole)
+    total = size if size >= 0 else local.node.inputs[0].shape[axis]
+    first = partial(local.bind, reduction_input_size_override=total)
     return _pick(local, shard, axis, fill, first, partial(local.bind, recall_target=1.0))
 
 

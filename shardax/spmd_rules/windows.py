@@ -1,7 +1,7 @@
 """Convolutions and windowed reductions. A dim along which the window slides may be split: the halo comes from
 the neighbours.
 
-Where the operand is dilated, its rows lie `holes` apart. The first row that a device wants lies some places
+Where the operand is dilated, its rows are `holes` apart. The first row that a device needs is some places
 into its window, and how many depends on the device (GSPMD, section 3.2, the three cases of base dilation):
 
     window of device 0    x . . x . . x     all alike: the padding is that for all
@@ -22,10 +22,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
 from shardax.graph.graph import Node
-from shardax.reshard.halo import Wanted, exchange_of, inside_of, slice_by_device
+from shardax.reshard.halo import HaloRequest, exchange_of, inside_of, slice_by_device
 from shardax.reshard.run import identity
 from shardax.spmd_rules import flops
-from shardax.spmd_rules.halo import halo_sends, take, wanted, wanted_with, window_of
+from shardax.spmd_rules.halo import halo_sends, request_beside, request_of, take, window_of
 from shardax.spmd_rules.reductions import skipping
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 
@@ -33,7 +33,7 @@ from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 @dataclass(frozen=True)
 class _Slide:
     """How a window moves along a dim. Result r sees the places r·stride - low + k·spread, for k < size, of an
-    operand whose rows lie `holes` apart.
+    operand whose rows are `holes` apart.
     """
 
     size: int
@@ -44,7 +44,7 @@ class _Slide:
     spread: int = 1
 
     @property
-    def still(self) -> bool:
+    def is_pointwise(self) -> bool:
         return (self.size, self.stride, self.low, self.high, self.holes) == (1, 1, 0, 0, 1)
 
     def rows(self, results: int) -> int:
@@ -71,18 +71,18 @@ class _Slide:
 
 @dataclass(frozen=True)
 class _Part:
-    """What a device takes of one dim: `want`, seen by `results` results; `starts`, the place at which each
+    """What a device takes of one dim: `request`, seen by `results` results; `starts`, the place at which each
     device's window begins among the dilated places of the operand."""
 
     slide: _Slide
-    want: Wanted
+    request: HaloRequest
     results: int
     starts: Sequence[int]
 
     @property
     def skipped(self) -> np.ndarray:
         """How far into its window each device finds its first row."""
-        return np.array(self.want.firsts) * self.slide.holes - np.array(self.starts)
+        return np.array(self.request.firsts) * self.slide.holes - np.array(self.starts)
 
     @property
     def written_out(self) -> bool:
@@ -93,7 +93,7 @@ class _Part:
         """What is left to pad of the rows that `taken` gives."""
         if self.written_out:
             return (0, 0)
-        length = (self.want.rows - 1) * self.slide.holes + 1
+        length = (self.request.rows - 1) * self.slide.holes + 1
         return int(max(self.skipped)), int(self.slide.width(self.results) - min(self.skipped) - length)
 
     @property
@@ -101,8 +101,8 @@ class _Part:
         return 1 if self.written_out else self.slide.holes
 
     def taken(self, local: Local, shard, fill):
-        rows = take(local, self.want, shard, fill)
-        return self._write_out(local, rows, fill, self.want.dim) if self.written_out else rows
+        rows = take(local, self.request, shard, fill)
+        return self._write_out(local, rows, fill, self.request.dim) if self.written_out else rows
 
     def _write_out(self, local: Local, rows, fill, dim: int):
         width, holes = self.slide.width(self.results), self.slide.holes
@@ -110,15 +110,15 @@ class _Part:
         config[dim] = (holes - 1, width, holes - 1)
         rows = lax.pad(rows, jnp.asarray(fill, rows.dtype), config)
         starts = (holes - 1 - self.skipped).tolist()
-        return slice_by_device(rows, starts, width, dim, local.index(self.want.axes))
+        return slice_by_device(rows, starts, width, dim, local.index(self.request.axes))
 
     def shows_filling(self, local: Local) -> bool:
         """Whether some device sees what `taken` has filled in."""
-        return self.written_out or exchange_of(self.want).outside
+        return self.written_out or exchange_of(self.request).outside
 
     def inside(self, local: Local):
         """Which of the rows that `taken` gives are the operand's."""
-        inside = inside_of(self.want, local.index(self.want.axes), (self.want.rows,), 0)
+        inside = inside_of(self.request, local.index(self.request.axes), (self.request.rows,), 0)
         return self._write_out(local, inside, False, 0) if self.written_out else inside
 
     def cut(self, local: Local, result, dim: int):
@@ -126,14 +126,16 @@ class _Part:
         if result.shape[dim] == self.results:
             return result
         starts = (max(self.skipped) - self.skipped).tolist()
-        return slice_by_device(result, starts, self.results, dim, local.index(self.want.axes))
+        return slice_by_device(result, starts, self.results, dim, local.index(self.request.axes))
 
 
 def _part(local: Local, slide: _Slide, dims: tuple[int, int], operand: int = 0) -> _Part:
     """The part of an operand's dim that this device's block of the result's dim sees."""
     block = local.out_shape()[dims[1]]
-    want = wanted(local, operand, dims[0], (0, dims[1]), slide.span, slide.rows(block))
-    return _Part(slide, want, block, [i * block * slide.stride - slide.low for i in range(len(want.firsts))])
+    request = request_of(local, operand, dims[0], (0, dims[1]), slide.span, slide.rows(block))
+    return _Part(
+        slide, request, block, [i * block * slide.stride - slide.low for i in range(len(request.firsts))]
+    )
 
 
 # Convolutions
@@ -147,24 +149,23 @@ def conv_general_dilated(node: Node) -> str:
     over: "s~+, s~+ -> t!".
     """
     lhs_dims, rhs_dims, out_dims = node.params["dimension_numbers"]
-    by_feature, by_batch = (node.params[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
+    by_feature, by_batch = (node.params[f"{prefix}_group_count"] > 1 for prefix in ("feature", "batch"))
     outs = "(g o)" if by_feature or by_batch else "o"
     lhs = ["(g n)" if by_batch else "n", "(g c+)" if by_feature else "c+"]
     rhs, out = [outs, "c+"], ["n", outs]
     for i in range(len(lhs_dims) - 2):
         for side, word in zip((lhs, rhs, out), _spatial(node, i), strict=True):
             side.append(word)
-    lhs, rhs, out = (_in_order(*pair) for pair in ((lhs, lhs_dims), (rhs, rhs_dims), (out, out_dims)))
+    lhs, rhs, out = (
+        " ".join(word for _, word in sorted(zip(dims, words, strict=True)))
+        for words, dims in ((lhs, lhs_dims), (rhs, rhs_dims), (out, out_dims))
+    )
     return f"{lhs}, {rhs} -> {out}"
-
-
-def _in_order(words: Sequence[str], dims: Sequence[int]) -> str:
-    return " ".join(word for _, word in sorted(zip(dims, words, strict=True)))
 
 
 def _spatial(node: Node, i: int) -> tuple[str, str, str]:
     """The factors of spatial dim i in lhs, rhs and result."""
-    if _conv_slide(node, i).still:
+    if _conv_slide(node, i).is_pointwise:
         return f"k{i}", "1", f"k{i}"
     factor = window_of(f"s{i}", node)
     if _sums(node, i) and factor[-1] == "~":
@@ -200,9 +201,9 @@ def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:
     for i in range(len(node.params["padding"])):
         lhs, rhs, out = _conv_dims(node, i)
         slide = _conv_slide(node, i)
-        if not slide.still and local.operands[1].dims[rhs]:
+        if not slide.is_pointwise and local.operands[1].dims[rhs]:
             yield i, _summed_part(local, slide, lhs, rhs, node.out_shapes[0][out])
-        elif not slide.still and local.results[0].dims[out]:
+        elif not slide.is_pointwise and local.results[0].dims[out]:
             yield i, _part(local, slide, (lhs, out))
 
 
@@ -218,12 +219,14 @@ def _summed_part(local: Local, slide: _Slide, lhs: int, rhs: int, results: int) 
         width = (results - 1) * slide.stride + (end - first - 1) * slide.spread + 1
         return -(-place // slide.holes), (place + width - 1) // slide.holes + 1
 
-    want = replace(wanted_with(local, 0, lhs, (1, rhs), span, own.rows(results)), exact=True)
-    return _Part(own, want, results, [i * block * slide.spread - slide.low for i in range(len(want.firsts))])
+    request = replace(request_beside(local, 0, lhs, (1, rhs), span, own.rows(results)), exact=True)
+    return _Part(
+        own, request, results, [i * block * slide.spread - slide.low for i in range(len(request.firsts))]
+    )
 
 
-def _conv_wants(local: Local) -> Iterator[Wanted]:
-    return (part.want for _, part in _conv_parts(local))
+def _conv_requests(local: Local) -> Iterator[HaloRequest]:
+    return (part.request for _, part in _conv_parts(local))
 
 
 def _conv_local(local: Local, lhs, rhs):
@@ -233,8 +236,10 @@ def _conv_local(local: Local, lhs, rhs):
     for i, part in parts:
         lhs = part.taken(local, lhs, 0)
         padding[i], dilation[i] = part.padding, part.holes
-        rhs = local.mask(1, rhs, 0, _conv_dims(local.node, i)[1:2]) if part.want.exact else rhs
-    groups = {f"{kind}_group_count": local.params[f"{kind}_group_count"] for kind in ("feature", "batch")}
+        rhs = local.mask(1, rhs, 0, _conv_dims(local.node, i)[1:2]) if part.request.exact else rhs
+    groups = {
+        f"{prefix}_group_count": local.params[f"{prefix}_group_count"] for prefix in ("feature", "batch")
+    }
     if "g" in local.splits:
         split = local.splits["g"]
         groups = {
@@ -256,7 +261,7 @@ def _slides(node: Node) -> list[_Slide]:
     params = node.params
     sizes, ones = params["window_dimensions"], (1,) * len(params["window_dimensions"])
     lows, highs = zip(*params["padding"], strict=True) if sizes else ((), ())
-    holes, spread = (params.get(f"{kind}_dilation", ones) for kind in ("base", "window"))
+    holes, spread = (params.get(f"{prefix}_dilation", ones) for prefix in ("base", "window"))
     return [
         _Slide(*dim) for dim in zip(sizes, params["window_strides"], lows, highs, holes, spread, strict=True)
     ]
@@ -266,11 +271,9 @@ def _windowed(node: Node) -> str:
     """The factors of the dims, as text of a rule: the same for the operand of the windows and for the
     result.
     """
-    return " ".join(_window_factor(node, i, slide) for i, slide in enumerate(_slides(node)))
-
-
-def _window_factor(node: Node, i: int, slide: _Slide) -> str:
-    return f"k{i}" if slide.still else window_of(f"s{i}", node)
+    return " ".join(
+        f"k{i}" if slide.is_pointwise else window_of(f"s{i}", node) for i, slide in enumerate(_slides(node))
+    )
 
 
 def reduce_window(node: Node) -> str:
@@ -281,14 +284,14 @@ def reduce_window(node: Node) -> str:
 
 def _window_parts(local: Local, operand: int = 0) -> Iterator[_Part]:
     for d, slide in enumerate(_slides(local.node)):
-        if local.results[0].dims[d] and not slide.still:
+        if local.results[0].dims[d] and not slide.is_pointwise:
             yield _part(local, slide, (d, d), operand)
 
 
-def _window_wants(local: Local) -> Iterator[Wanted]:
+def _window_requests(local: Local) -> Iterator[HaloRequest]:
     """Of all operands that have the window's dims."""
     for i, layout in enumerate(local.operands):
-        yield from (part.want for part in _window_parts(local, i)) if layout.dims else ()
+        yield from (part.request for part in _window_parts(local, i)) if layout.dims else ()
 
 
 def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]], bind: Callable = Local.bind):
@@ -303,14 +306,14 @@ def _windows_local(fills: Callable[[Local, Sequence[Any]], Sequence[Any]], bind:
             for part in _window_parts(local, i):
                 shards[i] = part.taken(local, shards[i], fill)
         for part in parts:
-            padding[part.want.dim] = part.padding
+            padding[part.request.dim] = part.padding
             if holes:
-                holes[part.want.dim] = part.holes
+                holes[part.request.dim] = part.holes
         results = bind(
             local, *shards, padding=tuple(padding), **({"base_dilation": tuple(holes)} if holes else {})
         )
         for part in parts:
-            results = [part.cut(local, result, part.want.dim) for result in results]
+            results = [part.cut(local, result, part.request.dim) for result in results]
         return results
 
     return lowering
@@ -332,7 +335,7 @@ def _bind_skipping(local: Local, *shards, padding, base_dilation):
         return local.bind(*shards, padding=padding, base_dilation=base_dilation)
     shape, inside = shards[0].shape, np.True_
     for part in parts:
-        inside &= lax.broadcast_in_dim(part.inside(local), shape, (part.want.dim,))
+        inside &= lax.broadcast_in_dim(part.inside(local), shape, (part.request.dim,))
     how = {name: local.params[name] for name in ("window_dimensions", "window_strides", "window_dilation")}
     operands, starts = (*shards[:count], inside), (*shards[count:], np.True_)
     combine = skipping(jaxpr_as_fun(_jax.closed(local.params["jaxpr"])))
@@ -341,8 +344,8 @@ def _bind_skipping(local: Local, *shards, padding, base_dilation):
     ]
 
 
-def _neutral(kind: str, local: Local, shards) -> Sequence[Any]:
-    return [0 if kind == "sum" else identity(kind, shards[0].dtype)]
+def _neutral(reduction: str, local: Local, shards) -> Sequence[Any]:
+    return [0 if reduction == "sum" else identity(reduction, shards[0].dtype)]
 
 
 def select_and_gather_add(node: Node) -> str:
@@ -361,8 +364,8 @@ def _least_selected(local: Local, dtype):
 
 def select_and_scatter(node: Node) -> str:
     """The operand, what is scattered over the places chosen in its windows, and the initial value: slid dims
-    are whole, how competing updates combine only the user knows."""
-    dims = " ".join(f"k{i}" if slide.still else f"s{i}~!" for i, slide in enumerate(_slides(node)))
+    are unsplit, how competing updates combine only the user knows."""
+    dims = " ".join(f"k{i}" if slide.is_pointwise else f"s{i}~!" for i, slide in enumerate(_slides(node)))
     return f"{dims}, {dims},  -> {dims}"
 
 
@@ -381,23 +384,23 @@ class _Scattered:
     windows          [-----][-----][-----]     the last may end after it
     """
 
-    windows: Wanted
-    seen: Wanted
+    windows: HaloRequest
+    seen: HaloRequest
     offsets: Sequence[int]  # of each device's block behind the beginning of its first window
 
 
 def _scattered(local: Local) -> Iterator[_Scattered]:
     for d, slide in enumerate(_slides(local.node)):
-        if local.results[0].dims[d] and not slide.still:
+        if local.results[0].dims[d] and not slide.is_pointwise:
             block = local.out_shape()[d]
             count = (block + slide.size - 2) // slide.stride + 1
-            windows = wanted(local, 0, d, (0, d), slide.reaching, count)
-            seen = wanted(local, 1, d, (0, d), slide.seen, slide.width(count))
+            windows = request_of(local, 0, d, (0, d), slide.reaching, count)
+            seen = request_of(local, 1, d, (0, d), slide.seen, slide.width(count))
             starts = np.array(windows.firsts) * slide.stride - slide.low
             yield _Scattered(windows, seen, (np.arange(len(starts)) * block - starts).tolist())
 
 
-def _scattered_wants(local: Local) -> Iterator[Wanted]:
+def _scattered_requests(local: Local) -> Iterator[HaloRequest]:
     for dim in _scattered(local):
         yield from (dim.windows, dim.seen)
 
@@ -421,13 +424,13 @@ def _select_and_scatter_add_local(local: Local, source, operand):
     return [out]
 
 
-_sends = halo_sends(_window_wants)
+_sends = halo_sends(_window_requests)
 register_rule(
     "conv_general_dilated",
     conv_general_dilated,
     _conv_local,
     passes=(LINEAR(0), LINEAR(1)),
-    sends=halo_sends(_conv_wants),
+    sends=halo_sends(_conv_requests),
     flops=flops.conv_general_dilated,
 )
 register_rule(
@@ -437,10 +440,19 @@ register_rule(
     sends=_sends,
     fuses="operands",
 )
-for _kind, _passes in (("max", Passes(("max",), (0,))), ("min", Passes(("min",), (0,))), ("sum", LINEAR(0))):
-    _lowering = _windows_local(partial(_neutral, _kind))
+for _reduction, _passes in (
+    ("max", Passes(("max",), (0,))),
+    ("min", Passes(("min",), (0,))),
+    ("sum", LINEAR(0)),
+):
+    _lowering = _windows_local(partial(_neutral, _reduction))
     register_rule(
-        f"reduce_window_{_kind}", reduce_window, _lowering, passes=(_passes,), sends=_sends, fuses="operands"
+        f"reduce_window_{_reduction}",
+        reduce_window,
+        _lowering,
+        passes=(_passes,),
+        sends=_sends,
+        fuses="operands",
     )
 register_rule(
     "select_and_gather_add",
@@ -455,5 +467,5 @@ register_rule(
     select_and_scatter_add,
     _select_and_scatter_add_local,
     passes=(LINEAR(0),),
-    sends=halo_sends(_scattered_wants),
+    sends=halo_sends(_scattered_requests),
 )

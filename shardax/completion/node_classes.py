@@ -1,5 +1,5 @@
-"""Kinds of nodes. Nodes are of one kind if all that completion and choice read of them is equal; what follows
-is found once.
+"""Classes of nodes. Nodes are of one class if all that completion and choice read of them is equal; what
+follows is computed once.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,8 +18,8 @@ from shardax.spmd_rules.rule import Factors
 
 
 @dataclass(eq=False, slots=True)
-class Tie:
-    """An edge without its values. `places` says which of a node's values are at its positions, operands
+class EdgePattern:
+    """An edge without its values. `places`: which of a node's values are at its positions, operands
     first; `heaviest` are the positions by bytes; `memo` is what was learned from which cells.
     """
 
@@ -33,47 +33,47 @@ class Tie:
 
 
 @dataclass(eq=False, slots=True)
-class Kind:
-    """What alike nodes share: `factors`, of nodes with a rule and without bodies; `ties`, of their edges,
+class NodeClass:
+    """What alike nodes share: `factors`, of nodes with a rule and without bodies; `edges`, of their edges,
     those of bodies included; `tensors`, which picks those of a node's values that have dims and are no
     literals.
     """
 
     number: int
     factors: Factors | None
-    ties: tuple[Tie, ...]
+    edges: tuple[EdgePattern, ...]
     tensors: Callable[[Sequence[Value]], Sequence[Value]]
 
 
-class Kinds:
-    """The kinds of a program's nodes. Nodes with bodies are of one kind where these are the same node by
+class NodeClasses:
+    """The classes of a program's nodes. Nodes with bodies are of one class where these are the same node by
     node.
     """
 
     def __init__(self):
-        self.found: dict[Hashable, Kind] = {}
+        self.classes: dict[Hashable, NodeClass] = {}
         self.types: dict[Hashable, int] = {}
         self.type_of: dict[Value, int] = {}
-        self.structured: dict[Hashable, tuple[Kind, list[int]]] = {}
+        self.structured: dict[Hashable, tuple[NodeClass, list[int]]] = {}
 
-    def of(self, node: Node) -> tuple[Kind, list[Value]]:
-        """The kind of a node, and its values: inputs, outputs, then those of its bodies."""
+    def of(self, node: Node) -> tuple[NodeClass, list[Value]]:
+        """The class of a node, and its values: inputs, outputs, then those of its bodies."""
         if node.bodies:
             return self._structured(node)
         values = node.inputs + node.outputs
         key = self._key(node, values)
         try:
-            kind = self.found.get(key)
+            node_class = self.classes.get(key)
         except TypeError:
             key = id(node)  # it has parameters that cannot be compared
-            kind = self.found.get(key)
-        if kind is None:
+            node_class = self.classes.get(key)
+        if node_class is None:
             entry = RULES.get(node.name)
-            kind = self.add(key, entry.factors(node) if entry else None, edges_of(node), values)
-        return kind, values
+            node_class = self.add(key, entry.factors(node) if entry else None, edges_of(node), values)
+        return node_class, values
 
-    def _structured(self, node: Node) -> tuple[Kind, list[Value]]:
-        """Of a node with bodies: which of all values in it the edges tie is found once for each kind."""
+    def _structured(self, node: Node) -> tuple[NodeClass, list[Value]]:
+        """Of a node with bodies: which of all values in it the edges connect is found once for each class."""
         numbers: dict[Value, int] = {}
         key = self._structure(node, numbers)
         known = self.structured.get(key) if _can_be_compared(key) else None
@@ -84,9 +84,9 @@ class Kinds:
             )
             key = key if _can_be_compared(key) else id(node)
             known = self.structured[key] = self.add(key, None, edges, values), [numbers[v] for v in values]
-        kind, places = known
+        node_class, places = known
         values = list(numbers)
-        return kind, [values[place] for place in places]
+        return node_class, [values[place] for place in places]
 
     def _structure(self, node: Node, numbers: dict[Value, int]) -> Hashable:
         """What a node does, its bodies node by node. In it every value is a number, in the order in which
@@ -96,31 +96,31 @@ class Kinds:
         def met(values: Sequence[Value]) -> tuple[tuple[int, int], ...]:
             return tuple((numbers.setdefault(v, len(numbers)), self._type_number(v)) for v in values)
 
-        said: Hashable = tuple((k, v) for k, v in sorted(node.params.items()) if not _holds_jaxpr(v))
+        params: Hashable = tuple((k, v) for k, v in sorted(node.params.items()) if not _holds_jaxpr(v))
         if (note := annotations.of_node(node)) is not None:
-            said = note.dims
+            params = note.dims
         flag = node.name.startswith("random") and node.eqn.ctx.threefry_partitionable
         ends = met(node.inputs), met(node.outputs)
         bodies = (
             (met(b.inputs), tuple(self._structure(n, numbers) for n in b.nodes), met(b.outputs))
             for b in node.bodies
         )
-        return node.primitive, said, flag, *ends, *bodies
+        return node.primitive, params, flag, *ends, *bodies
 
     def add(
         self, key: Hashable, factors: Factors | None, edges: Iterable[Edge], values: Sequence[Value]
-    ) -> Kind:
+    ) -> NodeClass:
         tensors = [i for i, v in enumerate(values) if v.shape and not v.is_literal]
-        kind = Kind(len(self.found), factors, ties_of(edges, values), _taking(tensors))
-        return self.found.setdefault(key, kind)
+        node_class = NodeClass(len(self.classes), factors, edge_patterns(edges, values), _taking(tensors))
+        return self.classes.setdefault(key, node_class)
 
     def _key(self, node: Node, values: Sequence[Value]) -> Hashable:
-        name, said = node.primitive.name, node.params.values()
-        if name in _SAYING and annotations.of_node(node) is not None:
-            said = ()  # completion asks the annotation itself
+        name, params = node.primitive.name, node.params.values()
+        if name in _ANNOTATIONS and annotations.of_node(node) is not None:
+            params = ()  # completion reads the annotation itself
         elif name.startswith("random"):
-            said = (*said, node.eqn.ctx.threefry_partitionable)
-        return (name, len(node.inputs), *said, *map(self._type_number, values))
+            params = (*params, node.eqn.ctx.threefry_partitionable)
+        return (name, len(node.inputs), *params, *map(self._type_number, values))
 
     def _type_number(self, value: Value) -> int:
         if value not in self.type_of:
@@ -140,7 +140,7 @@ def _can_be_compared(key: Hashable) -> bool:
     return True
 
 
-_SAYING = frozenset(("annotate", "sharding_constraint", "reshard"))
+_ANNOTATIONS = frozenset(("annotate", "sharding_constraint", "reshard"))
 
 
 def _taking(places: Sequence[int]) -> Callable[[Sequence[Value]], Sequence[Value]]:
@@ -148,7 +148,7 @@ def _taking(places: Sequence[int]) -> Callable[[Sequence[Value]], Sequence[Value
 
 
 def _type(value: Value) -> Hashable:
-    """The type of a value, with its number if it is a small literal, because rules may ask for that."""
+    """The type of a value, with its number if it is a small literal, because rules may read that."""
     aval, literal = value.aval, value.literal
     if not value.is_literal:
         return aval.shape, aval.dtype
@@ -157,10 +157,11 @@ def _type(value: Value) -> Hashable:
     return aval.shape, aval.dtype, id(literal)
 
 
-def ties_of(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[Tie, ...]:
-    """The ties of edges between these values; scalars are left out, and so is what then ties nothing."""
+def edge_patterns(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[EdgePattern, ...]:
+    """The patterns of edges between these values; scalars are left out, and so are edges that then connect
+    nothing."""
     place = {value: i for i, value in reversed(list(enumerate(values)))}
-    ties = []
+    patterns = []
     for edge in edges:
         operands, results = (
             [i for i, v in enumerate(side) if v.shape] for side in (edge.operands, edge.results)
@@ -171,10 +172,10 @@ def ties_of(edges: Iterable[Edge], values: Sequence[Value]) -> tuple[Tie, ...]:
                 tuple(edge.factors.operands[i] for i in operands),
                 tuple(edge.factors.results[i] for i in results),
                 edge.factors.sizes,
-                edge.factors.kinds,
+                edge.factors.types,
             )
             heaviest = tuple(sorted(range(len(shown)), key=lambda i: -shown[i].nbytes))
             places, shapes = tuple(place[v] for v in shown), tuple(v.shape for v in shown)
             levels = edge.backward, edge.forward
-            ties.append(Tie(part, places, shapes, len(operands), levels, heaviest, {}))
-    return tuple(ties)
+            patterns.append(EdgePattern(part, places, shapes, len(operands), levels, heaviest, {}))
+    return tuple(patterns)
