@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax import _jax
 from shardax.check import ramp
-from shardax.graph.inline import from_jaxpr
-from shardax.rewrites.rows import with_scanned_rows
-from shardax.rewrites.whiles import with_counted_whiles
+from shardax.rewrites.driver import rewritten
+from shardax.rewrites.rows import scanned_rows
+from tests.graph_text import graph_of
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
@@ -341,7 +341,7 @@ def shifted(x, y):
 def test_what_no_row_is_stays(f, n):
     """The array is still carried, whatever else is scanned, and the values are right."""
     check(f, n, P("x"))
-    graph = with_scanned_rows(from_jaxpr(jax.make_jaxpr(f)(ramp(n, 16), ramp(n, 16))))
+    graph = rewritten(graph_of(f, ramp(n, 16), ramp(n, 16)), [scanned_rows])
     for scan in (node for node in graph.walk() if node.name == "scan"):
         consts, carries = _jax.scan_counts(scan.params)
         assert (n, 16) in [v.shape for v in scan.inputs[consts : consts + carries]]
@@ -363,27 +363,3 @@ def test_gradients(f):
     found = check(gradient, 8, P("x"))
     assert {c.kind for c in found} <= ({"all_to_all", "ppermute"} if f is inner else set())
     check(gradient, 7, inside=P("x"))
-
-
-@pytest.mark.parametrize(
-    "start, stop, step", [(0, 5, 1), (3, 3, 1), (5, 0, 1), (0, 7, 3), (5, 0, -2), (1, 2, 5)]
-)
-@pytest.mark.parametrize("test", [lax.lt, lax.le, lax.gt, lax.ge])
-def test_whiles_that_count(start, stop, step, test):
-    """Only loops that end are scans, and they have as many trips."""
-    going = range(start, stop + (test in (lax.le, lax.ge)) * (1 if step > 0 else -1), step)
-    ends = (step > 0) == (test in (lax.lt, lax.le))
-
-    def loop(x):
-        return lax.while_loop(lambda c: test(c[0], stop), lambda c: (c[0] + step, c[1] * 2), (start, x))
-
-    (node,) = with_counted_whiles(from_jaxpr(jax.make_jaxpr(loop)(1.0))).nodes
-    assert (node.name, node.params.get("length")) == (("scan", len(going)) if ends else ("while", None))
-
-
-def test_a_while_whose_counter_wraps_stays():
-    def loop(x):
-        return lax.while_loop(lambda c: c[0] <= 127, lambda c: (c[0] + np.int8(1), c[1]), (np.int8(0), x))
-
-    (node,) = with_counted_whiles(from_jaxpr(jax.make_jaxpr(loop)(1.0))).nodes
-    assert node.name == "while"

@@ -9,9 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.graph import inline
-from shardax.graph.graph import without_unread
-from shardax.rewrites.shifts import with_shifts
+from shardax.rewrites.driver import rewritten
+from shardax.rewrites.shifts import shifts
+from tests.graph_text import graph_of
 
 SHIFTS = {  # function, the nodes that are left
     "pad of slice": (lambda x: jnp.pad(x[1:], ((0, 1), (0, 0))), ["pad"]),
@@ -36,7 +36,7 @@ def test_shifts(name, rows):
     f, left = SHIFTS[name]
     x = np.arange(4.0 * rows, dtype="float32").reshape(rows, 4)
     if left is not None:
-        found = without_unread(with_shifts(inline.from_jaxpr(jax.make_jaxpr(f)(x))))
+        found = rewritten(graph_of(f, x), [shifts])
         assert [node.name for node in found.nodes if node.name in ("pad", "slice")] == left
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     step = sx.shard_jit(lambda x: f(sx.annotate(x + 1, P("x"))), mesh=mesh)

@@ -8,6 +8,7 @@ them unchanged, and into the bodies of loops, because caches are often appended 
 loop.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -15,30 +16,35 @@ import numpy as np
 
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.operands import constants_of
+from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 _INDEXED = ("gather", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 Counts = dict[Value, int]
 """The dim along which an array of integers counts from zero: its elements are their own positions there."""
 
 
-def with_batched_indices(graph: Graph, outer: Counts | None = None) -> Graph:
-    """The graph and its bodies, where gathers and scatters whose indices count along a dim have a batch dim
-    instead.
-    """
-    counts, unsigned = dict(outer or {}), set()
-    makers: dict[Value, Node] = {}
-    nodes: list[Node] = []
-    for node in graph.nodes:
-        for body, constants in zip(node.bodies, constants_of(node), strict=True):
-            with_batched_indices(body, {inner: counts[v] for v, inner in constants if v in counts})
-        nodes += _batched(node, makers, counts) if node.name in _INDEXED else [node]
-        makers.update(dict.fromkeys(node.outputs, node))
-        _follow(node, counts, unsigned)
-    graph.nodes = nodes
-    return graph
+def batched_indices(graph: Graph, context: Context) -> Replacements:
+    """The gathers and scatters whose indices count along a dim, with a batch dim instead."""
+    indexed = [node for node in graph.nodes if node.name in _INDEXED]
+    if not indexed:
+        return Replacements()
+    makers, counts = makers_of(graph), _counts(context)
+    new = {node: _batched(node, makers, counts) for node in indexed}
+    return Replacements({node: made for node, made in new.items() if made != [node]})
 
 
 # Which values count
+
+
+def _counts(context: Context) -> Counts:
+    """What counts in a graph, or around it."""
+    counts, unsigned = {} if context.outer is None else _counts(context.outer), set()
+    if context.node is not None:
+        pairs = itertools.chain.from_iterable(constants_of(context.node))
+        counts.update({inner: counts[v] for v, inner in pairs if v in counts})
+    for node in context.graph.nodes:
+        _follow(node, counts, unsigned)
+    return counts
 
 
 def _follow(node: Node, counts: Counts, unsigned: set[Value]) -> None:

@@ -19,17 +19,14 @@ from dataclasses import dataclass, replace
 
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.primitives import rotate_by_p, rotate_p
+from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 
-def with_rotations(graph: Graph) -> Graph:
-    """The graph and its bodies with `rotate` nodes for what rotates."""
-    makers = {value: node for node in graph.nodes for value in node.outputs}
-    found = {node: new for node in graph.nodes if (new := _rotate(node, makers) or _rotate_by(node, makers))}
-    for node in graph.nodes:
-        for body in node.bodies:
-            with_rotations(body)
-    graph.nodes = [found.get(node, node) for node in graph.nodes]
-    return graph
+def rotations(graph: Graph, context: Context) -> Replacements:
+    """The `rotate` nodes for what rotates."""
+    makers = makers_of(graph)
+    new = {node: _rotate(node, makers) or _rotate_by(node, makers) for node in graph.nodes}
+    return Replacements({node: [rotate] for node, rotate in new.items() if rotate})
 
 
 @dataclass(frozen=True, slots=True)

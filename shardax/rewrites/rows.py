@@ -30,23 +30,19 @@ from shardax.graph.indices import READS, WRITES, Index, Line, Makers, Place, lin
 from shardax.graph.inline import made_of
 from shardax.graph.operands import scan_params
 from shardax.rewrites.narrowing import SPARSE, SUMS, Narrowing
+from shardax.rewrites.rewrite import Context, Replacements, reading
 from shardax.rewrites.row_reads import Reading, places_read
 
 
-def with_scanned_rows(graph: Graph, in_loop: bool = False) -> Graph:
-    """The graph and its bodies, where scans go over the rows that they read and write at their index."""
-    around, nodes = _Around(in_loop), []
+def scanned_rows(graph: Graph, context: Context) -> Replacements:
+    """The scans over rows that they read and write at their index."""
+    around, new = _Around(context.in_loop), {}
     for node in graph.nodes:
-        if not around.same.keys().isdisjoint(node.inputs):
-            node = replace(node, inputs=[around.same.get(v, v) for v in node.inputs])
-        made = _scanned(node, around) if node.name == "scan" else [node]
+        made = [reading(node, around.same)]
+        if node.name == "scan":
+            new[node] = made = _scanned(*made, around)
         around.makers.update({v: one for one in made for v in one.outputs})
-        nodes += made
-    for node in nodes:
-        for body in node.bodies:
-            with_scanned_rows(body, in_loop or node.name in ("scan", "while"))
-    graph.nodes, graph.outputs = nodes, [around.same.get(v, v) for v in graph.outputs]
-    return graph
+    return Replacements({node: made for node, made in new.items() if made != [node]}, around.same)
 
 
 @dataclass(eq=False, slots=True)

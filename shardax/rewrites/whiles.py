@@ -8,6 +8,7 @@ from jax import lax
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.indices import Makers, holds, number_behind, step_of_counter, whole_number
 from shardax.graph.operands import carries_of, constants_of
+from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 _GOING: dict[str, Callable[[range], range]] = {
     "ge": lambda count: range(count.start, count.stop - 1, count.step),
@@ -19,21 +20,16 @@ _GOING: dict[str, Callable[[range], range]] = {
 _TURNED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
 
 
-def with_counted_whiles(graph: Graph) -> Graph:
-    """The graph and its bodies, where such loops are scans."""
-    makers: Makers = {}
-    for i, node in enumerate(graph.nodes):
-        graph.nodes[i] = node = _as_scan(node, makers) if node.name == "while" else node
-        makers.update(dict.fromkeys(node.outputs, node))
-        for body in node.bodies:
-            with_counted_whiles(body)
-    return graph
+def counted_whiles(graph: Graph, context: Context) -> Replacements:
+    """The scans that such loops are."""
+    makers, loops = makers_of(graph), (node for node in graph.nodes if node.name == "while")
+    return Replacements({node: [scan] for node in loops if (scan := _as_scan(node, makers))})
 
 
-def _as_scan(node: Node, makers: Makers) -> Node:
+def _as_scan(node: Node, makers: Makers) -> Node | None:
     trips = _trips(node, makers)
     if trips is None:
-        return node
+        return None
     first = node.params["cond_nconsts"]
     params = {
         "length": trips,
