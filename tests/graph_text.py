@@ -26,23 +26,23 @@ def text(graph: Graph, *shows: str) -> str:
     """The nodes of a graph and its bodies, with the parameters that are named.
 
     >>> print(text(graph_of(lambda x: -x[1:], np.zeros(3)), "start_indices"))
-    a:f64[3] -> c
-    b:f64[2] = slice[start_indices=(1,)] a
-    c:f64[2] = neg b
+    (a:f32[3])
+    b:f32[2] = slice[start_indices=(1,)] a
+    c:f32[2] = neg b
+    -> c
     """
     return _text(graph, shows, {})
 
 
 def _text(graph: Graph, shows: tuple[str, ...], names: dict[Value, str]) -> str:
-    ins = " ".join(_typed(v, names) for v in graph.inputs)
-    lines = []
+    lines = ["(" + " ".join(_typed(v, names) for v in graph.inputs) + ")"]
     for node in graph.nodes:
         params = " ".join(f"{name}={node.params[name]}" for name in shows if name in node.params)
         operands = " ".join(_named(v, names) for v in node.inputs)
         results = " ".join(_typed(v, names) for v in node.outputs)
         lines.append(f"{results} = {node.name}{params and f'[{params}]'} {operands}".rstrip())
         lines += [indent(_text(body, shows, names), "    ") for body in node.bodies]
-    return "\n".join([f"{ins} -> {' '.join(_named(v, names) for v in graph.outputs)}".strip(), *lines])
+    return "\n".join([*lines, "-> " + " ".join(_named(v, names) for v in graph.outputs)])
 
 
 def _typed(value: Value, names: dict[Value, str]) -> str:

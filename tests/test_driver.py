@@ -94,7 +94,7 @@ def test_what_nothing_reads_is_dropped():
     def f(x):
         return jnp.sin(-x)
 
-    assert after([sine_of_argument], f, X) == "a:f32[8,6] -> a"
+    assert after([sine_of_argument], f, X) == "(a:f32[8,6])\n-> a"
 
 
 def test_again():
@@ -106,5 +106,5 @@ def test_again():
         return Replacements(values=values, again=bool(sines))
 
     assert after([one_sine_less], lambda x: jnp.sin(jnp.cos(jnp.sin(x))), X) == (
-        "a:f32[8,6] -> b\nb:f32[8,6] = cos a"
+        "(a:f32[8,6])\nb:f32[8,6] = cos a\n-> b"
     )

@@ -44,14 +44,18 @@ def test_a_counted_while_inside_of_one_that_is_not():
     assert (
         after([counted_whiles], f, jnp.zeros(4), shows=("length",))
         == """\
-a:f32[4] -> b
+(a:f32[4])
 b:f32[4] = while a
-    c:f32[4] -> e
+    (c:f32[4])
     d:f32[] = reduce_sum c
     e:bool[] = gt d 1.0
-    f:f32[4] -> g
-    h:i32[] g:f32[4] = scan[length=3] 0 f
-        i:i32[] j:f32[4] -> k l
+    -> e
+    (f:f32[4])
+    g:i32[] h:f32[4] = scan[length=3] 0 f
+        (i:i32[] j:f32[4])
         k:i32[] = add i 1
-        l:f32[4] = div j 2.0"""
+        l:f32[4] = div j 2.0
+        -> k l
+    -> h
+-> b"""
     )

@@ -38,9 +38,9 @@ def scanned_rows(graph: Graph, context: Context) -> Replacements:
     """The scans over rows that they read and write at their index."""
     around, new = _Around(context.in_loop), {}
     for node in graph.nodes:
-        made = [reading(node, around.same)]
+        made = [node]
         if node.name == "scan":
-            new[node] = made = _scanned(*made, around)
+            new[node] = made = _scanned(reading(node, around.same), around)
         around.makers.update({v: one for one in made for v in one.outputs})
     return Replacements({node: made for node, made in new.items() if made != [node]}, around.same)
 
