@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import _jax
+from shardax.graph.affine import step_of_counter
 from shardax.graph.graph import Graph, Node, Value
-from shardax.graph.indices import step_of_counter
 
 SAME, STEPS, REDUCED, LAST = "same", "steps", "reduced", "last"
 

@@ -6,8 +6,10 @@ Rewrites leave graphs as they are: `replaced` makes a new one, and the driver go
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
+from shardax.graph.affine import Affines
 from shardax.graph.graph import Graph, Node, Value, without_unread
 
 
@@ -20,6 +22,12 @@ class Context:
     graph: Graph
     node: Node | None = None
     outer: "Context | None" = None
+
+    @cached_property
+    def affines(self) -> Affines:
+        """What is affine in the graph; of bodies that are as they were, what is known from around them."""
+        outer = self.outer and self.outer.affines
+        return outer if outer and self.graph in outer.graphs else Affines(self.graph, outer)
 
     @property
     def in_loop(self) -> bool:

@@ -14,7 +14,7 @@ scan that goes from the last row to the first is one that is reversed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -26,7 +26,7 @@ from shardax import _jax
 from shardax.cost.chips import NOMINAL
 from shardax.graph import static_updates
 from shardax.graph.graph import Graph, Node, Value, without_unread
-from shardax.graph.indices import READS, WRITES, Index, Line, Makers, Place, line_of_stack, number_behind
+from shardax.graph.indices import READS, WRITES, Index, Place
 from shardax.graph.inline import made_of
 from shardax.graph.operands import scan_params
 from shardax.rewrites.narrowing import SPARSE, SUMS, Narrowing
@@ -40,7 +40,8 @@ def scanned_rows(graph: Graph, context: Context) -> Replacements:
     for node in graph.nodes:
         made = [node]
         if node.name == "scan":
-            new[node] = made = _scanned(reading(node, around.same), around)
+            index = Index(context.affines, context.affines.trips[node])
+            new[node] = made = _scanned(reading(node, around.same), index, around)
         around.makers.update({v: one for one in made for v in one.outputs})
     return Replacements({node: made for node, made in new.items() if made != [node]}, around.same)
 
@@ -49,21 +50,18 @@ def scanned_rows(graph: Graph, context: Context) -> Replacements:
 class _Around:
     """What is known around scans.
 
-    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `stacks`: of arrays
-    whose rows are the index, its line; so a scan that is differentiated passes on what its index was.
+    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `makers`: of values,
+    those of what took the place of scans included.
     """
 
     in_loop: bool = False
-    makers: Makers = field(default_factory=dict)
+    makers: dict[Value, Node] = field(default_factory=dict)
     same: dict[Value, Value] = field(default_factory=dict)
-    stacks: dict[Value, Line] = field(default_factory=dict)
 
 
-def _scanned(node: Node, around: _Around) -> list[Node]:
+def _scanned(node: Node, index: Index, around: _Around) -> list[Node]:
     """A scan over rows, with what puts these side by side before it, and into their array after it."""
-    loop = _loop(node, around.in_loop)
-    _find_index(loop, around)
-    around.stacks.update({outside: loop.index.lines[v] for outside, v in loop.ys if v in loop.index.lines})
+    loop = _loop(node, index, around.in_loop)
     if not _find_accesses(loop):
         return [node]
     _turn(loop, around)
@@ -154,14 +152,13 @@ class _Loop:
         return [*self.before, scan, *self.after]
 
 
-def _loop(node: Node, inner: bool) -> _Loop:
+def _loop(node: Node, index: Index, inner: bool) -> _Loop:
     consts, carries = _jax.scan_counts(node.params)
     (body,) = node.bodies
     pairs = list(zip(node.inputs, body.inputs, strict=True))
     ends = list(zip(body.outputs, node.outputs, strict=True))
     carried = [_Carry(*pair, *end) for pair, end in zip(pairs[consts:], ends[:carries], strict=False)]
     ys = [(outside, inside) for inside, outside in ends[carries:]]
-    index = Index(node.params["length"], {v: inner for inner in body.walk() for v in inner.outputs})
     return _Loop(node, inner, index, pairs[:consts], carried, pairs[consts + carries :], ys, list(body.nodes))
 
 
@@ -175,20 +172,9 @@ def _window(node: Node) -> int:
     return math.prod(of.shape)
 
 
-def _find_index(loop: _Loop, around: _Around) -> None:
-    for carry in loop.carries:
-        start = number_behind(carry.outside, around.makers)
-        loop.index.note_counter(carry.taken, carry.given, start, loop.node.params["reverse"])
-    for outside, inside in loop.xs:
-        line = around.stacks[outside] if outside in around.stacks else line_of_stack(outside, around.makers)
-        loop.index.note(inside, line)
-    for node in loop.body if loop.index.lines else ():
-        loop.index.follow(node)
-
-
 def _find_accesses(loop: _Loop) -> bool:
     """Whether there are any."""
-    for node in Graph([], loop.body).walk() if loop.index.lines and loop.index.length else ():
+    for node in Graph([], loop.body).walk() if loop.index.length else ():
         for place in loop.places(node):
             places = (loop.read if node.name in READS else loop.written).setdefault(node.in_shapes[0], [])
             places += [] if place in places else [place]
@@ -209,19 +195,18 @@ def _turn(loop: _Loop, around: _Around) -> None:
         loop.ys[i] = (stack, _) = (Value(outside.aval), inside)
         _turned_around(loop, stack, loop.after)
         loop.after[-1].outputs = [outside]
-    _turn_index(loop, around)
+    _turn_index(loop)
     loop.node = replace(loop.node, params={**loop.node.params, "reverse": not loop.node.params["reverse"]})
 
 
-def _turn_index(loop: _Loop, around: _Around) -> None:
-    index, length = loop.index, loop.index.length
-    index.lines = {v: line.turned(length) for v, line in index.lines.items()}
-    around.stacks.update({outside: index.lines[v] for outside, v in loop.ys if v in index.lines})
+def _turn_index(loop: _Loop) -> None:
+    loop.index = replace(loop.index, turned=not loop.index.turned)
     for places in (loop.read, loop.written):
-        places.update({s: [Place(p.dim, p.line.turned(length)) for p in at] for s, at in places.items()})
+        turned = {s: [Place(p.dim, p.line.turned(loop.index.length)) for p in at] for s, at in places.items()}
+        places.update(turned)
 
 
-def _before_turned(value: Value, makers: Makers) -> Value | None:
+def _before_turned(value: Value, makers: Mapping[Value, Node]) -> Value | None:
     """What a stack was before it was turned around, if that was the last that was done to it."""
     node = makers.get(value)
     return (
