@@ -35,10 +35,19 @@ Place = int | Trip
 
 @dataclass(frozen=True)
 class Affine:
-    """The number `first`, plus `steps[p]` times each place p; no step is 0."""
+    """The number `first`, plus `steps[p]` times each place p; no step is 0.
+
+    >>> print(Affine(3) - Affine(0, {1: 2}))
+    3 - 2*i1
+    """
 
     first: int
     steps: Mapping[Place, int] = field(default_factory=dict)
+
+    def __str__(self):
+        names = {p: "t" if isinstance(p, Trip) else f"i{p}" for p in self.steps}
+        terms = [(names[p], f" {'+' if n > 0 else '-'} {abs(n)}*{names[p]}") for p, n in self.steps.items()]
+        return "".join([str(self.first), *(term for _, term in sorted(terms))])
 
     @property
     def number(self) -> int | None:
@@ -255,10 +264,10 @@ def _mul(node: Node, x: Affine | None, y: Affine | None) -> Affine | None:
 
 def _reshape(node: Node, x: Affine | None, *_) -> Affine | None:
     """Dims of size one may come and go."""
-    if x is None or node.params.get("dimensions") and node.name == "reshape":
-        return None
-    if not any(isinstance(p, int) for p in x.steps):
+    if x is None or not any(isinstance(p, int) for p in x.steps):
         return x
+    if node.name == "reshape" and node.params["dimensions"] is not None:
+        return None
     old, new = ({d: n for d, n in enumerate(s) if n != 1} for s in (node.in_shapes[0], *node.out_shapes))
     return x.moved(dict(zip(old, new, strict=True))) if [*old.values()] == [*new.values()] else None
 
