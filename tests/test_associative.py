@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.rewrites.associative import associative_scans, reversed_scans
 from shardax.rewrites.driver import rewritten
-from tests.graph_text import graph_of
+from tests.graph_text import after, graph_of
 from tests.test_program import mesh_of
 from tests.test_random_programs import poisoned_padding
 
@@ -211,3 +211,26 @@ def test_gradients_of_equal_numbers_of_16_bits(f, dtype):
     grad = jax.grad(lambda x: (f(x) * jnp.arange(16, dtype=dtype)[:, None]).sum())
     got = sx.shard_jit(grad, mesh=MESH, in_shardings=P("x"))(x)
     np.testing.assert_array_equal(got, jax.jit(grad)(x))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_is_left(reverse):
+    """A node for the scan, and one for its gradient, whichever end is first."""
+
+    def scan(a):
+        return lax.associative_scan(jnp.multiply, a, reverse=reverse)
+
+    def both(a, ct):
+        result, back = jax.vjp(scan, a)
+        return result, *back(ct)
+
+    shows = ("dim", "reverse", "seeds")
+    assert after(SCANS_ONLY, scan, array(5), shows=shows) == (
+        f"(a:f32[5])\nb:f32[5] = associative_scan[dim=0 reverse={reverse}] a\n-> b"
+    )
+    assert after(SCANS_ONLY, both, array(5), array(5), shows=shows).split("\n") == [
+        "(a:f32[5] b:f32[5])",
+        f"c:f32[5] = associative_scan[dim=0 reverse={reverse}] a",
+        f"d:f32[5] = associative_scan_vjp[dim=0 reverse={reverse} seeds=(0,)] a b",
+        "-> c d",
+    ]
