@@ -29,24 +29,24 @@ class Trip:
     length: int
 
 
-Place = int | Trip
+Variable = int | Trip
 """A dim, which stands for the position along it, or a trip."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """The number `first`, plus `steps[p]` times each place p; no step is 0.
+    """The number `first`, plus `steps[v]` times each variable v; no step is 0.
 
     >>> print(Affine(3) - Affine(0, {1: 2}))
     3 - 2*i1
     """
 
     first: int
-    steps: Mapping[Place, int] = field(default_factory=dict)
+    steps: Mapping[Variable, int] = field(default_factory=dict)
 
     def __str__(self):
-        names = {p: "t" if isinstance(p, Trip) else f"i{p}" for p in self.steps}
-        terms = [(names[p], f" {'+' if n > 0 else '-'} {abs(n)}*{names[p]}") for p, n in self.steps.items()]
+        names = {v: "t" if isinstance(v, Trip) else f"i{v}" for v in self.steps}
+        terms = [(names[v], f" {'+' if n > 0 else '-'} {abs(n)}*{names[v]}") for v, n in self.steps.items()]
         return "".join([str(self.first), *(term for _, term in sorted(terms))])
 
     @property
@@ -55,8 +55,8 @@ class Affine:
         return None if self.steps else self.first
 
     def __add__(self, other: "Affine") -> "Affine":
-        steps = {p: self.steps.get(p, 0) + other.steps.get(p, 0) for p in (*self.steps, *other.steps)}
-        return Affine(self.first + other.first, {p: step for p, step in steps.items() if step})
+        steps = {v: self.steps.get(v, 0) + other.steps.get(v, 0) for v in (*self.steps, *other.steps)}
+        return Affine(self.first + other.first, {v: step for v, step in steps.items() if step})
 
     def __neg__(self) -> "Affine":
         return self * -1
@@ -65,24 +65,24 @@ class Affine:
         return self + -other
 
     def __mul__(self, by: int) -> "Affine":
-        return Affine(self.first * by, {p: step * by for p, step in self.steps.items() if by})
+        return Affine(self.first * by, {v: step * by for v, step in self.steps.items() if by})
 
-    def turned(self, sizes: Mapping[Place, int]) -> "Affine":
-        """The same numbers, where these places, of so many each, are counted from the other end."""
-        first = sum(step * (sizes[p] - 1) for p, step in self.steps.items() if p in sizes)
-        steps = {p: -step if p in sizes else step for p, step in self.steps.items()}
+    def turned(self, sizes: Mapping[Variable, int]) -> "Affine":
+        """The same numbers, where these variables, of so many values, count from the other end."""
+        first = sum(step * (sizes[v] - 1) for v, step in self.steps.items() if v in sizes)
+        steps = {v: -step if v in sizes else step for v, step in self.steps.items()}
         return Affine(self.first + first, steps)
 
-    def moved(self, places: Mapping[Place, Place]) -> "Affine":
-        """The same numbers, where places are others."""
-        return Affine(self.first, {places.get(p, p): step for p, step in self.steps.items()})
+    def moved(self, new: Mapping[Variable, Variable]) -> "Affine":
+        """The same numbers of other variables."""
+        return Affine(self.first, {new.get(v, v): step for v, step in self.steps.items()})
 
     def range(self, shape: Sequence[int]) -> range:
         """From the smallest to the largest number in an array of this shape."""
-        sizes = {p: p.length if isinstance(p, Trip) else shape[p] for p in self.steps}
+        sizes = {v: v.length if isinstance(v, Trip) else shape[v] for v in self.steps}
         if 0 in sizes.values() or 0 in shape:
             return range(0)
-        ends = [step * (sizes[p] - 1) for p, step in self.steps.items()]
+        ends = [step * (sizes[v] - 1) for v, step in self.steps.items()]
         low, high = sum(min(end, 0) for end in ends), sum(max(end, 0) for end in ends)
         return range(self.first + low, self.first + high + 1)
 
@@ -118,7 +118,7 @@ class Affines:
 
     def _note(self, value: Value, form: Affine | None) -> None:
         if form is not None and holds(value, form.range(value.shape)):
-            steps = {p: n for p, n in form.steps.items() if isinstance(p, Trip) or value.shape[p] != 1}
+            steps = {v: n for v, n in form.steps.items() if isinstance(v, Trip) or value.shape[v] != 1}
             self._forms[value] = Affine(form.first, steps)
 
     def _follow_all(self, graph: Graph) -> None:
@@ -217,13 +217,13 @@ def _row(stack: Affine | None, trip: Trip) -> Affine | None:
     """What is scanned: the position along dim 0 is the trip."""
     if stack is None:
         return None
-    return stack.moved({p: p - 1 if p else trip for p in stack.steps if isinstance(p, int)})
+    return stack.moved({v: v - 1 if v else trip for v in stack.steps if isinstance(v, int)})
 
 
 def _stacked(row: Affine | None, trip: Trip) -> Affine | None:
     if row is None:
         return None
-    return row.moved({trip: 0, **{p: p + 1 for p in row.steps if isinstance(p, int)}})
+    return row.moved({trip: 0, **{v: v + 1 for v in row.steps if isinstance(v, int)}})
 
 
 # What a node makes of affine operands
@@ -264,7 +264,7 @@ def _mul(node: Node, x: Affine | None, y: Affine | None) -> Affine | None:
 
 def _reshape(node: Node, x: Affine | None, *_) -> Affine | None:
     """Dims of size one may come and go."""
-    if x is None or not any(isinstance(p, int) for p in x.steps):
+    if x is None or not any(isinstance(v, int) for v in x.steps):
         return x
     if node.name == "reshape" and node.params["dimensions"] is not None:
         return None

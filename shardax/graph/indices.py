@@ -13,15 +13,8 @@ from shardax.graph.affine import Affines, Makers, Trip
 from shardax.graph.graph import Node, Value
 
 READS = {"dynamic_slice", "gather"}
-WRITES = {
-    "dynamic_update_slice",
-    "scatter",
-    "scatter-add",
-    "scatter-max",
-    "scatter-min",
-    "scatter-mul",
-    "scatter-sub",
-}
+SCATTERS = {"scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
+WRITES = {"dynamic_update_slice", *SCATTERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +26,8 @@ class Line:
 
     def within(self, trips: int) -> range:
         """The numbers of so many trips, in ascending order."""
-        return (
-            range(self.first, self.first + trips)
-            if self.step > 0
-            else range(self.first - trips + 1, self.first + 1)
-        )
+        first = self.first if self.step > 0 else self.first - trips + 1
+        return range(first, first + trips)
 
     def turned(self, trips: int) -> "Line":
         """The same numbers from the last to the first."""

@@ -12,28 +12,23 @@ from dataclasses import replace
 
 from shardax.graph.affine import Affine, Affines, Makers
 from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.indices import SCATTERS
 from shardax.rewrites.rewrite import Context, Replacements, makers_of
-
-_INDEXED = ("gather", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
 
 
 def batched_indices(graph: Graph, context: Context) -> Replacements:
     """The gathers and scatters whose indices count along a dim, with a batch dim instead."""
     makers = makers_of(graph)
-    indexed = (node for node in graph.nodes if node.name in _INDEXED)
+    indexed = (node for node in graph.nodes if node.name in {"gather", *SCATTERS})
     return Replacements({node: made for node in indexed if (made := _batched(node, makers, context))})
 
 
 def _batched(node: Node, makers: Makers, context: Context) -> list[Node]:
-    """The node with a batch dim, and without the indices that count; and, if indices are left, the nodes that
-    make them. None where no indices count.
+    """The node with a batch dim, and without the indices that count, behind what makes the others; nothing
+    where no indices count.
     """
-    columns = makers.get(node.inputs[1])
-    if (
-        columns is None
-        or columns.name != "concatenate"
-        or columns.params["dimension"] != len(node.in_shapes[1]) - 1
-    ):
+    columns, last = makers.get(node.inputs[1]), len(node.in_shapes[1]) - 1
+    if columns is None or columns.name != "concatenate" or columns.params["dimension"] != last:
         return []
     kept, params = list(columns.inputs), node.params
     for part, dim, along in _counted(node, columns, context.affines):
@@ -55,12 +50,9 @@ def _counted(node: Node, columns: Node, affines: Affines) -> Iterator[tuple[Valu
         dim, along = indexed[place], _counts_along(affines.of(part))
         place += part.shape[-1]
         alone = part.shape[-1] == 1 and dim in collapsed and columns.inputs.count(part) == 1
-        if (
-            alone
-            and along is not None
-            and along not in taken
-            and part.shape[along] == node.in_shapes[0][dim] > 1
-        ):
+        if not alone or along is None or along in taken:
+            continue
+        if part.shape[along] == node.in_shapes[0][dim] > 1:
             taken.add(along)
             yield part, dim, along
 

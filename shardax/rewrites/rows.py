@@ -35,50 +35,36 @@ from shardax.rewrites.row_reads import Reading, places_read
 
 
 def scanned_rows(graph: Graph, context: Context) -> Replacements:
-    """The scans over rows that they read and write at their index."""
-    around, new = _Around(context.in_loop), {}
+    """The scans over rows that they read and write at their index, with what puts these side by side before
+    them, and into their array after them.
+    """
+    makers, new, same = {}, {}, {}  # `same`: what carries are that nothing changes
     for node in graph.nodes:
         made = [node]
         if node.name == "scan":
             index = Index(context.affines, context.affines.trips[node])
-            new[node] = made = _scanned(reading(node, around.same), index, around)
-        around.makers.update({v: one for one in made for v in one.outputs})
-    return Replacements({node: made for node, made in new.items() if made != [node]}, around.same)
+            loop = _loop(reading(node, same), index, context.in_loop)
+            if _goes_over_rows(loop, makers):
+                same |= _without_unchanged(loop)
+                new[node] = made = loop.nodes()
+        makers.update({v: one for one in made for v in one.outputs})
+    return Replacements(new, same)
 
 
-@dataclass(eq=False, slots=True)
-class _Around:
-    """What is known around scans.
-
-    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `makers`: of values,
-    those of what took the place of scans included.
-    """
-
-    in_loop: bool = False
-    makers: dict[Value, Node] = field(default_factory=dict)
-    same: dict[Value, Value] = field(default_factory=dict)
-
-
-def _scanned(node: Node, index: Index, around: _Around) -> list[Node]:
-    """A scan over rows, with what puts these side by side before it, and into their array after it."""
-    loop = _loop(node, index, around.in_loop)
+def _goes_over_rows(loop: "_Loop", makers: Mapping[Value, Node]) -> bool:
+    """Makes a loop go over rows where it can; `makers` are of what it is given."""
     if not _find_accesses(loop):
-        return [node]
-    _turn(loop, around)
+        return False
+    _turn(loop, makers)
     _move_transposes_out(loop)
     for carries in _alike(loop):
         _scan_carries(loop, carries)
     for carry in [c for c in loop.carries if c.given is not c.taken]:
         _scan_sum(loop, carry)
-    for outside, inside in [
-        *loop.consts,
-        *((c.outside, c.taken) for c in loop.carries if c.given is c.taken),
-    ]:
+    unchanged = [(c.outside, c.taken) for c in loop.carries if c.given is c.taken]
+    for outside, inside in [*loop.consts, *unchanged]:
         _scan_const(loop, outside, inside)
-    if not loop.changed:
-        return [node]
-    around.same.update(_without_unchanged(loop))
-    return loop.nodes()
+    return loop.changed
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +130,7 @@ class _Loop:
         body = without_unread(Graph([], self.body, [*given, *(inside for _, inside in self.ys)]))
         read = {v for node in body.nodes for v in node.inputs}.union(body.outputs)
         consts, xs = ([pair for pair in side if pair[1] in read] for side in (self.consts, self.xs))
-        body.inputs = [*(v for _, v in consts), *taken, *(v for _, v in xs)]
+        body = replace(body, inputs=[*(v for _, v in consts), *taken, *(v for _, v in xs)])
         inputs = [*(v for v, _ in consts), *(c.outside for c in self.carries), *(v for v, _ in xs)]
         outputs = [*(c.result for c in self.carries), *(v for v, _ in self.ys)]
         params = {**scan_params(self.node), "num_consts": len(consts), "num_carry": len(taken)}
@@ -164,12 +150,8 @@ def _loop(node: Node, index: Index, inner: bool) -> _Loop:
 
 def _window(node: Node) -> int:
     """How many elements of an array a node reads or writes."""
-    of = (
-        node.outputs[0]
-        if node.name in READS
-        else node.inputs[1 if node.name == "dynamic_update_slice" else 2]
-    )
-    return math.prod(of.shape)
+    written = 1 if node.name == "dynamic_update_slice" else 2
+    return math.prod(node.out_shapes[0] if node.name in READS else node.in_shapes[written])
 
 
 def _find_accesses(loop: _Loop) -> bool:
@@ -181,9 +163,9 @@ def _find_accesses(loop: _Loop) -> bool:
     return bool(loop.read or loop.written)
 
 
-def _turn(loop: _Loop, around: _Around) -> None:
+def _turn(loop: _Loop, makers: Mapping[Value, Node]) -> None:
     """Goes over rows in their order, if most of what is read and written is so in the other one."""
-    before = {outside: _before_turned(outside, around.makers) for outside, _ in loop.xs}
+    before = {outside: _before_turned(outside, makers) for outside, _ in loop.xs}
     up = sum(outside.nbytes for outside, _ in (*loop.xs, *loop.ys) if before.get(outside) is None)
     down = sum(v.nbytes for v in before.values() if v is not None)
     keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v, _ in (*loop.xs, *loop.ys))
@@ -209,11 +191,9 @@ def _turn_index(loop: _Loop) -> None:
 def _before_turned(value: Value, makers: Mapping[Value, Node]) -> Value | None:
     """What a stack was before it was turned around, if that was the last that was done to it."""
     node = makers.get(value)
-    return (
-        node.inputs[0]
-        if node is not None and node.name == "rev" and tuple(node.params["dimensions"]) == (0,)
-        else None
-    )
+    if node is None or node.name != "rev" or tuple(node.params["dimensions"]) != (0,):
+        return None
+    return node.inputs[0]
 
 
 def _turned_around(loop: _Loop, stack: Value, nodes: list[Node]) -> Value:
@@ -243,12 +223,11 @@ def _move_transposes_out(loop: _Loop) -> None:
             loop.body.remove(node)
 
 
-def _without_unchanged(loop: _Loop) -> Iterator[tuple[Value, Value]]:
-    """Takes out the carries that nothing changes and nothing reads."""
-    for carry in list(loop.carries):
-        if carry.given is carry.taken and loop.reads(carry.taken) == 1:
-            loop.carries.remove(carry)
-            yield carry.result, carry.outside
+def _without_unchanged(loop: _Loop) -> dict[Value, Value]:
+    """Takes out the carries that nothing changes and nothing reads: what their results are."""
+    gone = [c for c in loop.carries if c.given is c.taken and loop.reads(c.taken) == 1]
+    loop.carries = [c for c in loop.carries if c not in gone]
+    return {c.result: c.outside for c in gone}
 
 
 # Arrays that are carried, and read and written at one place
@@ -266,10 +245,8 @@ def _scan_carries(loop: _Loop, carries: list[_Carry]) -> None:
     """Scans the rows of carries of a type, if all that is done with these is done at one place."""
     taken = carries[0].taken
     for place in loop.written.get(taken.shape, ()) if loop.carries and {*carries} <= {*loop.carries} else ():
-        narrowing, rows = (
-            Narrowing(loop.index, place, taken.aval),
-            [_row_of(loop, c.taken, place) for c in carries],
-        )
+        narrowing = Narrowing(loop.index, place, taken.aval)
+        rows = [_row_of(loop, c.taken, place) for c in carries]
         for carry, (_, start) in zip(carries, rows, strict=True):
             narrowing.add(carry.taken, start[-1].outputs[0], carry.taken)
         nodes = narrowing.run(loop.body)
