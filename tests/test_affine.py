@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardax.graph.affine import Affine, Affines, Trip
+from shardax.graph.affine import Affine, Affines, Trip, step_of_counter
 from tests.graph_text import graph_of
 
 
@@ -163,3 +163,12 @@ def test_numbers():
     assert form.range((0,)) == range(0)
     assert str(form.turned({trip: 5})) == "-2 + 3*i0 + 1*t"
     assert form - form == Affine(0) and (form * 0).number == 0 and form.number is None
+
+
+def test_steps_of_counters():
+    def steps(f):
+        graph = graph_of(f, np.int32(0))
+        return step_of_counter(graph.inputs[0], graph.nodes[-1])
+
+    assert [steps(f) for f in (lambda i: i + 2, lambda i: 3 + i, lambda i: i - 2)] == [2, 3, -2]
+    assert [steps(f) for f in (lambda i: 2 - i, lambda i: i + i, lambda i: i * 2)] == [None] * 3

@@ -173,16 +173,11 @@ def step_of_counter(taken: Value, node: Node | None) -> int | None:
     """What a node adds to a value to make it anew."""
     if node is None or node.name not in ("add", "sub") or taken not in node.inputs:
         return None
-    by = whole_number(node.inputs[1] if node.inputs[0] is taken else node.inputs[0])
-    if node.name == "sub":
-        return -by if by is not None and node.inputs[0] is taken else None
-    return by
-
-
-def whole_number(value: Value) -> int | None:
-    """The number that a literal is everywhere."""
-    form = _literal(value)
-    return form and form.number
+    first = node.inputs[0] is taken
+    by = _literal(node.inputs[1] if first else node.inputs[0])
+    if by is None or not (first or node.name == "add"):
+        return None
+    return by.first if node.name == "add" else -by.first
 
 
 def holds(value: Value, numbers: range) -> bool:
