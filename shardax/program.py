@@ -20,7 +20,7 @@ from shardax.annotations.explicit import shape_of
 from shardax.completion.complete import Completion, complete
 from shardax.completion.reshapes import split_inside
 from shardax.graph import annotations, inline
-from shardax.graph.graph import Graph, Node, Value, without_unread
+from shardax.graph.graph import Graph, Node, Value
 from shardax.ledger.collectives import collectives
 from shardax.meshes import sites
 from shardax.meshes.crossing import Crossing, crossings, placed_here
@@ -32,13 +32,7 @@ from shardax.partition.emit import emit
 from shardax.partition.replicated import report_replicated
 from shardax.passes import scopes
 from shardax.passes.table import PassContext, planned
-from shardax.rewrites.associative import with_associative_scans
-from shardax.rewrites.counted import with_batched_indices
-from shardax.rewrites.merged import with_unmerged_contractions
-from shardax.rewrites.rotations import with_rotations
-from shardax.rewrites.rows import with_scanned_rows
-from shardax.rewrites.shifts import with_shifts
-from shardax.rewrites.whiles import with_counted_whiles
+from shardax.rewrites.driver import rewritten
 from shardax.sharding import AxisSizes, Layout, Sharding, replicated
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -120,21 +114,7 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
 
 def _graph(jaxpr) -> Graph:
     """The flat program, in which what JAX shows only expanded is a node of its own."""
-    whole = inline.from_jaxpr(_jax.dce(jaxpr))
-    for find in _FINDERS:
-        whole = find(whole)
-    return without_unread(whole)
-
-
-_FINDERS = (
-    with_associative_scans,
-    with_rotations,
-    with_counted_whiles,
-    with_scanned_rows,
-    with_batched_indices,
-    with_unmerged_contractions,
-    with_shifts,
-)
+    return rewritten(inline.from_jaxpr(_jax.dce(jaxpr)))
 
 
 def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:

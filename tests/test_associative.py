@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import _jax
-from shardax.graph.inline import from_jaxpr
-from shardax.rewrites.associative import with_associative_scans
+from shardax.rewrites.associative import associative_scans, reversed_scans
+from shardax.rewrites.driver import rewritten
+from tests.graph_text import after, graph_of
 from tests.test_program import mesh_of
 from tests.test_random_programs import poisoned_padding
 
 MESH = mesh_of(4, 2)
+SCANS_ONLY = [associative_scans, reversed_scans]
 
 
 def array(*shape):
@@ -54,7 +55,7 @@ SCANS = {
 
 
 def found(f, *args):
-    graph = with_associative_scans(from_jaxpr(_jax.dce(jax.make_jaxpr(f)(*args))))
+    graph = rewritten(graph_of(f, *args), SCANS_ONLY)
     return [
         (node.params["dim"], node.params["reverse"])
         for node in graph.nodes
@@ -128,7 +129,7 @@ def test_found_in_gradients(name, n):
     """Nothing of the expansion is left: no slices with strides, no paddings."""
     x, f = array(n, 4), loss(name)
     for grad in (jax.grad(f), jax.value_and_grad(f, (0, 1)), jax.grad(jax.checkpoint(f))):
-        graph = with_associative_scans(from_jaxpr(_jax.dce(jax.make_jaxpr(grad)(x, x))))
+        graph = rewritten(graph_of(grad, x, x), SCANS_ONLY)
         names = [node.name for node in graph.nodes]
         assert names.count("associative_scan") == names.count("associative_scan_vjp") == 1
         assert not [
@@ -210,3 +211,26 @@ def test_gradients_of_equal_numbers_of_16_bits(f, dtype):
     grad = jax.grad(lambda x: (f(x) * jnp.arange(16, dtype=dtype)[:, None]).sum())
     got = sx.shard_jit(grad, mesh=MESH, in_shardings=P("x"))(x)
     np.testing.assert_array_equal(got, jax.jit(grad)(x))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_is_left(reverse):
+    """A node for the scan, and one for its gradient, whichever end is first."""
+
+    def scan(a):
+        return lax.associative_scan(jnp.multiply, a, reverse=reverse)
+
+    def both(a, ct):
+        result, back = jax.vjp(scan, a)
+        return result, *back(ct)
+
+    shows = ("dim", "reverse", "seeds")
+    assert after(SCANS_ONLY, scan, array(5), shows=shows) == (
+        f"(a:f32[5])\nb:f32[5] = associative_scan[dim=0 reverse={reverse}] a\n-> b"
+    )
+    assert after(SCANS_ONLY, both, array(5), array(5), shows=shows).split("\n") == [
+        "(a:f32[5] b:f32[5])",
+        f"c:f32[5] = associative_scan[dim=0 reverse={reverse}] a",
+        f"d:f32[5] = associative_scan_vjp[dim=0 reverse={reverse} seeds=(0,)] a b",
+        "-> c d",
+    ]

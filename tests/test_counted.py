@@ -12,6 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.check import ramp
+from shardax.rewrites.counted import batched_indices
+from shardax.rewrites.driver import rewritten
+from tests.graph_text import graph_of, text
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 ROWS = jnp.arange
@@ -125,3 +128,64 @@ def test_constants_that_do_not_count(rows):
     for got, want in zip(sx.shard_jit(f, mesh=MESH, in_shardings=P("x"))(*args), f(*args), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_array_equal(got, want)
+
+
+def columns(*parts):
+    return lax.concatenate([part[:, None] for part in parts], 1)
+
+
+def taken(x, *parts):
+    """One element for each row of the indices."""
+    dims = tuple(range(x.ndim))
+    numbers = lax.GatherDimensionNumbers((), dims, dims)
+    return lax.gather(x, columns(*parts), numbers, (1,) * x.ndim, mode="clip")
+
+
+def put(x, y, *parts):
+    dims = tuple(range(x.ndim))
+    return lax.scatter(x, columns(*parts), y, lax.ScatterDimensionNumbers((), dims, dims))
+
+
+def test_the_column_that_counts_goes():
+    """What is left of the indices is the other column, or the others side by side."""
+    i = np.zeros(4, "int32")
+    gather = rewritten(
+        graph_of(lambda x, i: taken(x, lax.iota("int32", 4), i), np.zeros((4, 9)), i), [batched_indices]
+    )
+    scatter = rewritten(
+        graph_of(
+            lambda x, i, y: put(x, y, i, lax.iota("int32", 4), i + 1), np.zeros((9, 4, 9)), i, np.zeros(4)
+        ),
+        [batched_indices],
+    )
+    assert (
+        text(gather)
+        == """\
+(a:f32[4,9] b:i32[4])
+c:i32[4,1] = broadcast_in_dim b
+d:f32[4] = gather a c
+-> d"""
+    )
+    assert (
+        text(scatter)
+        == """\
+(a:f32[9,4,9] b:i32[4] c:f32[4])
+d:i32[4] = add b 1
+e:i32[4,1] = broadcast_in_dim b
+f:i32[4,1] = broadcast_in_dim d
+g:i32[4,2] = concatenate e f
+h:f32[9,4,9] = scatter a g c
+-> h"""
+    )
+    numbers = [graph.nodes[-1].params["dimension_numbers"] for graph in (gather, scatter)]
+    assert (numbers[0].start_index_map, numbers[0].operand_batching_dims) == ((1,), (0,))
+    assert (numbers[1].scatter_dims_to_operand_dims, numbers[1].operand_batching_dims) == ((0, 2), (1,))
+
+
+@pytest.mark.parametrize("n, first", [(4, 1), (3, 0)])
+def test_columns_that_point_stay(n, first):
+    """Rows that count from one, and rows of a part of the operand."""
+    graph = graph_of(
+        lambda x, i: taken(x, first + lax.iota("int32", n), i), np.zeros((4, 9)), np.zeros(n, "int32")
+    )
+    assert rewritten(graph, [batched_indices]) is graph

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.rewrites.rotations import rotations
 from shardax.spmd_rules import rotation
+from tests.graph_text import after
 
 ROLLS = {
     "rows": lambda x, k: jnp.roll(x, k, 0),
@@ -66,3 +69,54 @@ def test_parts_put_together_again_send_nothing():
         np.testing.assert_array_equal(step(x), f(x))
         sends = step.plan(x).comm_bytes / (4096 * 4)  # rows
         assert sends == {"two": 0, "many": 0, "turned": 2}.get(name, sends), (name, sends)
+
+
+FOUND = {
+    "dim=0 first=5": lambda x: lax.concatenate([x[5:], x[:5]], 0),
+    "dim=0 first=3": lambda x: lax.concatenate([x[3:5], x[5:], x[:3]], 0),
+    "dim=0 first=2": lambda x: lax.concatenate(lax.split(x, (2, 6))[::-1], 0),
+    "dim=0 first=0": lambda x: lax.concatenate([x[:5], x[5:]], 0),
+    "dim=0 first=1": lambda x: _padded(x[1:], 0, 1) + _padded(x[:1], 7, 0),
+}
+
+
+def _padded(x, low, high):
+    return lax.pad(x, np.float32(0), [(low, high, 0)])
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_found(what):
+    x = np.zeros(8, "float32")
+    text = f"(a:f32[8])\nb:f32[8] = rotate[{what}] a\n-> b"
+    assert after([rotations], FOUND[what], x, shows=("dim", "first")) == text
+
+
+NOT_FOUND = {
+    "rows are missing": lambda x: lax.concatenate([x[5:], x[:4]], 0),
+    "another order": lambda x: lax.concatenate([x[2:5], x[5:], x[:3]], 0),
+    "of two arrays": lambda x: lax.concatenate([x[5:], (x + 1)[:5]], 0),
+    "every second row": lambda x: lax.concatenate([x[::2], x[1::2]], 0),
+    "not zeros": lambda x: lax.pad(x[1:], np.float32(1), [(0, 1, 0)]) + _padded(x[:1], 7, 0),
+    "two windows": lambda x: lax.dynamic_slice(lax.concatenate([x, x + 1], 0), [x.astype(int)[0]], [8]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FOUND)
+def test_not_found(name):
+    assert "rotate" not in after([rotations], NOT_FOUND[name], np.zeros(8, "float32"))
+
+
+def test_a_window_of_an_array_beside_itself():
+    """And its gradient, which goes back."""
+
+    def rolled(x, k):
+        return lax.dynamic_slice(lax.concatenate([x, x], 0), [k], [8])
+
+    x, k = np.zeros(8, "float32"), np.uint32(3)
+    assert after([rotations], rolled, x, k, shows=("dim", "back")) == (
+        "(a:f32[8] b:u32[])\nc:f32[8] = rotate_by[dim=0 back=False] a b\n-> c"
+    )
+    back = after(
+        [rotations], lambda x, k: jax.vjp(lambda x: rolled(x, k), x)[1](x), x, k, shows=("dim", "back")
+    )
+    assert back == "(a:f32[8] b:u32[])\nc:f32[8] = rotate_by[dim=0 back=True] a b\n-> c"

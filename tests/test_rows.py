@@ -2,6 +2,8 @@
 function.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax import _jax
 from shardax.check import ramp
-from shardax.graph.inline import from_jaxpr
-from shardax.rewrites.rows import with_scanned_rows
-from shardax.rewrites.whiles import with_counted_whiles
+from shardax.rewrites.driver import rewritten
+from shardax.rewrites.rows import scanned_rows
+from tests.graph_text import after, graph_of
+from tests.loop_bodies import row, with_row
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 
@@ -341,7 +344,7 @@ def shifted(x, y):
 def test_what_no_row_is_stays(f, n):
     """The array is still carried, whatever else is scanned, and the values are right."""
     check(f, n, P("x"))
-    graph = with_scanned_rows(from_jaxpr(jax.make_jaxpr(f)(ramp(n, 16), ramp(n, 16))))
+    graph = rewritten(graph_of(f, ramp(n, 16), ramp(n, 16)), [scanned_rows])
     for scan in (node for node in graph.walk() if node.name == "scan"):
         consts, carries = _jax.scan_counts(scan.params)
         assert (n, 16) in [v.shape for v in scan.inputs[consts : consts + carries]]
@@ -365,25 +368,57 @@ def test_gradients(f):
     check(gradient, 7, inside=P("x"))
 
 
-@pytest.mark.parametrize(
-    "start, stop, step", [(0, 5, 1), (3, 3, 1), (5, 0, 1), (0, 7, 3), (5, 0, -2), (1, 2, 5)]
-)
-@pytest.mark.parametrize("test", [lax.lt, lax.le, lax.gt, lax.ge])
-def test_whiles_that_count(start, stop, step, test):
-    """Only loops that end are scans, and they have as many trips."""
-    going = range(start, stop + (test in (lax.le, lax.ge)) * (1 if step > 0 else -1), step)
-    ends = (step > 0) == (test in (lax.lt, lax.le))
-
-    def loop(x):
-        return lax.while_loop(lambda c: test(c[0], stop), lambda c: (c[0] + step, c[1] * 2), (start, x))
-
-    (node,) = with_counted_whiles(from_jaxpr(jax.make_jaxpr(loop)(1.0))).nodes
-    assert (node.name, node.params.get("length")) == (("scan", len(going)) if ends else ("while", None))
+ROWS = np.zeros((8, 2), "float32")
+COUNTS = ("num_consts", "num_carry", "length", "reverse")
 
 
-def test_a_while_whose_counter_wraps_stays():
-    def loop(x):
-        return lax.while_loop(lambda c: c[0] <= 127, lambda c: (c[0] + np.int8(1), c[1]), (np.int8(0), x))
+def left(trip, *args, n=8):
+    """What is left of a loop of trip(i, *args), which gives its last argument anew."""
 
-    (node,) = with_counted_whiles(from_jaxpr(jax.make_jaxpr(loop)(1.0))).nodes
-    assert node.name == "while"
+    def loop(*args):
+        return lax.fori_loop(0, n, lambda i, last: trip(i, *args[:-1], last), args[-1])
+
+    return after([scanned_rows], loop, *args, shows=(*COUNTS, "start_indices"))
+
+
+def test_a_loop_over_rows_is_left():
+    assert (
+        left(lambda i, x, y: with_row(y, jnp.sin(row(x, i)), i), ROWS, ROWS)
+        == """\
+(a:f32[8,2] b:f32[8,2])
+c:i32[] d:f32[8,2] = scan[num_consts=0 num_carry=1 length=8 reverse=False] 0 a
+    (e:i32[] f:f32[2])
+    g:f32[1,2] = broadcast_in_dim f
+    h:i32[] = add e 1
+    i:f32[1,2] = dynamic_slice g 0 0
+    j:f32[1,2] = sin i
+    k:f32[2] = squeeze j
+    -> h k
+-> d"""
+    )
+
+
+def test_a_loop_from_the_last_row_is_reversed():
+    text = left(lambda i, x, y: with_row(y, jnp.sin(row(x, 7 - i)), 7 - i), ROWS, ROWS)
+    assert text.split("\n")[1] == (
+        "c:i32[] d:f32[8,2] = scan[num_consts=0 num_carry=1 length=8 reverse=True] 0 a"
+    )
+
+
+def test_neighbours_are_slices():
+    text = left(lambda i, x, h: h + row(x, i) * row(x, i + 1), ROWS, ROWS[:1], n=7)
+    assert text.split("\n")[1:4] == [
+        "c:f32[7,2] = slice[start_indices=(0, 0)] a",
+        "d:f32[7,2] = slice[start_indices=(1, 0)] a",
+        "e:i32[] f:f32[1,2] = scan[num_consts=0 num_carry=2 length=7 reverse=False] 0 b c d",
+    ]
+
+
+def test_what_is_added_at_several_places_is_added_up_after_the_loop():
+    def trip(i, x, total):
+        zeros = jnp.zeros_like(total)
+        return total + with_row(zeros, row(x, i), i) + with_row(zeros, jnp.sin(row(x, i)), i + 1)
+
+    outside = [line for line in left(trip, ROWS, ROWS, n=7).split("\n") if not line.startswith(" ")]
+    names = [re.match(r"\w+", line.split(" = ")[1])[0] for line in outside[1:-1]]
+    assert names == ["slice", "scan", "pad", "add", "pad", "add"]

@@ -9,9 +9,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.graph import inline
-from shardax.graph.graph import without_unread
-from shardax.rewrites.shifts import with_shifts
+from shardax.rewrites.driver import rewritten
+from shardax.rewrites.shifts import shifts
+from tests.graph_text import after, graph_of
 
 SHIFTS = {  # function, the nodes that are left
     "pad of slice": (lambda x: jnp.pad(x[1:], ((0, 1), (0, 0))), ["pad"]),
@@ -30,14 +30,27 @@ SHIFTS = {  # function, the nodes that are left
 }
 
 
+@pytest.mark.parametrize("name", [name for name, (_, left) in SHIFTS.items() if left])
+def test_what_is_left(name):
+    f, left = SHIFTS[name]
+    found = rewritten(graph_of(f, np.zeros((8, 4), "float32")), [shifts])
+    assert [node.name for node in found.nodes if node.name in ("pad", "slice")] == left
+
+
+def test_several_in_a_row_are_one():
+    def f(x):
+        return lax.pad(x[2:], np.float32(0), [(0, 2, 0)])[3:]
+
+    assert after([shifts], f, np.zeros(8, "float32"), shows=("padding_config",)) == (
+        "(a:f32[8])\nb:f32[5] = pad[padding_config=((-5, 2, 0),)] a 0.0\n-> b"
+    )
+
+
 @pytest.mark.parametrize("rows", [8, 9])
 @pytest.mark.parametrize("name", SHIFTS)
 def test_shifts(name, rows):
-    f, left = SHIFTS[name]
+    f, _ = SHIFTS[name]
     x = np.arange(4.0 * rows, dtype="float32").reshape(rows, 4)
-    if left is not None:
-        found = without_unread(with_shifts(inline.from_jaxpr(jax.make_jaxpr(f)(x))))
-        assert [node.name for node in found.nodes if node.name in ("pad", "slice")] == left
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     step = sx.shard_jit(lambda x: f(sx.annotate(x + 1, P("x"))), mesh=mesh)
     np.testing.assert_array_equal(step(x), jax.jit(f)(x + 1))

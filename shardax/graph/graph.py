@@ -3,7 +3,7 @@ with bodies.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardax import _jax
@@ -89,14 +89,13 @@ class Graph:
 
 def without_unread(graph: Graph) -> Graph:
     """The graph and its bodies without what nothing reads, as after nodes were replaced; nodes with effects
-    stay.
+    stay. A graph or node that stays whole is not copied.
     """
     read, kept = set(graph.outputs), []
     for node in reversed(graph.nodes):
         if node.eqn.effects or any(v in read for v in node.outputs):
-            kept.append(node)
+            bodies = tuple(map(without_unread, node.bodies))
+            kept.append(node if bodies == node.bodies else replace(node, bodies=bodies))
             read.update(node.inputs)
-            for body in node.bodies:
-                without_unread(body)
-    graph.nodes = kept[::-1]
-    return graph
+    kept.reverse()
+    return graph if kept == graph.nodes else Graph(graph.inputs, kept, graph.outputs)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardax import _jax
+from shardax.graph.affine import step_of_counter
 from shardax.graph.graph import Graph, Node, Value
-from shardax.graph.indices import step_of_counter
+from shardax.graph.operands import carries_of, operands_of
 
 SAME, STEPS, REDUCED, LAST = "same", "steps", "reduced", "last"
 
@@ -45,11 +46,6 @@ def carries_of_map(node: Node) -> tuple[Carry, ...] | None:
     carries = [flow.carry(body, taken, given) for taken, given in zip(inputs, body.outputs, strict=False)]
     found = tuple(c for c in carries if c is not None)
     return found if len(found) == count else None
-
-
-def adds_up(body: Graph, taken: Value, given: Value) -> bool:
-    """Whether a body does nothing with a carry but add to it."""
-    return _can_wait(given) and _Flow().reduction(body, taken, given) == "sum"
 
 
 def has_open_loop(node: Node) -> bool:
@@ -166,13 +162,6 @@ def _routes(node: Node, i: int) -> Iterator[tuple[int, list[tuple[Graph, Value, 
     if node.name == "cond" and i:
         for r in range(len(node.outputs)):
             yield r, [(body, body.inputs[i - 1], body.outputs[r]) for body in node.bodies]
-    elif node.name in ("scan", "while"):
-        body = node.bodies[-1]
-        first = len(node.inputs) - len(
-            body.inputs
-        )  # operands of a while's condition come before those of its body
-        consts = _jax.scan_counts(node.params)[0] if node.name == "scan" else node.params["body_nconsts"]
-        carries = len(body.inputs) - consts if node.name == "while" else _jax.scan_counts(node.params)[1]
-        if first + consts <= i < first + consts + carries:
-            r = i - first - consts
-            yield r, [(body, body.inputs[i - first], body.outputs[r])]
+    elif i in (carries := carries_of(node)):
+        body, r = node.bodies[-1], i - carries.start
+        yield r, [(body, body.inputs[operands_of(node)[-1].index(i)], body.outputs[r])]

@@ -9,7 +9,7 @@ because then only JAX's own order of steps gives the result that JAX gives.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -23,26 +23,28 @@ from shardax.graph.inline import from_jaxpr
 from shardax.graph.numbering import Numbers, params_key
 from shardax.rewrites.associativity import has_associative_gradient, is_associative
 from shardax.rewrites.combines import combine_of
+from shardax.rewrites.rewrite import Context, Replacements, makers_of, replaced
 from shardax.spmd_rules.associative import Combine, associative_scan_p, associative_scan_vjp_p
 
 
-def with_associative_scans(graph: Graph) -> Graph:
-    """The graph and its bodies, each expansion of an associative scan as one node, and that of its
-    gradient.
-    """
-    for node in graph.nodes:
-        for body in node.bodies:
-            with_associative_scans(body)
-    at, numbers = 0, None
-    while at < len(graph.nodes):
-        guess = _guess_at(graph, at)
-        if guess:
+def associative_scans(graph: Graph, context: Context) -> Replacements:
+    """A node for the first expansion of an associative scan, and one for its gradient."""
+    numbers = None
+    for at in range(len(graph.nodes)):
+        if guess := _guess_at(graph, at):
             numbers = numbers or Numbers(graph)
-            if _replaced(graph, _found(graph, numbers, guess), numbers):
-                numbers = None
-        at += 1
-    _merge_reversals(graph)
-    return graph
+            if replacements := _replacements(graph, _found(graph, numbers, guess), numbers):
+                return replacements
+    return Replacements()
+
+
+def reversed_scans(graph: Graph, context: Context) -> Replacements:
+    """Scans from the other end, for scans of reversed elements whose results are reversed again."""
+    makers, readers, new = makers_of(graph), _readers(graph), {}
+    for node in graph.nodes:
+        if node.primitive in (associative_scan_p, associative_scan_vjp_p):
+            new |= _from_the_other_end(node, makers, readers)
+    return Replacements(new)
 
 
 # A first guess
@@ -252,89 +254,72 @@ def _is_inner(node: Node, graph: Graph) -> bool:
 # Putting it in
 
 
-def _replaced(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> bool:
-    """Puts nodes in the place of what they compute, unless something would still read an intermediate."""
-    stands = {
+def _replacements(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> Replacements | None:
+    """Nodes in the place of what they compute, unless something would still read an intermediate."""
+    if not found:
+        return None
+    results = {
         old: new
         for one in found
         for new, number in zip(one.node.outputs, one.results, strict=True)
         for old in (numbers.same(number, new.shape) if number is not None else ())
     }
-    read = [replace(n, inputs=[stands.get(v, v) for v in n.inputs]) for n in _inserted(graph.nodes, found)]
-    outputs = [stands.get(v, v) for v in graph.outputs]
-    computed = set().union(*(one.computed for one in found))
+    replacements = Replacements(_inserted(graph.nodes, found), results, again=True)
     between = set().union(*(one.between for one in found)) - {n for one in found for n in one.results}
-    nodes = _without_unread(read, outputs, lambda v: numbers.of.get(v) in computed)
-    if (
-        not found
-        or any(numbers.of.get(v) in between for n in nodes for v in n.outputs)
-        or not _in_order(graph.inputs, nodes)
-    ):
-        return False
-    graph.nodes[:], graph.outputs[:] = nodes, outputs
-    return True
+    new = replaced(graph, replacements)
+    left = any(numbers.of.get(v) in between for node in new.nodes for v in node.outputs)
+    return None if left or not _in_order(new) else replacements
 
 
-def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> list[Node]:
-    """The nodes of the graph and the new ones, each new one right after the nodes that make what it reads."""
-    places = {v: i for i, node in enumerate(nodes, 1) for v in node.outputs}
-    after: dict[int, list[Node]] = {}
+def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> dict[Node, list[Node]]:
+    """Each new node right after the nodes that make what it reads; before the first, if none do."""
+    makers = {v: i for i, node in enumerate(nodes) for v in node.outputs}
+    placed: dict[Node, list[Node]] = {}
     for one in found:
-        after.setdefault(max(places.get(v, 0) for v in one.node.inputs), []).append(one.node)
-    return [
-        *after.get(0, ()),
-        *itertools.chain.from_iterable([node, *after.get(i, ())] for i, node in enumerate(nodes, 1)),
-    ]
+        last = max(makers.get(v, -1) for v in one.node.inputs)
+        here = placed.setdefault(nodes[max(last, 0)], [nodes[max(last, 0)]])
+        here.insert(len(here) if last >= 0 else here.index(nodes[0]), one.node)
+    return placed
 
 
-def _without_unread(
-    nodes: Sequence[Node], outputs: Sequence[Value], may_drop: Callable[[Value], bool]
-) -> list[Node]:
-    read, kept = set(outputs), []
-    for node in reversed(nodes):
-        if not node.outputs or any(v in read for v in node.outputs) or not all(map(may_drop, node.outputs)):
-            kept.append(node)
-            read.update(node.inputs)
-    return kept[::-1]
-
-
-def _in_order(inputs: Sequence[Value], nodes: Sequence[Node]) -> bool:
-    made = set(inputs)
-    for node in nodes:
+def _in_order(graph: Graph) -> bool:
+    made = set(graph.inputs)
+    for node in graph.nodes:
         if any(v not in made and not v.is_literal for v in node.inputs):
             return False
         made.update(node.outputs)
     return True
 
 
-def _merge_reversals(graph: Graph) -> None:
-    """Makes a scan of reversed elements, whose results are reversed again, a scan from the other end."""
-    makers = {v: node for node in graph.nodes for v in node.outputs}
+# Scans of reversed elements
+
+Readers = Mapping[Value, Sequence[Node | None]]
+"""The nodes that read a value, and None for the result of a graph."""
+
+
+def _readers(graph: Graph) -> Readers:
     readers: dict[Value, list[Node | None]] = {v: [None] for v in graph.outputs}
     for node in graph.nodes:
         for v in node.inputs:
             readers.setdefault(v, []).append(node)
-    turned: dict[Node, Node] = {}
-    dropped: set[Node] = set()
-    for node in graph.nodes:
-        if node.primitive in (associative_scan_p, associative_scan_vjp_p) and (
-            ends := _reversals(node, makers, readers)
-        ):
-            before, after = ends
-            outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
-            inputs = [rev.inputs[0] for rev in before]
-            turned[node] = replace(
-                node, params={**node.params, "reverse": True}, inputs=inputs, outputs=outputs
-            )
-            dropped.update(after.values())
-    nodes = [turned.get(node, node) for node in graph.nodes if node not in dropped]
-    graph.nodes[:] = _without_unread(
-        nodes, graph.outputs, lambda v: makers.get(v) is not None and makers[v].name == "rev"
-    )
+    return readers
+
+
+def _from_the_other_end(
+    node: Node, makers: Mapping[Value, Node], readers: Readers
+) -> dict[Node, Sequence[Node]]:
+    ends = _reversals(node, makers, readers)
+    if ends is None:
+        return {}
+    before, after = ends
+    outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
+    inputs, params = [rev.inputs[0] for rev in before], {**node.params, "reverse": True}
+    turned = replace(node, params=params, inputs=inputs, outputs=outputs)
+    return {node: [turned], **{rev: [] for rev in after.values()}}
 
 
 def _reversals(
-    node: Node, makers: dict[Value, Node], readers: dict[Value, list[Node | None]]
+    node: Node, makers: Mapping[Value, Node], readers: Readers
 ) -> tuple[list[Node], dict[Value, Node]] | None:
     """The reversals of a scan's elements and of its results, if nothing else reads either."""
 

@@ -6,32 +6,27 @@ themselves instead.
 A merged dim can only be split over the axes of its major part, so those of its minor part would be gathered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardax.graph.graph import Graph, Node, Value
+from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 
-def with_unmerged_contractions(graph: Graph) -> Graph:
-    """The graph and its bodies, where what is contracted is not merged before."""
-    makers: dict[Value, Node] = {}
-    for i, node in enumerate(graph.nodes):
-        for body in node.bodies:
-            with_unmerged_contractions(body)
-        if node.name == "dot_general":
-            graph.nodes[i] = _unmerged(node, makers)
-        makers.update(dict.fromkeys(node.outputs, node))
-    return graph
+def unmerged_contractions(graph: Graph, context: Context) -> Replacements:
+    """The contractions of what is not merged before."""
+    makers, products = makers_of(graph), (node for node in graph.nodes if node.name == "dot_general")
+    return Replacements({node: [new] for node in products if (new := _unmerged(node, makers))})
 
 
-def _unmerged(node: Node, makers: dict[Value, Node]) -> Node:
+def _unmerged(node: Node, makers: Mapping[Value, Node]) -> Node | None:
     contracted, batch = node.params["dimension_numbers"]
     if len(contracted[0]) != 1:
-        return node
+        return None
     (one,), (two,) = contracted
     merged = [_merged(makers.get(v), d) for v, d in zip(node.inputs, (one, two), strict=True)]
     if merged[0] != merged[1] or len(merged[0]) < 2:
-        return node
+        return None
     count = len(merged[0])
     groups = tuple(tuple(range(d, d + count)) for d in (one, two))
     moved = tuple(

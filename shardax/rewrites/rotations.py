@@ -19,17 +19,14 @@ from dataclasses import dataclass, replace
 
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.primitives import rotate_by_p, rotate_p
+from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 
-def with_rotations(graph: Graph) -> Graph:
-    """The graph and its bodies with `rotate` nodes for what rotates."""
-    makers = {value: node for node in graph.nodes for value in node.outputs}
-    found = {node: new for node in graph.nodes if (new := _rotate(node, makers) or _rotate_by(node, makers))}
-    for node in graph.nodes:
-        for body in node.bodies:
-            with_rotations(body)
-    graph.nodes = [found.get(node, node) for node in graph.nodes]
-    return graph
+def rotations(graph: Graph, context: Context) -> Replacements:
+    """The `rotate` nodes for what rotates."""
+    makers = makers_of(graph)
+    new = {node: _rotate(node, makers) or _rotate_by(node, makers) for node in graph.nodes}
+    return Replacements({node: [rotate] for node, rotate in new.items() if rotate})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +70,9 @@ def _rotation(parts: Sequence[tuple[int, _Part] | None]) -> tuple[Value, int, in
 def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | None]:
     """(row of the result, part) of the parts that a node puts side by side."""
     if node.name == "concatenate":
-        places = itertools.accumulate([0, *(v.shape[node.params["dimension"]] for v in node.inputs[:-1])])
-        parts = [_part(v, makers) for v in node.inputs]
-        return [
-            (at, p) if p and p.dim == node.params["dimension"] else None
-            for at, p in zip(places, parts, strict=True)
-        ]
+        dim, parts = node.params["dimension"], [_part(v, makers) for v in node.inputs]
+        places = itertools.accumulate([0, *(v.shape[dim] for v in node.inputs[:-1])])
+        return [(at, p) if p and p.dim == dim else None for at, p in zip(places, parts, strict=True)]
     if node.name in ("add_any", "add"):
         return [_padded_part(v, makers) for v in node.inputs]
     return []
@@ -132,42 +126,26 @@ def _rotate_by(node: Node, makers: Makers) -> Node | None:
 
 def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
     both = makers.get(node.inputs[0])
-    if (
-        both is None
-        or both.name != "concatenate"
-        or len(both.inputs) != 2
-        or both.inputs[0] is not both.inputs[1]
-    ):
+    if both is None or both.name != "concatenate" or len(both.inputs) != 2:
         return None
-    value, dim = both.inputs[0], both.params["dimension"]
-    return (value, node.inputs[1 + dim], dim, False) if node.outputs[0].shape == value.shape else None
+    (value, other), dim = both.inputs, both.params["dimension"]
+    whole = value is other and node.outputs[0].shape == value.shape
+    return (value, node.inputs[1 + dim], dim, False) if whole else None
 
 
 def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
     split = makers.get(node.inputs[0]) if node.name in ("add", "add_any") else None
-    if (
-        split is None
-        or split.name != "split"
-        or sorted(map(id, split.outputs)) != sorted(map(id, node.inputs))
-    ):
+    if split is None or split.name != "split" or len(split.outputs) != 2:
         return None
     update, dim = makers.get(split.inputs[0]), split.params["axis"]
-    if (
-        update is None
-        or update.name != "dynamic_update_slice"
-        or update.inputs[1].shape != node.outputs[0].shape
-    ):
+    if update is None or update.name != "dynamic_update_slice" or not _is_zero(update.inputs[0], makers):
         return None
-    return (
-        (update.inputs[1], update.inputs[2 + dim], dim, True) if _is_zero(update.inputs[0], makers) else None
-    )
+    value, first = update.inputs[1], update.inputs[2 + dim]
+    whole = value.shape == node.outputs[0].shape and {*split.outputs} == {*node.inputs}
+    return (value, first, dim, True) if whole else None
 
 
 def _is_zero(value: Value, makers: Makers) -> bool:
     node = makers.get(value)
-    return (
-        node is not None
-        and node.name == "broadcast_in_dim"
-        and node.inputs[0].is_literal
-        and node.inputs[0].literal == 0
-    )
+    number = node.inputs[0] if node is not None and node.name == "broadcast_in_dim" else value
+    return number.is_literal and not number.shape and number.literal == 0

@@ -14,7 +14,7 @@ scan that goes from the last row to the first is one that is reversed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -26,65 +26,45 @@ from shardax import _jax
 from shardax.cost.chips import NOMINAL
 from shardax.graph import static_updates
 from shardax.graph.graph import Graph, Node, Value, without_unread
-from shardax.graph.indices import READS, WRITES, Index, Line, Makers, Place, line_of_stack, number_behind
+from shardax.graph.indices import READS, WRITES, Index, Place
 from shardax.graph.inline import made_of
 from shardax.graph.operands import scan_params
 from shardax.rewrites.narrowing import SPARSE, SUMS, Narrowing
+from shardax.rewrites.rewrite import Context, Replacements, reading
 from shardax.rewrites.row_reads import Reading, places_read
 
 
-def with_scanned_rows(graph: Graph, in_loop: bool = False) -> Graph:
-    """The graph and its bodies, where scans go over the rows that they read and write at their index."""
-    around, nodes = _Around(in_loop), []
-    for node in graph.nodes:
-        if not around.same.keys().isdisjoint(node.inputs):
-            node = replace(node, inputs=[around.same.get(v, v) for v in node.inputs])
-        made = _scanned(node, around) if node.name == "scan" else [node]
-        around.makers.update({v: one for one in made for v in one.outputs})
-        nodes += made
-    for node in nodes:
-        for body in node.bodies:
-            with_scanned_rows(body, in_loop or node.name in ("scan", "while"))
-    graph.nodes, graph.outputs = nodes, [around.same.get(v, v) for v in graph.outputs]
-    return graph
-
-
-@dataclass(eq=False, slots=True)
-class _Around:
-    """What is known around scans.
-
-    `in_loop`: they are in another loop. `same`: what carries are that nothing changes. `stacks`: of arrays
-    whose rows are the index, its line; so a scan that is differentiated passes on what its index was.
+def scanned_rows(graph: Graph, context: Context) -> Replacements:
+    """The scans over rows that they read and write at their index, with what puts these side by side before
+    them, and into their array after them.
     """
+    makers, new, same = {}, {}, {}  # `same`: what carries are that nothing changes
+    for node in graph.nodes:
+        made = [node]
+        if node.name == "scan":
+            index = Index(context.affines, context.affines.trips[node])
+            loop = _loop(reading(node, same), index, context.in_loop)
+            if _goes_over_rows(loop, makers):
+                same |= _without_unchanged(loop)
+                new[node] = made = loop.nodes()
+        makers.update({v: one for one in made for v in one.outputs})
+    return Replacements(new, same)
 
-    in_loop: bool = False
-    makers: Makers = field(default_factory=dict)
-    same: dict[Value, Value] = field(default_factory=dict)
-    stacks: dict[Value, Line] = field(default_factory=dict)
 
-
-def _scanned(node: Node, around: _Around) -> list[Node]:
-    """A scan over rows, with what puts these side by side before it, and into their array after it."""
-    loop = _loop(node, around.in_loop)
-    _find_index(loop, around)
-    around.stacks.update({outside: loop.index.lines[v] for outside, v in loop.ys if v in loop.index.lines})
+def _goes_over_rows(loop: "_Loop", makers: Mapping[Value, Node]) -> bool:
+    """Makes a loop go over rows where it can; `makers` are of what it is given."""
     if not _find_accesses(loop):
-        return [node]
-    _turn(loop, around)
+        return False
+    _turn(loop, makers)
     _move_transposes_out(loop)
     for carries in _alike(loop):
         _scan_carries(loop, carries)
     for carry in [c for c in loop.carries if c.given is not c.taken]:
         _scan_sum(loop, carry)
-    for outside, inside in [
-        *loop.consts,
-        *((c.outside, c.taken) for c in loop.carries if c.given is c.taken),
-    ]:
+    unchanged = [(c.outside, c.taken) for c in loop.carries if c.given is c.taken]
+    for outside, inside in [*loop.consts, *unchanged]:
         _scan_const(loop, outside, inside)
-    if not loop.changed:
-        return [node]
-    around.same.update(_without_unchanged(loop))
-    return loop.nodes()
+    return loop.changed
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +130,7 @@ class _Loop:
         body = without_unread(Graph([], self.body, [*given, *(inside for _, inside in self.ys)]))
         read = {v for node in body.nodes for v in node.inputs}.union(body.outputs)
         consts, xs = ([pair for pair in side if pair[1] in read] for side in (self.consts, self.xs))
-        body.inputs = [*(v for _, v in consts), *taken, *(v for _, v in xs)]
+        body = replace(body, inputs=[*(v for _, v in consts), *taken, *(v for _, v in xs)])
         inputs = [*(v for v, _ in consts), *(c.outside for c in self.carries), *(v for v, _ in xs)]
         outputs = [*(c.result for c in self.carries), *(v for v, _ in self.ys)]
         params = {**scan_params(self.node), "num_consts": len(consts), "num_carry": len(taken)}
@@ -158,50 +138,34 @@ class _Loop:
         return [*self.before, scan, *self.after]
 
 
-def _loop(node: Node, inner: bool) -> _Loop:
+def _loop(node: Node, index: Index, inner: bool) -> _Loop:
     consts, carries = _jax.scan_counts(node.params)
     (body,) = node.bodies
     pairs = list(zip(node.inputs, body.inputs, strict=True))
     ends = list(zip(body.outputs, node.outputs, strict=True))
     carried = [_Carry(*pair, *end) for pair, end in zip(pairs[consts:], ends[:carries], strict=False)]
     ys = [(outside, inside) for inside, outside in ends[carries:]]
-    index = Index(node.params["length"], {v: inner for inner in body.walk() for v in inner.outputs})
     return _Loop(node, inner, index, pairs[:consts], carried, pairs[consts + carries :], ys, list(body.nodes))
 
 
 def _window(node: Node) -> int:
     """How many elements of an array a node reads or writes."""
-    of = (
-        node.outputs[0]
-        if node.name in READS
-        else node.inputs[1 if node.name == "dynamic_update_slice" else 2]
-    )
-    return math.prod(of.shape)
-
-
-def _find_index(loop: _Loop, around: _Around) -> None:
-    for carry in loop.carries:
-        start = number_behind(carry.outside, around.makers)
-        loop.index.note_counter(carry.taken, carry.given, start, loop.node.params["reverse"])
-    for outside, inside in loop.xs:
-        line = around.stacks[outside] if outside in around.stacks else line_of_stack(outside, around.makers)
-        loop.index.note(inside, line)
-    for node in loop.body if loop.index.lines else ():
-        loop.index.follow(node)
+    written = 1 if node.name == "dynamic_update_slice" else 2
+    return math.prod(node.out_shapes[0] if node.name in READS else node.in_shapes[written])
 
 
 def _find_accesses(loop: _Loop) -> bool:
     """Whether there are any."""
-    for node in Graph([], loop.body).walk() if loop.index.lines and loop.index.length else ():
+    for node in Graph([], loop.body).walk() if loop.index.length else ():
         for place in loop.places(node):
             places = (loop.read if node.name in READS else loop.written).setdefault(node.in_shapes[0], [])
             places += [] if place in places else [place]
     return bool(loop.read or loop.written)
 
 
-def _turn(loop: _Loop, around: _Around) -> None:
+def _turn(loop: _Loop, makers: Mapping[Value, Node]) -> None:
     """Goes over rows in their order, if most of what is read and written is so in the other one."""
-    before = {outside: _before_turned(outside, around.makers) for outside, _ in loop.xs}
+    before = {outside: _before_turned(outside, makers) for outside, _ in loop.xs}
     up = sum(outside.nbytes for outside, _ in (*loop.xs, *loop.ys) if before.get(outside) is None)
     down = sum(v.nbytes for v in before.values() if v is not None)
     keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v, _ in (*loop.xs, *loop.ys))
@@ -213,26 +177,23 @@ def _turn(loop: _Loop, around: _Around) -> None:
         loop.ys[i] = (stack, _) = (Value(outside.aval), inside)
         _turned_around(loop, stack, loop.after)
         loop.after[-1].outputs = [outside]
-    _turn_index(loop, around)
+    _turn_index(loop)
     loop.node = replace(loop.node, params={**loop.node.params, "reverse": not loop.node.params["reverse"]})
 
 
-def _turn_index(loop: _Loop, around: _Around) -> None:
-    index, length = loop.index, loop.index.length
-    index.lines = {v: line.turned(length) for v, line in index.lines.items()}
-    around.stacks.update({outside: index.lines[v] for outside, v in loop.ys if v in index.lines})
+def _turn_index(loop: _Loop) -> None:
+    loop.index = replace(loop.index, turned=not loop.index.turned)
     for places in (loop.read, loop.written):
-        places.update({s: [Place(p.dim, p.line.turned(length)) for p in at] for s, at in places.items()})
+        turned = {s: [Place(p.dim, p.line.turned(loop.index.length)) for p in at] for s, at in places.items()}
+        places.update(turned)
 
 
-def _before_turned(value: Value, makers: Makers) -> Value | None:
+def _before_turned(value: Value, makers: Mapping[Value, Node]) -> Value | None:
     """What a stack was before it was turned around, if that was the last that was done to it."""
     node = makers.get(value)
-    return (
-        node.inputs[0]
-        if node is not None and node.name == "rev" and tuple(node.params["dimensions"]) == (0,)
-        else None
-    )
+    if node is None or node.name != "rev" or tuple(node.params["dimensions"]) != (0,):
+        return None
+    return node.inputs[0]
 
 
 def _turned_around(loop: _Loop, stack: Value, nodes: list[Node]) -> Value:
@@ -262,12 +223,11 @@ def _move_transposes_out(loop: _Loop) -> None:
             loop.body.remove(node)
 
 
-def _without_unchanged(loop: _Loop) -> Iterator[tuple[Value, Value]]:
-    """Takes out the carries that nothing changes and nothing reads."""
-    for carry in list(loop.carries):
-        if carry.given is carry.taken and loop.reads(carry.taken) == 1:
-            loop.carries.remove(carry)
-            yield carry.result, carry.outside
+def _without_unchanged(loop: _Loop) -> dict[Value, Value]:
+    """Takes out the carries that nothing changes and nothing reads: what their results are."""
+    gone = [c for c in loop.carries if c.given is c.taken and loop.reads(c.taken) == 1]
+    loop.carries = [c for c in loop.carries if c not in gone]
+    return {c.result: c.outside for c in gone}
 
 
 # Arrays that are carried, and read and written at one place
@@ -285,10 +245,8 @@ def _scan_carries(loop: _Loop, carries: list[_Carry]) -> None:
     """Scans the rows of carries of a type, if all that is done with these is done at one place."""
     taken = carries[0].taken
     for place in loop.written.get(taken.shape, ()) if loop.carries and {*carries} <= {*loop.carries} else ():
-        narrowing, rows = (
-            Narrowing(loop.index, place, taken.aval),
-            [_row_of(loop, c.taken, place) for c in carries],
-        )
+        narrowing = Narrowing(loop.index, place, taken.aval)
+        rows = [_row_of(loop, c.taken, place) for c in carries]
         for carry, (_, start) in zip(carries, rows, strict=True):
             narrowing.add(carry.taken, start[-1].outputs[0], carry.taken)
         nodes = narrowing.run(loop.body)

@@ -10,24 +10,22 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.graph import Graph, Node
+from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 Config = tuple[int, int, int]
 
 
-def with_shifts(graph: Graph) -> Graph:
-    """The graph and its bodies, where what is padded and sliced, and nothing else reads in between, is padded
-    alone.
-    """
+def shifts(graph: Graph, context: Context) -> Replacements:
+    """A pad for what is padded and sliced, where nothing else reads in between."""
     uses = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
-    makers: dict[Value, Node] = {}
-    for i, node in enumerate(graph.nodes):
-        for body in node.bodies:
-            with_shifts(body)
+    makers, new = makers_of(graph), {}
+    for node in graph.nodes:
         if node.name in ("pad", "slice") and uses[node.inputs[0]] == 1:
-            graph.nodes[i] = node = _shift(node, makers.get(node.inputs[0])) or node
-        makers.update(dict.fromkeys(node.outputs, node))
-    return graph
+            if made := _shift(node, makers.get(node.inputs[0])):
+                new[node] = [made]
+                makers[made.outputs[0]] = made
+    return Replacements(new)
 
 
 def _shift(node: Node, maker: Node | None) -> Node | None:

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from jax import lax
 
+from shardax.graph.affine import Affines, holds, step_of_counter
 from shardax.graph.graph import Graph, Node, Value
-from shardax.graph.indices import Makers, holds, number_behind, step_of_counter, whole_number
-from shardax.graph.operands import carries_of, constants_of
+from shardax.graph.operands import carries_of
+from shardax.rewrites.rewrite import Context, Replacements
 
 _GOING: dict[str, Callable[[range], range]] = {
     "ge": lambda count: range(count.start, count.stop - 1, count.step),
@@ -19,21 +20,16 @@ _GOING: dict[str, Callable[[range], range]] = {
 _TURNED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
 
 
-def with_counted_whiles(graph: Graph) -> Graph:
-    """The graph and its bodies, where such loops are scans."""
-    makers: Makers = {}
-    for i, node in enumerate(graph.nodes):
-        graph.nodes[i] = node = _as_scan(node, makers) if node.name == "while" else node
-        makers.update(dict.fromkeys(node.outputs, node))
-        for body in node.bodies:
-            with_counted_whiles(body)
-    return graph
+def counted_whiles(graph: Graph, context: Context) -> Replacements:
+    """The scans that such loops are."""
+    loops = (node for node in graph.nodes if node.name == "while")
+    return Replacements({node: [scan] for node in loops if (scan := _as_scan(node, context.affines))})
 
 
-def _as_scan(node: Node, makers: Makers) -> Node:
-    trips = _trips(node, makers)
+def _as_scan(node: Node, affines: Affines) -> Node | None:
+    trips = _trips(node, affines)
     if trips is None:
-        return node
+        return None
     first = node.params["cond_nconsts"]
     params = {
         "length": trips,
@@ -47,16 +43,16 @@ def _as_scan(node: Node, makers: Makers) -> Node:
     )
 
 
-def _trips(node: Node, makers: Makers) -> int | None:
+def _trips(node: Node, affines: Affines) -> int | None:
     """How often a loop runs; None where that is not known."""
-    name, counter, stop = _test(node)
+    name, counter, stop = _test(node, affines)
     cond, body = node.bodies
     r = cond.inputs.index(counter) - node.params["cond_nconsts"] if counter in cond.inputs else -1
     if counter is None or stop is None or r < 0:
         return None
-    start = number_behind(node.inputs[carries_of(node)[r]], makers)
-    made = {v: one for one in body.nodes for v in one.outputs}
-    step = step_of_counter(body.inputs[node.params["body_nconsts"] + r], made.get(body.outputs[r]))
+    start = affines.number(node.inputs[carries_of(node)[r]])
+    taken, given = body.inputs[node.params["body_nconsts"] + r], body.outputs[r]
+    step = step_of_counter(taken, affines.makers.get(given))
     if start is None or not step or (step > 0) != (name in ("lt", "le")):
         return None
     going = _GOING[name](range(start, stop, step))
@@ -64,15 +60,15 @@ def _trips(node: Node, makers: Makers) -> int | None:
     return len(going) if holds(counter, range(last, last + 1)) else None
 
 
-def _test(node: Node) -> tuple[str, Value | None, int | None]:
+def _test(node: Node, affines: Affines) -> tuple[str, Value | None, int | None]:
     """How a condition compares a value with a number, if it does nothing else: the comparison, the value, the
     number.
     """
-    cond, constants = node.bodies[0], {inner: outer for outer, inner in constants_of(node)[0]}
+    cond, carried = node.bodies[0], node.bodies[0].inputs[node.params["cond_nconsts"] :]
     test = cond.nodes[0] if len(cond.nodes) == 1 else None
     if test is None or test.name not in _GOING or test.outputs != cond.outputs:
         return "", None, None
     name, (one, two) = test.name, test.inputs
-    if two in cond.inputs and two not in constants:
+    if two in carried:
         name, one, two = _TURNED[name], two, one
-    return name, one, whole_number(constants.get(two, two))
+    return name, one, affines.number(two)

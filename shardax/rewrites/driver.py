@@ -1,0 +1,51 @@
+"""Runs the rewrites over a program: what JAX shows only expanded becomes nodes of its own."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardax.graph.graph import Graph, without_unread
+from shardax.rewrites.associative import associative_scans, reversed_scans
+from shardax.rewrites.counted import batched_indices
+from shardax.rewrites.merged import unmerged_contractions
+from shardax.rewrites.rewrite import Context, Rewrite, replaced
+from shardax.rewrites.rotations import rotations
+from shardax.rewrites.rows import scanned_rows
+from shardax.rewrites.shifts import shifts
+from shardax.rewrites.whiles import counted_whiles
+
+REWRITES: tuple[Rewrite, ...] = (
+    associative_scans,
+    reversed_scans,
+    rotations,
+    counted_whiles,  # before rows: the loops that count are scans then
+    scanned_rows,
+    batched_indices,
+    unmerged_contractions,
+    shifts,
+)
+"""In the order in which they run, each over the whole program."""
+
+
+def rewritten(graph: Graph, rewrites: Sequence[Rewrite] = REWRITES) -> Graph:
+    """The graph after these rewrites, without what nothing reads; the one that was given stays as it is."""
+    graph = without_unread(graph)
+    for rewrite in rewrites:
+        graph = _everywhere(rewrite, Context(graph))
+    return graph
+
+
+def _everywhere(rewrite: Rewrite, context: Context) -> Graph:
+    """The graph after a rewrite of it, and then of its bodies."""
+    found = rewrite(context.graph, context)
+    graph = replaced(context.graph, found)
+    if graph is not context.graph:
+        context = replace(context, graph=graph)
+    return _everywhere(rewrite, context) if found.again else _inside(rewrite, context)
+
+
+def _inside(rewrite: Rewrite, context: Context) -> Graph:
+    graph, nodes = context.graph, []
+    for node in graph.nodes:
+        bodies = tuple(_everywhere(rewrite, Context(body, node, context)) for body in node.bodies)
+        nodes.append(node if bodies == node.bodies else replace(node, bodies=bodies))
+    return graph if nodes == graph.nodes else Graph(graph.inputs, nodes, graph.outputs)
