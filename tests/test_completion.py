@@ -22,6 +22,8 @@ from shardax.graph.graph import Graph, Value
 from shardax.ledger.collectives import array_text
 from shardax.trace import Request, trace
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"x": 4, "y": 2}
 OPEN = P.UNCONSTRAINED
 
