@@ -48,7 +48,11 @@ ONE = {
         "a[i j+], b[j+ k] -> dot_general[i k] | second, second",
     ),
     "reduced": (lambda a: a.sum(0), [(4, 8)], "a[i+ j] -> reduce_sum[j] | second, second"),
-    "repeated": (lambda a: jnp.broadcast_to(a, (5, 8)), [(8,)], "a[i] -> broadcast_in_dim[j i] | third, last"),
+    "repeated": (
+        lambda a: jnp.broadcast_to(a, (5, 8)),
+        [(8,)],
+        "a[i] -> broadcast_in_dim[j i] | third, last",
+    ),
     "sorted": (lax.sort, [(4, 8)], "a[i j!] -> sort[i j!] | first, first"),
 }
 
