@@ -71,6 +71,12 @@ def test_a_dim_of_fewer_rows_than_shards_is_not_split_unasked():
     assert Step(lambda x: lax.slice(x, (0,), (2,)), (16,))((X,), (NO,)) == {}
 
 
+def test_of_a_compound_dim_the_minor_factor_counts_where_the_major_is_split_to_single_positions():
+    merged = Step(lambda x: x.reshape(16), (2, 8))
+    assert merged((Y, X), (NO,)) == {1: "P(('y', 'x'))"}
+    assert merged((NO, X), (NO,)) == {}
+
+
 def test_what_an_annotation_closes_learns_nothing():
     closed = Cell((NO, NO), (True, False))
     assert Step(jnp.sin, (64, 8))((X, Y), closed) == {1: "P(None, 'y')"}

@@ -69,7 +69,7 @@ def test_what_an_island_names():
         lambda x: lax.psum(x, "x") * lax.axis_index("x").astype(x.dtype),
         mesh=B,
         in_specs=P("x"),
-        out_specs=P(None),
+        out_specs=P("x"),
     )
     _, found, _ = found_in(lambda x: island(x), (8, 8))
     names = [site.node.name for site in found]

@@ -183,7 +183,7 @@ def test_conflicting_annotations_of_one_value(f):
 
 
 @pytest.mark.not_quick
-def test_annotations_that_do_not_conflict():
+def test_annotations_that_do_not_conflict_are_accepted():
     def f(x):
         y = sx.annotate(sx.annotate(x, P("data", P.UNCONSTRAINED)), P("data", "model"))
         z = sx.annotate(jnp.sin(y), P("data"))
