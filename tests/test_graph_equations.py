@@ -14,7 +14,11 @@ X = np.ones((4, 3), "float32")
 
 
 def made():
-    return jax.make_jaxpr(lambda x, y: jnp.tanh(x * y))(X, X).jaxpr
+    def f(x, y):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x * y)
+
+    return jax.make_jaxpr(f)(X, X).jaxpr
 
 
 def test_one_in_place_of_another():
@@ -23,6 +27,7 @@ def test_one_in_place_of_another():
     assert new.primitive.name == "sub"
     assert (new.invars, new.outvars) == (old.invars, old.outvars)
     assert _jax.user_line(new.source_info) == _jax.user_line(old.source_info) != ""
+    assert str(new.source_info.name_stack) == "layer"
 
 
 def test_it_has_to_be_one():

@@ -158,3 +158,9 @@ def test_a_counter_that_begins_elsewhere_and_backwards():
     }
     assert places(lambda i, x: x[i], (8, 8), first=4) == {}
     assert places(lambda i, x: x[i], (8, 8), first=-1) == {}
+
+
+def test_an_index_that_wraps_is_none():
+    small = lambda i, x: lax.dynamic_index_in_dim(x, i.astype("int8"), 0)  # noqa: E731
+    assert places(small, (256, 8), first=100) == {"dynamic_slice": [Place(0, Line(100))]}
+    assert places(small, (256, 8), first=126) == {}

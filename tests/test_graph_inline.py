@@ -80,7 +80,9 @@ PROGRAMS = {  # a function of rows of four, and the nodes of its graph
     "search": (lambda x: jnp.searchsorted(TABLE, x), "search"),
     "nothing to concatenate": (lambda x: lax.concatenate([x[:0], x], 0), "slice"),
     "crop of padding": (lambda x: lax.pad(x, ZERO, [(0, 3, 0)])[:4] * 2, "pad mul"),
-    "crop elsewhere": (lambda x: lax.pad(x, ZERO, [(0, 3, 0)])[1:5] * 2, "pad slice mul"),
+    "crop elsewhere": (lambda x: lax.pad(x, ZERO, [(0, 3, 0)])[1:4] * 2, "pad slice mul"),
+    "crop of less": (lambda x: lax.pad(x, ZERO, [(0, 3, 0)])[:3] * 2, "pad slice mul"),
+    "crop of padding before": (lambda x: lax.pad(x, ZERO, [(3, 0, 0)])[:4] * 2, "pad slice mul"),
     "update at a known place": (
         lambda x: lax.dynamic_update_slice(x, x[:2], (1,)),
         "slice pad iota ge lt and and select_n",

@@ -98,8 +98,9 @@ def test_a_constant_that_no_body_reads_is_dropped(name):
 
 def test_all_branches_keep_what_one_reads():
     node = found("cond")[1]
-    nothing, one = [[], []], list(node.bodies[0].nodes)
-    assert len(with_constants(node, constants_of(node), [one, []]).inputs) == 3
+    nothing, one = [[], []], list(node.bodies[1].nodes)
+    whole = with_constants(node, constants_of(node), [[], one])
+    assert [len(whole.inputs), *(len(body.inputs) for body in whole.bodies)] == [3, 2, 2]
     for body in node.bodies:
         body.outputs = [body.inputs[1]]
     (index, _, b), less = node.inputs, with_constants(node, constants_of(node), nothing)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parent.parent
 QUICK = [path for path in ROOT.glob("tests/test_*.py") if "mark.quick" in path.read_text()]
-OWN_TESTS = "completion", "graph", "meshes"  # each of their modules is tested directly, too
+OWN_TESTS = "completion", "graph", "ledger", "meshes"  # each of their modules is tested directly, too
 
 SAMPLE = """
 import jax, numpy, pytest
@@ -53,7 +53,7 @@ def test_devices_and_compilation_are_errors(tmp_path, options, failed, counts):
 
 def test_they_are_many():
     """A mark that is lost would be missed by nobody."""
-    assert len(QUICK) >= 18
+    assert len(QUICK) >= 40
 
 
 @pytest.mark.parametrize("room", OWN_TESTS)
