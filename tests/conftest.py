@@ -65,8 +65,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def no_compilation(request):
-    """A quick test that compiles fails beside the other tests too, where there are devices."""
+def neither_devices_nor_compilation(request):
+    """A quick test that compiles, or looks for devices, fails among the other tests too, where there are
+    some.
+    """
     if not is_quick(request.node):
         yield
         return
@@ -75,6 +77,12 @@ def no_compilation(request):
         if event == COMPILED:
             raise AssertionError("a quick test compiled: use NumPy and shapes, or mark it `not_quick`")
 
+    def none(*_, **__):
+        raise RuntimeError("a quick test asked for devices: use an AbstractMesh, or mark it `not_quick`")
+
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    for name in ("devices", "local_devices", "device_count", "make_mesh"):
+        monkeypatch.setattr(jax, name, none)
     jax.monitoring.register_event_duration_secs_listener(refuse)
     yield
     jax.monitoring.unregister_event_duration_listener(refuse)

@@ -28,24 +28,23 @@ def test_other(): assert jax.devices()
 """
 
 
+def run(*options) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "pytest", "-q", "-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    return subprocess.run([sys.executable, *command, *options], cwd=ROOT, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     "options, failed, counts",
     [
         (["--quick"], ["compiles", "devices"], "2 failed, 1 passed, 2 deselected"),
-        ([], ["compiles"], "1 failed, 4 passed"),
+        ([], ["compiles", "devices"], "2 failed, 3 passed"),
     ],
 )
 def test_devices_and_compilation_are_errors(tmp_path, options, failed, counts):
-    """Among the other tests there are devices, so there only what compiles is found."""
+    """Among the other tests too, where there are devices."""
     file = tmp_path / "test_sample.py"
     file.write_text(SAMPLE)
-    command = ["-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [sys.executable, *command, "-c", "pyproject.toml", *options, file],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = run("-p", "tests.conftest", *options, file)
     assert re.findall(r"^FAILED .*::test_(\w+)", done.stdout, re.M) == failed, done.stdout + done.stderr
     assert counts in done.stdout
     assert ("a quick test compiled" if not options else "no_devices_in_quick_tests") in done.stdout
@@ -54,6 +53,14 @@ def test_devices_and_compilation_are_errors(tmp_path, options, failed, counts):
 def test_they_are_many():
     """A mark that is lost would be missed by nobody."""
     assert len(QUICK) >= 40
+
+
+@pytest.mark.not_quick
+def test_their_files_are_imported_without_devices():
+    """Of the quick run itself, this is what shows where there are devices."""
+    found = run("--quick", "--collect-only", "tests")
+    assert found.returncode == 0, found.stdout
+    assert len(re.findall(r"^tests/\S+::", found.stdout, re.M)) >= 700
 
 
 @pytest.mark.parametrize("room", OWN_TESTS)
