@@ -36,8 +36,11 @@ def leak_check(request):
 # Quick tests: `pytest --quick`
 
 
+OTHERS = "not_quick", "slow", "processes", "tpu"
+
+
 def is_quick(item) -> bool:
-    return bool(item.get_closest_marker("quick")) and not item.get_closest_marker("not_quick")
+    return bool(item.get_closest_marker("quick")) and not any(map(item.get_closest_marker, OTHERS))
 
 
 def pytest_addoption(parser):
