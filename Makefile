@@ -19,10 +19,10 @@ PROGRAMS ?= 2000
 PYTEST := -m pytest -n 2
 TPU_WITHOUT_TPU := JAX_PLATFORMS=cpu TPU_SKIP_MDS_QUERY=1 TPU_WORKER_HOSTNAMES=localhost TPU_ACCELERATOR_TYPE=v5litepod-8
 
-.PHONY: help environments train train-distributed test test-slow test-processes test-kill conformance check fuzz test-latest test-browser test-tpu lint format clean
+.PHONY: help environments train train-distributed test test-quick test-slow test-processes test-kill conformance check fuzz test-latest test-browser test-tpu lint format clean
 
 help:
-	@echo "make train | train-distributed | test | test-slow | test-processes | test-kill | conformance | check | fuzz | test-latest | test-browser | test-tpu | lint | format | clean"
+	@echo "make train | train-distributed | test | test-quick | test-slow | test-processes | test-kill | conformance | check | fuzz | test-latest | test-browser | test-tpu | lint | format | clean"
 
 environments: $(ENV) $(LATEST_ENV) $(TPU_ENV)
 
@@ -35,6 +35,10 @@ train-distributed: $(ENV)
 
 test: $(ENV)
 	$(RUN) $(PYTEST) shardax models tests
+
+# the tests that need no devices and compile nothing; fails too where there are none
+test-quick: $(ENV)
+	$(RUN) $(PYTEST) --quick tests $(ARGS)
 
 test-slow: $(ENV)
 	$(RUN) $(PYTEST) -m slow shardax models tests

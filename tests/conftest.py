@@ -1,4 +1,6 @@
-"""Eight virtual CPU devices, strict dtype promotion, and the tracer-leak check for tests that ask for it."""
+"""Eight virtual CPU devices, strict dtype promotion, the tracer-leak check for tests that ask for it, and the
+quick tests, which have no devices at all.
+"""
 
 import os
 
@@ -6,7 +8,11 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402  (reads the flags above)
+import jax.monitoring  # noqa: E402
 import pytest  # noqa: E402
+
+NO_DEVICES = "no_devices_in_quick_tests"
+COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +31,61 @@ def leak_check(request):
         return
     with jax.checking_leaks():
         yield
+
+
+# Quick tests: `pytest --quick`
+
+
+OTHERS = "not_quick", "slow", "processes", "tpu"
+
+
+def is_quick(item) -> bool:
+    return bool(item.get_closest_marker("quick")) and not any(map(item.get_closest_marker, OTHERS))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="only the quick tests, without any device")
+
+
+def pytest_configure(config):
+    """JAX is told of a platform that is not there: what asks for a device, be it an import, fails."""
+    if config.getoption("quick"):
+        jax.config.update("jax_platforms", NO_DEVICES)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files without quick tests are not even imported, because many make a mesh at once."""
+    if config.getoption("quick") and collection_path.suffix == ".py":
+        return "mark.quick" not in collection_path.read_text() or None
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("quick"):
+        left = [item for item in items if not is_quick(item)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if is_quick(item)]
+
+
+@pytest.fixture(autouse=True)
+def neither_devices_nor_compilation(request):
+    """A quick test that compiles, or looks for devices, fails among the other tests too, where there are
+    some.
+    """
+    if not is_quick(request.node):
+        yield
+        return
+
+    def refuse(event: str, seconds: float, **_):
+        if event == COMPILED:
+            raise AssertionError("a quick test compiled: use NumPy and shapes, or mark it `not_quick`")
+
+    def none(*_, **__):
+        raise RuntimeError("a quick test asked for devices: use an AbstractMesh, or mark it `not_quick`")
+
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    for name in ("devices", "local_devices", "device_count", "make_mesh"):
+        monkeypatch.setattr(jax, name, none)
+    jax.monitoring.register_event_duration_secs_listener(refuse)
+    yield
+    jax.monitoring.unregister_event_duration_listener(refuse)

@@ -11,9 +11,12 @@ import pytest
 from shardax.check.page import FILE, page, primitives
 from shardax.spmd_rules.registry import RULES
 
+pytestmark = pytest.mark.quick
+
 TEXT = FILE.read_text()
 
 
+@pytest.mark.not_quick
 @pytest.mark.once
 def test_the_page_is_current():
     assert page(TEXT) == TEXT, "make it anew: python -m shardax.check --page"

@@ -7,6 +7,8 @@ import pytest
 
 from shardax import collector
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def enabled():

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(ROOT.glob("docs/*.md"))
 
@@ -36,6 +38,7 @@ def cases():
     ]
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("page", cases())
 def test_page(page):
     assert not run(page.read_text(), page.name)

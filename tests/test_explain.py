@@ -16,6 +16,8 @@ import shardax as sx
 from shardax.explain.live import live_peak
 from shardax.explain.values import intermediates
 
+pytestmark = pytest.mark.quick
+
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 KIB = 1024
 
@@ -96,6 +98,7 @@ def test_why_of_a_loop():
     )
 
 
+@pytest.mark.not_quick
 def test_why_of_committed_arguments():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     x = jax.device_put(jnp.ones((8, 4)), jax.NamedSharding(mesh, P("data")))
@@ -288,6 +291,7 @@ def test_text_of_memory():
     assert max(map(len, text.splitlines())) <= 110
 
 
+@pytest.mark.not_quick
 def test_lowering_and_compiling_add_to_the_phases():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     f = sx.shard_jit(lambda x: jnp.sin(x).sum(), mesh=mesh, in_shardings=P("data"))

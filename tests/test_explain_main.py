@@ -11,6 +11,8 @@ import pytest
 
 from shardax.explain.__main__ import main
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parents[1]
 GPT2 = (
     "models.gpt2",
@@ -52,6 +54,7 @@ def module(tmp_path, monkeypatch):
     return "mine"
 
 
+@pytest.mark.not_quick
 @pytest.mark.once
 def test_gpt2_in_a_process_of_its_own(tmp_path):
     """On 2048 devices; everything is printed and written."""
@@ -90,6 +93,7 @@ def test_a_users_own_module(module, capsys):
     assert "x " in capsys.readouterr().out.split("P('data')")[1].splitlines()[1]
 
 
+@pytest.mark.not_quick
 @pytest.mark.mixed_dtypes
 def test_only_parts(capsys):
     main([*GPT2, "--why", "state/params/embed/embedding", "--chip", "v5e", "--source"])
@@ -98,6 +102,7 @@ def test_only_parts(capsys):
     assert " s on v5e, bound by " in out and "def on_shards(" in out and "Arguments at rest" not in out
 
 
+@pytest.mark.not_quick
 @pytest.mark.once
 @pytest.mark.mixed_dtypes
 def test_against_another_mesh_and_a_file(tmp_path, capsys):
@@ -161,9 +166,10 @@ def test_against_another_mesh_and_a_file(tmp_path, capsys):
         ),
         (["theirs", "--mesh", "data=2"], "no module 'theirs' in "),
         (["broken", "--mesh", "data=2"], "broken imports not_there, which is not installed"),
-        (
+        pytest.param(
             ["models.gpt2", "--mesh", "data=2,expert=2"],
             "unknown axis 'expert': the shardings of models.gpt2 know data, fsdp, model",
+            marks=pytest.mark.not_quick,
         ),
         (
             ["models.gpt2", "--mesh", "data=2", "--set", "size=huge"],

@@ -24,6 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 
+pytestmark = pytest.mark.quick
+
 WEIGHTS = {"qkv": P("x", None, "y", None), "out": P("y", None, "x"), "up": P("x", "y"), "down": P("y", "x")}
 
 
@@ -234,6 +236,7 @@ def random_like(tree, seed: int):
     return structure.unflatten([np.asarray(rng.normal(size=leaf.shape) * 0.3, leaf.dtype) for leaf in leaves])
 
 
+@pytest.mark.not_quick
 @pytest.mark.once
 @pytest.mark.parametrize("dims", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from shardax.reshard.halo import HaloRequest, bring, exchange_of
 from shardax.reshard.steps import next_blocks
 
+pytestmark = pytest.mark.quick
+
 COUNTS = (2, 3, 8)
 
 
@@ -48,6 +50,7 @@ def random_window(rng: random.Random, count: int) -> HaloRequest:
     return HaloRequest(0, ("x",), tuple(firsts), tuple(ends), rows, size, block)
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_device_gets_what_it_wants(count):
     rng = random.Random(count)
@@ -62,6 +65,7 @@ def test_every_device_gets_what_it_wants(count):
             np.testing.assert_array_equal(rows[: end - first], expected, err_msg=str(request))
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("count", COUNTS)
 def test_blocks_of_random_keys(count):
     """Keys have no zero that could fill anything."""
@@ -145,6 +149,7 @@ def test_hardly_any_exchange_sends_less(count):
     assert len(small) > 200 and set(extra) <= {0, 1} and sum(extra) * 40 <= len(extra)
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("count", COUNTS)
 def test_blocks_of_any_two_sizes(count):
     """Every device gets the rows of its new block, whether its pieces lie side by side or each in its

@@ -7,6 +7,8 @@ import pytest
 
 from shardax import _jax
 
+pytestmark = pytest.mark.quick
+
 ROOT = Path(__file__).parent.parent
 SOURCES = [
     path

@@ -16,7 +16,10 @@ from jax.sharding import PartitionSpec as P
 from shardax.explain import hlo
 from shardax.ledger.collectives import AS_WRITTEN, Collective, array_text, bytes_sent, collectives, comm_bytes
 
+pytestmark = pytest.mark.quick
+
 SIZES = {"x": 4, "y": 2}
+ABSTRACT = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
 KIB = 1024  # a float32[16, 16]
 
 
@@ -31,7 +34,7 @@ def on_shards(body, *shapes, check_vma=False, mesh=None):
 
 
 def ledger(body, *shapes, **kwargs) -> tuple[Collective, ...]:
-    f, args = on_shards(body, *shapes, **kwargs)
+    f, args = on_shards(body, *shapes, mesh=ABSTRACT, **kwargs)
     return collectives(jax.make_jaxpr(f)(*args), SIZES)
 
 
@@ -71,25 +74,30 @@ def exchanged(v):
     return lax.all_to_all(v, "x", split_axis=0, concat_axis=1, tiled=True)
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        (lambda v: lax.psum(v, "x"), [("all_reduce", ("x",), 1536, 1)]),
-        (all_reduce_both, [("all_reduce", ("x", "y"), 1792, 1)]),
-        (lambda v: lax.pmax(v, "y"), [("all_reduce", ("y",), KIB, 1)]),
-        (lambda v: lax.pmin(v, "y"), [("all_reduce", ("y",), KIB, 1)]),
-        (gathered, [("all_gather", ("y",), KIB, 1)]),
-        (stacked, [("all_gather", ("y",), KIB, 1)]),
-        (scattered, [("reduce_scatter", ("x",), 768, 1)]),
-        (exchanged, [("all_to_all", ("x",), 768, 1)]),
-        (ring, [("ppermute", ("x",), KIB, 1)]),
-        (one_sends, [("ppermute", ("x", "y"), KIB, 1)]),
-        (self_sends, []),
-        (lambda v: v * 2, []),
-    ],
-)
+BYTES = [
+    (lambda v: lax.psum(v, "x"), [("all_reduce", ("x",), 1536, 1)]),
+    (all_reduce_both, [("all_reduce", ("x", "y"), 1792, 1)]),
+    (lambda v: lax.pmax(v, "y"), [("all_reduce", ("y",), KIB, 1)]),
+    (lambda v: lax.pmin(v, "y"), [("all_reduce", ("y",), KIB, 1)]),
+    (gathered, [("all_gather", ("y",), KIB, 1)]),
+    (stacked, [("all_gather", ("y",), KIB, 1)]),
+    (scattered, [("reduce_scatter", ("x",), 768, 1)]),
+    (exchanged, [("all_to_all", ("x",), 768, 1)]),
+    (ring, [("ppermute", ("x",), KIB, 1)]),
+    (one_sends, [("ppermute", ("x", "y"), KIB, 1)]),
+    (self_sends, []),
+    (lambda v: v * 2, []),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), BYTES)
 def test_bytes(body, expected):
     assert sent(ledger(body, (16, 16))) == expected
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("body", [body for body, _ in BYTES])
+def test_bytes_agree_with_stablehlo(body):
     agrees_with_stablehlo(body, (16, 16))
 
 
@@ -115,7 +123,7 @@ def test_uneven_bytes_are_rounded_up():
 
 def test_psum_of_several_operands_is_one_collective():
     jaxpr = jax.make_jaxpr(lambda v, w: lax.psum((v, w), "x"), axis_env=[("x", 4)])(
-        jnp.ones(16), jnp.ones((2, 16))
+        jax.ShapeDtypeStruct((16,), "float32"), jax.ShapeDtypeStruct((2, 16), "float32")
     )
     first, second = jaxpr.eqns
     both = first.replace(invars=first.invars + second.invars, outvars=first.outvars + second.outvars)
@@ -147,6 +155,7 @@ def nested_jit(v):
     return twice(v) + twice(v + 1)
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     ("body", "trips"), [(scan, [5]), (unrolled_scan, [5]), (empty_scan, []), (scan_in_scan, [15])]
 )
@@ -157,6 +166,7 @@ def test_scans_multiply(body, trips):
     agrees_with_stablehlo(body, (16, 16))
 
 
+@pytest.mark.not_quick
 def test_calls_count_each_time():
     assert sent(ledger(nested_jit, (16, 16))) == [("all_reduce", ("x",), 1536, 1)] * 4
     agrees_with_stablehlo(nested_jit, (16, 16))
@@ -166,6 +176,7 @@ def while_loop(v):
     return lax.while_loop(lambda c: lax.psum(c.sum(), "x") < 10, lambda c: c + scan(c), v)
 
 
+@pytest.mark.not_quick
 def test_a_while_loop_counts_one_iteration_and_is_marked():
     condition, body = ledger(while_loop, (16, 16))
     assert sent([condition, body]) == [("all_reduce", ("x",), 6, 1), ("all_reduce", ("x",), 1536, 5)]
@@ -182,6 +193,7 @@ def counted(start, bound, step):
     return f
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     ("loop", "trips"), [((0, 5, 1), 5), ((2, 9, 3), 3), ((4, 4, 1), None), ((9, 2, 1), None)]
 )
@@ -191,6 +203,7 @@ def test_a_while_loop_that_counts_to_a_constant_multiplies(loop, trips):
     agrees_with_stablehlo(counted(*loop), (16, 16))
 
 
+@pytest.mark.not_quick
 def test_a_while_loop_that_counts_otherwise_is_open():
     def to_argument(v):
         return lax.while_loop(lambda c: c[0] < v.size, lambda c: (c[0] * 2, lax.psum(c[1], "x")), (1, v))[1]
@@ -215,6 +228,7 @@ def branches(v):
     return scan(lax.cond(v[0, 0] > 0, dear, cheap, v))
 
 
+@pytest.mark.not_quick
 def test_of_a_cond_the_dearest_branch_counts():
     cheap, dear, after = ledger(branches, (16, 16))
     assert (cheap.nbytes, cheap.other_branch, cheap.total) == (96, True, 0)
@@ -227,6 +241,7 @@ def three_branches(v):
     return lax.switch(v[0, 0].astype(int), [lambda w: w, ring, lambda w: ring(ring(w))], v)
 
 
+@pytest.mark.not_quick
 def test_the_first_of_equal_branches_counts():
     def equal(v):
         return lax.cond(v[0, 0] > 0, ring, lambda w: ring(w + 1), v)
@@ -242,6 +257,7 @@ def agrees_with_stablehlo(body, *shapes):
     assert hlo.counts(hlo.lowered(jax.jit(f).lower(*args).compiler_ir())) == expected
 
 
+@pytest.mark.not_quick
 def test_random_keys_and_other_dtypes_agree_with_stablehlo():
     def body(v):
         keys = lax.all_gather(jax.random.split(jax.random.key(0), 4), "x", tiled=True)
@@ -285,6 +301,7 @@ def test_a_scope_of_another_kind_is_no_reason():
     assert ledger(body, (16, 16))[0].reason == AS_WRITTEN
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("body", [gathered, ring, exchanged, all_reduce_both, one_sends])
 def test_compiled_for_cpu(body):
     f, args = on_shards(body, (16, 16))
@@ -292,6 +309,7 @@ def test_compiled_for_cpu(body):
     assert hlo.counts(hlo.compiled(text)) == hlo.counts(ledger(body, (16, 16)))
 
 
+@pytest.mark.not_quick
 def test_compiled_reductions_are_combined():
     def body(v, w):
         return lax.psum(v, "x") + lax.psum(w, "x")[:1]

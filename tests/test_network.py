@@ -18,6 +18,8 @@ from shardax.cost.network import Line, Network, assumed, network_of, network_of_
 from shardax.reshard import paths
 from shardax.sharding import Layout, Sharding
 
+pytestmark = pytest.mark.quick
+
 KINDS = ("all_gather", "all_reduce", "all_to_all", "ppermute", "reduce_scatter")
 SIZES = {"x": 16, "y": 2, "z": 8}
 COPIED = 5 * 2 * 0.1 / 0.819  # microseconds to read and write 100,000 bytes five times on v5e
@@ -159,6 +161,7 @@ def test_hosts():
     assert network.lines == {"x": Line(50e9, 1e-6), "y": Line(450e9, 7e-6)}
 
 
+@pytest.mark.not_quick
 def test_other_chips_and_no_devices():
     """CPUs are nobody's chip; a chip that the devices are not is assumed, as on an abstract mesh."""
     cpus, abstract = (

@@ -20,6 +20,8 @@ from shardax.explain.terminal import rich_text
 from shardax.explain.text import tables
 from shardax.sharding import Sharding
 
+pytestmark = pytest.mark.quick
+
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 LAYERS = 3
 GATHERED = "argument 0/embed at rest in P(None, 'model')"

@@ -21,6 +21,8 @@ from shardax.reshard import paths, run, steps
 from shardax.reshard.halo import exchange_of
 from shardax.sharding import Layout, Sharding, round_up, shard_count
 
+pytestmark = pytest.mark.quick
+
 MESHES = {
     "x8": {"x": 8},
     "x4y2": {"x": 4, "y": 2},
@@ -135,6 +137,7 @@ def run_paths(cases, sizes):
 SHAPES = [(8, 8), (5, 12), (3, 7), (16,), (9,), (4, 6, 2), (), (0, 4), (1, 13)]
 
 
+@pytest.mark.not_quick
 @pytest.mark.once
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("dtype", [np.int32, np.float32, np.bool_])
@@ -169,6 +172,7 @@ EXCHANGES = [
 ]
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize("mesh, shape, before, after", EXCHANGES)
 def test_exchanges_between_several_dims(mesh, shape, before, after):
     """Axes that leave and come to several dims move in one all_to_all, which sends less than two."""
@@ -500,6 +504,7 @@ def test_known(before, owed, after, owing, sizes, steps):
     assert ("; ".join(f"{s.kind} {','.join(s.axes)}".strip() for s in path.steps) or "nothing") == steps
 
 
+@pytest.mark.not_quick
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fnuz", "int16", "uint8", "bool"]
 )
@@ -524,6 +529,7 @@ def test_extrema_are_those_of_one_device(dtype):
         np.testing.assert_array_equal(np.asarray(got, "float32"), np.asarray(wanted, "float32"))
 
 
+@pytest.mark.not_quick
 def test_one_device_gets_all_there_is():
     """XLA's CPU compiler refuses an all_to_all of what was transposed and is padded by whole blocks."""
     mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
@@ -533,6 +539,7 @@ def test_one_device_gets_all_there_is():
     np.testing.assert_array_equal(step(x), x.swapaxes(0, 1) * 2)
 
 
+@pytest.mark.not_quick
 def test_some_devices_get_padding():
     """So it does where some blocks are whole, some cut and some padding, as 5 rows on 4 devices."""
 

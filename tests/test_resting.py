@@ -8,6 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 
+pytestmark = pytest.mark.quick
+
 MESH = AbstractMesh((4,), ("d",), axis_types=(AxisType.Auto,))
 WIDE, ODD = jax.ShapeDtypeStruct((257, 64), "float32"), jax.ShapeDtypeStruct((257, 33), "float32")
 BLOCK, GATHER = (

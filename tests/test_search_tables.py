@@ -11,7 +11,7 @@ from shardax.partition import tables
 from shardax.partition.messages import proposals
 from shardax.partition.tables import Problem, solve
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.quick, pytest.mark.once]
 
 
 def random_problem(seed: int, count: int, most: int, pairs: int, highest: int = 50) -> Problem:

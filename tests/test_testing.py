@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.testing import assert_max_bytes, assert_no_collectives, assert_plan
 
+pytestmark = pytest.mark.quick
+
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
