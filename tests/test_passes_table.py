@@ -93,6 +93,28 @@ def test_origins_tell_layouts():
     assert origins["shard_map"] is None and made.collectives
 
 
+def test_origins_of_sums():
+    """What settles a pending sum is of the node that left it, also where a loop carried it, or a result waits for it."""
+    seen = {}
+
+    def look(jaxpr, context):
+        def note(eqns):
+            found = [eqn for eqn in eqns if eqn.primitive.name in ("psum", "reduce_scatter")]
+            seen.update({eqn.outvars[0]: context.origin(eqn) for eqn in found})
+            return eqns
+
+        return sx.map_equations(jaxpr, note)
+
+    def f(x):
+        total = jax.lax.fori_loop(0, 3, lambda i, c: c + jnp.sin(x).sum(0), jnp.zeros(12))
+        return (x.T @ x) * 2, x.sum(1), total
+
+    made = plan(f, look, specs=P("x", "y"))
+    assert {origin.node.name for origin in seen.values()} == {"dot_general", "reduce_sum"}
+    assert len(seen) == len([c for c in made.collectives if c.kind in ("all_reduce", "reduce_scatter")])
+    assert all(any(layout.pending for layout in origin.decision.results) for origin in seen.values())
+
+
 def line_of(f) -> int:
     return f.__code__.co_firstlineno
 

@@ -59,8 +59,8 @@ class Emitter:
         self.sizes = sizes
         self.shown = shown
         self.env: dict[Value, Shards] = {}
-        self.makers: dict[Value, Node] = {}
-        self.debtors: dict[Value, tuple[Node, Decision]] = {}  # where what a pending value owes arose
+        self.makers: dict[Value, Origin] = {}
+        self.debtors: dict[Value, Origin] = {}  # where what a pending value owes arose
         self.around: Node | None = None  # whose body this is
         self.stack = source_info_util.current_name_stack()
 
@@ -74,7 +74,7 @@ class Emitter:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for node, decision in decisions.pairs():
-            with _UserContext(node, _jax.marked(self.stack, Origin(node, decision))):
+            with _UserContext(Origin(node, decision), self.stack):
                 self.node(node, decision)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
         return [self.output(value, reshard, i) for i, (value, reshard) in enumerate(outputs)]
@@ -87,7 +87,8 @@ class Emitter:
         if maker is None:
             return self.read(value, reshard, Reader(None, None, i))
         with _UserContext(maker, self.stack):
-            return self.read(value, reshard, Reader(maker if annotations.of_node(maker) else None, None, i))
+            reader = maker.node if annotations.of_node(maker.node) else None
+            return self.read(value, reshard, Reader(reader, None, i))
 
     def node(self, node: Node, decision: Decision) -> None:
         reshards = zip(node.inputs, decision.reshards, strict=True)
@@ -105,11 +106,11 @@ class Emitter:
                 self.env[value].setdefault(layout, shard)
             else:
                 self.env[value] = {layout: shard}
-            self.makers[value] = node
+            self.makers[value] = Origin(node, decision)
             if layout.pending:
                 self.debtors[value] = self.debtor(node, decision, i)
 
-    def debtor(self, node: Node, decision: Decision, i: int) -> tuple[Node, Decision]:
+    def debtor(self, node: Node, decision: Decision, i: int) -> Origin:
         """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's
         body, or else here.
         """
@@ -117,7 +118,7 @@ class Emitter:
             v for v, reshard in zip(node.inputs, decision.reshards, strict=True) if reshard.target.pending
         ]
         inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
-        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), (node, decision))
+        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), Origin(node, decision))
 
     def read(self, value: Value, reshard: Reshard, reader: Reader):
         """The shard of a value in the layout of `reshard`, resharded unless it has that layout already."""
@@ -133,7 +134,8 @@ class Emitter:
         so.
         """
         while layout not in self.env[value]:
-            node = self.makers.get(value)
+            maker = self.makers.get(value)
+            node = maker and maker.node
             if node is None or not annotations.of_node(node) or node.inputs[0].is_literal:
                 self.env[value][layout] = self.made_replicated(value)
             else:
@@ -144,7 +146,7 @@ class Emitter:
         """A literal, what is `made_anywhere`, or one of them annotated, on a device that makes all of it."""
         if value.is_literal:
             return _literal(value)
-        node = self.makers[value]
+        node = self.makers[value].node
         if annotations.of_node(node):
             return self.made_replicated(node.inputs[0])
         entry = RULES[node.name]
@@ -164,10 +166,10 @@ class Emitter:
             return shard
         path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, self.sizes)
         for step in path.steps:
-            node, decision = self.debtors.get(value, (None, None)) if _settles(step) else (None, None)
-            reason, cause = self.reason(value, reshard, step, reader, node, decision)
+            debtor = self.debtors.get(value) if _settles(step) else None
+            reason, cause = self.reason(value, reshard, step, reader, debtor)
             with (
-                _UserContext(node, self.stack) if node else nullcontext(),
+                _UserContext(debtor, self.stack) if debtor else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
             ):
                 shard = run.apply(paths.Path((step,), step.nbytes), shard, value.shape, self.sizes)
@@ -179,12 +181,12 @@ class Emitter:
         reshard: Reshard,
         step: paths.Step,
         reader: Reader,
-        debtor: Node | None,
-        owing: Decision | None,
+        debtor: Origin | None,
     ):
         """Why a step of a reshard is taken: the words, and the facts."""
         if settled := _settles(step):
-            return f"{settled} of {debtor.name if debtor else 'carry'}", Settled(step.axes, debtor, owing)
+            node, decision = debtor or (None, None)
+            return f"{settled} of {node.name if node else 'carry'}", Settled(step.axes, node, decision)
         around = None if reader.node else self.around
         cause = Resharded(
             value,
@@ -239,7 +241,8 @@ class _UserContext:
 
     __slots__ = ("managers",)
 
-    def __init__(self, node: Node, stack):
+    def __init__(self, origin: Origin, stack):
+        node, stack = origin.node, _jax.marked(stack, origin)
         source = _jax.with_user_frame(node.eqn, node.callers)
         self.managers = (
             source_info_util.user_context(source.traceback, name_stack=stack + node.scope),
