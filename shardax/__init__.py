@@ -19,7 +19,7 @@ from shardax.options import Options, Refused
 from shardax.passes.table import Pass, PassContext
 from shardax.spmd_rules.partition_as import partition_as
 from shardax.spmd_rules.registry import LINEAR, MOVES, register_rule
-from shardax.transforms import Context, Retyping, Transform, annotations_of, map_equations
+from shardax.transforms import Context, Retyping, Transform, annotations_of, equations_like, map_equations
 
 __all__ = [
     "LINEAR",
@@ -37,6 +37,7 @@ __all__ = [
     "abstract_state",
     "annotate",
     "annotations_of",
+    "equations_like",
     "map_equations",
     "mark_sharding",
     "mesh_split",

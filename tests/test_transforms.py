@@ -170,6 +170,24 @@ def test_annotations_of():
     assert all(len(eqn.outvars) == 1 for eqn, _ in sx.annotations_of(jaxpr))
 
 
+def test_new_equations():
+    """They stand on the line of another, and may make what it made."""
+
+    def f(x):
+        return jnp.tanh(x) + 1
+
+    jaxpr = jax.make_jaxpr(f)(shape(4))
+    tanh = jaxpr.eqns[0]
+    new, (made,) = sx.equations_like(tanh, lambda x: jnp.where(x > 0, x, 2 * x), tanh.invars)
+    assert all(eqn.source_info is tanh.source_info for eqn in new) and made is new[-1].outvars[0]
+    changed = sx.map_equations(
+        jaxpr, lambda eqns: [*new[:-1], new[-1].replace(outvars=tanh.outvars), *eqns[1:]]
+    )
+    x = np.linspace(-1, 1, 4, dtype="float32")
+    np.testing.assert_allclose(jaxpr_as_fun(changed)(x)[0], np.where(x > 0, x, 2 * x) + 1, rtol=1e-6)
+    assert sx.equations_like(tanh, lambda x: x, tanh.invars) == ([], list(tanh.invars))
+
+
 def test_map_equations_in_bodies():
     def f(x):
         return jax.lax.fori_loop(0, 3, lambda i, y: jnp.sin(y), jnp.sin(x))
