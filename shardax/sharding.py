@@ -211,7 +211,7 @@ class Layout:
 def replicated_layout(shape: tuple[int, ...]) -> Layout:
     """The layout in which every device holds everything.
 
-    >>> whole((3, 4))
+    >>> replicated_layout((3, 4))
     P(None, None)@[3, 4]
     """
     return Layout(replicated(len(shape)), tuple(shape))

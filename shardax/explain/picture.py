@@ -43,8 +43,8 @@ class Pictures:
         self.made = dict(_made(plan.graph, plan.decisions)) if plan.decisions else {}
 
     def of(self, value: Value) -> Picture:
-        """The picture of a value in the layout in which it is made, if that is what completion wants; else in
-        the one in which it is read.
+        """The picture of a value in the layout in which it is made, if that is what completion requests; else
+        in the one in which it is read.
         """
         sharding, made = self.plan.values.sharding(value), self.made.get(value)
         layout = made if made and made.sharding == sharding else self.padding.layout(sharding, value.shape)

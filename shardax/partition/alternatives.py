@@ -1,5 +1,5 @@
-"""The ways to run a node: what the layouts in which its operands may be made, and the wishes for its results,
-suggest.
+"""The ways to run a node: what the layouts in which its operands may be made, and those requested for its
+results, suggest.
 
 Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that
 look cheapest where they stand; whatever is left out is left out for all searches of that program alike.

@@ -1,4 +1,4 @@
-"""Candidates: the ways to run a node that the layouts of its operands and the wishes for its results
+"""Candidates: the ways to run a node that the layouts of its operands and those requested for its results
 suggest.
 """
 

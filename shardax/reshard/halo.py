@@ -40,7 +40,7 @@ from shardax.sharding import Axes
 
 @dataclass(frozen=True, slots=True)
 class HaloRequest:
-    """What each device along `axes` wants of dim `dim`: `rows` rows from `firsts[i]` on, of which those from
+    """What each device along `axes` needs of dim `dim`: `rows` rows from `firsts[i]` on, of which those from
     `ends[i]` on do not matter; where it is `exact`, they are filled. The dim has `size` rows. Device i holds
     the `block` rows from i * block on; where the dim is not `split`, all devices hold the same. `operand` is
     the operand of a node whose dim it is.

@@ -362,7 +362,7 @@ def register_rule(
         is bound by memory. What has FLOPs is split as far as may be, and they are in `Plan.estimate`.
       made_anywhere: of scalars it makes a value of which every device can make any part for nothing, as
       `iota` does.
-      fuses: "all" of what is computed elementwise: XLA computes it where its one reader wants it, and it is
+      fuses: "all" of what is computed elementwise: XLA computes it where its one reader needs it, and it is
         never stored. "operands" of what takes in such operands but stores its result, as reductions do. By
         default "none".
       reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves
