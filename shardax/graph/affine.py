@@ -191,12 +191,12 @@ def holds(value: Value, numbers: range) -> bool:
 
 
 def _literal(value: Value) -> Affine | None:
-    dtype = value.aval.dtype
-    if not value.is_literal or not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)):
+    """A number, or one in all of a small array that is at hand."""
+    if not value.is_literal or not holds(value, range(0)):
         return None
-    if not 0 < np.size(value.literal) <= _FEW:
+    if value.shape and not (isinstance(value.literal, np.ndarray) and 0 < value.literal.size <= _FEW):
         return None
-    numbers = np.unique(np.asarray(value.literal))
+    numbers = np.unique(value.literal)
     return Affine(int(numbers[0])) if len(numbers) == 1 else None
 
 

@@ -32,9 +32,8 @@ class Numbers:
         for value in graph.inputs:
             self._note(value, self._new())
         for node in graph.nodes:
-            for value, number in zip(
-                node.outputs, self._results(node, [self.number(v) for v in node.inputs]), strict=True
-            ):
+            results = self._results(node, [self.number(v) for v in node.inputs])
+            for value, number in zip(node.outputs, results, strict=True):
                 self._note(value, number)
 
     def number(self, value: Value) -> int:
@@ -114,12 +113,8 @@ def _key(node: Node, i: int, operands: Sequence[int]) -> Hashable:
     if node.name == "dot_general":
         return _dot_key(node, operands)
     if node.name == "transpose":
-        return (
-            "transpose",
-            operands[0],
-            _squeezed(node.in_shapes[0]),
-            tuple(np.argsort(np.argsort(_squeezed_order(node))).tolist()),
-        )
+        order = np.argsort(np.argsort(_squeezed_order(node))).tolist()
+        return "transpose", operands[0], _squeezed(node.in_shapes[0]), tuple(order)
     pairs = [(x, () if 0 in shape else shape) for x, shape in zip(operands, node.in_shapes, strict=True)]
     return node.primitive, i, params, tuple(sorted(pairs) if node.name in _COMMUTATIVE else pairs)
 

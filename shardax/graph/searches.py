@@ -21,16 +21,10 @@ _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare
 
 def search_params(eqn) -> dict[str, str] | None:
     """The parameters of the search that a jit equation is; None where it is something else."""
-    if (
-        eqn.params["name"] != "searchsorted"
-        or [len(v.aval.shape) for v in eqn.invars[:1]] != [1]
-        or len(eqn.invars) != 2
-    ):
+    if eqn.params["name"] != "searchsorted" or len(eqn.invars) != 2 or len(eqn.invars[0].aval.shape) != 1:
         return None
-    form, types = (
-        _form(eqn.params["jaxpr"]),
-        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars],
-    )
+    form = _form(eqn.params["jaxpr"])
+    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     for side, method in itertools.product(_SIDES, _METHODS):
         if form == _expanded(*types, side, method):
             return {"side": side, "method": method}

@@ -70,13 +70,8 @@ def _can_wait(value: Value) -> bool:
 
 Reader = tuple[Node | None, int]  # (node, operand) or (None, output)
 _KINDS = {"add": "sum", "add_any": "sum", "max": "max", "min": "min"}
-_NAMES = (
-    "annotate",
-    "convert_element_type",
-    "copy",
-    "name",
-    "sharding_constraint",
-)  # the same value under another name
+_NAMES = {"annotate", "convert_element_type", "copy", "name", "sharding_constraint"}
+"""The same value under another name."""
 
 
 @dataclass(eq=False, slots=True)

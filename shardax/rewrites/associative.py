@@ -57,6 +57,10 @@ class _Guess:
     combine: Combine
 
     @property
+    def params(self) -> dict[str, Any]:
+        return {"combine": self.combine, "dim": self.dim, "reverse": False}
+
+    @property
     def types(self) -> tuple[tuple[Any, Any], ...]:
         return tuple((v.shape, v.aval.dtype) for v in self.elements)
 
@@ -111,19 +115,17 @@ def _is_cut(node: Node, dim: int, start: int) -> bool:
 
 @dataclass(frozen=True)
 class _Found:
-    """A node, the numbers of its results in the graph (None: nothing computes it), of all that is computed
-    for them, and of what of that is between."""
+    """A node, the numbers of its results in the graph (None: nothing computes it), and of what is between."""
 
     node: Node
     results: list[int | None]
-    computed: set[int]
     between: set[int]
 
 
 def _found(graph: Graph, numbers: Numbers, guess: _Guess) -> list[_Found]:
     """The scan and its gradients, as far as the graph computes them."""
     expected = _expansion(guess.types, guess.dim, guess.combine)
-    params = {"combine": guess.combine, "dim": guess.dim, "reverse": False}
+    params = guess.params
     scan = _computed(graph, numbers, expected, list(guess.elements), (associative_scan_p, params))
     if scan is None or not is_associative(guess.combine, guess.types, guess.dim):
         return []
@@ -137,27 +139,17 @@ def _computed(
     """A node in the place of a known program, if the graph computes one of its results of `inputs`."""
     given = [numbers.number(v) for v in inputs]
     known = numbers.find(expected, given)
-    results = [
-        None if known[v] in given or not numbers.same(known[v], v.shape) else known[v]
-        for v in expected.outputs
-    ]
+    new = ((known[v] not in given and bool(numbers.same(known[v], v.shape)), v) for v in expected.outputs)
+    results = [known[v] if there else None for there, v in new]
     if all(n is None for n in results):
         return None
-    same_everywhere = {
-        n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()
-    }  # no elements, or zeros
+    zeros = {n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()}  # or without elements
     near = {v for node in expected.nodes if not _is_inner(node, expected) for v in node.outputs}
-    computed = set(known.values()) - {*given}
-    between = {n for v, n in known.items() if v not in near} - {*given, *results} - same_everywhere
-    primitive, params = what
+    between = {n for v, n in known.items() if v not in near} - {*given, *results} - zeros
     first = next(node for node in graph.nodes if any(numbers.of[v] in results for v in node.outputs))
-    outputs = [Value(v.aval) for v in expected.outputs]
-    return _Found(
-        replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs),
-        results,
-        computed,
-        between,
-    )
+    (primitive, params), outputs = what, [Value(v.aval) for v in expected.outputs]
+    node = replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs)
+    return _Found(node, results, between)
 
 
 @lru_cache(maxsize=64)
@@ -176,21 +168,11 @@ def _gradients(graph: Graph, numbers: Numbers, guess: _Guess) -> Iterator[_Found
     wanted = tuple(i for i, (_, dtype) in enumerate(guess.types) if jnp.issubdtype(dtype, jnp.inexact))
     for seeds in _subsets(wanted):
         expected = _gradient(guess.types, guess.dim, guess.combine, seeds, wanted)
-        params = {
-            "combine": guess.combine,
-            "dim": guess.dim,
-            "reverse": False,
-            "seeds": seeds,
-            "wanted": wanted,
-        }
-        candidates = [
-            _candidates(graph, numbers, expected, ct) for ct in expected.inputs[len(guess.elements) :]
-        ]
+        what = associative_scan_vjp_p, {**guess.params, "seeds": seeds, "wanted": wanted}
+        unknown = expected.inputs[len(guess.elements) :]
+        candidates = [_candidates(graph, numbers, expected, ct) for ct in unknown]
         for cts in itertools.islice(itertools.product(*candidates), 64):
-            found = _computed(
-                graph, numbers, expected, [*guess.elements, *cts], (associative_scan_vjp_p, params)
-            )
-            if found:
+            if found := _computed(graph, numbers, expected, [*guess.elements, *cts], what):
                 yield found
 
 
@@ -233,13 +215,10 @@ def _candidates(graph: Graph, numbers: Numbers, expected: Graph, ct: Value) -> l
     for want in expected.nodes:
         if ct in want.inputs:
             at, key = want.inputs.index(ct), params_key(want.params)
-            alike = (
-                n for n in graph.nodes if n.primitive is want.primitive and n.in_shapes == want.in_shapes
-            )
-            here = [
-                n.inputs[at] for n in alike if params_key(n.params) == key and not n.inputs[at].is_literal
-            ]
-            values = {numbers.of[v]: v for v in here}
+            what = want.primitive, want.in_shapes
+            alike = (n for n in graph.nodes if (n.primitive, n.in_shapes) == what)
+            here = (n.inputs[at] for n in alike if params_key(n.params) == key)
+            values = {numbers.of[v]: v for v in here if not v.is_literal}
             found = values if found is None else {n: v for n, v in found.items() if n in values}
     return list((found or {}).values())
 
@@ -324,15 +303,10 @@ def _reversals(
     """The reversals of a scan's elements and of its results, if nothing else reads either."""
 
     def is_reversal(other: Node | None) -> bool:
-        return (
-            other is not None
-            and other.name == "rev"
-            and tuple(other.params["dimensions"]) == (node.params["dim"],)
-        )
+        dims = other.params["dimensions"] if other is not None and other.name == "rev" else ()
+        return tuple(dims) == (node.params["dim"],)
 
     before = [makers[v] for v in node.inputs if v in makers and is_reversal(makers[v])]
     read = {v: readers[v] for v in node.outputs if v in readers}
-    after = {
-        v: who[0] for v, who in read.items() if len(who) == 1 and who[0] is not None and is_reversal(who[0])
-    }
+    after = {v: one for v, (one, *others) in read.items() if not others and one and is_reversal(one)}
     return (before, after) if len(before) == len(node.inputs) and len(after) == len(read) else None

@@ -6,6 +6,7 @@ of the steps tell whether it does, and which other dims may be split: dims that 
 class, and a class may be split if every step keeps it.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,22 +18,10 @@ from shardax.spmd_rules.associative import Combine, Constant, Operand, Size
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import KEEP
 
-_SHAPES = {
-    "broadcast_in_dim": "shape",
-    "iota": "shape",
-    "reshape": "new_sizes",
-    "slice": "limit_indices",
-}  # hold sizes
-_SIZELESS = {
-    "concatenate",
-    "dot_general",
-    "pad",
-    "reduce_max",
-    "reduce_min",
-    "reduce_sum",
-    "squeeze",
-    "transpose",
-}
+_SHAPES = dict(broadcast_in_dim="shape", iota="shape", reshape="new_sizes", slice="limit_indices")
+"""Which parameter holds sizes."""
+_SIZELESS = {"concatenate", "dot_general", "pad", "reduce_max", "reduce_min", "reduce_sum"}
+_SIZELESS |= {"squeeze", "transpose"}
 
 Dim = tuple[Value, int]
 
@@ -46,11 +35,8 @@ def combine_of(
     nodes = _needed(nodes, made)
     numbers = {v: i for i, v in enumerate([*lefts, *rights, *(node.outputs[0] for node in nodes)])}
     operands = [[_operand(v, numbers) for v in node.inputs] for node in nodes]
-    if (
-        any(None in row for row in operands)
-        or any(v not in numbers for v in made)
-        or not all(map(_is_plain, nodes))
-    ):
+    known = None not in itertools.chain(*operands) and numbers.keys() >= {*made}
+    if not known or not all(map(_is_plain, nodes)):
         return None
     classes = _Classes(nodes)
     for left, right, value in zip(lefts, rights, made, strict=True):

@@ -36,11 +36,13 @@ def rewritten(graph: Graph, rewrites: Sequence[Rewrite] = REWRITES) -> Graph:
 
 def _everywhere(rewrite: Rewrite, context: Context) -> Graph:
     """The graph after a rewrite of it, and then of its bodies."""
-    found = rewrite(context.graph, context)
-    graph = replaced(context.graph, found)
-    if graph is not context.graph:
-        context = replace(context, graph=graph)
-    return _everywhere(rewrite, context) if found.again else _inside(rewrite, context)
+    again = True
+    while again:
+        found = rewrite(context.graph, context)
+        graph, again = replaced(context.graph, found), found.again
+        if graph is not context.graph:
+            context = replace(context, graph=graph)
+    return _inside(rewrite, context)
 
 
 def _inside(rewrite: Rewrite, context: Context) -> Graph:

@@ -120,13 +120,9 @@ class Narrowing:
     def _through_bodies(self, node: Node) -> list[Node] | None:
         """What is zero when a loop begins may become something else: then it is left as it is."""
         must = [k for k, v in enumerate(node.inputs) if v in self.gone]
-        carried = [
-            k for k in carries_of(node) if node.inputs[k] not in self.gone and self.kind(node.inputs[k])
-        ]
-        if node.name == "cond":
-            carried = [
-                k for k, v in enumerate(node.inputs) if self._is_array(v) and self.kind(v) and k not in must
-            ]
+        arrays = [k for k, v in enumerate(node.inputs) if self._is_array(v)]
+        may = arrays if node.name == "cond" else carries_of(node)
+        carried = [k for k in may if k not in must and self.kind(node.inputs[k])]
         ways = [[*must, *carried], must] if carried else [must]
         if not must and not carried and not (node.name == "cond" and any(map(self._is_array, node.outputs))):
             return None
@@ -144,11 +140,9 @@ class Narrowing:
             children.append(child)
             inside.append(child.run(body.nodes))
         kinds = None if None in inside else self._kinds_of_results(node, mapped, children)
-        return (
-            self._rebuilt(node, mapped, inside, children, kinds)
-            if kinds or (mapped and kinds is not None)
-            else None
-        )
+        if kinds is None or not (kinds or mapped):
+            return None
+        return self._rebuilt(node, mapped, inside, children, kinds)
 
     def _kinds_of_results(
         self, node: Node, mapped: Sequence[int], children: Sequence["Narrowing"]
@@ -159,11 +153,8 @@ class Narrowing:
         for r in range(len(node.outputs)):
             kinds = {child.kind(body.outputs[r]) for child, body in givers}
             carried = r < len(carries) and carries[r] in mapped
-            row = (
-                kinds == {self.kind(node.inputs[carries[r]])}
-                if carried
-                else node.name == "cond" and len(kinds) == 1
-            )
+            row = node.name == "cond" and len(kinds) == 1
+            row = kinds == {self.kind(node.inputs[carries[r]])} if carried else row
             if row and None not in kinds:
                 found[r] = kinds.pop()
             elif carried or any(body.outputs[r] in child.gone for child, body in givers):
@@ -173,10 +164,8 @@ class Narrowing:
     def _rebuilt(
         self, node: Node, mapped, inside, children: Sequence["Narrowing"], kinds: Mapping[int, Hashable]
     ) -> list[Node]:
-        inputs, outputs = (
-            [self.row(v) if k in mapped else v for k, v in enumerate(node.inputs)],
-            list(node.outputs),
-        )
+        inputs = [self.row(v) if k in mapped else v for k, v in enumerate(node.inputs)]
+        outputs = list(node.outputs)
         for r, kind in kinds.items():
             outputs[r] = self.new_row()
             self.add(node.outputs[r], outputs[r], kind)

@@ -37,10 +37,9 @@ class Context:
 
 @dataclass(frozen=True)
 class Replacements:
-    """What takes the place of nodes, and of the values that are read; of none where nothing was found.
+    """What takes the place of nodes, in program order, and of values that are read.
 
-    A node that stays among several stands among those in its place. `again`: the graph that has these may
-    have more.
+    Nothing is there where nothing was found. `again`: a graph with these in place may have more.
     """
 
     nodes: Mapping[Node, Sequence[Node]] = field(default_factory=dict)
@@ -49,7 +48,11 @@ class Replacements:
 
 
 class Rewrite(Protocol):
-    """Finds something in a graph, bodies aside: the driver asks for these too, outer ones first."""
+    """Finds something in a graph, which stays as it is, and says what takes its place.
+
+    `context` is where the graph stands. Bodies are left aside: the driver asks for these too, outer ones
+    first, as they are after what was found around them.
+    """
 
     def __call__(self, graph: Graph, context: Context) -> Replacements: ...
 

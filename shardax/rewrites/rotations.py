@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shardax.graph.affine import Makers
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.primitives import rotate_by_p, rotate_p
 from shardax.rewrites.rewrite import Context, Replacements, makers_of
@@ -37,9 +38,6 @@ class _Part:
     dim: int
     start: int
     stop: int
-
-
-Makers = dict[Value, Node]
 
 
 def _rotate(node: Node, makers: Makers) -> Node | None:
