@@ -54,8 +54,9 @@ def test_annotations_with_their_meshes():
     ]
 
 
-def test_what_is_whole_is_so_on_any_mesh():
-    _, found, _ = found_in(on(B), (8, 8))
+@pytest.mark.parametrize("mesh", [B, SMALL])
+def test_what_is_whole_is_so_on_any_mesh(mesh):
+    _, found, _ = found_in(on(mesh), (8, 8))
     assert [site.mesh for site in found] == [program_mesh(A)]
 
 
@@ -85,6 +86,8 @@ def test_rewritten():
     dims, sources = zip(*notes(program), strict=True)
     assert dims == ("((), ('x', 'y.0'))", "(('y.0', 'y.1'), ())")
     assert sources[0].endswith(" on (x=4, y=2)") and " on " not in sources[1]
+    kept = [str(note.on) for _, note in annotations.among(program.nodes)]
+    assert kept == ["(x=4, y=2)", "(x=2, y=4)"]  # the meshes that the user named
 
 
 def test_a_trivial_refinement_leaves_the_nodes():
@@ -114,6 +117,16 @@ def test_islands_run_on_the_refined_mesh():
     assert sent.params["perm"] == ((0, 1), (1, 2), (2, 3), (3, 0))
     (total,) = (node for node in program.walk() if node.name.startswith("psum"))
     assert set(total.params["axes"]) == {"x", "y.0", "y.1"}
+
+
+def test_the_pairs_of_a_ppermute_count_in_the_order_of_the_mesh():
+    pairs = [(i, (i + 1) % 8) for i in range(8)]
+    ring = lambda x: lax.ppermute(x, ("y", "x"), pairs)  # noqa: E731
+    f = jax.shard_map(ring, mesh=B, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    program, found, both = found_in(f, (8, 8))
+    rewrite(found, both)
+    params = the("ppermute", program).params
+    assert (params["axis_name"], params["perm"]) == (("x", "y.0", "y.1"), tuple(pairs))
 
 
 def test_named_axes():
