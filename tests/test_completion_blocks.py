@@ -5,7 +5,7 @@ import pytest
 
 from shardax.completion.blocks import Block, Pattern, Worklist
 from shardax.completion.cells import ALL, Cell, Cells
-from shardax.completion.kinds import Kinds
+from shardax.completion.node_classes import NodeClasses
 from tests.graphs import graph
 
 pytestmark = pytest.mark.quick
@@ -19,7 +19,7 @@ def alike(count: int, *shared: int) -> list[Block]:
     """Blocks of tanh, then a sum with what it was of: values 0, 1 and 2, of which other blocks know those
     that are shared.
     """
-    kinds, blocks, pattern = Kinds(), [], None
+    kinds, blocks, pattern = NodeClasses(), [], None
     for number in range(count):
         nodes = graph(lambda x: x + jnp.tanh(x), (64, 8)).nodes
         place: dict = {}

@@ -6,7 +6,7 @@ from jax import lax
 
 from shardax.completion.cells import ALL, DATA, SPREAD_STATE, Cell, Cells
 from shardax.completion.edges import edges_of
-from shardax.completion.kinds import ties_of
+from shardax.completion.node_classes import edge_patterns
 from shardax.sharding import Sharding
 from tests.graphs import graph
 
@@ -17,20 +17,20 @@ SIZES = {"x": 4, "y": 2}
 
 def tie_of(f, *shapes):
     (node,) = graph(f, *shapes).nodes
-    (tie,) = ties_of(edges_of(node), node.inputs + node.outputs)
-    return tie
+    (edge,) = edge_patterns(edges_of(node), node.inputs + node.outputs)
+    return edge
 
 
 class Step:
     """A step whose cells are written as tuples of axes, one for each value; a dict says more."""
 
     def __init__(self, f, *shapes):
-        self.tie, self.cells = tie_of(f, *shapes), Cells(SIZES)
+        self.edge, self.cells = tie_of(f, *shapes), Cells(SIZES)
 
     def __call__(self, *given, forward=True, phase=ALL, twins=None):
         known = [cell if isinstance(cell, Cell) else Cell(cell) for cell in given]
         places = tuple(range(len(given))) if twins is None else twins
-        lessons = self.cells.step(self.tie, forward, phase, places, tuple(map(self.cells.number, known)))
+        lessons = self.cells.step(self.edge, forward, phase, places, tuple(map(self.cells.number, known)))
         return {at: str(self.cells.sharding(cell)) for at, cell, _ in lessons}
 
 
@@ -91,7 +91,7 @@ def test_what_is_held_neither_tells_nor_learns_until_the_end():
 def test_what_only_state_reached_is_held():
     step = Step(jnp.sin, (64,))
     ((at, number, learned),) = step.cells.step(
-        step.tie, True, SPREAD_STATE, (0, 1), tuple(map(step.cells.number, (Cell((X,)), Cell((NO,)))))
+        step.edge, True, SPREAD_STATE, (0, 1), tuple(map(step.cells.number, (Cell((X,)), Cell((NO,)))))
     )
     assert (at, learned, step.cells.cells[number]) == (1, ((0, 0),), Cell((X,), (), held=True))
     assert step.cells.cells[step.cells.released(number)] == Cell((X,))
@@ -106,8 +106,8 @@ def test_equal_cells_have_one_number_and_equal_steps_are_taken_once():
     cells = Cells(SIZES)
     assert cells.blank(2) == cells.number(Cell((NO, NO))) != cells.blank(1)
     assert cells.sharding(cells.number(Cell((X, NO)))) == Sharding((X, NO))
-    tie, known = tie_of(jnp.sin, (64,)), (cells.number(Cell((X,))), cells.blank(1))
-    assert cells.step(tie, True, ALL, (0, 1), known) is cells.step(tie, True, ALL, (0, 1), known)
+    edge, known = tie_of(jnp.sin, (64,)), (cells.number(Cell((X,))), cells.blank(1))
+    assert cells.step(edge, True, ALL, (0, 1), known) is cells.step(edge, True, ALL, (0, 1), known)
 
 
 def test_literals_never_learn():

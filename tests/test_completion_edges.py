@@ -26,7 +26,7 @@ def ties(program: Graph) -> Iterator[str]:
         letters: dict[str, str] = {}
 
         def letter(factor, edge=edge, letters=letters):
-            return letters.setdefault(factor, "ijklmn"[len(letters)]) + MARKS[edge.factors.kind(factor)]
+            return letters.setdefault(factor, "ijklmn"[len(letters)]) + MARKS[edge.factors.type_of(factor)]
 
         def text(values, tensors, letter=letter):
             dims = [" ".join("".join(map(letter, dim)) or "1" for dim in tensor) for tensor in tensors]

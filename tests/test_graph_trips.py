@@ -12,7 +12,6 @@ from shardax.graph.trips import (
     SAME,
     STEPS,
     Carry,
-    adds_up,
     carries_of_map,
     has_open_loop,
     reads,
@@ -99,14 +98,6 @@ def test_no_trips_are_no_map():
 
 def test_booleans_cannot_be_pending():
     assert carries_of_map(scan_of(lambda c, x: (c | x, None), dtype="bool")) is None
-
-
-def test_a_body_that_adds_up():
-    f = lambda c, d, x: ((c + x, jnp.maximum(d, x)), None)  # noqa: E731
-    (body,) = the(
-        "scan", graph(lambda c, d, xs: lax.scan(lambda c, x: f(*c, x), (c, d), xs), (4,), (4,), (3, 4))
-    ).bodies
-    assert [adds_up(body, *pair) for pair in zip(body.inputs, body.outputs, strict=False)] == [True, False]
 
 
 def test_loops_that_may_go_on():

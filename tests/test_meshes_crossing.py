@@ -41,7 +41,7 @@ def held(mesh, dims, device) -> list[int]:
 
 
 def held_here(found, device):
-    return held(UserMesh(tuple(found.refinement.sizes.items())), found.here.dims, device)
+    return held(UserMesh(tuple(found.refinement.sizes.items())), found.sharding.dims, device)
 
 
 @pytest.mark.parametrize("side", ["argument", "result"])

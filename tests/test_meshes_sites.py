@@ -48,7 +48,7 @@ def notes(program):
 def test_annotations_with_their_meshes():
     f = lambda x: on(A, "x")(jnp.sin(on(B, None, "y")(x)))  # noqa: E731
     _, found, _ = found_in(f, (8, 8))
-    assert [(str(site.mesh), site.given.dims) for site in found] == [
+    assert [(str(site.mesh), site.annotation.dims) for site in found] == [
         ("(x=4, y=2)", ((), ("y",))),
         ("(x=2, y=4)", (("x",), ())),
     ]
@@ -76,7 +76,7 @@ def test_what_an_island_names():
     names = [site.node.name for site in found]
     assert names[0] == "annotate" and names[-1] == "annotate"
     assert {"axis_index", "shard_map"} <= set(names) and any("psum" in name for name in names)
-    assert {str(site.mesh) for site in found if site.given is None} == {"(x=4, y=2)"}
+    assert {str(site.mesh) for site in found if site.annotation is None} == {"(x=4, y=2)"}
 
 
 def test_rewritten():
@@ -185,4 +185,4 @@ def test_how_arguments_rest():
 def test_our_own_annotations_are_sites_too():
     with jax.sharding.use_abstract_mesh(A):
         _, found, _ = found_in(lambda x: sx.annotate(x, P("y")), (8, 8))
-    assert [(site.given.role, site.mesh) for site in found] == [("inside", program_mesh(A))]
+    assert [(site.annotation.role, site.mesh) for site in found] == [("inside", program_mesh(A))]

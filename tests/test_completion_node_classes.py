@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardax.completion.kinds import Kinds
+from shardax.completion.node_classes import NodeClasses
 from tests.graphs import graph
 
 pytestmark = pytest.mark.quick
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.quick
 
 def numbers(f, *shapes) -> list[int]:
     """The number of the kind of each node, the first being 0."""
-    kinds = Kinds()
-    return [kinds.of(node)[0].number for node in graph(f, *shapes).nodes]
+    classes = NodeClasses()
+    return [classes.of(node)[0].number for node in graph(f, *shapes).nodes]
 
 
 SAME = {
@@ -47,8 +47,8 @@ def _other_body(_, x):
 
 def of_interest(f) -> list[int]:
     found = graph(f, (4, 4), (4, 8))
-    kinds = Kinds()
-    return [kinds.of(node)[0].number for node in found.nodes if node.name != "convert_element_type"]
+    classes = NodeClasses()
+    return [classes.of(node)[0].number for node in found.nodes if node.name != "convert_element_type"]
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -57,14 +57,14 @@ def test_one_kind(name):
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_two_kinds(name):
+def test_two_classes(name):
     assert of_interest(OTHER[name]) == [0, 1]
 
 
 def test_one_value_twice_is_two_operands():
-    """Kinds do not say which values are one; blocks do."""
-    kinds = Kinds()
-    both = [kinds.of(node) for node in graph(lambda a, b: (a + b, a + a), (4,), (4,)).nodes]
+    """Classes do not say which values are one; blocks do."""
+    classes = NodeClasses()
+    both = [classes.of(node) for node in graph(lambda a, b: (a + b, a + a), (4,), (4,)).nodes]
     assert both[0][0] is both[1][0]
     assert both[1][1][0] is both[1][1][1]
 
@@ -73,24 +73,24 @@ def test_parameters_that_cannot_be_compared_are_of_one_node():
     class Table(dict):
         __hash__ = None
 
-    kinds = Kinds()
+    classes = NodeClasses()
     nodes = graph(lambda a: jnp.tanh(jnp.tanh(a)), (4,)).nodes
     for node in nodes:
         node.params = {**node.params, "table": Table()}
-    found = [kinds.of(node)[0].number for node in (*nodes, *nodes)]
+    found = [classes.of(node)[0].number for node in (*nodes, *nodes)]
     assert found == [0, 1, 0, 1]
 
 
 def test_tensors_are_what_has_dims_and_is_no_literal():
     table = np.ones(4, "float32")
     (node,) = graph(lambda a, b: lax.select_n(a, b, table), jax.ShapeDtypeStruct((), "bool"), (4,)).nodes
-    kind, values = Kinds().of(node)
+    node_class, values = NodeClasses().of(node)
     assert [v.shape for v in values] == [(), (4,), (4,), (4,)]
-    assert list(kind.tensors(values)) == [node.inputs[1], node.outputs[0]]
+    assert list(node_class.tensors(values)) == [node.inputs[1], node.outputs[0]]
 
 
 def test_of_a_loop_the_values_of_its_body_count():
     (node,) = graph(lambda a: lax.scan(lambda c, x: (c + x, c), a[0] * 0, a), (3, 4)).nodes[-1:]
-    kind, values = Kinds().of(node)
+    node_class, values = NodeClasses().of(node)
     assert {*node.inputs, *node.outputs, *node.bodies[0].inputs, *node.bodies[0].outputs} <= {*values}
-    assert len(kind.ties) == 4  # the carry, the stacks before and after, the sum inside
+    assert len(node_class.edges) == 4  # the carry, the stacks before and after, the sum inside
