@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax import _jax
 from shardax.completion.complete import Completion, complete
-from shardax.graph import annotations, inline
-from shardax.graph.graph import Graph, Value
-from shardax.ledger.collectives import array_text
+from shardax.graph import inline
+from shardax.graph.graph import Graph
 from shardax.trace import Request, trace
 
 pytestmark = pytest.mark.quick
@@ -29,11 +27,8 @@ OPEN = P.UNCONSTRAINED
 
 
 def completed(f, *shapes, **how) -> str:
-    """What completion makes of a function of float32 arguments of these shapes, a pytree of tuples.
-
-    Left out are scalars, and annotations that change nothing.
-    """
-    return "\n".join(_graph(*completion(f, *shapes, **how)))
+    """What completion makes of a function of float32 arguments of these shapes, a pytree of tuples."""
+    return str(completion(f, *shapes, **how)[1])
 
 
 def completion(f, *shapes, specs=None, outs=None, donated=(), sizes=SIZES) -> tuple[Graph, Completion]:
@@ -47,25 +42,6 @@ def completion(f, *shapes, specs=None, outs=None, donated=(), sizes=SIZES) -> tu
 
 def _is_shape(tree) -> bool:
     return isinstance(tree, tuple) and all(isinstance(n, int) for n in tree)
-
-
-def _graph(program: Graph, done: Completion, indent: str = "") -> Iterator[str]:
-    for value in program.inputs:
-        yield from _value("argument", value, done, indent)
-    for node in program.nodes:
-        for body in node.bodies:
-            yield f"{indent}{node.name} of"
-            yield from _graph(body, done, indent + "  ")
-        repeats = annotations.of_node(node) and done.sharding(node.inputs[0]) == done.sharding(
-            node.outputs[0]
-        )
-        for value in node.outputs if not repeats else ():
-            yield from _value(node.name, value, done, indent)
-
-
-def _value(name: str, value: Value, done: Completion, indent: str) -> Iterator[str]:
-    if value.shape:
-        yield f"{indent}{name:<20} {array_text(value.aval):<14} {done.sharding(value)}"
 
 
 def mlp(x, up, down):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardax.rewrites.constants import with_made_constants
-from tests.graph_text import graph_of, text
+from tests.graph_text import graph_of
 
 IOTA = np.arange(8)
 CLOSED = {  # what is closed over, and what is left of it
@@ -31,4 +31,4 @@ def test_made(name):
     jaxpr = with_made_constants(jax.make_jaxpr(lambda x: (x, jnp.asarray(constant)))(0.0))
     assert len(jaxpr.consts) == (0 if made else 1)
     graph = graph_of(jax.extend.core.jaxpr_as_fun(jaxpr), np.float32(0))
-    assert [line for line in text(graph).split("\n") if " = " in line] == made
+    assert [line for line in str(graph).split("\n") if " = " in line] == made

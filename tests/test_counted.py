@@ -14,7 +14,7 @@ import shardax as sx
 from shardax.check import ramp
 from shardax.rewrites.counted import batched_indices
 from shardax.rewrites.driver import rewritten
-from tests.graph_text import graph_of, text
+from tests.graph_text import graph_of
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 ROWS = jnp.arange
@@ -159,7 +159,7 @@ def test_the_column_that_counts_goes():
         [batched_indices],
     )
     assert (
-        text(gather)
+        str(gather)
         == """\
 (a:f32[4,9] b:i32[4])
 c:i32[4,1] = broadcast_in_dim b
@@ -167,7 +167,7 @@ d:f32[4] = gather a c
 -> d"""
     )
     assert (
-        text(scatter)
+        str(scatter)
         == """\
 (a:f32[9,4,9] b:i32[4] c:f32[4])
 d:i32[4] = add b 1

@@ -8,7 +8,7 @@ from jax import lax
 from shardax.graph.graph import Graph
 from shardax.rewrites.driver import REWRITES, rewritten
 from shardax.rewrites.rewrite import Context, Replacements
-from tests.graph_text import after, graph_of, text
+from tests.graph_text import after, graph_of
 
 X = jax.ShapeDtypeStruct((8, 6), "float32")
 INDICES = jax.ShapeDtypeStruct((8,), "int32")
@@ -51,10 +51,10 @@ def test_each_rewrite_has_a_program():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_graph_that_is_given_stays_as_it_is(name, around):
     graph = graph_of(around(PROGRAMS[name]), X, INDICES)
-    before, words = structure(graph), text(graph)
+    before, words = structure(graph), str(graph)
     new = rewritten(graph)
-    assert structure(graph) == before and text(graph) == words
-    assert text(new) != words
+    assert structure(graph) == before and str(graph) == words
+    assert str(new) != words
     assert [*map(id, new.inputs)] == [*map(id, graph.inputs)]
 
 

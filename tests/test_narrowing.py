@@ -8,7 +8,6 @@ from jax import lax
 from shardax.graph.graph import Graph
 from shardax.graph.indices import Line, Place
 from shardax.rewrites.narrowing import Narrowing
-from tests.graph_text import text
 from tests.loop_bodies import loop_of, row, with_row
 
 Y = np.zeros((8, 2), "float32")
@@ -26,7 +25,7 @@ def narrowed(trip, place=AT_INDEX, length=8) -> str | None:
     if nodes is None or narrowing.kind(body.outputs[1]) != "y":
         return None
     rows = Graph([body.inputs[0], start], nodes, [narrowing.row(body.outputs[1])])
-    return "\n".join(line for line in text(rows).split("\n") if "= add a 1" not in line)
+    return "\n".join(line for line in str(rows).split("\n") if "= add a 1" not in line)
 
 
 def test_what_is_written_is_the_row():

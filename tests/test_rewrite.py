@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardax.rewrites.rewrite import Context, Replacements, replaced
-from tests.graph_text import graph_of, text
+from tests.graph_text import graph_of
 
 
 def graph():
@@ -20,7 +20,7 @@ def test_nodes_in_the_place_of_a_node():
     """Those that nothing reads then are dropped, the one that is replaced among them."""
     before = graph()
     sine, cosine, tanh, _ = before.nodes
-    assert text(replaced(before, Replacements({cosine: [cosine, tanh], tanh: []}))) == "\n".join(
+    assert str(replaced(before, Replacements({cosine: [cosine, tanh], tanh: []}))) == "\n".join(
         [
             "(a:f32[3])",
             "b:f32[3] = sin a",
@@ -36,7 +36,7 @@ def test_values_in_the_place_of_values():
     before = graph()
     sine, cosine, tanh, total = before.nodes
     values = {cosine.outputs[0]: tanh.outputs[0]}
-    assert text(replaced(before, Replacements({sine: [tanh], tanh: []}, values))) == "\n".join(
+    assert str(replaced(before, Replacements({sine: [tanh], tanh: []}, values))) == "\n".join(
         ["(a:f32[3])", "b:f32[3] = tanh a", "c:f32[3] = add b b", "-> c"]
     )
     assert replaced(before, Replacements(values={total.outputs[0]: before.inputs[0]})).nodes == []

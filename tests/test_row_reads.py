@@ -7,7 +7,6 @@ from jax import lax
 from shardax.graph.graph import Graph, Value
 from shardax.graph.indices import Line, Place
 from shardax.rewrites.row_reads import Reading, places_read
-from tests.graph_text import text
 from tests.loop_bodies import loop_of, row
 
 X, H = np.zeros((8, 2), "float32"), np.zeros((1, 2), "float32")
@@ -27,7 +26,7 @@ def reading(trip, length=8) -> tuple[list[Place], str]:
     nodes = Reading(index, place_of, {x: rows}).run(body.nodes, body.outputs)
     others = [v for v in body.inputs if v is not x]
     given = [x, *others, *rows.values()]
-    lines = text(Graph(given, nodes, body.outputs[-1:])).split("\n")
+    lines = str(Graph(given, nodes, body.outputs[-1:])).split("\n")
     return places, "\n".join(line for line in lines if "= add b 1" not in line)
 
 

@@ -7,7 +7,7 @@ nothing else.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -20,6 +20,7 @@ from shardax.completion.repeats import REST, groups
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.state import state
+from shardax.ledger.collectives import array_text
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
 
 UPDATED_AT_REST = "state is updated as it rests"
@@ -47,6 +48,7 @@ class Completion:
     no sharding is requested.
     """
 
+    graph: Graph
     sizes: AxisSizes
     items: "Items"
     blocks: list[Block]
@@ -55,6 +57,29 @@ class Completion:
     resting: list[Sharding | None]
     shardings: dict[Value, Sharding] = field(default_factory=dict)
     origins: dict[tuple[Value, int], Origin] = field(default_factory=dict)
+
+    def __str__(self):
+        """A line for each value that is no scalar, by the primitive that makes it, bodies before what they
+        are of. Annotations that change nothing are left out.
+
+            argument             f32[8,16]      P('x', None)
+            dot_general          f32[8,64]      P('x', 'y')
+        """
+        return "\n".join(self._lines(self.graph))
+
+    def _lines(self, graph: Graph, indent: str = "") -> Iterator[str]:
+        makers = [("argument", value) for value in graph.inputs]
+        yield from (self._line(name, value, indent) for name, value in makers if value.shape)
+        for node in graph.nodes:
+            for body in node.bodies:
+                yield f"{indent}{node.name} of"
+                yield from self._lines(body, indent + "  ")
+            first = node.inputs[:1] if annotations.of_node(node) else []
+            changes = [v for v in node.outputs if not first or self.sharding(first[0]) != self.sharding(v)]
+            yield from (self._line(node.name, value, indent) for value in changes if value.shape)
+
+    def _line(self, name: str, value: Value, indent: str) -> str:
+        return f"{indent}{name:<20} {array_text(value.aval):<14} {self.sharding(value)}"
 
     @property
     def block_of(self) -> list[Block]:
@@ -145,7 +170,7 @@ def complete(
     cells, items = Cells(sizes), Items(graph, notes)
     blocks = _blocks(items, graph, cells, reuse)
     homes = _Homes(blocks)
-    done = Completion(sizes, items, blocks, homes, notes, _resting(graph, arguments, notes, sizes))
+    done = Completion(graph, sizes, items, blocks, homes, notes, _resting(graph, arguments, notes, sizes))
     requests = list(_requests(graph, done))
     _spread(done, Worklist(blocks, homes), requests, _state(graph, notes), cells)
     done.shardings.update((g.value, Sharding(g.cell_dims)) for g in requests)

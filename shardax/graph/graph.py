@@ -3,8 +3,14 @@ with bodies.
 """
 
 import math
+import string
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from shardax import _jax
 
@@ -79,6 +85,18 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
 
+    def __str__(self):
+        return self.text()
+
+    def text(self, *params: str) -> str:
+        """The program as text, a line for each node; `params` are those of nodes to be shown.
+
+        (a:f32[3])
+        b:f32[2] = slice[start_indices=(1,)] a
+        -> b
+        """
+        return "\n".join(_lines(self, params, {}))
+
     def walk(self):
         """Every node, those of bodies included, in program order."""
         for node in self.nodes:
@@ -99,3 +117,31 @@ def without_unread(graph: Graph) -> Graph:
             read.update(node.inputs)
     kept.reverse()
     return graph if kept == graph.nodes else Graph(graph.inputs, kept, graph.outputs)
+
+
+def _lines(graph: Graph, params: Sequence[str], names: dict[Value, str]) -> Iterator[str]:
+    yield "(" + " ".join(_typed(v, names) for v in graph.inputs) + ")"
+    for node in graph.nodes:
+        shown = " ".join(f"{name}={node.params[name]}" for name in params if name in node.params)
+        operands = " ".join(_named(v, names) for v in node.inputs)
+        results = " ".join(_typed(v, names) for v in node.outputs)
+        yield f"{results} = {node.name}{shown and f'[{shown}]'} {operands}".strip()
+        for body in node.bodies:
+            yield from ("    " + line for line in _lines(body, params, names))
+    yield "-> " + " ".join(_named(v, names) for v in graph.outputs)
+
+
+def _typed(value: Value, names: dict[Value, str]) -> str:
+    return f"{_named(value, names)}:{value.aval.str_short(short_dtypes=True)}"
+
+
+def _named(value: Value, names: dict[Value, str]) -> str:
+    """a to z, then aa and so on; literals as they are, large ones and keys by their type."""
+    if value.is_literal:
+        is_key = jnp.issubdtype(value.aval.dtype, jax.dtypes.extended)
+        shown = not is_key and math.prod(value.shape) <= 8
+        return str(np.asarray(value.literal).tolist()).replace(" ", "") if shown else value.aval.str_short()
+    if value not in names:
+        number, letters = len(names), string.ascii_lowercase
+        names[value] = (letters[number // 26 - 1] if number >= 26 else "") + letters[number % 26]
+    return names[value]

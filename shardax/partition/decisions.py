@@ -1,6 +1,6 @@
 """Decisions: what `choose` found and `emit` carries out, as plain data."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -72,6 +72,25 @@ class Decisions:
     price: float = 0.0
     gap: float = 0.0
 
+    def __str__(self):
+        """A line for each node: the layouts in which it reads its operands, and those in which it makes its
+        results; below it what is resharded before it reads, and the bodies that it has.
+
+            dot_general: P('x', None), P(None, 'y') -> P('x', 'y')
+              operand 1 from P('y', None)
+        """
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"arguments: {_texts(self.inputs)}".rstrip()
+        for node, decision in self.pairs():
+            yield f"{node.name}: {_texts(decision.operands)} -> {_texts(decision.results)}"
+            yield from _resharded("operand", decision.reshards)
+            for body in decision.bodies:
+                yield from ("  " + line for line in body._lines())
+        yield f"results: {_texts(reshard.target for reshard in self.outputs)}".rstrip()
+        yield from _resharded("result", self.outputs)
+
     def of(self, graph: Graph) -> "Decisions":
         """The decisions of a graph that is alike."""
         steps = [step.of(node) for step, node in zip(self.steps, graph.nodes, strict=True)]
@@ -79,6 +98,14 @@ class Decisions:
 
     def pairs(self) -> Iterable[tuple[Node, Decision]]:
         return zip(self.graph.nodes, self.steps, strict=True)
+
+
+def _texts(layouts: Iterable[Layout]) -> str:
+    return ", ".join(map(str, layouts))
+
+
+def _resharded(what: str, reshards: Iterable[Reshard]) -> Iterator[str]:
+    return (f"  {what} {i} from {r.source}" for i, r in enumerate(reshards) if r.needed)
 
 
 def local_trips(node: Node, decision: Decision, sizes: AxisSizes) -> int:
