@@ -76,7 +76,7 @@ lint: $(ENV)
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m pyright --pythonpath $(RUN)
-	$(dir $(RUN))lint-imports
+	$(RUN) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 format: $(ENV)
 	$(RUN) -m ruff check --fix

@@ -345,8 +345,10 @@ def _backward_jaxpr(backward, args, avals) -> tuple[Any, Any, list[int]]:
     trees: list[Any] = []
 
     def run(*xs):
-        given = dict(zip(moving, xs, strict=True))
-        leaves, tree = jax.tree.flatten(backward.call_wrapped(*(given.get(i, x) for i, x in enumerate(full))))
+        by_number = dict(zip(moving, xs, strict=True))
+        leaves, tree = jax.tree.flatten(
+            backward.call_wrapped(*(by_number.get(i, x) for i, x in enumerate(full)))
+        )
         trees.append(tree)
         return leaves
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.jit.call import Call
 from shardax.jit.function import Function, mesh_of
-from shardax.jit.signature import check_given
+from shardax.jit.signature import check_arguments
 from shardax.meshes.crossing import Crossing
 from shardax.options import Options, Refused
 from shardax.transforms import Transform
@@ -72,7 +72,7 @@ def shard_jit(
         )
     numbers = {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
     names = {"static_argnames": static_argnames, "donate_argnames": donate_argnames}
-    check_given(fun, mesh, transforms, options, numbers, names)
+    check_arguments(fun, mesh, transforms, options, numbers, names)
     static = _jax.infer_names(fun, static_argnums, static_argnames)
     donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
     named = {"mesh=": mesh, "in_shardings": mesh_of(in_shardings), "out_shardings": mesh_of(out_shardings)}

@@ -112,12 +112,15 @@ def shard_jit(
     require_numbers(static_argnums, "static_argnums of shardax.flax.shard_jit")
     require_numbers(donate_argnums, "donate_argnums of shardax.flax.shard_jit")
     require_names(options.get("static_argnames"), "static_argnames of shardax.flax.shard_jit")
-    given = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
+    shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     step = api.shard_jit(
         _of_states(
-            fun, given, out_shardings, *_jax.infer_names(fun, static_argnums, options.get("static_argnames"))
+            fun,
+            shardings,
+            out_shardings,
+            *_jax.infer_names(fun, static_argnums, options.get("static_argnames")),
         ),
-        in_shardings=(None, *given) if isinstance(given, tuple) else given,
+        in_shardings=(None, *shardings) if isinstance(shardings, tuple) else shardings,
         out_shardings=(None, None, out_shardings),
         static_argnums=_shifted(static_argnums),
         donate_argnums=_shifted(donate_argnums),
@@ -204,10 +207,12 @@ def _of_states(
     names = [name for name in positional_names(fun) if name not in static_names]
 
     def pure(graphs, *states, **kwstates):
-        given = [i for i in range(len(states)) if i not in static_nums and i - len(states) not in static_nums]
-        said = _said(in_shardings, len(given))
-        by_name = dict(zip(names[len(given) :], said[len(given) :], strict=False))
-        by_number = dict(zip(given, said, strict=False))
+        dynamic = [
+            i for i in range(len(states)) if i not in static_nums and i - len(states) not in static_nums
+        ]
+        requested = _requests(in_shardings, len(dynamic))
+        by_name = dict(zip(names[len(dynamic) :], requested[len(dynamic) :], strict=False))
+        by_number = dict(zip(dynamic, requested, strict=False))
         states = tuple(x if by_number.get(i, True) else _annotated(x) for i, x in enumerate(states))
         kwstates = {name: x if by_name.get(name) else _annotated(x) for name, x in kwstates.items()}
         with nnx.merge_context(_TAG, True) as context:
@@ -235,7 +240,7 @@ def _with_graphs(fun: Callable[..., Any]) -> inspect.Signature:
     return own.replace(parameters=[graphs, *first])
 
 
-def _said(in_shardings: Any, count: int) -> list[bool]:
+def _requests(in_shardings: Any, count: int) -> list[bool]:
     """Of which arguments the user has said how they rest: of the first `count`, and of more that have one."""
     if isinstance(in_shardings, tuple) and not isinstance(in_shardings, PartitionSpec):
         return [s is not None for s in in_shardings] + [False] * (count - len(in_shardings))

@@ -86,20 +86,20 @@ class Program:
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
 
 
-def build(jaxpr, given: tuple[Sharding | Placement | None, ...], mesh: AnyMesh, options=None) -> Program:
+def build(jaxpr, committed: tuple[Sharding | Placement | None, ...], mesh: AnyMesh, options=None) -> Program:
     """Makes the program that every device runs. Memoized on the jaxpr, for as long as it lives.
 
     Args:
       jaxpr: the global ClosedJaxpr, annotations in it.
-      given: for each input the sharding in which a committed argument rests, or None.
+      committed: for each input the sharding in which a committed argument rests, or None.
       mesh: the mesh, its axes Auto. An abstract one has no order of devices.
       options: `shardax.Options`.
     """
     programs = _built.setdefault(jaxpr, {})
-    key = (given, mesh, options)
+    key = (committed, mesh, options)
     if key not in programs:
         with collector.paused():
-            programs[key] = _build(jaxpr, given, mesh, options)
+            programs[key] = _build(jaxpr, committed, mesh, options)
     return programs[key]
 
 
@@ -107,9 +107,9 @@ def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
     """The shardings that completion alone gives to the results of a global jaxpr, in axes of `mesh`: of none,
     where it has no spec for them."""
     with collector.paused():
-        whole = _graph(jaxpr)
-        refined, _, done = _completed(whole, (None,) * len(whole.inputs), mesh)
-    return tuple(refined.spelled(done.sharding(v)) or replicated(len(v.shape)) for v in whole.outputs)
+        program_graph = _graph(jaxpr)
+        refined, _, done = _completed(program_graph, (None,) * len(program_graph.inputs), mesh)
+    return tuple(refined.spelled(done.sharding(v)) or replicated(len(v.shape)) for v in program_graph.outputs)
 
 
 def _graph(jaxpr) -> Graph:
@@ -117,9 +117,9 @@ def _graph(jaxpr) -> Graph:
     return rewritten(inline.from_jaxpr(_jax.dce(jaxpr)))
 
 
-def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
+def _build(jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
     options = options or Options()
-    built = _build_one(jaxpr, given, mesh, options)
+    built = _build_one(jaxpr, committed, mesh, options)
     report_replicated(
         built.decisions, built.refinement.sizes, strict=options.strict is True, allow=options.allow
     )
@@ -129,13 +129,13 @@ def _build(jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, o
 
 
 def _build_one(
-    jaxpr, given: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options
+    jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options
 ) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = _graph(jaxpr)
     with timed(phases, "completion"):
-        refined, resting, completion = _completed(program, given, mesh, options)
+        refined, resting, completion = _completed(program, committed, mesh, options)
     with timed(phases, "choice"):
         rests = _resting(program, completion, resting, refined)
         shardings = [tuple(map(refined.sharding, side)) for side in rests]
@@ -183,19 +183,21 @@ def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
             if any(
                 None not in pair and pair[0] != pair[1] for pair in zip(before.dims, note.dims, strict=True)
             ):
-                yield strict.Conflict(*(_said(n, x, refined) for n, x in ((maker, before), (node, note))))
+                yield strict.Conflict(
+                    *(_conflict_side(n, x, refined) for n, x in ((maker, before), (node, note)))
+                )
     for body in (body for node in graph.nodes for body in node.bodies):
         yield from _conflicts(body, refined)
 
 
-def _said(node: Node, note: annotations.Annotation, refined: Refinement) -> tuple[str, str, str]:
+def _conflict_side(node: Node, note: annotations.Annotation, refined: Refinement) -> tuple[str, str, str]:
     words = note.source if " at " in note.source else f"{note.source} at {node.line or 'an unknown line'}"
     return words, node.line, str(refined.shown(Sharding(tuple(dim or () for dim in note.dims))))
 
 
 def _completed(
     program: Graph,
-    given: Sequence[Sharding | Placement | None],
+    committed: Sequence[Sharding | Placement | None],
     mesh: AnyMesh,
     options: Options = Options(),  # noqa: B008  (frozen)
 ) -> tuple[Refinement, list[Placement | None], Completion]:
@@ -205,12 +207,12 @@ def _completed(
     completed anew.
     """
     found = sites.sites(program, mesh)
-    committed = [p.mesh for p in given if isinstance(p, Placement)]
-    refined = refinement([sites.program_mesh(mesh), *(site.mesh for site in found)], committed)
+    of_arguments = [p.mesh for p in committed if isinstance(p, Placement)]
+    refined = refinement([sites.program_mesh(mesh), *(site.mesh for site in found)], of_arguments)
     refined = replace(refined, chip=options.priced_for)
     while True:
         sites.rewrite(found, refined)
-        resting = sites.placements(program, given, found, refined)
+        resting = sites.placements(program, committed, found, refined)
         done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes)
         finer = refined.cut(split_inside(program, done))
         if finer == refined:
@@ -273,8 +275,8 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
 def _with_empty(
     full: Sequence[bool], shards: Sequence[Any], layouts: Sequence[Layout], program: Graph, sizes: AxisSizes
 ):
-    given, slots = iter(shards), zip(full, program.inputs, layouts, strict=True)
-    return [next(given) if has else lax.empty(lay.local_shape(sizes), v.aval.dtype) for has, v, lay in slots]
+    left, slots = iter(shards), zip(full, program.inputs, layouts, strict=True)
+    return [next(left) if has else lax.empty(lay.local_shape(sizes), v.aval.dtype) for has, v, lay in slots]
 
 
 @contextmanager

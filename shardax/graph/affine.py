@@ -73,7 +73,7 @@ class Affine:
         steps = {v: -step if v in sizes else step for v, step in self.steps.items()}
         return Affine(self.first + first, steps)
 
-    def moved(self, new: Mapping[Variable, Variable]) -> "Affine":
+    def renamed(self, new: Mapping[Variable, Variable]) -> "Affine":
         """The same numbers of other variables."""
         return Affine(self.first, {new.get(v, v): step for v, step in self.steps.items()})
 
@@ -159,8 +159,8 @@ class Affines:
         for outside, inside in zip(node.inputs[carries.stop :], body.inputs[carries.stop :], strict=True):
             self._note(inside, _row(self.of(outside), trip))
         for r, k in enumerate(carries):
-            taken, given, start = body.inputs[k], body.outputs[r], self.of(node.inputs[k])
-            step = 0 if given is taken else step_of_counter(taken, makers.get(given))
+            taken, returned, start = body.inputs[k], body.outputs[r], self.of(node.inputs[k])
+            step = 0 if returned is taken else step_of_counter(taken, makers.get(returned))
             if start is not None and step is not None:
                 self._note(taken, _counter(start, step, trip, node.params["reverse"]))
                 self._note(node.outputs[r], start + Affine(step * trip.length))
@@ -212,13 +212,13 @@ def _row(stack: Affine | None, trip: Trip) -> Affine | None:
     """What is scanned: the position along dim 0 is the trip."""
     if stack is None:
         return None
-    return stack.moved({v: v - 1 if v else trip for v in stack.steps if isinstance(v, int)})
+    return stack.renamed({v: v - 1 if v else trip for v in stack.steps if isinstance(v, int)})
 
 
 def _stacked(row: Affine | None, trip: Trip) -> Affine | None:
     if row is None:
         return None
-    return row.moved({trip: 0, **{v: v + 1 for v in row.steps if isinstance(v, int)}})
+    return row.renamed({trip: 0, **{v: v + 1 for v in row.steps if isinstance(v, int)}})
 
 
 # What a node makes of affine operands
@@ -229,7 +229,7 @@ def _same(node: Node, x: Affine | None, *_) -> Affine | None:
 
 
 def _broadcast_in_dim(node: Node, x: Affine | None, *_) -> Affine | None:
-    return x and x.moved(dict(enumerate(node.params["broadcast_dimensions"])))
+    return x and x.renamed(dict(enumerate(node.params["broadcast_dimensions"])))
 
 
 def _clamp(node: Node, low: Affine | None, x: Affine | None, high: Affine | None) -> Affine | None:
@@ -264,7 +264,7 @@ def _reshape(node: Node, x: Affine | None, *_) -> Affine | None:
     if node.name == "reshape" and node.params["dimensions"] is not None:
         return None
     old, new = ({d: n for d, n in enumerate(s) if n != 1} for s in (node.in_shapes[0], *node.out_shapes))
-    return x.moved(dict(zip(old, new, strict=True))) if [*old.values()] == [*new.values()] else None
+    return x.renamed(dict(zip(old, new, strict=True))) if [*old.values()] == [*new.values()] else None
 
 
 def _rev(node: Node, x: Affine | None) -> Affine | None:

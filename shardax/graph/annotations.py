@@ -39,8 +39,8 @@ class Annotation:
 def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
     """The annotations among these nodes, each with its node, which has one operand and one result."""
     for node in nodes:
-        if (given := of_node(node)) is not None:
-            yield node, given
+        if (annotation := of_node(node)) is not None:
+            yield node, annotation
 
 
 def of_node(node: Node) -> Annotation | None:
@@ -87,8 +87,8 @@ def shardings_of(eqn) -> Iterator[NamedSharding]:
     if eqn.primitive.name == "shard_map":
         yield NamedSharding(eqn.params["mesh"], PartitionSpec())
     for name in ("sharding", "dst_sharding", "in_shardings", "out_shardings", "devices"):
-        given = eqn.params.get(name)
-        for sharding in given if isinstance(given, tuple) else (given,):
+        value = eqn.params.get(name)
+        for sharding in value if isinstance(value, tuple) else (value,):
             if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
                 yield sharding
 
@@ -110,10 +110,16 @@ def name_of(eqn) -> str:
 def as_annotation(eqn) -> dict[str, Any]:
     """The parameters of the `annotate` that says the same as a with_sharding_constraint or reshard."""
     name, rank = eqn.primitive.name, len(eqn.outvars[0].aval.shape)
-    given = of_sharding(
+    annotation = of_sharding(
         eqn.params[_SHARDING_PARAM[name]], name_of(eqn), rank, _jax.user_line(eqn.source_info)
     )
-    return {"dims": given.dims, "source": given.source, "role": given.role, "like": None, "mesh": given.mesh}
+    return {
+        "dims": annotation.dims,
+        "source": annotation.source,
+        "role": annotation.role,
+        "like": None,
+        "mesh": annotation.mesh,
+    }
 
 
 _SHARDING_PARAM = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}

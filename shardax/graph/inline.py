@@ -140,12 +140,12 @@ def _device_put(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """
     values = _constrained(inliner, eqn, inputs, eqn.params["devices"])
     return [
-        _moved(inliner, eqn, i, value, var.aval)
+        _to_memory(inliner, eqn, i, value, var.aval)
         for i, (value, var) in enumerate(zip(values, eqn.outvars, strict=True))
     ]
 
 
-def _moved(inliner: _Inliner, eqn, i: int, value: Value, aval) -> Value:
+def _to_memory(inliner: _Inliner, eqn, i: int, value: Value, aval) -> Value:
     if memory_of(value.aval) is memory_of(aval):
         return value
     params = {
@@ -191,8 +191,8 @@ def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
     dims = from_spec(spec, len(value.shape)).dims
-    said = {"dims": dims, "source": f"shard_map {words}", "role": "implied"}
-    params = {**said, "like": None, "mesh": eqn.params["mesh"]}
+    fields = {"dims": dims, "source": f"shard_map {words}", "role": "implied"}
+    params = {**fields, "like": None, "mesh": eqn.params["mesh"]}
     return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
 
 
@@ -349,8 +349,8 @@ def _pad(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 def _slice(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """A crop of what was padded is the value before it was padded."""
-    whole = not any(eqn.params["start_indices"]) and eqn.params["strides"] is None
-    found = inliner.made.get((inputs[0], eqn.params["limit_indices"])) if whole else None
+    crops_ends = not any(eqn.params["start_indices"]) and eqn.params["strides"] is None
+    found = inliner.made.get((inputs[0], eqn.params["limit_indices"])) if crops_ends else None
     return _plain(inliner, eqn, inputs) if found is None else [found]
 
 

@@ -61,9 +61,9 @@ def _form(jaxpr) -> Hashable:
 def _params(eqn) -> Hashable:
     if "jaxpr" in eqn.params and eqn.primitive.name in ("jit", "pjit"):
         return _form(eqn.params["jaxpr"])
-    given = ((name, p) for name, p in sorted(eqn.params.items()) if name not in SHARDING_PARAMS)
+    params = ((name, p) for name, p in sorted(eqn.params.items()) if name not in SHARDING_PARAMS)
     return tuple(
-        (name, _form(p) if hasattr(p, "eqns") or hasattr(p, "jaxpr") else str(p)) for name, p in given
+        (name, _form(p) if hasattr(p, "eqns") or hasattr(p, "jaxpr") else str(p)) for name, p in params
     )
 
 

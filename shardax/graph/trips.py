@@ -43,7 +43,9 @@ def carries_of_map(node: Node) -> tuple[Carry, ...] | None:
         return None
     flow = _Flow()
     inputs = body.inputs[consts : consts + count]
-    carries = [flow.carry(body, taken, given) for taken, given in zip(inputs, body.outputs, strict=False)]
+    carries = [
+        flow.carry(body, taken, returned) for taken, returned in zip(inputs, body.outputs, strict=False)
+    ]
     found = tuple(c for c in carries if c is not None)
     return found if len(found) == count else None
 
@@ -88,34 +90,34 @@ class _Flow:
                     found.setdefault(read, []).append((node, i))
         return self.readers[graph].get(value, [])
 
-    def carry(self, body: Graph, taken: Value, given: Value) -> Carry | None:
-        if given is taken:
+    def carry(self, body: Graph, taken: Value, returned: Value) -> Carry | None:
+        if returned is taken:
             return Carry(SAME)
-        if (step := self.step(body, taken, given)) is not None:
+        if (step := self.step(body, taken, returned)) is not None:
             return Carry(STEPS, step=step)
-        if not _can_wait(given):
+        if not _can_wait(returned):
             return None
         if not self.of(body, taken):
             return Carry(LAST)
-        kind = self.reduction(body, taken, given)
+        kind = self.reduction(body, taken, returned)
         return Carry(REDUCED, kind) if kind not in (None, SAME) else None
 
-    def step(self, body: Graph, taken: Value, given: Value) -> int | None:
+    def step(self, body: Graph, taken: Value, returned: Value) -> int | None:
         """The integer that the body adds to a scalar carry."""
         if taken.shape or not jnp.issubdtype(taken.aval.dtype, jnp.integer):
             return None
-        adds = [node for node, _ in self.of(body, taken) if node is not None and node.outputs[0] is given]
+        adds = [node for node, _ in self.of(body, taken) if node is not None and node.outputs[0] is returned]
         return step_of_counter(taken, adds[0]) if adds else None
 
-    def reduction(self, graph: Graph, taken: Value, given: Value) -> str | None:
-        """The reduction that makes `given` of `taken` and nothing else of it; SAME where it only passes
+    def reduction(self, graph: Graph, taken: Value, returned: Value) -> str | None:
+        """The reduction that makes `returned` of `taken` and nothing else of it; SAME where it only passes
         through.
         """
         kinds, value = {SAME}, taken
         while len(self.of(graph, value)) == 1:
             ((node, i),) = self.of(graph, value)
             if node is None:
-                return _one(kinds) if value is given else None
+                return _one(kinds) if value is returned else None
             value, kind = self.through(node, i) or (None, None)
             if value is None or kind is None:
                 return None

@@ -63,17 +63,17 @@ class Call:
 
     def built(self, options: Options | None = None) -> Program:
         """The partitioned program for these arguments, some of which may be committed to a sharding."""
-        given = [_given(i, x, self.mesh) for i, x in enumerate(self.leaves)]
-        constants = [None] * (len(self.jaxpr.in_avals) - len(given))
-        return primitive.build(self.jaxpr, (*given, *constants), self.mesh, options or self.options)
+        committed = [_committed(i, x, self.mesh) for i, x in enumerate(self.leaves)]
+        constants = [None] * (len(self.jaxpr.in_avals) - len(committed))
+        return primitive.build(self.jaxpr, (*committed, *constants), self.mesh, options or self.options)
 
     def check_entering(self, options: Options) -> None:
         """Strict mode refuses what arguments send to come from another mesh, unless the program itself names
         that mesh.
         """
         if self.entering and options.strict:
-            asked = self.other_meshes
-            unasked = [c for c in self.entering if c.resting.mesh not in asked]
+            named = self.other_meshes
+            unasked = [c for c in self.entering if c.resting.mesh not in named]
             strict.check([x for c in unasked for x in c.collectives(self.eqn.params["mesh"])], options)
 
     def placed(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
@@ -121,11 +121,11 @@ class Call:
             line=self.function.line,
             refs=tuple(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)),
         )
-        moved = (
-            _moved("argument", plan.arguments(), resting.arguments(built)),
-            _moved("result", plan.results(), resting.results(built)),
+        elsewhere = (
+            _elsewhere("argument", plan.arguments(), resting.arguments(built)),
+            _elsewhere("result", plan.results(), resting.results(built)),
         )
-        return replace(plan, at_rest=tuple(itertools.chain(*moved)))
+        return replace(plan, at_rest=tuple(itertools.chain(*elsewhere)))
 
     def _rests(self, built: Program) -> list[NamedSharding]:
         """The sharding of each argument between calls; what enters from another mesh stays there."""
@@ -134,7 +134,7 @@ class Call:
         return [x.sharding if i in outside else placement.on(self.mesh) for i, (x, placement) in pairs]
 
 
-def _given(number: int, x, mesh: Mesh | AbstractMesh) -> Placement | None:
+def _committed(number: int, x, mesh: Mesh | AbstractMesh) -> Placement | None:
     """The sharding in which the program finds an argument, None where it is not committed to one."""
     crossing = crossing_of(number, x, mesh) if isinstance(mesh, Mesh) else None
     return placed_here(crossing, len(x.shape)) if crossing else primitive.committed(x, mesh)
@@ -145,7 +145,7 @@ def _kept(sharding: NamedSharding, aval) -> NamedSharding:
     return sharding.with_memory_kind("pinned_host") if memory_of(aval) is jax.memory.Space.Host else sharding
 
 
-def _moved(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
+def _elsewhere(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
     """The arguments or results that rest elsewhere than wanted.
 
     Nothing moves where what is wanted is the same place in the axes of another mesh. What the function closes

@@ -13,7 +13,9 @@ from shardax.options import Options
 from shardax.validation import require_names, require_numbers
 
 
-def check_given(fun, mesh, transforms, options, numbers: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+def check_arguments(
+    fun, mesh, transforms, options, numbers: Mapping[str, Any], names: Mapping[str, Any]
+) -> None:
     """Raises ValueError where an argument of `shard_jit` is of another kind than it must be.
 
     `numbers` and `names`: those that say which arguments are meant.
@@ -34,10 +36,10 @@ def check_given(fun, mesh, transforms, options, numbers: Mapping[str, Any], name
         raise ValueError(
             f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)"
         )
-    for name, given in numbers.items():
-        require_numbers(given, f"{name} of shard_jit")
-    for name, given in names.items():
-        require_names(given, f"{name} of shard_jit")
+    for name, argument in numbers.items():
+        require_numbers(argument, f"{name} of shard_jit")
+    for name, argument in names.items():
+        require_names(argument, f"{name} of shard_jit")
 
 
 def positional_names(fun: Callable[..., Any]) -> list[str]:
@@ -56,7 +58,7 @@ def argument_name(fun: Callable[..., Any], index: int) -> str:
 
 
 def shardings_by_name(
-    in_shardings: Any, given: Sequence[str], names: Sequence[str], keywords: Collection[str]
+    in_shardings: Any, positional: Sequence[str], names: Sequence[str], keywords: Collection[str]
 ) -> tuple[Any, dict[str, Any]]:
     """in_shardings of the arguments that are `given` by position, and of those that their `names` gave: both
     not static.
@@ -68,17 +70,17 @@ def shardings_by_name(
     """
     if is_spec(in_shardings) or type(in_shardings) not in (tuple, list):
         return in_shardings, {}
-    count = len(given)
+    count = len(positional)
     own, rest, later = tuple(in_shardings[:count]), in_shardings[count:], names[count : len(in_shardings)]
     if len(own) < count or len(later) < len(rest) or not all(name in keywords for name in later):
-        raise ValueError(_other_number(len(in_shardings), [*given, *(f"{name}=" for name in keywords)]))
+        raise ValueError(_other_number(len(in_shardings), [*positional, *(f"{name}=" for name in keywords)]))
     return own, dict(zip(later, rest, strict=True))
 
 
-def _other_number(count: int, given: Sequence[str]) -> str:
+def _other_number(count: int, positional: Sequence[str]) -> str:
     entries = "1 entry" if count == 1 else f"{count} entries"
     return (
         f"in_shardings is a tuple of {entries}, but the arguments of this call that are not static are "
-        f"({', '.join(given)}): give one for each positional argument, None where it is left open, or one "
-        "sharding for all of them, not in a tuple"
+        f"({', '.join(positional)}): give one for each positional argument, None where it is left open, or "
+        "one sharding for all of them, not in a tuple"
     )

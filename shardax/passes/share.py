@@ -85,17 +85,17 @@ class _Sharer:
         key = (halo.group, first, end)
         if key not in self.sent:
             cut = self.makers[eqn.invars[0]]
-            whole = cut.invars[0].aval.shape
-            part = _sliced(cut, self.read(cut.invars[0]), halo.dim, first, end, whole)
+            shape = cut.invars[0].aval.shape
+            part = _sliced(cut, self.read(cut.invars[0]), halo.dim, first, end, shape)
             sent = eqn.replace(invars=part.outvars, outvars=[_jax.new_variable(part.outvars[0].aval)])
             self.sent[key] = sent.outvars
             yield from (part, sent)
-        (there,) = self.sent[key]
+        (received,) = self.sent[key]
         if (first, end) == (halo.first, halo.end):
-            self.stands[eqn.outvars[0]] = there
+            self.stands[eqn.outvars[0]] = received
         else:
             cut = self.makers[eqn.invars[0]]
-            rows = _sliced(cut, there, halo.dim, halo.first - first, halo.end - first, there.aval.shape)
+            rows = _sliced(cut, received, halo.dim, halo.first - first, halo.end - first, received.aval.shape)
             yield rows.replace(outvars=eqn.outvars)
 
     def _number(self, eqn) -> Hashable | None:

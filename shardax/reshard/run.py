@@ -229,27 +229,24 @@ def _pad_unsplit_dim(x, step):
 
 
 def _fit(x, shape):
-    """`x` cropped or padded at the end of each dim to `shape`, with values that must not matter to
-    anybody.
-    """
+    """`x` cropped or padded at the end of each dim to `shape`."""
     if x.shape == tuple(shape):
         return x
     x = lax.slice(x, (0,) * x.ndim, tuple(map(min, x.shape, shape)))
     if x.shape == tuple(shape):
         return x
-    if jnp.issubdtype(
-        x.dtype, jax.dtypes.extended
-    ):  # random keys have no zero to pad with: the last one is repeated
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero to pad with
         return _repeat_last(x, shape)
-    return lax.pad(
-        x,
-        jnp.zeros((), x.dtype),
-        [(0, request - have, 0) for have, request in zip(x.shape, shape, strict=True)],
-    )
+    return lax.pad(x, _garbage(x.dtype), [(0, new - n, 0) for n, new in zip(x.shape, shape, strict=True)])
 
 
 def _repeat_last(x, shape):
-    for dim, (have, request) in enumerate(zip(x.shape, shape, strict=True)):
-        last = lax.slice_in_dim(x, have - 1, have, axis=dim)
-        x = lax.concatenate([x] + [last] * (request - have), dim) if request > have else x
+    for dim, (n, new) in enumerate(zip(x.shape, shape, strict=True)):
+        last = lax.slice_in_dim(x, n - 1, n, axis=dim)
+        x = lax.concatenate([x] + [last] * (new - n), dim) if new > n else x
     return x
+
+
+def _garbage(dtype):
+    """What padding is filled with. Its value must not matter to anybody: tests fill it with NaN."""
+    return jnp.zeros((), dtype)

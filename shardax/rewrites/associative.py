@@ -137,15 +137,15 @@ def _computed(
     graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Value], what: tuple[Any, Any]
 ) -> _Found | None:
     """A node in the place of a known program, if the graph computes one of its results of `inputs`."""
-    given = [numbers.number(v) for v in inputs]
-    known = numbers.find(expected, given)
-    new = ((known[v] not in given and bool(numbers.same(known[v], v.shape)), v) for v in expected.outputs)
-    results = [known[v] if there else None for there, v in new]
+    operands = [numbers.number(v) for v in inputs]
+    known = numbers.find(expected, operands)
+    new = ((known[v] not in operands and bool(numbers.same(known[v], v.shape)), v) for v in expected.outputs)
+    results = [known[v] if is_known else None for is_known, v in new]
     if all(n is None for n in results):
         return None
     zeros = {n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()}  # or without elements
     near = {v for node in expected.nodes if not _is_inner(node, expected) for v in node.outputs}
-    between = {n for v, n in known.items() if v not in near} - {*given, *results} - zeros
+    between = {n for v, n in known.items() if v not in near} - {*operands, *results} - zeros
     first = next(node for node in graph.nodes if any(numbers.of[v] in results for v in node.outputs))
     (primitive, params), outputs = what, [Value(v.aval) for v in expected.outputs]
     node = replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs)
@@ -200,8 +200,8 @@ def _gradient(types, dim: int, combine: Combine, seeds: tuple[int, ...], wanted:
         elements, cts = args[: len(types)], args[len(types) :]
 
         def scan(*moving):
-            given = dict(zip(wanted, moving, strict=True))
-            results = combine.scan([given.get(i, x) for i, x in enumerate(elements)], dim, reverse=False)
+            scanned = dict(zip(wanted, moving, strict=True))
+            results = combine.scan([scanned.get(i, x) for i, x in enumerate(elements)], dim, reverse=False)
             return [results[i] for i in seeds]
 
         return jax.vjp(scan, *(elements[i] for i in wanted))[1](list(cts))

@@ -41,8 +41,8 @@ def combine_of(
     classes = _Classes(nodes)
     for left, right, value in zip(lefts, rights, made, strict=True):
         for d in range(len(left.shape)):
-            classes.tie((left, d), (right, d))
-            classes.tie((left, d), (value, d))
+            classes.join((left, d), (right, d))
+            classes.join((left, d), (value, d))
     if not _is_by_row(classes, lefts, dim):
         return None
     places = {
@@ -102,7 +102,7 @@ class _Classes:
             dim = self.parent[dim]
         return dim
 
-    def tie(self, one: Dim, two: Dim) -> None:
+    def join(self, one: Dim, two: Dim) -> None:
         one, two = self.of(one), self.of(two)
         if one != two:
             self.parent[one] = two
@@ -124,14 +124,14 @@ class _Classes:
                     self.mix((value, d))
         for f, dims in places.items():
             for dim in dims[1:]:
-                self.tie(dims[0], dim)
+                self.join(dims[0], dim)
             if factors.type_of(f) != KEEP or "~" in f or not self._carried(node, factors, f):
                 self.mix(dims[0])
 
     def _carried(self, node: Node, factors, f: str) -> bool:
         """Whether a factor of the result comes from an operand, or all that lies along it is the same."""
-        there = any(f in dim for tensor in factors.operands for dim in tensor)
-        return there or node.name == "broadcast_in_dim"
+        is_read = any(f in dim for tensor in factors.operands for dim in tensor)
+        return is_read or node.name == "broadcast_in_dim"
 
 
 def _is_by_row(classes: _Classes, lefts: Sequence[Value], dim: int) -> bool:
@@ -156,11 +156,11 @@ def _words(classes: _Classes, lefts: Sequence[Value]) -> tuple[str, ...]:
     """
     names: dict[Dim, str] = {}
     dims = [[classes.of((v, d)) for d in range(len(v.shape))] for v in lefts]
-    whole = classes.mixed.union(c for own in dims for c in own if own.count(c) > 1)
+    unsplit = classes.mixed.union(c for own in dims for c in own if own.count(c) > 1)
     for own in dims:
         for c in own:
             names.setdefault(c, f"k{len(names)}")
     words = [
-        [f"w{i}_{d}!" if c in whole else names[c] for d, c in enumerate(own)] for i, own in enumerate(dims)
+        [f"w{i}_{d}!" if c in unsplit else names[c] for d, c in enumerate(own)] for i, own in enumerate(dims)
     ]
     return tuple(map(" ".join, words))

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from shardax.graph.graph import Graph, without_unread
 from shardax.rewrites.associative import associative_scans, reversed_scans
-from shardax.rewrites.counted import batched_indices
-from shardax.rewrites.merged import unmerged_contractions
+from shardax.rewrites.batched_indices import batched_indices
+from shardax.rewrites.contractions import unmerged_contractions
 from shardax.rewrites.rewrite import Context, Rewrite, replaced
 from shardax.rewrites.rotations import rotations
 from shardax.rewrites.rows import scanned_rows

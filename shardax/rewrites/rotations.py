@@ -127,8 +127,8 @@ def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool]
     if both is None or both.name != "concatenate" or len(both.inputs) != 2:
         return None
     (value, other), dim = both.inputs, both.params["dimension"]
-    whole = value is other and node.outputs[0].shape == value.shape
-    return (value, node.inputs[1 + dim], dim, False) if whole else None
+    is_all = value is other and node.outputs[0].shape == value.shape
+    return (value, node.inputs[1 + dim], dim, False) if is_all else None
 
 
 def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
@@ -139,8 +139,8 @@ def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool]
     if update is None or update.name != "dynamic_update_slice" or not _is_zero(update.inputs[0], makers):
         return None
     value, first = update.inputs[1], update.inputs[2 + dim]
-    whole = value.shape == node.outputs[0].shape and {*split.outputs} == {*node.inputs}
-    return (value, first, dim, True) if whole else None
+    is_all = value.shape == node.outputs[0].shape and {*split.outputs} == {*node.inputs}
+    return (value, first, dim, True) if is_all else None
 
 
 def _is_zero(value: Value, makers: Makers) -> bool:

@@ -281,10 +281,10 @@ def _scan_sum(loop: _Loop, carry: _Carry) -> None:
             return
         body, row, place = narrowed
         rows.append((row, place))
-    loop.body, whole = body, carry.outside
+    loop.body, full = body, carry.outside
     for row, place in rows:
-        whole = _add_ys(loop, whole, row, place, adds=True)
-    _end(loop, carry, whole)
+        full = _add_ys(loop, full, row, place, adds=True)
+    _end(loop, carry, full)
 
 
 def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | None:
@@ -372,11 +372,11 @@ def _add_ys(loop: _Loop, array: Value, row: Value, place: Place, adds: bool = Fa
     made, (given,) = made_of(lambda x: lax.squeeze(x, [place.dim]), [row], loop.node)
     loop.body += made
     stack = Value(ShapedArray((loop.index.length, *given.shape), given.aval.dtype))
-    made, (whole,) = made_of(_put_back(loop.index.length, place, adds), [array, stack], loop.node)
+    made, (full,) = made_of(_put_back(loop.index.length, place, adds), [array, stack], loop.node)
     loop.after += made
     loop.ys.append((stack, given))
     loop.changed = True
-    return whole
+    return full
 
 
 def _put_back(length: int, place: Place, adds: bool) -> Callable[..., jax.Array]:
@@ -394,9 +394,9 @@ def _put_back(length: int, place: Place, adds: bool) -> Callable[..., jax.Array]
     return put
 
 
-def _end(loop: _Loop, carry: _Carry, whole: Value) -> None:
-    """Takes out a carry; `whole` is its result."""
+def _end(loop: _Loop, carry: _Carry, full: Value) -> None:
+    """Takes out a carry; `full` is its result."""
     loop.carries.remove(carry)
     for node in loop.after:
-        node.outputs = [carry.result if v is whole else v for v in node.outputs]
-    loop.ys = [(carry.result if outside is whole else outside, inside) for outside, inside in loop.ys]
+        node.outputs = [carry.result if v is full else v for v in node.outputs]
+    loop.ys = [(carry.result if outside is full else outside, inside) for outside, inside in loop.ys]

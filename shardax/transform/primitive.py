@@ -82,8 +82,8 @@ def build(
 def _witness(mesh: Mesh | AbstractMesh):
     if isinstance(mesh, AbstractMesh):
         return None
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=whole))(jax.ShapeDtypeStruct((), "float32"))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=replicated))(jax.ShapeDtypeStruct((), "float32"))
 
 
 def _rebind(args, params, jaxpr) -> list[Any]:

@@ -71,8 +71,8 @@ def _read(store, key: str, process: int, place: str) -> str:
 
 def _words(verdict: dict[str, Any], lines: Sequence[str], me: int, first: int) -> str:
     other, line = verdict["process"], verdict["line"]
-    said = [*lines[:2]] if me == other else verdict["said"]
-    words = f"processes disagree on the program: process {other} has {said[0]}, of {said[1]}"
+    lines_there = [*lines[:2]] if me == other else verdict["said"]
+    words = f"processes disagree on the program: process {other} has {lines_there[0]}, of {lines_there[1]}"
     if line > 2:
         mine = f", process {me} has {_line(lines, line)!r}" if me != first else ""
         words += f"; its line {line - 2} differs: process {first} has {verdict['first']!r}{mine}"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardax.rewrites.merged import unmerged_contractions
+from shardax.rewrites.contractions import unmerged_contractions
 from tests.graph_text import after
 
 X, Y = np.zeros((4, 3, 2), "float32"), np.zeros((12, 2), "float32")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.check import ramp
-from shardax.rewrites.counted import batched_indices
+from shardax.rewrites.batched_indices import batched_indices
 from shardax.rewrites.driver import rewritten
 from tests.graph_text import graph_of
 

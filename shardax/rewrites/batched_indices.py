@@ -76,6 +76,6 @@ def _with_batch(numbers, dim: int, along: int):
 
 
 def _side_by_side(columns: Node, parts: list[Value]) -> tuple[Value, list[Node]]:
-    (whole,) = columns.outputs
-    indices = Value(whole.aval.update(shape=(*whole.shape[:-1], sum(part.shape[-1] for part in parts))))
+    (stacked,) = columns.outputs
+    indices = Value(stacked.aval.update(shape=(*stacked.shape[:-1], sum(part.shape[-1] for part in parts))))
     return indices, [replace(columns, inputs=parts, outputs=[indices])]
