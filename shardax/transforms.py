@@ -91,8 +91,9 @@ def annotations_of(jaxpr: Any) -> Iterator[tuple[Any, Annotation]]:
     it requests of the result.
 
     >>> import shardax as sx
+    >>> x = jax.ShapeDtypeStruct((4, 2), "float32")
     >>> with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("data",))):
-    ...     jaxpr = jax.make_jaxpr(lambda x: sx.annotate(2 * x, jax.P("data")))(jax.numpy.ones((4, 2)))
+    ...     jaxpr = jax.make_jaxpr(lambda x: sx.annotate(2 * x, jax.P("data")))(x)
     >>> [annotation.dims for _, annotation in annotations_of(jaxpr)]
     [(('data',), ())]
     """

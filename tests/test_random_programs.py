@@ -35,7 +35,7 @@ from shardax.reshard import run
 from tests.programs import WAYS, Program, random_program
 
 
-@pytest.mark.once
+@pytest.mark.slow  # CI runs a hundred others, by `make fuzz`
 @hypothesis.settings(max_examples=30, derandomize=True, deadline=None, database=None, print_blob=False)
 @hypothesis.given(st.randoms(use_true_random=False))
 def test_random_programs(rng):

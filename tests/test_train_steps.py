@@ -175,7 +175,7 @@ def cases(*rows):
 
 @cases(
     ("unrolled", lambda: transformer(adamw, 10), MESHES[0], pytest.mark.once),
-    ("scanned-remat", lambda: transformer(adamw, 6, scan=True, remat=True), MESHES[1]),
+    ("scanned-remat", lambda: transformer(adamw, 6, scan=True, remat=True), MESHES[1], pytest.mark.once),
     (
         "three-heads-legacy-keys",
         lambda: transformer(adafactor, 7, "legacy", heads=3, model=33, scan=True, dropout=0.2),
