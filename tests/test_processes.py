@@ -75,9 +75,10 @@ import jax, numpy as np
 address, me, rate, rows, stop = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 jax.distributed.initialize(address, 2, me, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
 import shardax as sx
+from shardax.transform import processes
 from jax.sharding import AxisType, PartitionSpec as P
 if stop == "absent":
-    sx.processes.PATIENCE = 3
+    processes.PATIENCE = 3
 mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto,) * 2)
 step = sx.shard_jit(lambda w, x: w - rate * (x.T @ x @ w), mesh=mesh, in_shardings=(P("model"), P("data")))
 if not (stop == "absent" and me):
@@ -94,8 +95,9 @@ import jax, numpy as np
 address, me = sys.argv[1], int(sys.argv[2])
 jax.distributed.initialize(address, 3, me, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
 import shardax as sx
+from shardax.transform import processes
 from jax.sharding import AxisType, PartitionSpec as P
-sx.processes.PATIENCE = 20
+processes.PATIENCE = 20
 def total(*members, rate=1.0):
     if me in members:
         devices = [d for d in jax.devices() if d.process_index in members]
