@@ -54,8 +54,8 @@ class Options:
             )
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
-        unknown = [x for x in self.passes if not callable(x) and x not in PASSES]
-        if not isinstance(self.passes, tuple) or unknown:
+        is_tuple = isinstance(self.passes, tuple)
+        if not is_tuple or not all(callable(x) or x in PASSES for x in self.passes):
             raise ValueError(
                 f"Options(passes={self.passes!r}): must be a tuple of functions and of {', '.join(PASSES)}"
             )

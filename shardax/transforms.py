@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax.extend import source_info_util
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -111,36 +110,6 @@ def map_equations(jaxpr: Any, change: Callable[[list[Any]], list[Any]]) -> Any:
     `change` may leave equations out, move them, and put others there, as `eqn.replace(...)` makes them. It
     must not change what the jaxpr takes and gives.
     """
-    inner = [_jax.with_bodies(eqn, lambda body: map_equations(body, change)) for eqn in _eqns(jaxpr)]
+    eqns = _jax.closed(jaxpr).jaxpr.eqns
+    inner = [_jax.with_bodies(eqn, lambda body: map_equations(body, change)) for eqn in eqns]
     return _jax.replaced_eqns(jaxpr, change(inner))
-
-
-def equations_like(eqn: Any, fun: Callable[..., Any], operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """New equations on the line of another one: those of a function of these operands, and the variables of
-    its results.
-
-    Args:
-      eqn: whose source line, scope and context they get; of the local program also whose origin.
-      fun: a function of arrays.
-      operands: variables and literals of the program.
-
-    >>> jaxpr = jax.make_jaxpr(jax.numpy.sin)(jax.numpy.ones(4))
-    >>> (sin,) = jaxpr.eqns
-    >>> new, (double,) = equations_like(sin, lambda x: 2 * x, sin.invars)
-    >>> print(map_equations(jaxpr, lambda eqns: [*new, sin.replace(invars=[double])]))
-    { lambda ; a:f32[4]. let b:f32[4] = mul 2.0:f32[] a; c:f32[4] = sin b in (c,) }
-    """
-    types = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
-    with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback):
-        made = _jax.closed(jax.make_jaxpr(fun)(*types)).jaxpr
-    known = dict(zip(made.invars, operands, strict=True))
-
-    def read(atom):
-        return atom if _jax.is_literal(atom) else known.get(atom, atom)
-
-    eqns = [e.replace(invars=list(map(read, e.invars)), source_info=eqn.source_info) for e in made.eqns]
-    return eqns, list(map(read, jax.tree.leaves(made.outvars)))
-
-
-def _eqns(jaxpr) -> Sequence[Any]:
-    return _jax.closed(jaxpr).jaxpr.eqns

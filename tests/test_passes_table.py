@@ -161,7 +161,7 @@ def test_what_a_pass_gives_back_is_checked(result, words):
         plan(lambda x: x + 1, wrong)
 
 
-@pytest.mark.parametrize("passes", [("dad",), ["dead"], (3,)])
+@pytest.mark.parametrize("passes", [("dad",), ["dead"], (3,), None, 3, "dead"])
 def test_passes_that_are_none(passes):
     with pytest.raises(
         ValueError, match=r"Options\(passes=.*\): must be a tuple of functions and of dead, share, combine"

@@ -154,6 +154,22 @@ def test_types_that_the_call_does_not_have():
         f.plan(shape(8, dtype="bfloat16"))
 
 
+def test_as_many_types_as_arguments():
+    class Short(Rests):
+        def traced_types(self, arguments):
+            return super().traced_types(arguments)[1:]
+
+    f = sx.shard_jit(lambda a, b: a + b, mesh=MESH, transforms=[Short("bfloat16")])
+    with pytest.raises(ValueError, match="gave 1 types for 2 arguments: give one for each"):
+        f.plan(shape(8), shape(8))
+
+
+def test_new_equations_hold_no_arrays():
+    (sine,) = jax.make_jaxpr(jnp.sin)(shape(4)).eqns
+    with pytest.raises(ValueError, match=r"closes over f32\[4\], which an equation cannot hold"):
+        sx.equations_like(sine, lambda x: x * SCALE, sine.invars)
+
+
 def test_annotations_of():
     def f(x):
         def body(c, _):

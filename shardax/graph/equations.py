@@ -24,20 +24,49 @@ def equations_of(
     """The equations of a function of these operands, on the line of `like`, which make these results, or else
     new ones.
     """
-    with like.ctx.manager, source_info_util.user_context(like.source_info.traceback):
-        made = jax.make_jaxpr(fun)(*(shape_of(v.aval) for v in operands)).jaxpr
-    atoms = dict(zip(made.invars, operands, strict=True)) | dict(
-        zip(made.outvars, results or made.outvars, strict=True)
-    )
+    eqns, made = equations_like(like, fun, operands)
+    if results is None:
+        return eqns
+    atoms = dict(zip(made, results, strict=True))
 
     def read(atom):
         return atom if _jax.is_literal(atom) else atoms.get(atom, atom)
 
     return [
-        eqn.replace(
-            invars=list(map(read, eqn.invars)),
-            outvars=list(map(read, eqn.outvars)),
-            source_info=like.source_info,
-        )
-        for eqn in made.eqns
+        eqn.replace(invars=list(map(read, eqn.invars)), outvars=list(map(read, eqn.outvars))) for eqn in eqns
     ]
+
+
+def equations_like(eqn: Any, fun: Callable[..., Any], operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """New equations on the line of another one: those of a function of these operands, and the variables of
+    its results.
+
+    Args:
+      eqn: whose source line, scope and context they get; of the local program also whose origin.
+      fun: a function of arrays, which closes over none.
+      operands: variables and literals of the program.
+
+    Raises ValueError where the function closes over an array.
+
+    >>> import shardax as sx
+    >>> jaxpr = jax.make_jaxpr(jax.numpy.sin)(jax.numpy.ones(4))
+    >>> (sin,) = jaxpr.eqns
+    >>> new, (double,) = sx.equations_like(sin, lambda x: 2 * x, sin.invars)
+    >>> print(sx.map_equations(jaxpr, lambda eqns: [*new, sin.replace(invars=[double])]))
+    { lambda ; a:f32[4]. let b:f32[4] = mul 2.0:f32[] a; c:f32[4] = sin b in (c,) }
+    """
+    with eqn.ctx.manager, source_info_util.user_context(eqn.source_info.traceback):
+        made = jax.make_jaxpr(fun)(*(shape_of(v.aval) for v in operands)).jaxpr
+    if made.constvars:
+        shapes = ", ".join(v.aval.str_short(short_dtypes=True) for v in made.constvars)
+        raise ValueError(
+            f"equations_like: the function closes over {shapes}, which an equation cannot hold: make it inside "
+            "of the function, or give it as an operand"
+        )
+    known = dict(zip(made.invars, operands, strict=True))
+
+    def read(atom):
+        return atom if _jax.is_literal(atom) else known.get(atom, atom)
+
+    eqns = [e.replace(invars=list(map(read, e.invars)), source_info=eqn.source_info) for e in made.eqns]
+    return eqns, list(map(read, made.outvars))

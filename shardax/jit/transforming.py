@@ -19,6 +19,11 @@ def retyped(request: Request, transforms: Sequence[Transform]) -> Request:
     for transform in reversed(transforms):
         if isinstance(transform, Retyping):
             types = tuple(transform.traced_types(arguments))
+            if len(types) != len(arguments):
+                raise ValueError(
+                    f"traced_types of a transform of shard_jit gave {len(types)} types for {len(arguments)} "
+                    "arguments: give one for each, its own where it stays"
+                )
             arguments = tuple(replace(a, type=t) for a, t in zip(arguments, types, strict=True))
             request = replace(request, types=types)
     return request
