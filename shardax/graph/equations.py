@@ -60,8 +60,8 @@ def equations_like(eqn: Any, fun: Callable[..., Any], operands: Sequence[Any]) -
     if made.constvars:
         shapes = ", ".join(v.aval.str_short(short_dtypes=True) for v in made.constvars)
         raise ValueError(
-            f"equations_like: the function closes over {shapes}, which an equation cannot hold: make it inside "
-            "of the function, or give it as an operand"
+            f"equations_like: the function closes over {shapes}, which an equation cannot hold: make it "
+            "inside of the function, or give it as an operand"
         )
     known = dict(zip(made.invars, operands, strict=True))
 
