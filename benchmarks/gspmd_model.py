@@ -33,8 +33,8 @@ class Dims:
     S: int = 1024
     V: int = 32000
 
-    def shape(self, names: str) -> tuple[int, ...]:
-        return tuple(3 if name == "3" else getattr(self, name) for name in names)
+    def shape(self, letters: str) -> tuple[int, ...]:
+        return tuple(3 if name == "3" else getattr(self, name) for name in letters)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ OPTIMIZER = optax.adafactor(1e-3)
 
 
 def param_shapes(dims: Dims):
-    def array(names: str, _: P):
-        return jax.ShapeDtypeStruct(dims.shape(names), jnp.float32)
+    def array(letters: str, _: P):
+        return jax.ShapeDtypeStruct(dims.shape(letters), jnp.float32)
 
     return {
         "embedding": array(*EMBEDDING),

@@ -29,11 +29,12 @@ class Cost:
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.cycles + other.cycles, self.sent + other.sent, self.times + other.times)
 
-    def __mul__(self, trips: int) -> "Cost":
+    def __mul__(self, trip_count: int) -> "Cost":
         sent, times = (
-            Counter({kind: trips * n for kind, n in counts.items()}) for counts in (self.sent, self.times)
+            Counter({kind: trip_count * n for kind, n in counts.items()})
+            for counts in (self.sent, self.times)
         )
-        return Cost(self.cycles * trips, sent, times)
+        return Cost(self.cycles * trip_count, sent, times)
 
     def seconds(self, chip: Chip) -> float:
         """Nothing overlapped: the compiler's cycles, then each byte over the links of one axis."""
@@ -76,8 +77,8 @@ class _Computation:
 
     @cached_property
     def instructions(self) -> dict[str, _Instruction]:
-        found = map(_INSTRUCTION.match, self.text.splitlines())
-        return {m["name"]: _Instruction(m["name"], m["opcode"], m["rest"]) for m in found if m}
+        matches = map(_INSTRUCTION.match, self.text.splitlines())
+        return {m["name"]: _Instruction(m["name"], m["opcode"], m["rest"]) for m in matches if m}
 
     @cached_property
     def root(self) -> _Instruction:
@@ -110,8 +111,8 @@ class _Module:
 
     def __init__(self, text: str):
         self.head = text.split("\n", 1)[0]
-        found = re.findall(r"^(ENTRY|%[\w.-]+) .*?\{\n(.*?)^\}", text, re.M | re.S)
-        self.computations = {name: _Computation(body) for name, body in found}
+        bodies = re.findall(r"^(ENTRY|%[\w.-]+) .*?\{\n(.*?)^\}", text, re.M | re.S)
+        self.computations = {name: _Computation(body) for name, body in bodies}
 
     def cost(self, name: str) -> Cost:
         computation = self.computations[name]
@@ -143,7 +144,7 @@ class _Module:
     def followed(self, computation: _Computation, instruction: _Instruction) -> Cost:
         match instruction.opcode:
             case "while":
-                return self.cost(instruction.called("body")) * self.trips(computation, instruction)
+                return self.cost(instruction.called("body")) * self.trip_count(computation, instruction)
             case "conditional":
                 branches = re.findall(
                     r"%[\w.-]+", instruction.attribute(r"((?:branch|true|false)_computations?=.*)$")
@@ -154,7 +155,7 @@ class _Module:
                 return self.cost(instruction.called("to_apply"))
         return Cost()
 
-    def trips(self, computation: _Computation, loop: _Instruction) -> int:
+    def trip_count(self, computation: _Computation, loop: _Instruction) -> int:
         """(bound - start) / step of a loop `while i < bound: i += step`."""
         condition, body = (self.computations[loop.called(name)] for name in ("condition", "body"))
         index, bound = self.bound(condition)

@@ -39,8 +39,8 @@ class Dims:
     S: int = 4096
     V: int = 128256
 
-    def shape(self, names: str) -> tuple[int, ...]:
-        return tuple(getattr(self, name) for name in names)
+    def shape(self, letters: str) -> tuple[int, ...]:
+        return tuple(getattr(self, name) for name in letters)
 
 
 LAYERS = {  # name -> dims, split
@@ -66,8 +66,8 @@ OPTIMIZER = optax.adamw(1e-3)
 
 
 def param_shapes(dims: Dims):
-    def array(names: str, _: P):
-        return jax.ShapeDtypeStruct(dims.shape(names), jnp.float32)
+    def array(letters: str, _: P):
+        return jax.ShapeDtypeStruct(dims.shape(letters), jnp.float32)
 
     ends = {name: array(*end) for name, end in ENDS.items()}
     return {**ends, "layers": {name: array(*weight) for name, weight in LAYERS.items()}}
@@ -101,8 +101,8 @@ def accumulated_step(mesh: Mesh, params, opt_state, text_ABS: Array):
     """The step of the mean loss of all microbatches, one after the other."""
 
     def accumulate(total, text_BS):
-        found = jax.value_and_grad(partial(loss, mesh))(params, annotate(mesh, text_BS, BATCH))
-        return jax.tree.map(jnp.add, total, found), None
+        loss_and_grads = jax.value_and_grad(partial(loss, mesh))(params, annotate(mesh, text_BS, BATCH))
+        return jax.tree.map(jnp.add, total, loss_and_grads), None
 
     zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
     total, _ = lax.scan(accumulate, zeros, text_ABS)

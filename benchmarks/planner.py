@@ -158,11 +158,11 @@ def table(tracing: Timing, plans: Sequence[Timing]) -> str:
     return "\n".join(f"{name:<20}" + "".join(f"{cell:>20}" for cell in cells) for name, cells in rows)
 
 
-def verdict(found: Sequence[tuple[str, float, float]]) -> int:
+def verdict(ratios: Sequence[tuple[str, float, float]]) -> int:
     """Prints the ratios; 1 if one breaks its bound."""
-    for what, ratio, most in found:
+    for what, ratio, most in ratios:
         print(f"{what}: {ratio:.2f} (at most {most})")
-    return int(any(ratio > most for _, ratio, most in found))
+    return int(any(ratio > most for _, ratio, most in ratios))
 
 
 if __name__ == "__main__":

@@ -54,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     os.environ |= WITHOUT_TPU  # libtpu reads them when it is first asked for a topology
     jax.config.update("jax_platforms", "cpu")
-    found: dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
     for name in known if "all" in args.workloads else args.workloads:
-        found[name] = columns = compare(known[name], args.keep, args.rounds)
+        measurements[name] = columns = compare(known[name], args.keep, args.rounds)
         print(f"{name}: {heading(known[name])}\n{table(columns)}\n", flush=True)
         if args.json:
-            write(args.json, found)
-    return int(any(not figures for columns in found.values() for figures in columns.values()))
+            write(args.json, measurements)
+    return int(any(not figures for columns in measurements.values() for figures in columns.values()))
 
 
 def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argparse.Namespace:
@@ -100,19 +100,19 @@ def compare(workload: Workload, keep: Path | None = None, rounds: int = 1) -> di
     topology = topologies.get_topology_desc(workload.topology, "tpu")
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
     step = workload.step(mesh)
-    found: dict[str, list[Figures]] = {}
+    rounds_of: dict[str, list[Figures]] = {}
     for _ in range(rounds):
         for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
-            found.setdefault(name, []).append(
+            rounds_of.setdefault(name, []).append(
                 measured(workload, name, partitioned(step, mesh), step.args, keep)
             )
-    columns = {name: medians(figures) for name, figures in found.items()}
+    columns = {name: medians(figures) for name, figures in rounds_of.items()}
     return columns | ({"paper": published(workload.published)} if workload.published else {})
 
 
-def medians(found: Sequence[Figures]) -> Figures:
+def medians(rounds: Sequence[Figures]) -> Figures:
     """The medians of the rounds; only the seconds of the stages differ between them."""
-    return {name: statistics.median(figures[name] for figures in found) for name in found[0]}
+    return {name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]}
 
 
 def by_jit(step: Step, mesh: Mesh):
@@ -142,7 +142,9 @@ def measured(workload: Workload, partitioner: str, jitted: Any, args: tuple, kee
         return {}
     keep_text(keep, f"{workload.name}.{partitioner}.hlo", compiled.as_text())
     seconds["seconds of all stages"] = sum(seconds.values())
-    return figures(workload, cost(compiled.as_text()), peak_memory(compiled)) | seconds
+    memory = {"peak HBM, GiB": peak_memory(compiled), "of it in use at once": in_use(compiled)}
+    gigabytes = {name: nbytes / 2**30 for name, nbytes in memory.items()}
+    return figures(workload, cost(compiled.as_text())) | gigabytes | seconds
 
 
 def keep_text(folder: Path | None, name: str, text: str) -> None:
@@ -165,14 +167,22 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
     return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
 
 
-def figures(workload: Workload, total: Cost, memory: int) -> Figures:
+def in_use(compiled: jax.stages.Compiled) -> int:
+    """Bytes in HBM of all that is alive at once, where that is most. The rest of the peak is gaps between
+    what is alive, as the compiler has placed it.
+    """
+    stats: Any = compiled.memory_analysis()
+    return stats.peak_memory_in_bytes
+
+
+def figures(workload: Workload, total: Cost) -> Figures:
     seconds, computing = total.seconds(workload.chip), total.compute_seconds(workload.chip)
-    found = {f"GB sent by {kind}": total.sent[kind] / 1e9 for kind in KINDS}
-    found |= {"GB sent in all": total.sent.total() / 1e9, "collectives run": total.times.total()}
-    found |= {"seconds": seconds, "of them computing": computing, "of them sending": seconds - computing}
+    row = {f"GB sent by {kind}": total.sent[kind] / 1e9 for kind in KINDS}
+    row |= {"GB sent in all": total.sent.total() / 1e9, "collectives run": total.times.total()}
+    row |= {"seconds": seconds, "of them computing": computing, "of them sending": seconds - computing}
     if workload.published:
-        found["error against the paper, %"] = 100 * (seconds / workload.published.seconds - 1)
-    return found | {"MFU, %": 100 * workload.utilization(seconds), "peak HBM, GiB": memory / 2**30}
+        row["error against the paper, %"] = 100 * (seconds / workload.published.seconds - 1)
+    return row | {"MFU, %": 100 * workload.utilization(seconds)}
 
 
 def published(paper: Published) -> Figures:
@@ -183,9 +193,9 @@ def table(columns: Mapping[str, Figures]) -> str:
     """One row for each figure that is not zero in all columns; the second column over the first at the
     right.
     """
-    names = dict.fromkeys(name for figures in columns.values() for name in figures)
+    figure_names = dict.fromkeys(name for figures in columns.values() for name in figures)
     rows = [_row("", [*columns, "ratio"])]
-    for name in names:
+    for name in figure_names:
         values = [figures.get(name) for figures in columns.values()]
         if any(values):
             first, second, *_ = values
@@ -206,10 +216,10 @@ def _number(value: float | None) -> str:
     return f"{value:#.3g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"
 
 
-def write(path: Path, found: Mapping[str, Any]) -> None:
+def write(path: Path, measurements: Mapping[str, Any]) -> None:
     """Beside the file, then renamed: it is never there in part."""
     beside = path.with_name(path.name + ".part")
-    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.write_text(json.dumps(measurements, indent=1) + "\n")
     os.replace(beside, path)
 
 

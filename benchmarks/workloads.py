@@ -70,8 +70,10 @@ class Workload:
 
 def workloads() -> dict[str, Workload]:
     """All of them, by name."""
-    found = [_tiny(), *_table_2(), *_table_3(), *_table_1(), *_llamas()]
-    return {workload.name: workload for workload in found}
+    dims = gspmd_model.Dims(L=2, B=8, M=512, N=8, D=64, H=2048, S=256, V=1024)
+    tiny = _gspmd("tiny", "GSPMD's model, small", (2, 4), dims, None)
+    all_workloads = [tiny, *_table_2(), *_table_3(), *_table_1(), *_llamas()]
+    return {workload.name: workload for workload in all_workloads}
 
 
 _V3 = {
@@ -85,11 +87,6 @@ _V3 = {
 
 _WIDE = gspmd_model.Dims(L=32, B=64, M=8192, N=128, D=256, H=65536)
 _NARROW = gspmd_model.Dims(L=64, B=48, M=4096, N=64, D=128, H=16384)
-
-
-def _tiny() -> Workload:
-    dims = gspmd_model.Dims(L=2, B=8, M=512, N=8, D=64, H=2048, S=256, V=1024)
-    return _gspmd("tiny", "GSPMD's model, small", (2, 4), dims, None)
 
 
 def _table_2() -> Iterator[Workload]:

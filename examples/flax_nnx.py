@@ -4,7 +4,8 @@ place.
     python -m examples.flax_nnx
 
 The decorator is all that a mesh changes; the sharding of a parameter stands with its initializer, as nnx has
-it. Shape suffixes: B batch, H W image, C channels.
+it.
+Shape suffixes: B batch, H W image, C channels.
 """
 
 import numpy as np

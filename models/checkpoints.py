@@ -46,7 +46,13 @@ class Checkpoints:
         if step is None:
             return None
         log = self._manager.restore(step, args=ocp.args.Composite(log=ocp.args.JsonRestore()))["log"]
-        self._check(log["settings"])
+        for name, value in self._settings.items():
+            saved = log["settings"].get(name)
+            if saved != value:
+                self._stop(
+                    f"--checkpoints {self._folder} holds a run with --{name} {saved}, and this one has "
+                    f"{value}: name another folder, or train on as it was begun"
+                )
         return self.at(step, state), log["losses"]
 
     def at(self, step: int, state: Any) -> Any:
@@ -62,11 +68,3 @@ class Checkpoints:
         log = {"settings": self._settings, "losses": list(losses)}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), log=ocp.args.JsonSave(log))
         self._manager.save(len(losses), args=args, force=last)
-
-    def _check(self, saved: Mapping[str, Any]) -> None:
-        for name, value in self._settings.items():
-            if saved.get(name) != value:
-                self._stop(
-                    f"--checkpoints {self._folder} holds a run with --{name} {saved.get(name)}, and this "
-                    f"one has {value}: name another folder, or train on as it was begun"
-                )

@@ -31,19 +31,22 @@ def connect(options: Options) -> None:
 
 
 def make_mesh(shape: Mapping[str, int] | None, processes: int = 1) -> Mesh:
-    _virtual_devices(math.prod((shape or {}).values()), processes)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if FLAG not in flags:  # JAX makes virtual CPU devices when it first needs one, and prefers accelerators
+        count = max(VIRTUAL, math.prod((shape or {}).values())) // processes
+        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={count}"
     devices = jax.devices()
     shape = shape or default_shape(len(devices))
-    wanted = math.prod(shape.values())
-    if wanted > len(devices):
-        stop(f"--mesh {mesh_text(shape)} needs {wanted} devices, and there are {len(devices)}")
-    if wanted < len(devices) and jax.process_count() > 1:
+    needed = math.prod(shape.values())
+    if needed > len(devices):
+        stop(f"--mesh {mesh_text(shape)} needs {needed} devices, and there are {len(devices)}")
+    if needed < len(devices) and jax.process_count() > 1:
         stop(
-            f"--mesh {mesh_text(shape)} leaves out {len(devices) - wanted} of {len(devices)} devices: "
+            f"--mesh {mesh_text(shape)} leaves out {len(devices) - needed} of {len(devices)} devices: "
             "several processes use all"
         )
     auto = (AxisType.Auto,) * len(shape)
-    return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices[:wanted])
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices[:needed])
 
 
 def default_shape(count: int) -> dict[str, int]:
@@ -58,12 +61,3 @@ def default_shape(count: int) -> dict[str, int]:
 
 def mesh_text(shape: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in shape.items())
-
-
-def _virtual_devices(wanted: int, processes: int) -> None:
-    """Asks for virtual CPU devices, which JAX makes when it first needs a device; accelerators are used
-    before them.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if FLAG not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={max(VIRTUAL, wanted) // processes}"

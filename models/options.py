@@ -1,4 +1,4 @@
-"""The main job's command line. What is wrong with it is said in one line."""
+"""The main job's command line. Its errors are one line each."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence

@@ -28,28 +28,27 @@ def progress(name: str, steps: int) -> Iterator[Update]:
     """A bar on a terminal, about ten lines elsewhere."""
     console = Console()
     if not console.is_terminal:
-        yield lambda done, loss, speed: _line(name, steps, done, loss, speed)
+
+        def print_line(done: int, loss: float, speed: float) -> None:
+            if done in (1, steps) or done % max(1, steps // 10) == 0:
+                print(f"{name}: step {done}/{steps}  {_numbers(loss, speed)}", flush=True)
+
+        yield print_line
         return
-    with Progress(*_columns(), console=console) as bar:
+    columns = (
+        TextColumn("{task.description}: step {task.completed}/{task.total}"),
+        BarColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(compact=True),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(name, total=steps, numbers="compiling")
         yield lambda done, loss, speed: bar.update(task, completed=done, numbers=_numbers(loss, speed))
 
 
-def _line(name: str, steps: int, done: int, loss: float, speed: float) -> None:
-    if done in (1, steps) or done % max(1, steps // 10) == 0:
-        print(f"{name}: step {done}/{steps}  {_numbers(loss, speed)}", flush=True)
-
-
 def _numbers(loss: float, speed: float) -> str:
     return f"loss {loss:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
-
-
-def _columns():
-    yield TextColumn("{task.description}: step {task.completed}/{task.total}")
-    yield BarColumn()
-    yield TextColumn("{task.fields[numbers]}")
-    yield TimeRemainingColumn(compact=True)
-    yield TextColumn("left")
 
 
 def plot_losses(curves: Mapping[str, Sequence[float]], path: Path) -> None:

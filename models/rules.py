@@ -34,7 +34,9 @@ def on_axes(spec: P, axes: Collection[str]) -> P:
     >>> on_axes(P(("data", "fsdp"), "model"), ["data"])
     P('data', None)
     """
-    return P(*(_entry(entry, axes) for entry in spec))
+    entries = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    kept = (tuple(axis for axis in entry if axis in axes) for entry in entries)
+    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in kept))
 
 
 def _spec(rules: Rules, path: str, rank: int, axes: Collection[str]) -> P:
@@ -42,9 +44,3 @@ def _spec(rules: Rules, path: str, rank: int, axes: Collection[str]) -> P:
         if re.search(rf"(^|/){pattern}$", path) and rank >= len(spec):
             return P(*[None] * (rank - len(spec)), *on_axes(spec, axes))
     return P()
-
-
-def _entry(entry, axes: Collection[str]):
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    kept = tuple(name for name in names if name in axes)
-    return kept[0] if len(kept) == 1 else kept or None

@@ -34,8 +34,8 @@ def standard_library() -> Text:
 
 
 def files(root: Path) -> list[Path]:
-    found = (path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    paths = (path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts))
+    return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
 
 
 def split(paths: Iterable[Path], root: Path) -> tuple[list[Path], list[Path]]:

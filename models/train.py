@@ -45,15 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def heading(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> str:
     size = sum(leaf.size for leaf in jax.tree.leaves(job.state.params))
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
         f"GPT-2 '{options.size}', {size / 1e6:.2f} M parameters, vocabulary {job.vocab}, on {mesh.size} "
-        f"{mesh.devices.flat[0].device_kind} devices{_processes()}, mesh {mesh_text(mesh.shape)}; "
+        f"{mesh.devices.flat[0].device_kind} devices{processes}, mesh {mesh_text(mesh.shape)}; "
         f"{len(corpus.train) / 1e6:.1f} M training tokens"
     )
-
-
-def _processes() -> str:
-    return f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
 
 
 def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
@@ -134,8 +131,8 @@ def place(rows: Callable[[slice], np.ndarray], shape: tuple[int, int], sharding:
     """The array of this shape, of which each process makes what its devices hold."""
 
     def shard(index: Any) -> np.ndarray:
-        rows_here, columns_here = index
-        return rows(rows_here)[:, columns_here]
+        rows_of_shard, columns = index
+        return rows(rows_of_shard)[:, columns]
 
     return jax.make_array_from_callback(shape, sharding, shard)
 
@@ -155,8 +152,8 @@ def sample(trainer: Trainer, state: State, options: Options, corpus: text.Text) 
     for key in jax.random.split(jax.random.key(options.seed), SAMPLED):
         window_S = np.array(tokens[-options.seq :], np.int32)
         tokens.append(int(trainer.next_token(state.params, window_S, key)))
-    given, sampled = tokens[: options.seq][-SHOWN:], tokens[options.seq :]
-    return f"{text.to_text(given)}>>>{text.to_text(sampled)}"
+    prompt, sampled = tokens[: options.seq][-SHOWN:], tokens[options.seq :]
+    return f"{text.to_text(prompt)}>>>{text.to_text(sampled)}"
 
 
 def compare_speeds(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:

@@ -51,19 +51,21 @@ def by_shardax(job: Job, mesh: Mesh) -> Trainer:
 
 
 def by_xla(job: Job, mesh: Mesh) -> Trainer:
-    """`jax.jit` takes no dim that an axis does not divide: such axes are dropped, and said to be."""
+    """`jax.jit` takes no dim that an axis does not divide: such axes are dropped, and reported."""
     specs = specs_by_path(PARAMS, job.state, mesh.axis_names)
     state = jax.tree.map(
         lambda spec, leaf: NamedSharding(mesh, dividing(spec, leaf.shape, mesh)), specs, job.state
     )
     batch = NamedSharding(mesh, dividing(on_axes(BATCH, mesh.axis_names), job.batch.shape, mesh))
-    whole = NamedSharding(mesh, P())
+    replicated = NamedSharding(mesh, P())
     return Trainer(
         name="xla",
         init=jax.jit(job.init, out_shardings=state),
-        step=jax.jit(job.step, in_shardings=(state, batch), out_shardings=(state, whole), donate_argnums=0),
+        step=jax.jit(
+            job.step, in_shardings=(state, batch), out_shardings=(state, replicated), donate_argnums=0
+        ),
         loss=jax.jit(job.loss, in_shardings=(state.params, batch)),
-        next_token=jax.jit(job.next_token, in_shardings=(state.params, whole, whole)),
+        next_token=jax.jit(job.next_token, in_shardings=(state.params, replicated, replicated)),
         state=jax.tree.map(_sharded, job.state, state),
         batch=batch,
         dropped=tuple(_dropped(specs, job.state, mesh)),
@@ -81,14 +83,10 @@ def _sharded(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDt
 
 def dividing(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The spec without the entries whose axes do not divide their dim."""
-    return P(
-        *(entry if size % _ways(entry, mesh) == 0 else None for entry, size in zip(spec, shape, strict=False))
-    )
-
-
-def _ways(entry, mesh: Mesh) -> int:
-    names = (entry,) if isinstance(entry, str) else entry or ()
-    return math.prod(mesh.shape[name] for name in names)
+    axes = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    shards = [math.prod(mesh.shape[axis] for axis in of_dim) for of_dim in axes]
+    pairs = zip(spec, shape, shards, strict=False)
+    return P(*(entry if size % count == 0 else None for entry, size, count in pairs))
 
 
 def _dropped(specs: State, state: State, mesh: Mesh):

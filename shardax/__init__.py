@@ -14,13 +14,13 @@ from shardax.annotations.systems import (
     split,
 )
 from shardax.api import shard_jit
-from shardax.graph.equations import equations_like
+from shardax.graph.equations import equations_like, map_equations
 from shardax.jit.abstract_state import abstract_state
 from shardax.options import Options, Refused
 from shardax.passes.table import Pass, PassContext
 from shardax.spmd_rules.partition_as import partition_as
 from shardax.spmd_rules.registry import LINEAR, MOVES, register_rule
-from shardax.transforms import Context, Retyping, Transform, annotations_of, map_equations
+from shardax.transforms import Context, Retyping, Transform, annotations_of
 
 __all__ = [
     "LINEAR",

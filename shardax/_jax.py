@@ -1,24 +1,25 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 66 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 72 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
 change its equations, or to tell an open one from a closed one. Between 0.10 and 0.12 the types, and some
 parameters, have changed:
-    Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns, map_eqns,
-    under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable, dce,
-    dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive, is_ref, is_ref_aval,
-    value_type, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached,
-    lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
+    Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns,
+    under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
+    axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
+    is_ref, is_ref_aval, value_type, without_mesh, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr,
+    partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
     EMPTY_NAME_STACK, scope_names, marked, innermost_mark, user_line, current_line, with_user_frame,
-    lines_of_their_own, hide_frames, boundary, prefix_error, infer_names.
+    lines_of_their_own, hide_frames, boundary, prefix_error, infer_argnums_and_argnames.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
-    context_mesh, wants_own_mesh, legacy_mesh, lowering_on, is_eager, is_concrete, key_value_store.
+    context_mesh, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes, lowering_on, is_eager,
+    is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
 Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with
 our Python where its cache has nothing; the seconds of one compilation; shardings given to what is traced
 already:
@@ -33,6 +34,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import sysconfig
 import time
 import warnings
@@ -131,6 +133,13 @@ def dce_open(jaxpr) -> Any:
     )
 
 
+def axes_in_scope(sizes) -> Any:
+    """A context in which jaxprs name these mesh axes, as the body of a shard_map does where it stands: JAX
+    traces one by itself, and checks it under `jax_enable_checks`, only where they are known. No public way.
+    """
+    return core.extend_axis_env_nd(tuple(sizes.items()))
+
+
 def scan_counts(params) -> tuple[int, int]:
     """(number of constants, number of carries) of a scan equation: parameters in 0.10, a tree of them in
     0.12.
@@ -184,6 +193,23 @@ def lines_of_their_own():
         context.context = before
 
 
+def without_mesh(aval) -> Any:
+    """A type that names no mesh, which values on any mesh have. The public type of a shape takes the mesh in
+    context.
+    """
+    empty = jax.sharding.NamedSharding(
+        mesh_lib.empty_abstract_mesh, jax.sharding.PartitionSpec(*[None] * aval.ndim)
+    )
+    return aval.update(sharding=empty)
+
+
+def moved_off_meshes(x) -> Any:
+    """A value, its type `without_mesh`; its cotangent gets back the type that it has. The public `reshard`
+    takes no such sharding.
+    """
+    return pjit.reshard_p.bind(x, dst_sharding=without_mesh(core.typeof(x)).sharding, concrete_mesh=None)
+
+
 def is_eager(tree) -> bool:
     """Whether primitives on these values run at once: nothing is being traced. No public reader."""
     return core.trace_ctx.is_top_level() and is_concrete(tree)
@@ -212,11 +238,56 @@ def wants_own_mesh(error: Exception) -> bool:
     return "mesh passed to shard_map" in str(error)
 
 
+def is_of_context(error: Exception) -> bool:
+    """Whether JAX might not raise this in another mesh context, or where values have other types or none. Few
+    of its errors have a type of their own; the others are known by their words.
+    """
+    text = str(error)
+    if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text):
+        return True
+    return _OF_TYPES.search(text) is not None and "do not match" not in text  # shapes or dtypes, that is
+
+
+_OF_CONTEXT = re.compile(
+    "context mesh|mesh context|mesh in context|non-empty mesh|of type `?(Auto|Explicit)|Auto axes"
+    "|in_specs passed to shard_map|does not evenly divide|should be replicated"
+    "|sharding (rule|inference|propagation)",
+    re.IGNORECASE,
+)
+_OF_TYPES = re.compile(r"type.*\w\[[^\]]*@", re.DOTALL)
+
+
 def lowering_on(mesh) -> Any:
     """A context in which a shard_map over an abstract mesh is lowered for `mesh`: JAX takes the one of
     jax.set_mesh, whatever its axes."""
     concrete = mesh if isinstance(mesh, jax.sharding.Mesh) else mesh_lib.empty_concrete_mesh
     return sharding_lib._internal_use_concrete_mesh(concrete)
+
+
+def device_count(ctx) -> int:
+    """Of a lowering of a jit: on how many devices it will run."""
+    around = ctx.module_context.axis_context
+    return around.num_devices if isinstance(around, sharding_lib.ShardingContext) else 1
+
+
+def gspmd_sharding(devices, like, rank: int) -> Any:
+    """A sharding of GSPMD's, as `jax.jit` gives where it is told no mesh."""
+    return sharding_lib.GSPMDSharding(tuple(devices), like._to_xla_hlo_sharding(rank))
+
+
+def spec_on(sharding, mesh, rank: int) -> Any:
+    """The PartitionSpec of a sharding that has no mesh (on one device, or GSPMD's), None where it has none on
+    this mesh.
+    """
+    tiles = sharding._to_xla_hlo_sharding(rank)
+    if isinstance(mesh, jax.sharding.Mesh) and tuple(mesh.devices.flat) != tuple(sharding._device_assignment):
+        return None
+    try:
+        spec = sharding_lib.parse_flatten_op_sharding(tiles, mesh)[0]
+    except (AssertionError, ValueError):
+        return None
+    same = jax.sharding.NamedSharding(mesh, spec)._to_xla_hlo_sharding(rank) == tiles
+    return spec if same or tiles.is_replicated() else None
 
 
 @contextmanager
@@ -253,7 +324,7 @@ def constant_values(jaxpr, atoms) -> tuple[Any, ...]:
     return tuple(a.val if is_literal(a) else consts[a] for a in atoms)
 
 
-def infer_names(fun, argnums, argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def infer_argnums_and_argnames(fun, argnums, argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of arguments, each inferred from the other as jax.jit does."""
     try:
         signature = inspect.signature(fun)
@@ -317,11 +388,14 @@ def lazy_vjp(eqn, change) -> dict[str, Any]:
         with eqn.ctx.manager:
             jaxpr, tree, moving = _backward_jaxpr(backward, args, avals())
         changed = change(jaxpr)
-        found = tree.unflatten(core.eval_jaxpr(changed.jaxpr, changed.consts, *(args[i] for i in moving)))
+        cotangents = tree.unflatten(
+            core.eval_jaxpr(changed.jaxpr, changed.consts, *(args[i] for i in moving))
+        )
+        is_zero = lambda x: type(x) is ad_util.Zero  # noqa: E731
         return jax.tree.map(
-            lambda x: _untyped_zero(x) if type(x) is ad_util.Zero else x,
-            found,
-            is_leaf=lambda x: type(x) is ad_util.Zero,
+            lambda x: ad_util.Zero(core.ShapedArray(x.aval.shape, x.aval.dtype)) if is_zero(x) else x,
+            cotangents,
+            is_leaf=is_zero,
         )
 
     return {
@@ -355,10 +429,6 @@ def _backward_jaxpr(backward, args, avals) -> tuple[Any, Any, list[int]]:
     wrapped = linear_util.wrap_init(run, debug_info=backward.debug_info.with_unknown_names())
     jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrapped, [avals[i] for i in moving])
     return _closed_over(jaxpr, consts), trees[-1], moving
-
-
-def _untyped_zero(zero) -> Any:
-    return ad_util.Zero(core.ShapedArray(zero.aval.shape, zero.aval.dtype))
 
 
 def register_dce(primitive, rule) -> None:
@@ -467,17 +537,10 @@ def under_local_mesh(param) -> Any:
 
 
 def _under_local_mesh(eqn):
-    here = jax.sharding.get_abstract_mesh()
-    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(here):
+    local_mesh = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(local_mesh):
         ctx = core.JaxprEqnContext()
     return eqn.replace(ctx=ctx, params={name: under_local_mesh(p) for name, p in eqn.params.items()})
-
-
-def map_eqns(jaxpr, change) -> Any:
-    """The jaxpr with every equation, those of jaxprs in parameters first, as `change` returns it."""
-    return replaced_eqns(
-        jaxpr, [change(with_bodies(eqn, lambda body: map_eqns(body, change))) for eqn in jaxpr.eqns]
-    )
 
 
 Committed = tuple[tuple[tuple[str, int], ...], tuple[int, ...] | None, tuple[tuple[str, ...], ...]]
@@ -523,7 +586,13 @@ def _tiled_dims(attribute, device_count: int) -> Committed | None:
     """A tile assignment as a mesh of its own, with an axis for each dim. "{replicated}" has none, and no
     dims.
     """
-    sharding = _hlo_sharding(ir.StringAttr(attribute).value_bytes)
+    text = ir.StringAttr(attribute).value_bytes
+    if text.startswith(b"{"):
+        sharding = xla_client.HloSharding.from_string(text.decode())
+    else:  # JAX writes those of many devices as protocol buffers
+        message = xla_client.OpSharding()
+        message.ParseFromString(text)
+        sharding = xla_client.HloSharding.from_proto(message)
     if sharding.is_replicated():
         return (("all", device_count),), None, ()
     if not sharding.is_tiled() or sharding.subgroup_types() or sharding.num_devices() != device_count:
@@ -538,21 +607,12 @@ def _tiled_dims(attribute, device_count: int) -> Committed | None:
     )
 
 
-def _hlo_sharding(text: bytes) -> Any:
-    """JAX writes those of many devices as protocol buffers."""
-    if text.startswith(b"{"):
-        return xla_client.HloSharding.from_string(text.decode())
-    message = xla_client.OpSharding()
-    message.ParseFromString(text)
-    return xla_client.HloSharding.from_proto(message)
-
-
 def with_cache_miss(jitted, miss) -> Any:
     """A jax.jit function whose C++ calls `miss` where its cache has nothing for a call, and nothing of ours
     where it has.
     """
-    kind: Any = type(jitted)
-    twin = kind.__new__(kind)
+    cls: Any = type(jitted)
+    twin = cls.__new__(cls)
     twin.__setstate__({**jitted.__getstate__(), "cache_miss": miss})
     twin.__dict__.update(jitted.__dict__)
     return twin
@@ -618,12 +678,12 @@ def sharding_rule(params, mesh, operands, results) -> Any:
             for side in (operands, results)
         )
         rule = rule(*params["static_args"], mesh, *types)
-    rule, kinds = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (rule, {})
+    rule, factor_sizes = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (rule, {})
     if not isinstance(rule, str | SdyShardingRule):
         raise ValueError(
             f"the sharding_rule of a custom_partitioning gave {rule!r}: give a SdyShardingRule or a string"
         )
-    return str_to_sdy_sharding_rule(rule, **kinds) if isinstance(rule, str) else rule
+    return str_to_sdy_sharding_rule(rule, **factor_sizes) if isinstance(rule, str) else rule
 
 
 def key_value_store() -> Any:
@@ -673,8 +733,13 @@ def ordered_effects(jaxpr) -> list[Any]:
 
 
 def hide_frames(error: BaseException) -> None:
-    """Drops JAX's and our own frames from an error's traceback, unless the user wants to see them."""
-    if traceback_util._filtering_mode() != "off" and error.__traceback__ is not None:
+    """Drops JAX's and our own frames from an error's traceback, or marks them as hidden, unless the user
+    wants to see them: `jax_traceback_filtering` says which.
+    """
+    mode = traceback_util._filtering_mode()
+    if mode == "tracebackhide":
+        traceback_util._add_tracebackhide_to_hidden_frames(error.__traceback__)
+    elif mode != "off" and error.__traceback__ is not None:
         error.with_traceback(traceback_util.filter_traceback(error.__traceback__))
 
 

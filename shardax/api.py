@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.jit.call import Call
 from shardax.jit.function import Function, mesh_of
-from shardax.jit.signature import check_arguments
+from shardax.jit.signature import check_arguments, check_no_device
 from shardax.meshes.crossing import Crossing
 from shardax.options import Options, Refused
 from shardax.transforms import Transform
@@ -31,21 +31,31 @@ def shard_jit(
     static_argnames: str | Sequence[str] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
+    keep_unused: bool = False,
+    device: Any = None,
+    backend: str | None = None,
+    inline: Any = False,
+    compiler_options: dict[str, Any] | None = None,
     transforms: Sequence[Transform] = (),
     options: Options = Options(),  # noqa: B008  (frozen)
 ) -> Any:
     """`jax.jit(fun)`, partitioned over a mesh. Without `fun` it returns a decorator.
 
-    Args: fun: a function of pytrees of arrays, written for one device. mesh: the devices that it runs on.
-      Without it, the mesh of `in_shardings`, of the context (`jax.set_mesh`, `with
-        mesh:`), or of the arguments. An AbstractMesh can be planned and lowered for, but not run on.
+    Args:
+      fun: a function of pytrees of arrays, written for one device.
+      mesh: the devices that it runs on. Without it, the mesh of `in_shardings`, of the context
+        (`jax.set_mesh`, `with mesh:`), or of the arguments. Where there is none and no sharding is named, the
+        function runs on one device, as under `jax.jit`. An AbstractMesh can be planned and lowered for, but
+        not run on.
       in_shardings: a tree that is a prefix of the tuple of positional arguments that are not static, whether
         a call gives them by position or by name. Keyword-only arguments are left to completion. A leaf is a
-        PartitionSpec, a NamedSharding, or None, which means the sharding of a committed argument, and else
+        PartitionSpec, another sharding of JAX's, or None, which means that of a committed argument, and else
         leaves it to completion.
       out_shardings: a tree that is a prefix of the results. None leaves a result to completion, or, where it
         succeeds a donated argument, gives it the sharding of that argument.
-      static_argnums, static_argnames, donate_argnums, donate_argnames: as for `jax.jit`.
+      static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused, inline, compiler_options:
+        as for `jax.jit`.
+      device, backend: refused; the mesh says which devices run.
       transforms: functions (global jaxpr, `Context`) -> global jaxpr, applied in order before the program is
         partitioned; see `Transform`.
       options: see `Options`.
@@ -67,20 +77,27 @@ def shard_jit(
             static_argnames=static_argnames,
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
+            keep_unused=keep_unused,
+            device=device,
+            backend=backend,
+            inline=inline,
+            compiler_options=compiler_options,
             transforms=transforms,
             options=options,
         )
-    numbers = {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
-    names = {"static_argnames": static_argnames, "donate_argnames": donate_argnames}
-    check_arguments(fun, mesh, transforms, options, numbers, names)
-    static = _jax.infer_names(fun, static_argnums, static_argnames)
-    donated = _jax.infer_names(fun, donate_argnums, donate_argnames)
+    by_number = {"static_argnums": static_argnums, "donate_argnums": donate_argnums}
+    by_name = {"static_argnames": static_argnames, "donate_argnames": donate_argnames}
+    check_arguments(fun, mesh, transforms, options, by_number, by_name)
+    check_no_device({"device": device, "backend": backend})
+    static = _jax.infer_argnums_and_argnames(fun, static_argnums, static_argnames)
+    donated = _jax.infer_argnums_and_argnames(fun, donate_argnums, donate_argnames)
     named = {"mesh=": mesh, "in_shardings": mesh_of(in_shardings), "out_shardings": mesh_of(out_shardings)}
-    by, wanted = next(
+    by, named_mesh = next(
         ((f", named by {by} of shard_jit,", m) for by, m in named.items() if m is not None), ("", None)
     )
+    of_jit = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler_options}
     function = Function(
-        fun, wanted, by, in_shardings, out_shardings, static, donated, tuple(transforms), options
+        fun, named_mesh, by, in_shardings, out_shardings, static, donated, tuple(transforms), options, of_jit
     )
     return ShardJit(function)
 
@@ -121,7 +138,7 @@ class ShardJit:
         """
         self._function.check_sizes(args, kwargs)
         traced = self._stage(attrgetter("trace"), args, kwargs)
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        if jax.config.jax_disable_jit or self._function.for_one_device(args, kwargs):  # type: ignore[attr-defined]
             return traced
         return _jax.PlacedTraced(traced, lambda: self._call(traced, args, kwargs).placed())
 
@@ -136,7 +153,7 @@ class ShardJit:
         lowered = self._stage(
             lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs
         )
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        if jax.config.jax_disable_jit or self._function.for_one_device(args, kwargs):  # type: ignore[attr-defined]
             return lowered
         phases = self._call(self._stage(attrgetter("trace"), args, kwargs), args, kwargs).built().phases
         return _jax.TimedLowered(lowered, lambda seconds: phases.update(XLA=seconds))
@@ -151,18 +168,19 @@ class ShardJit:
         """What the partitioned program does, why, and what it costs; needs no devices. See
         `shardax.explain.plan.Plan`.
         """
+        self._function.require_mesh(mesh_of((args, kwargs)))
         self._function.check_sizes(args, kwargs)
         start = time.perf_counter()
         traced = self._stage(attrgetter("trace"), args, kwargs)
         phases = {"trace": time.perf_counter() - start}
         call = self._call(traced, args, kwargs, self._function.entering(args, kwargs))
-        names = self._function.dynamic_names(len(args))
+        argument_names = self._function.dynamic_names(len(args))
         try:
-            return call.plan(names, phases, call.options)
+            return call.plan(argument_names, phases, call.options)
         except Refused as error:
             refused = self._function.naming_arguments(error, args, kwargs)
             allowing = replace(call.options, strict=False, max_gather_bytes=None, allow=("*",))
-            refused.plan = call.plan(names, phases, allowing)
+            refused.plan = call.plan(argument_names, phases, allowing)
             raise refused from None
 
     def clear_cache(self) -> None:
@@ -186,15 +204,19 @@ class ShardJit:
         leaving, outs, *to_cache = self._stage(calling, args, kwargs)
         if not entering and not leaving:
             return outs, *to_cache
-        return (
-            _across(leaving, outs, self._function.mesh_for(args, kwargs)),
-            None,
-            *to_cache[1:],
-        )  # every call comes here
+        crossings, mesh = {c.number: c for c in leaving}, self._function.mesh_for(args, kwargs)
+        leaves, tree = jax.tree.flatten(outs)
+        crossed = (crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves))
+        return tree.unflatten(crossed), None, *to_cache[1:]  # every call comes here
 
     def _stage(self, stage_of: Callable[[Any], Callable[..., Any]], args, kwargs):
         try:
-            return stage_of(self._jit_for(args, kwargs))(*args, **kwargs)
+            if self._function.for_one_device(args, kwargs):
+                if "one device" not in self._jits:
+                    self._jits["one device"] = self._function.jitted_for_one_device()
+                return stage_of(self._jits["one device"])(*args, **kwargs)
+            mesh = None if self._function.known_mesh() else mesh_of((args, kwargs))
+            return stage_of(self._on(mesh))(*args, **kwargs)
         except Exception as error:
             self._function.explain(error, args, kwargs)
 
@@ -204,7 +226,8 @@ class ShardJit:
         JAX would name one mesh for all results. Where the program has several, the function is told the
         sharding of each result.
         """
-        if not _jax.is_eager((args, kwargs)) or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        eager = _jax.is_eager((args, kwargs)) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        if not eager or self._function.for_one_device(args, kwargs):
             return jitted, []
         call = self._call(jitted.trace(*args, **kwargs), args, kwargs, entering)
         call.check_entering(call.options)
@@ -224,17 +247,7 @@ class ShardJit:
             self._function, traced, mesh, [x for _, x in self._function.named_leaves(args, kwargs)], entering
         )
 
-    def _jit_for(self, args, kwargs):
-        return self._on(None if self._function.known_mesh() else mesh_of((args, kwargs)))
-
     def _on(self, mesh: Mesh | AbstractMesh | None):
         if mesh not in self._jits:
             self._jits[mesh] = self._function.jitted(mesh)
         return self._jits[mesh]
-
-
-def _across(leaving: Sequence[Crossing], outs, mesh):
-    crossings, (leaves, tree) = {c.number: c for c in leaving}, jax.tree.flatten(outs)
-    return tree.unflatten(
-        crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves)
-    )

@@ -17,28 +17,19 @@ _was_enabled = False
 @contextmanager
 def paused():
     """Collects nothing inside. May be nested, and entered by several threads."""
-    _enter()
-    try:
-        yield
-    finally:
-        _leave()
-
-
-def _enter() -> None:
     global _inside, _was_enabled
     with _lock:
         _inside += 1
         if _inside == 1:
             _was_enabled = gc.isenabled()
             gc.disable()
-
-
-def _leave() -> None:
-    global _inside
-    with _lock:
-        _inside -= 1
-        if _inside == 0 and _was_enabled:
-            if not gc.get_freeze_count():  # what the user froze stays frozen
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0 and _was_enabled:
+                if not gc.get_freeze_count():  # what the user froze stays frozen
+                    gc.freeze()
+                    gc.unfreeze()
+                gc.enable()

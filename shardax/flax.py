@@ -19,7 +19,7 @@ from shardax.annotations.annotate import annotate
 from shardax.annotations.boxes import Rules, box_spec
 from shardax.jit.abstract_state import abstract_state as abstract_arguments
 from shardax.jit.signature import positional_names
-from shardax.validation import require, require_function, require_names, require_numbers
+from shardax.validation import require, require_argument_names, require_argument_numbers, require_function
 
 
 @_jax.boundary
@@ -31,11 +31,12 @@ def specs(tree: Any, rules: Rules | None = None) -> Any:
     of an optimizer get None, even where nnx copied the names of a parameter to them: their shardings follow
     from the parameters by completion.
 
-    Args: tree: linen variables with boxes, an `nnx.State`, or pytrees of these, of arrays or of shapes
-      (`jax.eval_shape`). rules: pairs of a name and a mesh axis. Without them, the rules of a box or Variable
-      are taken, then those in context
-        (`nn.logical_axis_rules`). Where there are no rules, the names of `nn.Partitioned` and of Variables
-        are mesh axes.
+    Args:
+      tree: linen variables with boxes, an `nnx.State`, or pytrees of these, of arrays or of shapes
+        (`jax.eval_shape`).
+      rules: pairs of a name and a mesh axis. Without them, the rules of a box or Variable are taken, then
+        those in context (`nn.logical_axis_rules`). Where there are no rules, the names of `nn.Partitioned`
+        and of Variables are mesh axes.
 
     Raises ValueError where there are no rules for `nn.LogicallyPartitioned`.
 
@@ -46,26 +47,20 @@ def specs(tree: Any, rules: Rules | None = None) -> Any:
     pairs = isinstance(rules, Sequence) and all(isinstance(r, tuple | list) and len(r) == 2 for r in rules)
     words = "pairs of the name of a dim and mesh axes, such as [('embed', None), ('mlp', 'model')]"
     require(pairs or rules is None, "rules of shardax.flax.specs", rules, words)
-    return jax.tree.map(functools.partial(_spec, rules=rules), tree, is_leaf=_names_dims)
-
-
-def _names_dims(x) -> bool:
-    return isinstance(x, meta.AxisMetadata | nnx.Variable)
+    names_dims = lambda x: isinstance(x, meta.AxisMetadata | nnx.Variable)  # noqa: E731
+    return jax.tree.map(functools.partial(_spec, rules=rules), tree, is_leaf=names_dims)
 
 
 def _spec(x, rules: Rules | None):
-    if isinstance(x, nnx.Variable):
-        return x.replace(_variable_spec(x, rules))
-    return box_spec(x, rules) if isinstance(x, meta.Partitioned) else None
-
-
-def _variable_spec(variable: nnx.Variable, rules: Rules | None) -> PartitionSpec | None:
-    if isinstance(variable, nnx.OptState) or not variable.get_metadata().get("out_sharding"):
-        return None
+    if not isinstance(x, nnx.Variable):
+        return box_spec(x, rules) if isinstance(x, meta.Partitioned) else None
+    if isinstance(x, nnx.OptState) or not x.get_metadata().get("out_sharding"):
+        return x.replace(None)
+    with_rules = x
     if rules is not None:
-        variable = variable.copy()
-        variable.set_metadata(sharding_rules=rules)
-    return nnx.spmd.get_var_pspec(variable)
+        with_rules = x.copy()
+        with_rules.set_metadata(sharding_rules=rules)
+    return x.replace(nnx.spmd.get_var_pspec(with_rules))
 
 
 @_jax.boundary
@@ -109,16 +104,16 @@ def shard_jit(
     require_function(
         fun, "fun of shardax.flax.shard_jit", "a function: give shardings and the mesh by their names"
     )
-    require_numbers(static_argnums, "static_argnums of shardax.flax.shard_jit")
-    require_numbers(donate_argnums, "donate_argnums of shardax.flax.shard_jit")
-    require_names(options.get("static_argnames"), "static_argnames of shardax.flax.shard_jit")
+    require_argument_numbers(static_argnums, "static_argnums of shardax.flax.shard_jit")
+    require_argument_numbers(donate_argnums, "donate_argnums of shardax.flax.shard_jit")
+    require_argument_names(options.get("static_argnames"), "static_argnames of shardax.flax.shard_jit")
     shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     step = api.shard_jit(
         _of_states(
             fun,
             shardings,
             out_shardings,
-            *_jax.infer_names(fun, static_argnums, options.get("static_argnames")),
+            *_jax.infer_argnums_and_argnames(fun, static_argnums, options.get("static_argnames")),
         ),
         in_shardings=(None, *shardings) if isinstance(shardings, tuple) else shardings,
         out_shardings=(None, None, out_shardings),
@@ -148,7 +143,7 @@ def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kw
             f"abstract_state: step is {step!r}, which shardax.flax.shard_jit did not make: give it "
             "shard_jit(fun, ...)"
         )
-    require_numbers(argnums, "argnums of abstract_state", or_none=False)
+    require_argument_numbers(argnums, "argnums of abstract_state", or_none=False)
     return step._of_states(
         functools.partial(abstract_arguments, step._step, argnums=_shifted(argnums)), args, kwargs
     )
@@ -198,20 +193,20 @@ def _of_states(
     fun: Callable[..., Any],
     in_shardings: Any,
     out_shardings: Any,
-    static_nums: Sequence[int],
-    static_names: Sequence[str],
+    static_argnums: Sequence[int],
+    static_argnames: Sequence[str],
 ) -> Callable[..., Any]:
     """The pure function: states in the places of the objects, their graphs before all other arguments and
     results.
     """
-    names = [name for name in positional_names(fun) if name not in static_names]
+    parameters = [name for name in positional_names(fun) if name not in static_argnames]
 
     def pure(graphs, *states, **kwstates):
         dynamic = [
-            i for i in range(len(states)) if i not in static_nums and i - len(states) not in static_nums
+            i for i in range(len(states)) if i not in static_argnums and i - len(states) not in static_argnums
         ]
         requested = _requests(in_shardings, len(dynamic))
-        by_name = dict(zip(names[len(dynamic) :], requested[len(dynamic) :], strict=False))
+        by_name = dict(zip(parameters[len(dynamic) :], requested[len(dynamic) :], strict=False))
         by_number = dict(zip(dynamic, requested, strict=False))
         states = tuple(x if by_number.get(i, True) else _annotated(x) for i, x in enumerate(states))
         kwstates = {name: x if by_name.get(name) else _annotated(x) for name, x in kwstates.items()}
@@ -219,7 +214,8 @@ def _of_states(
             args, kwargs = _merge(context, graphs, (states, kwstates))
         out = fun(*args, **kwargs)
         with nnx.split_context(_TAG) as context:
-            graphs, (objects, results) = _split(context, (_objects((args, kwargs)), out))
+            objects = jax.tree.map(lambda x: x if _is_object(x) else None, (args, kwargs), is_leaf=_is_leaf)
+            graphs, (objects, results) = _split(context, (objects, out))
         return graphs, _annotated(objects), _annotated(results) if out_shardings is None else results
 
     functools.update_wrapper(pure, fun)
@@ -241,7 +237,7 @@ def _with_graphs(fun: Callable[..., Any]) -> inspect.Signature:
 
 
 def _requests(in_shardings: Any, count: int) -> list[bool]:
-    """Of which arguments the user has said how they rest: of the first `count`, and of more that have one."""
+    """Which arguments have a requested sharding: of the first `count`, and of more that in_shardings has."""
     if isinstance(in_shardings, tuple) and not isinstance(in_shardings, PartitionSpec):
         return [s is not None for s in in_shardings] + [False] * (count - len(in_shardings))
     return [in_shardings is not None] * count
@@ -250,7 +246,7 @@ def _requests(in_shardings: Any, count: int) -> list[bool]:
 def _annotated(tree):
     """The states in a tree, their arrays split as their metadata says."""
     return jax.tree.map(
-        lambda x: annotate(x, specs(x)) if isinstance(x, nnx.State) else x, tree, is_leaf=_is_whole
+        lambda x: annotate(x, specs(x)) if isinstance(x, nnx.State) else x, tree, is_leaf=_is_leaf
     )
 
 
@@ -258,26 +254,22 @@ def _split(context, tree) -> tuple[tuple[Any, ...], Any]:
     """The graph of each object in a tree, None for each other leaf; and the tree with the objects' states in
     their places.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
     pairs = [context.split(x) if _is_object(x) else (None, x) for x in leaves]
     return tuple(graph for graph, _ in pairs), structure.unflatten([x for _, x in pairs])
 
 
 def _merge(context, graphs: Iterable[Any], tree):
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_leaf)
     pairs = zip(graphs, leaves, strict=True)
     return structure.unflatten([x if graph is None else context.merge(graph, x) for graph, x in pairs])
-
-
-def _objects(tree):
-    return jax.tree.map(lambda x: x if _is_object(x) else None, tree, is_leaf=_is_whole)
 
 
 def _is_object(x) -> bool:
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def _is_whole(x) -> bool:
+def _is_leaf(x) -> bool:
     return _is_object(x) or isinstance(x, nnx.State)
 
 

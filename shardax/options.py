@@ -60,9 +60,9 @@ class Options:
                 f"Options(passes={self.passes!r}): must be a tuple of functions and of {', '.join(PASSES)}"
             )
         if not (self.chip is None or isinstance(self.chip, Chip) or self.chip in ("devices", *_CHIPS)):
-            names = ", ".join(f'"{name}"' for name in (*_CHIPS, "devices"))
+            choices = ", ".join(f'"{name}"' for name in (*_CHIPS, "devices"))
             raise ValueError(
-                f"Options(chip={self.chip!r}): must be one of {names}, a shardax.cost.chips.Chip, or None"
+                f"Options(chip={self.chip!r}): must be one of {choices}, a shardax.cost.chips.Chip, or None"
             )
 
     @property

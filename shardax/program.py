@@ -23,7 +23,7 @@ from shardax.graph import annotations, inline
 from shardax.graph.graph import Graph, Node, Value
 from shardax.ledger.collectives import collectives
 from shardax.meshes import sites
-from shardax.meshes.crossing import Crossing, crossings, placed_here
+from shardax.meshes.crossing import Crossing, crossings, program_placement
 from shardax.meshes.refinement import Placement, Refinement, refinement
 from shardax.options import Options
 from shardax.partition.choose import choose
@@ -33,7 +33,7 @@ from shardax.partition.replicated import report_replicated
 from shardax.passes import scopes
 from shardax.passes.table import PassContext, planned
 from shardax.rewrites.driver import rewritten
-from shardax.sharding import AxisSizes, Layout, Sharding, replicated
+from shardax.sharding import Layout, Sharding, replicated
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -43,7 +43,7 @@ class Program:
     """What `build` makes.
 
     `jaxpr` is a ClosedJaxpr with the global program's inputs and outputs: one `shard_map` equation over
-    `mesh`, the refined one. `arguments` and `results` say how each lies between calls, on a mesh that the
+    `mesh`, the refined one. `arguments` and `results` are how each rests between calls, on a mesh that the
     user named, `in_shardings` and `out_shardings` the same in the axes of `mesh`; every shard has the same
     size there. `phases` holds the seconds that each phase took; lowering and compiling add theirs.
     """
@@ -75,7 +75,7 @@ class Program:
         on the refined mesh.
         """
         outside = {
-            c.number: placed_here(c, p.sharding.rank)
+            c.number: program_placement(c, p.sharding.rank)
             for c in self.leaving
             if c.outside
             for p in (self.results[c.number],)
@@ -165,12 +165,12 @@ def _check(built: Program, options: Options) -> None:
     crossed = [
         x for c in built.entering if c.resting.mesh not in refined.named for x in c.collectives(built.mesh)
     ]
-    found = [*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)]
-    strict.check(found, options, refined.shown, dict.fromkeys(_conflicts(built.graph, refined)))
+    sent = [*crossed, *collectives(built.jaxpr, refined.sizes, refined.folded)]
+    strict.check(sent, options, refined.shown, dict.fromkeys(_conflicts(built.graph, refined)))
 
 
 def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
-    """The annotations that are only read by another annotation, which asks for something else. Arguments may
+    """The annotations that are only read by another annotation, which requests something else. Arguments may
     rest in another sharding than they are used in, and so may results.
     """
     makers = {node.outputs[0]: node for node, note in annotations.among(graph.nodes) if note.role == "inside"}
@@ -206,13 +206,13 @@ def _completed(
     Where a reshape needs a part of an axis, which only completion tells, the mesh is refined and all is
     completed anew.
     """
-    found = sites.sites(program, mesh)
+    annotated = sites.sites(program, mesh)
     of_arguments = [p.mesh for p in committed if isinstance(p, Placement)]
-    refined = refinement([sites.program_mesh(mesh), *(site.mesh for site in found)], of_arguments)
+    refined = refinement([sites.program_mesh(mesh), *(site.mesh for site in annotated)], of_arguments)
     refined = replace(refined, chip=options.priced_for)
     while True:
-        sites.rewrite(found, refined)
-        resting = sites.placements(program, committed, found, refined)
+        sites.rewrite(annotated, refined)
+        resting = sites.placements(program, committed, annotated, refined)
         done = complete(program, [p and refined.sharding(p) for p in resting], refined.sizes)
         finer = refined.cut(split_inside(program, done))
         if finer == refined:
@@ -223,8 +223,8 @@ def _completed(
 def _resting(
     program: Graph, completion: Completion, resting: Sequence[Placement | None], refined: Refinement
 ) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-    """How arguments and results rest: as given, as the argument that they succeed, else nearest to what was
-    completed.
+    """How arguments and results rest: as committed, as the argument that they succeed, else nearest to what
+    was completed.
     """
     ins = tuple(
         placement or refined.rest(completion.sharding(v), v.shape)
@@ -242,7 +242,7 @@ def _result(
     refined,
 ):
     if note is None or note.like is None:
-        across = note is not None and note.names_result
+        across = note is not None and note.is_of_result
         return refined.rest(completion.sharding(value), value.shape, note and note.on, across)
     argument = ins[note.like]
     return (
@@ -259,9 +259,9 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
     full = [0 not in v.shape for v in program.inputs]
 
     def local(*shards):
-        return tuple(
-            emit(decisions, _with_empty(full, shards, decisions.inputs, program, sizes), sizes, refined.shown)
-        )
+        left, slots = iter(shards), zip(full, program.inputs, decisions.inputs, strict=True)
+        every = [next(left) if has else lax.empty(x.local_shape(sizes), v.aval.dtype) for has, v, x in slots]
+        return tuple(emit(decisions, every, sizes, refined.shown))
 
     def run(*args):
         """Arguments without elements stay outside: XLA takes no shard_map all of whose operands are such."""
@@ -270,13 +270,6 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
         return run(*itertools.compress(args, full))
 
     return jax.make_jaxpr(run)(*(shape_of(v.aval) for v in program.inputs))
-
-
-def _with_empty(
-    full: Sequence[bool], shards: Sequence[Any], layouts: Sequence[Layout], program: Graph, sizes: AxisSizes
-):
-    left, slots = iter(shards), zip(full, program.inputs, layouts, strict=True)
-    return [next(left) if has else lax.empty(lay.local_shape(sizes), v.aval.dtype) for has, v, lay in slots]
 
 
 @contextmanager

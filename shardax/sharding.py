@@ -143,7 +143,10 @@ def at_rest(sharding: Sharding, shape: tuple[int, ...], sizes: AxisSizes) -> Sha
     >>> at_rest(Sharding((("x",), ())), (257, 64), {"x": 4})
     P(None, 'x')
     """
-    dims = [list(_dividing_prefix(axes, n, sizes)) for axes, n in zip(sharding.dims, shape, strict=True)]
+    dims = []
+    for axes, n in zip(sharding.dims, shape, strict=True):
+        ends = (end for end in range(len(axes), 0, -1) if n and n % shard_count(axes[:end], sizes) == 0)
+        dims.append([*axes[: next(ends, 0)]])
     homeless = [a for kept, axes in zip(dims, sharding.dims, strict=True) for a in axes[len(kept) :]]
     for axis in homeless:
         for d in sorted(range(len(shape)), key=lambda d: -shape[d]):
@@ -151,13 +154,6 @@ def at_rest(sharding: Sharding, shape: tuple[int, ...], sizes: AxisSizes) -> Sha
                 dims[d].append(axis)
                 break
     return Sharding(tuple(map(tuple, dims)))
-
-
-def _dividing_prefix(axes: Axes, size: int, sizes: AxisSizes) -> Axes:
-    for end in range(len(axes), 0, -1):
-        if size and size % shard_count(axes[:end], sizes) == 0:
-            return axes[:end]
-    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +219,8 @@ class Padding:
 
     Ceil-division does not nest (blocks of ceil(257/8) straddle blocks of ceil(257/4)), so a dim that is split
     over (x,) in one place and over (x, y) in another is padded for (x, y) in both: coarser shards are whole
-    multiples of finer ones, and moving between them is an exact slice or all_gather. `splits` holds (dim
-    size, axes) for every split that the program uses.
+    multiples of finer ones, and moving between them is an exact slice or all_gather.
+    `splits` holds (dim size, axes) for every split that the program uses.
     """
 
     sizes: AxisSizes

@@ -21,7 +21,7 @@ SHOWN = 8  # findings in one message
 
 
 @dataclass(frozen=True)
-class Unasked:
+class Unrequested:
     """The collectives by which one primitive, at one line, has operands resharded to what it `needs`."""
 
     primitive: str
@@ -80,9 +80,9 @@ class Conflict:
     second: tuple[str, str, str]
 
     def __str__(self):
-        (one, line, wanted), (other, _, last) = self.first, self.second
+        (one, line, first), (other, _, second) = self.first, self.second
         return (
-            f"{one} asks for {wanted}, and {other} for {last}, of one value: nothing is computed between "
+            f"{one} asks for {first}, and {other} for {second}, of one value: nothing is computed between "
             "them, so that the first only moves it. Drop one of them, or allow it: "
             f"Options(allow=({'*/' + line.rsplit('/', 1)[-1]!r},))"
         )
@@ -103,45 +103,47 @@ def check(
     Raises:
       Refused: something is refused, a ValueError.
     """
-    found: list[Any] = list(findings(collectives, options, shown))
+    violations: list[Any] = list(findings(collectives, options, shown))
     if options.strict:
-        found += [c for c in conflicts if not allowed(options.allow, c.first[1], c.second[1])]
-    if found and options.strict != "warn":
-        more = f"\n  and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise Refused(f"{options} refuses:" + "".join(f"\n  {x}" for x in found[:SHOWN]) + more)
-    for finding in found:
-        warnings.warn(str(finding), stacklevel=2)
+        violations += [c for c in conflicts if not allowed(options.allow, c.first[1], c.second[1])]
+    if violations and options.strict != "warn":
+        more = f"\n  and {len(violations) - SHOWN} more" if len(violations) > SHOWN else ""
+        raise Refused(f"{options} refuses:" + "".join(f"\n  {x}" for x in violations[:SHOWN]) + more)
+    for violation in violations:
+        warnings.warn(str(violation), stacklevel=2)
 
 
 def findings(
     collectives: Iterable[Collective], options: Options, shown: Shown = str
-) -> Iterator[Unasked | TooLarge | Entered]:
+) -> Iterator[Unrequested | TooLarge | Entered]:
     """What these options do not allow, the dearest first."""
     limit = math.inf if options.max_gather_bytes is None else options.max_gather_bytes
-    found = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _reader(c))]
-    large = {c: None for c in found if c.kind == "all_gather" and gathered_bytes(c) > limit}
+    not_allowed = [c for c in collectives if not allowed(options.allow, c.kind, c.line, _reader(c))]
+    large = {c: None for c in not_allowed if c.kind == "all_gather" and gathered_bytes(c) > limit}
     yield from (TooLarge(c, int(limit)) for c in sorted(large, key=lambda c: -gathered_bytes(c)))
     if options.strict:
-        yield from (Entered(c) for c in sorted(found, key=lambda c: -c.total) if isinstance(c.cause, Crossed))
-        rest = unasked((c for c in found if c not in large), shown)
+        yield from (
+            Entered(c) for c in sorted(not_allowed, key=lambda c: -c.total) if isinstance(c.cause, Crossed)
+        )
+        rest = unrequested((c for c in not_allowed if c not in large), shown)
         yield from sorted(rest, key=lambda group: -comm_bytes(group.collectives))
 
 
-def unasked(collectives: Iterable[Collective], shown: Shown = str) -> list[Unasked]:
+def unrequested(collectives: Iterable[Collective], shown: Shown = str) -> list[Unrequested]:
     """The collectives that the operands of primitives need, grouped by primitive, line and sharding."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
         if isinstance(c.cause, Resharded) and (reader := c.cause.reader) and not annotations.of_node(reader):
             groups.setdefault((reader.name, c.line, str(shown(c.cause.target.sharding))), []).append(c)
-    return [Unasked(*key, tuple(group)) for key, group in groups.items()]
+    return [Unrequested(*key, tuple(group)) for key, group in groups.items()]
 
 
-def allowed(patterns: Iterable[str], *names: str) -> bool:
+def allowed(patterns: Iterable[str], *labels: str) -> bool:
     """
     >>> allowed(("sort", "*/gpt2.py:*"), "all_gather", "/home/me/gpt2.py:12")
     True
     """
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names if name)
+    return any(fnmatchcase(label, pattern) for pattern in patterns for label in labels if label)
 
 
 def gathered_bytes(c: Collective) -> int:
@@ -155,8 +157,8 @@ def _reader(c: Collective) -> str:
 
 
 def _listed(collectives: Sequence[Collective]) -> str:
-    kinds = dict.fromkeys(f"{c.kind} over {','.join(c.axes)}" for c in collectives)
-    return ", ".join(kinds)
+    entries = dict.fromkeys(f"{c.kind} over {','.join(c.axes)}" for c in collectives)
+    return ", ".join(entries)
 
 
 def _place(c: Collective) -> str:

@@ -76,8 +76,10 @@ def assert_plan(f: Any, args: Sequence[Any], file: str | os.PathLike, *, update:
 def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[str] = ()) -> None:
     """Asserts that a function sends nothing, or nothing of these kinds ("all_gather", "all_reduce", ...).
 
-    Raises: AssertionError: it sends some; the text has a line for each collective, with the user's line and
-      the reason. ValueError: there is no such kind.
+    Raises:
+      AssertionError: it sends some; the text has a line for each collective, with the user's line and the
+        reason.
+      ValueError: there is no such kind.
 
     >>> import jax, shardax as sx
     >>> f = sx.shard_jit(jax.numpy.sum, mesh=jax.sharding.AbstractMesh((4,), ("x",)), in_shardings=jax.P("x"))
@@ -97,10 +99,10 @@ def assert_no_collectives(f: Any, args: Sequence[Any], kinds: str | Collection[s
                 f"kinds={kinds!r}: there is no {kind!r}; give some of "
                 f"{', '.join(sorted(set(KINDS.values())))}"
             )
-    found = [c for c in _plan(f, args).collectives if not kinds or c.kind in kinds]
-    if found:
+    sent = [c for c in _plan(f, args).collectives if not kinds or c.kind in kinds]
+    if sent:
         raise AssertionError(
-            f"{_name(f)} sends, {bytes_text(comm_bytes(found))} per call and device:\n{_listed(found)}"
+            f"{_name(f)} sends, {bytes_text(comm_bytes(sent))} per call and device:\n{_listed(sent)}"
         )
 
 

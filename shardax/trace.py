@@ -1,5 +1,5 @@
-"""Traces a function to the global jaxpr, in which the shardings that the user gave are recorded as annotation
-equations.
+"""Traces a function to the global jaxpr, in which the shardings that the user requested are recorded as
+annotation equations.
 """
 
 import functools
@@ -13,6 +13,8 @@ from keyword import iskeyword
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax, collector
@@ -36,26 +38,27 @@ from shardax.annotations.explicit import (
 from shardax.graph.state import state
 from shardax.meshes import sites
 from shardax.rewrites.constants import with_made_constants
-from shardax.sharding import Sharding
+from shardax.sharding import Sharding, at_rest
 from shardax.transforms import Argument, Result
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be traced: a function of pytrees, its arguments, and what the user said about their
+    """What is to be traced: a function of pytrees, its arguments, and what the user requested of their
     shardings.
 
-    `args` and `kwargs` are the dynamic arguments, `names` what messages call those in `args`, `donated` the
-    donated flat arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the results. `named_by`
-    says in messages who named the mesh. `kw_shardings` are those of some of `kwargs`, which in_shardings
-    covers. `types`: with which the function is traced, one for each flat argument, where these are not those
-    of the arguments.
+    `args` and `kwargs` are the dynamic arguments, `argument_names` what messages call those in `args`,
+    `donated` the donated flat arguments. `in_shardings` is a prefix of `args`, `out_shardings` of the
+    results. `named_by` says in messages who named the mesh. `kw_shardings` are those of some of `kwargs`,
+    which in_shardings covers. `types`: with which the function is traced, one for each flat argument, where
+    these are not those of the arguments. The shardings are requested of the arguments, not of what is made of
+    them.
     """
 
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    names: tuple[str, ...]
+    argument_names: tuple[str, ...]
     donated: frozenset[int]
     mesh: Mesh | AbstractMesh
     in_shardings: Any = None
@@ -71,21 +74,22 @@ class Traced:
     results' structure.
 
     The flat arguments `refs` are Refs. It takes what they hold, and its last results are what they hold in
-    the end.
+    the end. `slots` are those of the flat arguments and of the results.
     """
 
     jaxpr: Any
     consts: Sequence[Any]
     out_tree: Any
-    refs: tuple[int, ...] = ()
-    arguments: tuple[Argument, ...] = ()
-    results: tuple[Result, ...] = ()
+    refs: tuple[int, ...]
+    arguments: tuple[Argument, ...]
+    results: tuple[Result, ...]
+    slots: tuple[Sequence["Slot"], Sequence["Slot"]]
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A flat argument or result: how messages name it, its path, and what the user said of its sharding and
-    memory.
+    """A flat argument or result: how messages name it, its path, and what the user requested of its sharding
+    and memory. `dims` are those of the call, and `aval` is the type in the function: of another rank, maybe.
     """
 
     name: str
@@ -124,17 +128,15 @@ def _trace(request: Request) -> Traced:
 
     @functools.wraps(request.fun)  # so do JAX's messages name it
     def flat(*arguments):
-        given = list(map(_annotated, jax.tree.leaves(arguments), slots))
-        refs = {i: jax.new_ref(given[i]) for i, slot in enumerate(slots) if slot.is_ref}
-        args, kwargs = tree.unflatten(refs.get(i, x) for i, x in enumerate(given))
+        annotated = list(map(_annotated, jax.tree.leaves(arguments), slots))
+        refs = {i: jax.new_ref(annotated[i]) for i, slot in enumerate(slots) if slot.is_ref}
+        args, kwargs = tree.unflatten(refs.get(i, x) for i, x in enumerate(annotated))
         out = request.fun(*args, **kwargs)
         results, outs, out_tree = _results(request, slots, out)
-        likes = _successors(slots, results)
-        traced.append((results, out_tree, likes))
-        written = [_annotated(ref[...], replace(slots[i], dims=None), i) for i, ref in refs.items()]
-        return [
-            _annotated(x, slot, like) for x, slot, like in zip(outs, results, likes, strict=True)
-        ] + written
+        succeeded = [*_successors(slots, results), *refs]
+        results += [replace(slots[i], path="", dims=None) for i in refs]
+        traced.append((results, out_tree, succeeded))
+        return list(map(_annotated, [*outs, *(ref[...] for ref in refs.values())], results, succeeded))
 
     flat.__signature__ = _signature(slots)  # type: ignore[attr-defined]
     jaxpr = sites.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
@@ -142,9 +144,10 @@ def _trace(request: Request) -> Traced:
         _check_no_ref(x, f"{request.fun.__name__} closes over", "pass it as an argument")
     refs = tuple(i for i, slot in enumerate(slots) if slot.is_ref)
     jaxpr, consts = _jax.hoist_consts(with_made_constants(jaxpr))
-    results, out_tree, likes = traced[-1]
-    arguments = _told_arguments(request, slots, jaxpr, likes)
-    return Traced(jaxpr, consts, out_tree, refs, arguments, _told_results(slots, results, likes))
+    results, out_tree, succeeded = traced[-1]
+    arguments = _described_arguments(request, slots, jaxpr, succeeded)
+    described = tuple(map(_described_result, results, succeeded))
+    return Traced(jaxpr, consts, out_tree, refs, arguments, described, (slots, results))
 
 
 def arguments_of(request: Request) -> tuple[Argument, ...]:
@@ -153,22 +156,49 @@ def arguments_of(request: Request) -> tuple[Argument, ...]:
     return tuple(map(_argument, _paths(request), slots))
 
 
-def _told_arguments(request: Request, slots: Sequence[Slot], jaxpr, likes) -> tuple[Argument, ...]:
+def retyped(program, before, traced: Traced) -> Any:
+    """A program that was made of `before`, which is that of `traced` or was made of it: what is requested of
+    the arguments and results that have other types here is requested of these too.
+    """
+
+    def other(new, old) -> bool:
+        return (new.shape, new.dtype) != (old.shape, old.dtype)
+
+    def succeeded(result: Result, type) -> int | None:
+        i = result.succeeds
+        return None if i is None or other(program.in_avals[i], type) else i
+
+    def run(*args):
+        of_call, rest = args[: len(arguments)], args[len(arguments) :]
+        old = before.in_avals[: len(arguments)]
+        annotated = [
+            _annotated(x, slot) if other(x, aval) else x
+            for x, slot, aval in zip(of_call, arguments, old, strict=True)
+        ]
+        outs = jaxpr_as_fun(program)(*annotated, *rest)
+        of_results = zip(outs, results, before.out_avals, traced.results, strict=True)
+        return [
+            _annotated(x, slot, succeeded(result, x)) if other(x, aval) else x
+            for x, slot, aval, result in of_results
+        ]
+
+    arguments, results = traced.slots
+    return jax.make_jaxpr(run)(*map(shape_of, program.in_avals))
+
+
+def _described_arguments(request: Request, slots: Sequence[Slot], jaxpr, succeeded) -> tuple[Argument, ...]:
     """Those of the call, then what the function closes over."""
     types = [(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
     back = {(aval.shape, aval.dtype) for aval in jaxpr.out_avals}
-    comes_back = state(types, back, [i for i in likes if i is not None])
+    comes_back = state(types, back, [i for i in succeeded if i is not None])
     arguments = list(map(_argument, _paths(request), slots))
     arguments += [Argument("", shape_of(aval)) for aval in jaxpr.in_avals[len(slots) :]]
     return tuple(replace(argument, is_state=i in comes_back) for i, argument in enumerate(arguments))
 
 
-def _told_results(slots: Sequence[Slot], results: Sequence[Slot], likes) -> tuple[Result, ...]:
-    own = [
-        Result("/".join(re.findall(r"\w+", result.path)), shape_of(result.aval), _requested(result), like)
-        for result, like in zip(results, likes, strict=True)
-    ]
-    return (*own, *(Result("", shape_of(s.aval), None, i) for i, s in enumerate(slots) if s.is_ref))
+def _described_result(result: Slot, succeeded: int | None) -> Result:
+    path = "/".join(re.findall(r"\w+", result.path))
+    return Result(path, shape_of(result.aval), _requested(result), succeeded)
 
 
 def _argument(path: str, slot: Slot) -> Argument:
@@ -184,8 +214,8 @@ def _requested(slot: Slot) -> PartitionSpec | None:
 def _paths(request: Request) -> list[str]:
     """ "state/params/w" of each flat argument, as plans have it."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path((request.args, request.kwargs))[0]]
-    names = [request.names[p[1].idx] if p[0].idx == 0 else p[1].key for p in paths]
-    full = [(jax.tree_util.DictKey(name), *p[2:]) for name, p in zip(names, paths, strict=True)]
+    arguments = [request.argument_names[p[1].idx] if p[0].idx == 0 else p[1].key for p in paths]
+    full = [(jax.tree_util.DictKey(name), *p[2:]) for name, p in zip(arguments, paths, strict=True)]
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path in full]
 
 
@@ -199,15 +229,19 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
     paths, leaves, tree = flatten((request.args, request.kwargs))
-    specs = _argument_specs(request)
+    # What in_shardings does not cover is left to completion.
+    named = {name: request.kw_shardings.get(name) for name in request.kwargs}
+    positional = broadcast_specs(request.in_shardings, request.args, "in_shardings")
+    specs = positional + broadcast_specs(named, request.kwargs, "in_shardings")
     slots = []
     for index, (path, x, spec) in enumerate(zip(paths, leaves, specs, strict=True)):
-        name, rest = _argument_name(path, request.names)
-        aval = _jax.value_type(x) if request.types is None else request.types[index]
+        name, rest = _argument_name(path, request.argument_names)
+        aval = _jax.value_type(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
+        aval = aval if request.types is None else request.types[index]
         source = f"in_shardings{path[len('[0]') :]}"
-        kinds = index in request.donated, _jax.is_ref(x)
-        slots.append(Slot(name, rest, source, "argument", aval, dims, own_mesh(spec), _memory(spec), *kinds))
+        flags = index in request.donated, _jax.is_ref(x)
+        slots.append(Slot(name, rest, source, "argument", aval, dims, own_mesh(spec), _memory(spec), *flags))
     return slots, leaves, tree
 
 
@@ -216,74 +250,92 @@ def _check_no_ref(x, what: str, way_out: str) -> None:
         raise ValueError(f"{what} a Ref of shape {x.shape}, which shard_jit does not write to: {way_out}")
 
 
-def _argument_specs(request: Request) -> list[Any]:
-    """The sharding of each flat argument. What in_shardings does not cover is left to completion."""
-    named = {name: request.kw_shardings.get(name) for name in request.kwargs}
-    positional = broadcast_specs(request.in_shardings, request.args, "in_shardings")
-    return positional + broadcast_specs(named, request.kwargs, "in_shardings")
-
-
-def _argument_name(path: str, names: Sequence[str]) -> tuple[str, str]:
+def _argument_name(path: str, argument_names: Sequence[str]) -> tuple[str, str]:
     """ "[0][1]['w']" of the tree (args, kwargs) -> "state['w']" and the path inside the argument."""
-    side, key, rest = _split_path(path)
-    return (names[int(key)] if side == "0" else key.strip("'")) + rest, rest
-
-
-def _split_path(path: str) -> tuple[str, str, str]:
     side, _, tail = path[1:].partition("]")
     key, _, rest = tail[1:].partition("]")
-    return side, key, rest
+    return (argument_names[int(key)] if side == "0" else key.strip("'")) + rest, rest
 
 
 def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], list[Any], Any]:
     paths, leaves, tree = flatten(out)
     specs = broadcast_specs(request.out_shardings, out, "out_shardings")
+    typed = all(_divides(slot, request.mesh) for slot in slots)
     results = []
     for path, x, spec in zip(paths, leaves, specs, strict=True):
         _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
-        source, aval = f"out_shardings{path}", jax.typeof(x)
-        results.append(
-            Slot(f"result{path}", path, source, "result", aval, dims, own_mesh(spec), _memory(spec))
-        )
+        source, aval, role = f"out_shardings{path}", jax.typeof(x), "result"
+        if dims is None and typed and (dims := _dims_of_type(x)):
+            source, role = f"the type of result{path}", "implied"
+        results.append(Slot(f"result{path}", path, source, role, aval, dims, own_mesh(spec), _memory(spec)))
     return results, leaves, tree
+
+
+def _divides(slot: Slot, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the type of an argument can be what is requested of it: on this mesh, and dividing it."""
+    if (dims := _dims(slot, len(slot.aval.shape))) is None:
+        return True
+    requested = Sharding(tuple(dim or () for dim in dims))
+    return _is_on(requested, mesh) and at_rest(requested, slot.aval.shape, mesh.shape) == requested
+
+
+def _is_on(sharding: Sharding, mesh: Mesh | AbstractMesh) -> bool:
+    return set(sharding.axes) <= set(mesh.axis_names)
+
+
+def _dims_of_type(x) -> Dims | None:
+    """What the Explicit type of a result requests, if it names an axis, and its mesh has Explicit axes only.
+    Else completion decides: a function of arrays without types may have annotations in it.
+    """
+    sharding = explicit_sharding(x)
+    full = sharding and sharding.axes and AxisType.Auto not in jax.typeof(x).sharding.mesh.axis_types
+    return sharding.dims if sharding and full else None
 
 
 def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:
     """For each result the donated argument that it succeeds: of its path and type, else the first free one of
-    its type.
+    its type. Those go first whose sharding is not requested, as they take that of the argument.
     """
     free: dict[tuple, dict[int, Slot]] = {}
     for i, slot in enumerate(slots):
         if slot.donated:
             free.setdefault(_type_of(slot), {})[i] = slot
-    likes: list[int | None] = [None] * len(results)
-    for same_path in (True, False):
+    succeeded: list[int | None] = [None] * len(results)
+    for requested, same_path in itertools.product((False, True), (True, False)):
         for r, result in enumerate(results):
             alike = free.get(_type_of(result), {})
-            found = (i for i, slot in alike.items() if not same_path or result.path.endswith(slot.path))
-            if likes[r] is None and result.dims is None and (first := next(found, None)) is not None:
-                likes[r] = first
+            candidates = (i for i, slot in alike.items() if not same_path or result.path.endswith(slot.path))
+            open_ = succeeded[r] is None and (result.dims is not None) == requested
+            if open_ and (first := next(candidates, None)) is not None:
+                succeeded[r] = first
                 del alike[first]
-    return likes
+    return succeeded
 
 
 def _type_of(slot: Slot) -> tuple[tuple[int, ...], Any]:
     return slot.aval.shape, slot.aval.dtype
 
 
-def _annotated(x, slot: Slot, like: int | None = None):
-    if slot.dims is not None or like is not None:
-        dims = slot.dims or (None,) * len(slot.aval.shape)
-        words = (
-            (slot.source, slot.role) if slot.dims else (f"{slot.name}, which succeeds an argument", "implied")
-        )
-        x = bind_annotation(x, dims, *words, like, slot.mesh)
+def _annotated(x, slot: Slot, succeeded: int | None = None):
+    """`x` as requested; where nothing is, and it succeeds an argument, as that one."""
+    rank = len(jax.numpy.shape(x))
+    if (dims := _dims(slot, rank)) is not None:
+        x = bind_annotation(x, dims, slot.source, slot.role, mesh=slot.mesh)
+    elif succeeded is not None:
+        source = f"{slot.name}, which succeeds an argument"
+        x = bind_annotation(x, (None,) * rank, source, "implied", succeeded, slot.mesh)
     return x if slot.memory in (None, memory_of(jax.typeof(x))) else jax.device_put(x, slot.memory)
 
 
+def _dims(slot: Slot, rank: int) -> Dims | None:
+    """What is requested of a value in this slot: nothing, where it has another rank than in the call."""
+    return slot.dims if slot.dims is not None and len(slot.dims) == rank else None
+
+
 def _memory(spec) -> Any:
-    """The memory that a sharding asks for, None where it does not say."""
+    """The memory that a sharding requests, None where it requests none."""
+    spec = spec.sharding if isinstance(spec, Format) else spec
     kind = spec.memory_kind if isinstance(spec, NamedSharding) else None
     return None if kind is None else jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host
 
@@ -291,30 +343,37 @@ def _memory(spec) -> Any:
 def _make_jaxpr(
     flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], mesh: Mesh | AbstractMesh
 ):
-    """No one mesh context accepts all programs.
+    """Under the types of an Explicit mesh, as `jax.jit` traces; what JAX refuses there, which is less than we
+    can do, without types.
 
-    Auto allows a bare PartitionSpec in with_sharding_constraint, but no Explicit array that the function
-    closes over, which the empty context allows. `reshard`, `out_sharding=` and islands with an Explicit mesh
-    want types, as under `jax.jit`. Islands over another mesh than the program's are allowed in the empty
-    context, and where `with mesh:` gives bare specs their mesh.
+    A product whose result two operands would split alike, or a size that does not divide, has no type: the
+    function is traced again in the Auto twin of the mesh, and completion decides. That context allows no
+    Explicit array that the function closes over, which the empty one allows, as it allows islands over
+    another mesh than the program's; and there `with mesh:` gives bare specs their mesh. What the function
+    raises for reasons of its own, it raises at once: it is run once, and no other context's error stands for
+    it.
     """
     auto, empty = abstract_mesh(auto_mesh(mesh)), AbstractMesh((), ())
     attempts = [lambda: _traced(flat, leaves, slots, auto)]
     if is_explicit(mesh):
-        attempts += [
-            lambda: _traced(flat, leaves, slots, empty),
-            lambda: _traced_typed(flat, leaves, slots, abstract_mesh(mesh), auto),
-        ]
+        typed = lambda: _traced_typed(flat, leaves, slots, abstract_mesh(mesh), auto)  # noqa: E731
+        attempts = [typed, *attempts, lambda: _traced(flat, leaves, slots, empty)]
     errors: list[Exception] = []
     for attempt in attempts:
         try:
             return attempt()
         except Exception as error:
+            if not _jax.is_of_context(error):
+                raise
             errors.append(error)
-    if not any(map(_jax.wants_own_mesh, errors)):
-        raise errors[-1]
-    with _jax.legacy_mesh(auto_mesh(mesh)) if isinstance(mesh, Mesh) else nullcontext():
-        return _traced(flat, leaves, slots, empty)
+    if any(map(_jax.wants_own_mesh, errors)):
+        try:
+            with _jax.legacy_mesh(auto_mesh(mesh)) if isinstance(mesh, Mesh) else nullcontext():
+                return _traced(flat, leaves, slots, empty)
+        except Exception as error:
+            if not _jax.is_of_context(error):
+                raise
+    raise errors[0]  # in the user's own context, so this is the one that `jax.jit` raises too
 
 
 def _traced(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], context: AbstractMesh):
@@ -350,15 +409,18 @@ def _arranged(shapes: Sequence[Any], slots: Sequence[Slot]) -> list[_Leaves]:
 
 def _signature(slots: Sequence[Slot]) -> inspect.Signature:
     """The signature of a function of `_arranged` leaves, so that JAX's messages name the user's arguments."""
-    names = list(dict.fromkeys(slot.argument for slot in slots))
+    arguments = list(dict.fromkeys(slot.argument for slot in slots))
     valid = [
         name if name.isidentifier() and not iskeyword(name) else f"argument_{i}"
-        for i, name in enumerate(names)
+        for i, name in enumerate(arguments)
     ]
     return inspect.Signature([inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in valid])
 
 
 def _type(x, slot: Slot, mesh: AbstractMesh) -> NamedSharding:
-    """The type of an argument: as in_shardings says, else the one that it has."""
-    given = Sharding(tuple(dim or () for dim in slot.dims)) if slot.dims else explicit_sharding(x)
-    return NamedSharding(mesh, given.spec if given else PartitionSpec())
+    """The type of an argument: as in_shardings requests, else the one that it has."""
+    dims, shape = _dims(slot, len(slot.aval.shape)), slot.aval.shape
+    sharding = Sharding(tuple(dim or () for dim in dims)) if dims else explicit_sharding(x)
+    if sharding is None or len(sharding.dims) != len(shape) or not _is_on(sharding, mesh):
+        return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, at_rest(sharding, shape, mesh.shape).spec)  # types divide

@@ -4,7 +4,7 @@ A transform gets a program and what is known of its arguments and results, and g
 found by nobody: `shard_jit(step, transforms=[...])` names it. `docs/extending.md` writes one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,7 +27,8 @@ class Argument:
     type: shape and dtype.
     sharding: what in_shardings request, None where they leave it to completion.
     donated: whether the call may overwrite it.
-    is_state: whether it comes back, updated or as a gradient: parameters and moments, no batch.
+    is_state: whether it comes back, updated or as a gradient: parameters and moments, no batch. A scalar
+      is none.
     """
 
     path: str
@@ -41,7 +42,7 @@ class Argument:
 class Result:
     """A result of the global program: `path` in its pytree, its type, what out_shardings request, and the
     number of the donated argument that it succeeds, None where there is none. What Refs among the arguments
-    hold in the end comes last.
+    hold in the end comes last, and succeeds them.
     """
 
     path: str
@@ -52,14 +53,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Context:
-    """What a transform knows beside the program. Arguments and results are those of the traced program, in
-    its order; `mesh` has Auto axes and may be abstract.
+    """What a transform knows beside the program. Arguments and results are those of the program that it is
+    given, in its order; `mesh` has Auto axes and may be abstract.
+
+    at_rest: the types in which the program that it gives back has to take the arguments. They are other ones
+      than those of `arguments` only for a `Retyping`.
     """
 
     mesh: Mesh | AbstractMesh
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     options: Options
+    at_rest: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
 class Transform(Protocol):
@@ -74,13 +79,49 @@ class Transform(Protocol):
 
 @runtime_checkable
 class Retyping(Protocol):
-    """A transform of programs whose arguments rest in other types than the function computes with.
+    """A transform of programs whose arguments rest in other types than the function computes with: in another
+    dtype, padded, or flat.
 
-    The function is traced with the types that `traced_types` gives; the program that the transform makes of
-    it takes the arguments as the call has them, and may give results of other dtypes.
+    The function is traced with the types that `traced_types` gives. The program that the transform makes of
+    it takes the arguments in the types of `context.at_rest`, and may give results of other types. What
+    succeeds a donated argument it should give in the type of that, whose memory it then takes.
+
+    One array rests as one array: several that rest as one are one argument of the function, which cuts it.
+    What in_shardings and out_shardings request is requested at rest; inside also, where the rank is the same.
+
+    Among `transforms`, the last one is next to the call, the first next to the function. `traced_types` of
+    the last is asked first, each one before it of what that gave; the programs are made from the first on.
+    So `[rests_in_bfloat16, rests_padded]` pads what is in bfloat16.
+
+    Thirteen numbers that rest as sixteen, in equal shards, and a mean that does not count the others:
+
+    >>> import shardax as sx
+    >>> from jax.extend.core import jaxpr_as_fun
+    >>> class RestsPadded:
+    ...     def traced_types(self, arguments):
+    ...         return [jax.ShapeDtypeStruct((13,), a.type.dtype) for a in arguments]
+    ...     def __call__(self, jaxpr, context):
+    ...         def run(x):
+    ...             return [jax.numpy.pad(new, (0, 3)) for new in jaxpr_as_fun(jaxpr)(x[:13])]
+    ...         return jax.make_jaxpr(run)(*context.at_rest)
+    >>> mesh = AbstractMesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> how = {"mesh": mesh, "in_shardings": jax.P("x"), "donate_argnums": 0}
+    >>> centred = sx.shard_jit(lambda x: x - x.mean(), transforms=[RestsPadded()], **how)
+    >>> plan = centred.plan(jax.ShapeDtypeStruct((16,), "float32"))
+    >>> plan.out_shardings.spec, [f"{c.kind} {c.shape}" for c in plan.collectives]
+    (P('x',), ['all_reduce ()'])
     """
 
-    def traced_types(self, arguments: Sequence[Argument], /) -> Sequence[jax.ShapeDtypeStruct]: ...
+    def traced_types(self, arguments: Sequence[Argument], /) -> Sequence[jax.ShapeDtypeStruct]:
+        """The type of each argument of the function, its own where it stays. Those given are of the call, or
+        of what the transforms after this one make of it; of what the function closes over none is told.
+
+        Everything is known of them, also what is state: that of the program which is traced with these types.
+        Since it is not traced yet, this may be called several times, and must depend on its arguments alone:
+        first as if the state were what is donated (all arrays, where nothing is), then as the program shows.
+        ValueError where that never agrees. Types that do not depend on what is state are traced once.
+        """
+        ...
 
     def __call__(self, jaxpr: Any, context: Context, /) -> Any: ...
 
@@ -101,15 +142,3 @@ def annotations_of(jaxpr: Any) -> Iterator[tuple[Any, Annotation]]:
             yield from annotations_of(body)
         if (annotation := annotations.of_equation(eqn)) is not None:
             yield eqn, annotation
-
-
-def map_equations(jaxpr: Any, change: Callable[[list[Any]], list[Any]]) -> Any:
-    """The same jaxpr, closed or open, the list of its equations as `change` returns it; so are the bodies in
-    it, which come first.
-
-    `change` may leave equations out, move them, and put others there, as `eqn.replace(...)` makes them. It
-    must not change what the jaxpr takes and gives.
-    """
-    eqns = _jax.closed(jaxpr).jaxpr.eqns
-    inner = [_jax.with_bodies(eqn, lambda body: map_equations(body, change)) for eqn in eqns]
-    return _jax.replaced_eqns(jaxpr, change(inner))

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 
-def require(ok: Any, argument: str, found: Any, wanted: str) -> None:
+def require(ok: Any, argument: str, value: Any, expected: str) -> None:
     """Raises ValueError unless `ok`.
 
     >>> require(False, "threshold of Plan.memory", "1 MB", "a number of bytes")
@@ -20,7 +20,9 @@ def require(ok: Any, argument: str, found: Any, wanted: str) -> None:
     ValueError: threshold of Plan.memory is '1 MB', of type str: give a number of bytes
     """
     if not ok:
-        raise ValueError(f"{argument} is {_shown.repr(found)}, of type {type(found).__name__}: give {wanted}")
+        raise ValueError(
+            f"{argument} is {_shown.repr(value)}, of type {type(value).__name__}: give {expected}"
+        )
 
 
 _shown = reprlib.Repr()
@@ -48,20 +50,20 @@ def require_mesh(mesh: Any, what: str) -> None:
     )
 
 
-def require_function(f: Any, argument: str, wanted: str = "a function", or_none: bool = False) -> None:
+def require_function(f: Any, argument: str, expected: str = "a function", or_none: bool = False) -> None:
     require(
         callable(f) and not isinstance(f, Mesh) or or_none and f is None,
         argument,
         f,
-        wanted + " or None" * or_none,
+        expected + " or None" * or_none,
     )
 
 
-def require_array(x: Any, argument: str, wanted: str = "an array or a number") -> None:
+def require_array(x: Any, argument: str, expected: str = "an array or a number") -> None:
     try:
         jax.typeof(x)
     except TypeError:
-        require(False, argument, x, wanted)
+        require(False, argument, x, expected)
 
 
 def require_sizes(shape: tuple[Any, ...], what: str) -> None:
@@ -75,22 +77,22 @@ def require_sizes(shape: tuple[Any, ...], what: str) -> None:
             )
 
 
-def require_numbers(numbers: Any, argument: str, or_none: bool = True) -> None:
+def require_argument_numbers(numbers: Any, argument: str, or_none: bool = True) -> None:
     """Those of arguments: one, several, or None."""
     ok = or_none if numbers is None else _all(numbers, _is_index)
     require(ok, argument, numbers, "the number of an argument, such as 0, or a tuple of them")
 
 
-def require_names(names: Any, argument: str) -> None:
+def require_argument_names(argument_names: Any, argument: str) -> None:
     """Those of arguments: one, several, or None."""
-    ok = names is None or _all(names, lambda x: isinstance(x, str))
-    require(ok, argument, names, "the name of an argument, or a tuple of them")
+    ok = argument_names is None or _all(argument_names, lambda x: isinstance(x, str))
+    require(ok, argument, argument_names, "the name of an argument, or a tuple of them")
 
 
-def _all(given: Any, is_one: Callable[[Any], bool]) -> bool:
-    if is_one(given):
+def _all(value: Any, is_one: Callable[[Any], bool]) -> bool:
+    if is_one(value):
         return True
-    return isinstance(given, Iterable) and not isinstance(given, str | Mapping) and all(map(is_one, given))
+    return isinstance(value, Iterable) and not isinstance(value, str | Mapping) and all(map(is_one, value))
 
 
 def _is_index(x: Any) -> bool:

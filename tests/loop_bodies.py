@@ -29,4 +29,4 @@ def loop_of(trip, *carry, length: int) -> tuple[Node, Index]:
     graph: Graph = graph_of(lambda *carry: lax.scan(body, (0, *carry), length=length)[0][1:], *carry)
     (scan,) = (node for node in graph.nodes if node.name == "scan")
     affines = Affines(graph)
-    return scan, Index(affines, affines.trips[scan])
+    return scan, Index(affines, affines.iterations[scan])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardax.graph.affine import Affine, Affines, Trip, step_of_counter
+from shardax.graph.affine import Affine, Affines, Iteration, step_of_counter
 from tests.graph_text import graph_of
 
 
@@ -124,7 +124,7 @@ def test_trips_of_different_loops_are_different():
     )
     affines = Affines(graph)
     outer, inner = (
-        affines.trips[node]
+        affines.iterations[node]
         for node in (graph.nodes[0], *graph.nodes[0].bodies[0].nodes)
         if node.name == "scan"
     )
@@ -157,11 +157,11 @@ def test_a_body_by_itself_knows_what_its_inputs_are():
 
 def test_numbers():
     """The smallest and the largest, from one end or the other."""
-    trip = Trip(5)
+    trip = Iteration(5)
     form = Affine(2, {0: 3, trip: -1})
     assert form.range((4,)) == range(-2, 12)
     assert form.range((0,)) == range(0)
-    assert str(form.turned({trip: 5})) == "-2 + 3*i0 + 1*t"
+    assert str(form.reversed({trip: 5})) == "-2 + 3*i0 + 1*t"
     assert form - form == Affine(0) and (form * 0).number == 0 and form.number is None
 
 

@@ -184,6 +184,23 @@ class TestMeshes:
             sx.shard_jit(f, mesh=mesh, in_shardings=P("x"))(A), 2 * A + 1 + np.arange(8)[:, None] // 2
         )
 
+    @pytest.mark.parametrize("dims", [("x", "y"), ("y", "x"), (None, "y"), (("x", "y"),), ()], ids=str)
+    def test_explicit_and_auto_axes_in_one(self, dims):
+        """The types of results are their Explicit axes, and they rest split over the Auto ones too."""
+        mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto))
+        with jax.set_mesh(mesh):
+            out = sx.shard_jit(lambda x: 2 * x, in_shardings=P(*dims))(A)
+        is_on(out, mesh, *dims)
+        types = [axis if axis == "x" else axis and "x" * ("x" in axis) or None for axis in dims]
+        assert tuple(jax.typeof(out).sharding.spec) == (*types, *[None] * (2 - len(types)))
+        np.testing.assert_array_equal(out, 2 * A)
+
+    def test_explicit_results_on_another_mesh(self):
+        other = on(jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2), A, "a").sharding
+        with jax.set_mesh(EXPLICIT):
+            out = sx.shard_jit(lambda x: jax.lax.with_sharding_constraint(2 * x, other))(A)
+        np.testing.assert_array_equal(out, 2 * A)
+
     def test_explicit_closed_over(self):
         x = on(EXPLICIT, A, "x")
         with jax.set_mesh(EXPLICIT):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
@@ -42,20 +43,22 @@ def tell(plan):
 
 SHARDING = r"(P\(.+?\)|replicated)"
 CLASH = re.compile(
-    rf"\S.* {SHARDING}.* against .*({SHARDING}|whole|owe a|itself send|trips are not split).*|.*, padded to .*"
+    rf"\S.* {SHARDING}.* against .*({SHARDING}|unsplit|owe a|itself send|trips are not split).*|.*, padded to .*"
 )
 FACTS = {
     Resharded: CLASH,
-    Settled: re.compile("over .*|what each trip .*|owed in .*"),
+    Settled: re.compile("over .*|what each iteration .*|owed in .*"),
     Sent: re.compile(".+"),
 }
 
 
 def check(plan, written=False):
+    assert "unknown line" not in str(plan)
     for c in itertools.chain.from_iterable(whole.parts for whole in plan.collectives):
         assert c.reason and re.search(r"\.py:\d+$", c.line), c
         assert (c.reason == AS_WRITTEN) == (c.cause is None) and (written or c.cause), c
         because = plan.because(c)
+        assert not re.search(r" at /", c.reason + because), (c, because)
         assert (
             because and "\n" not in because and (c.cause is None or FACTS[type(c.cause)].fullmatch(because))
         ), (c, because)
@@ -129,6 +132,17 @@ def called(x):
     return io_callback(lambda x: x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+def called_in_trips(x):
+    def trip(c, row):
+        return c, jax.pure_callback(np.sin, row, row)  # trips
+
+    return lax.scan(trip, 0.0, x)[1]
+
+
+def called_on_carry(x):
+    return lax.fori_loop(0, 3, lambda i, c: jax.pure_callback(np.sin, c, c), x)
+
+
 BOTH = P("data"), P(None, "data")
 SAID = {  # name: (function, specs, shapes, how results rest), what is said of each collective
     "operands clash": (
@@ -186,14 +200,14 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
             ),
         ],
     ),
-    "what must be whole, in a loop": (
+    "what must be unsplit, in a loop": (
         (looped, P("data"), [(16, 8)], None),
         [
             (
                 "all_to_all over data",
                 "sort in P(None, 'data')",
                 "the carry f32[16,8] P('data') by annotate at test_because.py:CARRY against sort, which "
-                "needs dim 0 whole",
+                "needs dim 0 unsplit",
             ),
             (
                 "all_to_all over data",
@@ -234,6 +248,41 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
         (called, P(), [(4,)], None),
         [("all_reduce over data,model", "result of io_callback", "to all devices along data, model")],
     ),
+    "a callback gathers what it is given": (
+        (called, P("data"), [(16, 8)], None),
+        [
+            (
+                "all_gather over data",
+                "io_callback in P(None, None)",
+                "x P('data') by in_shardings[0] against io_callback, which is called once, on whole arrays",
+            ),
+            ("all_reduce over data,model", "result of io_callback", "to all devices along data, model"),
+        ],
+    ),
+    "a callback in each trip": (
+        (called_in_trips, P("data"), [(16, 8)], None),
+        [
+            (
+                "all_gather over data",
+                "scan in P(None, None)",
+                "x P('data') by in_shardings[0] against scan, whose trips are not split: pure_callback at "
+                "test_because.py:TRIPS is called once in each",
+            ),
+            ("all_reduce over data,model", "result of pure_callback", "to all devices along data, model"),
+        ],
+    ),
+    "a callback on a loop's carry": (
+        (called_on_carry, P("data"), [(16, 8)], None),
+        [
+            (
+                "all_gather over data",
+                "scan in P(None, None)",
+                "x P('data') by in_shardings[0] against scan, which takes it replicated: pure_callback is "
+                "called once, on whole arrays",
+            ),
+            ("all_reduce over data,model", "result of pure_callback", "to all devices along data, model"),
+        ],
+    ),
 }
 
 
@@ -250,7 +299,7 @@ def with_lines(facts):
     numbers = {
         line.rpartition("  # ")[2].upper(): i
         for i, line in lines
-        if line.endswith(("# asked", "# rows", "# carry"))
+        if line.endswith(("# asked", "# rows", "# carry", "# trips"))
     }
     return re.sub("py:([A-Z]+)", lambda found: f"py:{numbers[found[1]]}", facts)
 

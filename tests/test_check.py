@@ -58,7 +58,7 @@ def test_missing_claims_fail_with_what_shows_them(rules_module, capsys):
     status, out = _run(rules_module("missing", MODULE.format(cos="... -> ...", sinh="a b! -> a b!")), capsys)
     assert (
         status == 1
-        and "sinh ((5, 6),) -> ((5, 6),): dim 1 of operand 0 (factor b) is whole and could be kept" in out
+        and "sinh ((5, 6),) -> ((5, 6),): dim 1 of operand 0 (factor b) is unsplit and could be kept" in out
     )
     assert (
         "  f, *args = missing.SAMPLES['sinh']; print(shardax.check.missing_claims(f, *args, only='sinh'))\n"

@@ -65,7 +65,7 @@ WRONG = {
         "result 0, float32[5,7]",
     ),
     "in a branch": (_branches, "cumsum", UNLIKE_CUMSUM, ", in branch 0 of the cond at"),
-    "in a loop": (_until, "cumsum", UNLIKE_CUMSUM, ", in trip 0 of the while at"),
+    "in a loop": (_until, "cumsum", UNLIKE_CUMSUM, ", in iteration 0 of the while at"),
     "passes": (lambda x: lax.square(x @ x.T).sum(), "square", {"passes": (LINEAR(0),)}, "pending sum over"),
     "padding": (
         lambda x: jnp.sort(x * 2, 0),
@@ -90,7 +90,7 @@ def test_the_first_equation_that_differs_is_named(case, monkeypatch):
 def test_a_wrong_reshard_is_named(monkeypatch):
     gathered = lax.all_gather
     monkeypatch.setattr(run.lax, "all_gather", lambda *args, **kwargs: gathered(*args, **kwargs) * 2)
-    with pytest.raises(Different, match=r"operand 0, moved from P\('x'\)@\[6\] to P\(None") as error:
+    with pytest.raises(Different, match=r"operand 0, resharded from P\('x'\)@\[6\] to P\(None") as error:
         compare(lambda x: jnp.sort(sx.annotate(x + 1, P("x"))), (ramp(6),), meshes=[{"x": 2}], n=4)
     assert error.value.first and error.value.first.primitive in ("annotate", "sort")  # what reads it so first
 
@@ -154,6 +154,6 @@ def test_in_loops_that_were_made_of_others(f, monkeypatch):
     from before.
     """
     monkeypatch.setitem(RULES, "cumsum", replace(RULES["cumsum"], **UNLIKE_CUMSUM))
-    with pytest.raises(Different, match=", in trip 0 of the scan at") as error:
+    with pytest.raises(Different, match=", in iteration 0 of the scan at") as error:
         compare(f, (ramp(5, 7),), meshes=[MESH], n=12)
     assert error.value.first and error.value.first.primitive == "cumsum"

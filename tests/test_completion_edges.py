@@ -15,7 +15,7 @@ from tests.graphs import auto_mesh, graph, names
 
 pytestmark = pytest.mark.quick
 
-MARKS = {"keep": "", "sum": "+", "whole": "!"}
+MARKS = {"keep": "", "sum": "+", "unsplit": "!"}
 WORDS = dict(zip(LEVELS, ("first", "second", "third", "last"), strict=True))
 
 

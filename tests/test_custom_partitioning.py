@@ -2,6 +2,7 @@
 
 import functools
 import re
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -469,6 +470,59 @@ def test_a_callback_that_raises():
     with pytest.raises(KeyError, match="rows") as caught:
         _asked_for("i j -> i j", partition)(_array(8, 4))
     assert "in the partition callback of custom_partitioning at " in caught.value.__notes__[0]
+    assert traceback.extract_tb(caught.tb)[-1].name == "partition"
+
+
+@pytest.mark.parametrize("rows", [8, 10])
+def test_a_function_of_shards_that_raises(rows):
+    """Also on shards of uneven dims."""
+
+    def lower(x):
+        raise KeyError("rows")
+
+    partition = lambda mesh, args, result: (mesh, lower, result.sharding, _shardings(args))  # noqa: E731
+    with pytest.raises(KeyError, match="rows") as caught:
+        _asked_for("i j -> i j", partition)(_array(rows, 4))
+    assert re.match(
+        r"in the lower_fn of custom_partitioning at .*test_custom_partitioning.py:\d+, on shards of shapes ",
+        caught.value.__notes__[0],
+    )
+    assert traceback.extract_tb(caught.tb)[-1].name == "lower"
+
+
+@pytest.mark.parametrize("callback", ["infer_sharding_from_operands", "sharding_rule"])
+def test_other_callbacks_that_raise(callback, request):
+    if callback == "infer_sharding_from_operands":
+        request.getfixturevalue("gspmd")
+
+    def raising(*args):
+        raise KeyError("rows")
+
+    keep = lambda mesh, args, result: (mesh, jnp.sin, result.sharding, _shardings(args))  # noqa: E731
+    f = custom_partitioning(jnp.sin)
+    f.def_partition(keep, **{callback: raising})
+    with pytest.raises(KeyError, match="rows") as caught:
+        sx.shard_jit(lambda x: f(x), mesh=MESH, in_shardings=P("x"))(_array(8, 4))
+    where = rf"in the {callback} (callback )?of custom_partitioning at .*test_custom_partitioning.py:\d+"
+    assert re.match(where, caught.value.__notes__[0])
+
+
+def test_a_function_that_takes_no_shards_of_uneven_dims():
+    f = custom_partitioning(lambda x: x * 2)
+
+    def partition(mesh, args, result):
+        n = mesh.shape["x"] if args[0].sharding.spec[0] else 1
+        lower = lambda x: x.reshape(10 // n, 4) * 2  # noqa: E731
+        return mesh, lower, result.sharding, _shardings(args)
+
+    f.def_partition(partition, sharding_rule="i j -> i j")
+    step = sx.shard_jit(lambda x: f(x), mesh=MESH, in_shardings=P("x"))
+    warned = (
+        r"custom_partitioning at .*:\d+: its lower_fn does not take shards of uneven dims: TypeError: .*resh"
+    )
+    with pytest.warns(UserWarning, match=warned):
+        plan = step.plan(_array(10, 4))
+    assert {c.kind for c in plan.collectives} == {"all_gather"}
 
 
 def test_a_plan_needs_no_devices():

@@ -4,7 +4,10 @@ factory form, partial, methods, bound methods               test_api.TestForms
 a prefix tree of positional arguments, keyword arguments    test_api.TestArguments
 numpy, Python scalars, weak types, unused arguments, None   test_api.TestArguments
 NamedSharding with a memory kind                            TestMemory
-PartitionSpec, None, UNCONSTRAINED, tuples of axes, boxes   TestLeaves
+PartitionSpec, None, UNCONSTRAINED, tuples of axes, boxes,
+boxes of shardings, Format, GSPMDSharding, UNSPECIFIED      TestLeaves
+keep_unused, inline, compiler_options; device, backend      TestArgumentsOfJit, test_errors
+no mesh at all                                              TestOneDevice
 mesh=, set_mesh, with mesh, of arguments; Auto, Explicit    test_api.TestMeshes
 reshard, out_sharding=, islands on an Explicit mesh         test_api.TestMeshes
 trace, lower, compile and what it gives, clear_cache        test_api.TestReturned, TestStages
@@ -23,10 +26,12 @@ nothing leaks; the persistent cache is hit                  TestCaches
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +40,12 @@ import pytest
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import serialize_executable
-from jax.sharding import AxisType, NamedSharding
+from jax.experimental.layout import Format
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax import _jax
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("x", "y"))
@@ -140,6 +147,34 @@ class TestLeaves:
             out = sx.shard_jit(lambda p: jax.tree.map(double, p), mesh=MESH, in_shardings=(given,))(params)
             assert out["w"].names == ("x", None) and out["w"].value.sharding.spec == P("x")
 
+    @pytest.mark.parametrize("sides", ["in", "out", "both"])
+    @pytest.mark.parametrize("kind", ["specs", "shardings", "none", "meshes", "logical", "subtrees", "optax"])
+    def test_boxes_that_hold_shardings(self, kind, sides):
+        """As `jax.tree.map` over boxed parameters makes them."""
+        nn = pytest.importorskip("flax.linen", reason="Flax is not installed")
+        box = functools.partial(nn.Partitioned, names=("y", None))  # the names do not count then
+        w, leaf = jnp.asarray(A), P("x")
+        params = {
+            "meshes": {"w": box(w, mesh=MESH)},
+            "logical": {"w": nn.LogicallyPartitioned(w, names=("in", "out"))},
+            "subtrees": {"w": box({"u": w, "v": w})},
+        }.get(kind, {"w": box(w), "b": jnp.ones(8)})
+        if kind == "optax":
+            params = pytest.importorskip("optax", reason="optax is not installed").adam(1e-3).init(params)
+        given: Any = SPLIT if kind == "shardings" else None if kind == "none" else leaf
+        specs = jax.tree.map(lambda x: given if x.ndim else P(), params)
+        if kind == "subtrees":
+            specs = {"w": box(leaf)}  # for both arrays in the box
+        named = {"in_shardings": (specs,)} if sides != "out" else {}
+        named |= {"out_shardings": specs} if sides != "in" else {}
+        step = lambda params: jax.tree.map(double, params)  # noqa: E731
+        with jax.set_mesh(MESH):
+            found, wanted = sx.shard_jit(step, **named)(params), jax.jit(step, **named)(params)
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert sides == "in" or kind == "none" or x.sharding.is_equivalent_to(y.sharding, x.ndim)
+            np.testing.assert_array_equal(x, y)
+
     def test_keys(self):
         keys, legacy = jax.random.split(jax.random.key(1), 8), jax.random.PRNGKey(0)
         f = lambda keys, legacy: (jax.vmap(jax.random.normal)(keys), jax.random.bits(legacy, (8,)))  # noqa: E731
@@ -154,6 +189,141 @@ class TestLeaves:
         zeros = np.zeros(3, jax.dtypes.float0)
         out = sx.shard_jit(lambda x, z: (x, z), mesh=MESH, in_shardings=(P("x"), None))(A, zeros)
         assert out[1].dtype == jax.dtypes.float0 and out[1].shape == (3,)
+
+    @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+    @pytest.mark.parametrize("spec", [P("x"), P("x", "y"), P(("x", "y")), P()], ids=str)
+    def test_other_leaves_of_jit(self, mesh, spec):
+        named = NamedSharding(mesh, spec)
+        placed = jax.device_put(A, named)
+        for leaf in (
+            Format(None, named),
+            placed.format,
+            _jax.gspmd_sharding(jax.devices(), named, 2),
+            _jax.UNSPECIFIED,
+        ):
+            f = sx.shard_jit(double, mesh=mesh, in_shardings=(leaf,), out_shardings=leaf)
+            given = placed if leaf is _jax.UNSPECIFIED else A
+            assert f(given).sharding.is_equivalent_to(named, 2)
+            np.testing.assert_array_equal(f(given), 2 * A)
+
+    def test_one_device_of_a_mesh_of_one(self):
+        mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[2:3])
+        one = SingleDeviceSharding(jax.devices()[2])
+        out = sx.shard_jit(double, mesh=mesh, in_shardings=one, out_shardings=one)(A)
+        assert out.sharding.device_set == {jax.devices()[2]}
+        np.testing.assert_array_equal(out, 2 * A)
+
+
+class TestArgumentsOfJit:
+    def test_none_is_missing(self):
+        """Those of a mesh are refused (test_errors)."""
+        ours, jits = (inspect.signature(f).parameters for f in (sx.shard_jit, jax.jit))
+        assert set(jits) <= set(ours)
+        assert list(ours)[0] == list(jits)[0]
+
+    def test_keep_unused(self):
+        for keep in (False, True):
+            f = sx.shard_jit(lambda x, unused: 2 * x, mesh=MESH, in_shardings=P("x"), keep_unused=keep)
+            text = f.lower(A, A).as_text()
+            assert ("%arg1" in text.split("@main(")[1].split("{\n")[0]) == keep
+            np.testing.assert_array_equal(f(A, A), 2 * A)
+
+    def test_inline(self):
+        for inline in (False, True):
+            f = sx.shard_jit(double, mesh=MESH, in_shardings=P("x"), inline=inline)
+            ours, jits = (
+                [eqn.primitive.name for eqn in jax.make_jaxpr(g)(A).eqns]
+                for g in (f, jax.jit(double, inline=inline))
+            )
+            assert ("jit" in ours) == ("jit" in jits)  # JAX 0.12 inlines later
+            np.testing.assert_array_equal(f(A), 2 * A)
+
+    def test_compiler_options(self):
+        f = functools.partial(sx.shard_jit, double, mesh=MESH, in_shardings=P("x"))
+        on = f(compiler_options={"xla_embed_ir_in_executable": True})
+        np.testing.assert_array_equal(on(A), 2 * A)
+        for call in (f(compiler_options={"no_such": 1}), f(compiler_options={"no_such": 1}).lower(A).compile):
+            with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'no_such'"):
+                call(*(A,) * (call.__name__ == "double"))
+
+
+class TestOneDevice:
+    """Where there is no mesh, it runs as under jax.jit: a library decorates once."""
+
+    def step(self, x, n=2, *, y=1.0):
+        return {"a": jnp.tanh(x) * n, "b": (x + y).sum()}
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda f: f,
+            lambda f: jax.jit(f),
+            lambda f: jax.grad(lambda x: f(x)["b"]),
+            lambda f: jax.vmap(f),
+            lambda f: jax.jit(jax.vmap(jax.grad(lambda x: f(x)["a"].sum()))),
+            lambda f: jax.checkpoint(f),
+            lambda f: lambda x: f(x, 3, y=x),
+            lambda f: lambda x: jax.lax.scan(lambda c, row: (c, f(row)), 0, x)[1],
+            lambda f: lambda x: f.lower(x).compile()(x),
+            lambda f: lambda x: f.trace(x).lower().compile()(x),
+            lambda f: lambda x: export.export(f)(x).call(x),
+            lambda f: lambda x: jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), f.eval_shape(x)),
+        ],
+    )
+    def test_as_jit(self, change):
+        for x in (A, jax.device_put(A, jax.devices()[3])):
+            found, wanted = (
+                change(jit(self.step, static_argnames="n"))(x) for jit in (sx.shard_jit, jax.jit)
+            )
+            assert jax.tree.structure(found) == jax.tree.structure(wanted)
+            for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                assert (got.sharding, got.committed) == (want.sharding, want.committed)
+                np.testing.assert_array_equal(got, want)
+
+    def test_is_traced_once_and_partitioned_when_there_is_a_mesh(self):
+        traced = []
+        f = sx.shard_jit(lambda x: (traced.append(1), 2 * x)[1], donate_argnums=0)
+        for _ in range(3):
+            assert isinstance(f(jnp.asarray(A)).sharding, SingleDeviceSharding)
+        assert len(traced) == 1
+        assert f(jax.device_put(A, SPLIT)).sharding.is_equivalent_to(SPLIT, 2)
+        with jax.set_mesh(OTHER):
+            assert f.plan(A).mesh == OTHER
+        np.testing.assert_array_equal(f(A), 2 * A)
+        x = jnp.asarray(A)
+        f(x)
+        assert x.is_deleted()
+
+    def test_shardings_of_one_device(self):
+        one = SingleDeviceSharding(jax.devices()[2])
+        out = sx.shard_jit(lambda x, y: (x, y), in_shardings=(one, None), out_shardings=(one, None))(A, A)
+        assert [x.sharding.device_set for x in out] == [{jax.devices()[2]}] * 2
+
+    def test_refs_and_keys(self):
+        def step(ref, key):
+            ref[...] += 1
+            return jax.random.normal(key, ref.shape)
+
+        ref = jax.new_ref(jnp.zeros(4))
+        out = sx.shard_jit(step)(ref, jax.random.key(0))
+        np.testing.assert_array_equal(ref[...], np.ones(4))
+        np.testing.assert_array_equal(out, jax.random.normal(jax.random.key(0), (4,)))
+
+    @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+    def test_inside_one_with_a_mesh(self, mesh):
+        """Also where that is traced in an empty context, as what closes over an Explicit array is."""
+        own = jax.device_put(A, NamedSharding(mesh, P("x")))
+        inner = sx.shard_jit(lambda x: jnp.sin(x) + own)
+        out = sx.shard_jit(lambda x: inner(x) * 2, mesh=mesh, in_shardings=P("x"))(A)
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
+        np.testing.assert_allclose(out, 2 * (np.sin(A) + A), rtol=1e-6)
+
+    def test_debugging(self):
+        f = sx.shard_jit(lambda x: jnp.log(x))
+        with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+            f(-A)
+        with jax.disable_jit():
+            np.testing.assert_allclose(sx.shard_jit(jnp.sin)(A), np.sin(A), rtol=1e-5)
 
 
 class TestInside:
@@ -223,7 +393,7 @@ class TestRefs:
             got = self.results(call, refs, x)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, wanted)
         assert refs["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
-        assert len(traced) == 1
+        assert len(traced) == (2 if kind == "explicit" else 1)  # JAX refuses the type of one product first
 
     def test_plan_and_stages(self):
         refs, x = self.refs(8, lambda x: jax.device_put(x, SPLIT if x.ndim else NamedSharding(MESH, P())))
@@ -475,7 +645,8 @@ class TestCaches:
                 f(state, x)
             )  # too many collectives in flight starve XLA's CPU threads
         gc.collect()
-        assert (len(jax.live_arrays()), f.__call__._cache_size()) == (arrays, programs)
+        assert len(jax.live_arrays()) <= arrays  # fewer, where garbage of other tests has gone
+        assert f.__call__._cache_size() == programs
 
     def test_programs_go_with_their_function(self):
         from shardax.program import _built

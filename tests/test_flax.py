@@ -182,3 +182,26 @@ def test_named_shardings_of_another_kind():
         names=("model", None),
     )
     assert sx.flax.specs({"w": box})["w"].spec == P("data")
+
+
+def test_boxes_of_shardings_for_what_is_not_boxed():
+    """They are boxes of the tree, which has none there; names alone are given for both."""
+    boxes = {"w": nn.Partitioned(P("model"), names=("model", None))}
+    step = sx.shard_jit(lambda params: params, mesh=make_mesh(MESH), in_shardings=(boxes,))
+    with pytest.raises(ValueError) as caught:
+        step({"w": X})
+    text = str(caught.value)
+    assert text.startswith(
+        "the tree in_shardings is no prefix of the tuple of positional arguments that are "
+    )
+    assert "in_shardings[0]['w']" in text and "Partitioned" in text
+
+
+def test_what_is_no_sharding_in_a_box():
+    boxes = {"w": nn.Partitioned({"u": P("model"), "v": "model"}, names=("model", None))}
+    params = {"w": nn.Partitioned({"u": X, "v": X}, names=("model", None))}
+    with pytest.raises(ValueError) as caught:
+        sx.shard_jit(lambda params: params, mesh=make_mesh(MESH), in_shardings=(boxes,))(params)
+    assert "argument params['w'].value['v']: 'model' is no sharding; give a PartitionSpec" in str(
+        caught.value
+    )

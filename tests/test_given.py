@@ -45,7 +45,7 @@ CALLS = {  # what the message begins with, or has: a call that is given what is 
     "path of Plan.to_html is": PLAN.to_html,
     "width of Plan.text is": PLAN.text,
     "value of Plan.sharding is": PLAN.sharding,
-    "moved of Plan.cost_at_rest is": PLAN.cost_at_rest,
+    "entry of Plan.cost_at_rest is": PLAN.cost_at_rest,
     "Options(strict=": lambda x: sx.Options(strict=x),
     "Options(max_gather_bytes=": lambda x: sx.Options(max_gather_bytes=x),
     "Options(allow=": lambda x: sx.Options(allow=x),

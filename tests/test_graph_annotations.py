@@ -28,7 +28,7 @@ def note_of(f, shape=(8, 4, 3)):
 def test_of_our_own():
     note = note_of(lambda x: sx.annotate(x, P(None, "y")))
     assert (note.dims, note.role, note.like) == (((), ("y",), ()), "inside", None)
-    assert not note.names_result
+    assert not note.is_of_result
 
 
 def test_of_jax():

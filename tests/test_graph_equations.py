@@ -30,6 +30,15 @@ def test_one_in_place_of_another():
     assert str(new.source_info.name_stack) == "layer"
 
 
+def test_scopes_stand_within_that_of_the_equation():
+    def scoped(x, y):
+        with jax.named_scope("all_reduce[small ones]"):
+            return x - y
+
+    new = instead_of(made().eqns[0], scoped)
+    assert str(new.source_info.name_stack) == "layer/all_reduce[small ones]"
+
+
 def test_it_has_to_be_one():
     with pytest.raises(ValueError):
         instead_of(made().eqns[0], lambda x, y: x - y * 2)

@@ -16,7 +16,7 @@ TRIPS = 5
 def test_the_numbers_of_a_line(line):
     numbers = [line.first + t * line.step for t in range(TRIPS)]
     assert list(line.within(TRIPS)) == sorted(numbers)
-    turned = line.turned(TRIPS)
+    turned = line.reversed(TRIPS)
     assert [turned.first + t * turned.step for t in range(TRIPS)] == numbers[::-1]
 
 
@@ -29,7 +29,7 @@ def places(f, *shapes, first=0, reverse=False) -> dict[str, list[Place]]:
     program = graph(run, *shapes)
     loop = the("scan", program)
     (body,), affines = loop.bodies, Affines(program)
-    index = Index(affines, affines.trips[loop])
+    index = Index(affines, affines.iterations[loop])
     found = {node.name: list(index.accesses(node)) for node in body.walk()}
     return {name: at for name, at in found.items() if at}
 

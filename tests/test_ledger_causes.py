@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from shardax.ledger import causes
+from shardax.ledger.collectives import why
 from tests.graphs import graph, the
 
 pytestmark = pytest.mark.quick
@@ -37,6 +38,16 @@ def test_other_scopes_have_none():
             return lax.sin(x)
 
     assert causes.of(stack_of(f)) is None
+
+
+def test_the_innermost_scope_that_tells_gives_the_reason():
+    def f(x):
+        with causes.scope("all_gather", "one", Fact(1)), jax.named_scope("all_gather[two]"):
+            with jax.named_scope("layer"):
+                return lax.sin(x)
+
+    assert why("all_gather", stack_of(f)) == ("two", None)
+    assert why("psum", stack_of(f))[0] == "one"
 
 
 def test_slashes_part_scopes_so_a_name_has_none():

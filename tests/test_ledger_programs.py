@@ -66,7 +66,7 @@ def test_what_is_rewritten_is_listed():
     only_planned, only_compiled, applied = hlo.normalized(planned, compiled, "cpu")
     assert only_planned == {("all_gather", 4, 32, ""): 1}
     assert only_compiled == {("all_to_all", 4, 8, ""): 1}
-    assert applied == {"sums of bfloat16 and float16 are sent as float32": 1, hlo.MERGED: 1}
+    assert applied == {"sums of bfloat16 and float16 are sent as float32": 1, hlo.CSE: 1}
 
 
 def test_the_rewritings_of_tpus():

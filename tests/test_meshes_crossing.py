@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from shardax.annotations.user_mesh import UserMesh
-from shardax.meshes.crossing import crossings, placed_here
+from shardax.meshes.crossing import crossings, program_placement
 from shardax.meshes.refinement import Placement, refinement
 from shardax.sharding import Sharding
 from tests.graphs import auto_mesh
@@ -96,7 +96,7 @@ def test_of_random_keys_their_words_cross():
     keys = jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl="threefry2x32"), *words((6, 12, 2)))
     found = crossing("argument", OTHER, (X, NO), dtype=keys.dtype)
     assert (found.shape, found.dtype, found.shard) == ((6, 12, 2), np.dtype("uint32"), (2, 12, 2))
-    assert placed_here(found, 2).sharding.rank == 2
+    assert program_placement(found, 2).sharding.rank == 2
 
 
 def words(*shapes):
@@ -105,12 +105,12 @@ def words(*shapes):
 
 def test_the_program_sees_it_on_its_own_mesh_if_that_has_a_spec():
     split = crossing("argument", OTHER, (X, NO))
-    assert placed_here(split, 2).mesh == SIX
-    assert str(placed_here(split, 2).sharding) == "P('y', None)"
+    assert program_placement(split, 2).mesh == SIX
+    assert str(program_placement(split, 2).sharding) == "P('y', None)"
     part = UserMesh((("x", 2), ("y", 2)))
     four = UserMesh((("z", 4),), None, auto_mesh(z=4))
     refined = refinement([four, part, UserMesh((("a", 2), ("b", 2)), (3, 2, 1, 0))])
     rests = [Placement(refined.meshes[2], Sharding((("a",),)))]
     (halved,) = crossings("argument", [jax.ShapeDtypeStruct((4,), "float32")], rests, refined)
-    assert placed_here(halved, 1).mesh != four
-    assert placed_here(halved, 1).mesh.sizes == dict(refined.sizes)
+    assert program_placement(halved, 1).mesh != four
+    assert program_placement(halved, 1).mesh.sizes == dict(refined.sizes)

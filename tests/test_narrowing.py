@@ -22,7 +22,7 @@ def narrowed(trip, place=AT_INDEX, length=8) -> str | None:
     start = narrowing.new_row()
     narrowing.add(body.inputs[1], start, "y")
     nodes = narrowing.run(body.nodes)
-    if nodes is None or narrowing.kind(body.outputs[1]) != "y":
+    if nodes is None or narrowing.background(body.outputs[1]) != "y":
         return None
     rows = Graph([body.inputs[0], start], nodes, [narrowing.row(body.outputs[1])])
     return "\n".join(line for line in str(rows).split("\n") if "= add a 1" not in line)

@@ -22,9 +22,10 @@ TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-2, min_dim_s
 class Block(nnx.Module):
     """30 hidden units, which no mesh here divides but by 2; each call is counted."""
 
+    split = staticmethod(nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model")))
+
     def __init__(self, rngs):
-        split = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("data", "model"))
-        self.up = nnx.Linear(10, 30, use_bias=False, kernel_init=split, rngs=rngs)
+        self.up = nnx.Linear(10, 30, use_bias=False, kernel_init=self.split, rngs=rngs)
         self.norm = nnx.BatchNorm(30, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.down = nnx.Linear(
@@ -181,6 +182,33 @@ def test_shardings_of_an_object():
     for given, expected in ((P(), P(None, None)), (specs, P("data", None)), (None, P("data", None))):
         step = on_mesh(lambda model, x: model.up(x), in_shardings=(given, P()))
         assert sx.flax.abstract_state(step, model, X)["up"]["kernel"].sharding.spec == expected
+
+
+@pytest.mark.parametrize("form", ["get_partition_spec", "get_named_sharding", "tree.map", "pure", "prefix"])
+def test_states_of_shardings(form):
+    """`jax.jit` takes each of them for the state of a module too, and for what has states in it."""
+    mesh = make_mesh(MESH)
+    _, state = nnx.split(nnx.Linear(10, 12, kernel_init=Block.split, rngs=nnx.Rngs(0)))
+    names = nnx.get_partition_spec(state)
+    given, specs = {
+        "get_partition_spec": (state, names),
+        "get_named_sharding": (state, nnx.get_named_sharding(state, mesh)),
+        "tree.map": (state, jax.tree.map(lambda x: P("data", "model") if x.ndim > 1 else P(), state)),
+        "pure": (nnx.to_pure_dict(state), nnx.to_pure_dict(names)),
+        "prefix": (state, nnx.State({"kernel": P("data", "model"), "bias": P()})),
+    }[form]
+
+    def double(states):
+        return jax.tree.map(lambda x: 2 * x, states)
+
+    specs = {"model": specs, "rest": P()}
+    found = sx.shard_jit(double, mesh=mesh, in_shardings=(specs,), out_shardings=specs)(
+        {"model": given, "rest": [X]}
+    )
+    assert jax.tree.structure(found["model"]) == jax.tree.structure(given)
+    kernel = jax.tree.leaves(found["model"]["kernel"])[0]
+    assert kernel.sharding.spec == P("data", "model")
+    np.testing.assert_array_equal(kernel, 2 * jax.tree.leaves(given["kernel"])[0])
 
 
 def test_logical_names():

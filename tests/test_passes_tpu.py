@@ -79,6 +79,54 @@ def test_what_stays():
         assert tpu.suited(jaxpr) is jaxpr
 
 
+def scattered_products(order, extra=lambda scattered, product: ()):
+    """Products whose sums are scattered along dim 1 and then transposed, on each device's shard of 2 rows."""
+
+    def run(x):
+        product = jnp.einsum("bi,bjk->ijk", x, x.reshape(*x.shape[:1], 2, 4))
+        scattered = lax.psum_scatter(product, "x", scatter_dimension=0, tiled=True)
+        return (jnp.transpose(scattered, order), *extra(scattered, product))
+
+    return run
+
+
+def primitives_of(jaxpr):
+    (mapped,) = jaxpr.jaxpr.eqns
+    return [eqn.primitive.name for eqn in mapped.params["jaxpr"].eqns]
+
+
+def scattered_on_devices(run):
+    mapped = jax.shard_map(run, mesh=MESH, in_specs=P("x"), out_specs=P(), check_vma=False)
+    return jax.make_jaxpr(mapped)(jnp.arange(64.0).reshape(8, 8))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3)))[1:], ids=str)
+def test_products_are_transposed_before_their_sums_are_scattered(order):
+    jaxpr = scattered_on_devices(scattered_products(order))
+    assert primitives_of(jaxpr)[-2:] == ["reduce_scatter", "transpose"]
+    suited = tpu.suited(jaxpr)
+    assert primitives_of(suited)[-2:] == ["transpose", "reduce_scatter"]
+    x = jnp.arange(64.0).reshape(8, 8)
+    (got,), (want,) = (jax.jit(jaxpr_as_fun(j))(x) for j in (suited, jaxpr))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [lambda scattered, product: (scattered,), lambda scattered, product: (product + 1.0,)],
+    ids=["the sum is read", "the product is read"],
+)
+def test_what_others_read_too_stays(extra):
+    jaxpr = scattered_on_devices(scattered_products((1, 2, 0), extra))
+    assert tpu.suited(jaxpr) is jaxpr
+
+
+def test_a_literal_that_is_transposed_stays():
+    jaxpr = jax.make_jaxpr(lambda x: lax.transpose_p.bind(2.0, permutation=()) * x)(1.0)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["transpose", "mul"]
+    assert tpu.suited(jaxpr) is jaxpr
+
+
 def test_lowered_for_tpus_only():
     def swap(x):
         return sx.annotate(sx.annotate(x * 2.0, P("x", None)) * 3.0, P(None, "x"))

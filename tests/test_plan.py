@@ -89,7 +89,7 @@ Arguments at rest: 224.1 KiB on each device
     1                                                                                i32[16]              16 B
 
 Results at rest: 224.1 KiB on each device
-  7 lie as the arguments of the same paths
+  7 are sharded as the arguments of the same paths
   replicated
     1                                                                                               f32[]  4 B
 
@@ -205,7 +205,7 @@ def test_a_program_that_sends_nothing():
     assert plan.text().startswith(
         "8 devices, mesh data=4, model=2. Each sends 0 B per call, in 0 collectives.\n\n"
         f"Arguments at rest: 16 B on each device\n  P('data')\n    {'-':<93}i32[16]  16 B\n\n"
-        "Results at rest: 16 B on each device\n  1 lie as the arguments of the same paths\n"
+        "Results at rest: 16 B on each device\n  1 are sharded as the arguments of the same paths\n"
     )
 
 

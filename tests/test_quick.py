@@ -1,5 +1,6 @@
 """The quick tests have no devices, compile nothing, and are there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -30,7 +31,10 @@ def test_other(): assert jax.devices()
 
 def run(*options) -> subprocess.CompletedProcess[str]:
     command = ["-m", "pytest", "-q", "-c", "pyproject.toml", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    return subprocess.run([sys.executable, *command, *options], cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTEST_ADDOPTS": ""}
+    return subprocess.run(
+        [sys.executable, *command, *options], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize(

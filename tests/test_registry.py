@@ -52,7 +52,7 @@ AT_REGISTRATION = [
     (
         "a k -> a",
         "at 'k': no result has it: mark it k+ (k:max, k:min) if results are reduced over it, k! if it must "
-        "be whole",
+        "be unsplit",
     ),
     (
         "a -> a n",

@@ -375,46 +375,46 @@ def test_the_checker_pads_what_divides(monkeypatch):
 
 
 MISSING = {
-    "sin": ("a b! -> a b!", lax.sin, [X], ["dim 1 of operand 0 (factor b) is whole and could be kept"]),
+    "sin": ("a b! -> a b!", lax.sin, [X], ["dim 1 of operand 0 (factor b) is unsplit and could be kept"]),
     "reduce_sum": (
         "a! b! -> a!",
         lambda x: x.sum(1),
         [X],
         [
-            "dim 0 of operand 0 (factor a) is whole and could be kept",
-            "dim 1 of operand 0 (factor b) is whole and could be sum",
+            "dim 0 of operand 0 (factor a) is unsplit and could be kept",
+            "dim 1 of operand 0 (factor b) is unsplit and could be sum",
         ],
     ),
     "reduce_max": (
         "a b! -> a",
         lambda x: x.max(1),
         [X],
-        ["dim 1 of operand 0 (factor b) is whole and could be max"],
+        ["dim 1 of operand 0 (factor b) is unsplit and could be max"],
     ),
     "dot_general": (
         "a k!, k! b -> a b",
         lax.dot,
         [X, Y.T],
-        [f"dim {1 - i} of operand {i} (factor k) is whole and could be sum" for i in (0, 1)],
+        [f"dim {1 - i} of operand {i} (factor k) is unsplit and could be sum" for i in (0, 1)],
     ),
     "pad": (
         "a!, -> b!",
         lambda x: jnp.pad(x, (1, 2)),
         [X[0]],
-        ["dim 0 of operand 0 (factor a) is whole and could be windowed"],
+        ["dim 0 of operand 0 (factor a) is unsplit and could be windowed"],
     ),
     "iota": (
         " -> a! b",
         lambda: lax.broadcasted_iota("int32", (5, 8), 1),
         [],
-        ["dim 0 of result 0 (factor a) is whole and could be made"],
+        ["dim 0 of result 0 (factor a) is unsplit and could be made"],
     ),
     "sort": ("a s! -> a s!", jnp.sort, [X], []),
     "cumsum": (
         "a s! -> a s!",
         lambda x: lax.cumsum(x, 1),
         [X],
-        ["dim 1 of operand 0 (factor s) is whole and could be sum"],
+        ["dim 1 of operand 0 (factor s) is unsplit and could be sum"],
     ),
     "cumprod": ("a s! -> a s!", lambda x: lax.cumprod(x, 1), [X], []),
 }

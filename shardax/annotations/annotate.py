@@ -1,9 +1,10 @@
 """Annotations: the sharding that the user requests of a value, as an equation of the global program."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
+from jax.experimental.layout import Format, Layout
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -35,10 +36,10 @@ def annotate(x, spec):
     place = _put if _jax.is_eager(x) else _record
     paths, leaves, tree = flatten(x)
     specs = broadcast_specs(spec, x, "spec")
-    names = [f"annotate's {path or 'value'}" for path in paths]
-    for leaf, name in zip(leaves, names, strict=True):
+    labels = [f"annotate's {path or 'value'}" for path in paths]
+    for leaf, name in zip(leaves, labels, strict=True):
         require_array(leaf, name)
-    return tree.unflatten(map(place, leaves, specs, names))
+    return tree.unflatten(map(place, leaves, specs, labels))
 
 
 def replicate(x):
@@ -51,9 +52,10 @@ def replicate(x):
     return annotate(x, PartitionSpec())
 
 
-Role = Literal["inside", "argument", "result", "implied"]
+Role = Literal["inside", "argument", "result", "implied", "one device"]
 """Whether an annotation stands inside the function, is that of an argument or of a result (in_shardings,
 out_shardings), or is implied: by a type, by the specs of an island or of a jit, by what the result succeeds.
+One with the role "one device" requests nothing: it is lowered for one device only (see `for_one_device`).
 """
 
 annotate_p = Primitive("annotate")
@@ -79,7 +81,7 @@ def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) 
     >>> dims_of(PartitionSpec("x", PartitionSpec.UNCONSTRAINED), (8, 4, 2), AbstractMesh((4,), ("x",)), "a")
     (('x',), None, ())
     """
-    spec = _unboxed(spec, shape, what)
+    spec = _plain(_unboxed(spec, shape, what), shape, mesh, what)
     if spec is None or spec is PartitionSpec.UNCONSTRAINED:
         return None
     if isinstance(spec, NamedSharding):
@@ -109,23 +111,28 @@ def broadcast_specs(specs, tree, name: str) -> list[Any]:
     try:
         return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(specs, tree, is_leaf=is_spec))
     except ValueError as error:
-        raise ValueError(_misfit(name, _jax.prefix_error(specs, tree, name, is_spec) or str(error))) from None
-
-
-def _misfit(name: str, why: str) -> str:
-    whose = (
-        "the tuple of positional arguments that are not static"
-        if name == "in_shardings"
-        else "the values that it is for"
-    )
-    return (
-        f"the tree {name} is no prefix of {whose}: give one sharding for a whole subtree, or the same "
-        f"keys.\n{why}"
-    )
+        whose = (
+            "the tuple of positional arguments that are not static"
+            if name == "in_shardings"
+            else "the values that it is for"
+        )
+        raise ValueError(
+            f"the tree {name} is no prefix of {whose}: give one sharding for a whole subtree, or the same "
+            f"keys.\n{_jax.prefix_error(specs, tree, name, is_spec) or error}"
+        ) from None
 
 
 def is_spec(x) -> bool:
-    return x is None or isinstance(x, PartitionSpec | NamedSharding | jax.ShapeDtypeStruct | Box)
+    """Whether it is a leaf of a tree of shardings. A box counts by its names, unless what it holds are
+    shardings: then it is a box in the tree, as what `jax.tree.map` makes of boxed parameters.
+    """
+    if isinstance(x, Box):
+        return not any(map(_is_sharding, jax.tree.leaves(x, is_leaf=_is_sharding)))
+    return _is_sharding(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _is_sharding(x) -> bool:
+    return x is None or isinstance(x, PartitionSpec | jax.sharding.Sharding | Format)
 
 
 @runtime_checkable
@@ -153,6 +160,40 @@ def _unboxed(spec, shape: tuple[int, ...], what: str):
             )
         return spec.sharding
     return spec
+
+
+def _plain(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str):
+    """`jax.jit`'s other leaves as ours: the sharding of a Format, the spec of a sharding without a mesh, None
+    for what is unspecified.
+    """
+    if isinstance(spec, Format):
+        own = isinstance(spec.layout, Layout) and tuple(spec.layout.major_to_minor) == tuple(
+            range(len(shape))
+        )
+        if spec.layout is not None and not own:
+            raise ValueError(
+                f"{what} of shape {shape} is given a Format with the layout {spec.layout}, and shard_jit "
+                "leaves layouts to XLA: give the Format's sharding, and bring arrays into a layout with "
+                "jax.device_put outside"
+            )
+        spec = spec.sharding
+    if spec is _jax.UNSPECIFIED:
+        return None
+    if not isinstance(spec, jax.sharding.Sharding) or isinstance(spec, NamedSharding):
+        return spec
+    if isinstance(mesh, Mesh) and spec.device_set != set(mesh.devices.flat):
+        own = sorted(d.id for d in spec.device_set)
+        raise ValueError(
+            f"{what} of shape {shape} is given {spec} on devices {own}, but the mesh ({describe(mesh)}) is "
+            f"of devices {_ids(mesh)}: give a PartitionSpec, P() for all of it on every device"
+        )
+    named = _jax.spec_on(spec, mesh, len(shape))
+    if named is None:
+        raise ValueError(
+            f"{what} of shape {shape} is given {spec}, which is not split over whole axes of the mesh "
+            f"({describe(mesh)}) in the order of its devices: give a NamedSharding"
+        )
+    return named
 
 
 def describe(mesh: Mesh | AbstractMesh) -> str:
@@ -226,7 +267,7 @@ def _text(spec: PartitionSpec) -> str:
 
 
 def _record(x, spec, what: str):
-    mesh = _jax.context_mesh() or (spec.mesh if isinstance(spec, NamedSharding) else None)
+    mesh = _jax.context_mesh() or own_mesh(spec)
     if mesh is None:
         raise ValueError(_no_mesh(what))
     mesh = own_mesh(spec) or mesh  # whose devices are looked at where the program's are known
@@ -239,7 +280,7 @@ def _put(x, spec, what: str):
         return x
     if not is_spec(spec):
         raise _no_sharding(spec, what)
-    mesh = spec.mesh if isinstance(spec, NamedSharding) else _jax.context_mesh()
+    mesh = own_mesh(spec) or _jax.context_mesh()
     if mesh is None or isinstance(mesh, AbstractMesh):
         raise ValueError(_no_mesh(what))
     dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
@@ -255,6 +296,7 @@ def _no_mesh(what: str) -> str:
 
 def own_mesh(spec) -> Mesh | AbstractMesh | None:
     """The mesh that a spec brings with it."""
+    spec = spec.sharding if isinstance(spec, Format | jax.ShapeDtypeStruct) else spec
     return spec.mesh if isinstance(spec, NamedSharding) else None
 
 
@@ -275,6 +317,15 @@ def renumbered(jaxpr, kept: Sequence[bool]):
     to that.
     """
     numbers = {old: new for new, old in enumerate(i for i, keep in enumerate(kept) if keep)}
+    return _with_numbers(jaxpr, numbers)
+
+
+def unlinked(jaxpr, numbers: Collection[int]):
+    """A jaxpr, none of whose `like`s is one of these numbers of inputs."""
+    return _with_numbers(jaxpr, {i: i for i in range(len(jaxpr.in_avals)) if i not in numbers})
+
+
+def _with_numbers(jaxpr, numbers: dict[int, int]):
     return _jax.replaced_eqns(jaxpr, [_renumbered(eqn, numbers) for eqn in jaxpr.eqns])
 
 
@@ -283,6 +334,23 @@ def _renumbered(eqn, numbers: dict[int, int]):
     if like is None or numbers.get(like) == like:
         return eqn
     return eqn.replace(params={**eqn.params, "like": numbers.get(like)})
+
+
+def for_one_device(x, name: str):
+    """An argument of the function `name`, which is traced where no mesh is known: were it run on several
+    devices, XLA would partition it, and nobody would know.
+    """
+    return bind_annotation(x, (None,) * jax.numpy.ndim(x), name, "one device")
+
+
+def _lower(ctx, x, *, role, source, **params):
+    if role == "one device" and (count := _jax.device_count(ctx)) > 1:
+        raise ValueError(
+            f"shard_jit({source}) was traced where it found no mesh, so as jax.jit(fun) for one device, and "
+            f"now it is to run on {count} devices: give it mesh=, or call what is around it under "
+            "jax.set_mesh(mesh)"
+        )
+    return [x]
 
 
 def _transpose(ct, x, **params):
@@ -302,27 +370,29 @@ def _batch(axis_data, args, batch_dims, *, dims, source, mesh, **params):
         return annotate_p.bind(x, dims=dims, **params), d
     name = axis_data.spmd_name
     new = None if name is None else entry_axes(name)
-    _check_has(mesh, new or (), source)
-    return annotate_p.bind(x, dims=(*dims[:d], new, *dims[d:]), **params), d
-
-
-def _check_has(mesh: Mesh | AbstractMesh | None, axes: Axes, source: str) -> None:
-    for axis in axes:
+    for axis in new or ():
         if mesh is not None and axis not in mesh.shape:
             raise ValueError(
                 f"{source} is on the mesh ({describe(mesh)}), which has no axis {axis!r}, but vmap's "
                 "spmd_axis_name splits the new dim over it: name an axis of that mesh, or annotate with "
                 "the program's"
             )
+    return annotate_p.bind(x, dims=(*dims[:d], new, *dims[d:]), **params), d
 
 
-def _again(saveable, unknown, present, eqn):
+def _again(saveable, unknown, instantiated, eqn):
     """The rule for policies of `jax.checkpoint`. What they save is the value, not its annotation, so the
     backward pass annotates again.
     """
     if unknown[0]:
         return None, eqn, [True], [True], []
-    return eqn, eqn, [False], [True], [v for v in eqn.invars if not present[0] and not _jax.is_literal(v)]
+    return (
+        eqn,
+        eqn,
+        [False],
+        [True],
+        [v for v in eqn.invars if not instantiated[0] and not _jax.is_literal(v)],
+    )
 
 
 annotate_p.def_impl(lambda x, **params: x)
@@ -331,4 +401,4 @@ ad.primitive_jvps[annotate_p] = _jvp
 ad.primitive_transposes[annotate_p] = _transpose
 batching.fancy_primitive_batchers[annotate_p] = _batch
 pe.partial_eval_jaxpr_custom_rules[annotate_p] = _again
-mlir.register_lowering(annotate_p, lambda ctx, x, **params: [x])
+mlir.register_lowering(annotate_p, _lower)

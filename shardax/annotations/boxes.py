@@ -33,11 +33,11 @@ def box_spec(
 
 
 def _rules(box: linen.LogicallyPartitioned, rules: Rules | None) -> Rules:
-    found = rules or box.rules or linen.get_logical_axis_rules()
-    if not found:
+    rules = rules or box.rules or linen.get_logical_axis_rules()
+    if not rules:
         raise ValueError(
             f"the dims of a LogicallyPartitioned value of shape {box.value.shape} are named {box.names}, "
             "and there are no rules from names to mesh axes: give shardax.flax.specs(tree, rules), or "
             "enter nn.logical_axis_rules(rules)"
         )
-    return found
+    return rules

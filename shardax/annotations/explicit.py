@@ -10,7 +10,7 @@ from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.annotations.annotate import bind_annotation
+from shardax.annotations.annotate import Dims, bind_annotation
 from shardax.sharding import Sharding, from_spec
 
 
@@ -38,9 +38,9 @@ def explicit_sharding(x) -> Sharding | None:
 
 def shape_of(aval, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
     """The shape, dtype and memory of a value without its sharding, or with another."""
-    here = jax.sharding.get_abstract_mesh()
-    if sharding is None and memory_of(aval) is jax.memory.Space.Host and not here.empty:
-        sharding = NamedSharding(here, PartitionSpec(), memory_kind="pinned_host")
+    mesh = jax.sharding.get_abstract_mesh()
+    if sharding is None and memory_of(aval) is jax.memory.Space.Host and not mesh.empty:
+        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host")
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
     )
@@ -68,13 +68,13 @@ def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
     def read(atom):
         return atom.val if _jax.is_literal(atom) else env[atom]
 
-    here = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
     for eqn in closed.jaxpr.eqns:
         stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
         with (
             source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
             eqn.ctx.manager,
-            jax.sharding.use_abstract_mesh(here),
+            jax.sharding.use_abstract_mesh(mesh),
         ):
             env.update(zip(eqn.outvars, _bind(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, closed.jaxpr.outvars))
@@ -85,37 +85,45 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
     if name == "mesh_cast":
         return args
     if name == "reshard":
-        return [_annotated(args[0], params["dst_sharding"].spec, "reshard", eqn)]
-    bind_params = eqn.primitive.get_bind_params(_params_without_types(eqn))
+        return [_annotated(args[0], params["dst_sharding"], "reshard", eqn)]
+    kept = {"jaxpr": params["jaxpr"]} if name == "shard_map" else _rules(eqn)  # in a shard_map all is local
+    bind_params = eqn.primitive.get_bind_params(
+        {key: kept[key] if key in kept else _param_without_types(key, value) for key, value in params.items()}
+    )
     results = eqn.primitive.bind(*args, **bind_params)
     requested = next(
         (params[key] for key in SHARDING_PARAMS if isinstance(params.get(key), NamedSharding)), None
     )
     if requested is None:
         return results if eqn.primitive.multiple_results else [results]
-    return [_annotated(results, requested.spec, f"out_sharding of {name}", eqn)]
+    return [_annotated(results, requested, f"out_sharding of {name}", eqn)]
 
 
-def _annotated(x, spec: PartitionSpec, name: str, eqn):
-    return bind_annotation(x, from_spec(spec, x.ndim).dims, f"{name} at {_jax.user_line(eqn.source_info)}")
+def _annotated(x, sharding: NamedSharding, name: str, eqn):
+    """A value with what a type requests of it."""
+    dims = dims_of_type(sharding, jax.numpy.ndim(x))
+    return x if dims is None else bind_annotation(x, dims, f"{name} at {_jax.user_line(eqn.source_info)}")
 
 
-def _params_without_types(eqn) -> dict[str, Any]:
-    """A shard_map keeps its jaxpr: in there all is local."""
-    kept = {"jaxpr": eqn.params["jaxpr"]} if eqn.primitive.name == "shard_map" else _rules(eqn)
-    return {
-        key: kept[key] if key in kept else _param_without_types(key, value)
-        for key, value in eqn.params.items()
-    }
+def dims_of_type(sharding: NamedSharding, rank: int) -> Dims | None:
+    """What a type requests. It names Explicit axes only: on a mesh that has Auto axes too, as within
+    `auto_axes`, a dim without any is open, and a type that names none requests nothing.
+    """
+    dims: Dims = from_spec(sharding.spec, rank).dims
+    if AxisType.Auto not in sharding.mesh.axis_types:
+        return dims
+    return tuple(dim or None for dim in dims) if any(dims) else None
 
 
 def _rules(eqn) -> dict[str, Any]:
     """The rules of a custom derivative, which JAX traces when it differentiates."""
     if "fwd_jaxpr_thunk" in eqn.params:
-        return _jax.lazy_vjp(eqn, _without_types_here())
+        return _jax.lazy_vjp(eqn, _without_types_in_context())
     if "jvp_jaxpr_fun" in eqn.params:
         return {
-            "jvp_jaxpr_fun": _jax.lazy_derivative(eqn.params["jvp_jaxpr_fun"], eqn.ctx, _without_types_here())
+            "jvp_jaxpr_fun": _jax.lazy_derivative(
+                eqn.params["jvp_jaxpr_fun"], eqn.ctx, _without_types_in_context()
+            )
         }
     return {}
 
@@ -135,12 +143,12 @@ def _param_without_types(key: str, value):
     )
 
 
-def _without_types_here():
+def _without_types_in_context():
     """`without_explicit_types`, later, in the context of now."""
-    here = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.get_abstract_mesh()
 
     def change(jaxpr):
-        with jax.sharding.use_abstract_mesh(here):
+        with jax.sharding.use_abstract_mesh(mesh):
             return without_explicit_types(jaxpr)
 
     return change

@@ -35,15 +35,15 @@ def split(x, dim: int, axis_or_count: str | Sequence[str] | int):
     """
     require_array(x, "x of split")
     require(is_integer(dim), "dim of split", dim, "the number of a dim, such as 0")
-    names = axis_or_count if isinstance(axis_or_count, tuple | list) else (axis_or_count,)
-    ok = is_integer(axis_or_count, 1) or all(isinstance(name, str) for name in names)
+    axes = axis_or_count if isinstance(axis_or_count, tuple | list) else (axis_or_count,)
+    ok = is_integer(axis_or_count, 1) or all(isinstance(axis, str) for axis in axes)
     require(
         ok,
         "axis_or_count of split",
         axis_or_count,
         "an axis, such as 'x', a tuple of axes, or a number of shards",
     )
-    axes = _axes_of_count(int(axis_or_count)) if is_integer(axis_or_count) else names  # type: ignore[arg-type]
+    axes = _axes_of_count(int(axis_or_count)) if is_integer(axis_or_count) else axes  # type: ignore[arg-type]
     before = _dim(dim, np.ndim(x), f"split(x, {dim}, {axis_or_count!r})")
     return annotate(x, PartitionSpec(*[None] * before, axes[0] if len(axes) == 1 else tuple(axes) or None))
 
@@ -69,9 +69,9 @@ def shard(x, device_assignment):
         if dims is not None and np.array_equal(_positions(mesh, order).reshape(tiles.shape), tiles):
             return annotate(x, PartitionSpec(*(dim or None for dim in dims)))
     if isinstance(mesh, Mesh) and sorted(tiles.ravel().tolist()) == list(range(mesh.size)):
-        names = [f"shard.{d}" for d in range(tiles.ndim)]
-        own = Mesh(mesh.devices.ravel()[tiles], names, axis_types=(AxisType.Auto,) * tiles.ndim)
-        return annotate(x, NamedSharding(own, PartitionSpec(*names)))
+        axes = [f"shard.{d}" for d in range(tiles.ndim)]
+        own = Mesh(mesh.devices.ravel()[tiles], axes, axis_types=(AxisType.Auto,) * tiles.ndim)
+        return annotate(x, NamedSharding(own, PartitionSpec(*axes)))
     raise ValueError(
         f"shard: the device_assignment {tiles.tolist()} is no tiling by the axes of the mesh "
         f"({describe(mesh)}), whose devices are {_positions(mesh, mesh.axis_names).tolist()}: give one that "
@@ -152,20 +152,20 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
     """
     _check_arguments(x, mesh, placements, "placements", "redistribute", "such as [Shard(0), Replicate()]")
     what = f"redistribute(x, mesh, {list(placements)})"
-    names = mesh.axis_names
-    if len(placements) != len(names):
+    axes = mesh.axis_names
+    if len(placements) != len(axes):
         raise ValueError(
-            f"{what}: the mesh is ({describe(mesh)}): give one placement for each of its {len(names)} dims"
+            f"{what}: the mesh is ({describe(mesh)}): give one placement for each of its {len(axes)} dims"
         )
     dims: list[Axes] = [()] * np.ndim(x)
-    for name, placement in zip(names, placements, strict=True):
+    for axis, placement in zip(axes, placements, strict=True):
         if isinstance(placement, Partial):
             raise ValueError(
-                f"{what}: an annotation says where a value lies, and cannot owe a reduction: shardax leaves "
+                f"{what}: an annotation gives a sharding, and cannot owe a reduction: shardax leaves "
                 "sums pending by itself as long as that pays; give Replicate() or Shard(dim)"
             )
         if isinstance(placement, Shard):
-            dims[_dim(placement.dim, len(dims), what)] += (name,)
+            dims[_dim(placement.dim, len(dims), what)] += (axis,)
         elif not isinstance(placement, Replicate):
             raise ValueError(f"{what}: {placement!r} is no placement; give Shard(dim) or Replicate()")
     return _annotate_on(x, mesh, [dim or None for dim in dims], what)
@@ -244,8 +244,8 @@ def _context(what: str) -> AnyMesh:
 
 def _axes_of_count(count: int) -> Axes:
     mesh = _context("split")
-    names = tuple(name for name in mesh.axis_names if mesh.shape[name] > 1)
-    runs = [names[i:j] for i in range(len(names)) for j in range(i + 1, len(names) + 1)]
+    axes = tuple(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    runs = [axes[i:j] for i in range(len(axes)) for j in range(i + 1, len(axes) + 1)]
     fits = [()] if count == 1 else [run for run in runs if math.prod(mesh.shape[a] for a in run) == count]
     if len(fits) != 1:
         why = (
@@ -265,10 +265,10 @@ def _cut(order: Axes, counts: tuple[int, ...], mesh: AnyMesh) -> list[Axes] | No
         while left and math.prod(mesh.shape[a] for a in taken) < count:
             taken += (left.pop(0),)
         dims.append(taken)
-    found = tuple(math.prod(mesh.shape[a] for a in dim) for dim in dims)
-    return dims if found == counts and not left else None
+    shard_counts = tuple(math.prod(mesh.shape[a] for a in dim) for dim in dims)
+    return dims if shard_counts == counts and not left else None
 
 
 def _positions(mesh: AnyMesh, order: Axes) -> np.ndarray:
-    names = mesh.axis_names
-    return np.arange(mesh.size).reshape(tuple(mesh.shape.values())).transpose([names.index(a) for a in order])
+    axes = mesh.axis_names
+    return np.arange(mesh.size).reshape(tuple(mesh.shape.values())).transpose([axes.index(a) for a in order])

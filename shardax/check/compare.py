@@ -92,20 +92,21 @@ def compare(
     their array, but by a sixteenth of it at most, or one ulp where that is more. Callbacks and prints of `f`
     happen in every run.
 
-    Args: f: a function of pytrees of arrays, which may have annotations inside, as for `shard_jit`; or what
-      `shard_jit` returned. args: the tuple of its arguments. Sizes that no axis divides test the most: 5 and
-      6 rather than 64. meshes: meshes, or mappings of axis names to sizes; by default all with up to three
-      axes of 2, 3, 4, 5 or 8 for which
-        there are devices. Trial i takes mesh i, beginning again after the last.
+    Args:
+      f: a function of pytrees of arrays, which may have annotations inside, as for `shard_jit`; or what
+        `shard_jit` returned.
+      args: the tuple of its arguments. Sizes that no axis divides test the most: 5 and 6 rather than 64.
+      meshes: meshes, or mappings of axis names to sizes; by default all with up to three axes of 2, 3, 4, 5
+        or 8 for which there are devices. Trial i takes mesh i, beginning again after the last.
       n: how many trials.
       seed: of the shardings that are drawn.
       slack: ulps that another order of sums may cost. Sums of many numbers of both signs may need more.
       options: for `shard_jit`. By default all that can be split is, however small (`Options(chip="slow")`).
 
-    Raises: Different: an AssertionError. Its text has the shardings, the first equation that differs with its
-      line, layouts and
-        greatest error, and a program that reproduces it. What `shard_jit` itself raises is raised, with that
-        program as a note.
+    Raises:
+      Different: an AssertionError. Its text has the shardings, the first equation that differs with its line,
+        layouts and greatest error, and a program that reproduces it. What `shard_jit` itself raises is
+        raised, with that program as a note.
       ValueError: `args` is not a tuple, or there are not enough devices for a mesh.
 
     >>> print(compare(lambda x: x * 2, (np.arange(5),), meshes=[{"x": 1}], n=1))
@@ -162,7 +163,9 @@ class _Case:
             raise
         if problems := list(self.problems(got, expected)):
             raise self.different(trial, problems, step, seed)
-        return replace(trial, error=_error(got, expected), sent=int(sent))
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+        errors = (greatest_error(_numbers(have), _numbers(leaf)) for have, leaf in pairs)
+        return replace(trial, error=max(errors, default=0.0), sent=int(sent))
 
     def problems(self, got: Any, expected: Any) -> Iterator[str]:
         paths, leaves, _ = flatten(expected)
@@ -224,14 +227,6 @@ def _on_host(leaf: Any, path: str):
     return leaf if is_key(jax.typeof(leaf)) or not hasattr(leaf, "dtype") else np.asarray(leaf)
 
 
-def _error(got: Any, expected: Any) -> float:
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
-    return max(
-        (greatest_error(_numbers(have), _numbers(expected_leaf)) for have, expected_leaf in pairs),
-        default=0.0,
-    )
-
-
 def _numbers(x: Any) -> np.ndarray:
     return np.asarray(words(x))
 
@@ -240,7 +235,8 @@ def _first(step: Any, args: tuple[Any, ...], mesh: Mesh, slack: float) -> tuple[
     """The first equation that differs, and words for it, or for why there is none."""
     try:
         decisions, inputs = _decided(step, args, mesh)
-        first = first_difference(decisions, inputs, _auto(mesh), slack)
+        auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        first = first_difference(decisions, inputs, auto, slack)
     except Exception as error:  # what is to be reported is the difference, whatever the search meets
         return None, f"not found, the search raised {type(error).__name__}: {str(error)[:500]}"
     return first, str(first or "none alone; each is right by itself while all intermediates are kept")
@@ -280,10 +276,6 @@ def _mesh(mesh: Mesh | Mapping[str, int]) -> Mesh:
         )
     types = (AxisType.Auto,) * len(mesh)
     return jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types, devices=devices[:count])
-
-
-def _auto(mesh: Mesh) -> Mesh:
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def _default_meshes() -> list[Mesh]:

@@ -53,11 +53,13 @@ def _scan(node: Node, operands: list[Any]) -> list[Any]:
     consts, carries = _jax.scan_counts(params)
     start = consts + carries
 
-    def trip(carry, xs):
+    def iteration(carry, xs):
         out = run(body, [*operands[:consts], *carry, *xs])
         return out[:carries], out[carries:]
 
-    carry, ys = lax.scan(trip, operands[consts:start], operands[start:], params["length"], params["reverse"])
+    carry, ys = lax.scan(
+        iteration, operands[consts:start], operands[start:], params["length"], params["reverse"]
+    )
     return [*carry, *ys]
 
 

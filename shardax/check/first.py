@@ -3,8 +3,8 @@ evaluation.
 
 The program runs as it was decided, on operands with garbage in their padding, and gives all its intermediates
 as the devices hold them. These are put together on the host and compared, in program order, with those of
-plain evaluation. If the first difference is in a loop or branch, that is searched too, trip by trip, from
-carries that are right.
+plain evaluation. If the first difference is in a loop or branch, that is searched too, iteration by
+iteration, from carries that are right.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.emit import emit_values
 from shardax.sharding import Layout
 
-TRIPS = 64  # of a loop, at most, in which an equation is looked for
+MAX_ITERATIONS = 64  # of a loop, at most, in which an equation is looked for
 _ARBITRARY = ("empty", "empty2")  # their elements are nobody's business until they are written
 
 
@@ -90,15 +90,18 @@ class _Search:
                 problem := self.problem(value, reshard.target, held, expected)
             ):
                 return self.first(
-                    node, decision, f"operand {i}, moved from {reshard.source} to {reshard.target}", problem
+                    node,
+                    decision,
+                    f"operand {i}, resharded from {reshard.source} to {reshard.target}",
+                    problem,
                 )
         return None
 
     def results(self, node: Node, decision: Decision, operands, held, expected) -> First | None:
         for i, (value, layout) in enumerate(zip(node.outputs, decision.results, strict=True)):
             if problem := self.problem(value, layout, held, expected):
-                here = self.first(node, decision, f"result {i}, {_type(value)} in {layout}", problem)
-                return self.inside(node, decision, operands) or here
+                first = self.first(node, decision, f"result {i}, {_type(value)} in {layout}", problem)
+                return self.inside(node, decision, operands) or first
         return None
 
     def problem(self, value: Value, layout: Layout, held, expected) -> str:
@@ -140,7 +143,10 @@ class _Search:
         keys: list[tuple[Value, Layout]] = []
 
         def on_shards(shards):
-            shards = [_unstacked(x, impl) for x, impl in zip(shards, impls, strict=True)]
+            shards = [
+                x[0] if impl is None else jax.random.wrap_key_data(x[0], impl=impl)
+                for x, impl in zip(shards, impls, strict=True)
+            ]
             values = emit_values(decisions, shards, self.sizes)
             kept = {
                 (v, layout): x
@@ -161,10 +167,6 @@ class _Search:
         )
 
 
-def _unstacked(shard, impl):
-    return shard[0] if impl is None else jax.random.wrap_key_data(shard[0], impl=impl)
-
-
 def _type(value: Value) -> str:
     return value.aval.str_short()
 
@@ -183,9 +185,9 @@ def _scan(node: Node, decision: Decision, operands: list[Any]):
     consts, carries = _jax.scan_counts(params)
     start = consts + carries
     carry, places = operands[consts:start], range(params["length"])
-    for i in (list(reversed(places)) if params["reverse"] else list(places))[:TRIPS]:
+    for i in (list(reversed(places)) if params["reverse"] else list(places))[:MAX_ITERATIONS]:
         inputs = [*operands[:consts], *carry, *(x[i] for x in operands[start:])]
-        yield f"trip {i}", body, inputs
+        yield f"iteration {i}", body, inputs
         carry = run(body.graph, inputs)[:carries]
 
 
@@ -193,13 +195,13 @@ def _while(node: Node, decision: Decision, operands: list[Any]):
     params, (cond, body) = node.params, decision.bodies
     first, start = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry = operands[start:]
-    for trip in range(TRIPS):
+    for iteration in range(MAX_ITERATIONS):
         inputs = [*operands[:first], *carry]
-        yield f"the condition of trip {trip}", cond, inputs
+        yield f"the condition of iteration {iteration}", cond, inputs
         if not run(cond.graph, inputs)[0]:
             return
         inputs = [*operands[first:start], *carry]
-        yield f"trip {trip}", body, inputs
+        yield f"iteration {iteration}", body, inputs
         carry = run(body.graph, inputs)
 
 

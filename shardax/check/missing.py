@@ -52,7 +52,7 @@ class Missing:
 
     def __str__(self):
         return (
-            f"{self.primitive} {self.shapes}: {self.what} (factor {self.factor}) is whole and could be "
+            f"{self.primitive} {self.shapes}: {self.what} (factor {self.factor}) is unsplit and could be "
             f"{self.claim}"
         )
 

@@ -60,7 +60,7 @@ Rules are those of one example; `_0 _1` are the dims of arrays that have as many
 *free* dim sends nothing. To split a dim *at a price* sends the collectives that are named, or leaves a
 reduction owed.
 
-| primitive | rule | free | at a price | whole, and why |
+| primitive | rule | free | at a price | unsplit, and why |
 |---|---|---|---|---|
 """
 _OTHERS = """
@@ -79,7 +79,10 @@ Cells = tuple[str, ...]  # of a row, without the names
 def page(before: str) -> str:
     """The text of the page; `before` is what it was."""
     ruled = RULES.keys() - _elementwise() - UNCHECKED.keys()
-    rows = {name: _cells(name) or _kept(before).get(name) or _ABSENT for name in sorted(ruled)}
+    rows = {
+        name: _of_case(case) if (case := next(_example(name), None)) else _kept(before).get(name) or _ABSENT
+        for name in sorted(ruled)
+    }
     table = [
         f"| {_listed(primitives)} | {' | '.join(cells)} |\n" for cells, primitives in _by_value(rows).items()
     ]
@@ -142,11 +145,6 @@ def _kept(before: str) -> dict[str, Cells]:
 
 
 _ABSENT = ("", "", "", "not in the JAX that made this page")
-
-
-def _cells(name: str) -> Cells | None:
-    """The row of a primitive, None where there is no example of it."""
-    return next((_of_case(case) for case in _example(name)), None)
 
 
 def _example(name: str) -> Iterator[Case]:

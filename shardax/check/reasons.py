@@ -24,11 +24,11 @@ UNCHECKED = {
     **dict.fromkeys(
         "eq_to le_to lt_to".split(), "compares elementwise in total order, in the comparators of sort alone"
     ),
-    "layout_constraint": "is the identity: says how its operand lies in one device's memory",
-    "device_put": "is the identity: says in which memory its operand lies",
+    "layout_constraint": "is the identity: fixes its operand's layout in one device's memory",
+    "device_put": "is the identity: names the memory of its operand",
     **dict.fromkeys(
         "annotate reshard sharding_constraint".split(),
-        "an annotation: says how its operand lies on the devices",
+        "an annotation: gives the sharding of its operand",
     ),
     **dict.fromkeys("scaled_matmul scaled_matmul_wrapper".split(), "runs on GPUs alone"),
     "associative_scan": "shardax finds it in what jax.lax.associative_scan expands into",

@@ -48,11 +48,14 @@ _SLACK = 64  # ulps of the greatest result that reassociation may cost at the si
 def check_rule(f: Callable, *args, axes: Mapping[str, int] = AXES, only: str = "") -> Counter[str]:
     """Checks the rules of every equation of `f(*args)`; returns how many splits of each primitive were tried.
 
-    Args: only: check this primitive's equations and no others. axes: the mesh axes to split over and their
-      sizes, at least two; their product is the number of devices needed.
+    Args:
+      only: check this primitive's equations and no others.
+      axes: the mesh axes to split over and their sizes, at least two; their product is the number of devices
+        needed.
 
-    Raises: AssertionError: a split, or a claim of `passes`, gives another result than the primitive does, or
-      an error.
+    Raises:
+      AssertionError: a split, or a claim of `passes`, gives another result than the primitive does, or an
+        error.
     """
     _check_arguments(f, args, only)
     ok = (
@@ -151,11 +154,14 @@ def claim(case: Case, splits: Splits, axes) -> Local:
 
 
 def _claims(case: Case, axes) -> Iterator[_Trial]:
-    free = _free(case)
+    factors = case.factors
+    windowed = {f for group in factors.window_groups for f in group}
+    groups = [*((f,) for f in factors.sizes if f not in windowed), *factors.window_groups]
+    free = [g for g in groups if factors.type_of(g[0]) != UNSPLIT and max(factors.sizes[f] for f in g) > 1]
     for splits in itertools.chain(
         *(_one_split(case, group, axes) for group in free), _pairs(case, free, axes)
     ):
-        if fits(case.factors, splits, axes):
+        if fits(factors, splits, axes):
             yield _Trial(case, splits)
     for passes in case.entry.passes_of(case.node):
         for reduction in passes.reductions:
@@ -163,14 +169,6 @@ def _claims(case: Case, axes) -> Iterator[_Trial]:
             ordered = not any(jnp.issubdtype(d, jnp.complexfloating) for d in dtypes)
             if all(jnp.issubdtype(d, jnp.number) for d in dtypes) and (reduction == "sum" or ordered):
                 yield _Trial(case, {}, (next(iter(axes)), reduction), passes.operands)
-
-
-def _free(case: Case) -> list[tuple[str, ...]]:
-    """The factors that may be split; windowed ones that go together, together."""
-    factors = case.factors
-    windowed = {f for group in factors.window_groups for f in group}
-    groups = [*((f,) for f in factors.sizes if f not in windowed), *factors.window_groups]
-    return [g for g in groups if factors.type_of(g[0]) != UNSPLIT and max(factors.sizes[f] for f in g) > 1]
 
 
 def _one_split(case: Case, group: Sequence[str], axes) -> Iterator[Splits]:
@@ -206,7 +204,10 @@ def _run(trials: Sequence[_Trial], axes) -> list[str]:
     mesh = jax.make_mesh(
         tuple(axes.values()), tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes)
     )
-    operands = [_lay_out(trial, local) for trial, local in zip(trials, locals_, strict=True)]
+    operands = [
+        [_lay_out(*pair, local.sizes) for pair in zip(trial.case.inputs, local.operands, strict=True)]
+        for trial, local in zip(trials, locals_, strict=True)
+    ]
     in_specs = [[_spec(layout) for layout in local.operands] for local in locals_]
     out_specs = [[layout.sharding.spec for layout in local.results] for local in locals_]
     mapped = jax.shard_map(on_shards, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
@@ -249,14 +250,10 @@ def _spec(layout: Layout) -> P:
     return P(layout.pending[0][0], *layout.sharding.spec) if layout.pending else layout.sharding.spec
 
 
-def _lay_out(trial: _Trial, local: Local) -> list[Any]:
-    """The operands, padded with garbage; one that is pending as what each device along its axis holds,
-    stacked in front.
+def _lay_out(value, layout: Layout, sizes):
+    """An operand, padded with garbage; one that is pending as what each device along its axis holds, stacked
+    in front.
     """
-    return [_lay_out_one(*pair, local.sizes) for pair in zip(trial.case.inputs, local.operands, strict=True)]
-
-
-def _lay_out_one(value, layout: Layout, sizes):
     if layout.pending:
         (axis, reduction), *_ = layout.pending
         return np.stack(_owed(np.asarray(value), reduction, sizes[axis]))

@@ -32,7 +32,7 @@ def updated_at_rest(
     """The values that take a sharding at rest; `home` is a block of each value, `fixed` are those that
     annotations fixed.
 
-    Each block for itself, alike ones together, if no block moves what it shares with others.
+    Each block for itself, alike ones together, if no block changes what it shares with others.
     """
     of: dict[Block, list[tuple[Value, Sharding]]] = {}
     for result, sharding in updates:
@@ -42,8 +42,8 @@ def updated_at_rest(
     for block, mine in of.items():
         key = (block.state, tuple([(block.place[result], sharding) for result, sharding in mine]))
         if key not in known:
-            taken_here = _taken(mine, [block], fixed)
-            known[key] = {block.place[value]: sharding for value, sharding in taken_here.items()}
+            in_block = _taken(mine, [block], fixed)
+            known[key] = {block.place[value]: sharding for value, sharding in in_block.items()}
         if any(block.pattern.shared[place] for place in known[key]):
             return _taken(updates, blocks, fixed)
         taken.update((block.values[place], sharding) for place, sharding in known[key].items())

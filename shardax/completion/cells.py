@@ -131,7 +131,7 @@ class Cells:
         ]
         for d in sorted(learning, key=lambda d: min(rank[f] for f in tensor[d] if f in rank)):
             axes, have = _dim_axes(tensor[d], claims, edge.factors, self.sizes), dims[d]
-            new = _free_prefix(axes[len(have) :], used)
+            new = tuple(itertools.takewhile(lambda a: a not in used, axes[len(have) :]))
             count = shard_count(have + new, self.sizes)
             if (
                 axes[: len(have)] == have
@@ -139,7 +139,7 @@ class Cells:
                 and (shape[d] >= count or _annotated_small(edge, tensor[d], claims))
             ):
                 dims[d] = have + new
-                used |= set(new)
+                used.update(new)
                 learned.append((d, next(claims[f][1] for f in tensor[d] if f in claims)))
         return tuple(dims), learned
 
@@ -151,10 +151,6 @@ def _annotated_small(edge: EdgePattern, dim: DimFactors, claims: Claims) -> bool
     factor = dim[0]
     at = claims[factor][1] if len(dim) == 1 and factor in claims else None
     return at is not None and edge.factors.sizes[factor] > 1 and dim in edge.factors.tensors[at]
-
-
-def _free_prefix(axes: Axes, used: set[str]) -> Axes:
-    return tuple(itertools.takewhile(lambda a: a not in used, axes))
 
 
 def _agree_on_windows(claims: Claims, group: Sequence[str]) -> None:

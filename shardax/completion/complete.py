@@ -120,16 +120,14 @@ class Completion:
             chain.append(origin)
             if origin.value is None:
                 break
-            value, dim = self.told_by(origin, value, dim)
+            value, dim = self.learned_from(origin, value, dim)
         return tuple(chain)
 
-    def told_by(self, origin: Origin, value: Value, dim: int) -> tuple[Value, int]:
+    def learned_from(self, origin: Origin, value: Value, dim: int) -> tuple[Value, int]:
         """The value, and its dim, from which a dim of `value` learned its axes."""
         assert origin.value is not None
-        return origin.value, self._dim_with(origin.value, self.sharding(value).dims[dim])
-
-    def _dim_with(self, value: Value, axes: Axes) -> int:
-        return next((d for d, have in enumerate(self.sharding(value).dims) if set(have) & set(axes)), 0)
+        axes, dims = set(self.sharding(value).dims[dim]), self.sharding(origin.value).dims
+        return origin.value, next((d for d, have in enumerate(dims) if axes.intersection(have)), 0)
 
 
 class Items:
@@ -162,9 +160,12 @@ def complete(
 ) -> Completion:
     """Completes the shardings of a graph.
 
-    Args: graph: the program, annotations in it. arguments: for each input the sharding that it is committed
-      to, or None. sizes: the mesh's axis sizes. reuse: whether blocks that are alike, as unrolled layers are,
-      are completed once. The result is the same.
+    Args:
+      graph: the program, annotations in it.
+      arguments: for each input the sharding that it is committed to, or None.
+      sizes: the mesh's axis sizes.
+      reuse: whether blocks that are alike, as unrolled layers are, are completed once. The result is the
+        same.
     """
     notes = list(annotations.among(graph.walk()))
     cells, items = Cells(sizes), Items(graph, notes)
@@ -175,7 +176,11 @@ def complete(
     _spread(done, Worklist(blocks, homes), requests, _state(graph, notes), cells)
     done.shardings.update((g.value, Sharding(g.cell_dims)) for g in requests)
     for block in blocks:
-        done.shardings.update(zip(block.values, _shardings(block, cells), strict=True))
+        if block.state.shardings is None:  # blocks in one state share the list
+            known = zip(block.live().cells, block.values, strict=True)
+            block.state.shardings = [cells.sharding(cell or cells.blank(len(v.shape))) for cell, v in known]
+            block.state.learned = block.live().learned
+        done.shardings.update(zip(block.values, block.state.shardings, strict=True))
     _update_at_rest(done, graph, cells, homes.home, {g.value for g in requests if any(g.closed)})
     return done
 
@@ -196,15 +201,6 @@ def _spread(
     worklist.run(DATA)
     worklist.release()
     worklist.run(ALL)
-
-
-def _shardings(block: Block, cells: Cells) -> list[Sharding]:
-    """The shardings of a block's values. Blocks in one state share the list."""
-    if block.state.shardings is None:
-        known = zip(block.live().cells, block.values, strict=True)
-        block.state.shardings = [cells.sharding(cell or cells.blank(len(v.shape))) for cell, v in known]
-        block.state.learned = block.live().learned
-    return block.state.shardings
 
 
 class _Homes(Mapping):
@@ -239,9 +235,9 @@ def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block
     for i, block in enumerate(of):
         members.setdefault(block, []).append(i)
     parts = [_Part(members[block], items, numbers) for block in sorted(members) if block != REST]
-    often = Counter(part.wiring for part in parts)
-    alone = [part.items for part in parts if often[part.wiring] == 1]
-    parts = [part for part in parts if often[part.wiring] > 1]
+    counts = Counter(part.wiring for part in parts)
+    alone = [part.items for part in parts if counts[part.wiring] == 1]
+    parts = [part for part in parts if counts[part.wiring] > 1]
     parts.append(_Part(sorted(itertools.chain(*alone, members.get(REST, ()))), items, numbers))
     known = Counter(itertools.chain.from_iterable([part.place for part in parts]))
     shared = {value for value, times in known.items() if times > 1 and value.shape}
@@ -309,8 +305,8 @@ def _state(graph: Graph, notes: Notes) -> set[Value]:
     numbers = {v: i for i, v in enumerate(graph.inputs)}
     types = [(v.shape, v.aval.dtype) for v in graph.inputs]
     results = {(v.shape, v.aval.dtype) for v in graph.outputs}
-    found = state(types, results, [numbers[argument] for argument, _ in successors(graph, notes)])
-    return {graph.inputs[i] for i in found}
+    succeeded = [numbers[argument] for argument, _ in successors(graph, notes)]
+    return {graph.inputs[i] for i in state(types, results, succeeded)}
 
 
 def _resting(

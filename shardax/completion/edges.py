@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from shardax import _jax
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
-from shardax.graph.trips import carries_of_map
+from shardax.graph.maps import carries_of_map
 from shardax.spmd_rules.registry import RULES
-from shardax.spmd_rules.rule import UNSPLIT, Factors, TensorFactors, base_name, bind, parse
+from shardax.spmd_rules.rule import UNSPLIT, Factors, base_name, bind, parse
 
 ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
 """Levels, first to last: completion lets nothing of a later level happen while an earlier one has visits
@@ -65,7 +65,10 @@ def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
         return
     for operands, results in _components(factors):
         part = _part(node, factors, operands, results, OPERATOR, OPERATOR)
-        part.backward, part.forward = _levels(node, part.factors)
+        if len({dims for dims in part.factors.tensors if dims}) <= 1 or _only_permutes(part.factors):
+            part.backward, part.forward = ELEMENTWISE, ELEMENTWISE
+        elif node.name == "broadcast_in_dim":
+            part.backward, part.forward = BROADCAST_BACKWARD, BROADCAST_FORWARD
         yield part
 
 
@@ -91,17 +94,16 @@ def _stretched(factors: Factors) -> tuple[list[int], list[int]]:
     """
     result = factors.results[0] if factors.results else ()
     stretched = [
-        i for i, dims in enumerate(factors.operands) if dims and dims != result and _stretches(dims, result)
+        i
+        for i, dims in enumerate(factors.operands)
+        if dims
+        and dims != result
+        and len(dims) == len(result)
+        and all(dim in ((), other) for dim, other in zip(dims, result, strict=True))
     ]
     full = [i for i, dims in enumerate(factors.operands) if dims in ((), result)]
     alike = len(full) + len(stretched) == len(factors.operands) and set(factors.results) == {result}
     return (full, stretched) if alike else (full, [])
-
-
-def _stretches(dims: TensorFactors, result: TensorFactors) -> bool:
-    return len(dims) == len(result) and all(
-        dim in ((), other) for dim, other in zip(dims, result, strict=True)
-    )
 
 
 def _part(
@@ -112,15 +114,6 @@ def _part(
     part = replace(factors, operands=tensors[0], results=tensors[1])
     return Edge(
         [node.inputs[i] for i in operands], [node.outputs[i] for i in results], part, backward, forward, node
-    )
-
-
-def _levels(node: Node, factors: Factors) -> tuple[int, int]:
-    dims = {dims for dims in factors.tensors if dims}
-    if len(dims) <= 1 or _only_permutes(factors):
-        return ELEMENTWISE, ELEMENTWISE
-    return (
-        (BROADCAST_BACKWARD, BROADCAST_FORWARD) if node.name == "broadcast_in_dim" else (OPERATOR, OPERATOR)
     )
 
 
@@ -144,7 +137,7 @@ def _same(values: list[Value], node: Node) -> Edge:
 
 
 def _stacked(outer: Value, inner: Value, node: Node) -> Edge:
-    """The edge between the stacked values of all trips of a scan, and the value of one trip."""
+    """The edge between the stacked values of all iterations of a scan, and the value of one."""
     factors = bind(parse("trips! ... -> ..."), (outer.shape,), (inner.shape,))
     return Edge([outer], [inner], factors, ELEMENTWISE, ELEMENTWISE, node)
 
@@ -161,20 +154,15 @@ def _scan_flow(node: Node) -> Iterator[Edge]:
             yield _stacked(outer, inner, node)
     for outer, inner in zip(node.outputs[carries:], body.outputs[carries:], strict=True):
         yield _stacked(outer, inner, node)
-    yield from _map_flow(node, node.inputs[consts + carries :], node.outputs[carries:])
-
-
-def _map_flow(node: Node, xs: list[Value], ys: list[Value]) -> Iterator[Edge]:
-    """The edge between the stacks of a scan that is a map, which may be split alike over its trips."""
-    if xs and ys and carries_of_map(node) is not None:
+    xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
+    if xs and ys and carries_of_map(node) is not None:  # the stacks of a map may be split alike
         letters = (f"k{i}!" for i in range(10**6))
         operands, results = (
             ", ".join(" ".join(("trips", *itertools.islice(letters, len(v.shape) - 1))) for v in values)
             for values in (xs, ys)
         )
-        factors = bind(
-            parse(f"{operands} -> {results}"), tuple(v.shape for v in xs), tuple(v.shape for v in ys)
-        )
+        rule = parse(f"{operands} -> {results}")
+        factors = bind(rule, tuple(v.shape for v in xs), tuple(v.shape for v in ys))
         yield Edge(xs, ys, factors, ELEMENTWISE, ELEMENTWISE, node)
 
 
@@ -197,9 +185,9 @@ def _cond_flow(node: Node) -> Iterator[Edge]:
         yield _same(list(values), node)
 
 
-def _island_flow(node: Node) -> Iterator[Edge]:
-    """A shard_map has no edges. The annotations around it, made of its specs, do all."""
-    return iter(())
-
-
-_FLOWS = {"cond": _cond_flow, "scan": _scan_flow, "shard_map": _island_flow, "while": _while_flow}
+_FLOWS = {
+    "cond": _cond_flow,
+    "scan": _scan_flow,
+    "shard_map": lambda node: iter(()),  # the annotations around it, made of its specs, do all
+    "while": _while_flow,
+}

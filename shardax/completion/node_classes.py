@@ -96,7 +96,11 @@ class NodeClasses:
         def met(values: Sequence[Value]) -> tuple[tuple[int, int], ...]:
             return tuple((numbers.setdefault(v, len(numbers)), self._type_number(v)) for v in values)
 
-        params: Hashable = tuple((k, v) for k, v in sorted(node.params.items()) if not _holds_jaxpr(v))
+        params: Hashable = tuple(
+            (name, p)
+            for name, p in sorted(node.params.items())
+            if not _jax.is_jaxpr(p) and not (isinstance(p, tuple) and any(map(_jax.is_jaxpr, p)))
+        )
         if (note := annotations.of_node(node)) is not None:
             params = note.dims
         flag = node.name.startswith("random") and node.eqn.ctx.threefry_partitionable
@@ -111,7 +115,8 @@ class NodeClasses:
         self, key: Hashable, factors: Factors | None, edges: Iterable[Edge], values: Sequence[Value]
     ) -> NodeClass:
         tensors = [i for i, v in enumerate(values) if v.shape and not v.is_literal]
-        node_class = NodeClass(len(self.classes), factors, edge_patterns(edges, values), _taking(tensors))
+        pick = itemgetter(*tensors) if len(tensors) > 1 else lambda values: [values[i] for i in tensors]
+        node_class = NodeClass(len(self.classes), factors, edge_patterns(edges, values), pick)
         return self.classes.setdefault(key, node_class)
 
     def _key(self, node: Node, values: Sequence[Value]) -> Hashable:
@@ -128,10 +133,6 @@ class NodeClasses:
         return self.type_of[value]
 
 
-def _holds_jaxpr(param: Any) -> bool:
-    return _jax.is_jaxpr(param) or isinstance(param, tuple) and any(map(_jax.is_jaxpr, param))
-
-
 def _can_be_compared(key: Hashable) -> bool:
     try:
         hash(key)
@@ -141,10 +142,6 @@ def _can_be_compared(key: Hashable) -> bool:
 
 
 _ANNOTATIONS = frozenset(("annotate", "sharding_constraint", "reshard"))
-
-
-def _taking(places: Sequence[int]) -> Callable[[Sequence[Value]], Sequence[Value]]:
-    return itemgetter(*places) if len(places) > 1 else lambda values: [values[p] for p in places]
 
 
 def _type(value: Value) -> Hashable:

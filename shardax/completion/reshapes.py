@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from shardax.completion.complete import Completion
-from shardax.graph.graph import Graph, Node
+from shardax.graph.graph import Graph
 from shardax.sharding import Axes, AxisSizes
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import UNSPLIT, DimFactors, Factors
@@ -29,10 +29,16 @@ def split_inside(graph: Graph, done: Completion) -> Iterator[tuple[str, int]]:
         for v in (node.inputs[0], node.outputs[0])
     }
     for node in graph.walk():
-        if node.name == "reshape" and (
-            done.sharding(node.inputs[0]).axes or done.sharding(node.outputs[0]).axes
-        ):
-            yield from _of_reshape(node, unsplit, done)
+        if node.name != "reshape" or not any(done.sharding(v).axes for v in (*node.inputs, *node.outputs)):
+            continue
+        factors, (operand,), (result,) = RULES["reshape"].factors(node), node.inputs, node.outputs
+        sides = (operand, factors.operands[0]), (result, factors.results[0])
+        for (value, tensor), (other, across) in (sides, sides[::-1]):
+            closed = zip(across, unsplit.get(other, ()), strict=False)
+            held = {f for dim, is_unsplit in closed if is_unsplit for f in dim}
+            for dim, axes in zip(tensor, done.sharding(value).dims, strict=True):
+                if len(dim) > 1 and axes and not held.issuperset(dim):
+                    yield from _parts(dim, axes, factors, done.sizes)
 
 
 def _of_rows(axes: Axes, size: int, sizes: AxisSizes) -> Iterator[tuple[str, int]]:
@@ -45,21 +51,6 @@ def _of_rows(axes: Axes, size: int, sizes: AxisSizes) -> Iterator[tuple[str, int
                 yield axis, size
             return
         size //= sizes[axis]
-
-
-def _of_reshape(node: Node, unsplit, done: Completion) -> Iterator[tuple[str, int]]:
-    factors = RULES["reshape"].factors(node)
-    for value, tensor, other, across in _sides(node, factors):
-        held = {f for f_dim, held in zip(across, unsplit.get(other, ()), strict=False) if held for f in f_dim}
-        for dim, axes in zip(tensor, done.sharding(value).dims, strict=True):
-            if len(dim) > 1 and axes and not held.issuperset(dim):
-                yield from _parts(dim, axes, factors, done.sizes)
-
-
-def _sides(node: Node, factors: Factors):
-    (operand,), (result,) = node.inputs, node.outputs
-    yield operand, factors.operands[0], result, factors.results[0]
-    yield result, factors.results[0], operand, factors.operands[0]
 
 
 def _parts(dim: DimFactors, axes: Axes, factors: Factors, sizes: AxisSizes) -> Iterator[tuple[str, int]]:

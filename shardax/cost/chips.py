@@ -13,16 +13,18 @@ from dataclasses import dataclass
 class Chip:
     """One device, and how it is joined to the others.
 
-    `flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s. `link_rate`: bytes/s that a device
-    sends in a ring, along one dim of the torus both ways. `torus`: dims of the torus, 0 where there is none.
+    `flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s.
+    `link_rate`: bytes/s that a device sends in a ring, along one dim of the torus both ways.
+    `torus`: dims of the torus, 0 where there is none.
     `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are.
-    `least`: seconds that an operation takes, however little it reads and writes. `closes`: a dim of the torus
-    is a ring where it is as long as this; a shorter one is a line, and sends one way only. `host`: devices
-    that links join, where there is no torus; 0 is all of them. `network_rate`: bytes/s that a device sends to
-    other hosts, or slices of a torus; 0 where there are none. `lanes`: where a reduce_scatter leaves no more
-    than so many elements of the minor-most dim, the compiler makes it an
-      all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not minor-most stays
-      what it is).
+    `least`: seconds that an operation takes, however little it reads and writes.
+    `closes`: a dim of the torus is a ring where it is as long as this; a shorter one is a line, and sends one
+      way only.
+    `host`: devices that links join, where there is no torus; 0 is all of them.
+    `network_rate`: bytes/s that a device sends to other hosts, or slices of a torus; 0 where there are none.
+    `lanes`: where a reduce_scatter leaves no more than so many elements of the minor-most dim, the compiler
+      makes it an all_reduce (measured for v3: 8192 over 64 devices, the same along a dim that is not
+      minor-most stays what it is).
     `copies`: how many copies in memory take as long as to rearrange what an all_to_all sends. (From the
       cycles that the TPU compiler estimates: two to seven in most cases, up to 21 in one, see
       `passes/tpu.py`. Gathers and reduce_scatters need none.)

@@ -27,7 +27,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -124,7 +123,7 @@ class Network(dict[str, int]):
 
 
 def network_of(sizes: Mapping[str, int]) -> Network:
-    """The sizes of a mesh with their prices: those of the nominal chip, where none were given."""
+    """The sizes of a mesh with their prices: those of the nominal chip, where they have none."""
     return sizes if isinstance(sizes, Network) else _nominal(tuple(sizes.items()))
 
 
@@ -139,9 +138,11 @@ def network_of_mesh(
     """The prices on a mesh, of its axes or of those of `sizes`, into which the same devices in the same order
     are put.
 
-    Args: mesh: where its devices are this chip, their places say how they are joined; else it is assumed.
+    Args:
+      mesh: where its devices are this chip, their places say how they are joined; else it is assumed.
       chip: by default that of the devices; the nominal one of CPUs, of an abstract mesh, and of chips that
-      nobody knows. sizes: axes and their sizes, major to minor.
+        nobody knows.
+      sizes: axes and their sizes, major to minor.
     """
     sizes = dict(mesh.shape if mesh is not None and sizes is None else sizes or {})
     devices = mesh.devices.reshape(tuple(sizes.values())) if isinstance(mesh, Mesh) else None
@@ -172,17 +173,13 @@ def assumed(sizes: Mapping[str, int], chip: Chip) -> dict[str, Line]:
 def _line(devices: np.ndarray, dim: int, chip: Chip) -> Line:
     """How the devices along a dim of the mesh are joined, which the first of them show."""
     along = [devices[(0,) * dim + (i,) + (0,) * (devices.ndim - dim - 1)] for i in range(devices.shape[dim])]
-    groups = len({_host(device) for device in along})
+    # Devices are of one group in one slice of a torus, or on one host.
+    groups = len({getattr(d, "slice_index", 0 if d.platform == "tpu" else d.process_index) for d in along})
     if not chip.torus or groups > 1:
         return _switched(len(along), len(along) // groups, chip)
     places = np.array([device.coords for device in along])
     extents = np.ptp([device.coords for device in devices.flat], axis=0) + 1
     return _on_torus(places, extents.tolist(), chip)
-
-
-def _host(device: Any) -> int:
-    """The number of the slice of a torus, or of the host, that a device belongs to."""
-    return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
 
 
 def _on_torus(places: np.ndarray, extents: Sequence[int], chip: Chip) -> Line:

@@ -134,9 +134,17 @@ def _print(plan, options, mesh: AbstractMesh) -> None:
             f"{options.program} on {options.against} (+) against {_text(mesh)} "
             f"(-):\n{_difference(plan, options)}"
         )
-    elif options.why or options.chip or options.source:
-        _print_parts(plan, options)
-    else:
+        return
+    for what in options.why:
+        try:
+            print(plan.why(what))
+        except ValueError as error:
+            fail(str(error))
+    for chip in options.chip:
+        print(plan.estimate(chip))
+    if options.source:
+        print(plan.source())
+    if not (options.why or options.chip or options.source):
         print(plan)
 
 
@@ -152,18 +160,6 @@ def _difference(plan, options) -> str:
         return plan.diff(other) or "no difference"
     except ValueError as error:
         fail(str(error))
-
-
-def _print_parts(plan, options) -> None:
-    for what in options.why:
-        try:
-            print(plan.why(what))
-        except ValueError as error:
-            fail(str(error))
-    for chip in options.chip:
-        print(plan.estimate(chip))
-    if options.source:
-        print(plan.source())
 
 
 def _write(plan, options) -> None:

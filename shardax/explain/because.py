@@ -19,12 +19,13 @@ from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
 from shardax.ledger.collectives import AS_WRITTEN, Collective, array_text
-from shardax.ledger.lines import assigned, line_text
+from shardax.ledger.lines import assigned, line_beside, line_text, with_short_lines
 from shardax.ledger.words import as_one, form, spec_text, times
 from shardax.meshes.crossing import Crossed
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.reasons import Resharded, Settled
 from shardax.sharding import Axes, Layout, Sharding, shard_count
+from shardax.spmd_rules.effects import CALLED_ONCE
 from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT, Factors, TensorFactors
 from shardax.spmd_rules.sends import Sent
 
@@ -40,7 +41,6 @@ class Because:
         self.completion = plan.values
         self.told: dict[causes.Cause, str] = {}
         self.makers = dict(_makers(plan.decisions)) if plan.decisions else {}
-        self.roots: dict[tuple[Value, int], Origin | None] = {}
         self.results = [place.path for place in plan.results()]
         self.last = set(_last_of_lines(self.story.nodes))
         self.called = functools.cache(self.story.called)
@@ -79,7 +79,7 @@ class Because:
             return None
         seen.add((value, dim))
         if axes <= {*self.completion.sharding(value).dims[dim]}:
-            return self.root(value, dim)
+            return self.story.root(value, dim)
         node, decision = self.makers.get(value, (None, None))
         if node is None or decision is None or decision.factors is None or not depth:
             return None
@@ -93,20 +93,6 @@ class Because:
                     if origin := self._origin(operand, d, axes, depth - 1, seen):
                         return origin
         return None
-
-    def root(self, value: Value, dim: int) -> Origin | None:
-        """The annotation that led completion to the axes of a dim."""
-        way, at = [], (value, dim)
-        while at not in self.roots and at not in way:
-            way.append(at)
-            origin = self.completion.origin(*at)
-            if origin is None or origin.value is None:
-                self.roots[at] = origin
-            else:
-                at = self.completion.told_by(origin, *at)
-        origin = self.roots.get(at)
-        self.roots.update(dict.fromkeys(way, origin))
-        return origin
 
 
 SAME = ("optimization_barrier", "reshard")
@@ -137,16 +123,16 @@ def _last_of_lines(nodes: Iterable[Node]) -> Iterator[Value]:
 
 
 class _Teller:
-    """Tells one cause; `here` is the line of its collective, which names need not repeat."""
+    """Tells one cause; `line` is the line of its collective, which names need not repeat."""
 
-    def __init__(self, because: Because, here: str):
+    def __init__(self, because: Because, line: str):
         self.all, self.plan, self.story, self.completion = (
             because,
             because.plan,
             because.story,
             because.completion,
         )
-        self.here = here
+        self.line = line
 
     # Names and facts
 
@@ -165,8 +151,8 @@ class _Teller:
         if variable and value in self.all.last:
             return variable
         made = f"{variable}'s {node.name}" if variable else node.name
-        place = f" at {node.line.rpartition('/')[2]}" if node.line not in ("", self.here) else ""
-        return f"the gradient's {node.name}{place}" if "transpose(" in str(node.scope) else made + place
+        gradient = "transpose(" in str(node.scope)
+        return (f"the gradient's {node.name}" if gradient else made) + self.place(node)
 
     def path(self, value: Value) -> str:
         """Of an argument, annotated or not."""
@@ -216,14 +202,17 @@ class _Teller:
         called = self.all.called(origin.source)
         if called == own:
             return AS_IT_RESTS if origin.source.startswith("argument ") else _head(origin.source)
-        return called if called != origin.source else self.words(origin.source, origin.node)
+        of_argument = called != with_short_lines(origin.source)
+        return called if of_argument else self.words(origin.source, origin.node)
 
     def words(self, source: str, node: Node | None) -> str:
         """An annotation's words, with its line."""
         bare = (
             node is not None and node.line and " at " not in source and not source.startswith("out_shardings")
         )
-        return f"{source} at {node.line.rpartition('/')[2]}" if node and bare else source
+        return (
+            f"{source} at {line_beside(node.line, self.line)}" if node and bare else with_short_lines(source)
+        )
 
     # Reshards
 
@@ -251,14 +240,21 @@ class _Teller:
             by = _by(self.sources(c.value, requested, requested.axes))
             return f"the wanted {self.spec(c.target.sharding)}{by}"
         if c.decision.factors is None:
-            trips = (
-                c.reader.name == "scan"
-                and c.place >= sum(_jax.scan_counts(c.reader.params))
-                and not c.target.dims[0]
-            )
-            what = "whose trips are not split" if trips else f"which takes it {self.spec(c.target.sharding)}"
-            return f"{c.reader.name}, {what}"
+            return self.looped(c, c.reader)
         return self.needed(c, c.reader, c.decision, c.decision.factors)
+
+    def looped(self, c: Resharded, node: Node) -> str:
+        """What clashed with the sharding that an operand of a node with bodies had."""
+        inside = (n for body in node.bodies for n in body.walk() if n.name in CALLED_ONCE)
+        called = next((f"{n.name}{self.place(n)} is called once" for n in inside), "")
+        if node.name == "scan" and c.place >= sum(_jax.scan_counts(node.params)) and not c.target.dims[0]:
+            return f"{node.name}, whose trips are not split{called and f': {called} in each'}"
+        takes = f"{node.name}, which takes it {self.spec(c.target.sharding)}"
+        return f"{takes}: {called}, on whole arrays" if called and not c.target.sharding.axes else takes
+
+    def place(self, node: Node) -> str:
+        """Where a node stands, if that is another line than the collective's."""
+        return f" at {line_beside(node.line, self.line)}" if node.line not in ("", self.line) else ""
 
     def returned(self, c: Resharded) -> str:
         spec = self.spec(c.target.sharding)
@@ -277,7 +273,7 @@ class _Teller:
         if c.target.sharding != sharding and annotation.like is None and None not in annotation.dims:
             return (
                 f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by "
-                f"{_head(annotation.source)}"
+                f"{with_short_lines(_head(annotation.source))}"
             )
         if annotation.like is not None:
             return f"{self.spec(c.target.sharding)}, as the argument rests that it succeeds"
@@ -307,8 +303,10 @@ class _Teller:
             for d, dim in enumerate(mine)
             if {*lost} & {*dim} and any(factors.type_of(f) == UNSPLIT for f in dim)
         ]
+        if node.name in CALLED_ONCE:
+            return f"{node.name}, which is called once, on whole arrays"
         if dims:
-            return f"{node.name}, which needs dim {' and '.join(map(str, dims))} whole"
+            return f"{node.name}, which needs dim {' and '.join(map(str, dims))} unsplit"
         values = list(zip((*node.inputs, *node.outputs), factors.tensors, strict=True))
         known = [
             *(reshard.source.sharding for reshard in decision.reshards),
@@ -331,13 +329,18 @@ class _Teller:
     # Reductions and lowerings
 
     def settled(self, c: Settled) -> str:
-        if c.node is None or c.decision is None:
-            return f"what each trip leaves owing over {self.axes(c.axes)}"
-        if "trips" in c.decision.splits:
-            return f"over the trips, split over {self.axes(c.axes)}"
-        return (
-            self.along(c.node, c.decision.operands, c.axes, "over", c.decision.factors) or "owed in its body"
-        )
+        if c.owed is None:
+            return f"what each iteration leaves owing over {self.axes(c.axes)}"
+        also = f"; also {_listed([line_beside(line, self.line) for line in c.also])}" if c.also else ""
+        return self.summed(c.axes, *c.owed.origin) + also
+
+    def summed(self, axes: Axes, node: Node, decision: Decision) -> str:
+        """What a node, run by this decision, left owed over the axes. A reshard may have put it on others."""
+        if "trips" in decision.splits:
+            return f"over the trips, split over {self.axes(axes)}"
+        here = tuple(a for layout in decision.results for a in layout.pending_axes)
+        dims = (self.along(node, decision.operands, over, "over", decision.factors) for over in (axes, here))
+        return next(filter(None, dims), "owed in its body")
 
     def sent(self, c: Sent) -> str:
         return (
@@ -433,7 +436,7 @@ def _of_scan(teller: _Teller, node: Node, i: int, value: Value) -> str:
         if i < consts
         else f"the carry {array_text(value.aval)}"
         if i < consts + carries
-        else f"a trip's {outer}"
+        else f"an iteration's {outer}"
     )
 
 

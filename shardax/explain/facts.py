@@ -27,22 +27,30 @@ from shardax.validation import require
 class Facts:
     """What is known of a planned program, and what that adds up to.
 
-    Args: mesh: the mesh, abstract or not. global_jaxpr: the program that was given, a ClosedJaxpr; its inputs
-      are the leaves of `in_shardings` and `kw_shardings`,
-        then what the function closes over.
-      local_jaxpr: the program that each device runs, a ClosedJaxpr of one `shard_map` equation. in_shardings:
-      the tuple of the arguments, with a NamedSharding for each array: how it is laid out between calls.
-      out_shardings: likewise the result. kw_shardings: likewise the keyword arguments. at_rest: what rests in
-      another sharding than was wanted. graph: the global program, flat. values: the sharding of each value of
-      `graph`, and where it comes from. decisions: in which layouts each value of `graph` is made and read.
-      phases: seconds that each phase of planning took. names: of the positional arguments, in the function's
-      signature. donated: the numbers of the donated arguments, as leaves. closed_over: the arrays that the
-      function closes over, which are the last inputs of the programs. program: the function's name and place,
-      as in "train_step at models/steps.py:34". line: its line; collectives that serve no line inside, such as
-      those for `in_shardings`, serve this one. refinement: how the axes of the local program make up those of
-      the meshes that the user named. crossings: the arguments and results that rest on meshes which do not
-      fit the program's. refs: the numbers of the arguments that are Refs, as leaves. What they hold is an
-      input, and in the end a result. collectives: read off the crossings and `local_jaxpr` unless given.
+    Args:
+      mesh: the mesh, abstract or not.
+      global_jaxpr: the program that was given, a ClosedJaxpr; its inputs are the leaves of `in_shardings` and
+        `kw_shardings`, then what the function closes over.
+      local_jaxpr: the program that each device runs, a ClosedJaxpr of one `shard_map` equation.
+      in_shardings: the tuple of the arguments, with a NamedSharding for each array: how it is laid out
+        between calls.
+      out_shardings: likewise the result.
+      kw_shardings: likewise the keyword arguments.
+      at_rest: what rests in another sharding than was wanted.
+      graph: the global program, flat.
+      values: the sharding of each value of `graph`, and where it comes from.
+      decisions: in which layouts each value of `graph` is made and read.
+      phases: seconds that each phase of planning took.
+      argument_names: of the positional arguments, in the function's signature.
+      donated: the numbers of the donated arguments, as leaves.
+      closed_over: the arrays that the function closes over, which are the last inputs of the programs.
+      program: the function's name and place, as in "train_step at models/steps.py:34".
+      line: its line; collectives that serve no line inside, such as those for `in_shardings`, serve this one.
+      refinement: how the axes of the local program make up those of the meshes that the user named.
+      crossings: the arguments and results that rest on meshes which do not fit the program's.
+      refs: the numbers of the arguments that are Refs, as leaves. What they hold is an input, and in the end
+        a result.
+      collectives: read off the crossings and `local_jaxpr` unless given.
     """
 
     mesh: Any
@@ -56,7 +64,7 @@ class Facts:
     values: Any = None
     decisions: Any = None
     phases: Mapping[str, float] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
+    argument_names: tuple[str, ...] = ()
     donated: frozenset[int] = frozenset()
     closed_over: tuple[Any, ...] = ()
     program: str = ""
@@ -69,41 +77,41 @@ class Facts:
     def __post_init__(self):
         if self.collectives is None:
             folded = self.refinement.folded if self.refinement else tuple
-            found = (
+            sent = (
                 *self.crossed("argument"),
                 *collectives(self.local_jaxpr, self._sizes, folded, self.line),
                 *self.crossed("result"),
             )
-            object.__setattr__(self, "collectives", found)
+            object.__setattr__(self, "collectives", sent)
 
     def crossed(self, side: str) -> Iterator[Collective]:
         """What the crossings of arguments, or results, send, before and after the local program."""
-        found = [c for c in self.crossings if c.side == side]
-        names = (
+        crossings = [c for c in self.crossings if c.side == side]
+        paths = (
             [p.named or p.path for p in (self.arguments() if side == "argument" else self.results())]
-            if found
+            if crossings
             else []
         )
         return (
             replace(entry, line=self.line)
-            for c in found
-            for entry in c.collectives(self.mesh, names[c.number])
+            for c in crossings
+            for entry in c.collectives(self.mesh, paths[c.number])
         )
 
     @property
     def comm_bytes(self) -> int:
-        """Bytes that one device sends per call. A scan counts all its trips, a `while` one, a `cond` its
+        """Bytes that one device sends per call. A scan counts all iterations, a `while` one, a `cond` its
         dearest branch.
         """
         return comm_bytes(self.collectives)
 
     @_jax.boundary
-    def cost_at_rest(self, moved: AtRest) -> int:
-        """Bytes that one device sends per call to bring `moved` to the wanted sharding, and back to where it
+    def cost_at_rest(self, entry: AtRest) -> int:
+        """Bytes that one device sends per call to bring `entry` to the wanted sharding, and back to where it
         rests.
         """
-        require(isinstance(moved, AtRest), "moved of Plan.cost_at_rest", moved, "one of Plan.at_rest")
-        return moved.came + moved.left
+        require(isinstance(entry, AtRest), "entry of Plan.cost_at_rest", entry, "one of Plan.at_rest")
+        return entry.came + entry.left
 
     def arguments(self) -> Iterator[Placed]:
         shardings = (self.in_shardings, dict(self.kw_shardings))
@@ -119,8 +127,8 @@ class Facts:
     def _named(self, path: str) -> str:
         """ "0/params/w" -> "state/params/w", by the signature."""
         first, slash, rest = path.partition("/")
-        known = first.isdecimal() and int(first) < len(self.names)
-        return (self.names[int(first)] if known else first) + slash + rest
+        known = first.isdecimal() and int(first) < len(self.argument_names)
+        return (self.argument_names[int(first)] if known else first) + slash + rest
 
     def results(self) -> Iterator[Placed]:
         """The results, then the Refs among the arguments, which rest as they did."""
@@ -173,8 +181,8 @@ class Facts:
             (c.jaxpr(self.mesh), {**self.mesh.shape, **self._sizes}) for c in self.crossings if c.sends
         ]
         programs = [(self.local_jaxpr, self._sizes), *crossed]
-        found = [c for program, sizes in programs for c in collectives(program, sizes) if not c.other_branch]
-        return [Sent(c.kind, c.axes, c.nbytes, c.minor, c.trips) for c in found]
+        ledger = [c for program, sizes in programs for c in collectives(program, sizes) if not c.other_branch]
+        return [Sent(c.kind, c.axes, c.nbytes, c.minor, c.trips) for c in ledger]
 
     @functools.cached_property
     def _work(self) -> list[Work]:

@@ -125,7 +125,7 @@ def normalized(
                     applied[words] += n
     for entry in sorted(+only_planned):
         if compiled_counts[entry]:
-            applied[MERGED] += only_planned.pop(entry)
+            applied[CSE] += only_planned.pop(entry)
     return +only_planned, +only_compiled, +applied
 
 
@@ -163,7 +163,7 @@ def _widened(entry: Entry, c: Collective) -> Iterator[Entry]:
         yield kind, devices, 2 * nbytes, mark
 
 
-MERGED = "equal collectives of equal operands, as recomputation has them, run once"
+CSE = "equal collectives of equal operands, as recomputation has them, run once"
 REWRITINGS: dict[str, dict[str, Callable[[Entry, Collective], Iterator[Entry]]]] = {
     "cpu": {"sums of bfloat16 and float16 are sent as float32": _widened},
     "tpu": {
@@ -209,12 +209,16 @@ class _Stablehlo:
         return self.regions(op)
 
     def loop(self, op) -> Iterator[Collective]:
-        trips = _trip_count(op)
+        trip_count = _trip_count(op)
         for c in self.regions(op):
-            yield replace(c, open_loop=True) if trips is None else replace(c, trips=c.trips * trips)
+            yield replace(c, open_loop=True) if trip_count is None else replace(c, trips=c.trips * trip_count)
 
     def collective(self, kind: str, op) -> Iterator[Collective]:
-        devices = _senders(op) if kind == "ppermute" else self.group_size(op.attributes["replica_groups"])
+        if kind == "ppermute":
+            pairs = op.attributes["source_target_pairs"]
+            devices = sum(pairs[i] != pairs[i + 1] for i in range(0, len(pairs), 2))
+        else:
+            devices = self.group_size(op.attributes["replica_groups"])
         types = [operand.type for operand in op.operands]
         return _collective(kind, devices, [(str(t.element_type), tuple(t.shape)) for t in types])
 
@@ -262,11 +266,6 @@ def _added(value, to) -> int | None:
     return _integer(owner.operands[1])
 
 
-def _senders(op) -> int:
-    pairs = op.attributes["source_target_pairs"]
-    return sum(pairs[i] != pairs[i + 1] for i in range(0, len(pairs), 2))
-
-
 def _instructions(text: str) -> Iterator[Collective]:
     """Operands carry no types in the text, so those of the computation at hand are kept."""
     types: dict[str, str] = {}
@@ -278,21 +277,12 @@ def _instructions(text: str) -> Iterator[Collective]:
         if match := _INSTRUCTION.match(line):
             types[match["name"]] = match["type"]
             kind = _KINDS.get(match["opcode"].removesuffix("-start").replace("-", "_"))
-            if kind and _is_new(match["rest"], chains):
+            chain = _one(r'chain_id="(\d+)"', match["rest"], "")
+            if kind and chain not in chains:  # of a chain the first instruction alone counts
+                chains |= {chain} - {""}
                 operands = re.findall(r"%[\w.-]+", match["rest"].split("), ")[0])
                 arrays = [array for operand in operands for array in _arrays(types[operand])]
                 yield from _collective(kind, _participants(kind, match["rest"], partitions), arrays)
-
-
-def _is_new(attributes: str, chains: set[str]) -> bool:
-    """False for all instructions of a chain but the first one; `chains` collects the chains that were
-    seen.
-    """
-    chain = _one(r'chain_id="(\d+)"', attributes, "")
-    if chain in chains:
-        return False
-    chains.update(filter(None, [chain]))
-    return True
 
 
 _INSTRUCTION = re.compile(
@@ -306,8 +296,8 @@ def _arrays(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
     >>> _arrays("(f32[8,16]{1,0:T(8,128)}, u32[])")
     [('f32', (8, 16)), ('u32', ())]
     """
-    found = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_text)
-    return [(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in found]
+    types = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_text)
+    return [(dtype, tuple(map(int, filter(None, shape.split(","))))) for dtype, shape in types]
 
 
 def _participants(kind: str, attributes: str, partitions: int) -> int:

@@ -197,11 +197,11 @@ def _memory(plan: Analysis) -> Iterator[str]:
         (f"Replicated, {bytes_text(memory.threshold)} and more", memory.replicated),
     ):
         if tensors:
-            names = ("checkpoint_name",) * any(t.name for t in tensors)
-            rows = [_tensor(t, n, named=bool(names)) for t, n in Counter(tensors).items()]
+            name_column = ("checkpoint_name",) * any(t.name for t in tensors)
+            rows = [_tensor(t, n, named=bool(name_column)) for t, n in Counter(tensors).items()]
             yield _table(
                 title,
-                ("array", "from", *names, "on each device", "code"),
+                ("array", "from", *name_column, "on each device", "code"),
                 sorted(rows, key=lambda row: -(row[-2].number or 0)),
             )
 

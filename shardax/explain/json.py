@@ -51,4 +51,5 @@ def _place(place: Placed) -> dict[str, str]:
 def _collective(c: Collective) -> dict[str, Any]:
     fields = asdict(replace(c, operands=(), cause=None))
     del fields["cause"]
-    return {**fields, "operands": list(map(array_text, c.operands)), "total": c.total}
+    operands = list(map(array_text, c.operands))
+    return {**fields, "also": list(c.also), "operands": operands, "total": c.total}

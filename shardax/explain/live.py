@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
+from shardax.ledger.collectives import reason_of
 from shardax.spmd_rules.registry import RULES, Entry
 
 
@@ -36,12 +37,20 @@ class Life:
         self.makers: dict[Any, Any] = {}
         self.fused: dict[Any, Any] = {}
         self.roots: dict[Any, Any] = {}  # the variable whose memory another one has
-        users = self._users(jaxpr)
+        users: dict[Any, list[Any]] = {v: [None] for v in jaxpr.outvars if not _jax.is_literal(v)}
+        for eqn in self.eqns:
+            for v in eqn.invars:
+                if not _jax.is_literal(v):
+                    users.setdefault(v, []).append(eqn)
         for i in range(len(self.eqns), 0, -1):
             self._see(i, self.eqns[i - 1], users)
         for i, eqn in enumerate(self.eqns, 1):
             for old, new in _in_place(eqn):
-                self._reuse(i, old, new)
+                # where the equation is the last to read an array, its result takes the memory of that array
+                if not _jax.is_literal(old) and self.death[old] == i and eqn.invars.count(old) == 1:
+                    root = self.roots[new] = self.roots.get(old, old)
+                    self.death[root] = max(self.death[root], self.death.get(new, i))
+                    self.birth.pop(new, None)
 
     def _see(self, i: int, eqn, users) -> None:
         fused = _is_fused(eqn, users)
@@ -52,21 +61,6 @@ class Life:
         (self.fused if fused else self.makers).update(dict.fromkeys(eqn.outvars, eqn))
         if not fused:
             self.birth |= dict.fromkeys(eqn.outvars, i)
-
-    def _reuse(self, i: int, old, new) -> None:
-        """Where an equation is the last to read an array, its result takes the memory of that array."""
-        if not _jax.is_literal(old) and self.death[old] == i and self.eqns[i - 1].invars.count(old) == 1:
-            root = self.roots[new] = self.roots.get(old, old)
-            self.death[root] = max(self.death[root], self.death.get(new, i))
-            self.birth.pop(new, None)
-
-    def _users(self, jaxpr) -> dict[Any, list[Any]]:
-        users: dict[Any, list[Any]] = {v: [None] for v in jaxpr.outvars if not _jax.is_literal(v)}
-        for eqn in self.eqns:
-            for v in eqn.invars:
-                if not _jax.is_literal(v):
-                    users.setdefault(v, []).append(eqn)
-        return users
 
     def totals(self) -> list[int]:
         """Bytes alive at each time."""
@@ -83,7 +77,17 @@ class Life:
     def alive(self, at: int) -> list[tuple[Any, str]]:
         """The variables that live at a time, each with its line."""
         alive = [v for v, birth in self.birth.items() if birth <= at <= max(self.death.get(v, 0), birth)]
-        return [(v, _jax.user_line(self.makers[v].source_info) if v in self.makers else "") for v in alive]
+        return [(v, self.line(v)) for v in alive]
+
+    def line(self, v) -> str:
+        """Where a variable is made, or else why; of what comes from outside, such as a constant or what an
+        iteration is given, where it is read first.
+        """
+        if v in self.makers:
+            source = self.makers[v].source_info
+            return _jax.user_line(source) or reason_of(r"\w+", source.name_stack)
+        lines = (_jax.user_line(eqn.source_info) for eqn in self.eqns if v in eqn.invars)
+        return next(filter(None, lines), "")
 
     def reads(self, eqn) -> set[Any]:
         """The stored variables that an equation reads, itself or through what is fused into it."""

@@ -84,13 +84,17 @@ def memory(plan: Facts, threshold: int) -> Memory:
     came = [
         Tensor(array_text(c.operands[0]), c.nbytes, c.reason) for c in plan.crossed("argument")
     ]  # and stay where they were
-    tensors = [*came, *(Tensor(array_text(v.aval), nbytes(v), origins.get(v, where)) for v, where in alive)]
+
+    def tensor(v, origin: str, name: str = "") -> Tensor:
+        return Tensor(array_text(v.aval), nbytes(v), origin or plan.line, name)
+
+    tensors = [*came, *(tensor(v, origins.get(v, where)) for v, where in alive)]
     return Memory(
         _by_group(list(zip(paths, map(nbytes, inputs), strict=False))),
         sum(map(nbytes, jaxpr.outvars)),
-        _largest(Tensor(array_text(v.aval), nbytes(v), line, name) for v, name, line in saved(jaxpr)),
+        _largest(tensor(v, line, name) for v, name, line in saved(jaxpr)),
         peak + sum(t.nbytes for t in came),
-        line,
+        line or plan.line,
         _largest(tensors),
         _largest(_replicated(plan, threshold)),
         threshold,

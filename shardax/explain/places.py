@@ -38,7 +38,7 @@ def results(plan: Facts) -> Iterator[Table]:
     places = list(plan.results())
     other = [p for p in places if (p.path, *_how(p)) not in known]
     same = len(places) - len(other)
-    groups = [Group(f"{same} lie as the arguments of the same paths")] * (same > 0)
+    groups = [Group(f"{same} are sharded as the arguments of the same paths")] * (same > 0)
     groups += _by_sharding(other)
     if groups:
         yield Table(

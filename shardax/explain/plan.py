@@ -35,9 +35,9 @@ class Plan(Analysis):
     def why(self, what: str) -> str:
         """The chain of facts that led to a sharding, in words.
 
-        Args: what: the path of an argument ("state/params/w" or "0/params/w"), a line ("model.py:12"), or the
-          name of a variable
-            that a line of the program assigns, or of a `checkpoint_name`.
+        Args:
+          what: the path of an argument ("state/params/w" or "0/params/w"), a line ("model.py:12"), or the
+            name of a variable that a line of the program assigns, or of a `checkpoint_name`.
 
         Raises ValueError where nothing is called so.
         """

@@ -131,4 +131,6 @@ def changed_entries(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
     keys = dict.fromkeys((*before, *now))
     nothing = "nothing"
     changed = [(n, now.get(n, nothing), before.get(n, nothing)) for n in keys if before.get(n) != now.get(n)]
-    return [f"{name or '(the value)'}: {here}, not {before_text}" for name, here, before_text in changed]
+    return [
+        f"{name or '(the value)'}: {now_text}, not {before_text}" for name, now_text, before_text in changed
+    ]

@@ -22,9 +22,10 @@ from shardax.spmd_rules.registry import RULES
 class Estimate:
     """A call on one chip, in seconds.
 
-    `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM. `links`: what it
-    sends. `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with the
-    links. `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
+    `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM.
+    `links`: what it sends.
+    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with the links.
+    `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
     """
 
     compute: float

@@ -41,16 +41,13 @@ def _name(v, makers) -> str:
         if eqn.primitive.name == "name":
             return eqn.params["name"]
         if eqn.primitive.name == "scan":
-            return _in_body(eqn, eqn.outvars.index(v))
+            body = _jax.closed(eqn.params["jaxpr"]).jaxpr
+            inside = body.outvars[eqn.outvars.index(v)]
+            return _name(inside, {v: e for e in body.eqns for v in e.outvars})
         if eqn.primitive.name not in _PASS_THROUGH:
             return ""
         v = eqn.invars[0]
     return ""
-
-
-def _in_body(eqn, index: int) -> str:
-    body = _jax.closed(eqn.params["jaxpr"]).jaxpr
-    return _name(body.outvars[index], {v: e for e in body.eqns for v in e.outvars})
 
 
 def _line(v, maker) -> str:

@@ -55,29 +55,27 @@ class Source:
 def source(plan: Facts) -> Source:
     """The source of a plan's local program."""
     (eqn,) = (e for e in plan.local_jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
-    names = _Namespace()
-    parameters = [names.new(name) for name in _parameters(plan)]
+    namespace = _Namespace()
+    parameters = [namespace.new(name) for name in _parameters(plan)]
     outer = dict(zip(plan.local_jaxpr.jaxpr.invars, parameters, strict=True))
     for var, const in zip(plan.local_jaxpr.jaxpr.constvars, plan.local_jaxpr.consts, strict=True):
-        outer[var] = names.constant(const)
+        outer[var] = namespace.constant(const)
     inner = _jax.closed(eqn.params["jaxpr"])
     arguments = [Text(outer[v], i.aval) for v, i in zip(eqn.invars, inner.jaxpr.invars, strict=True)]
     body = _Body(
-        names, lines=[f"{x} = {x}.astype({dtype_text(x.aval.dtype)})" for x in arguments if x.aval.weak_type]
+        namespace,
+        lines=[f"{x} = {x}.astype({dtype_text(x.aval.dtype)})" for x in arguments if x.aval.weak_type],
     )
-    results = list(map(_weak, body.run(inner, arguments), plan.global_jaxpr.out_avals))
+    pairs = zip(body.run(inner, arguments), plan.global_jaxpr.out_avals, strict=True)
+    # inside, all types are strong: bare numbers stand beside arrays only
+    results = [Text(f"weak({result})", result.aval) if aval.weak_type else result for result, aval in pairs]
     in_specs = {
         outer[v]: spec
         for v, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True)
         if outer[v] in parameters
     }
-    text = _module(plan, in_specs, eqn.params["out_specs"], body.lines, results, names)
-    return Source(text, names.objects | _closed(plan, parameters))
-
-
-def _weak(result: Text, aval) -> Text:
-    """Inside, all types are strong: bare numbers stand beside arrays only."""
-    return Text(f"weak({result})", result.aval) if aval.weak_type else result
+    text = _module(plan, in_specs, eqn.params["out_specs"], body.lines, results, namespace)
+    return Source(text, namespace.objects | _closed(plan, parameters))
 
 
 _WEAK = [
@@ -96,13 +94,13 @@ def _closed(plan: Facts, parameters: Sequence[str]) -> dict[str, Any]:
 
 
 def _module(
-    plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], names: "_Namespace"
+    plan: Facts, in_specs, out_specs, lines: Sequence[str], results: Sequence[Text], namespace: "_Namespace"
 ) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     returned = f"return ({', '.join(map(str, results))}{',' if len(results) == 1 else ''})"
     body = [*lines, *_broken(returned)]
     used = set(re.findall(r"\w+", " ".join(body)))
-    constants = [f"{name} = {text}" for text, name in names.constants.items() if name in used]
+    constants = [f"{name} = {text}" for text, name in namespace.constants.items() if name in used]
     return "\n".join(
         [
             f'"""What each of {plan.mesh.size} devices runs, on a mesh of {mesh}."""',
@@ -154,8 +152,8 @@ def _refined(plan: Facts) -> list[str]:
     """The mesh with the axes that the program names: the user's, refined."""
     if plan.refinement is None or plan.refinement.is_trivial:
         return []
-    names, sizes = tuple(plan.refinement.sizes), tuple(plan.refinement.sizes.values())
-    return [f"mesh = jax.sharding.Mesh(mesh.devices.reshape{sizes}, {names})"]
+    axes, sizes = tuple(plan.refinement.sizes), tuple(plan.refinement.sizes.values())
+    return [f"mesh = jax.sharding.Mesh(mesh.devices.reshape{sizes}, {axes})"]
 
 
 def _indented(lines: Iterable[str]) -> list[str]:
@@ -242,7 +240,7 @@ class _Body:
     it included.
     """
 
-    names: _Namespace
+    namespace: _Namespace
     env: dict[Any, Text] = field(default_factory=dict)
     line: str = ""
     lines: list[str] = field(default_factory=list)
@@ -252,7 +250,7 @@ class _Body:
         jaxpr = closed.jaxpr
         self.env.update(zip(jaxpr.invars, arguments, strict=True))
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
-            self.env[var] = Text(self.names.constant(const), var.aval)
+            self.env[var] = Text(self.namespace.constant(const), var.aval)
         eqns, users = _live(jaxpr)
         for eqn in eqns:
             self.equation(eqn, users)
@@ -262,7 +260,7 @@ class _Body:
         if not _jax.is_literal(atom):
             return self.env[atom]
         if np.shape(atom.val):
-            return Text(self.names.constant(atom.val), atom.aval)
+            return Text(self.namespace.constant(atom.val), atom.aval)
         return literal(atom.val, atom.aval)
 
     def equation(self, eqn, users) -> None:
@@ -272,14 +270,14 @@ class _Body:
             return _STRUCTURED[name](self, eqn, operands)
         if name in _CALLS:
             (inner, *_) = jaxprs_in_params(eqn.params)
-            results = _Body(self.names, self.env, self.line, self.lines).run(_jax.closed(inner), operands)
+            results = _Body(self.namespace, self.env, self.line, self.lines).run(_jax.closed(inner), operands)
             self.env.update(zip(eqn.outvars, results, strict=True))
             return
         if _is_same(eqn, operands):
             self.env[eqn.outvars[0]] = operands[0]
             return
         text = expression(
-            Call(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], self.names.object)
+            Call(eqn.primitive, eqn.params, operands, [v.aval for v in eqn.outvars], self.namespace.object)
         )
         if _stands_alone(eqn, text, users):
             self.place(eqn)
@@ -302,7 +300,9 @@ class _Body:
         name = eqn.primitive.name
         targets = self.define(eqn.outvars, assigned(self.line) or _BASES.get(name) or name)
         left = f"({targets[0]},)" if text.several and len(targets) == 1 else ", ".join(targets)
-        self.statement(f"{left} = {text}" if targets else str(text), *_remarks(eqn))
+        kind, types = KINDS.get(name), ", ".join(array_text(v.aval) for v in eqn.outvars[:1])
+        reason = reason_of(kind, eqn.source_info.name_stack) if kind else ""
+        self.statement(f"{left} = {text}" if targets else str(text), types, reason)
 
     def statement(self, text: str, types: str = "", reason: str = "") -> None:
         """What it makes and why stand beside it; where there is no room, why it sends above."""
@@ -315,11 +315,11 @@ class _Body:
 
     def define(self, variables: Iterable[Any], base: str) -> list[str]:
         """Names for variables, which they are from now on."""
-        names = []
+        identifiers = []
         for var in variables:
-            names.append("_" if type(var).__name__ == "DropVar" else self.names.new(base))
-            self.env[var] = Text(names[-1], var.aval)
-        return names
+            identifiers.append("_" if type(var).__name__ == "DropVar" else self.namespace.new(base))
+            self.env[var] = Text(identifiers[-1], var.aval)
+        return identifiers
 
     def function(
         self, base: str, closed, outside: Sequence[Text], groups: Sequence[Sequence[Text]], returned
@@ -329,12 +329,12 @@ class _Body:
 
         `groups` holds what it is first called with, after which its parameters are named.
         """
-        name = self.names.new(base)
-        inner = _Body(self.names, self.env, self.line)
+        name = self.namespace.new(base)
+        inner = _Body(self.namespace, self.env, self.line)
         rest = iter(closed.jaxpr.invars[len(outside) :])
         parameters = [[inner.define([next(rest)], _base_of(x))[0] for x in group] for group in groups]
         heads = [
-            g[0] if len(g) == 1 else self.names.new(h) if g else "_"
+            g[0] if len(g) == 1 else self.namespace.new(h) if g else "_"
             for g, h in zip(parameters, _HEADS, strict=False)
         ]
         for head, group in zip(heads, parameters, strict=True):
@@ -383,8 +383,8 @@ def _cond(body: _Body, eqn, operands: Sequence[Text]) -> None:
     body.statement(f"{_left(results)} = lax.switch({index}, [{', '.join(branches)}])")
 
 
-def _left(names: Sequence[str]) -> str:
-    return "_" if not names else names[0] if len(names) == 1 else f"({', '.join(names)})"
+def _left(targets: Sequence[str]) -> str:
+    return "_" if not targets else targets[0] if len(targets) == 1 else f"({', '.join(targets)})"
 
 
 def _base_of(text: Text) -> str:
@@ -437,13 +437,6 @@ def _stands_alone(eqn, text: Text, users) -> bool:
     return _jax.user_line(users[0].source_info) != _jax.user_line(eqn.source_info)
 
 
-def _remarks(eqn) -> tuple[str, str]:
-    """The type of what an equation makes, and why it sends."""
-    kind = KINDS.get(eqn.primitive.name)
-    reason = reason_of(kind, eqn.source_info.name_stack) if kind else ""
-    return ", ".join(array_text(v.aval) for v in eqn.outvars[:1]), reason
-
-
 def _broken(text: str) -> list[str]:
     """A statement that is too long, the arguments of its last call a line each."""
     if len(text) <= WIDTH or not text.endswith((")", "),", "):")):
@@ -478,7 +471,7 @@ def _without_strings(text: str) -> str:
     >>> _without_strings('f("ab,c->(", x)')
     'f(_________, x)'
     """
-    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda found: "_" * len(found[0]), text)
+    return re.sub(r'"(?:[^"\\]|\\.)*"', lambda m: "_" * len(m[0]), text)
 
 
 _HEADS = ("carry", "xs")

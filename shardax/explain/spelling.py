@@ -57,9 +57,9 @@ class Call:
     def out(self) -> Any:
         return self.outs[0] if self.outs else None
 
-    def spelled(self, *names: str) -> str:
+    def spelled(self, *param_names: str) -> str:
         """These parameters, as keyword arguments."""
-        return ", ".join(f"{name}={self.spell(self.params[name], name)}" for name in names)
+        return ", ".join(f"{name}={self.spell(self.params[name], name)}" for name in param_names)
 
     def call(self, function: str, *rest: str) -> Text:
         """A call of a function on the operands, then on `rest`."""
@@ -194,9 +194,9 @@ def _prefix(symbol: str) -> Spelling:
     return lambda call: Text(f"{symbol}{call.operands[0].within(ATOM)}", call.out, TIMES)
 
 
-def _function(name: str, *params: str) -> Spelling:
+def _function(name: str, *param_names: str) -> Spelling:
     """A function of the operands, these parameters as keyword arguments."""
-    return lambda call: call.call(name, call.spelled(*params))
+    return lambda call: call.call(name, call.spelled(*param_names))
 
 
 def _plain(name: str) -> Spelling:
@@ -255,7 +255,7 @@ def _product_options(call: Call) -> list[str]:
     """precision and preferred_element_type, where they are not what jnp takes by itself."""
     requested = call.params["preferred_element_type"]
     usual = requested is None or all(o.aval.dtype == call.out.dtype for o in call.operands)
-    names = [
+    shown = [
         n
         for n, show in (
             ("precision", call.params["precision"] is not None),
@@ -263,7 +263,7 @@ def _product_options(call: Call) -> list[str]:
         )
         if show
     ]
-    return [call.spelled(n) for n in names]
+    return [call.spelled(n) for n in shown]
 
 
 def _einsum(ranks: tuple[int, int], contracted, batch) -> str:
@@ -323,14 +323,13 @@ def _slice(call: Call) -> Text:
     if any(step != 1 for step in call.params["strides"] or ()):
         return call.call("lax.slice", call.spelled("start_indices", "limit_indices", "strides"))
     (operand,) = call.operands
-    spans = list(map(_span, starts, limits, operand.aval.shape))
+    spans = [
+        f"{start or ''}:{limit if limit != size else ''}"
+        for start, limit, size in zip(starts, limits, operand.aval.shape, strict=True)
+    ]
     while len(spans) > 1 and spans[-1] == ":":
         spans.pop()
     return Text(f"{operand.within(ATOM)}[{', '.join(spans)}]", call.out)
-
-
-def _span(start: int, limit: int, size: int) -> str:
-    return f"{start or ''}:{limit if limit != size else ''}"
 
 
 def _pad(call: Call) -> Text | None:
@@ -377,8 +376,8 @@ def _dynamic_update_slice(call: Call) -> Text:
 
 
 def _scatter(call: Call) -> Text:
-    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    return call.call(f"lax.{call.primitive.name.replace('-', '_')}", call.spelled(*names))
+    shown = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    return call.call(f"lax.{call.primitive.name.replace('-', '_')}", call.spelled(*shown))
 
 
 def _several(name: str, param: str) -> Spelling:

@@ -99,23 +99,26 @@ def _collectives(plan: Analysis) -> Iterator[Table]:
 def _of_reason(plan: Analysis, group: Sequence[Collective]) -> Iterator[Row]:
     """The facts, of which equal layers differ in numbers only, and under them what is sent because of them.
 
-    A line of what was summed or exchanged is enough; of two facts that clashed both are shown.
+    A line of what was summed or exchanged is enough; of two facts that clashed both are shown, and of a sum
+    all lines that add to it.
     """
     facts = defaultdict(list)
     for c in group:
         facts[form(plan.because(c))].append(c)
     for because, alike in sorted(facts.items(), key=lambda item: -comm_bytes(item[1])):
         if because:
-            clash = isinstance(alike[0].cause, Resharded)
+            whole = isinstance(alike[0].cause, Resharded) or alike[0].also
             for fact in as_one([plan.because(c) for c in alike], exact=True).splitlines():
-                yield Row(fact, remark=True, one_line=not clash)
+                yield Row(fact, remark=True, one_line=not whole)
         counts = Counter(replace(c, reason="") for c in alike)
         for c, count in sorted(counts.items(), key=lambda item: -item[0].total * item[1]):
             yield from _rows(c, count, plan.comm_bytes)
 
 
 def _rows(c: Collective, count: int, total: int) -> Iterator[Row]:
-    what = f"{times(count)}{c.kind} over {','.join(c.axes)} of {_operands(c)}"
+    first, *others = map(array_text, c.operands)
+    operands = f"{first} and {len(others)} more" if others else first
+    what = f"{times(count)}{c.kind} over {','.join(c.axes)} of {operands}"
     sent = count * c.total
     yield Row(what, (bytes_text(c.nbytes), bytes_text(sent), _share(sent, total)))
     if c.trips > 1:
@@ -124,11 +127,6 @@ def _rows(c: Collective, count: int, total: int) -> Iterator[Row]:
         yield Row("    in a while loop: counted for one iteration")
     if c.other_branch:
         yield Row("    in a branch of a cond that sends less than another: not counted")
-
-
-def _operands(c: Collective) -> str:
-    first, *others = map(array_text, c.operands)
-    return f"{first} and {len(others)} more" if others else first
 
 
 def _totals(plan: Analysis) -> Iterator[Table]:

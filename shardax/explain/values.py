@@ -8,12 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardax.completion.complete import Origin
 from shardax.explain.facts import Facts
 from shardax.explain.tables import Group, Row, Table, plain
 from shardax.graph.graph import Node, Value
 from shardax.ledger.collectives import array_bytes, array_text
-from shardax.ledger.lines import assigned, code, is_at, line_text
+from shardax.ledger.lines import assigned, code, is_at, line_text, with_short_lines
 from shardax.ledger.words import as_one, form, spec_text, times
+from shardax.partition.decisions import Decision, Decisions
 from shardax.sharding import Sharding, shard_count
 
 
@@ -32,17 +34,18 @@ class Intermediate:
 
 
 def intermediates(plan: Facts) -> list[Intermediate]:
-    """Every value that the program makes, those of loop bodies included, in program order; numbers and
-    annotations left out.
+    """Every value that the program makes, those of loop bodies included, in program order, in the sharding in
+    which it is made; numbers and annotations left out.
     """
+    made = made_in(plan.decisions)
     return [
         Intermediate(
-            node.line,
+            node.line or plan.line,
             node.name,
             array_text(value.aval),
             array_bytes(value.aval),
-            plan.sharding(value),
-            shard_count(plan.values.sharding(value).axes, plan.values.sizes),
+            shown(plan, made.get(value) or plan.values.sharding(value)),
+            shard_count((made.get(value) or plan.values.sharding(value)).axes, plan.values.sizes),
         )
         for node in plan.graph.walk()
         for value in node.outputs
@@ -58,28 +61,52 @@ def shardings(plan: Facts) -> Iterator[Table]:
         story = Story(plan)
         groups = tuple(_line_group(line, values, story) for line, values in story.by_line().items())
         yield Table(
-            "Values, by the line that makes them: how they lie, and who says so",
+            "Values, by the line that makes them: how they are sharded, and why",
             groups,
             ("values", "the largest"),
         )
 
 
 def _line_group(line: str, values: Sequence[Value], story: "Story") -> Group:
-    alike: dict[Sharding, list[Value]] = {}
+    alike: dict[tuple[Sharding, Sharding, tuple[str, ...]], list[Value]] = {}
     for value in values:
-        alike.setdefault(_bare(story.plan.sharding(value)), []).append(value)
+        shardings = _bare(story.made(value)), _bare(story.plan.sharding(value))
+        alike.setdefault((*shardings, tuple(map(form, story.causes(value)))), []).append(value)
     dearest = sorted(alike.items(), key=lambda item: -sum(v.nbytes for v in item[1]))
-    rows = [_row(sharding, group, story) for sharding, group in dearest]
+    rows = [_row(made, proposed, group, story) for (made, proposed, _), group in dearest]
     return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
 
 
-def _row(sharding: Sharding, values: Sequence[Value], story: "Story") -> Row:
+def _row(made: Sharding, proposed: Sharding, values: Sequence[Value], story: "Story") -> Row:
+    """Values that are made in one sharding, for which completion proposed one, by alike annotations."""
     largest = max(values, key=lambda v: v.nbytes)
-    annotations = [
-        story.causes((values[0], largest, values[-1]), d) for d, axes in enumerate(sharding.dims) if axes
-    ]
-    by = f"  by {', '.join(dict.fromkeys(annotations))}" if annotations else ""
-    return Row(spec_text(sharding) + by, (str(len(values)), array_text(largest.aval)))
+    causes = zip(*map(story.causes, values), strict=True)
+    by = ", ".join(dict.fromkeys(as_one(list(dict.fromkeys(names))) for names in causes))
+    over = "" if made == proposed else f", chosen over {spec_text(proposed)}"
+    text = f"{spec_text(made)}{over}{by and f'  by {by}'}"
+    return Row(text, (str(len(values)), array_text(largest.aval)))
+
+
+def made_in(decisions: Decisions | None) -> dict[Value, Sharding]:
+    """The sharding in which each value is made in the program that runs, which completion's only proposes."""
+    return {
+        value: layout.sharding
+        for value, (_, decision, i) in makers(decisions)
+        for layout in decision.results[i : i + 1]
+    }
+
+
+def makers(decisions: Decisions | None) -> Iterator[tuple[Value, tuple[Node, Decision, int]]]:
+    """For each value the node that makes it, as which result, by which decision; those of bodies included."""
+    for node, decision in decisions.pairs() if decisions else ():
+        yield from ((value, (node, decision, i)) for i, value in enumerate(node.outputs))
+        for body in decision.bodies:
+            yield from makers(body)
+
+
+def shown(plan: Facts, sharding: Sharding) -> Sharding:
+    """In the axes that a person named."""
+    return plan.refinement.shown(sharding) if plan.refinement else sharding
 
 
 def _bare(sharding: Sharding) -> Sharding:
@@ -95,15 +122,14 @@ def shardings_text(plan: Facts) -> str:
     lines: dict[str, Counter] = {}
     for made in intermediates(plan):
         lines.setdefault(made.line, Counter())[made] += 1
-    groups = tuple(_of_line(line, counts) for line, counts in lines.items())
-    return plain([Table("Values, by the line that makes them", groups, ("", ""), 2)]) if groups else ""
-
-
-def _of_line(line: str, counts: Counter) -> Group:
-    rows = (
-        Row(made.primitive, (times(n) + made.array, spec_text(made.sharding))) for made, n in counts.items()
-    )
-    return Group(line_text(line) or "(unknown line)", tuple(rows), code(line))
+    groups = []
+    for line, counts in lines.items():
+        rows = (
+            Row(made.primitive, (times(n) + made.array, spec_text(made.sharding)))
+            for made, n in counts.items()
+        )
+        groups.append(Group(line_text(line) or "(unknown line)", tuple(rows), code(line)))
+    return plain([Table("Values, by the line that makes them", tuple(groups), ("", ""), 2)]) if groups else ""
 
 
 class Story:
@@ -116,8 +142,14 @@ class Story:
         self.arguments = dict(zip(plan.graph.inputs, self.places, strict=False))
         self.closed_over = set(plan.graph.inputs[len(self.places) :])
         self.nodes = list(plan.graph.walk())
+        self.made_in = made_in(plan.decisions)
+        self.roots: dict[tuple[Value, int], Origin | None] = {}
         self.makers = {value: node for node in self.nodes for value in node.outputs}
         self.owners = {value: node for node in self.nodes for body in node.bodies for value in body.inputs}
+
+    def made(self, value: Value) -> Sharding:
+        """The sharding in which a value is made, as a person reads it."""
+        return shown(self.plan, self.made_in.get(value) or self.completion.sharding(value))
 
     def example(self) -> str:
         return self.places[0].named if self.places else "0/w"
@@ -146,6 +178,20 @@ class Story:
         """What the program computes with, for the number of each argument."""
         return {i: self.inside(argument) for i, argument in enumerate(self.arguments)}
 
+    def root(self, value: Value, dim: int) -> Origin | None:
+        """The annotation that led completion to the axes of a dim."""
+        way, at = [], (value, dim)
+        while at not in self.roots and at not in way:
+            way.append(at)
+            origin = self.completion.origin(*at)
+            if origin is None or origin.value is None:
+                self.roots[at] = origin
+            else:
+                at = self.completion.learned_from(origin, *at)
+        origin = self.roots.get(at)
+        self.roots.update(dict.fromkeys(way, origin))
+        return origin
+
     def line(self, value: Value) -> str:
         return self.makers[value].line if value in self.makers else ""
 
@@ -156,16 +202,14 @@ class Story:
         lines: dict[str, list[Value]] = {}
         for node in self.nodes:
             if not _is_annotation(node):
-                lines.setdefault(node.line, []).extend(v for v in node.outputs if v.shape)
+                lines.setdefault(node.line or self.plan.line, []).extend(v for v in node.outputs if v.shape)
         return {line: values for line, values in lines.items() if values}
 
-    def causes(self, values: Sequence[Value], dim: int) -> str:
-        """What the chains of facts of some values end with, as one where equal layers differ in their numbers
-        only.
-        """
-        sources = [chain[-1].source for v in values if (chain := self.completion.why(v, dim))]
-        names = list(map(self.called, sources))
-        return as_one([name for name in names if form(name) == form(names[0])]) if names else "the program"
+    def causes(self, value: Value) -> tuple[str, ...]:
+        """The annotations that led completion to the dims of a value, in their order."""
+        dims = (d for d, axes in enumerate(self.completion.sharding(value).dims) if axes)
+        origins = (self.root(value, d) for d in dims)
+        return tuple(dict.fromkeys(self.called(o.source) if o else "the program" for o in origins))
 
     def called(self, source: str) -> str:
         """An annotation's words; that of an argument by the path of the argument."""
@@ -178,7 +222,8 @@ class Story:
             if source.startswith("in_shardings")
             else []
         )
-        return next((place.named for place in self.places if keys and place.path == "/".join(keys)), source)
+        named = (place.named for place in self.places if keys and place.path == "/".join(keys))
+        return next(named, with_short_lines(source))
 
     def tell(self, value: Value, count: int = 1) -> str:
         """The story of a value; `count` values have the same line, type and sharding, and it stands for
@@ -219,7 +264,7 @@ class Story:
         number = head.removeprefix("argument ")
         if not rest and head != source and number.isdecimal() and int(number) < len(self.places):
             return f"argument {self.places[int(number)].named} rests so"
-        return f"{source} says so" if " " not in source or " at " in source else source
+        return f"{with_short_lines(source)} says so" if " " not in source or " at " in source else source
 
     def name(self, value: Value) -> str:
         array = array_text(value.aval)

@@ -1,9 +1,10 @@
-"""Integers that are affine in where they stand: c + a * the position along a dim + b * the trip of a scan.
+"""Integers that are affine in where they stand: c + a * the position along a dim + b * the iteration of a
+scan.
 
     jnp.arange(8)[:, None] - 1           position along dim 0, less 1
-    i, of fori_loop(3, 9, ...)           3 + trip
+    i, of fori_loop(3, 9, ...)           3 + iteration
     where(i < 0, i + 8, i)               i, where that is never below 0
-    what a scan stacks of its index      the trip is the position along dim 0
+    what a scan stacks of its index      the iteration is the position along dim 0
 
 Each value of a graph and of its bodies is looked at once, in program order. A form counts only where the
 dtype holds all the numbers, because nothing wraps then.
@@ -23,14 +24,15 @@ _FEW = 16  # elements of a literal that are looked at
 
 
 @dataclass(frozen=True, eq=False)
-class Trip:
-    """Which trip of a scan it is, of so many: counted by what the scan goes over, whichever end is first."""
+class Iteration:
+    """The number of a scan's iteration, of so many: counted by what the scan goes over, whichever end is
+    first."""
 
     length: int
 
 
-Variable = int | Trip
-"""A dim, which stands for the position along it, or a trip."""
+Variable = int | Iteration
+"""A dim, which stands for the position along it, or an iteration."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Affine:
     steps: Mapping[Variable, int] = field(default_factory=dict)
 
     def __str__(self):
-        names = {v: "t" if isinstance(v, Trip) else f"i{v}" for v in self.steps}
-        terms = [(names[v], f" {'+' if n > 0 else '-'} {abs(n)}*{names[v]}") for v, n in self.steps.items()]
+        letters = {v: "t" if isinstance(v, Iteration) else f"i{v}" for v in self.steps}
+        terms = [
+            (letters[v], f" {'+' if n > 0 else '-'} {abs(n)}*{letters[v]}") for v, n in self.steps.items()
+        ]
         return "".join([str(self.first), *(term for _, term in sorted(terms))])
 
     @property
@@ -67,7 +71,7 @@ class Affine:
     def __mul__(self, by: int) -> "Affine":
         return Affine(self.first * by, {v: step * by for v, step in self.steps.items() if by})
 
-    def turned(self, sizes: Mapping[Variable, int]) -> "Affine":
+    def reversed(self, sizes: Mapping[Variable, int]) -> "Affine":
         """The same numbers, where these variables, of so many values, count from the other end."""
         first = sum(step * (sizes[v] - 1) for v, step in self.steps.items() if v in sizes)
         steps = {v: -step if v in sizes else step for v, step in self.steps.items()}
@@ -79,7 +83,7 @@ class Affine:
 
     def range(self, shape: Sequence[int]) -> range:
         """From the smallest to the largest number in an array of this shape."""
-        sizes = {v: v.length if isinstance(v, Trip) else shape[v] for v in self.steps}
+        sizes = {v: v.length if isinstance(v, Iteration) else shape[v] for v in self.steps}
         if 0 in sizes.values() or 0 in shape:
             return range(0)
         ends = [step * (sizes[v] - 1) for v, step in self.steps.items()]
@@ -90,12 +94,13 @@ class Affine:
 class Affines:
     """The affine values of a graph and of its bodies, what is the same everywhere included.
 
-    `outer` is of the graph around it. `makers` has the node of each value, `trips` the trip of each scan.
+    `outer` is of the graph around it. `makers` has the node of each value, `iterations` the iteration of each
+    scan.
     """
 
     def __init__(self, graph: Graph, outer: "Affines | None" = None):
         self.makers: dict[Value, Node] = {}
-        self.trips: dict[Node, Trip] = {}
+        self.iterations: dict[Node, Iteration] = {}
         self.graphs: set[Graph] = set()
         self._forms: dict[Value, Affine] = {}
         for value in graph.inputs:
@@ -118,7 +123,7 @@ class Affines:
 
     def _note(self, value: Value, form: Affine | None) -> None:
         if form is not None and holds(value, form.range(value.shape)):
-            steps = {v: n for v, n in form.steps.items() if isinstance(v, Trip) or value.shape[v] != 1}
+            steps = {v: n for v, n in form.steps.items() if isinstance(v, Iteration) or value.shape[v] != 1}
             self._forms[value] = Affine(form.first, steps)
 
     def _follow_all(self, graph: Graph) -> None:
@@ -145,28 +150,31 @@ class Affines:
         """
         self._follow(node)
         for result, *branches in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
-            forms = [self.of(v) for v in branches if not self._is_anything(v)]
+            makers = [self.makers.get(self.element(v)) for v in branches]
+            forms = [
+                self.of(v)
+                for v, maker in zip(branches, makers, strict=True)
+                if maker is None or maker.name != "empty2"
+            ]
             self._note(result, forms[0] if forms and all(form == forms[0] for form in forms) else None)
-
-    def _is_anything(self, value: Value) -> bool:
-        node = self.makers.get(self.element(value))
-        return node is not None and node.name == "empty2"
 
     def _follow_scan(self, node: Node) -> None:
         (body,), carries = node.bodies, carries_of(node)
-        trip = self.trips[node] = Trip(node.params["length"])
+        iteration = self.iterations[node] = Iteration(node.params["length"])
         makers = {v: inner for inner in body.nodes for v in inner.outputs}
         for outside, inside in zip(node.inputs[carries.stop :], body.inputs[carries.stop :], strict=True):
-            self._note(inside, _row(self.of(outside), trip))
+            self._note(inside, _row(self.of(outside), iteration))
         for r, k in enumerate(carries):
             taken, returned, start = body.inputs[k], body.outputs[r], self.of(node.inputs[k])
             step = 0 if returned is taken else step_of_counter(taken, makers.get(returned))
             if start is not None and step is not None:
-                self._note(taken, _counter(start, step, trip, node.params["reverse"]))
-                self._note(node.outputs[r], start + Affine(step * trip.length))
+                counter = start + Affine(0, {iteration: step} if step else {})
+                reverse = node.params["reverse"]
+                self._note(taken, counter.reversed({iteration: iteration.length}) if reverse else counter)
+                self._note(node.outputs[r], start + Affine(step * iteration.length))
         self._follow(node)
         for outside, inside in zip(node.outputs[len(carries) :], body.outputs[len(carries) :], strict=True):
-            self._note(outside, _stacked(self.of(inside), trip))
+            self._note(outside, _stacked(self.of(inside), iteration))
 
 
 def step_of_counter(taken: Value, node: Node | None) -> int | None:
@@ -203,22 +211,17 @@ def _literal(value: Value) -> Affine | None:
 # Scans
 
 
-def _counter(start: Affine, step: int, trip: Trip, reverse: bool) -> Affine:
-    form = start + Affine(0, {trip: step} if step else {})
-    return form.turned({trip: trip.length}) if reverse else form
-
-
-def _row(stack: Affine | None, trip: Trip) -> Affine | None:
-    """What is scanned: the position along dim 0 is the trip."""
+def _row(stack: Affine | None, iteration: Iteration) -> Affine | None:
+    """What is scanned: the position along dim 0 is the iteration."""
     if stack is None:
         return None
-    return stack.renamed({v: v - 1 if v else trip for v in stack.steps if isinstance(v, int)})
+    return stack.renamed({v: v - 1 if v else iteration for v in stack.steps if isinstance(v, int)})
 
 
-def _stacked(row: Affine | None, trip: Trip) -> Affine | None:
+def _stacked(row: Affine | None, iteration: Iteration) -> Affine | None:
     if row is None:
         return None
-    return row.renamed({trip: 0, **{v: v + 1 for v in row.steps if isinstance(v, int)}})
+    return row.renamed({iteration: 0, **{v: v + 1 for v in row.steps if isinstance(v, int)}})
 
 
 # What a node makes of affine operands
@@ -226,10 +229,6 @@ def _stacked(row: Affine | None, trip: Trip) -> Affine | None:
 
 def _same(node: Node, x: Affine | None, *_) -> Affine | None:
     return x
-
-
-def _broadcast_in_dim(node: Node, x: Affine | None, *_) -> Affine | None:
-    return x and x.renamed(dict(enumerate(node.params["broadcast_dimensions"])))
 
 
 def _clamp(node: Node, low: Affine | None, x: Affine | None, high: Affine | None) -> Affine | None:
@@ -267,14 +266,6 @@ def _reshape(node: Node, x: Affine | None, *_) -> Affine | None:
     return x.renamed(dict(zip(old, new, strict=True))) if [*old.values()] == [*new.values()] else None
 
 
-def _rev(node: Node, x: Affine | None) -> Affine | None:
-    return x and x.turned({d: node.in_shapes[0][d] for d in node.params["dimensions"]})
-
-
-def _select_n(node: Node, which: Affine | None, *cases: Affine | None) -> Affine | None:
-    return cases[which.number] if which is not None and which.number is not None else None
-
-
 _FOLLOW: dict[str, Callable[[Affines, Node], None]] = {
     "cond": Affines._follow_branches,
     "optimization_barrier": Affines._follow_barrier,
@@ -282,7 +273,9 @@ _FOLLOW: dict[str, Callable[[Affines, Node], None]] = {
 }
 _FORMS: dict[str, Callable[..., Affine | None]] = {
     "add": lambda node, x, y: x and y and x + y,
-    "broadcast_in_dim": _broadcast_in_dim,
+    "broadcast_in_dim": lambda node, x, *_: (
+        x and x.renamed(dict(enumerate(node.params["broadcast_dimensions"])))
+    ),
     "clamp": _clamp,
     "convert_element_type": _same,
     "copy": _same,
@@ -291,8 +284,10 @@ _FORMS: dict[str, Callable[..., Affine | None]] = {
     "mul": _mul,
     "neg": lambda node, x: x and -x,
     "reshape": _reshape,
-    "rev": _rev,
-    "select_n": _select_n,
+    "rev": lambda node, x: x and x.reversed({d: node.in_shapes[0][d] for d in node.params["dimensions"]}),
+    "select_n": lambda node, which, *cases: (
+        cases[which.number] if which and which.number is not None else None
+    ),
     "squeeze": _reshape,
     "sub": lambda node, x, y: x and y and x - y,
 }

@@ -31,8 +31,8 @@ class Annotation:
     on: UserMesh | None = None
 
     @property
-    def names_result(self) -> bool:
-        """Whether it is from out_shardings, so that the result has to lie on that very mesh."""
+    def is_of_result(self) -> bool:
+        """Whether it is from out_shardings, so that the result has to be on that very mesh."""
         return self.role == "result"
 
 
@@ -57,7 +57,7 @@ def of_node(node: Node) -> Annotation | None:
         and any(map(entry_axes, node.params["dst_sharding"].spec))
     ):
         sharding, rank = node.params[_SHARDING_PARAM[name]], len(node.outputs[0].shape)
-        return of_sharding(sharding, _NAMES[name], rank, node.line)
+        return of_sharding(sharding, _USER_NAME[name], rank, node.line)
     return None
 
 
@@ -72,11 +72,11 @@ def of_equation(eqn) -> Annotation | None:
 
 
 def renames(node: Node) -> bool:
-    """Whether a node is an annotation of an argument or result, which may still be read in other layouts in
-    which it is there.
+    """Whether a node is an annotation of an argument or result, which may still be read in the other
+    layouts that it has.
 
-    What is annotated inside lies so from then on: who annotates an activation wants it computed on, and kept,
-    so.
+    What is annotated inside has that sharding from then on: who annotates an activation means it to be
+    computed on, and kept, so.
     """
     note = of_node(node)
     return note is not None and note.role != "inside" and not node.inputs[0].is_literal
@@ -104,7 +104,7 @@ def meshes_of(eqn) -> Iterator[Mesh | AbstractMesh]:
 
 def name_of(eqn) -> str:
     """What the user calls the annotation that an equation is."""
-    return _NAMES.get(eqn.primitive.name) or eqn.primitive.name
+    return _USER_NAME.get(eqn.primitive.name) or eqn.primitive.name
 
 
 def as_annotation(eqn) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def as_annotation(eqn) -> dict[str, Any]:
 
 
 _SHARDING_PARAM = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
-_NAMES = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard"}
+_USER_NAME = {"sharding_constraint": "with_sharding_constraint", "reshard": "reshard"}
 
 
 def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
@@ -131,5 +131,5 @@ def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Ann
     dims = tuple(
         None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec
     )
-    role = "inside" if name == _NAMES["sharding_constraint"] else "implied"
+    role = "inside" if name == _USER_NAME["sharding_constraint"] else "implied"
     return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", role, mesh=sharding.mesh)

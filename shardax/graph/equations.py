@@ -10,6 +10,24 @@ from shardax import _jax
 from shardax.annotations.explicit import shape_of
 
 
+def map_equations(jaxpr: Any, change: Callable[[list[Any]], list[Any]]) -> Any:
+    """The same jaxpr, closed or open, the list of its equations as `change` returns it; so are the bodies in
+    it, which come first. The jaxpr itself, where nothing is another.
+
+    `change` may leave equations out, move them, and put others there, as `eqn.replace(...)` makes them. It
+    must not change what the jaxpr takes and gives.
+
+    >>> jaxpr = jax.make_jaxpr(jax.numpy.sin)(jax.numpy.ones(4))
+    >>> def as_cos(eqns):
+    ...     return [eqn.replace(primitive=jax.lax.cos_p) for eqn in eqns]
+    >>> print(map_equations(jaxpr, as_cos))
+    { lambda ; a:f32[4]. let b:f32[4] = cos a in (b,) }
+    """
+    eqns = _jax.closed(jaxpr).jaxpr.eqns
+    inner = [_jax.with_bodies(eqn, lambda body: map_equations(body, change)) for eqn in eqns]
+    return _jax.replaced_eqns(jaxpr, change(inner))
+
+
 def instead_of(eqn, fun: Callable[..., Any], results: Sequence[Any] | None = None):
     """The one equation of a function of an equation's operands, on its line, which makes these results, or
     else its own.
@@ -43,7 +61,7 @@ def equations_like(eqn: Any, fun: Callable[..., Any], operands: Sequence[Any]) -
 
     Args:
       eqn: whose source line, scope and context they get; of the local program also whose origin.
-      fun: a function of arrays, which closes over none.
+      fun: a function of arrays, which closes over none. Scopes in it stand within that of the equation.
       operands: variables and literals of the program.
 
     Raises ValueError where the function closes over an array.
@@ -68,5 +86,10 @@ def equations_like(eqn: Any, fun: Callable[..., Any], operands: Sequence[Any]) -
     def read(atom):
         return atom if _jax.is_literal(atom) else known.get(atom, atom)
 
-    eqns = [e.replace(invars=list(map(read, e.invars)), source_info=eqn.source_info) for e in made.eqns]
-    return eqns, list(map(read, made.outvars))
+    def placed(new):
+        stack = eqn.source_info.name_stack + new.source_info.name_stack
+        return new.replace(
+            invars=list(map(read, new.invars)), source_info=eqn.source_info.replace(name_stack=stack)
+        )
+
+    return list(map(placed, made.eqns)), list(map(read, made.outvars))

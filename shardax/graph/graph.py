@@ -36,6 +36,12 @@ class Value:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is the number 0 itself. Keys, and the float0 of integers' tangents, are no numbers."""
+        is_number = jnp.issubdtype(self.aval.dtype, np.number) or self.aval.dtype == np.bool_
+        return self.is_literal and not self.shape and is_number and bool(self.literal == 0)
+
     def __repr__(self):
         return f"{self.aval.str_short()}#{id(self) % 9973}"
 
@@ -119,29 +125,29 @@ def without_unread(graph: Graph) -> Graph:
     return graph if kept == graph.nodes else Graph(graph.inputs, kept, graph.outputs)
 
 
-def _lines(graph: Graph, params: Sequence[str], names: dict[Value, str]) -> Iterator[str]:
-    yield "(" + " ".join(_typed(v, names) for v in graph.inputs) + ")"
+def _lines(graph: Graph, params: Sequence[str], letters: dict[Value, str]) -> Iterator[str]:
+    yield "(" + " ".join(_typed(v, letters) for v in graph.inputs) + ")"
     for node in graph.nodes:
         shown = " ".join(f"{name}={node.params[name]}" for name in params if name in node.params)
-        operands = " ".join(_named(v, names) for v in node.inputs)
-        results = " ".join(_typed(v, names) for v in node.outputs)
+        operands = " ".join(_named(v, letters) for v in node.inputs)
+        results = " ".join(_typed(v, letters) for v in node.outputs)
         yield f"{results} = {node.name}{shown and f'[{shown}]'} {operands}".strip()
         for body in node.bodies:
-            yield from ("    " + line for line in _lines(body, params, names))
-    yield "-> " + " ".join(_named(v, names) for v in graph.outputs)
+            yield from ("    " + line for line in _lines(body, params, letters))
+    yield "-> " + " ".join(_named(v, letters) for v in graph.outputs)
 
 
-def _typed(value: Value, names: dict[Value, str]) -> str:
-    return f"{_named(value, names)}:{value.aval.str_short(short_dtypes=True)}"
+def _typed(value: Value, letters: dict[Value, str]) -> str:
+    return f"{_named(value, letters)}:{value.aval.str_short(short_dtypes=True)}"
 
 
-def _named(value: Value, names: dict[Value, str]) -> str:
+def _named(value: Value, letters: dict[Value, str]) -> str:
     """a to z, then aa and so on; literals as they are, large ones and keys by their type."""
     if value.is_literal:
         is_key = jnp.issubdtype(value.aval.dtype, jax.dtypes.extended)
         shown = not is_key and math.prod(value.shape) <= 8
         return str(np.asarray(value.literal).tolist()).replace(" ", "") if shown else value.aval.str_short()
-    if value not in names:
-        number, letters = len(names), string.ascii_lowercase
-        names[value] = (letters[number // 26 - 1] if number >= 26 else "") + letters[number % 26]
-    return names[value]
+    if value not in letters:
+        number, alphabet = len(letters), string.ascii_lowercase
+        letters[value] = (alphabet[number // 26 - 1] if number >= 26 else "") + alphabet[number % 26]
+    return letters[value]

@@ -1,7 +1,7 @@
 """Which reads and writes in the body of a scan are of the row that the index of the scan points to.
 
-The index is first + t in trip t, or an integer less that (`affine.py`). Where it lies inside of a dim in all
-trips, nothing is clamped, wrapped or dropped there.
+The index is first + t in iteration t, or an integer less that (`affine.py`). Where it is inside of a dim in
+all iterations, nothing is clamped, wrapped or dropped there.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardax.graph.affine import Affines, Makers, Trip
+from shardax.graph.affine import Affines, Iteration, Makers
 from shardax.graph.graph import Node, Value
 
 READS = {"dynamic_slice", "gather"}
@@ -19,19 +19,19 @@ WRITES = {"dynamic_update_slice", *SCATTERS}
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The number first + t * step in trip t, where step is 1 or -1."""
+    """The number first + t * step in iteration t, where step is 1 or -1."""
 
     first: int
     step: int = 1
 
-    def within(self, trips: int) -> range:
-        """The numbers of so many trips, in ascending order."""
-        first = self.first if self.step > 0 else self.first - trips + 1
-        return range(first, first + trips)
+    def within(self, trip_count: int) -> range:
+        """The numbers of so many iterations, in ascending order."""
+        first = self.first if self.step > 0 else self.first - trip_count + 1
+        return range(first, first + trip_count)
 
-    def turned(self, trips: int) -> "Line":
+    def reversed(self, trip_count: int) -> "Line":
         """The same numbers from the last to the first."""
-        return Line(self.first + self.step * (trips - 1), -self.step)
+        return Line(self.first + self.step * (trip_count - 1), -self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +44,19 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The index in a body of so many trips, and in the bodies in it; `trip` is that of its scan.
+    """The index in a body of so many iterations, and in the bodies in it; `iteration` is that of its scan.
 
-    The trips are numbered by what a scan goes over: one that is reversed begins with the last. `turned`: the
-    scan goes the other way than it did when its values were looked at.
+    The iterations are numbered by what a scan goes over: one that is reversed begins with the last.
+    `reversed`: the scan goes the other way than it did when its values were looked at.
     """
 
     affines: Affines
-    trip: Trip
-    turned: bool = False
+    iteration: Iteration
+    reversed: bool = False
 
     @property
     def length(self) -> int:
-        return self.trip.length
+        return self.iteration.length
 
     @property
     def makers(self) -> Makers:
@@ -65,10 +65,10 @@ class Index:
     def line(self, value: Value) -> Line | None:
         """The index that a value is, if it is one."""
         form = self.affines.of(value)
-        if form is None or [*form.steps] != [self.trip] or abs(form.steps[self.trip]) != 1:
+        if form is None or [*form.steps] != [self.iteration] or abs(form.steps[self.iteration]) != 1:
             return None
-        line = Line(form.first, form.steps[self.trip])
-        return line.turned(self.length) if self.turned else line
+        line = Line(form.first, form.steps[self.iteration])
+        return line.reversed(self.length) if self.reversed else line
 
     def accesses(self, node: Node) -> Iterator[Place]:
         """The places at which a node reads or writes its first operand, and nowhere else: one for each dim
@@ -104,8 +104,7 @@ class Index:
         return [made], made.outputs[0]
 
     def is_zero(self, value: Value) -> bool:
-        number = self.affines.element(value)
-        return number.is_literal and not number.shape and number.literal == 0
+        return self.affines.element(value).is_zero
 
 
 def zeros(value: Value) -> Value:
@@ -139,10 +138,10 @@ def _columns(indices: Value, makers: Makers) -> dict[int, Value]:
     """The columns of indices that are values of their own."""
     if indices.shape[-1] == 1:
         return {0: indices}
-    node, found, place = makers.get(indices), {}, 0
+    node, columns, place = makers.get(indices), {}, 0
     if node is None or node.name != "concatenate" or node.params["dimension"] != len(indices.shape) - 1:
         return {}
     for part in node.inputs:
-        found |= {place: part} if part.shape[-1] == 1 else {}
+        columns |= {place: part} if part.shape[-1] == 1 else {}
         place += part.shape[-1]
-    return found
+    return columns

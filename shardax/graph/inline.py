@@ -45,7 +45,7 @@ def made_of(
     types = [jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in inputs]
     with jax.sharding.use_abstract_mesh(
         jax.sharding.AbstractMesh((), ())
-    ):  # on another, JAX would note where values lie
+    ):  # on another, JAX would note the shardings of values
         jaxpr = jax.make_jaxpr(function)(*types)
     inliner = _Inliner([], node.scope, node.callers)
     outputs = inliner.run(_jax.on_line_of(node.eqn, jaxpr), inputs)
@@ -139,21 +139,15 @@ def _device_put(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     shard.
     """
     values = _constrained(inliner, eqn, inputs, eqn.params["devices"])
-    return [
-        _to_memory(inliner, eqn, i, value, var.aval)
-        for i, (value, var) in enumerate(zip(values, eqn.outvars, strict=True))
-    ]
-
-
-def _to_memory(inliner: _Inliner, eqn, i: int, value: Value, aval) -> Value:
-    if memory_of(value.aval) is memory_of(aval):
-        return value
-    params = {
-        "devices": (memory_of(aval),),
-        "srcs": (None,),
-        "copy_semantics": eqn.params["copy_semantics"][i : i + 1],
-    }
-    return inliner.append(eqn, eqn.primitive, params, [value], [Value(aval)])[0]
+    results = []
+    for i, (value, var) in enumerate(zip(values, eqn.outvars, strict=True)):
+        memory = memory_of(var.aval)
+        if memory_of(value.aval) is not memory:
+            semantics = eqn.params["copy_semantics"][i : i + 1]
+            params = {"devices": (memory,), "srcs": (None,), "copy_semantics": semantics}
+            (value,) = inliner.append(eqn, eqn.primitive, params, [value], [Value(var.aval)])
+        results.append(value)
+    return results
 
 
 def _remat(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
@@ -216,9 +210,7 @@ def _custom_partitioning(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Va
 
 def _platform_index(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """Which branch a platform takes. Mosaic is where a Pallas kernel runs: no program for a mesh."""
-    branches = [
-        i for i, names in enumerate(eqn.params["platforms"]) if names is None or {*names} != {"mosaic"}
-    ]
+    branches = [i for i, some in enumerate(eqn.params["platforms"]) if some is None or {*some} != {"mosaic"}]
     known = len(branches) == 1
     return [Value(eqn.outvars[0].aval, np.int32(*branches), True)] if known else _plain(inliner, eqn, inputs)
 
@@ -327,7 +319,7 @@ def _param(name: str):
 
 
 def _annotation(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
-    """An annotation that was made already is not made again. Annotations of residuals, which lie between a
+    """An annotation that was made already is not made again. Annotations of residuals, which stand between a
     forward and a backward program, say nothing where both are part of one program.
     """
     params = eqn.params
@@ -350,8 +342,8 @@ def _pad(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 def _slice(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """A crop of what was padded is the value before it was padded."""
     crops_ends = not any(eqn.params["start_indices"]) and eqn.params["strides"] is None
-    found = inliner.made.get((inputs[0], eqn.params["limit_indices"])) if crops_ends else None
-    return _plain(inliner, eqn, inputs) if found is None else [found]
+    unpadded = inliner.made.get((inputs[0], eqn.params["limit_indices"])) if crops_ends else None
+    return _plain(inliner, eqn, inputs) if unpadded is None else [unpadded]
 
 
 _FEW = 16

@@ -64,8 +64,10 @@ class Numbers:
     def _result(self, node: Node, i: int, value: Value, operands: list[int]) -> int:
         if 0 in value.shape:
             return self._leaf(value)
-        if _moves_no_element(node):
-            return operands[0]
+        if node.name in _MOVES_DIMS and _squeezed(node.in_shapes[0]) == _squeezed(node.out_shapes[0]):
+            order = _squeezed_order(node)
+            if order == sorted(order):  # only dims of size one come, go or move
+                return operands[0]
         if _is_zero(node, operands, self.terms):
             return self._numbered(("zeros", _squeezed(value.shape), value.aval.dtype), ())
         if node.name == "add_any":
@@ -74,9 +76,13 @@ class Numbers:
         return self._numbered(_key(node, i, operands))
 
     def _leaf(self, value: Value) -> int:
-        key = _leaf_key(value)
-        zero = key[0] == "literal" and not any(key[2])
-        return self._numbered(key, () if zero else None)
+        dtype = value.aval.dtype
+        if 0 in value.shape:
+            return self._numbered(("empty", dtype))
+        if value.is_literal and not value.shape and isinstance(dtype, np.dtype):
+            content = np.asarray(value.literal, dtype).tobytes()
+            return self._numbered(("literal", dtype, content), None if any(content) else ())
+        return self._numbered(("value", value))
 
     def _numbered(self, key: Hashable, terms: tuple[int, ...] | None = None) -> int:
         if key not in self.table:
@@ -92,15 +98,6 @@ class Numbers:
     def _note(self, value: Value, number: int) -> None:
         self.of[value] = number
         self.values[number].append(value)
-
-
-def _leaf_key(value: Value) -> tuple[Any, ...]:
-    """Of a literal, or a value without elements."""
-    if 0 in value.shape:
-        return "empty", value.aval.dtype
-    if value.is_literal and not value.shape and isinstance(value.aval.dtype, np.dtype):
-        return "literal", value.aval.dtype, np.asarray(value.literal, value.aval.dtype).tobytes()
-    return "value", value
 
 
 def _key(node: Node, i: int, operands: Sequence[int]) -> Hashable:
@@ -129,14 +126,6 @@ def _dot_key(node: Node, operands: Sequence[int]) -> Hashable:
 
     how = tuple((name, node.params[name]) for name in ("precision", "preferred_element_type"))
     return "dot_general", tuple(operands), tuple(map(_squeezed, shapes)), pairs(contracted), pairs(batch), how
-
-
-def _moves_no_element(node: Node) -> bool:
-    """Whether a node but adds or takes away dims of size one, or moves them."""
-    if node.name not in _MOVES_DIMS or _squeezed(node.in_shapes[0]) != _squeezed(node.out_shapes[0]):
-        return False
-    order = _squeezed_order(node)
-    return order == sorted(order)
 
 
 def _squeezed_order(node: Node) -> list[int]:

@@ -35,7 +35,7 @@ def carries_of(node: Node) -> range:
 
 
 def constants_of(node: Node) -> list[Constants]:
-    """For each body what is the same in all trips of a loop, or what a branch is given."""
+    """For each body what is the same in all iterations of a loop, or what a branch is given."""
     if node.name not in ("cond", "scan", "while"):
         return [[] for _ in node.bodies]
     end = len(node.inputs) if node.name == "cond" else carries_of(node).start
@@ -67,10 +67,12 @@ def with_constants(node: Node, new: Sequence[Constants], nodes: Sequence[list[No
     if node.name == "cond":
         return replace(node, inputs=[node.inputs[0], *(v for v, _ in new[0])], bodies=bodies)
     inputs = [*(v for v, _ in chain(*new)), *node.inputs[sum(map(len, before)) :]]
-    return replace(node, inputs=inputs, bodies=bodies, params=_counted(node, [len(pairs) for pairs in new]))
+    return replace(
+        node, inputs=inputs, bodies=bodies, params=_with_counts(node, [len(pairs) for pairs in new])
+    )
 
 
-def _counted(node: Node, counts: Sequence[int]) -> dict:
+def _with_counts(node: Node, counts: Sequence[int]) -> dict:
     """The parameters of a loop with so many constants."""
     if node.name == "while":
         return {**node.params, "cond_nconsts": counts[0], "body_nconsts": counts[1]}

@@ -15,7 +15,7 @@ from shardax import _jax
 from shardax.annotations.explicit import SHARDING_PARAMS
 
 search_p = Primitive("search")
-"""Where queries lie in a sorted table of one dim: `side` and `method` are those of `jnp.searchsorted`."""
+"""The places of queries in a sorted table of one dim: `side` and `method` are those of `jnp.searchsorted`."""
 _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare_all")
 
 

@@ -22,7 +22,9 @@ def as_padding(eqn, starts: Sequence[int]) -> Any:
     """The jaxpr, of the same arguments, that does what the update `eqn` does from the positions `starts` on;
     None where it should stay as it is."""
     operand, updates = (eqn.invars[i].aval for i in (0, _UPDATES[eqn.primitive.name]))
-    if not _worthwhile(operand, updates, starts):
+    inside = all(0 <= s and s + u <= n for s, u, n in zip(starts, updates.shape, operand.shape, strict=True))
+    plain = not jnp.issubdtype(operand.dtype, jax.dtypes.extended) and operand.dtype == updates.dtype
+    if not (plain and inside and 0 < operand.size <= _SMALL * updates.size):
         return None
     adds = eqn.primitive.name == "scatter-add"
 
@@ -37,12 +39,6 @@ def put(x, y, starts: Sequence[int], adds: bool = False):
     config = [(s, n - s - u, 0) for s, n, u in zip(starts, x.shape, y.shape, strict=True)]
     padded = lax.pad(y, np.zeros((), y.dtype), config)
     return x + padded if adds else lax.select(_inside(x.shape, config), padded, x)
-
-
-def _worthwhile(operand, updates, starts: Sequence[int]) -> bool:
-    inside = all(0 <= s and s + u <= n for s, u, n in zip(starts, updates.shape, operand.shape, strict=True))
-    plain = not jnp.issubdtype(operand.dtype, jax.dtypes.extended) and operand.dtype == updates.dtype
-    return plain and inside and 0 < operand.size <= _SMALL * updates.size
 
 
 def _inside(shape: Sequence[int], config: Sequence[tuple[int, int, int]]):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from shardax import _jax
-from shardax.validation import require_numbers
+from shardax.validation import require_argument_numbers
 
 
 @runtime_checkable
@@ -31,10 +31,12 @@ def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kw
     state, so that no device ever holds more of the state than its shards. The shardings of optimizer states
     follow from the parameters by completion.
 
-    Args: step: what `shard_jit` returned. *args, **kwargs: of a call of `step`: arrays, or shapes
-      (`jax.ShapeDtypeStruct`, as `jax.eval_shape` makes them). argnums: which positional arguments, of those
-      that are not static, as `jax.grad` has it: a number gives that argument, a
-        sequence gives a tuple.
+    Args:
+      step: what `shard_jit` returned.
+      *args, **kwargs: of a call of `step`: arrays, or shapes (`jax.ShapeDtypeStruct`, as `jax.eval_shape`
+        makes them).
+      argnums: which positional arguments, of those that are not static, as `jax.grad` has it: a number gives
+        that argument, a sequence gives a tuple.
 
     Raises ValueError where `step` is no sharded function, or has no such argument.
 
@@ -52,14 +54,14 @@ def abstract_state(step: Any, *args: Any, argnums: int | Sequence[int] = 0, **kw
         raise ValueError(
             f"abstract_state: step is {step!r}, which shard_jit did not make: give it shard_jit(fun, ...)"
         )
-    require_numbers(argnums, "argnums of abstract_state", or_none=False)
+    require_argument_numbers(argnums, "argnums of abstract_state", or_none=False)
     shardings = step.plan(*args, **kwargs).in_shardings
     infos = step.trace(*args, **kwargs).args_info[0]
     resting = jax.tree.map(_resting, infos, tuple(shardings))
     numbers = tuple(argnums) if isinstance(argnums, Iterable) else (argnums,)
     _check(numbers, len(resting))
-    found = tuple(resting[i] for i in numbers)
-    return found if isinstance(argnums, Iterable) else found[0]
+    selected = tuple(resting[i] for i in numbers)
+    return selected if isinstance(argnums, Iterable) else selected[0]
 
 
 def _resting(info, sharding) -> jax.ShapeDtypeStruct:

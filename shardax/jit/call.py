@@ -19,7 +19,7 @@ from shardax.explain.plan import Plan
 from shardax.jit import resting
 from shardax.jit.function import Function, crossing_of
 from shardax.meshes import sites
-from shardax.meshes.crossing import Crossing, placed_here
+from shardax.meshes.crossing import Crossing, program_placement
 from shardax.meshes.refinement import Placement
 from shardax.options import Options
 from shardax.program import Program
@@ -63,7 +63,12 @@ class Call:
 
     def built(self, options: Options | None = None) -> Program:
         """The partitioned program for these arguments, some of which may be committed to a sharding."""
-        committed = [_committed(i, x, self.mesh) for i, x in enumerate(self.leaves)]
+        committed: list[Placement | None] = []
+        for i, x in enumerate(self.leaves):
+            crossing = crossing_of(i, x, self.mesh) if isinstance(self.mesh, Mesh) else None
+            committed.append(
+                program_placement(crossing, len(x.shape)) if crossing else primitive.committed(x, self.mesh)
+            )
         constants = [None] * (len(self.jaxpr.in_avals) - len(committed))
         return primitive.build(self.jaxpr, (*committed, *constants), self.mesh, options or self.options)
 
@@ -73,8 +78,8 @@ class Call:
         """
         if self.entering and options.strict:
             named = self.other_meshes
-            unasked = [c for c in self.entering if c.resting.mesh not in named]
-            strict.check([x for c in unasked for x in c.collectives(self.eqn.params["mesh"])], options)
+            unrequested = [c for c in self.entering if c.resting.mesh not in named]
+            strict.check([x for c in unrequested for x in c.collectives(self.eqn.params["mesh"])], options)
 
     def placed(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """The shardings of all arguments, and those of all results when each argument comes in its own."""
@@ -90,10 +95,8 @@ class Call:
         pairs = list(zip(results, self.jaxpr.out_avals, strict=True))
         return ins, [_kept(sharding, aval) for sharding, aval in pairs[: self.count]]
 
-    def plan(self, names: tuple[str, ...], phases: dict[str, float], options: Options) -> Plan:
-        """The plan; `names` are those of the positional arguments, and `phases` has the seconds that tracing
-        took.
-        """
+    def plan(self, argument_names: tuple[str, ...], phases: dict[str, float], options: Options) -> Plan:
+        """The plan. `argument_names`: of positional arguments. `phases`: the seconds that tracing took."""
         self.check_entering(options)
         built = self.built(options)
         args, kwargs = jax.tree.structure(self.traced.args_info).unflatten(self._rests(built))
@@ -112,7 +115,7 @@ class Call:
             values=built.completion,
             decisions=built.decisions,
             phases=ChainMap(built.phases, phases),  # lowering and compiling add to it
-            names=names,
+            argument_names=argument_names,
             donated=frozenset(donated),
             closed_over=_jax.constant_values(self.traced.jaxpr, self.eqn.invars[len(self.leaves) :]),
             refinement=built.refinement,
@@ -134,24 +137,18 @@ class Call:
         return [x.sharding if i in outside else placement.on(self.mesh) for i, (x, placement) in pairs]
 
 
-def _committed(number: int, x, mesh: Mesh | AbstractMesh) -> Placement | None:
-    """The sharding in which the program finds an argument, None where it is not committed to one."""
-    crossing = crossing_of(number, x, mesh) if isinstance(mesh, Mesh) else None
-    return placed_here(crossing, len(x.shape)) if crossing else primitive.committed(x, mesh)
-
-
 def _kept(sharding: NamedSharding, aval) -> NamedSharding:
     """The sharding, in the memory where the value is kept."""
     return sharding.with_memory_kind("pinned_host") if memory_of(aval) is jax.memory.Space.Host else sharding
 
 
-def _elsewhere(side: str, places: Iterable[Placed], found: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
+def _elsewhere(side: str, places: Iterable[Placed], entries: Iterable[resting.Elsewhere]) -> Iterator[AtRest]:
     """The arguments or results that rest elsewhere than wanted.
 
     Nothing moves where what is wanted is the same place in the axes of another mesh. What the function closes
     over comes after the arguments, and is none.
     """
     places = list(places)
-    for x in found:
+    for x in entries:
         if x.number < len(places) and x.wanted.sharding != places[x.number].sharding:
             yield AtRest.of(side, places[x.number], x.wanted.sharding, x.came, x.left)

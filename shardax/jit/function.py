@@ -1,33 +1,34 @@
-"""Function: what the user said to shard_jit, and what follows from it for a call: which mesh, which leaves,
+"""Function: what the user gave shard_jit, and what follows from it for a call: which mesh, which leaves,
 which errors.
 """
 
 import functools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax
-from shardax.annotations.annotate import describe, flatten
+from shardax.annotations.annotate import describe, flatten, for_one_device, is_spec
 from shardax.annotations.explicit import auto_mesh, explicit_sharding
 from shardax.jit.signature import argument_name, positional_names, shardings_by_name
-from shardax.jit.transforming import check_arguments, retyped, transformed
+from shardax.jit.transforming import traced_as, transformed
 from shardax.ledger.lines import line_text
 from shardax.meshes.crossing import Crossing, entering
 from shardax.options import Options, Refused
-from shardax.trace import Request, abstract_mesh, is_explicit, trace
+from shardax.sharding import entry_axes
+from shardax.trace import Request, abstract_mesh, is_explicit
 from shardax.transform import primitive
-from shardax.transforms import Context, Transform
+from shardax.transforms import Context, Retyping, Transform
 from shardax.validation import require_sizes
 
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """What the user said: the arguments of `shard_jit`, names and numbers of arguments inferred from one
+    """What the user gave: the arguments of `shard_jit`, names and numbers of arguments inferred from one
     another.
     """
 
@@ -40,6 +41,7 @@ class Function:
     donated: tuple[tuple[int, ...], tuple[str, ...]]
     transforms: tuple[Transform, ...]
     options: Options
+    of_jit: Mapping[str, Any] = field(default_factory=dict)  # arguments that `jax.jit` alone reads
 
     @property
     def name(self) -> str:
@@ -65,18 +67,39 @@ class Function:
         name = getattr(fun, "__name__", type(fun).__name__)
         return name, f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
-    def jitted(self, found: Mesh | AbstractMesh | None, out_shardings: Any = None):
-        """The jax.jit of it. `found` is the mesh of the arguments, where nothing else gives one."""
+    def jitted(self, arguments_mesh: Mesh | AbstractMesh | None, out_shardings: Any = None):
+        """The jax.jit of it. `arguments_mesh` is the mesh of the arguments, where nothing else gives one."""
 
         @functools.wraps(self.fun)
         def run(*args, **kwargs):
-            if jax.config.jax_disable_jit or _jax.is_eager((args, kwargs)):  # type: ignore[attr-defined]  # debug_nans
+            eager = jax.config.jax_disable_jit or _jax.is_eager((args, kwargs))  # type: ignore[attr-defined]  # debug_nans
+            if eager and not self._retypes:
                 return self.fun(*args, **kwargs)
-            mesh = self._mesh(found)
+            mesh = self.require_mesh(arguments_mesh)
             self._check_not_manual(mesh)
             return self._run(mesh, args, kwargs)
 
-        named = {} if out_shardings is None else {"out_shardings": out_shardings}
+        return self._jit(run, {} if out_shardings is None else {"out_shardings": out_shardings})
+
+    def jitted_for_one_device(self):
+        """The jax.jit of it where there is no mesh."""
+
+        @functools.wraps(self.fun)
+        def run(*args, **kwargs):
+            if jax.config.jax_disable_jit or _jax.is_eager((args, kwargs)):  # type: ignore[attr-defined]
+                return self.fun(*args, **kwargs)
+            static = self._static_nums(len(args))
+            args = [x if i in static else self._for_one_device(x) for i, x in enumerate(args)]
+            kwargs = {k: x if k in self.static[1] else self._for_one_device(x) for k, x in kwargs.items()}
+            return self.fun(*args, **kwargs)
+
+        named = {"in_shardings": self.in_shardings, "out_shardings": self.out_shardings}
+        return self._jit(run, {k: s for k, s in named.items() if jax.tree.leaves(s)})
+
+    def _for_one_device(self, tree):
+        return jax.tree.map(lambda x: x if _jax.is_ref(x) else for_one_device(x, self.name), tree)
+
+    def _jit(self, run: Callable[..., Any], named: Mapping[str, Any]):
         (static_argnums, static_argnames), (donate_argnums, donate_argnames) = self.static, self.donated
         return jax.jit(
             run,
@@ -85,26 +108,45 @@ class Function:
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
             **named,
+            **self.of_jit,
         )
+
+    def for_one_device(self, args, kwargs) -> bool:
+        """Whether it runs as under `jax.jit`: there is no mesh, no sharding that would need one, and no array
+        on several devices. What is traced around it may turn out to run on several: see `for_one_device`.
+        """
+        shardings = jax.tree.leaves((self.in_shardings, self.out_shardings), is_leaf=is_spec)
+        return (
+            self.mesh_for(args, kwargs) is None
+            and not self.transforms
+            and all(map(_on_one_device, shardings))
+            and not any(len(_devices(x)) > 1 for _, x in self.named_leaves(args, kwargs))
+        )
+
+    @property
+    def _retypes(self) -> bool:
+        """Whether the arguments may be of other types than the function takes."""
+        return any(isinstance(transform, Retyping) for transform in self.transforms)
 
     def known_mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that was given, else that of the context."""
         return self.mesh or _jax.context_mesh()
 
-    def _mesh(self, found: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-        mesh = self.known_mesh() or found
+    def require_mesh(self, arguments_mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+        """The mesh that is known, else that of the arguments. Raises ValueError where there is none."""
+        mesh = self.known_mesh() or arguments_mesh
         if mesh is None:
             raise ValueError(
                 f"shard_jit({self.name}) has no mesh to run on: give it mesh=, call it under "
-                "jax.set_mesh(mesh), or pass it arguments that lie on a mesh (NamedSharding)"
+                "jax.set_mesh(mesh), or pass it arguments that are placed on a mesh (NamedSharding)"
             )
         return mesh
 
     def _check_not_manual(self, mesh: Mesh | AbstractMesh) -> None:
-        here = jax.sharding.get_abstract_mesh()
+        context_mesh = jax.sharding.get_abstract_mesh()
         manual = [
             a
-            for a, t in zip(here.axis_names, here.axis_types, strict=True)
+            for a, t in zip(context_mesh.axis_names, context_mesh.axis_types, strict=True)
             if t is AxisType.Manual and a in mesh.shape
         ]
         if manual:
@@ -121,17 +163,18 @@ class Function:
         nested = jax.sharding.get_abstract_mesh() == abstract_mesh(auto_mesh(mesh))
         with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
             request = self._request(mesh, args, kwargs)
-            traced = trace(retyped(request, self.transforms))
+            traced, types = traced_as(request, self.transforms)
             context = Context(auto_mesh(mesh), traced.arguments, traced.results, self.options)
-            jaxpr = transformed(traced.jaxpr, context, self.transforms)
+            jaxpr = transformed(traced, types, context, self.transforms)
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
-            plain = [_without_explicit_type(x, is_explicit(mesh) and not nested) for x in values]
-            check_arguments(jaxpr, plain)
+            # under an Explicit mesh a cotangent must get back even the empty type
+            always = is_explicit(mesh) and not nested
+            plain = [_jax.moved_off_meshes(x) if always or explicit_sharding(x) else x for x in values]
             outs = primitive.bind(plain, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
             built = primitive.build(jaxpr, tuple(map(explicit_sharding, values)), mesh, self.options)
-            outs = [reshard(x, left) for x, left in zip(outs, built.left(mesh), strict=True)]
+            outs = list(map(_typed, outs, built.left(mesh)))
         count = len(outs) - len(traced.refs)
         for i, value in zip(traced.refs, outs[count:], strict=True):
             inputs[i][...] = value
@@ -166,12 +209,12 @@ class Function:
         mesh, crossings = self.mesh_for(args, kwargs), {c.number: c for c in entering}
         leaves = [x for _, x in self.named_leaves(args, kwargs)]
         new = iter([how(crossings[i], x, mesh) if i in crossings else x for i, x in enumerate(leaves)])
-        static_nums, static_names = self._static_nums(len(args)), self.static[1]
+        static_argnums, static_argnames = self._static_nums(len(args)), self.static[1]
         args = tuple(
-            x if i in static_nums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args)
+            x if i in static_argnums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args)
         )
         return args, {
-            k: x if k in static_names else jax.tree.map(lambda _: next(new), x)
+            k: x if k in static_argnames else jax.tree.map(lambda _: next(new), x)
             for k, x in sorted(kwargs.items())
         }
 
@@ -199,9 +242,9 @@ class Function:
             )
 
     def _request(self, mesh: Mesh | AbstractMesh, args, kwargs) -> Request:
-        static_nums, static_names = self._static_nums(len(args)), self.static[1]
-        dynamic = [i for i in range(len(args)) if i not in static_nums]
-        static_kwargs = {k: v for k, v in kwargs.items() if k in static_names}
+        static_argnums, static_argnames = self._static_nums(len(args)), self.static[1]
+        dynamic = [i for i in range(len(args)) if i not in static_argnums]
+        static_kwargs = {k: v for k, v in kwargs.items() if k in static_argnames}
 
         @functools.wraps(self.fun)
         def fun(*dynamic_args, **dynamic_kwargs):
@@ -210,17 +253,19 @@ class Function:
                 full[i] = x
             return self.fun(*full, **dynamic_kwargs, **static_kwargs)
 
-        dynamic_kwargs, names = (
-            {k: v for k, v in kwargs.items() if k not in static_names},
+        dynamic_kwargs, argument_names = (
+            {k: v for k, v in kwargs.items() if k not in static_argnames},
             self.dynamic_names(len(args)),
         )
-        parameters = [name for name in positional_names(self.fun) if name not in static_names]
-        in_shardings, kw_shardings = shardings_by_name(self.in_shardings, names, parameters, dynamic_kwargs)
+        parameters = [name for name in positional_names(self.fun) if name not in static_argnames]
+        in_shardings, kw_shardings = shardings_by_name(
+            self.in_shardings, argument_names, parameters, dynamic_kwargs
+        )
         return Request(
             fun=fun,
             args=tuple(args[i] for i in dynamic),
             kwargs=dynamic_kwargs,
-            names=names,
+            argument_names=argument_names,
             donated=self._donated_leaves(args, kwargs),
             mesh=mesh,
             in_shardings=in_shardings,
@@ -267,14 +312,16 @@ class Function:
 
     def naming_arguments(self, error: Refused, args, kwargs) -> Refused:
         """The error with the names of arguments for their numbers."""
-        names = [name for name, _ in self.named_leaves(args, kwargs)]
-        return Refused(re.sub(r"(?<=argument )#(\d+)", lambda m: names[int(m[1])], str(error)))
+        argument_names = [name for name, _ in self.named_leaves(args, kwargs)]
+        return Refused(re.sub(r"(?<=argument )#(\d+)", lambda m: argument_names[int(m[1])], str(error)))
 
     def _unhashable(self, args, kwargs) -> str | None:
         static = [(argument_name(self.fun, i), args[i]) for i in sorted(self._static_nums(len(args)))]
         static += [(k, v) for k, v in kwargs.items() if k in self.static[1]]
         for name, value in static:
-            if not _hashable(value):
+            try:
+                hash(value)
+            except TypeError:
                 return (
                     f"static argument {name} is {value!r}, of type {type(value).__name__}, which cannot be "
                     "hashed: give a hashable one (a tuple, a frozen dataclass), or do not make it static"
@@ -289,8 +336,8 @@ class Function:
                 and x.sharding.device_set != set(mesh.devices.flat)
             ):
                 ids = sorted(d.id for d in x.sharding.device_set)
-                moved = "make it of an array that lies there" if _jax.is_ref(x) else "move it there"
-                way_out = f"{moved} with jax.device_put" + ", or pass it as a numpy array" * (
+                advice = "make it of an array that is placed there" if _jax.is_ref(x) else "move it there"
+                way_out = f"{advice} with jax.device_put" + ", or pass it as a numpy array" * (
                     not _jax.is_ref(x)
                 )
                 return (
@@ -329,9 +376,40 @@ def mesh_of(tree) -> Mesh | AbstractMesh | None:
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
+def _typed(x, sharding: NamedSharding):
+    """A result in its sharding. `reshard` makes it a type, and takes Explicit axes only."""
+    mesh = sharding.mesh
+    explicit, rest = (
+        PartitionSpec(
+            *(tuple(a for a in entry_axes(e) if _is_explicit(mesh, a) is kind) for e in sharding.spec)
+        )
+        for kind in (True, False)
+    )
+    if is_explicit(mesh):
+        x = reshard(x, sharding.update(spec=explicit))
+    if any(rest) and is_explicit(mesh):
+        x = jax.lax.with_sharding_constraint(x, sharding.update(spec=rest))
+    return x
+
+
+def _is_explicit(mesh: Mesh | AbstractMesh, axis: str) -> bool:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] is AxisType.Explicit
+
+
 def crossing_of(number: int, x, mesh: Mesh) -> Crossing | None:
     own = primitive.committed(x, mesh)
     return entering(number, jax.typeof(x), own, mesh) if own is not None and own.mesh.places else None
+
+
+def _on_one_device(sharding) -> bool:
+    """Whether a leaf of a tree of shardings means no mesh."""
+    one = isinstance(sharding, jax.sharding.SingleDeviceSharding)
+    return one or sharding is None or sharding is _jax.UNSPECIFIED
+
+
+def _devices(x) -> Collection[Any]:
+    sharding = getattr(x, "sharding", None)
+    return sharding.device_set if isinstance(sharding, jax.sharding.Sharding) else ()
 
 
 def _is_deleted(x) -> bool:
@@ -362,18 +440,3 @@ def _otherwise(call, explain):
 
 def _marks(tree, donated: bool):
     return jax.tree.map(lambda _: donated, tree)
-
-
-def _hashable(x) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
-
-
-def _without_explicit_type(x, always: bool):
-    """`x` without its Explicit axes; nothing moves. Under an Explicit mesh a cotangent must get back even the
-    empty type.
-    """
-    return reshard(x, PartitionSpec()) if always or explicit_sharding(x) else x

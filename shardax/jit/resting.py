@@ -53,8 +53,8 @@ def _back(program: Program) -> dict[int, int]:
     for node, decision in program.decisions.pairs():
         note = annotations.of_node(node)
         if note is not None and note.like is not None and node.outputs[0] in results:
-            moved = _sent(program, node.inputs[0], decision.reshards[0])
-            sent[note.like] = moved + _left(program, results[node.outputs[0]])
+            nbytes = _sent(program, node.inputs[0], decision.reshards[0])
+            sent[note.like] = nbytes + _left(program, results[node.outputs[0]])
     return sent
 
 
@@ -78,7 +78,7 @@ def _wanted(program: Program, note: Annotation, value: Value) -> Placement | Non
     if None in note.dims:
         return None
     sharding, refined = Sharding(tuple(axes or () for axes in note.dims)), program.refinement
-    rest = refined.rest(sharding, value.shape, note.on, across=note.names_result)
+    rest = refined.rest(sharding, value.shape, note.on, across=note.is_of_result)
     return refined.placement(sharding, note.on) if refined.sharding(rest) != sharding else None
 
 

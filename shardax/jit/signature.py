@@ -10,15 +10,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardax.annotations.annotate import is_spec
 from shardax.options import Options
-from shardax.validation import require_names, require_numbers
+from shardax.validation import require_argument_names, require_argument_numbers
 
 
 def check_arguments(
-    fun, mesh, transforms, options, numbers: Mapping[str, Any], names: Mapping[str, Any]
+    fun, mesh, transforms, options, by_number: Mapping[str, Any], by_name: Mapping[str, Any]
 ) -> None:
     """Raises ValueError where an argument of `shard_jit` is of another kind than it must be.
 
-    `numbers` and `names`: those that say which arguments are meant.
+    `by_number` and `by_name`: those that say which arguments are meant.
     """
     if not callable(fun) or isinstance(fun, Mesh):
         raise ValueError(
@@ -36,10 +36,20 @@ def check_arguments(
         raise ValueError(
             f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)"
         )
-    for name, argument in numbers.items():
-        require_numbers(argument, f"{name} of shard_jit")
-    for name, argument in names.items():
-        require_names(argument, f"{name} of shard_jit")
+    for name, argument in by_number.items():
+        require_argument_numbers(argument, f"{name} of shard_jit")
+    for name, argument in by_name.items():
+        require_argument_names(argument, f"{name} of shard_jit")
+
+
+def check_no_device(given: Mapping[str, Any]) -> None:
+    """Raises ValueError where `device` or `backend` of `jax.jit` is given."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={value!r} of shard_jit: the mesh says which devices run: give mesh=, or, without a "
+                "mesh, place the arguments there (jax.device_put, jax.default_device)"
+            )
 
 
 def positional_names(fun: Callable[..., Any]) -> list[str]:
@@ -53,15 +63,15 @@ def positional_names(fun: Callable[..., Any]) -> list[str]:
 
 def argument_name(fun: Callable[..., Any], index: int) -> str:
     """ "state", or "args[2]" where the signature does not name it."""
-    names = positional_names(fun)
-    return names[index] if index < len(names) else f"args[{index}]"
+    parameters = positional_names(fun)
+    return parameters[index] if index < len(parameters) else f"args[{index}]"
 
 
 def shardings_by_name(
-    in_shardings: Any, positional: Sequence[str], names: Sequence[str], keywords: Collection[str]
+    in_shardings: Any, positional: Sequence[str], parameters: Sequence[str], keywords: Collection[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """in_shardings of the arguments that are `given` by position, and of those that their `names` gave: both
-    not static.
+    """in_shardings of the `positional` arguments, and of those among the function's other `parameters` that
+    are passed as `keywords`: all not static.
 
     Raises ValueError where there are more or fewer of them than arguments.
 
@@ -71,16 +81,17 @@ def shardings_by_name(
     if is_spec(in_shardings) or type(in_shardings) not in (tuple, list):
         return in_shardings, {}
     count = len(positional)
-    own, rest, later = tuple(in_shardings[:count]), in_shardings[count:], names[count : len(in_shardings)]
-    if len(own) < count or len(later) < len(rest) or not all(name in keywords for name in later):
-        raise ValueError(_other_number(len(in_shardings), [*positional, *(f"{name}=" for name in keywords)]))
-    return own, dict(zip(later, rest, strict=True))
-
-
-def _other_number(count: int, positional: Sequence[str]) -> str:
-    entries = "1 entry" if count == 1 else f"{count} entries"
-    return (
-        f"in_shardings is a tuple of {entries}, but the arguments of this call that are not static are "
-        f"({', '.join(positional)}): give one for each positional argument, None where it is left open, or "
-        "one sharding for all of them, not in a tuple"
+    own, rest, later = (
+        tuple(in_shardings[:count]),
+        in_shardings[count:],
+        parameters[count : len(in_shardings)],
     )
+    if len(own) < count or len(later) < len(rest) or not all(name in keywords for name in later):
+        entries = "1 entry" if len(in_shardings) == 1 else f"{len(in_shardings)} entries"
+        arguments = ", ".join([*positional, *(f"{name}=" for name in keywords)])
+        raise ValueError(
+            f"in_shardings is a tuple of {entries}, but the arguments of this call that are not static are "
+            f"({arguments}): give one for each positional argument, None where it is left open, or one "
+            "sharding for all of them, not in a tuple"
+        )
+    return own, dict(zip(later, rest, strict=True))

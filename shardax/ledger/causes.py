@@ -20,6 +20,11 @@ class Cause:
 
     __slots__ = ()
 
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The lines that a collective serves besides its own."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -38,6 +43,11 @@ class Combined(Cause):
     """It stands for several that were too small to be sent one by one."""
 
     parts: tuple[Part, ...]
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """Those of its parts, which themselves are told with it."""
+        return tuple(dict.fromkeys(line for part in self.parts if part.cause for line in part.cause.also))
 
 
 class Named(str):

@@ -20,10 +20,12 @@ from shardax.sharding import Axes, AxisSizes, shard_count
 class Collective:
     """One collective of a local program.
 
-    `devices`: how many exchange with one another; of a ppermute, how many of the mesh send. `nbytes`: bytes
-    that one device sends each time that it runs (ring algorithms; of a ppermute, a device that sends).
-    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied. `open_loop`: it
-    stands in a `while` that counts no constant number of times, and `trips` are those of one iteration.
+    `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
+    `nbytes`: bytes that one device sends each time that it runs (ring algorithms; of a ppermute, a device
+      that sends).
+    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
+    `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one
+      iteration.
     `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
     `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
     `reason`: why, in a few words; `Plan.because` tells the facts, which `cause` holds.
@@ -46,6 +48,13 @@ class Collective:
     def total(self) -> int:
         """Bytes that one device sends per call."""
         return 0 if self.other_branch else self.nbytes * self.trips
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The lines that it serves besides `line`: those of older contributions to the sum that it settles,
+        the newest first.
+        """
+        return self.cause.also if self.cause else ()
 
     @property
     def parts(self) -> tuple["Collective", ...]:
@@ -109,8 +118,8 @@ def collectives(
     """The collectives of a local program in program order, those in bodies included; what sends nothing is
     left out.
 
-    `folded`: the program's axes as a person names them. `line`: that of the function, which what brings its
-    arguments to where it wants them serves.
+    `folded`: the program's axes as a person names them. `line`: that of the function, for what reshards
+    its arguments.
     """
     return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, line))
 
@@ -135,9 +144,9 @@ def other_branches(branches: Iterable[Iterable]) -> Iterator:
     """All entries of the branches of a `cond`. Those outside of the dearest branch are marked as
     `other_branch`; among equals the first branch is the dearest.
     """
-    found = [list(branch) for branch in branches]
-    dearest = max(range(len(found)), key=lambda i: (comm_bytes(found[i]), -i))
-    for i, branch in enumerate(found):
+    per_branch = [list(branch) for branch in branches]
+    dearest = max(range(len(per_branch)), key=lambda i: (comm_bytes(per_branch[i]), -i))
+    for i, branch in enumerate(per_branch):
         yield from branch if i == dearest else (replace(c, other_branch=True) for c in branch)
 
 
@@ -150,9 +159,9 @@ def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
         if name in KINDS:
             yield from _read(KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
         elif bodies := list(jaxprs_in_params(eqn.params)):
-            here = _jax.user_line(eqn.source_info) or line
+            eqn_line = _jax.user_line(eqn.source_info) or line
             yield from _BODIES.get(name, _all_once)(
-                eqn, makers, [_walk(body, sizes, here) for body in bodies]
+                eqn, makers, [_walk(body, sizes, eqn_line) for body in bodies]
             )
 
 
@@ -163,15 +172,13 @@ def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         reason, cause = why(kind, eqn.source_info.name_stack)
-        minor = _minor(eqn) if kind == "reduce_scatter" else None
+        minor = None
+        if kind == "reduce_scatter" and eqn.params["tiled"]:
+            dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
+            minor = shape[dim] if dim == len(shape) - 1 else None
         yield Collective(
             kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor
         )
-
-
-def _minor(eqn) -> int | None:
-    dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
-    return shape[dim] if eqn.params["tiled"] and dim == len(shape) - 1 else None
 
 
 def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -182,9 +189,13 @@ def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def why(kind: str, name_stack) -> tuple[str, causes.Cause | None]:
-    """The reason of a collective, and its cause where it has one."""
-    named = causes.of(name_stack)
-    return (named.reason, named.cause) if named else (reason_of(kind, name_stack) or AS_WRITTEN, None)
+    """The reason of a collective, and its cause where it has one: those of the innermost scope that tells."""
+    for name in reversed(_jax.scope_names(name_stack)):
+        if isinstance(name, causes.Named):
+            return name.reason, name.cause
+        if reason := reason_of(kind, name):
+            return reason, None
+    return AS_WRITTEN, None
 
 
 def _axes(params) -> Axes:
@@ -225,13 +236,13 @@ def _scan(eqn, makers, bodies) -> Iterator[Collective]:
 
 
 def _while(eqn, makers, bodies) -> Iterator[Collective]:
-    trips = counted_trips(eqn, makers)
-    if trips is None:
+    trip_count = _trip_count(eqn, makers)
+    if trip_count is None:
         return (replace(c, open_loop=True) for c in _all_once(eqn, makers, bodies))
-    return (replace(c, trips=c.trips * trips) for c in _all_once(eqn, makers, bodies) if trips)
+    return (replace(c, trips=c.trips * trip_count) for c in _all_once(eqn, makers, bodies) if trip_count)
 
 
-def counted_trips(eqn, makers) -> int | None:
+def _trip_count(eqn, makers) -> int | None:
     """How often a `while` runs that counts from a constant by a constant up to one, as `fori_loop` does; else
     None.
 

@@ -69,7 +69,10 @@ class Crossing:
     @cached_property
     def pairs(self) -> tuple[tuple[int, int], ...]:
         """(from, to) for every device of the program, by their numbers."""
-        have, need = _resting_blocks(self.resting), _blocks(self.sharding, self.refinement.sizes)
+        at_rest = _blocks(self.resting.sharding, self.resting.mesh.sizes)
+        numbers = self.resting.mesh.places or range(len(at_rest))  # of the devices, in the program's mesh
+        have = [block for _, block in sorted(zip(numbers, at_rest, strict=True))]
+        need = _blocks(self.sharding, self.refinement.sizes)
         pairs = _matched(have, need) if self.side == "argument" else _matched(need, have)
         return tuple(sorted(pairs))
 
@@ -109,7 +112,11 @@ class Crossing:
                 self.inside(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x)
             )
         own, every = self.resting.on(mesh), PartitionSpec(tuple(self.resting.mesh.sizes))
-        return self._permuted(_relabelled(x, own.mesh, own.spec, every), mesh)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # the same shards under another spec
+            relabelled = jax.shard_map(
+                lambda shard: shard, mesh=own.mesh, in_specs=own.spec, out_specs=every, check_vma=False
+            )(x)
+        return self._permuted(relabelled, mesh)
 
     def eagerly(self, x: jax.Array, mesh: Mesh) -> jax.Array:
         """The array on the other side, moved now. Its devices are not, or shall not be, in the program's
@@ -120,7 +127,7 @@ class Crossing:
                 self.eagerly(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x)
             )
         refined = sites.refined_mesh(mesh, self.refinement, concrete=True)
-        placed = placed_here(self, len(self.shape)).on(mesh)
+        placed = program_placement(self, len(self.shape)).on(mesh)
         if not self.sends:
             return _of_shards(x, x.shape, placed if self.side == "argument" else self.resting.on(mesh))
         every = NamedSharding(refined, PartitionSpec(refined.axis_names))
@@ -130,7 +137,7 @@ class Crossing:
 
     def abstractly(self, x, mesh: Mesh) -> jax.ShapeDtypeStruct:
         """The shape of an argument on the other side, for lowering."""
-        own = placed_here(self, x.ndim).on(mesh)
+        own = program_placement(self, x.ndim).on(mesh)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own, weak_type=getattr(x, "weak_type", False))
 
     def _permuted(self, x, mesh: AnyMesh):
@@ -173,7 +180,7 @@ def entering(number: int, aval, own: Placement, mesh: Mesh) -> Crossing:
     return _crossing("argument", number, aval, own, both.sharding(own), both)
 
 
-def placed_here(crossing: Crossing, rank: int) -> Placement:
+def program_placement(crossing: Crossing, rank: int) -> Placement:
     """The placement that the program sees of an argument or result that crosses outside: on its own mesh if
     that has a spec for it.
     """
@@ -215,13 +222,6 @@ def _blocks(sharding: Sharding, sizes: AxisSizes) -> list[tuple[int, ...]]:
     return list(zip(*(np.broadcast_to(d, math.prod(sizes.values())).tolist() for d in dims), strict=True))
 
 
-def _resting_blocks(resting: Placement) -> list[tuple[int, ...]]:
-    """The same by the devices' numbers in the program's mesh."""
-    blocks = _blocks(resting.sharding, resting.mesh.sizes)
-    numbers = resting.mesh.places or range(len(blocks))
-    return [block for _, block in sorted(zip(numbers, blocks, strict=True))]
-
-
 def _matched(have: Sequence[Any], needed: Sequence[Any]) -> Iterable[tuple[int, int]]:
     """Who sends to whom: devices that have the block that they need keep it; the others get it from its
     holders, in order.
@@ -235,14 +235,6 @@ def _matched(have: Sequence[Any], needed: Sequence[Any]) -> Iterable[tuple[int, 
     for device, block in enumerate(needed):
         if have[device] != block:
             yield holders[block].pop(0), device
-
-
-def _relabelled(x, mesh: AnyMesh, before: PartitionSpec, after: PartitionSpec):
-    """The same shards under another spec, or another mesh; nothing moves."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return jax.shard_map(
-            lambda shard: shard, mesh=mesh, in_specs=before, out_specs=after, check_vma=False
-        )(x)
 
 
 def _of_shards(x: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

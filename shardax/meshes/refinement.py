@@ -73,10 +73,12 @@ class Refinement:
     @cached_property
     def axes(self) -> Mapping[UserMesh, Mapping[str, Axes]]:
         """For each mesh its axes, each as refined ones."""
-        axes = {
-            mesh: {axis: self._covering(digits) for axis, digits in _axes_of(mesh, self).items()}
-            for mesh in self.meshes
-        }
+        axes = {}
+        for mesh in self.meshes:
+            digits = _digits_of(mesh)
+            if not digits or mesh in self.boundaries:
+                digits = _dealt(mesh, self.cuts)
+            axes[mesh] = {axis: self._covering(of_axis) for axis, of_axis in digits.items()}
         axes[self.program] |= {axis: (axis,) for axis, size in self.program.axes if size == 1}
         return axes
 
@@ -101,14 +103,14 @@ class Refinement:
         """Refined axes as a person reads them: refined axes that together make an axis of the user's, in
         order, are that axis.
         """
-        left, names = axes, ()
+        left, folded = axes, ()
         while left:
             taken, name = next(
                 ((subs, name) for subs, name in self._wholes if left[: len(subs)] == subs),
                 (left[:1], left[0]),
             )
-            left, names = left[len(taken) :], (*names, name)
-        return names
+            left, folded = left[len(taken) :], (*folded, name)
+        return folded
 
     def shown(self, sharding: Sharding) -> Sharding:
         """A refined sharding as a person reads it."""
@@ -192,9 +194,9 @@ class Refinement:
 
     def _name(self, digit: tuple[int, int], plain: str, taken: set[str]) -> str:
         """That of the one axis of another mesh that is exactly this digit, else `plain`."""
-        names = [name for mesh in self.meshes for name in mesh.sizes]
+        axes = [name for mesh in self.meshes for name in mesh.sizes]
         exact = (a for mesh in self.meshes[1:] for a, d in (_digits_of(mesh) or {}).items() if d == [digit])
-        name = next((a for a in exact if names.count(a) == 1), plain)
+        name = next((a for a in exact if axes.count(a) == 1), plain)
         while name in taken:
             name += "'"
         return name
@@ -213,10 +215,10 @@ class Refinement:
         their names are clear.
         """
         wholes = {subs: name for name, subs in self.axes[self.program].items() if len(subs) > 1}
-        names = [name for mesh in self.meshes for name in mesh.sizes]
+        axes = [name for mesh in self.meshes for name in mesh.sizes]
         for mesh in self.meshes[1:]:
             for name, subs in self.axes[mesh].items():
-                if len(subs) > 1 and names.count(name) == 1:
+                if len(subs) > 1 and axes.count(name) == 1:
                     wholes.setdefault(subs, name)
         return list(wholes.items())
 
@@ -247,21 +249,16 @@ def refinement(meshes: Iterable[UserMesh], of_arguments: Iterable[UserMesh] = ()
 # Digits
 
 
-def _axes_of(mesh: UserMesh, refined: Refinement) -> Mapping[str, Digits]:
-    found = _digits_of(mesh)
-    return found if found and mesh not in refined.boundaries else _dealt(mesh, refined.cuts)
-
-
 def _digits_of(mesh: UserMesh) -> dict[str, Digits] | None:
     """The digits of each axis, None where digits cannot describe the order of the devices."""
     if mesh.places is None:
         return _flat_digits(mesh.axes)
     places = np.asarray(mesh.places).reshape([size for _, size in mesh.axes])
     lines = [places[(0,) * k + (slice(None),) + (0,) * (places.ndim - k - 1)] for k in range(places.ndim)]
-    found = {axis: _line_digits(line.tolist()) for (axis, _), line in zip(mesh.axes, lines, strict=True)}
-    if places.flat[0] or None in found.values() or not np.array_equal(sum(np.ix_(*lines)), places):  # type: ignore[arg-type]
+    digits = {axis: _line_digits(line.tolist()) for (axis, _), line in zip(mesh.axes, lines, strict=True)}
+    if places.flat[0] or None in digits.values() or not np.array_equal(sum(np.ix_(*lines)), places):  # type: ignore[arg-type]
         return None
-    return found  # type: ignore[return-value]
+    return digits  # type: ignore[return-value]
 
 
 def _flat_digits(axes: Sequence[tuple[str, int]]) -> dict[str, Digits]:
@@ -338,8 +335,8 @@ def _dealt(mesh: UserMesh, cuts: Sequence[int]) -> dict[str, Digits]:
 
 def _built(mesh: UserMesh, program: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     types = (program.axis_types[0] if program.axis_types else AxisType.Auto,) * len(mesh.axes)
-    names, sizes = tuple(mesh.sizes), tuple(mesh.sizes.values())
+    axes, sizes = tuple(mesh.sizes), tuple(mesh.sizes.values())
     if isinstance(program, AbstractMesh):
-        return AbstractMesh(sizes, names, axis_types=types)
+        return AbstractMesh(sizes, axes, axis_types=types)
     places = range(program.size) if mesh.places is None else mesh.places
-    return Mesh(program.devices.ravel()[list(places)].reshape(sizes), names, axis_types=types)
+    return Mesh(program.devices.ravel()[list(places)].reshape(sizes), axes, axis_types=types)

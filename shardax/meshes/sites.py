@@ -17,6 +17,7 @@ from shardax.annotations.explicit import memory_of, shape_of
 from shardax.annotations.user_mesh import UserMesh, user_mesh
 from shardax.graph import annotations
 from shardax.graph.annotations import Annotation
+from shardax.graph.equations import equations_of, map_equations
 from shardax.graph.graph import Graph, Node
 from shardax.graph.inline import Own
 from shardax.meshes.refinement import Placement, Refinement
@@ -71,7 +72,7 @@ def _mesh_of(node: Node, annotation: Annotation, mesh: AnyMesh) -> UserMesh:
     """
     called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
     own = called if annotation.mesh is None else annotation.mesh
-    if own is mesh or not any(annotation.dims) and not annotation.names_result:
+    if own is mesh or not any(annotation.dims) and not annotation.is_of_result:
         return program_mesh(mesh)
     if user_mesh(own, mesh) is None:
         check_devices(
@@ -143,7 +144,7 @@ def settled(jaxpr, mesh: AnyMesh):
             check_devices(sharding.mesh, None if island else sharding.spec, mesh, words)
         return _IN_ORDER[eqn.primitive.name](eqn)
 
-    return _jax.map_eqns(jaxpr, change)
+    return map_equations(jaxpr, lambda eqns: list(map(change, eqns)))
 
 
 def _checked(eqn, mesh: AnyMesh):
@@ -264,7 +265,7 @@ def _needed(site: Site, refinement: Refinement) -> Dims:
     """
     assert site.annotation is not None
     dims, shape = refinement.refined(site.annotation.dims, site.mesh), site.node.outputs[0].shape
-    if site.annotation.names_result or site.annotation.like is not None:
+    if site.annotation.is_of_result or site.annotation.like is not None:
         return dims
     return tuple(axes and rows_apart(axes, n, refinement.sizes) for axes, n in zip(dims, shape, strict=True))
 
@@ -282,18 +283,18 @@ def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
 def in_refined_axes(jaxpr, refinement: Refinement):
     """A jaxpr over shards that names axes of the program's own mesh, rewritten to the refined ones."""
 
-    def change(eqn):
+    def change(eqn) -> list[Any]:
         params = (
             _collective(eqn.params, refinement.program, refinement) if named_axes(eqn.params) else eqn.params
         )
         if eqn.primitive.name != "axis_index" or len(params["axis_name"]) == 1:
-            return eqn.replace(params=params)
-        index = jax.make_jaxpr(
-            jax.jit(lambda: lax.axis_index(params["axis_name"])), axis_env=list(refinement.sizes.items())
-        )()
-        return eqn.replace(primitive=index.eqns[0].primitive, params=index.eqns[0].params)
+            return [eqn.replace(params=params)]
+        with _jax.axes_in_scope(refinement.sizes):
+            return equations_of(lambda: lax.axis_index(params["axis_name"]), [], eqn.outvars, eqn)
 
-    return jaxpr if refinement.is_trivial else _jax.map_eqns(jaxpr, change)
+    if refinement.is_trivial:
+        return jaxpr
+    return map_equations(jaxpr, lambda eqns: [new for eqn in eqns for new in change(eqn)])
 
 
 def _collective(params: Mapping[str, Any], mesh: UserMesh, refinement: Refinement) -> dict[str, Any]:

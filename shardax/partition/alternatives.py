@@ -85,7 +85,10 @@ class Alternatives:
             candidate = candidate_of(factors, splits, (), ())
             return [Way(candidate.operands, candidate.results, 0.0, (splits, factors, entry))]
         ways = self._ranked(node, entry, factors, made, requested, ())
-        if idle := _idle(ways[0], made):
+        layouts = (*ways[0].operands, *ways[0].results)
+        used = {a for layout in layouts for a in (*layout.sharding.axes, *layout.pending_axes)}
+        have = [a for sources in made if sources for a in sources[0].sharding.axes]
+        if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
             ways = self._ranked(node, entry, factors, made, requested, idle)
         assert ways, f"no way to run {node.name}"
         return ways
@@ -136,12 +139,12 @@ class Alternatives:
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
         sent = sum(self.network.collective("ppermute", (), nbytes) for nbytes in entry.sent(local))
         products = self.network.compute(entry.flops_of(local), 0)
-        price = sent + max(products, self.moving(self.traffic(node, entry, candidate)))
+        price = sent + max(products, self.traffic_price(self.traffic(node, entry, candidate)))
         made = zip(node.outputs, candidate.results, strict=True)
         memory = sum(self.nbytes(v, layout) for v, layout in made if v in self.stored)
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry), memory)
 
-    def moving(self, nbytes: float) -> float:
+    def traffic_price(self, nbytes: float) -> float:
         """The price of memory traffic. An operation takes about as long on a few bytes as on none: to split
         what is small spares next to nothing, and is not worth a message."""
         price, least = self.network.compute(0, nbytes), PICO * self.network.chip.least
@@ -210,15 +213,6 @@ class Alternatives:
         if source.padded != target.padded and not lost:
             sent += self.nbytes(value, target) / 8
         return network.collective("all_gather", (), sent) if sent else 0.0
-
-
-def _idle(way: Way, made: Sequence[Layouts]) -> Axes:
-    """The axes that split what a way reads as it is made, and then split nothing."""
-    have = [layouts[0].sharding.axes for layouts in made if layouts]
-    used = {
-        a for layout in (*way.operands, *way.results) for a in (*layout.sharding.axes, *layout.pending_axes)
-    }
-    return tuple(dict.fromkeys(a for axes in have for a in axes if a not in used))
 
 
 def stored(graph: Graph) -> set[Value]:

@@ -67,14 +67,14 @@ def suggest(
         [project_all([layout], [dims], factors, padding.sizes) for layout in alternatives]
         for alternatives, dims in zip(layouts, tensors, strict=True)
     ]
-    often = Counter(
+    counts = Counter(
         factor for of_tensor in projected for factor in {f for splits in of_tensor for f in splits}
     )
     for of_tensor, dims in zip(projected, tensors, strict=True):
         for splits in of_tensor:
             for factor, split in splits.items():
                 _append(suggestions, factor, split) if factors.type_of(factor) != UNSPLIT else None
-            stays = {f for f in splits if f in factors.reduced and not (offer.reduced and often[f] == 1)}
+            stays = {f for f in splits if f in factors.reduced and not (offer.reduced and counts[f] == 1)}
             redistributed += _redistributed(splits, stays, dims, factors, padding, offer.idle)
     for factor, split in redistributed:
         _append(suggestions, factor, split)
@@ -95,15 +95,15 @@ def _redistributed(
     others = [
         split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
-    homeless = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
-    if not homeless:
+    freed = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
+    if not freed:
         return
     for factor in dict.fromkeys(
         f for dim in dims for f in dim if factors.type_of(f) == KEEP and (idle or "~" not in f)
     ):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
-        have = tuple(a for a in have if a not in homeless)
-        for more in dict.fromkeys((homeless, *((a,) for a in homeless))):
+        have = tuple(a for a in have if a not in freed)
+        for more in dict.fromkeys((freed, *((a,) for a in freed))):
             if size > shard_count(have, padding.sizes):
                 yield factor, Split(have + more, padding.padded(size, have + more))
 
@@ -150,23 +150,19 @@ def _blocks(
 def assignments(options: Options, factors: Factors, sizes: AxisSizes) -> Iterator[dict[str, Split]]:
     """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then
     every way, the fullest first, as far as there is patience; last, none."""
-    yield _greedy(options, factors, sizes)
+    greedy: dict[str, Split] = {}
+    for ways in options:
+        for way in ways:
+            more = {**greedy, **way}
+            if compatible(factors, more, ()) and fits(factors, more, sizes):
+                greedy = more
+                break
+    yield greedy
     for chosen in itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES):
         splits = {f: split for way in chosen for f, split in way.items()}
         if compatible(factors, splits, ()) and fits(factors, splits, sizes):
             yield splits
     yield {}
-
-
-def _greedy(options: Options, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
-    splits: dict[str, Split] = {}
-    for ways in options:
-        for way in ways:
-            more = {**splits, **way}
-            if compatible(factors, more, ()) and fits(factors, more, sizes):
-                splits = more
-                break
-    return splits
 
 
 def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:

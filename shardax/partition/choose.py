@@ -2,8 +2,8 @@
 
 The program is laid out as sites and solved (`search.py`). Where loops carry something it is laid out twice:
 the second time carries may take the layouts in which their bodies gave them back the first time. Whether the
-trips of a map are split is tried for one map after the other: the devices are at different trips then, so
-that all ways inside are others.
+iterations of a map are split is tried for one map after the other: the devices are at different iterations
+then, so that all ways inside are others.
 """
 
 import math
@@ -52,9 +52,9 @@ def choose(
         now = search.splits.get(node, options[0] if options else None)
         for other in (None, *options):
             if other != now:
-                tried, price = _searched(lay_out, {**search.splits, node: other})
-                if price.price < solution.price:
-                    search, solution, now = tried, price, other
+                tried, result = _searched(lay_out, {**search.splits, node: other})
+                if result.price < solution.price:
+                    search, solution, now = tried, result, other
     decisions = Replay(search).graph(graph, inputs, outputs)
     return replace(decisions, price=solution.price, gap=solution.gap)
 

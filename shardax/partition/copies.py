@@ -61,17 +61,13 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     states, making, reading = [], [], []
     for m, row in zip(made, prices, strict=True):
         paid = [c for c in range(len(read)) if row[c] > 0 and uses[c] > 1]
-        for chosen in _choices(paid, cut):
+        pairs = itertools.combinations(paid, 2) if len(paid) <= FEW else ()
+        apart = ((a, b) for a, b in pairs if not (cut[a, b] or cut[b, a]))  # neither is cut out of the other
+        for chosen in [(), *((c,) for c in paid), *apart]:
             states.append((m, tuple(read[c] for c in chosen)))
             making.append(sum(row[c] for c in chosen))
             reading.append(np.min([row, *parts[list(chosen)]], axis=0))
     return Copies(states, np.array(making), read, np.array(reading))
-
-
-def _choices(paid: Sequence[int], cut: np.ndarray) -> list[tuple[int, ...]]:
-    """No copy, one, or two of which neither is cut out of the other."""
-    pairs = itertools.combinations(paid, 2) if len(paid) <= FEW else ()
-    return [(), *((c,) for c in paid), *((a, b) for a, b in pairs if not (cut[a, b] or cut[b, a]))]
 
 
 def is_cut(source: Layout, target: Layout) -> bool:

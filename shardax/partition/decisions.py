@@ -108,7 +108,7 @@ def _resharded(what: str, reshards: Iterable[Reshard]) -> Iterator[str]:
     return (f"  {what} {i} from {r.source}" for i, r in enumerate(reshards) if r.needed)
 
 
-def local_trips(node: Node, decision: Decision, sizes: AxisSizes) -> int:
-    """How many trips of a scan each device does."""
+def local_trip_count(node: Node, decision: Decision, sizes: AxisSizes) -> int:
+    """How many iterations of a scan each device does."""
     split = decision.splits.get("trips")
     return split.padded // shard_count(split.axes, sizes) if split else node.params["length"]

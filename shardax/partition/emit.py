@@ -16,11 +16,13 @@ from shardax import _jax
 from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
+from shardax.ledger.lines import with_short_lines
 from shardax.partition.decisions import Decision, Decisions, Origin, Reshard
 from shardax.partition.emit_loops import emit_structured
+from shardax.partition.owed import Contributions, Owed
 from shardax.partition.reasons import Resharded, Settled
 from shardax.reshard import paths, run
-from shardax.sharding import AxisSizes, Layout, Sharding, replicated_layout
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, replicated_layout
 from shardax.spmd_rules.localize import run_local
 from shardax.spmd_rules.registry import RULES, Local
 
@@ -40,7 +42,7 @@ def emit(
 def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> dict[Value, Shards]:
     """As `emit`, but returns what every value is on shards, in each layout in which something read it."""
     emitter = Emitter(sizes)
-    emitter.graph(decisions, shards)
+    emitter.steps(decisions, shards)
     return emitter.env
 
 
@@ -60,14 +62,18 @@ class Emitter:
         self.shown = shown
         self.env: dict[Value, Shards] = {}
         self.makers: dict[Value, Origin] = {}
-        self.debtors: dict[Value, Origin] = {}  # where what a pending value owes arose
+        self.contributions = Contributions(self.makers)
         self.around: Node | None = None  # whose body this is
         self.stack = source_info_util.current_name_stack()
 
     def graph(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
-        around, self.stack = self.stack, source_info_util.current_name_stack()
+        """Runs a decided graph. The values of a body are tracers of its own trace, which must not outlive it:
+        they have an `env` of their own.
+        """
+        around, self.stack = (self.stack, self.env), source_info_util.current_name_stack()
+        self.env = {}
         outputs = self.steps(decisions, shards)
-        self.stack = around
+        self.stack, self.env = around
         return outputs
 
     def steps(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
@@ -95,30 +101,21 @@ class Emitter:
         shards = [self.read(v, reshard, Reader(node, decision, i)) for i, (v, reshard) in enumerate(reshards)]
         if node.bodies:
             around, self.around = self.around, node
+            self.contributions.enter(node)
             results = emit_structured(self, node, decision, shards)
             self.around = around
         else:
             assert decision.entry and decision.factors
             results = run_local(decision.entry, decision.local(node, self.sizes), decision.factors, shards)
-        for i, (value, layout, shard) in enumerate(zip(node.outputs, decision.results, results, strict=True)):
+        for value, layout, shard in zip(node.outputs, decision.results, results, strict=True):
             if annotations.renames(node):
                 self.env[value] = self.env[node.inputs[0]]
                 self.env[value].setdefault(layout, shard)
             else:
                 self.env[value] = {layout: shard}
             self.makers[value] = Origin(node, decision)
-            if layout.pending:
-                self.debtors[value] = self.debtor(node, decision, i)
-
-    def debtor(self, node: Node, decision: Decision, i: int) -> Origin:
-        """Where the pending reduction of result i arose: in an operand that came in pending, in a loop's
-        body, or else here.
-        """
-        owing = [
-            v for v, reshard in zip(node.inputs, decision.reshards, strict=True) if reshard.target.pending
-        ]
-        inside = [body.graph.outputs[i] for body in decision.bodies[-1:]]
-        return next((self.debtors[v] for v in (*inside, *owing) if v in self.debtors), Origin(node, decision))
+        if any(layout.pending for layout in decision.results):
+            self.contributions.note(node, decision)
 
     def read(self, value: Value, reshard: Reshard, reader: Reader):
         """The shard of a value in the layout of `reshard`, resharded unless it has that layout already."""
@@ -166,27 +163,22 @@ class Emitter:
             return shard
         path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, self.sizes)
         for step in path.steps:
-            debtor = self.debtors.get(value) if _settles(step) else None
-            reason, cause = self.reason(value, reshard, step, reader, debtor)
+            owed = self.contributions.owed(value, settled) if (settled := _settled_axes(step)) else None
+            reason, cause = self.reason(value, reshard, step, reader, owed)
             with (
-                _UserContext(debtor, self.stack) if debtor else nullcontext(),
+                _UserContext(owed.origin, self.stack) if owed else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
             ):
                 shard = run.apply(paths.Path((step,), step.nbytes), shard, value.shape, self.sizes)
         return shard
 
-    def reason(
-        self,
-        value: Value,
-        reshard: Reshard,
-        step: paths.Step,
-        reader: Reader,
-        debtor: Origin | None,
-    ):
-        """Why a step of a reshard is taken: the words, and the facts."""
+    def reason(self, value: Value, reshard: Reshard, step: paths.Step, reader: Reader, owed: Owed | None):
+        """Why a step of a reshard is taken: the words, and the facts. `owed`: what it settles, if that is
+        known.
+        """
         if settled := _settles(step):
-            node, decision = debtor or (None, None)
-            return f"{settled} of {node.name if node else 'carry'}", Settled(step.axes, node, decision)
+            name = owed.origin.node.name if owed else "carry"
+            return f"{settled} of {name}", Settled(step.axes, owed)
         around = None if reader.node else self.around
         cause = Resharded(
             value,
@@ -204,14 +196,14 @@ class Emitter:
 
 def _settles(step: paths.Step) -> str | None:
     """The kind of the reduction that a step settles, None if it settles none."""
-    return next(
-        (
-            reduction
-            for axis, reduction in step.source.pending
-            if axis in step.axes and axis not in step.layout.pending_axes
-        ),
-        None,
-    )
+    settled = _settled_axes(step)
+    return next((reduction for axis, reduction in step.source.pending if axis in settled), None)
+
+
+def _settled_axes(step: paths.Step) -> Axes:
+    """The axes over which a step settles what is pending."""
+    left = step.layout.pending_axes
+    return tuple(a for a in step.source.pending_axes if a in step.axes and a not in left)
 
 
 def _literal(value: Value):
@@ -227,7 +219,7 @@ def purpose(reader: Node | None) -> str:
     if reader is None:
         return "result"
     annotation = annotations.of_node(reader)
-    return annotation.source if annotation else reader.name
+    return with_short_lines(annotation.source) if annotation else reader.name
 
 
 def reshard_reason(purpose: str, sharding: Sharding) -> str:

@@ -8,8 +8,8 @@ from jax import lax
 
 from shardax import _jax
 from shardax.graph.graph import Node, Value
-from shardax.graph.trips import LAST, SAME, STEPS, Carry, carries_of_map
-from shardax.partition.decisions import Decision, Decisions, local_trips
+from shardax.graph.maps import LAST, SAME, STEPS, Carry, carries_of_map
+from shardax.partition.decisions import Decision, Decisions, local_trip_count
 from shardax.sharding import AxisSizes, Layout
 from shardax.spmd_rules.registry import Local, Split
 
@@ -34,43 +34,47 @@ def _scan(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any
     consts, carries = _jax.scan_counts(params)
     (body,) = decision.bodies
 
-    def trip(carry, xs):
+    def iteration(carry, xs):
         out = emitter.graph(body, [*shards[:consts], *carry, *xs])
         return out[:carries], out[carries:]
 
     init, xs = shards[consts : consts + carries], shards[consts + carries :]
     init = [_of_dtype(x, v) for x, v in zip(init, body.graph.inputs[consts:], strict=False)]
-    length = local_trips(node, decision, emitter.sizes)
-    how = {"length": length, "reverse": params["reverse"], "unroll": min(params["unroll"], max(length, 1))}
+    length = local_trip_count(node, decision, emitter.sizes)
+    loop_params = {
+        "length": length,
+        "reverse": params["reverse"],
+        "unroll": min(params["unroll"], max(length, 1)),
+    }
     if split := decision.splits.get("trips"):
-        return _split_scan(decision.local(node, emitter.sizes), split, trip, init, xs, how)
+        return _split_scan(decision.local(node, emitter.sizes), split, iteration, init, xs, loop_params)
     kept = {i: lay for i, lay in enumerate(decision.results[carries:]) if lay.dims[0]}
-    carry, ys = _scan_keeping(decision.local(node, emitter.sizes), kept, trip, init, xs, how)
+    carry, ys = _scan_keeping(decision.local(node, emitter.sizes), kept, iteration, init, xs, loop_params)
     return [*carry, *ys]
 
 
 def _scan_keeping(
-    local: Local, kept: dict[int, Layout], trip, init, xs, how
+    local: Local, kept: dict[int, Layout], iteration, init, xs, loop_params
 ) -> tuple[Sequence[Any], Sequence[Any]]:
     """A scan of whose stacked results `kept` each device keeps only a block, by writing the rows of its own
-    trips.
+    iterations.
     """
     if not kept:
-        return lax.scan(trip, init, xs, **how)
+        return lax.scan(iteration, init, xs, **loop_params)
     outputs = local.node.outputs[len(init) :]
     blocks = [lax.full(lay.local_shape(local.sizes), 0, outputs[i].aval.dtype) for i, lay in kept.items()]
 
     def step(state, xs):
         carry, at, blocks = state
-        carry, ys = trip(carry, xs)
+        carry, ys = iteration(carry, xs)
         firsts = [local.start(lay, 0) for lay in kept.values()]
         blocks = [_written(b, ys[i], at - first) for b, i, first in zip(blocks, kept, firsts, strict=True)]
-        return (carry, at + (-1 if how["reverse"] else 1), blocks), [
+        return (carry, at + (-1 if loop_params["reverse"] else 1), blocks), [
             y for i, y in enumerate(ys) if i not in kept
         ]
 
-    first = np.int32(how["length"] - 1 if how["reverse"] else 0)
-    (carry, _, blocks), rest = lax.scan(step, (list(init), first, blocks), xs, **how)
+    first = np.int32(loop_params["length"] - 1 if loop_params["reverse"] else 0)
+    (carry, _, blocks), rest = lax.scan(step, (list(init), first, blocks), xs, **loop_params)
     others, blocks = iter(rest), iter(blocks)
     return carry, [next(blocks) if i in kept else next(others) for i in range(len(outputs))]
 
@@ -83,45 +87,40 @@ def _written(block, row, at):
     return lax.dynamic_update_slice(block, lax.select(at == place, row[None], old), first)
 
 
-def _split_scan(local: Local, split: Split, trip, init, xs, how) -> list[Any]:
-    """Each device does the trips of its own block. Those past the end compute garbage: no carry keeps any of
-    it.
+def _split_scan(local: Local, split: Split, iteration, init, xs, loop_params) -> list[Any]:
+    """Each device does the iterations of its own block. Those past the end compute garbage: no carry keeps
+    any of it.
 
-    device   0       1       2       3          10 trips in blocks of 3: device 3 does one,
-    trips    0 1 2   3 4 5   6 7 8   9 - -      and two more that nobody sees
+    device       0       1       2       3          10 iterations in blocks of 3: device 3 does one,
+    iterations   0 1 2   3 4 5   6 7 8   9 - -      and two more that nobody sees
     """
-    total, block, reverse = local.params["length"], how["length"], how["reverse"]
+    total, block, reverse = local.params["length"], loop_params["length"], loop_params["reverse"]
     carries, first = carries_of_map(local.node) or (), local.index(split.axes) * block
     done = total - lax.min(np.int32(total), first + block) if reverse else first
     start = [_stepped(c, x, done) for c, x in zip(carries, init, strict=True)]
+
+    def guarded(old, inside_and_xs):
+        inside, xs = inside_and_xs
+        new, ys = iteration(old, xs)
+        triples = zip(carries, old, new, strict=True)
+        return [y if c.kind == SAME else lax.select(inside, y, x) for c, x, y in triples], ys
+
     if split.padded == total:
-        last, ys = lax.scan(trip, start, xs, **how)
+        last, ys = lax.scan(iteration, start, xs, **loop_params)
     else:
         inside = first + lax.iota("int32", block) < total
-        last, ys = lax.scan(_guarded(trip, carries), start, (inside, xs), **how)
+        last, ys = lax.scan(guarded, start, (inside, xs), **loop_params)
     holds_last = local.index(split.axes) == (0 if reverse else (total - 1) // block)
     return [*(_end(c, x, y, total, holds_last) for c, x, y in zip(carries, init, last, strict=True)), *ys]
 
 
-def _stepped(carry: Carry, start, trips):
-    """The value of a counter after so many trips."""
-    return start + lax.convert_element_type(trips * carry.step, start.dtype) if carry.kind == STEPS else start
-
-
-def _guarded(trip, carries: Sequence[Carry]):
-    def guarded(old, inside_and_xs):
-        inside, xs = inside_and_xs
-        new, ys = trip(old, xs)
-        return [
-            y if c.kind == SAME else lax.select(inside, y, x)
-            for c, x, y in zip(carries, old, new, strict=True)
-        ], ys
-
-    return guarded
+def _stepped(carry: Carry, start, count):
+    """The value of a counter after so many iterations."""
+    return start + lax.convert_element_type(count * carry.step, start.dtype) if carry.kind == STEPS else start
 
 
 def _end(carry: Carry, start, end, total: int, holds_last):
-    """The value of a carry after all trips, from its value after this device's trips."""
+    """The value of a carry after all iterations, from its value after this device's."""
     if carry.kind == LAST:
         return lax.select(holds_last, end, lax.full_like(end, 0))
     return _stepped(carry, start, total) if carry.kind == STEPS else end

@@ -16,19 +16,19 @@ from shardax import _jax
 from shardax.cost.network import Network
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
-from shardax.graph.trips import LAST, REDUCED, carries_of_map, has_open_loop, reads
+from shardax.graph.maps import LAST, REDUCED, Carry, carries_of_map, has_open_loop, reads
 from shardax.partition.sites import Layouts, Site, Way
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, replicated_layout, shard_count
 from shardax.spmd_rules.registry import Split
 
 _ONCE = 2.0**-6  # picoseconds: among equals, what all branches owe is settled once, after them
-UNKNOWN_TRIPS = 2  # of a `while`: enough to move out of it what can be
+UNKNOWN_TRIP_COUNT = 2  # of a `while`: enough to move out of it what can be
 
 
 @dataclass(eq=False, slots=True)
 class Ports:
-    """The ports of a node with bodies, in the order of its operands and results; `split`: how a scan's trips
-    are split.
+    """The ports of a node with bodies, in the order of its operands and results; `split`: how a scan's
+    iterations are split.
     """
 
     operands: list[Site] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Search(Protocol):
     open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]]
 
     def add(self, site: Site) -> Site: ...
-    def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None: ...
+    def body(self, graph: Graph, runs: float, hidden: frozenset[str]) -> None: ...
     def close_carry(self, port: Site) -> None: ...
     def made(self, value: Value) -> Layouts: ...
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]: ...
@@ -62,13 +62,13 @@ class Search(Protocol):
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None: ...
 
 
-def lay_out(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+def lay_out(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
     """Adds the ports and bodies of a node to a search."""
-    return _LAY_OUT[node.name](search, node, trips, hidden)
+    return _LAY_OUT[node.name](search, node, runs, hidden)
 
 
-def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Split]:
-    """The splits of a map's trips that the layouts of its stacked operands and results suggest."""
+def iteration_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Split]:
+    """The splits of a map's iterations that the layouts of its stacked operands and results suggest."""
     consts, carries = _jax.scan_counts(node.params)
     xs, ys = node.inputs[consts + carries :], node.outputs[carries:]
     layouts = [lay for v in xs for lay in search.made(v)] + [search.requested(v, hidden) for v in (*xs, *ys)]
@@ -90,7 +90,7 @@ def trip_splits(search: Search, node: Node, hidden: frozenset[str]) -> list[Spli
 
 
 def _axes_annotated_inside(search: Search, node: Node, xs: Sequence[Value]) -> set[str]:
-    """The axes over which annotations split each trip. Were the trips split over them, a device
+    """The axes over which annotations split each iteration. Were the iterations split over them, a device
     would have whole microbatches in memory."""
     annotated = search.annotated
     parts = [annotated[v][1:] for v in xs if v in annotated]
@@ -100,68 +100,67 @@ def _axes_annotated_inside(search: Search, node: Node, xs: Sequence[Value]) -> s
     return {a for dims in parts for axes in dims for a in axes or ()}
 
 
-def _scan(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
-    """A scan whose trips are split, or that every device runs whole.
+def _scan(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
+    """A scan whose iterations are split, or that every device runs unsplit.
 
     Where they are split, nothing inside is split over the same axes: the devices along them are at different
-    trips.
+    iterations.
     """
     (consts, count), (body,) = _jax.scan_counts(node.params), node.bodies
     split = search.split_of(node, hidden)
     inside = hidden.union(split.axes if split else ())
-    often = trips * (
+    body_runs = runs * (
         split.padded // shard_count(split.axes, search.sizes) if split else node.params["length"]
     )
     ports = Ports(split=split)
     for outer, inner in zip(node.inputs[:consts], body.inputs, strict=False):
-        ports.operands.append(_operand(search, outer, [inner], trips, inside))
-    carry_kinds = carries_of_map(node) if split else None
+        ports.operands.append(_operand(search, outer, [inner], runs, inside))
+    carries = carries_of_map(node) if split else None
     for i in range(count):
         values = node.inputs[consts + i], body.inputs[consts + i], body.outputs[i], node.outputs[i]
-        carry_kind, reduction = (carry_kinds[i].kind, carry_kinds[i].reduction) if carry_kinds else ("", "")
-        port = _carry(search, (node, i), [values[0], values[2]], [values[1], values[3]], trips, inside, True)
-        ports.carries.append(_owing_trips(port, split, carry_kind, reduction) if split else port)
+        port = _carry(search, (node, i), [values[0], values[2]], [values[1], values[3]], runs, inside, True)
+        ports.carries.append(_owing_over(split, port, carries[i]) if split and carries else port)
     for outer, inner in zip(node.inputs[consts + count :], body.inputs[consts + count :], strict=True):
-        ports.stacks.append(_slices(search, outer, inner, split, trips, inside))
-    search.body(body, often, inside)
+        ports.stacks.append(_slices(search, outer, inner, split, runs, inside))
+    search.body(body, body_runs, inside)
     for port in ports.carries:
         search.close_carry(port)
     for outer, inner in zip(node.outputs[count:], body.outputs[count:], strict=True):
-        ports.results.append(_stack(search, outer, inner, split, trips, often, inside))
+        ports.results.append(_stack(search, outer, inner, split, runs, inside))
     return ports
 
 
-def _while(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+def _while(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
     cond, body = node.bodies
     inside = _where_devices_part(search, hidden)
     cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
     start, ports = cond_consts + body_consts, Ports()
     inners = [*cond.inputs[:cond_consts], *body.inputs[:body_consts]]
     for outer, inner in zip(node.inputs[:start], inners, strict=True):
-        ports.operands.append(_operand(search, outer, [inner], trips, inside))
+        ports.operands.append(_operand(search, outer, [inner], runs, inside))
     for i, init in enumerate(node.inputs[start:]):
         tested = cond.inputs[cond_consts + i]
         makes = [body.inputs[body_consts + i], node.outputs[i], tested]
         port = _carry(
-            search, (node, i), [init, body.outputs[i]], makes, trips, inside, not reads(cond, tested)
+            search, (node, i), [init, body.outputs[i]], makes, runs, inside, not reads(cond, tested)
         )
         ports.carries.append(port)
-    search.body(cond, trips * UNKNOWN_TRIPS, inside)
-    search.body(body, trips * UNKNOWN_TRIPS, inside)
+    search.body(cond, runs * UNKNOWN_TRIP_COUNT, inside)
+    search.body(body, runs * UNKNOWN_TRIP_COUNT, inside)
     for port in ports.carries:
         search.close_carry(port)
     search.add(Site([cond.outputs[0]], [], [Way((replicated_layout(()),), ())]))
     return ports
 
 
-def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
+def _cond(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
     """Each branch is run as often as the others: what all of them would send is as well sent afterwards."""
     inside, ports = _where_devices_part(search, hidden), Ports()
     ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((replicated_layout(()),), ())])))
     for outer, *inners in zip(node.inputs[1:], *(body.inputs for body in node.bodies), strict=True):
-        ports.operands.append(_operand(search, outer, inners, trips, inside))
+        ports.operands.append(_operand(search, outer, inners, runs, inside))
     for body in node.bodies:
-        search.body(body, trips / len(node.bodies), inside)
+        search.body(body, runs / len(node.bodies), inside)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
         settled, *owed = _owing(search.requested(outer, inside), owing, outer)
@@ -169,32 +168,32 @@ def _cond(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> P
             Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
             for layout in (*owed, settled)
         ]
-        ports.results.append(search.add(Site(inners, [outer], ways, trips)))
+        ports.results.append(search.add(Site(inners, [outer], ways, runs)))
     return ports
 
 
-def _island(search: Search, node: Node, trips: float, hidden: frozenset[str]) -> Ports:
-    """shard_map: its specs are the layouts of operands and results. To its body a shard is the whole
-    value.
+def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
+    """shard_map: its specs are the layouts of operands and results. To its body a shard is a value of
+    its own.
     """
     (body,), ports = node.bodies, Ports()
     for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
         ports.operands.append(
-            search.add(Site([value], [inner], [Way((layout,), (replicated_layout(inner.shape),))], trips))
+            search.add(Site([value], [inner], [Way((layout,), (replicated_layout(inner.shape),))], runs))
         )
-    search.body(body, trips, frozenset(search.sizes))
+    search.body(body, runs, frozenset(search.sizes))
     for value, inner, spec in zip(node.outputs, body.outputs, node.params["out_specs"], strict=True):
         layout = Layout(from_spec(spec, len(value.shape)), value.shape)
         ports.results.append(
-            search.add(Site([inner], [value], [Way((replicated_layout(inner.shape),), (layout,))], trips))
+            search.add(Site([inner], [value], [Way((replicated_layout(inner.shape),), (layout,))], runs))
         )
     return ports
 
 
 def _where_devices_part(search: Search, hidden: frozenset[str]) -> frozenset[str]:
-    """The axes to hide in a loop or branch: all where devices are at different trips of a loop around it.
-    They do not get to the same collectives there, and some collectives have all devices meet."""
+    """The axes to hide in a loop or branch: all where devices are at different iterations of a loop around
+    it. They do not get to the same collectives there, and some collectives have all devices meet."""
     return frozenset(search.sizes) if hidden else hidden
 
 
@@ -202,7 +201,7 @@ def _where_devices_part(search: Search, hidden: frozenset[str]) -> frozenset[str
 
 
 def _operand(
-    search: Search, outer: Value, inners: Sequence[Value], trips: float, hidden: frozenset[str]
+    search: Search, outer: Value, inners: Sequence[Value], runs: float, hidden: frozenset[str]
 ) -> Site:
     """What bodies take and keep: in a layout in which nothing is owed."""
     layouts = [
@@ -211,11 +210,11 @@ def _operand(
         *(search.requested(v, hidden) for v in inners),
     ]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
-    return search.add(Site([outer], inners, ways, trips))
+    return search.add(Site([outer], inners, ways, runs))
 
 
 def _carry(
-    search: Search, key, reads: Sequence[Value], makes: Sequence[Value], trips, hidden, may_owe: bool
+    search: Search, key, reads: Sequence[Value], makes: Sequence[Value], runs, hidden, may_owe: bool
 ) -> Site:
     """One layout, in which a carry comes in, is taken and given by the body, and goes out."""
     init, inner = reads[0], makes[0]
@@ -225,33 +224,34 @@ def _carry(
         for lay in dict.fromkeys(layouts)
         if may_owe or not lay.pending
     ]
-    site = search.add(Site(reads, makes, ways, trips))
+    site = search.add(Site(reads, makes, ways, runs))
     search.open_carries[site] = (key, hidden, may_owe)
     return site
 
 
-def _owing_trips(port: Site, split: Split, carry_kind: str, reduction: str) -> Site:
-    """Where trips are split, what they reduce is pending over their axes: before the loop, if it adds to an
-    initial value, and after it."""
-    if carry_kind not in (REDUCED, LAST):
+def _owing_over(split: Split, port: Site, carry: Carry) -> Site:
+    """Where iterations are split, what they reduce is pending over their axes: before the loop, if it adds to
+    an initial value, and after it."""
+    if carry.kind not in (REDUCED, LAST):
         return port
 
     def owe(layout: Layout) -> Layout:
-        owed = ((a, reduction or "sum") for a in split.axes)
+        owed = ((a, carry.reduction or "sum") for a in split.axes)
         return Layout(layout.sharding, layout.padded, tuple(sorted((*layout.pending, *owed))))
 
     ways = []
     for way in port.ways:
         (start, body_end), (taken, end) = way.operands, way.results
-        ways.append(Way((owe(start) if carry_kind == REDUCED else start, body_end), (taken, owe(end))))
+        ways.append(Way((owe(start) if carry.kind == REDUCED else start, body_end), (taken, owe(end))))
     port.ways = ways
     return port
 
 
 def _slices(
-    search: Search, outer: Value, inner: Value, split: Split | None, trips: float, hidden: frozenset[str]
+    search: Search, outer: Value, inner: Value, split: Split | None, runs: float, hidden: frozenset[str]
 ) -> Site:
-    """The layouts of one trip's part of a stacked value: that of the stack, or as completion requests."""
+    """The layouts of one iteration's part of a stacked value: that of the stack, or as completion
+    requests."""
     axes = split.axes if split else ()
     laid = [
         Layout(Sharding(lay.dims[1:]), lay.padded[1:])
@@ -264,14 +264,14 @@ def _slices(
     )
     layouts = dict.fromkeys([*annotated, search.requested(inner, hidden), *laid])
     ways = [Way((_stacked(lay, outer, split),), (lay,)) for lay in layouts]
-    return search.add(Site([outer], [inner], ways, trips))
+    return search.add(Site([outer], [inner], ways, runs))
 
 
 def _stack(
-    search: Search, outer: Value, inner: Value, split: Split | None, trips, often, hidden: frozenset[str]
+    search: Search, outer: Value, inner: Value, split: Split | None, runs: float, hidden: frozenset[str]
 ) -> Site:
-    """The layouts of a loop's stacked results: as each trip leaves them. Each device may keep but its block
-    of the stack.
+    """The layouts of a loop's stacked results: as each iteration leaves them. Each device may keep but its
+    block of the stack.
     """
     requested = search.requested(inner, hidden)
     stack = search.requested(outer, hidden)
@@ -283,7 +283,7 @@ def _stack(
             made = _stacked(lay, outer, split or keep)
             nbytes = search.nbytes(outer, made)
             ways.append(Way((lay,), (made,), search.network.compute(0, nbytes), memory=nbytes))
-    return search.add(Site([inner], [outer], ways, trips))
+    return search.add(Site([inner], [outer], ways, runs))
 
 
 def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
@@ -293,8 +293,8 @@ def _stacked(layout: Layout, outer: Value, split: Split | None) -> Layout:
 
 
 def _kept_block(search: Search, layout: Layout, stack: Value, requested: Layout) -> Split | None:
-    """How each device keeps but its block of what all of them make trip by trip: where no loop reads the
-    whole stack, and it may rest so."""
+    """How each device keeps but its block of what all of them make iteration by iteration: where no loop
+    reads the whole stack, and it may rest so."""
     used = {*layout.sharding.axes, *layout.pending_axes}
     even = requested.padded[0] == stack.shape[0] and not jnp.issubdtype(stack.aval.dtype, jax.dtypes.extended)
     if not requested.dims[0] or not even or not used.isdisjoint(requested.dims[0]):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from shardax.graph.graph import Node, Value
 from shardax.ledger.causes import Cause
 from shardax.partition.decisions import Decision
+from shardax.partition.owed import Owed
 from shardax.sharding import Axes, Layout
 
 
@@ -12,7 +13,7 @@ from shardax.sharding import Axes, Layout
 class Resharded(Cause):
     """A value was resharded from layout `source` to `target`, over `axes` in this collective.
 
-    `reader` is the node that wanted it, as operand `place`, by its `decision`. Without a reader it was result
+    `reader` is the node that reads it, as operand `place`, by its `decision`. Without a reader it was result
     `place` of the program, or of a body of the node `around`.
     """
 
@@ -28,10 +29,13 @@ class Resharded(Cause):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled(Cause):
-    """The reduction over `axes` that a node, run by this decision, left owed was settled. Without a node it
-    came in with the carry of a loop.
-    """
+    """What was owed over `axes` was settled: None where it came in with the carry of a loop."""
 
     axes: Axes
-    node: Node | None
-    decision: Decision | None
+    owed: Owed | None
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The lines of contributions older than the newest, which it sums too."""
+        newest, *older = [origin.node.line for origin in self.owed.origins()] if self.owed else [""]
+        return tuple(line for line in dict.fromkeys(older) if line not in ("", newest))

@@ -37,7 +37,11 @@ def report_replicated(
             fnmatchcase(name, pattern) for name in where for pattern in allow
         ):
             reported.add(where)
-            _report(node, _bytes_sent(node, decision, sizes), strict)
+            gathers = (
+                paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
+                for value, reshard in zip(node.inputs, decision.reshards, strict=True)
+            )
+            _report(node, sum(path.nbytes for path in gathers), strict)
 
 
 def _without_rule(decisions: Decisions) -> Iterator[tuple[Node, Decision]]:
@@ -48,33 +52,19 @@ def _without_rule(decisions: Decisions) -> Iterator[tuple[Node, Decision]]:
             yield node, decision
 
 
-def _bytes_sent(node: Node, decision: Decision, sizes: AxisSizes) -> float:
-    """The bytes that one device sends so that the operands are replicated."""
-    gathers = (
-        paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
-        for value, reshard in zip(node.inputs, decision.reshards, strict=True)
-    )
-    return sum(path.nbytes for path in gathers)
-
-
 def _report(node: Node, nbytes: float, strict: bool) -> None:
+    way_out = f"Register one, shardax.register_rule({node.name!r}, ...)"
+    if node.name in ("ffi_call", "pallas_call"):
+        # Their equations hold the sizes of operands, so it is the function around them that can have a rule.
+        way_out = "Put the function that calls it under shardax.partition_as(rule)"
     text = (
         f"{node.name} at {node.line or 'an unknown line'} has no sharding rule: it runs replicated, "
         f"each device sends {nbytes:,.0f} bytes to gather its operands. "
-        f"{_way_out(node.name)}, or allow it: Options(allow=({node.name!r},))"
+        f"{way_out}, or allow it: Options(allow=({node.name!r},))"
     )
     if strict:
         raise Refused(f"Options(strict=True): {text}")
     warnings.warn(text, stacklevel=2)
-
-
-def _way_out(name: str) -> str:
-    """A kernel's equation holds the sizes of its operands, so it is the function around it that can have a
-    rule.
-    """
-    if name in ("ffi_call", "pallas_call"):
-        return "Put the function that calls it under shardax.partition_as(rule)"
-    return f"Register one, shardax.register_rule({name!r}, ...)"
 
 
 @dataclass(frozen=True)
@@ -119,7 +109,10 @@ def _of_node(
     """The same of one node, if it is one."""
     split_axes = {a for layout in (*decision.operands, *decision.results) for a in layout.sharding.axes}
     used = {a for split in decision.splits.values() for a in split.axes} & split_axes
-    gathers = [step for step in _gathers(node, decision, sizes) if not used.issuperset(step.axes)]
+    # What several operands share is gathered once.
+    pairs = dict.fromkeys(zip(node.inputs, decision.reshards, strict=True))
+    plans = (paths.plan(r.source, r.target, v.shape, v.itemsize, sizes) for v, r in pairs)
+    gathers = [s for p in plans for s in p.steps if s.kind == "all_gather" and not used.issuperset(s.axes)]
     nbytes = sum(step.nbytes for step in gathers)
     axes = tuple(dict.fromkeys(a for step in gathers for a in step.axes if a not in used))
     made = zip(node.outputs, decision.results, strict=True)
@@ -127,13 +120,6 @@ def _of_node(
     if wasted > 0:
         least = network_of(sizes).least
         yield Replicated(node, axes, nbytes, least((), wasted) <= (1 + FEW) * least((), 0))
-
-
-def _gathers(node: Node, decision: Decision, sizes: AxisSizes) -> Iterator[paths.Step]:
-    """The gathers of a node's operands. What several operands of a node share is gathered once."""
-    for value, reshard in dict.fromkeys(zip(node.inputs, decision.reshards, strict=True)):
-        path = paths.plan(reshard.source, reshard.target, value.shape, value.itemsize, sizes)
-        yield from (step for step in path.steps if step.kind == "all_gather")
 
 
 def _gathered_anyway(value: Value, layout: Layout, read: set[str], axes: Axes, sizes: AxisSizes) -> float:

@@ -2,7 +2,7 @@
 
 Sites (`sites.py`) are the variables. Each has a table of what its ways cost by themselves; for every value
 that someone reads there are tables of what it costs to bring it from the layout in which it is made to those
-in which it is read (`copies.py`). All prices are picoseconds, times the trips of the loops around.
+in which it is read (`copies.py`). All prices are picoseconds, times the trip counts of the loops around.
 `tables.py` finds the cheapest choice of all sites together.
 """
 
@@ -19,7 +19,7 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.partition import copies
 from shardax.partition.alternatives import Alternatives
-from shardax.partition.ports import Ports, lay_out, trip_splits
+from shardax.partition.ports import Ports, iteration_splits, lay_out
 from shardax.partition.sites import Layouts, Site, Way
 from shardax.partition.tables import Problem, Solution, solve
 from shardax.reshard import paths
@@ -42,9 +42,9 @@ class Search:
     `layouts`: in which each value may be made; `maker`: by which site, as which of its results. `reading`:
     who reads what, as which operand. `root`: of a renamed value, the one that it is; `before_annotation`: of
     one annotated inside, that before, which other annotations and results may still read. `anywhere`: what
-    every device can make any part of. `scope`: how often the code runs that holds a value; `often`: in how
-    many alike blocks. `maps`: how the trips of each map may be split, `splits`: how they are. `left`: the
-    layouts in which bodies give carries back; `returned`: those of the last time. `avoided`: the steps of
+    every device can make any part of. `scope`: how often the code runs that holds a value; `times`: in how
+    many alike blocks. `maps`: how the iterations of each map may be split, `splits`: how they are. `left`:
+    the layouts in which bodies give carries back; `returned`: those of the last time. `avoided`: the steps of
     reshards that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
     """
 
@@ -63,7 +63,7 @@ class Search:
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
         self.splits, self.returned, self.allowed, self.byte_price = splits, returned, allowed, byte_price
-        self.avoided = {kind for kind in _COLLECTIVE_OF if allowed and not allowed(_COLLECTIVE_OF[kind])}
+        self.avoided = {step for step in _COLLECTIVE_OF if allowed and not allowed(_COLLECTIVE_OF[step])}
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
         self.site_of: dict[Node, Site] = {}
@@ -74,7 +74,7 @@ class Search:
         self.scope: dict[Value, float] = {}
         self.layouts: dict[Value, Layouts] = {}
         self.anywhere: set[Value] = set()
-        self.often: dict[Value, int] = {}
+        self.times: dict[Value, int] = {}
         self.reading: list[tuple[Value, Site, int]] = []
         self.patterns = _Patterns(completion)
         self.open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]] = {}
@@ -96,24 +96,24 @@ class Search:
         for value, layout in zip(graph.outputs, outputs, strict=True):
             self.add(Site([value], [], [Way((layout,), ())], user_requested=True))
 
-    def body(self, graph: Graph, trips: float, hidden: frozenset[str]) -> None:
+    def body(self, graph: Graph, runs: float, hidden: frozenset[str]) -> None:
         """Lays out a graph whose inputs are made already."""
-        self.scope.update(dict.fromkeys(graph.inputs, trips))
+        self.scope.update(dict.fromkeys(graph.inputs, runs))
         for node in graph.nodes:
             twin = self.patterns.twin(node)
             if twin is None:
-                self.alone(node, trips, hidden)
+                self.add_node(node, runs, hidden)
             else:
-                self.together(node, twin)
+                self.add_as_twin(node, twin)
 
-    def alone(self, node: Node, trips: float, hidden: frozenset[str]) -> None:
-        self.scope.update(dict.fromkeys(node.outputs, trips))
+    def add_node(self, node: Node, runs: float, hidden: frozenset[str]) -> None:
+        self.scope.update(dict.fromkeys(node.outputs, runs))
         if node.bodies:
-            self.ports[node] = lay_out(self, node, trips, hidden)
+            self.ports[node] = lay_out(self, node, runs, hidden)
         else:
-            self.site_of[node] = self.node(node, trips, hidden)
+            self.site_of[node] = self.node(node, runs, hidden)
 
-    def together(self, node: Node, twin: Node) -> None:
+    def add_as_twin(self, node: Node, twin: Node) -> None:
         """Adds a node that runs as its twin in an alike block does: they are one site."""
         pairs = list(zip((*twin.inputs, *twin.outputs), (*node.inputs, *node.outputs), strict=True))
         same = dict(pairs)
@@ -123,7 +123,7 @@ class Search:
                 for i, value in enumerate(site.reads):
                     if value in same:
                         self.reading.append((same[value], site, i))
-            self.again(twin)
+            self.count_bodies_again(twin)
         else:
             self.site_of[node] = site = self.site_of[twin]
             self.reading += [(value, site, i) for i, value in enumerate(node.inputs)]
@@ -139,7 +139,7 @@ class Search:
             if value in self.anywhere:
                 self.anywhere.add(other)
 
-    def again(self, twin: Node) -> None:
+    def count_bodies_again(self, twin: Node) -> None:
         """Counts what is in a twin's bodies once more."""
         inner = {id(site): site for node in _inside(twin) for site in self.sites_of(node)}
         for site in inner.values():
@@ -147,12 +147,12 @@ class Search:
         for value in {
             v for body in _bodies(twin) for v in (*body.inputs, *(v for n in body.nodes for v in n.outputs))
         }:
-            self.often[value] = self.often.get(value, 1) + 1
+            self.times[value] = self.times.get(value, 1) + 1
 
     def sites_of(self, node: Node) -> Sequence[Site]:
         return self.ports[node].sites if node.bodies else [self.site_of[node]]
 
-    def node(self, node: Node, trips: float, hidden: frozenset[str]) -> Site:
+    def node(self, node: Node, runs: float, hidden: frozenset[str]) -> Site:
         made = [self.made(v) for v in node.inputs]
         requested = [self.requested(v, hidden) for v in (*node.inputs, *node.outputs)]
         ways = self.alternatives.of(node, made, requested, hidden)
@@ -177,7 +177,7 @@ class Search:
                 node.inputs,
                 node.outputs,
                 ways,
-                trips,
+                runs,
                 user_requested=note is not None,
                 allowed=allowed,
                 renames=renames,
@@ -248,21 +248,21 @@ class Search:
         return self.padding.layout(sharding.without(hidden) if hidden else sharding, value.shape)
 
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None:
-        """How the trips of a scan are split in this search."""
-        options = self.maps[node] = trip_splits(self, node, hidden)
+        """How the iterations of a scan are split in this search."""
+        options = self.maps[node] = iteration_splits(self, node, hidden)
         split = self.splits.get(node, options[0] if options else None)
         return split if split in options else None
 
     def price(self, value: Value, source: Layout, target: Layout, strict: bool = False) -> float:
         """Picoseconds to bring a value from one layout to another, once. What every device can make, it makes
-        whole.
+        unsplit.
         """
         price = self.sent(value, source, target)
         if strict and price:
             path = paths.plan(source, target, value.shape, value.itemsize, self.sizes)
             price += _UNREQUESTED if any(step.kind in self.avoided for step in path.steps) else 0.0
         if price and value in self.anywhere:
-            made = self.alternatives.moving(self.nbytes(value, replicated_layout(value.shape)))
+            made = self.alternatives.traffic_price(self.nbytes(value, replicated_layout(value.shape)))
             price = min(price, made + self.sent(value, replicated_layout(value.shape), target))
         copied = self.byte_price and source != target
         return price + self.byte_price * self.nbytes(value, target) if copied else price
@@ -272,7 +272,7 @@ class Search:
         if source == target:
             return 0.0
         if copies.is_cut(source, target):
-            return self.alternatives.moving(2 * self.nbytes(value, target))
+            return self.alternatives.traffic_price(2 * self.nbytes(value, target))
         return paths.price(source, target, value.shape, value.itemsize, self.sizes)
 
     # The tables
@@ -301,8 +301,7 @@ class Search:
         """The prices of the ways; among equals those that stand first are taken, by far less than a
         picosecond. Memory is taken once, however often a loop runs."""
         prices = (
-            np.array([way.price * site.trips + way.memory * self.byte_price for way in site.ways])
-            * site.times
+            np.array([way.price * site.runs + way.memory * self.byte_price for way in site.ways]) * site.times
         )
         self._add(problem, [site], prices + np.arange(len(prices)) * _FIRST_WAY)
 
@@ -342,7 +341,7 @@ class Search:
                 value.shape,
                 tuple([self._reader(*read) for read in reads]),
             )
-            weight = self.scope[value] * self.often.get(value, 1)
+            weight = self.scope[value] * self.times.get(value, 1)
             one = alike.setdefault(key, [value, reads, 0.0])
             one[2] += weight
         return [(value, reads, weight) for value, reads, weight in alike.values()]
@@ -364,10 +363,12 @@ class Search:
         maker, result = self.maker[value]
         made = self._layouts_of(maker, result, made=True)
         targets = tuple([self._layouts_of(site, i, made=False) for site, i in reads])
-        shown = self._tables(value, made, targets, strict)
-        if shown is None:
+        key = (id(made), tuple(map(id, targets)), value.shape, value.itemsize, value in self.anywhere, strict)
+        if key not in self.tables:
+            self.tables[key] = self._make_tables(value, made, targets, strict)
+        if self.tables[key] is None:
             return
-        state_cost, maker_table, reader_tables = shown
+        state_cost, maker_table, reader_tables = self.tables[key]
         if state_cost is None:
             for (site, _), table in zip(reads, reader_tables, strict=True):
                 if table is not None:
@@ -389,12 +390,6 @@ class Search:
             layouts = tuple([(way.results if made else way.operands)[place] for way in site.ways])
             self.columns[key] = self.interned.setdefault(layouts, layouts)
         return self.columns[key]
-
-    def _tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
-        key = (id(made), tuple(map(id, targets)), value.shape, value.itemsize, value in self.anywhere, strict)
-        if key not in self.tables:
-            self.tables[key] = self._make_tables(value, made, targets, strict)
-        return self.tables[key]
 
     def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
         price = cache(partial(self.price, value, strict=strict))

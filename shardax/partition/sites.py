@@ -24,7 +24,7 @@ Layouts = tuple[Layout, ...]
 @dataclass(eq=False, frozen=True, slots=True)
 class Way:
     """One way of a site: the layouts in which it reads and makes its values, and its price, in picoseconds,
-    for one trip. `detail`: what the decision needs beside. `memory`: the bytes that what it makes takes on
+    for one run. `detail`: what the decision needs beside. `memory`: the bytes that what it makes takes on
     each device, if it is stored."""
 
     operands: Layouts
@@ -36,12 +36,12 @@ class Way:
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """Values that are read and made, and the ways to do so. `trips`: how often the site itself runs."""
+    """Values that are read and made, and the ways to do so. `runs`: how often the site itself runs."""
 
     reads: Sequence[Value]
     makes: Sequence[Value]
     ways: Sequence[Way]
-    trips: float = 1.0
+    runs: float = 1.0
     times: int = 1  # in how many alike blocks it is
     user_requested: bool = False  # whether the user requests what it reads: an annotation, or a result
     allowed: bool = False  # whether strict mode lets what it reads be resharded for it unrequested

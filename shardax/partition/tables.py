@@ -133,7 +133,12 @@ def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
     elimination = _Elimination(core, limit)
     if elimination.run():
         return elimination.decode(), elimination.constant
-    choices, bound = _by_messages(core)
+    alone = [np.zeros(count) for count in core.counts]
+    for table in core.tables:
+        if len(table.scope) == 1:
+            alone[table.scope[0]] = table.prices
+    pairs = {table.scope: table.prices for table in core.tables if len(table.scope) == 2}
+    choices, bound = proposals(alone, pairs)
     return _improved(core, _fused(core, choices, limit), bound, limit // FINER), bound
 
 
@@ -146,9 +151,9 @@ def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]
     pairs: dict[int, tuple[Table, np.ndarray]] = {}
     for table in problem.tables:
         if len(table.scope) == 2 and pairs.keys().isdisjoint(table.scope):
-            possible = _possible(table.prices)
-            if possible is not None and 2 * len(possible) <= 3 * max(table.prices.shape):
-                pairs.update(dict.fromkeys(table.scope, (table, possible)))
+            finite = np.isfinite(table.prices)
+            if not finite.all() and 2 * np.count_nonzero(finite) <= 3 * max(table.prices.shape):
+                pairs.update(dict.fromkeys(table.scope, (table, np.argwhere(finite))))
     fewer, numbers = Problem(), dict[Table, int]()
     parts: list[tuple[int, np.ndarray]] = []
     for v, count in enumerate(problem.counts):
@@ -162,12 +167,6 @@ def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]
     for table in problem.tables:
         _add_parts(fewer, table, [parts[v] for v in table.scope])
     return fewer, parts
-
-
-def _possible(prices: np.ndarray) -> np.ndarray | None:
-    """The places of a table that are possible, if not all are."""
-    finite = np.isfinite(prices)
-    return None if finite.all() else np.argwhere(finite)
 
 
 def _add_parts(fewer: Problem, table: Table, parts: Sequence[tuple[int, np.ndarray]]) -> None:
@@ -355,14 +354,6 @@ def _least_sum(tables: Sequence[np.ndarray], at: int) -> np.ndarray:
         cut = tuple(slice(first, first + rows) if d == dim else slice(None) for d in range(len(shape)))
         parts.append(_least_sum([table if table.shape[dim] == 1 else table[cut] for table in tables], at))
     return np.concatenate(parts, axis=dim - (dim > at))
-
-
-def _by_messages(core: Problem) -> tuple[list[list[int]], float]:
-    alone = [np.zeros(count) for count in core.counts]
-    for table in core.tables:
-        if len(table.scope) == 1:
-            alone[table.scope[0]] = table.prices
-    return proposals(alone, {table.scope: table.prices for table in core.tables if len(table.scope) == 2})
 
 
 def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:

@@ -25,7 +25,7 @@ from jax import lax
 
 from shardax import _jax
 from shardax.cost.network import Network, network_of
-from shardax.graph.equations import equations_of
+from shardax.graph.equations import equations_of, map_equations
 from shardax.graph.numbering import params_key
 from shardax.ledger import causes
 from shardax.ledger.collectives import array_bytes, bytes_sent, operands_of, why
@@ -48,11 +48,11 @@ def combined(jaxpr, sizes: AxisSizes | None):
 
 
 def _combined(jaxpr, network: Network):
-    eqns = [
-        _jax.with_bodies(eqn, lambda body: _combined(body, network)) for eqn in _jax.closed(jaxpr).jaxpr.eqns
-    ]
-    groups = _Grouping(network).groups(eqns)
-    return _jax.replaced_eqns(jaxpr, list(_Schedule(groups).eqns(eqns)) if groups else eqns)
+    def change(eqns):
+        groups = _Grouping(network).groups(eqns)
+        return list(_Schedule(groups).eqns(eqns)) if groups else eqns
+
+    return map_equations(jaxpr, change)
 
 
 class _Grouping:
@@ -73,15 +73,15 @@ class _Grouping:
         """The reductions to combine, two or more in a list. There is an order of the program in which each
         list is one.
         """
-        found: list[list[Any]] = []
+        gathered: list[list[Any]] = []
         todo = deque(eqns)
         while todo or self.gathering:
             eqn = todo.popleft() if todo else None
             keys = self.see(eqn) if eqn else self.gathering
             if keys:
-                found.append(self.gathering.pop(next(key for key in self.gathering if key in keys)))
+                gathered.append(self.gathering.pop(next(key for key in self.gathering if key in keys)))
                 todo.extendleft(reversed([*self.released(), *([eqn] if eqn else [])]))
-        return [group for group in found if len(group) > 1]
+        return [group for group in gathered if len(group) > 1]
 
     def see(self, eqn) -> Iterable[Hashable]:
         """Places an equation; where it may not wait, the keys of what must be made before."""
@@ -180,26 +180,21 @@ class _Schedule:
                 self.full.append(group)
 
     def make(self, group: Sequence[Any]) -> Iterator[Any]:
-        yield from _as_one(group)
-        self.missing.difference_update(v for eqn in group for v in eqn.outvars)
+        """One reduction of all operands in a row, and its parts; then what waited for them."""
+        operands = [v for eqn in group for v in eqn.invars]
+        results = [v for eqn in group for v in eqn.outvars]
+        like = group[0].replace(source_info=_source(group))
+        in_a_row = lambda *xs: lax.concatenate([lax.reshape(x, (x.size,)) for x in xs], 0)  # noqa: E731
+        *reshapes, row = equations_of(in_a_row, operands, None, like)
+        total = like.replace(invars=row.outvars, outvars=[_jax.new_variable(row.outvars[0].aval)])
+        yield from (*reshapes, row, total)
+        cut = lambda x: _cut(x, [v.aval.shape for v in operands])  # noqa: E731
+        yield from equations_of(cut, total.outvars, results, like)
+        self.missing.difference_update(results)
         waiting, self.waiting = self.waiting, []
         for eqn in waiting:
             self.missing.difference_update(eqn.outvars)
             yield from self.place(eqn)
-
-
-def _as_one(group: Sequence[Any]) -> Iterator[Any]:
-    """One reduction of all operands in a row, and its parts."""
-    operands, results = [v for eqn in group for v in eqn.invars], [v for eqn in group for v in eqn.outvars]
-    like = group[0].replace(source_info=_source(group))
-    *reshapes, row = equations_of(_in_a_row, operands, None, like)
-    total = like.replace(invars=row.outvars, outvars=[_jax.new_variable(row.outvars[0].aval)])
-    yield from (*reshapes, row, total)
-    yield from equations_of(lambda x: _cut(x, [v.aval.shape for v in operands]), total.outvars, results, like)
-
-
-def _in_a_row(*arrays):
-    return lax.concatenate([lax.reshape(x, (x.size,)) for x in arrays], 0)
 
 
 def _cut(row, shapes: Sequence[tuple[int, ...]]):

@@ -4,8 +4,8 @@ Updates of a part of an array: beside a reshape it fuses the new part into the l
 array, in place. Where the new part is read from that array, as in `y.at[1:].set(y[:-1])`, the loop then reads
 what it has overwritten (openxla/xla#49176). Barriers do not help: they are gone before it fuses. So each
 update is a call of its own, into which nothing is fused. A call is no copy: the array is still updated in
-place. Arguments may be parts of each other outside, and a loop of one trip is no loop to XLA, so no update is
-left out because it seems to read something else.
+place. Arguments may be parts of each other outside, and a loop of one iteration is no loop to XLA, so no
+update is left out because it seems to read something else.
 
 all_to_alls: it refuses to compile one of a transposed operand by which some devices get nothing but padding.
 So each operand is behind a barrier.
@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from shardax import _jax
-from shardax.graph.equations import instead_of
+from shardax.graph.equations import instead_of, map_equations
 from shardax.graph.indices import WRITES
 
 
@@ -29,12 +29,15 @@ def suited(jaxpr):
     """The same jaxpr, closed or open, each update of one part a call, each all_to_all behind a barrier, in
     bodies too.
     """
-    eqns = [_jax.with_bodies(eqn, suited) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
-    return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _suited(eqn)])
+    return map_equations(jaxpr, lambda eqns: [new for eqn in eqns for new in _suited(eqn)])
 
 
 def _suited(eqn) -> Iterator[Any]:
-    if _is_of_one_part(eqn):
+    writes = eqn.primitive.name in WRITES
+    if writes and eqn.primitive.name != "dynamic_update_slice":
+        places = eqn.invars[1].aval
+        writes = places.size == places.shape[-1]  # a scatter to several places is never fused in place
+    if writes:
         yield _call(eqn)
     elif eqn.primitive is lax.all_to_all_p:
         barrier = instead_of(eqn, lax.optimization_barrier, [_jax.new_variable(v.aval) for v in eqn.invars])
@@ -42,14 +45,6 @@ def _suited(eqn) -> Iterator[Any]:
         yield eqn.replace(invars=barrier.outvars)
     else:
         yield eqn
-
-
-def _is_of_one_part(eqn) -> bool:
-    """A scatter to several places is never fused in place."""
-    if eqn.primitive.name == "dynamic_update_slice" or eqn.primitive.name not in WRITES:
-        return eqn.primitive.name in WRITES
-    places = eqn.invars[1].aval
-    return places.size == places.shape[-1]
 
 
 def _call(eqn):

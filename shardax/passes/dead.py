@@ -1,4 +1,4 @@
-"""Drops from a local program what nothing reads, such as a layout that an annotation asked for and that no
+"""Drops from a local program what nothing reads, such as a layout that an annotation requested and that no
 reader took.
 """
 
@@ -9,10 +9,10 @@ def dropped(jaxpr):
     """The same ClosedJaxpr, dead equations left out of the body of its `shard_map`, whose inputs and results
     stay.
     """
-    return _jax.replaced_eqns(jaxpr, [_without_dead(eqn) for eqn in jaxpr.jaxpr.eqns])
-
-
-def _without_dead(eqn):
-    if eqn.primitive.name != "shard_map":
-        return eqn
-    return eqn.replace(params={**eqn.params, "jaxpr": _jax.dce_open(eqn.params["jaxpr"])})
+    eqns = [
+        eqn.replace(params={**eqn.params, "jaxpr": _jax.dce_open(eqn.params["jaxpr"])})
+        if eqn.primitive.name == "shard_map"
+        else eqn
+        for eqn in jaxpr.jaxpr.eqns
+    ]
+    return _jax.replaced_eqns(jaxpr, eqns)

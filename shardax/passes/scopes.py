@@ -37,9 +37,9 @@ class _Namer:
         kind = KINDS.get(eqn.primitive.name.removesuffix("_start"))
         if kind is None and not _jax.has_bodies(eqn):
             return eqn
-        here = _jax.user_line(eqn.source_info) or line
+        eqn_line = _jax.user_line(eqn.source_info) or line
         if kind is None:
-            return _jax.with_bodies(eqn, lambda body: self.jaxpr(body, here))
-        scope = f"{kind}:{line_text(here) or 'shard_jit'}"
+            return _jax.with_bodies(eqn, lambda body: self.jaxpr(body, eqn_line))
+        scope = f"{kind}:{line_text(eqn_line) or 'shard_jit'}"
         source = eqn.source_info
         return eqn.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))

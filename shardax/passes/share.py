@@ -26,7 +26,7 @@ _ANEW = {"optimization_barrier", "rng_uniform"}  # what makes another value each
 
 
 def shared(jaxpr):
-    """The same jaxpr, closed or open, without collectives that send what is there already; so are its
+    """The same jaxpr, closed or open, without collectives that send what a device already has; so are its
     bodies.
     """
     eqns = [_jax.with_bodies(eqn, shared) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
@@ -139,7 +139,7 @@ def _joined(halos) -> dict[_Halo, tuple[int, int]]:
     groups: dict[Hashable, list[_Halo]] = {}
     for halo in halos:
         groups.setdefault(halo.group, []).append(halo)
-    found: dict[_Halo, tuple[int, int]] = {}
+    rows_of: dict[_Halo, tuple[int, int]] = {}
     for group in groups.values():
         part: list[_Halo] = []
         for halo in sorted(group, key=lambda h: h.first):
@@ -147,8 +147,8 @@ def _joined(halos) -> dict[_Halo, tuple[int, int]]:
                 part = []
             part.append(halo)
             rows = part[0].first, max(h.end for h in part)
-            found.update(dict.fromkeys(part, rows))
-    return found
+            rows_of.update(dict.fromkeys(part, rows))
+    return rows_of
 
 
 def _sliced(like, operand, dim: int, first: int, end: int, shape):

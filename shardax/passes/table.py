@@ -58,12 +58,13 @@ ON_PLATFORM: dict[str, Callable[[Any], Any]] = {"cpu": cpu.suited, "tpu": tpu.su
 
 
 def planned(jaxpr, context: PassContext) -> Any:
-    """The local program after the passes of its options."""
-    for entry in context.options.passes:
-        if isinstance(entry, str) and entry in PASSES:
-            jaxpr = PASSES[entry](jaxpr, context)
-        elif not isinstance(entry, str):
-            jaxpr = _checked(entry, jaxpr, entry(jaxpr, context))
+    """The local program after the passes of its options, which run with the axes of its mesh in scope."""
+    with _jax.axes_in_scope(context.sizes):
+        for entry in context.options.passes:
+            if isinstance(entry, str) and entry in PASSES:
+                jaxpr = PASSES[entry](jaxpr, context)
+            elif not isinstance(entry, str):
+                jaxpr = _checked(entry, jaxpr, entry(jaxpr, context))
     return jaxpr
 
 

@@ -2,9 +2,9 @@
 ppermutes.
 
 Whoever needs one only states what each device needs (`HaloRequest`): rows `firsts[i]` to `ends[i]`. Reshards
-between blocks of two sizes say it, and so does every lowering whose primitive looks across the borders of
+between blocks of two sizes state it, and so does every lowering whose primitive looks across the borders of
 shards (`spmd_rules/halo.py`). All is known statically. Every device takes equally many rows, one after the
-other; here four devices have 4 rows each and want their own and one on either side:
+other; here four devices have 4 rows each and need their own and one on either side:
 
     rows            0  1  2  3 | 4  5  6  7 | 8  9 10 11 |12 13 14 15
     device 0    -1  0  1  2  3   4
@@ -12,8 +12,8 @@ other; here four devices have 4 rows each and want their own and one on either s
     device 2                           7      8  9 10 11  12        device on, the first row one back
     device 3                                          11  12 13 14 15  16
 
-There is one piece for each distance between a device and a holder of what it wants, so a halo may reach over
-several shards. A piece has as many rows as the device that wants most of it (GSPMD, section 3.2: one
+There is one piece for each distance between a device and a holder of what it needs, so a halo may reach over
+several shards. A piece has as many rows as the device that needs most of it (GSPMD, section 3.2: one
 configuration for all, then a slice whose start depends on the device). Rows -1 and 16 are outside of the
 value: they are made of what fills it.
 
@@ -75,9 +75,9 @@ class Piece:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """The pieces, in order of distance, the own shard in place. Side by side, with `before` and `after` rows
-    of filling around them, they hold what device i wants from row `offsets[i]` on. Pieces with places go into
-    as much filling as there is before, in and after these rows. `outside`: some device wants what is outside
-    of the value; `far`: one wants nothing else."""
+    of filling around them, they hold what device i needs from row `offsets[i]` on. Pieces with places go into
+    as much filling as there is before, in and after these rows. `outside`: some device needs what is outside
+    of the value; `far`: one needs nothing else."""
 
     pieces: tuple[Piece, ...]
     offsets: tuple[int, ...]
@@ -94,7 +94,7 @@ class Exchange:
 
 @lru_cache(maxsize=4096)
 def exchange_of(request: HaloRequest) -> Exchange:
-    """The exchange that brings every device what it wants.
+    """The exchange that brings every device what it needs.
 
     >>> request = HaloRequest(0, ("x",), (-1, 3, 7, 11), (5, 9, 13, 17), rows=6, size=16, block=4)
     >>> [(p.distance, p.rows, p.starts, p.pairs) for p in exchange_of(request).pieces if p.distance]
@@ -102,9 +102,9 @@ def exchange_of(request: HaloRequest) -> Exchange:
     """
     needs = [(max(f, 0), min(e, request.size)) for f, e in zip(request.firsts, request.ends, strict=True)]
     distances = _distances(needs, request.block) if request.split else {}
-    wanted_rows = [(f, e) for f, e in zip(request.firsts, request.ends, strict=True) if f < e]
-    outside = any(f < 0 or e > request.size for f, e in wanted_rows)
-    far = any(e <= 0 or f >= request.size for f, e in wanted_rows)
+    requested_rows = [(f, e) for f, e in zip(request.firsts, request.ends, strict=True) if f < e]
+    outside = any(f < 0 or e > request.size for f, e in requested_rows)
+    far = any(e <= 0 or f >= request.size for f, e in requested_rows)
     near = {
         d: [_Message(i + d, i, *rows) for i, rows in receivers.items()] for d, receivers in distances.items()
     }
@@ -123,7 +123,7 @@ def exchange_of(request: HaloRequest) -> Exchange:
 
 
 def _distances(needs: Sequence[tuple[int, int]], block: int) -> dict[int, dict[int, tuple[int, int]]]:
-    """For each distance the receivers, and from which row to which they want the shard of who is so far
+    """For each distance the receivers, and from which row to which they need the shard of who is so far
     away.
     """
     distances: dict[int, dict[int, tuple[int, int]]] = {}
@@ -134,7 +134,7 @@ def _distances(needs: Sequence[tuple[int, int]], block: int) -> dict[int, dict[i
 
 
 def _piece(distance: int, needs: dict[int, tuple[int, int]], block: int, count: int) -> Piece:
-    """The piece that comes from `distance` devices further on. A device that wants less than a whole piece
+    """The piece that comes from `distance` devices further on. A device that needs less than all of a piece
     gets more rows before it if the shard ends there, else after it.
     """
     if not distance:
@@ -147,7 +147,7 @@ def _piece(distance: int, needs: dict[int, tuple[int, int]], block: int, count: 
 
 
 def _offsets(request: HaloRequest, needs, pieces: Sequence[Piece]) -> list[int]:
-    """Where in the pieces what each device wants begins; whoever wants nothing takes what another does."""
+    """Where in the pieces what each device needs begins; whoever needs nothing takes what another does."""
     held = enumerate(zip(request.firsts, needs, strict=True))
     offsets = [
         _offset(request, i, f, first, pieces) if first < end else None for i, (f, (first, end)) in held
@@ -219,7 +219,7 @@ def _longest(messages: Sequence[_Message]) -> int:
 
 
 def _placed(request: HaloRequest, rounds: Sequence[Sequence[_Message]]) -> tuple[tuple[Piece, ...], int, int]:
-    """A piece for each round, and the rows of filling before and after those that a device wants."""
+    """A piece for each round, and the rows of filling before and after those that a device needs."""
     before = max(0, -min(_place(request, m, _longest(messages)) for messages in rounds for m in messages))
     return (
         tuple(_in_place(request, messages, before) for messages in rounds),
@@ -229,7 +229,7 @@ def _placed(request: HaloRequest, rounds: Sequence[Sequence[_Message]]) -> tuple
 
 
 def _in_place(request: HaloRequest, messages: Sequence[_Message], before: int) -> Piece:
-    """The piece that brings these messages. Who gets nothing of it puts it after the rows that it wants."""
+    """The piece that brings these messages. Who gets nothing of it puts it after the rows that it needs."""
     rows, devices = _longest(messages), range(len(request.firsts))
     starts = {m.sender: _start(request, m, rows) for m in messages}
     places = {m.receiver: _place(request, m, rows) for m in messages}
@@ -259,11 +259,15 @@ Send = Callable[[Any, Axes, Sequence[tuple[int, int]]], Any]
 
 
 def bring(request: HaloRequest, shard, device, send: Send, fill=0):
-    """The rows that this device, number `device` along `request.axes`, wants, with `fill` for those outside
+    """The rows that this device, number `device` along `request.axes`, needs, with `fill` for those outside
     of the value.
     """
     exchange = exchange_of(request)
-    pieces = [_brought(request, piece, shard, device, send) for piece in exchange.pieces]
+    pieces = []
+    for piece in exchange.pieces:
+        is_part = piece.pairs or piece.places
+        rows = slice_by_device(shard, piece.starts, piece.rows, request.dim, device) if is_part else shard
+        pieces.append(send(rows, request.axes, piece.pairs) if piece.pairs else rows)
     if exchange.pieces[0].places:
         rows = _put(request, exchange, pieces, device)
         return _filled(request, rows, fill, device) if _shows_garbage(request, exchange, fill) else rows
@@ -274,15 +278,8 @@ def bring(request: HaloRequest, shard, device, send: Send, fill=0):
     return _filled(request, rows, fill, device) if _shows_garbage(request, exchange, fill) else rows
 
 
-def _brought(request: HaloRequest, piece: Piece, shard, device, send: Send):
-    if not piece.pairs and not piece.places:
-        return shard
-    rows = slice_by_device(shard, piece.starts, piece.rows, request.dim, device)
-    return send(rows, request.axes, piece.pairs) if piece.pairs else rows
-
-
 def _put(request: HaloRequest, exchange: Exchange, pieces: Sequence[Any], device):
-    """The rows that this device wants, each piece in its place. Where pieces overlap they are equal."""
+    """The rows that this device needs, each piece in its place. Where pieces overlap they are equal."""
     rows = _filling(pieces[0], exchange.before + request.rows + exchange.after, request.dim)
     for piece, brought in zip(exchange.pieces, pieces, strict=True):
         rows = lax.dynamic_update_slice_in_dim(
@@ -317,7 +314,7 @@ def _filled(request: HaloRequest, rows, fill, device):
 
 
 def inside_of(request: HaloRequest, device, shape: tuple[int, ...], dim: int):
-    """Which of the rows that this device wants, along `dim` of `shape`, are inside of the value."""
+    """Which of the rows that this device needs, along `dim` of `shape`, are inside of the value."""
     place = lax.broadcasted_iota("int32", shape, dim) + by_device(request.firsts, device)
     end = (
         by_device([min(end, request.size) for end in request.ends], device) if request.exact else request.size

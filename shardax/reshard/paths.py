@@ -117,25 +117,17 @@ def _standing_for(
         for axes in (*(layout.dims[d] for d in order), layout.pending_axes)
         for a in axes
     ]
-    standing = _stand_ins(network, used)
+    standing: dict[str, str] = {}  # for each axis the first of those joined alike that none before it has
+    for axis in dict.fromkeys(used):
+        joined = network[axis], network.lines[axis]
+        alike = (a for a in network if (network[a], network.lines[a]) == joined)
+        standing[axis] = next(a for a in alike if a not in standing.values())
     layouts = []
     for layout in (src, dst):
         dims = tuple([tuple([standing[a] for a in layout.dims[d]]) for d in order])
         pending = tuple([(standing[a], reduction) for a, reduction in layout.pending])
         layouts.append(canonical(Layout(Sharding(dims), tuple([layout.padded[d] for d in order]), pending)))
     return layouts[0], layouts[1], tuple([shape[d] for d in order])
-
-
-def _stand_ins(network: Network, axes: Sequence[str]) -> dict[str, str]:
-    """For each axis the first, in mesh order, of those joined alike that no axis before it in `axes` has."""
-    stand_ins: dict[str, str] = {}
-    for axis in axes:
-        if axis not in stand_ins:
-            alike = (
-                a for a in network if network[a] == network[axis] and network.lines[a] == network.lines[axis]
-            )
-            stand_ins[axis] = next(a for a in alike if a not in stand_ins.values())
-    return stand_ins
 
 
 @lru_cache(maxsize=1 << 16)
@@ -154,7 +146,7 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netwo
 
 
 class _Route(NamedTuple):
-    """Edges between two layouts. `staying`: the major axes of each dim that both have and no step moves,
+    """Edges between two layouts. `staying`: the major axes of each dim that both have and that stay in place,
     which the edges leave out; `blocks`: into how many pieces these split the dims."""
 
     edges: Sequence[Edge]
@@ -170,12 +162,16 @@ def _route(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netw
     and such that any axes split them evenly.
     """
     first, last = _state(src), _state(dst)
-    if first.pending == last.pending and all(map(_refines, first.dims, first.padded, last.dims, last.padded)):
+    sides = zip(first.dims, first.padded, last.dims, last.padded, strict=True)
+    only_slices = all(b[: len(a)] == a and (not a or p == q) for a, p, b, q in sides)
+    if first.pending == last.pending and only_slices:
         return _Route(list(_sliced(first, last)), ((),) * len(shape), (1,) * len(shape))
     axes = _axes(first, last, network)
     counts = _counts(network)
     staying = tuple(
-        shared if p == q == n and not n % (counts[shared] * _count(axes, shared, counts)) else ()
+        shared
+        if p == q == n and not n % (counts[shared] * counts[tuple([a for a in axes if a not in shared])])
+        else ()
         for n, p, q, shared in zip(
             shape, first.padded, last.padded, map(_common_prefix, first.dims, last.dims), strict=True
         )
@@ -184,10 +180,6 @@ def _route(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netw
     shape = tuple(n // count for n, count in zip(shape, blocks, strict=True))
     first, last = _inside(first, staying, blocks), _inside(last, staying, blocks)
     return _Route(_between(first, last, shape, itemsize, network), staying, blocks)
-
-
-def _count(axes: Axes, without: Axes, counts: Counts) -> int:
-    return counts[tuple([a for a in axes if a not in without])]
 
 
 def _state(layout: Layout) -> State:
@@ -232,11 +224,10 @@ def _between(
     axes = _axes(src, dst, network)
     paddings = tuple(_paddings(n, d, src, dst, axes, network) for d, n in enumerate(shape))
     dims = _dims(src, dst, shape, paddings, few=len(axes) > FEW)
-    fixed = (
-        tuple(map(_fixed, src.dims, dst.dims, src.padded, dst.padded))
-        if len(axes) > FEW
-        else (0,) * len(shape)
-    )
+    fixed = (0,) * len(shape)
+    if len(axes) > FEW:  # major axes that both layouts have stay in place
+        sides = zip(src.dims, dst.dims, src.padded, dst.padded, strict=True)
+        fixed = tuple(len(_common_prefix(a, b)) if p == q else 0 for a, b, p, q in sides)
     space = _space(shape, itemsize, network, axes, dims, paddings, fixed, dst.pending)
     return _shortest(src, dst, space) if len(axes) > FEW else _reach(src, space).to(dst)
 
@@ -286,11 +277,6 @@ def _dims(
     return tuple(sorted(used + others[:enough]))
 
 
-def _fixed(a: Axes, b: Axes, held: int, padded: int) -> int:
-    """How many major axes of a dim never move, two layouts having them in common."""
-    return len(_common_prefix(a, b)) if held == padded else 0
-
-
 def _common_prefix(a: Axes, b: Axes) -> Axes:
     return a[: next((i for i, (p, q) in enumerate(zip(a, b, strict=False)) if p != q), min(len(a), len(b)))]
 
@@ -302,11 +288,6 @@ def _without_trivial_axes(layout: Layout, shape: tuple[int, ...], sizes: AxisSiz
     dims = tuple(tuple(a for a in axes if sizes[a] > 1) for axes in layout.dims)
     padded = tuple(p if axes else n for axes, p, n in zip(dims, layout.padded, shape, strict=True))
     return Layout(Sharding(dims), padded, tuple(p for p in layout.pending if sizes[p[0]] > 1))
-
-
-def _refines(have: Axes, held: int, target: Axes, padded: int) -> bool:
-    """Whether slices lead from one split of a dim to another."""
-    return target[: len(have)] == have and (not have or held == padded)
 
 
 def _sliced(node: State, dst: State) -> Iterator[Edge]:

@@ -21,19 +21,12 @@ def apply(path: Path, x: jax.Array, shape: tuple[int, ...], sizes: AxisSizes) ->
     garbage afterwards.
     """
     for step in path.steps:
-        x = _pad_unsplit_dim(x, step)
+        to = step.to
+        if to is not None and not step.source.dims[to]:  # axes arrive at an unsplit dim
+            x = _fit(x, (*x.shape[:to], step.layout.padded[to], *x.shape[to + 1 :]))
         x = RUN[step.kind](x, step, shape, sizes)
         x = _fit(x, step.layout.local_shape(sizes))
     return x
-
-
-def _run_all_gather(x, step, shape, sizes):
-    return lax.all_gather(x, step.axes, axis=step.dim, tiled=True)
-
-
-def _run_all_reduce(x, step, shape, sizes):
-    reduction = dict(step.source.pending)[step.axes[0]]
-    return REDUCE[reduction](x, step.axes)
 
 
 def _run_all_to_all(x, step, shape, sizes):
@@ -60,11 +53,11 @@ def _run_exchange(x, step, sizes):
     ]
     rows = [n // shard_count(axes, sizes) for n, axes in zip(gathered, coming, strict=True)]
     cuts = [sizes[a] for a in step.axes]
-    x = _rearranged(_fit(x, gathered), _labels(coming), (*step.axes, *range(len(rows))), sizes, rows)
-    x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True).reshape(
-        *cuts, *rows
-    )
-    x = lax.transpose(x, [_index(label, step.axes) for label in _labels(leaving)])
+    labels, order = _labels(coming), [*step.axes, *range(len(rows))]
+    x = _fit(x, gathered).reshape([rows[a] if isinstance(a, int) else sizes[a] for a in labels])
+    x = lax.transpose(x, [labels.index(label) for label in order])
+    x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True)
+    x = lax.transpose(x.reshape(*cuts, *rows), [order.index(label) for label in _labels(leaving)])
     return x.reshape([n * shard_count(axes, sizes) for n, axes in zip(rows, leaving, strict=True)])
 
 
@@ -73,35 +66,11 @@ def _labels(axes):
     return [label for dim, some in enumerate(axes) for label in (*some, dim)]
 
 
-def _rearranged(x, labels, order, sizes, rows):
-    """`x`, whose dims consist of `labels`, as an array with a dim for each of them, in this order."""
-    x = x.reshape([rows[label] if isinstance(label, int) else sizes[label] for label in labels])
-    return lax.transpose(x, [labels.index(label) for label in order])
-
-
-def _index(label, axes):
-    """The place of a label where the axes come first, then the dims."""
-    return len(axes) + label if isinstance(label, int) else axes.index(label)
-
-
-def _run_reduce_scatter(x, step, shape, sizes):
-    return lax.psum_scatter(x, step.axes, scatter_dimension=step.to, tiled=True)
-
-
-def _run_ppermute(x, step, shape, sizes):
-    return lax.ppermute(x, step.axes, pairs(step.source, step.layout, step.axes, sizes))
-
-
 def ppermute(x, axes, pairs, sizes):
-    """`lax.ppermute`, where `pairs` are numbered along `axes` in the order given; JAX wants them in mesh
+    """`lax.ppermute`, where `pairs` are numbered along `axes` in the order given; JAX takes them in mesh
     order.
     """
     return lax.ppermute(x, *in_mesh_order(axes, pairs, sizes))
-
-
-def _run_slice(x, step, shape, sizes):
-    block = step.layout.local_shape(sizes)[step.to]
-    return block_of(x, axis_position(step.axes, sizes), block, step.to)
 
 
 def block_of(x, place, block: int, dim: int):
@@ -139,25 +108,23 @@ def _run_halo(x, step, shape, sizes):
     )
 
 
-def _run_crop(x, step, shape, sizes):
-    return x
-
-
-def _run_empty(x, step, shape, sizes):
-    return jnp.zeros(step.layout.local_shape(sizes), x.dtype)
-
-
 RUN: dict[str, Callable] = {
-    "all_gather": _run_all_gather,
-    "all_reduce": _run_all_reduce,
+    "all_gather": lambda x, step, shape, sizes: lax.all_gather(x, step.axes, axis=step.dim, tiled=True),
+    "all_reduce": lambda x, step, shape, sizes: REDUCE[dict(step.source.pending)[step.axes[0]]](x, step.axes),
     "all_to_all": _run_all_to_all,
-    "crop": _run_crop,
-    "empty": _run_empty,
+    "crop": lambda x, step, shape, sizes: x,
+    "empty": lambda x, step, shape, sizes: jnp.zeros(step.layout.local_shape(sizes), x.dtype),
     "halo": _run_halo,
     "owe": _run_owe,
-    "ppermute": _run_ppermute,
-    "reduce_scatter": _run_reduce_scatter,
-    "slice": _run_slice,
+    "ppermute": lambda x, step, shape, sizes: lax.ppermute(
+        x, step.axes, pairs(step.source, step.layout, step.axes, sizes)
+    ),
+    "reduce_scatter": lambda x, step, shape, sizes: lax.psum_scatter(
+        x, step.axes, scatter_dimension=step.to, tiled=True
+    ),
+    "slice": lambda x, step, shape, sizes: block_of(
+        x, axis_position(step.axes, sizes), step.layout.local_shape(sizes)[step.to], step.to
+    ),
 }
 
 
@@ -174,16 +141,18 @@ def _extremum(reduce: Callable, reduction: str) -> Callable:
         integers = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
         beyond = np.asarray(integers.max if reduction == "max" else integers.min, integers.dtype)
         bits = lax.select(
-            jnp.isnan(x), lax.full(x.shape, beyond), _turned(lax.bitcast_convert_type(x, integers.dtype))
+            jnp.isnan(x),
+            lax.full(x.shape, beyond),
+            _ordered_bits(lax.bitcast_convert_type(x, integers.dtype)),
         )
         bits = reduce(bits, axes)
         nan = lax.full(x.shape, np.asarray(np.nan).astype(x.dtype))
-        return lax.select(bits == beyond, nan, lax.bitcast_convert_type(_turned(bits), x.dtype))
+        return lax.select(bits == beyond, nan, lax.bitcast_convert_type(_ordered_bits(bits), x.dtype))
 
     return reduced
 
 
-def _turned(bits):
+def _ordered_bits(bits):
     """The bits of floats as integers in the same order, and back. (The greater the bits of a negative float,
     the less the float.)
     """
@@ -220,14 +189,6 @@ def identity(reduction: str, dtype) -> Any:
     )  # some floats of one byte have no infinity
 
 
-def _pad_unsplit_dim(x, step):
-    """Pads the dim at which axes arrive, if it was unsplit before."""
-    to = step.to
-    if to is None or step.source.dims[to]:
-        return x
-    return _fit(x, (*x.shape[:to], step.layout.padded[to], *x.shape[to + 1 :]))
-
-
 def _fit(x, shape):
     """`x` cropped or padded at the end of each dim to `shape`."""
     if x.shape == tuple(shape):
@@ -236,15 +197,11 @@ def _fit(x, shape):
     if x.shape == tuple(shape):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):  # random keys have no zero to pad with
-        return _repeat_last(x, shape)
+        for dim, (n, new) in enumerate(zip(x.shape, shape, strict=True)):
+            last = lax.slice_in_dim(x, n - 1, n, axis=dim)
+            x = lax.concatenate([x] + [last] * (new - n), dim) if new > n else x
+        return x
     return lax.pad(x, _garbage(x.dtype), [(0, new - n, 0) for n, new in zip(x.shape, shape, strict=True)])
-
-
-def _repeat_last(x, shape):
-    for dim, (n, new) in enumerate(zip(x.shape, shape, strict=True)):
-        last = lax.slice_in_dim(x, n - 1, n, axis=dim)
-        x = lax.concatenate([x] + [last] * (new - n), dim) if new > n else x
-    return x
 
 
 def _garbage(dtype):

@@ -198,14 +198,14 @@ def _exchanged(
         [(dim, some) for dim, some in enumerate(leaving) if some],
     )
     count = space.count(axes)
-    for come in itertools.product(
+    for arrived in itertools.product(
         *[[(d, some, p) for p in space.room(node, d, some)] for d, some in arriving.items()]
     ):
         volume = space.nbytes(node)
-        for dim, _, padded in come:
+        for dim, _, padded in arrived:
             volume = volume if node.dims[dim] else volume // space.shape[dim] * padded
         yield _sends(
-            space, "all_to_all", axes, _crossed(node, left, come, space), volume // count * (count - 1)
+            space, "all_to_all", axes, _crossed(node, left, arrived, space), volume // count * (count - 1)
         )
 
 
@@ -408,7 +408,7 @@ def _places(layout: Layout | State, counts: Counts) -> dict[str, tuple[int, int]
 
 
 def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Which block a device holds, as far as the moved axes tell: its number in each dim."""
+    """Which block a device holds, as far as these axes tell: its number in each dim."""
     numbers: dict[int, int] = {}
     for axis, i in coordinates.items():
         if axis in places:

@@ -9,7 +9,7 @@ because then only JAX's own order of steps gives the result that JAX gives.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,7 +33,7 @@ def associative_scans(graph: Graph, context: Context) -> Replacements:
     for at in range(len(graph.nodes)):
         if guess := _guess_at(graph, at):
             numbers = numbers or Numbers(graph)
-            if replacements := _replacements(graph, _found(graph, numbers, guess), numbers):
+            if replacements := _replacements(graph, _matches(graph, numbers, guess), numbers):
                 return replacements
     return Replacements()
 
@@ -43,7 +43,14 @@ def reversed_scans(graph: Graph, context: Context) -> Replacements:
     makers, readers, new = makers_of(graph), _readers(graph), {}
     for node in graph.nodes:
         if node.primitive in (associative_scan_p, associative_scan_vjp_p):
-            new |= _from_the_other_end(node, makers, readers)
+            ends = _reversals(node, makers, readers)
+            if ends is None:
+                continue
+            before, after = ends
+            outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
+            inputs, params = [rev.inputs[0] for rev in before], {**node.params, "reverse": True}
+            new[node] = [replace(node, params=params, inputs=inputs, outputs=outputs)]
+            new |= {rev: [] for rev in after.values()}
     return Replacements(new)
 
 
@@ -114,7 +121,7 @@ def _is_cut(node: Node, dim: int, start: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Match:
     """A node, the numbers of its results in the graph (None: nothing computes it), and of what is between."""
 
     node: Node
@@ -122,20 +129,26 @@ class _Found:
     between: set[int]
 
 
-def _found(graph: Graph, numbers: Numbers, guess: _Guess) -> list[_Found]:
+def _matches(graph: Graph, numbers: Numbers, guess: _Guess) -> list[_Match]:
     """The scan and its gradients, as far as the graph computes them."""
     expected = _expansion(guess.types, guess.dim, guess.combine)
     params = guess.params
     scan = _computed(graph, numbers, expected, list(guess.elements), (associative_scan_p, params))
     if scan is None or not is_associative(guess.combine, guess.types, guess.dim):
         return []
-    same_gradient = has_associative_gradient(guess.combine, guess.types, guess.dim)
-    return [scan, *(_without_parts(_gradients(graph, numbers, guess)) if same_gradient else ())]
+    if not has_associative_gradient(guess.combine, guess.types, guess.dim):
+        return [scan]
+    matches, covered = [scan], set[int | None]([None])
+    for gradient in sorted(_gradients(graph, numbers, guess), key=lambda match: match.results.count(None)):
+        if not covered.issuperset(gradient.results):  # else a larger one gives these results too
+            covered.update(gradient.results)
+            matches.append(gradient)
+    return matches
 
 
 def _computed(
     graph: Graph, numbers: Numbers, expected: Graph, inputs: list[Value], what: tuple[Any, Any]
-) -> _Found | None:
+) -> _Match | None:
     """A node in the place of a known program, if the graph computes one of its results of `inputs`."""
     operands = [numbers.number(v) for v in inputs]
     known = numbers.find(expected, operands)
@@ -144,12 +157,14 @@ def _computed(
     if all(n is None for n in results):
         return None
     zeros = {n for v, n in known.items() if 0 in v.shape or numbers.terms.get(n) == ()}  # or without elements
-    near = {v for node in expected.nodes if not _is_inner(node, expected) for v in node.outputs}
+    # What is made of pieces of inputs and of constants alone is no intermediate.
+    outer = (n for n in expected.nodes if all(v.is_literal or v in expected.inputs for v in n.inputs))
+    near = {v for node in outer for v in node.outputs}
     between = {n for v, n in known.items() if v not in near} - {*operands, *results} - zeros
     first = next(node for node in graph.nodes if any(numbers.of[v] in results for v in node.outputs))
     (primitive, params), outputs = what, [Value(v.aval) for v in expected.outputs]
     node = replace(first, primitive=primitive, params=params, inputs=inputs, outputs=outputs)
-    return _Found(node, results, between)
+    return _Match(node, results, between)
 
 
 @lru_cache(maxsize=64)
@@ -163,26 +178,17 @@ def _traced(function: Callable[..., Any], types) -> Graph:
         return from_jaxpr(_jax.dce(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(*t) for t in types))))
 
 
-def _gradients(graph: Graph, numbers: Numbers, guess: _Guess) -> Iterator[_Found]:
+def _gradients(graph: Graph, numbers: Numbers, guess: _Guess) -> Iterator[_Match]:
     """For some of the results, and what may be their cotangents: the cotangents of the elements."""
-    wanted = tuple(i for i, (_, dtype) in enumerate(guess.types) if jnp.issubdtype(dtype, jnp.inexact))
-    for seeds in _subsets(wanted):
-        expected = _gradient(guess.types, guess.dim, guess.combine, seeds, wanted)
-        what = associative_scan_vjp_p, {**guess.params, "seeds": seeds, "wanted": wanted}
+    inexact = tuple(i for i, (_, dtype) in enumerate(guess.types) if jnp.issubdtype(dtype, jnp.inexact))
+    for seeds in _subsets(inexact):
+        expected = _gradient(guess.types, guess.dim, guess.combine, seeds, inexact)
+        what = associative_scan_vjp_p, {**guess.params, "seeds": seeds, "argnums": inexact}
         unknown = expected.inputs[len(guess.elements) :]
         candidates = [_candidates(graph, numbers, expected, ct) for ct in unknown]
         for cts in itertools.islice(itertools.product(*candidates), 64):
-            if found := _computed(graph, numbers, expected, [*guess.elements, *cts], what):
-                yield found
-
-
-def _without_parts(found: Iterable[_Found]) -> Iterator[_Found]:
-    """Without those whose results a larger one of them gives too."""
-    covered: set[int | None] = {None}
-    for one in sorted(found, key=lambda one: one.results.count(None)):
-        if not covered.issuperset(one.results):
-            covered.update(one.results)
-            yield one
+            if match := _computed(graph, numbers, expected, [*guess.elements, *cts], what):
+                yield match
 
 
 def _subsets(which: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -195,69 +201,63 @@ def _subsets(which: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=64)
-def _gradient(types, dim: int, combine: Combine, seeds: tuple[int, ...], wanted: tuple[int, ...]) -> Graph:
+def _gradient(types, dim: int, combine: Combine, seeds: tuple[int, ...], inexact: tuple[int, ...]) -> Graph:
     def gradient(*args):
         elements, cts = args[: len(types)], args[len(types) :]
 
-        def scan(*moving):
-            scanned = dict(zip(wanted, moving, strict=True))
+        def scan(*differentiated):
+            scanned = dict(zip(inexact, differentiated, strict=True))
             results = combine.scan([scanned.get(i, x) for i, x in enumerate(elements)], dim, reverse=False)
             return [results[i] for i in seeds]
 
-        return jax.vjp(scan, *(elements[i] for i in wanted))[1](list(cts))
+        return jax.vjp(scan, *(elements[i] for i in inexact))[1](list(cts))
 
     return _traced(gradient, (*types, *(types[i] for i in seeds)))
 
 
 def _candidates(graph: Graph, numbers: Numbers, expected: Graph, ct: Value) -> list[Value]:
     """The values to which the graph does all that is expected to be done to a cotangent at first."""
-    found: dict[int, Value] | None = None
-    for want in expected.nodes:
-        if ct in want.inputs:
-            at, key = want.inputs.index(ct), params_key(want.params)
-            what = want.primitive, want.in_shapes
+    candidates: dict[int, Value] | None = None
+    for node in expected.nodes:
+        if ct in node.inputs:
+            at, key = node.inputs.index(ct), params_key(node.params)
+            what = node.primitive, node.in_shapes
             alike = (n for n in graph.nodes if (n.primitive, n.in_shapes) == what)
-            here = (n.inputs[at] for n in alike if params_key(n.params) == key)
-            values = {numbers.of[v]: v for v in here if not v.is_literal}
-            found = values if found is None else {n: v for n, v in found.items() if n in values}
-    return list((found or {}).values())
-
-
-def _is_inner(node: Node, graph: Graph) -> bool:
-    """Whether a node needs intermediates of the scan: something that is neither a piece of an input nor a
-    constant.
-    """
-    return any(not v.is_literal and v not in graph.inputs for v in node.inputs)
+            read = (n.inputs[at] for n in alike if params_key(n.params) == key)
+            values = {numbers.of[v]: v for v in read if not v.is_literal}
+            known = values if candidates is None else candidates
+            candidates = {n: v for n, v in known.items() if n in values}
+    return list((candidates or {}).values())
 
 
 # Putting it in
 
 
-def _replacements(graph: Graph, found: Sequence[_Found], numbers: Numbers) -> Replacements | None:
+def _replacements(graph: Graph, matches: Sequence[_Match], numbers: Numbers) -> Replacements | None:
     """Nodes in the place of what they compute, unless something would still read an intermediate."""
-    if not found:
+    if not matches:
         return None
     results = {
         old: new
-        for one in found
+        for one in matches
         for new, number in zip(one.node.outputs, one.results, strict=True)
         for old in (numbers.same(number, new.shape) if number is not None else ())
     }
-    replacements = Replacements(_inserted(graph.nodes, found), results, again=True)
-    between = set().union(*(one.between for one in found)) - {n for one in found for n in one.results}
+    replacements = Replacements(_inserted(graph.nodes, matches), results, again=True)
+    between = set().union(*(one.between for one in matches)) - {n for one in matches for n in one.results}
     new = replaced(graph, replacements)
     left = any(numbers.of.get(v) in between for node in new.nodes for v in node.outputs)
     return None if left or not _in_order(new) else replacements
 
 
-def _inserted(nodes: Sequence[Node], found: Sequence[_Found]) -> dict[Node, list[Node]]:
+def _inserted(nodes: Sequence[Node], matches: Sequence[_Match]) -> dict[Node, list[Node]]:
     """Each new node right after the nodes that make what it reads; before the first, if none do."""
     makers = {v: i for i, node in enumerate(nodes) for v in node.outputs}
     placed: dict[Node, list[Node]] = {}
-    for one in found:
+    for one in matches:
         last = max(makers.get(v, -1) for v in one.node.inputs)
-        here = placed.setdefault(nodes[max(last, 0)], [nodes[max(last, 0)]])
-        here.insert(len(here) if last >= 0 else here.index(nodes[0]), one.node)
+        group = placed.setdefault(nodes[max(last, 0)], [nodes[max(last, 0)]])
+        group.insert(len(group) if last >= 0 else group.index(nodes[0]), one.node)
     return placed
 
 
@@ -282,19 +282,6 @@ def _readers(graph: Graph) -> Readers:
         for v in node.inputs:
             readers.setdefault(v, []).append(node)
     return readers
-
-
-def _from_the_other_end(
-    node: Node, makers: Mapping[Value, Node], readers: Readers
-) -> dict[Node, Sequence[Node]]:
-    ends = _reversals(node, makers, readers)
-    if ends is None:
-        return {}
-    before, after = ends
-    outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
-    inputs, params = [rev.inputs[0] for rev in before], {**node.params, "reverse": True}
-    turned = replace(node, params=params, inputs=inputs, outputs=outputs)
-    return {node: [turned], **{rev: [] for rev in after.values()}}
 
 
 def _reversals(

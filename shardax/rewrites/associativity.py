@@ -43,7 +43,9 @@ def _agree(both, combine: Combine, types, dim: int) -> bool:
     no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
     with no_mesh, jax.default_matmul_precision("highest"), jax.ensure_compile_time_eval():
         one, two = jax.tree.map(np.asarray, jax.jit(partial(both, combine))(abc, cts))
-    scale = _scale([*jax.tree.leaves(abc), *jax.tree.leaves((one, two))], dim)
+    floats = [x for x in jax.tree.leaves((abc, one, two)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    largest = [_by_row(np.abs(x.astype("complex128")), dim).max(1, initial=1) for x in floats]
+    scale = np.maximum.reduce(largest) if largest else np.ones(_ROWS)
     return all(_close(x, y, scale, dim) for x, y in zip(one, two, strict=True))
 
 
@@ -115,16 +117,6 @@ def _sample(random: np.random.Generator, shape: tuple[int, ...], dtype) -> np.nd
         random.integers(0, 4, shape),
         random.integers(info.min // 2, info.max // 2, shape),
     ).astype(dtype)
-
-
-def _scale(arrays: Sequence[np.ndarray], dim: int) -> np.ndarray:
-    """The largest of each row."""
-    sizes = [
-        _by_row(np.abs(x.astype("complex128")), dim).max(1, initial=1)
-        for x in arrays
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-    return np.maximum.reduce(sizes) if sizes else np.ones(_ROWS)
 
 
 def _by_row(x: np.ndarray, dim: int) -> np.ndarray:

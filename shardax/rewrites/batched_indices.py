@@ -31,18 +31,22 @@ def _batched(node: Node, makers: Makers, context: Context) -> list[Node]:
     if columns is None or columns.name != "concatenate" or columns.params["dimension"] != last:
         return []
     kept, params = list(columns.inputs), node.params
-    for part, dim, along in _counted(node, columns, context.affines):
+    for part, dim, along in _counting_columns(node, columns, context.affines):
         if len(kept) > 1:
             kept.remove(part)
             params = {**params, "dimension_numbers": _with_batch(params["dimension_numbers"], dim, along)}
     if params is node.params:
         return []
-    indices, made = (kept[0], []) if len(kept) == 1 else _side_by_side(columns, kept)
+    indices, made = kept[0], []
+    if len(kept) > 1:
+        (stacked,) = columns.outputs
+        indices = Value(stacked.aval.update(shape=(*stacked.shape[:-1], sum(v.shape[-1] for v in kept))))
+        made = [replace(columns, inputs=kept, outputs=[indices])]
     inputs = [node.inputs[0], indices, *node.inputs[2:]]
     return [*made, replace(node, params={**params, "indices_are_sorted": False}, inputs=inputs)]
 
 
-def _counted(node: Node, columns: Node, affines: Affines) -> Iterator[tuple[Value, int, int]]:
+def _counting_columns(node: Node, columns: Node, affines: Affines) -> Iterator[tuple[Value, int, int]]:
     """(column of the indices, dim of the operand, dim of the indices along which the column counts)"""
     _, collapsed, indexed, batch, index_batch = node.params["dimension_numbers"]
     taken, place = set(index_batch), 0
@@ -73,9 +77,3 @@ def _with_batch(numbers, dim: int, along: int):
     pairs = sorted([*zip(batch, index_batch, strict=True), (dim, along)])
     gone = (tuple(d for d in dims if d != dim) for dims in (collapsed, indexed))
     return type(numbers)(window, *gone, *map(tuple, zip(*pairs, strict=True)))
-
-
-def _side_by_side(columns: Node, parts: list[Value]) -> tuple[Value, list[Node]]:
-    (stacked,) = columns.outputs
-    indices = Value(stacked.aval.update(shape=(*stacked.shape[:-1], sum(part.shape[-1] for part in parts))))
-    return indices, [replace(columns, inputs=parts, outputs=[indices])]

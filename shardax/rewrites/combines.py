@@ -69,13 +69,12 @@ def _is_plain(node: Node) -> bool:
     """Whether a node's parameters hold no sizes but those that `_params` knows."""
     if node.name not in RULES or len(node.outputs) != 1 or node.bodies or node.eqn.effects:
         return False
-    return node.name in _SHAPES or node.name in _SIZELESS or _is_elementwise(node)
-
-
-def _is_elementwise(node: Node) -> bool:
+    if node.name in _SHAPES or node.name in _SIZELESS:
+        return True
     factors = RULES[node.name].factors(node)
     (result,) = factors.results
-    return not RULES[node.name].sends and all(dims in ((), result) for dims in factors.operands)
+    elementwise = all(dims in ((), result) for dims in factors.operands)
+    return elementwise and not RULES[node.name].sends
 
 
 def _operand(value: Value, numbers: dict[Value, int]) -> Operand | None:
@@ -125,13 +124,10 @@ class _Classes:
         for f, dims in places.items():
             for dim in dims[1:]:
                 self.join(dims[0], dim)
-            if factors.type_of(f) != KEEP or "~" in f or not self._carried(node, factors, f):
+            is_read = any(f in dim for tensor in factors.operands for dim in tensor)
+            repeats = node.name == "broadcast_in_dim"  # all along the dim is the same
+            if factors.type_of(f) != KEEP or "~" in f or not (is_read or repeats):
                 self.mix(dims[0])
-
-    def _carried(self, node: Node, factors, f: str) -> bool:
-        """Whether a factor of the result comes from an operand, or all that lies along it is the same."""
-        is_read = any(f in dim for tensor in factors.operands for dim in tensor)
-        return is_read or node.name == "broadcast_in_dim"
 
 
 def _is_by_row(classes: _Classes, lefts: Sequence[Value], dim: int) -> bool:
@@ -151,16 +147,17 @@ def _params(node: Node, classes: _Classes, sizes: dict[Dim, Size]) -> tuple[tupl
 
 
 def _words(classes: _Classes, lefts: Sequence[Value]) -> tuple[str, ...]:
-    """The dims of each element as factors of a rule: one factor for each class of dims, whole where a step
+    """The dims of each element as factors of a rule: one factor for each class of dims, unsplit where a step
     mixes its positions.
     """
-    names: dict[Dim, str] = {}
+    factors: dict[Dim, str] = {}
     dims = [[classes.of((v, d)) for d in range(len(v.shape))] for v in lefts]
     unsplit = classes.mixed.union(c for own in dims for c in own if own.count(c) > 1)
     for own in dims:
         for c in own:
-            names.setdefault(c, f"k{len(names)}")
+            factors.setdefault(c, f"k{len(factors)}")
     words = [
-        [f"w{i}_{d}!" if c in unsplit else names[c] for d, c in enumerate(own)] for i, own in enumerate(dims)
+        [f"w{i}_{d}!" if c in unsplit else factors[c] for d, c in enumerate(own)]
+        for i, own in enumerate(dims)
     ]
     return tuple(map(" ".join, words))

@@ -44,12 +44,11 @@ def _made(aval, const) -> Any:
 
 def _is_plain(aval, const) -> bool:
     """Whether a constant is an array of integers or booleans, strongly typed, that is at hand."""
-    kinds = jnp.integer, np.bool_
     if (
         not aval.size
         or not aval.shape
         or aval.weak_type
-        or not any(jnp.issubdtype(aval.dtype, kind) for kind in kinds)
+        or not any(jnp.issubdtype(aval.dtype, dtype) for dtype in (jnp.integer, np.bool_))
     ):
         return False
     if isinstance(const, jax.Array) and not isinstance(const, np.ndarray):

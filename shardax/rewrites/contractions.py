@@ -24,19 +24,19 @@ def _unmerged(node: Node, makers: Mapping[Value, Node]) -> Node | None:
     if len(contracted[0]) != 1:
         return None
     (one,), (two,) = contracted
-    merged = [_merged(makers.get(v), d) for v, d in zip(node.inputs, (one, two), strict=True)]
-    if merged[0] != merged[1] or len(merged[0]) < 2:
+    sizes = [_sizes_before(makers.get(v), d) for v, d in zip(node.inputs, (one, two), strict=True)]
+    if sizes[0] != sizes[1] or len(sizes[0]) < 2:
         return None
-    count = len(merged[0])
+    count = len(sizes[0])
     groups = tuple(tuple(range(d, d + count)) for d in (one, two))
-    moved = tuple(
+    batch_dims = tuple(
         tuple(b + (count - 1) * (b > d) for b in dims) for dims, d in zip(batch, (one, two), strict=True)
     )
     inputs = [makers[v].inputs[0] for v in node.inputs]
-    return replace(node, inputs=inputs, params={**node.params, "dimension_numbers": (groups, moved)})
+    return replace(node, inputs=inputs, params={**node.params, "dimension_numbers": (groups, batch_dims)})
 
 
-def _merged(maker: Node | None, dim: int) -> Sequence[int]:
+def _sizes_before(maker: Node | None, dim: int) -> Sequence[int]:
     """The sizes of the dims of which a reshape makes dim `dim`, the others being left as they are; none where
     it does not.
     """

@@ -27,7 +27,7 @@ REWRITES: tuple[Rewrite, ...] = (
 
 
 def rewritten(graph: Graph, rewrites: Sequence[Rewrite] = REWRITES) -> Graph:
-    """The graph after these rewrites, without what nothing reads; the one that was given stays as it is."""
+    """The graph after these rewrites, without what nothing reads; its argument stays as it is."""
     graph = without_unread(graph)
     for rewrite in rewrites:
         graph = _everywhere(rewrite, Context(graph))
@@ -38,8 +38,8 @@ def _everywhere(rewrite: Rewrite, context: Context) -> Graph:
     """The graph after a rewrite of it, and then of its bodies."""
     again = True
     while again:
-        found = rewrite(context.graph, context)
-        graph, again = replaced(context.graph, found), found.again
+        replacements = rewrite(context.graph, context)
+        graph, again = replaced(context.graph, replacements), replacements.again
         if graph is not context.graph:
             context = replace(context, graph=graph)
     return _inside(rewrite, context)

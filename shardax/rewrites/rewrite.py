@@ -1,5 +1,5 @@
-"""What a rewrite is: a function that finds in one graph what JAX shows only expanded, and says what takes its
-place.
+"""What a rewrite is: a function that finds in one graph what JAX shows only expanded, and returns what takes
+its place.
 
 Rewrites leave graphs as they are: `replaced` makes a new one, and the driver goes into bodies.
 """
@@ -31,15 +31,15 @@ class Context:
 
     @property
     def in_loop(self) -> bool:
-        here = self.node is not None and self.node.name in ("scan", "while")
-        return here or self.outer is not None and self.outer.in_loop
+        is_loop = self.node is not None and self.node.name in ("scan", "while")
+        return is_loop or self.outer is not None and self.outer.in_loop
 
 
 @dataclass(frozen=True)
 class Replacements:
     """What takes the place of nodes, in program order, and of values that are read.
 
-    Nothing is there where nothing was found. `again`: a graph with these in place may have more.
+    Empty where nothing matches. `again`: a graph with these in place may have more.
     """
 
     nodes: Mapping[Node, Sequence[Node]] = field(default_factory=dict)
@@ -48,10 +48,10 @@ class Replacements:
 
 
 class Rewrite(Protocol):
-    """Finds something in a graph, which stays as it is, and says what takes its place.
+    """Finds something in a graph, which stays as it is, and returns what takes its place.
 
-    `context` is where the graph stands. Bodies are left aside: the driver asks for these too, outer ones
-    first, as they are after what was found around them.
+    `context` is where the graph stands. Bodies are left aside: the driver rewrites these too, outer ones
+    first, as they are after what was rewritten around them.
     """
 
     def __call__(self, graph: Graph, context: Context) -> Replacements: ...

@@ -25,9 +25,18 @@ from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 def rotations(graph: Graph, context: Context) -> Replacements:
     """The `rotate` nodes for what rotates."""
-    makers = makers_of(graph)
-    new = {node: _rotate(node, makers) or _rotate_by(node, makers) for node in graph.nodes}
-    return Replacements({node: [rotate] for node, rotate in new.items() if rotate})
+    makers, new = makers_of(graph), {}
+    for node in graph.nodes:
+        find = _window_of_two if node.name == "dynamic_slice" else _sum_of_halves
+        if rotation := _rotation(_placed_parts(node, makers)):
+            value, dim, first = rotation
+            params = {"dim": dim, "first": first}
+            new[node] = [replace(node, primitive=rotate_p, params=params, inputs=[value])]
+        elif rotation := find(node, makers):
+            value, first, dim, back = rotation
+            params = {"dim": dim, "back": back}
+            new[node] = [replace(node, primitive=rotate_by_p, params=params, inputs=[value, first])]
+    return Replacements(new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +47,6 @@ class _Part:
     dim: int
     start: int
     stop: int
-
-
-def _rotate(node: Node, makers: Makers) -> Node | None:
-    """The `rotate` for a node whose result is a rotation of a value."""
-    found = _rotation(_placed_parts(node, makers))
-    if found is None:
-        return None
-    value, dim, first = found
-    return replace(node, primitive=rotate_p, params={"dim": dim, "first": first}, inputs=[value])
 
 
 def _rotation(parts: Sequence[tuple[int, _Part] | None]) -> tuple[Value, int, int] | None:
@@ -79,7 +79,7 @@ def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | No
 def _padded_part(value: Value, makers: Makers) -> tuple[int, _Part] | None:
     """The part of a value that stands among zeros, and the row at which it begins."""
     pad = makers.get(value)
-    if pad is None or pad.name != "pad" or not pad.inputs[1].is_literal or pad.inputs[1].literal != 0:
+    if pad is None or pad.name != "pad" or not pad.inputs[1].is_zero:
         return None
     part = _part(pad.inputs[0], makers)
     config = pad.params["padding_config"]
@@ -95,7 +95,11 @@ def _part(value: Value, makers: Makers) -> _Part | None:
     node = makers.get(value)
     if node is None or node.name not in ("slice", "split"):
         return None
-    return _sliced(node) if node.name == "slice" else _split_off(node, value)
+    if node.name == "slice":
+        return _sliced(node)
+    sizes, i = node.params["sizes"], node.outputs.index(value)
+    start = sum(sizes[:i])
+    return _Part(node.inputs[0], node.params["axis"], start, start + sizes[i])
 
 
 def _sliced(node: Node) -> _Part | None:
@@ -107,22 +111,8 @@ def _sliced(node: Node) -> _Part | None:
     return _Part(x, cut[0], params["start_indices"][cut[0]], params["limit_indices"][cut[0]])
 
 
-def _split_off(node: Node, value: Value) -> _Part:
-    sizes, i = node.params["sizes"], node.outputs.index(value)
-    start = sum(sizes[:i])
-    return _Part(node.inputs[0], node.params["axis"], start, start + sizes[i])
-
-
-def _rotate_by(node: Node, makers: Makers) -> Node | None:
-    """The `rotate_by` for a window of a value beside itself, and for its transpose."""
-    found = _window_of_two(node, makers) if node.name == "dynamic_slice" else _sum_of_halves(node, makers)
-    if found is None:
-        return None
-    value, first, dim, back = found
-    return replace(node, primitive=rotate_by_p, params={"dim": dim, "back": back}, inputs=[value, first])
-
-
 def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
+    """(value, first, dim, back) where a node is a window of a value beside itself."""
     both = makers.get(node.inputs[0])
     if both is None or both.name != "concatenate" or len(both.inputs) != 2:
         return None
@@ -132,6 +122,7 @@ def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool]
 
 
 def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
+    """The same where it is the transpose of such a window."""
     split = makers.get(node.inputs[0]) if node.name in ("add", "add_any") else None
     if split is None or split.name != "split" or len(split.outputs) != 2:
         return None
@@ -146,4 +137,4 @@ def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool]
 def _is_zero(value: Value, makers: Makers) -> bool:
     node = makers.get(value)
     number = node.inputs[0] if node is not None and node.name == "broadcast_in_dim" else value
-    return number.is_literal and not number.shape and number.literal == 0
+    return number.is_zero

@@ -3,18 +3,18 @@ over.
 
     fori_loop(0, n, lambda i, y: y.at[i].set(f(x[i])), y)
         map f over the rows of x, which gives the rows of y
-    the way back of a trip that reads x[i - 1] and x[i]
-        give two rows for each trip, add them up once all are there
+    the way back of an iteration that reads x[i - 1] and x[i]
+        give two rows for each iteration, add them up once all are there
     fori_loop(0, n, lambda i, y: y.at[n - 1 - i].set(x[i]), y)
-        map over the rows of x, and turn those of y around
+        map over the rows of x, and reverse those of y
 
 An array that a scan carries must be read and written at one place alone (`graph/indices.py`), or only be
-added to: then no trip sees what another one wrote. Of one that it only reads, other reads stay as they are. A
-scan that goes from the last row to the first is one that is reversed.
+added to: then no iteration sees what another one wrote. Of one that it only reads, other reads stay as they
+are. A scan that goes from the last row to the first is one that is reversed.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -38,30 +38,36 @@ def scanned_rows(graph: Graph, context: Context) -> Replacements:
     """The scans over rows that they read and write at their index, with what puts these side by side before
     them, and into their array after them.
     """
-    makers, new, same = {}, {}, {}  # `same`: what carries are that nothing changes
+    makers, new, same = {}, {}, {}  # `same`: what carries are that nothing changes and nothing reads
     for node in graph.nodes:
         made = [node]
         if node.name == "scan":
-            index = Index(context.affines, context.affines.trips[node])
+            index = Index(context.affines, context.affines.iterations[node])
             loop = _loop(reading(node, same), index, context.in_loop)
             if _goes_over_rows(loop, makers):
-                same |= _without_unchanged(loop)
+                unchanged = [c for c in loop.carries if c.returned is c.taken and loop.reads(c.taken) == 1]
+                loop.carries = [c for c in loop.carries if c not in unchanged]
+                same |= {c.result: c.outside for c in unchanged}
                 new[node] = made = loop.nodes()
         makers.update({v: one for one in made for v in one.outputs})
     return Replacements(new, same)
 
 
 def _goes_over_rows(loop: "_Loop", makers: Mapping[Value, Node]) -> bool:
-    """Makes a loop go over rows where it can; `makers` are of what it is given."""
-    if not _find_accesses(loop):
+    """Makes a loop go over rows where it can; `makers` are of its operands."""
+    for node in Graph([], loop.body).walk() if loop.index.length else ():
+        for place in loop.places(node):
+            places = (loop.read if node.name in READS else loop.written).setdefault(node.in_shapes[0], [])
+            places += [] if place in places else [place]
+    if not (loop.read or loop.written):
         return False
-    _turn(loop, makers)
-    _move_transposes_out(loop)
+    _reverse(loop, makers)
+    _hoist_transposes(loop)
     for carries in _alike(loop):
         _scan_carries(loop, carries)
-    for carry in [c for c in loop.carries if c.given is not c.taken]:
+    for carry in [c for c in loop.carries if c.returned is not c.taken]:
         _scan_sum(loop, carry)
-    unchanged = [(c.outside, c.taken) for c in loop.carries if c.given is c.taken]
+    unchanged = [(c.outside, c.taken) for c in loop.carries if c.returned is c.taken]
     for outside, inside in [*loop.consts, *unchanged]:
         _scan_const(loop, outside, inside)
     return loop.changed
@@ -71,7 +77,7 @@ def _goes_over_rows(loop: "_Loop", makers: Mapping[Value, Node]) -> bool:
 class _Carry:
     outside: Value
     taken: Value
-    given: Value
+    returned: Value
     result: Value
 
 
@@ -80,8 +86,8 @@ class _Loop:
     """A scan while it is rewritten: what it takes and gives as (outside, inside), and what comes before and
     after it.
 
-    `inner`: it runs in each trip of another loop. `read` and `written`: by the shapes of arrays, the places
-    at which its body does so to some.
+    `inner`: it runs in each iteration of another loop. `read` and `written`: by the shapes of arrays, the
+    places at which its body does so to some.
     """
 
     node: Node
@@ -111,7 +117,7 @@ class _Loop:
         written.
 
         All of an array that is written is copied. Outside of other loops whole rows count, whatever part of
-        them is read: the scan may become a map, and each device does the trips of its own rows.
+        them is read: the scan may become a map, and each device does the iterations of its own rows.
         """
         array, length = node.inputs[0], self.index.length
         rows, plain = array.shape[place.dim], not jnp.issubdtype(array.aval.dtype, jax.dtypes.extended)
@@ -121,13 +127,13 @@ class _Loop:
         return (length == rows or plain) and 2 * copied / NOMINAL.memory_rate <= used / NOMINAL.link_rate
 
     def reads(self, value: Value) -> int:
-        """How often the body reads a value or gives it."""
-        given = [*(c.given for c in self.carries), *(inside for _, inside in self.ys)]
-        return given.count(value) + sum(node.inputs.count(value) for node in self.body)
+        """How often the body reads or returns a value."""
+        results = [*(c.returned for c in self.carries), *(inside for _, inside in self.ys)]
+        return results.count(value) + sum(node.inputs.count(value) for node in self.body)
 
     def nodes(self) -> list[Node]:
-        taken, given = [c.taken for c in self.carries], [c.given for c in self.carries]
-        body = without_unread(Graph([], self.body, [*given, *(inside for _, inside in self.ys)]))
+        taken, returned = [c.taken for c in self.carries], [c.returned for c in self.carries]
+        body = without_unread(Graph([], self.body, [*returned, *(inside for _, inside in self.ys)]))
         read = {v for node in body.nodes for v in node.inputs}.union(body.outputs)
         consts, xs = ([pair for pair in side if pair[1] in read] for side in (self.consts, self.xs))
         body = replace(body, inputs=[*(v for _, v in consts), *taken, *(v for _, v in xs)])
@@ -154,52 +160,39 @@ def _window(node: Node) -> int:
     return math.prod(node.out_shapes[0] if node.name in READS else node.in_shapes[written])
 
 
-def _find_accesses(loop: _Loop) -> bool:
-    """Whether there are any."""
-    for node in Graph([], loop.body).walk() if loop.index.length else ():
-        for place in loop.places(node):
-            places = (loop.read if node.name in READS else loop.written).setdefault(node.in_shapes[0], [])
-            places += [] if place in places else [place]
-    return bool(loop.read or loop.written)
-
-
-def _turn(loop: _Loop, makers: Mapping[Value, Node]) -> None:
+def _reverse(loop: _Loop, makers: Mapping[Value, Node]) -> None:
     """Goes over rows in their order, if most of what is read and written is so in the other one."""
-    before = {outside: _before_turned(outside, makers) for outside, _ in loop.xs}
+    before = {outside: _before_reversal(outside, makers) for outside, _ in loop.xs}
     up = sum(outside.nbytes for outside, _ in (*loop.xs, *loop.ys) if before.get(outside) is None)
     down = sum(v.nbytes for v in before.values() if v is not None)
     keys = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v, _ in (*loop.xs, *loop.ys))
     if keys or down + _bytes_along(loop, -1) <= up + _bytes_along(loop, 1):
         return
     for i, (outside, inside) in enumerate(loop.xs):
-        loop.xs[i] = (before[outside] or _turned_around(loop, outside, loop.before), inside)
+        loop.xs[i] = (before[outside] or _reversed_stack(loop, outside, loop.before), inside)
     for i, (outside, inside) in enumerate(loop.ys):
         loop.ys[i] = (stack, _) = (Value(outside.aval), inside)
-        _turned_around(loop, stack, loop.after)
+        _reversed_stack(loop, stack, loop.after)
         loop.after[-1].outputs = [outside]
-    _turn_index(loop)
+    loop.index = replace(loop.index, reversed=not loop.index.reversed)
+    for places in (loop.read, loop.written):
+        for shape, at in places.items():
+            places[shape] = [Place(p.dim, p.line.reversed(loop.index.length)) for p in at]
     loop.node = replace(loop.node, params={**loop.node.params, "reverse": not loop.node.params["reverse"]})
 
 
-def _turn_index(loop: _Loop) -> None:
-    loop.index = replace(loop.index, turned=not loop.index.turned)
-    for places in (loop.read, loop.written):
-        turned = {s: [Place(p.dim, p.line.turned(loop.index.length)) for p in at] for s, at in places.items()}
-        places.update(turned)
-
-
-def _before_turned(value: Value, makers: Mapping[Value, Node]) -> Value | None:
-    """What a stack was before it was turned around, if that was the last that was done to it."""
+def _before_reversal(value: Value, makers: Mapping[Value, Node]) -> Value | None:
+    """What a stack was before it was reversed, if that was the last that was done to it."""
     node = makers.get(value)
     if node is None or node.name != "rev" or tuple(node.params["dimensions"]) != (0,):
         return None
     return node.inputs[0]
 
 
-def _turned_around(loop: _Loop, stack: Value, nodes: list[Node]) -> Value:
-    made, (turned,) = made_of(lambda x: lax.rev(x, [0]), [stack], loop.node)
+def _reversed_stack(loop: _Loop, stack: Value, nodes: list[Node]) -> Value:
+    made, (reverse,) = made_of(lambda x: lax.rev(x, [0]), [stack], loop.node)
     nodes += made
-    return turned
+    return reverse
 
 
 def _bytes_along(loop: _Loop, step: int) -> int:
@@ -211,7 +204,7 @@ def _bytes_along(loop: _Loop, step: int) -> int:
     )
 
 
-def _move_transposes_out(loop: _Loop) -> None:
+def _hoist_transposes(loop: _Loop) -> None:
     """Those of constants, as JAX 0.12 makes them where a loop is batched."""
     outside = {v: around for around, v in loop.consts}
     for node in [node for node in loop.body if node.name == "transpose"]:
@@ -223,19 +216,12 @@ def _move_transposes_out(loop: _Loop) -> None:
             loop.body.remove(node)
 
 
-def _without_unchanged(loop: _Loop) -> dict[Value, Value]:
-    """Takes out the carries that nothing changes and nothing reads: what their results are."""
-    gone = [c for c in loop.carries if c.given is c.taken and loop.reads(c.taken) == 1]
-    loop.carries = [c for c in loop.carries if c not in gone]
-    return {c.result: c.outside for c in gone}
-
-
 # Arrays that are carried, and read and written at one place
 
 
 def _alike(loop: _Loop) -> list[list[_Carry]]:
     """The carries that change: all those of a type, then each alone."""
-    changing = [c for c in loop.carries if c.given is not c.taken]
+    changing = [c for c in loop.carries if c.returned is not c.taken]
     types = dict.fromkeys((c.taken.shape, c.taken.aval.dtype) for c in changing)
     groups = [[c for c in changing if (c.taken.shape, c.taken.aval.dtype) == one] for one in types]
     return [*(group for group in groups if len(group) > 1), *([c] for c in changing)]
@@ -255,14 +241,15 @@ def _scan_carries(loop: _Loop, carries: list[_Carry]) -> None:
         loop.body = [*(node for _, start in rows for node in start), *nodes]
         for carry, (row, _) in zip(carries, rows, strict=True):
             _add_xs(loop, carry.outside, row, place)
-            _end(loop, carry, _add_ys(loop, carry.outside, narrowing.row(carry.given), place))
+            _end(loop, carry, _add_ys(loop, carry.outside, narrowing.row(carry.returned), place))
         return
 
 
 def _leaves_none(loop: _Loop, narrowing: Narrowing, carries: Sequence[_Carry] = ()) -> bool:
-    """Whether these carries are given as they were taken, and nothing else gives an array that is gone."""
-    others = [*(c.given for c in loop.carries if c not in carries), *(v for _, v in loop.ys)]
-    return all(narrowing.kind(c.given) == c.taken for c in carries) and narrowing.gone.isdisjoint(others)
+    """Whether these carries are returned as they were taken, and no other result is an array that is gone."""
+    others = [*(c.returned for c in loop.carries if c not in carries), *(v for _, v in loop.ys)]
+    kept = all(narrowing.background(c.returned) == c.taken for c in carries)
+    return kept and narrowing.gone.isdisjoint(others)
 
 
 # An array that is carried and only added to, at whatever places
@@ -270,10 +257,10 @@ def _leaves_none(loop: _Loop, narrowing: Narrowing, carries: Sequence[_Carry] = 
 
 def _scan_sum(loop: _Loop, carry: _Carry) -> None:
     """Adds up once the scan is over."""
-    found = _terms_of(loop, carry)
-    if found is None:
+    added = _terms_of(loop, carry)
+    if added is None:
         return
-    terms, sums = found
+    terms, sums = added
     body, rows = [node for node in loop.body if node not in sums], []
     for term in terms:
         narrowed = _sparse(loop, body, carry, term)
@@ -292,7 +279,7 @@ def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | No
     added.
     """
     value, others, sums = carry.taken, [], []
-    while value is not carry.given:
+    while value is not carry.returned:
         reader = next((node for node in loop.body if value in node.inputs), None)
         if reader is None or reader.name not in SUMS or loop.reads(value) != 1:
             return None
@@ -308,7 +295,7 @@ def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | No
             sums.append(node)
         else:
             terms.append(value)
-    return (terms, sums) if terms and loop.reads(carry.given) == 1 else None
+    return (terms, sums) if terms and loop.reads(carry.returned) == 1 else None
 
 
 def _sparse(
@@ -318,7 +305,7 @@ def _sparse(
     for place in loop.written.get(carry.taken.shape, ()):
         narrowing = Narrowing(loop.index, place, carry.taken.aval)
         nodes = narrowing.run(body)
-        if nodes is not None and narrowing.kind(term) == SPARSE and _leaves_none(loop, narrowing):
+        if nodes is not None and narrowing.background(term) == SPARSE and _leaves_none(loop, narrowing):
             return nodes, narrowing.row(term), place
     return None
 
@@ -337,15 +324,15 @@ def _scan_const(loop: _Loop, outside: Value, inside: Value) -> None:
         starts += start
         _add_xs(loop, outside, row, place)
     if rows:
-        given = [*(c.given for c in loop.carries), *(v for _, v in loop.ys)]
-        loop.body = [*starts, *Reading(loop.index, loop.place, {inside: rows}).run(loop.body, given)]
+        results = [*(c.returned for c in loop.carries), *(v for _, v in loop.ys)]
+        loop.body = [*starts, *Reading(loop.index, loop.place, {inside: rows}).run(loop.body, results)]
 
 
 # What is scanned
 
 
 def _row_of(loop: _Loop, array: Value, place: Place) -> tuple[Value, list[Node]]:
-    """A row as it is scanned, and the nodes that make of it the array's one row in this trip."""
+    """A row as it is scanned, and the nodes that make of it the array's one row in this iteration."""
     shape = array.shape[: place.dim] + array.shape[place.dim + 1 :]
     row = Value(ShapedArray(shape, array.aval.dtype))
     return row, made_of(lambda x: lax.expand_dims(x, [place.dim]), [row], loop.node)[0]
@@ -368,30 +355,26 @@ def _add_xs(loop: _Loop, array: Value, row: Value, place: Place) -> None:
 
 
 def _add_ys(loop: _Loop, array: Value, row: Value, place: Place, adds: bool = False) -> Value:
-    """Has each trip give its row too; what the array is, outside, with these in it, or added to it."""
-    made, (given,) = made_of(lambda x: lax.squeeze(x, [place.dim]), [row], loop.node)
+    """Has each iteration give its row too; what the array is, outside, with these in it, or added to it."""
+    made, (squeezed,) = made_of(lambda x: lax.squeeze(x, [place.dim]), [row], loop.node)
     loop.body += made
-    stack = Value(ShapedArray((loop.index.length, *given.shape), given.aval.dtype))
-    made, (full,) = made_of(_put_back(loop.index.length, place, adds), [array, stack], loop.node)
-    loop.after += made
-    loop.ys.append((stack, given))
-    loop.changed = True
-    return full
+    stack = Value(ShapedArray((loop.index.length, *squeezed.shape), squeezed.aval.dtype))
+    length, line = loop.index.length, place.line
 
-
-def _put_back(length: int, place: Place, adds: bool) -> Callable[..., jax.Array]:
-    """What puts the rows that the trips made into their array, or adds them to it."""
-
-    def put(array, stack):
+    def put_back(array, stack):
         order: Sequence[int] = [*range(1, place.dim + 1), 0, *range(place.dim + 1, array.ndim)]
-        rows, first = lax.transpose(stack, order), place.line.within(length).start
-        rows = rows if place.line.step > 0 else lax.rev(rows, [place.dim])
-        starts = [first if d == place.dim else 0 for d in range(array.ndim)]
+        rows = lax.transpose(stack, order)
+        rows = rows if line.step > 0 else lax.rev(rows, [place.dim])
+        starts = [line.within(length).start if d == place.dim else 0 for d in range(array.ndim)]
         if length == array.shape[place.dim]:
             return array + rows if adds else rows
         return static_updates.put(array, rows, starts, adds)
 
-    return put
+    made, (full,) = made_of(put_back, [array, stack], loop.node)
+    loop.after += made
+    loop.ys.append((stack, squeezed))
+    loop.changed = True
+    return full
 
 
 def _end(loop: _Loop, carry: _Carry, full: Value) -> None:

@@ -2,12 +2,11 @@
 
     pad x[1:] by one behind     ->     pad x by -1 in front and 1 behind
 
-A slice of an uneven dim lies in other blocks than the array, and padding moves them back: two exchanges of
-rows instead of one.
+A slice of an uneven dim is in other blocks than the array, and padding brings its rows back: two exchanges
+of rows instead of one.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 from shardax.graph.graph import Graph, Node
@@ -34,24 +33,16 @@ def _shift(node: Node, maker: Node | None) -> Node | None:
         return None
     pad, cut = (node, maker) if node.name == "pad" else (maker, node)
     merge = _padded_slice if pad is node else _sliced_padding
-    sizes = maker.in_shapes[0]
-    configs = [
-        merge(c, s, n) for c, s, n in zip(pad.params["padding_config"], _cuts(cut), sizes, strict=True)
-    ]
+    limits = zip(cut.params["start_indices"], cut.params["limit_indices"], cut.in_shapes[0], strict=True)
+    strides = cut.params["strides"] or (1,) * len(cut.in_shapes[0])
+    # Of each dim how many rows the slice leaves out in front and behind, and its stride.
+    cuts = [(first, n - limit, s) for (first, limit, n), s in zip(limits, strides, strict=True)]
+    dims = zip(pad.params["padding_config"], cuts, maker.in_shapes[0], strict=True)
+    configs = [merge(*dim) for dim in dims]
     if None in configs or 0 in node.out_shapes[0]:
         return None
     params = {**pad.params, "padding_config": tuple(configs)}
     return replace(pad, inputs=[maker.inputs[0], pad.inputs[1]], outputs=node.outputs, params=params)
-
-
-def _cuts(node: Node) -> Iterator[tuple[int, int, int]]:
-    """Of each dim how many rows a slice leaves out in front and behind, and its stride."""
-    params, (shape,) = node.params, node.in_shapes
-    strides = params["strides"] or (1,) * len(shape)
-    for n, first, limit, stride in zip(
-        shape, params["start_indices"], params["limit_indices"], strides, strict=True
-    ):
-        yield first, n - limit, stride
 
 
 def _padded_slice(config: Config, cut: tuple[int, int, int], size: int) -> Config | None:

@@ -1,4 +1,5 @@
-"""Finds `while` loops that count to a known number: they are scans, whose trips are known before they run."""
+"""Finds `while` loops that count to a known number: they are scans, whose trip count is known before they
+run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ _GOING: dict[str, Callable[[range], range]] = {
     "lt": lambda count: count,
 }
 """For what a counter is compared with `stop`, the numbers at which the loop goes on."""
-_TURNED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
+_MIRRORED = {"ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
 
 
 def counted_whiles(graph: Graph, context: Context) -> Replacements:
@@ -27,12 +28,12 @@ def counted_whiles(graph: Graph, context: Context) -> Replacements:
 
 
 def _as_scan(node: Node, affines: Affines) -> Node | None:
-    trips = _trips(node, affines)
-    if trips is None:
+    trip_count = _trip_count(node, affines)
+    if trip_count is None:
         return None
     first = node.params["cond_nconsts"]
     params = {
-        "length": trips,
+        "length": trip_count,
         "reverse": False,
         "unroll": 1,
         "num_consts": node.params["body_nconsts"],
@@ -43,7 +44,7 @@ def _as_scan(node: Node, affines: Affines) -> Node | None:
     )
 
 
-def _trips(node: Node, affines: Affines) -> int | None:
+def _trip_count(node: Node, affines: Affines) -> int | None:
     """How often a loop runs; None where that is not known."""
     name, counter, stop = _test(node, affines)
     cond, body = node.bodies
@@ -51,8 +52,8 @@ def _trips(node: Node, affines: Affines) -> int | None:
     if counter is None or stop is None or r < 0:
         return None
     start = affines.number(node.inputs[carries_of(node)[r]])
-    taken, given = body.inputs[node.params["body_nconsts"] + r], body.outputs[r]
-    step = step_of_counter(taken, affines.makers.get(given))
+    taken, returned = body.inputs[node.params["body_nconsts"] + r], body.outputs[r]
+    step = step_of_counter(taken, affines.makers.get(returned))
     if start is None or not step or (step > 0) != (name in ("lt", "le")):
         return None
     going = _GOING[name](range(start, stop, step))
@@ -70,5 +71,5 @@ def _test(node: Node, affines: Affines) -> tuple[str, Value | None, int | None]:
         return "", None, None
     name, (one, two) = test.name, test.inputs
     if two in carried:
-        name, one, two = _TURNED[name], two, one
+        name, one, two = _MIRRORED[name], two, one
     return name, one, affines.number(two)

@@ -26,7 +26,7 @@ associative_scan_p.multiple_results = True
 
 associative_scan_vjp_p = Primitive("associative_scan_vjp")
 associative_scan_vjp_p.multiple_results = True
-"""associative_scan_vjp *elements *cotangents: the cotangents of the elements `wanted`, given those of the
+"""associative_scan_vjp *elements *cotangents: the cotangents of the elements at `argnums`, given those of the
 results `seeds`.
 """
 
@@ -90,8 +90,11 @@ def associative_scan(node: Node) -> str:
 
 
 def associative_scan_vjp(node: Node) -> str:
-    words, (seeds, wanted) = node.params["combine"].words, (node.params[name] for name in ("seeds", "wanted"))
-    return f"{', '.join([*words, *(words[i] for i in seeds)])} -> {', '.join(words[i] for i in wanted)}"
+    words, (seeds, argnums) = (
+        node.params["combine"].words,
+        (node.params[name] for name in ("seeds", "argnums")),
+    )
+    return f"{', '.join([*words, *(words[i] for i in seeds)])} -> {', '.join(words[i] for i in argnums)}"
 
 
 def _associative_scan_local(local: Local, *shards):
@@ -188,15 +191,15 @@ def _associative_scan_vjp_local(local: Local, *shards):
 def _pulled_back(
     scan: Callable[..., list[Any]], params, elements: Sequence[Any], cts: Sequence[Any]
 ) -> list[Any]:
-    """The cotangents of the elements `wanted` of a scan."""
-    seeds, wanted = params["seeds"], params["wanted"]
+    """The cotangents of the elements at `argnums` of a scan."""
+    seeds, argnums = params["seeds"], params["argnums"]
 
     def run(*moving):
-        replaced = dict(zip(wanted, moving, strict=True))
+        replaced = dict(zip(argnums, moving, strict=True))
         results = scan([replaced.get(i, x) for i, x in enumerate(elements)])
         return [results[i] for i in seeds]
 
-    _, back = jax.vjp(run, *(elements[i] for i in wanted))
+    _, back = jax.vjp(run, *(elements[i] for i in argnums))
     return list(back(list(cts)))
 
 
@@ -234,6 +237,6 @@ def _vjp_impl(*arrays, combine: Combine, dim: int, reverse: bool, **params):
 
 _STATIC = ("combine", "dim", "reverse")
 associative_scan_p.def_impl(jax.jit(_impl, static_argnames=_STATIC))
-associative_scan_vjp_p.def_impl(jax.jit(_vjp_impl, static_argnames=(*_STATIC, "seeds", "wanted")))
+associative_scan_vjp_p.def_impl(jax.jit(_vjp_impl, static_argnames=(*_STATIC, "seeds", "argnums")))
 register_rule("associative_scan", associative_scan, _associative_scan_local, sends=_sends)
 register_rule("associative_scan_vjp", associative_scan_vjp, _associative_scan_vjp_local, sends=_sends)

@@ -13,7 +13,7 @@ from shardax.validation import require, require_array
 
 _WAYS_OUT = {
     "operands": "no result has it: mark it {0}+ ({0}:max, {0}:min) if results are reduced over it, "
-    "{0}! if it must be whole",
+    "{0}! if it must be unsplit",
     "results": "no operand has it, so nothing is computed in parts along it: mark it {0}!",
 }
 

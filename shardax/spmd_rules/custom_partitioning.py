@@ -6,8 +6,8 @@ these, on the mesh that the user named. It answers with the shardings that it ta
 of shards, which may send over axes by their names. The answer is priced as any way to run a node is: by what
 it takes to reshard operands and results, and what the function sends.
 
-    rule ──▶ splits of factors ──▶ shardings ──partition──▶ lower_fn, operands' and results' shardings ──▶ the
-    candidate
+    rule ──▶ splits of factors ──▶ shardings
+         ──partition──▶ lower_fn, operands' and results' shardings ──▶ the candidate
 
 A function knows only the sizes of its shards. So an uneven dim stays unsplit where the function names an axis
 that splits it, or where a place along the dim depends on other places than its own; elsewhere the function
@@ -17,6 +17,7 @@ unsplit, the original function runs instead, on replicated operands.
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from shardax.graph.graph import Node
 from shardax.ledger.collectives import collectives
 from shardax.meshes import sites
 from shardax.sharding import Layout, Padding, Sharding, entry_axes, from_spec
+from shardax.spmd_rules.claims import noting
 from shardax.spmd_rules.localize import tensor_layout
 from shardax.spmd_rules.registry import RULES, Local, mask_padding, register_rule, replicated_rule
 from shardax.spmd_rules.rule import KEEP, Factors, Rule
@@ -66,9 +68,9 @@ def _rule(node: Node) -> str | Rule:
 def _read_rule(node: Node) -> str | Rule:
     p = node.params
     mesh, _ = p["on"]
-    sdy_rule = _jax.sharding_rule(
-        p, mesh, *([v.aval for v in values] for values in (node.inputs, node.outputs))
-    )
+    avals = ([v.aval for v in values] for values in (node.inputs, node.outputs))
+    with noting(lambda: f"the sharding_rule of {_what(node)}"):
+        sdy_rule = _jax.sharding_rule(p, mesh, *avals)
     if sdy_rule is None:
         return replicated_rule(node) if p["infer_sharding_from_operands"] is None else _inferred(node)
     try:
@@ -110,7 +112,8 @@ def _reached(node: Node, i: int, d: int, axis: str) -> list[tuple[int, int]]:
     ]
     shapes = _shapes(node.inputs, p["in_tree"], [Sharding(tuple(dims)) for dims in split], mesh)
     results = p["out_tree"].unflatten([jax.ShapeDtypeStruct(v.shape, v.aval.dtype) for v in node.outputs])
-    inferred = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
+    with noting(lambda: f"the infer_sharding_from_operands callback of {_what(node)}, asked for {split}"):
+        inferred = p["infer_sharding_from_operands"](*p["static_args"], mesh, shapes, results)
     shardings = _read_shardings(
         node, p["out_tree"], inferred, node.out_shapes, "infer_sharding_from_operands", mesh
     )
@@ -158,11 +161,8 @@ def _call_partition(local: Local, requested: Sides) -> _Answer | None:
         _shapes(node.inputs, p["in_tree"], operands, mesh),
         _shapes(node.outputs, p["out_tree"], results, mesh),
     )
-    try:
+    with noting(lambda: f"the partition callback of {_what(node)}, asked for {operands} -> {results}"):
         named, lower, made, taken = p["partition"](*p["static_args"], mesh, *shapes)
-    except Exception as error:
-        error.add_note(f"in the partition callback of {_what(node)}, asked for {operands} -> {results}")
-        raise
     if dict(named.shape) != dict(mesh.shape):
         raise ValueError(
             f"{_what(node)}: partition gave back a mesh with axes {dict(named.shape)}, the program's has "
@@ -208,21 +208,31 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
     results.
 
     To refuse the first, which splits as much as can be, is an error, as under JAX's own partitioner; to
-    refuse others only where there is none that it takes.
+    refuse others only where there is none that it takes. Where its function takes no shards of uneven dims,
+    and so nothing can be split, a warning says so.
     """
-    refused, taken = None, 0
+    refused, misfit, taken, split = None, None, 0, False
     for i, local in enumerate(candidates):
         try:
             placed = _placed(local, padding)
+        except _DoesNotFit as error:
+            misfit, placed = misfit or error, None
         except Exception as error:
             if not i:
                 raise
             refused, placed = refused or error, None
         if placed is not None:
             taken += 1
+            split = split or bool(placed.splits)
             yield placed
     if not taken and refused:
         raise refused
+    if misfit and not split:
+        warnings.warn(f"{misfit}. It runs unsplit", stacklevel=2)
+
+
+class _DoesNotFit(Exception):
+    """The callback's function does not take shards as long as the blocks of an uneven dim are."""
 
 
 def _placed(local: Local, padding: Padding) -> Local | None:
@@ -230,7 +240,10 @@ def _placed(local: Local, padding: Padding) -> Local | None:
     there is always a way.
     """
     answer = _answer(local)
-    if answer is not None and not _torn(local):
+    if answer is not None and all(
+        sum(f in local.splits for f in group) in (0, len(group))  # a group has to be split together
+        for group in RULES[NAME].factors(local.node).window_groups
+    ):
         operands, results = (
             tuple(
                 _layout(s, have, v.shape, padding) for s, have, v in zip(side, layouts, values, strict=True)
@@ -256,26 +269,21 @@ def _layout(sharding: Sharding, have: Layout, shape, padding: Padding) -> Layout
     return Layout(sharding, tuple(padded))
 
 
-def _torn(local: Local) -> bool:
-    """Whether only some of the factors of a group that has to be split together are split."""
-    groups = RULES[NAME].factors(local.node).window_groups
-    return any(0 < sum(f in local.splits for f in group) < len(group) for group in groups)
-
-
 def _runs(local: Local, answer: _Answer) -> bool:
     uneven = list(_uneven(local))
     try:
         program = _program(local, answer)
         _check_types(local, program)
-    except Exception:
+    except (TypeError, ValueError) as error:
         if not uneven:
             raise
-        return False  # how long the blocks of an uneven dim are is no fault of the user's
+        what = f"{_what(local.node)}: its lower_fn does not take shards of uneven dims"
+        raise _DoesNotFit(f"{what}: {type(error).__name__}: {error}") from error
     named = {
         a
         for eqn in _eqns(program.jaxpr)
-        for factor_names in sites.named_axes(eqn.params).values()
-        for a in entry_axes(factor_names)
+        for entry in sites.named_axes(eqn.params).values()
+        for a in entry_axes(entry)
     }
     factors = RULES[NAME].factors(local.node)
     return all(named.isdisjoint(axes) and _is_local(factor, axes, factors, local) for factor, axes in uneven)
@@ -311,14 +319,13 @@ def _local(local: Local, *shards):
     answer = _taken(local)
     if answer is None:
         return jaxpr_as_fun(_jax.under_local_mesh(local.params["call"].jaxpr))(*shards)
-    shards = [_cleared(local, i, shard) for i, shard in enumerate(shards)]
+    shards = [
+        shard
+        if jax.numpy.issubdtype(shard.dtype, jax.dtypes.extended)
+        else mask_padding(shard, local.operands[i], local.node.in_shapes[i], 0, local.sizes)
+        for i, shard in enumerate(shards)
+    ]
     return jaxpr_as_fun(_jax.under_local_mesh(_program(local, answer)))(*shards)
-
-
-def _cleared(local: Local, i: int, shard):
-    if jax.numpy.issubdtype(shard.dtype, jax.dtypes.extended):
-        return shard
-    return mask_padding(shard, local.operands[i], local.node.in_shapes[i], 0, local.sizes)
 
 
 def _program(local: Local, answer: _Answer) -> Any:
@@ -334,14 +341,10 @@ def _trace(local: Local, answer: _Answer):
     mesh, refined = local.params["on"]
     shards = [jax.ShapeDtypeStruct(local.in_shape(i), v.aval.dtype) for i, v in enumerate(local.node.inputs)]
     args = local.params["in_tree"].unflatten(shards)
-    try:
+    of_shapes = f"on shards of shapes {[x.shape for x in shards]}"
+    with noting(lambda: f"the lower_fn of {_what(local.node)}, {of_shapes}"):
         with _jax.lines_of_their_own(), local.node.eqn.ctx.manager:
             jaxpr = jax.make_jaxpr(answer.lower, axis_env=list(mesh.shape.items()))(*args)
-    except Exception as error:
-        error.add_note(
-            f"in the lower_fn of {_what(local.node)}, on shards of shapes {[x.shape for x in shards]}"
-        )
-        raise
     return sites.in_refined_axes(jaxpr, refined)
 
 

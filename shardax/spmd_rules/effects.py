@@ -76,6 +76,9 @@ def _inspect_sharding_local(local: Local, shard):
     return []
 
 
+CALLED_ONCE = ("debug_callback", "debug_print", "io_callback", "pure_callback")
+"""What gathers its operands, because Python is called once."""
+
 register_rule("debug_callback", debug_callback, _debug_callback_local)
 register_rule("debug_print", debug_callback, _debug_callback_local)
 register_rule("inspect_sharding", _every_dim_kept, _inspect_sharding_local)

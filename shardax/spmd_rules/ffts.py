@@ -53,23 +53,18 @@ def _ways(candidates: Iterator[Local], padding: Padding) -> Iterator[Local]:
         free = tuple(a for a, n in local.sizes.items() if n > 1 and a not in used)
         if 0 in node.inputs[0].shape:
             continue
-        for axes, (start, end) in itertools.product(_orders(free), itertools.permutations(_core(node), 2)):
-            if _may_transpose(FftType(node.params["fft_type"]), start, end, _core(node)[-1]):
-                yield replace(
-                    local,
-                    operands=(_split(local.operands[0], start, axes, node.inputs[0].shape, padding),),
-                    results=(_split(local.results[0], end, axes, node.outputs[0].shape, padding),),
-                )
-
-
-def _orders(axes: Axes) -> Iterator[Axes]:
-    for count in range(1, len(axes) + 1):
-        yield from (itertools.permutations if len(axes) <= _MOST else itertools.combinations)(axes, count)
-
-
-def _may_transpose(fft_type: FftType, start: int, end: int, last: int) -> bool:
-    """The last dim comes first where real numbers are transformed, and last where they are made."""
-    return not (fft_type == FftType.RFFT and start == last or fft_type == FftType.IRFFT and end == last)
+        choose = itertools.permutations if len(free) <= _MOST else itertools.combinations
+        orders = (axes for count in range(1, len(free) + 1) for axes in choose(free, count))
+        for axes, (start, end) in itertools.product(orders, itertools.permutations(_core(node), 2)):
+            fft_type, last = FftType(node.params["fft_type"]), _core(node)[-1]
+            # the last dim comes first where real numbers are transformed, and last where they are made
+            if fft_type == FftType.RFFT and start == last or fft_type == FftType.IRFFT and end == last:
+                continue
+            yield replace(
+                local,
+                operands=(_split(local.operands[0], start, axes, node.inputs[0].shape, padding),),
+                results=(_split(local.results[0], end, axes, node.outputs[0].shape, padding),),
+            )
 
 
 def _split(layout: Layout, dim: int, axes: Axes, shape: tuple[int, ...], padding: Padding) -> Layout:

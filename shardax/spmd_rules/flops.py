@@ -31,8 +31,8 @@ def ragged_dot_general(params, in_shapes, out_shapes) -> float:
     lhs, rhs, sizes = in_shapes
     gone = (*contracted, *batch, *dims.rhs_group_dimensions)
     held = math.prod(rhs[d] for d in dims.rhs_group_dimensions)
-    here = min(1, held / max(sizes[-1], 1)) if dims.rhs_group_dimensions else 1
-    return 2 * here * math.prod(lhs) * math.prod(n for d, n in enumerate(rhs) if d not in gone)
+    share = min(1, held / max(sizes[-1], 1)) if dims.rhs_group_dimensions else 1
+    return 2 * share * math.prod(lhs) * math.prod(n for d, n in enumerate(rhs) if d not in gone)
 
 
 def conv_general_dilated(params, in_shapes, out_shapes) -> float:

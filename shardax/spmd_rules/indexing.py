@@ -124,9 +124,15 @@ def _clip(indices, last):
     return jnp.minimum(jnp.maximum(indices, np.zeros((), indices.dtype)), last)
 
 
+def _for_each(indices, row):
+    """A row of one number for each indexed dim, in the rank of the indices: no rank need be promoted."""
+    return row.reshape((1,) * (indices.ndim - 1) + row.shape)
+
+
 def _outside(windows: _Windows, indices):
     """Which windows are not wholly in the operand."""
-    return jnp.any((indices < 0) | (indices > windows.last(indices.dtype)), axis=-1)
+    last = _for_each(indices, windows.last(indices.dtype))
+    return jnp.any((indices < 0) | (indices > last), axis=-1)
 
 
 def _signed(indices):
@@ -141,13 +147,15 @@ def _localize(local: Local, windows: _Windows, indices, clips: bool):
     pointed, layout = windows.pointed(local), local.operands[0]
     longer = [d for d in pointed if windows.sizes[d] > 1]
     outside = _outside(windows, indices)
-    indices = _signed(_clip(indices, windows.last(indices.dtype)) if clips else indices)
+    last = _for_each(indices, windows.last(indices.dtype))
+    indices = _signed(_clip(indices, last) if clips else indices)
     if longer and not clips:  # a window that is only partly out of range is so as a whole
         indices = jnp.where(outside[..., None], indices.dtype.type(_FAR), indices)
     for d in longer:
         windows, indices = _take_apart(windows, indices, d)
     starts = [local.start(layout, d) if d in pointed else 0 for d in windows.indexed]
-    return windows, indices - jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
+    row = jnp.stack([jnp.asarray(start, indices.dtype) for start in starts])
+    return windows, indices - _for_each(indices, row)
 
 
 def _take_apart(windows: _Windows, indices, d: int):
@@ -157,9 +165,8 @@ def _take_apart(windows: _Windows, indices, d: int):
     in_slices = windows.slice_dims[windows.shown.index(d)]
     at = in_slices - sum(e < in_slices for e in windows.slice_dims)
     shape = (*indices.shape[:at], windows.sizes[d], *indices.shape[at:])
-    steps = lax.broadcasted_iota(indices.dtype, shape, at) * np.array(
-        [e == d for e in windows.indexed], indices.dtype
-    )
+    steps = lax.broadcasted_iota(indices.dtype, shape, at)
+    steps *= _for_each(steps, np.array([e == d for e in windows.indexed], indices.dtype))
     apart = replace(
         windows,
         sizes=tuple(1 if e == d else size for e, size in enumerate(windows.sizes)),
@@ -197,7 +204,8 @@ def _gather_local(local: Local, operand, indices):
     if not fills or not np.any(local.params["fill_value"]):
         return [slices]
     others = [d for d in range(slices.ndim) if d not in windows.slice_dims]
-    outside = _outside(windows, indices) & _is_first(local, pointed)
+    first_shard = local.index(tuple(a for d in pointed for a in local.operands[0].dims[d])) == 0
+    outside = _outside(windows, indices) & first_shard
     filled = lax.broadcast_in_dim(outside, slices.shape, others)
     return [lax.select(filled, lax.full_like(slices, local.params["fill_value"]), slices)]
 
@@ -207,10 +215,6 @@ def _gather_owned(local: Local, windows: _Windows, operand, indices, clips: bool
     apart, positions = _localize(local, windows, indices, clips)
     numbers = lax.GatherDimensionNumbers(*map(tuple, apart.numbers))
     return lax.gather(operand, positions, numbers, apart.local_sizes(local), mode=_DROP, fill_value=0)
-
-
-def _is_first(local: Local, dims: Sequence[int]):
-    return local.index(tuple(a for d in dims for a in local.operands[0].dims[d])) == 0
 
 
 def _gather_passes(node: Node) -> tuple[Passes, ...]:

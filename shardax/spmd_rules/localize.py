@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -129,19 +130,12 @@ def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any
         shards = [_mask_reduced(local, factors, i, shard) for i, shard in enumerate(shards)]
     what = partial(_lowering, entry, local, shards)
     with noting(what):
-        results = _lowered(entry, local, shards) if entry.local else local.bind(*shards)
+        # the equations of a lowering need not show the FLOPs that they do, as a kernel does not
+        flops = entry.flops_or_none(local) if entry.local else None
+        with noted.scope(local.node.name, flops) if flops is not None else nullcontext():
+            results = entry.local(local, *shards) if entry.local else local.bind(*shards)
     promised = [(local.out_shape(i), value.aval.dtype) for i, value in enumerate(local.node.outputs)]
     return require_promised(results, promised, what)
-
-
-def _lowered(entry: Entry, local: Local, shards: Sequence[Any]) -> Sequence[Any]:
-    """Calls a lowering, whose equations need not show the FLOPs that they do, as a kernel does not."""
-    assert entry.local
-    flops = entry.flops_or_none(local)
-    if flops is None:
-        return entry.local(local, *shards)
-    with noted.scope(local.node.name, flops):
-        return entry.local(local, *shards)
 
 
 def _lowering(entry: Entry, local: Local, shards: Sequence[Any]) -> str:

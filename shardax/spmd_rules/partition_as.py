@@ -77,7 +77,8 @@ def partition_as(
         @functools.wraps(fn)
         @_jax.boundary
         def call(*args, **kwargs):
-            if not _all_auto():
+            types = jax.sharding.get_abstract_mesh().axis_types or ()
+            if any(type_ is not AxisType.Auto for type_ in types):  # such axes are not shard_jit's to split
                 return fn(*args, **kwargs)
             leaves, structure = jax.tree.flatten((args, kwargs))
             function = _Flat(fn, structure)
@@ -153,18 +154,14 @@ def _closed(text: str) -> str:
                     text, factor, "a function sees its own shard alone, so no factor can be windowed"
                 )
     types = dict(rule.types)
-    lacking = {f for f in _all(rule) if f not in types and not _is_kept(rule, f)}
+    on_all_results = set(_all(rule)).intersection(*map(_factors_of, rule.results))
+    kept = on_all_results.intersection(f for tensor in rule.operands for f in _factors_of(tensor))
+    lacking = {f for f in _all(rule) if f not in types and f not in kept}
     if "..." in lacking:
         raise _refused(
             text, "...", "it must be on every result and on an operand: what it stands for is kept"
         )
     return re.sub(r"([A-Za-z_]\w*)(\+|!|:max|:min)?", lambda m: m[0] + "!" * (m[0] in lacking), text)
-
-
-def _is_kept(rule: Rule, factor: str) -> bool:
-    return all(factor in _factors_of(t) for t in rule.results) and any(
-        factor in _factors_of(t) for t in rule.operands
-    )
 
 
 def _all(rule: Rule) -> set[str]:
@@ -178,11 +175,6 @@ def _factors_of(tensor) -> list[str]:
 
 def _refused(text: str, word: str, why: str) -> ValueError:
     return ValueError(f"rule {text!r}: at {word!r}: {why}")
-
-
-def _all_auto() -> bool:
-    """Axes that are Explicit or Manual are not shard_jit's to split."""
-    return all(type_ is AxisType.Auto for type_ in jax.sharding.get_abstract_mesh().axis_types or ())
 
 
 def _trace(fun: _Flat, leaves, rule: str) -> tuple[Any, tuple[Any, ...]]:
@@ -282,11 +274,10 @@ def _jvp(primals, tangents, *, fun, **params):
     outs, out_tangents = jax.jvp(
         moving, tuple(_where(has_tangent, primals)), tuple(_where(has_tangent, tangents))
     )
-    return outs, list(map(_tangent, outs, out_tangents))
-
-
-def _tangent(x, tangent):
-    return ad.Zero(jax.typeof(x).to_tangent_aval()) if tangent.dtype == jax.dtypes.float0 else tangent
+    return outs, [
+        ad.Zero(jax.typeof(x).to_tangent_aval()) if tangent.dtype == jax.dtypes.float0 else tangent
+        for x, tangent in zip(outs, out_tangents, strict=True)
+    ]
 
 
 def _transpose(cts, *args, fun, avals, **params):

@@ -26,7 +26,8 @@ def ragged_dot_general(node: Node) -> str:
     for letter, mark, pairs in (("b", "", (lhs_batch, rhs_batch)), ("k", "+", (lhs_contract, rhs_contract))):
         for i, (a, b) in enumerate(zip(*pairs, strict=True)):
             lhs[a] = rhs[b] = f"{letter}{i}{mark}"
-    shared = _shared_sizes(node)
+    # whether all batches share one list of group sizes, of rows that are no batch themselves
+    shared = len(node.inputs[2].shape) == 1 and dims.lhs_ragged_dimensions[0] not in lhs_batch
     for d in dims.rhs_group_dimensions:
         rhs[d] = "g+" if shared else "g!"
     result = [lhs[d] for d in lhs_batch] + [f for side in (lhs, rhs) for f in side if f[0] in "mn"]
@@ -36,15 +37,6 @@ def ragged_dot_general(node: Node) -> str:
     unsplit = {} if shared else {rows: rows.rstrip("+") + "!"}
     lhs, rhs, sizes, result = (" ".join(unsplit.get(f, f) for f in text) for text in texts)
     return f"{lhs}, {rhs}, {sizes} -> {result}"
-
-
-def _shared_sizes(node: Node) -> bool:
-    """Whether all batches share one list of group sizes, of rows that are no batch themselves."""
-    dims = node.params["ragged_dot_dimension_numbers"]
-    return (
-        len(node.inputs[2].shape) == 1
-        and dims.lhs_ragged_dimensions[0] not in dims.dot_dimension_numbers[1][0]
-    )
 
 
 def _dims_before(node: Node) -> list[int]:
@@ -63,7 +55,9 @@ def _ragged_dot_local(local: Local, lhs, rhs, sizes):
     dims = local.params["ragged_dot_dimension_numbers"]
     rows = dims.lhs_ragged_dimensions[0]
     if local.operands[0].dims[rows]:  # then all batches share the sizes
-        sizes = _sizes_here(sizes, local.start(local.operands[0], rows), lhs.shape[rows])
+        start, ends = local.start(local.operands[0], rows), jnp.cumsum(sizes, dtype=sizes.dtype)
+        low, high = (jnp.clip(edge - start, 0, lhs.shape[rows]) for edge in (ends - sizes, ends))
+        sizes = high - low  # how many rows of each group this shard has
     if "g" not in local.splits:
         return local.bind(lhs, rhs, sizes, out_sharding=None)
     (groups,) = dims.rhs_group_dimensions
@@ -74,21 +68,10 @@ def _ragged_dot_local(local: Local, lhs, rhs, sizes):
         jnp.pad(sizes, (0, local.splits["g"].padded - sizes.shape[0])), (first,), (count,)
     )
     (product,) = local.bind(jnp.roll(lhs, -skipped, rows), rhs, own, out_sharding=None)
-    at = _row_dim_of_result(local.node, rows)
+    (contract, _), (batch, _) = dims.dot_dimension_numbers
+    at = len(batch) + sum(d not in (*contract, *batch) for d in range(rows))  # the rows' dim of the result
     filled = lax.broadcasted_iota(own.dtype, product.shape, at) < jnp.sum(own, dtype=own.dtype)
     return [jnp.roll(jnp.where(filled, product, jnp.zeros_like(product)), skipped, at)]
-
-
-def _sizes_here(sizes, first, count: int):
-    """For each group, how many of its rows are among rows first … first + count - 1."""
-    ends = jnp.cumsum(sizes, dtype=sizes.dtype)
-    inside = [jnp.clip(edge - first, 0, count) for edge in (ends - sizes, ends)]
-    return inside[1] - inside[0]
-
-
-def _row_dim_of_result(node: Node, rows: int) -> int:
-    (contract, _), (batch, _) = node.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-    return len(batch) + sum(d not in (*contract, *batch) for d in range(rows))
 
 
 register_rule(

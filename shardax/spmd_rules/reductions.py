@@ -119,16 +119,15 @@ def _arg_local(reduction: str) -> Callable:
         (place,) = local.bind(shard)
         value = at_places(shard, place, dim)
         place += lax.convert_element_type(local.start(local.operands[0], dim), place.dtype)
-        return _combined(local, "bests", [value, place], partial(_best, local))
+
+        def places_of_the_best(partials):
+            values, places = partials
+            (best,) = local.bind(values, axes=(0,))
+            return [at_places(places, best, 0)]
+
+        return _combined(local, "bests", [value, place], places_of_the_best)
 
     return lowering
-
-
-def _best(local: Local, partials: Sequence[Any]) -> list[Any]:
-    """The places of the best values."""
-    values, places = partials
-    (best,) = local.bind(values, axes=(0,))
-    return [at_places(places, best, 0)]
 
 
 def _all_bits(dtype):

@@ -346,33 +346,35 @@ def register_rule(
     """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was
     compiled by that.
 
-    Args: primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
+    Args:
+      primitive: a `jax.extend.core.Primitive`, or its name. A name that no JAX at hand has is no error.
       rule: text (see `rule.py`), or a function of the node (`.params`, `.inputs[i].shape`) that gives it.
       local: a `LocalLowering`, which writes the primitive on shards; by default the primitive is bound on
-      them as it is. passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a
-      function of the node. in_place: (table, payload), as places among operands and results. The dims of the
-      table that the payload does not have are
-        indexed; they stay split if that is possible at all, as the rows of a gather's table or of an updated
-        buffer do.
+        them as it is.
+      passes: through which operands pending reductions pass: `LINEAR(...)`, `MOVES(...)`, or a function of
+        the node.
+      in_place: (table, payload), as places among operands and results. The dims of the table that the payload
+        does not have are indexed; they stay split if that is possible at all, as the rows of a gather's table
+        or of an updated buffer do.
       sends: gives the bytes that one device sends in each collective of `local`, so that splits can be
-      priced; by default none.
+        priced; by default none.
       ways: picks the splits that the primitive takes, where rule and shapes do not tell; by default all.
       flops: `flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does on shards of these
         shapes: a number, or None where this equation has no products. By default none, so that the primitive
         is bound by memory. What has FLOPs is split as far as may be, and they are in `Plan.estimate`.
       made_anywhere: of scalars it makes a value of which every device can make any part for nothing, as
-      `iota` does.
+        `iota` does.
       fuses: "all" of what is computed elementwise: XLA computes it where its one reader needs it, and it is
         never stored. "operands" of what takes in such operands but stores its result, as reductions do. By
         default "none".
       reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves
-      nothing.
+        nothing.
 
-    Raises: ValueError: the text does not parse, has another number of results than the primitive, or lacks a
-      mark: without `local`,
-        a factor that one side alone has is reduced or unsplit. The error quotes the rule and the offending
-        word. Where the rule does not fit shapes, or a lowering gives others than it promises, the error comes
-        when it is used, with the user's line.
+    Raises:
+      ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark:
+        without `local`, a factor that one side alone has is reduced or unsplit. The error quotes the rule and
+        the offending word. Where the rule does not fit shapes, or a lowering gives others than it promises,
+        the error comes when it is used, with the user's line.
 
     >>> register_rule("my_scale", "..., -> ...", passes=(LINEAR(0),))
     >>> del RULES["my_scale"]  # no such primitive exists

@@ -130,14 +130,11 @@ def _reshape_local(local: Local, shard):
     if local.params["dimensions"] is not None:
         shard = lax.transpose(shard, local.params["dimensions"])
     for group, request in _flat_ranges(local):
-        shard = take(local, request, _flattened(shard, *group.old))
+        first, last = group.old
+        flat = math.prod(shard.shape[first : last + 1])
+        shard = lax.reshape(shard, (*shard.shape[:first], flat, *shard.shape[last + 1 :]))
+        shard = take(local, request, shard)
     return [lax.reshape(shard, local.out_shape())]
-
-
-def _flattened(shard, first: int, last: int):
-    """`shard` with the dims from `first` to `last` as one."""
-    flat = math.prod(shard.shape[first : last + 1])
-    return lax.reshape(shard, (*shard.shape[:first], flat, *shard.shape[last + 1 :]))
 
 
 register_rule(

@@ -5,10 +5,10 @@
 A letter is a *factor*; the same letter on several tensors means that they may be split alike. A mark gives
 its type:
 
-    k        kept: each shard computes its part, nothing is sent k+       splitting it leaves a pending sum
-    k:max, k:min   a pending maximum, minimum k!       unsplit: never split. A dim that has it on both sides
-    may be split before and after: its axes go to
-             another dim
+    k        kept: each shard computes its part, nothing is sent
+    k+       splitting it leaves a pending sum            k:max, k:min   a pending maximum, minimum
+    k!       unsplit: never split. A dim that has it on both sides may be split before and after: its axes
+             go to another dim
     h~       windowed: dims of different sizes that are split over the same axes, each in blocks of its own;
              what a shard lacks its neighbours send (a mark may follow: h~+; the lowering masks the padding)
     (h w)    a compound dim: factors major to minor, as a reshape makes them
@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 DimFactors = tuple[str, ...]  # the factors of one dim, major to minor; usually one
 TensorFactors = tuple[DimFactors, ...]
 
-KEEP, UNSPLIT = "keep", "whole"
+KEEP, UNSPLIT = "keep", "unsplit"
 REDUCTIONS = ("sum", "max", "min")
 _MARKS = {"": KEEP, "+": "sum", ":max": "max", ":min": "min", "!": UNSPLIT}
 _TOKEN = re.compile(r"\(|\)|\.\.\.|,|->|[A-Za-z_][A-Za-z_0-9]*~?(?:\+|!|:max|:min)?|1|[^\s,()]+")

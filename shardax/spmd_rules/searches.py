@@ -24,9 +24,9 @@ def _search_local(local: Local, table, queries):
     if not local.operands[0].dims[0]:
         return [search(table, queries, **local.params).astype(dtype)]
     greatest = np.nan if jnp.issubdtype(table.dtype, jnp.inexact) else identity("min", table.dtype)
-    found = search(local.mask(0, table, greatest, [0]), queries, **local.params).astype(dtype)
+    positions = search(local.mask(0, table, greatest, [0]), queries, **local.params).astype(dtype)
     rows = local.node.in_shapes[0][0] - local.start(local.operands[0], 0)
-    return [jnp.minimum(found, jnp.clip(rows, 0, table.shape[0]).astype(dtype))]
+    return [jnp.minimum(positions, jnp.clip(rows, 0, table.shape[0]).astype(dtype))]
 
 
 register_rule("search", rule, _search_local)

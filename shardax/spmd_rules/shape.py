@@ -254,7 +254,7 @@ def _slice_requests(local: Local) -> Iterator[HaloRequest]:
 
 
 def _slice_local(local: Local, shard):
-    """Each shard takes the position that the owner of the wanted one takes; then all but the owner give
+    """Each shard takes the position that the owner of the requested one takes; then all but the owner give
     zeros.
     """
     first, last = list(local.params["start_indices"]), list(local.params["limit_indices"])

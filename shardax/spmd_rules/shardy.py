@@ -97,12 +97,16 @@ def _of_several_sizes(tensors: Iterable[tuple[Sequence[Dim], Shape]]) -> Iterato
     for dims, shape in tensors:
         for dim, n in zip(dims, shape, strict=True):
             sizes[dim].add(n)
-    return (dim[0] for dim, found in sizes.items() if len(dim) == 1 and len(found) > 1 and dim[0][0] != "_")
+    return (
+        dim[0]
+        for dim, dim_sizes in sizes.items()
+        if len(dim) == 1 and len(dim_sizes) > 1 and dim[0][0] != "_"
+    )
 
 
 def _dim_text(dim: Dim, marks) -> str:
-    names = [_name(f) + marks.get(f, "") for f in dim]
-    return names[0] if len(names) == 1 else f"({' '.join(names)})"
+    factors = [_name(f) + marks.get(f, "") for f in dim]
+    return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
 
 
 def _name(factor: str) -> str:

@@ -1,5 +1,5 @@
 """sort and top_k. `top_k` picks on each device, then among what the devices picked. `sort` wants the sorted
-dim whole.
+dim unsplit.
 
 That is where another dim can be split. Where there is none, blocks are sorted, and a sorting network merges
 them:
@@ -69,16 +69,12 @@ def _picked(dims: list[str], axis: int, mark: str) -> str:
 
 
 def _sort_local(local: Local, *shards):
-    if not local.operands[0].dims[local.params["dimension"]]:
-        return local.bind(*shards)
-    return _sort_blocks(local, shards)
-
-
-def _sort_blocks(local: Local, shards):
     """By whether a row is padding, by the keys, and by its place in the operand, so that the sort is
     stable.
     """
     keys, dim, shape = local.params["num_keys"], local.params["dimension"], local.in_shape()
+    if not local.operands[0].dims[dim]:
+        return local.bind(*shards)
     place = lax.broadcasted_iota("int32", shape, dim) + local.start(local.operands[0], dim)
     padding = [place >= local.node.in_shapes[0][dim]] * _is_padded(local)
     places = [place] * _shows_places(local)

@@ -165,10 +165,12 @@ def conv_general_dilated(node: Node) -> str:
 
 def _spatial(node: Node, i: int) -> tuple[str, str, str]:
     """The factors of spatial dim i in lhs, rhs and result."""
-    if _conv_slide(node, i).is_pointwise:
+    slide, results = _conv_slide(node, i), node.out_shapes[0][_conv_dims(node, i)[2]]
+    if slide.is_pointwise:
         return f"k{i}", "1", f"k{i}"
     factor = window_of(f"s{i}", node)
-    if _sums(node, i) and factor[-1] == "~":
+    # The gradient of patches has a kernel that reaches further than the results even where it has fewer rows.
+    if (slide.size - 1) * slide.spread > (results - 1) * slide.stride and factor[-1] == "~":
         return f"{factor}+", f"{factor}+", f"t{i}!"
     return factor, f"w{i}!", factor
 
@@ -185,14 +187,6 @@ def _conv_slide(node: Node, i: int) -> _Slide:
     return _Slide(
         size, params["window_strides"][i], low, high, params["lhs_dilation"][i], params["rhs_dilation"][i]
     )
-
-
-def _sums(node: Node, i: int) -> bool:
-    """Whether the kernel reaches further than the results do. The gradient of patches has such a kernel even
-    where it has fewer rows.
-    """
-    slide, results = _conv_slide(node, i), node.out_shapes[0][_conv_dims(node, i)[2]]
-    return (slide.size - 1) * slide.spread > (results - 1) * slide.stride
 
 
 def _conv_parts(local: Local) -> Iterator[tuple[int, _Part]]:

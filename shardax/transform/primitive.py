@@ -16,11 +16,11 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax, program
 from shardax.annotations.annotate import renumbered
-from shardax.annotations.explicit import auto_mesh, memory_of
+from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of
 from shardax.annotations.user_mesh import UserMesh, user_mesh
 from shardax.meshes import sites
 from shardax.meshes.crossing import Crossing
@@ -45,10 +45,18 @@ this one has a spec for all.
 
 
 def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
-    """The results of a global jaxpr on `args`, as one equation."""
+    """The results of a global jaxpr on `args`, as one equation; one operation after the other where no jit is
+    around.
+    """
+    if _jax.is_eager(args):
+        return _evaluated(jaxpr, args)
     auto = auto_mesh(mesh)
-    if auto.size > 1:
-        _check_order(jaxpr)
+    for eqn in _jax.ordered_effects(jaxpr) if auto.size > 1 else ():
+        raise ValueError(
+            f"{eqn.primitive.name} at {_jax.user_line(eqn.source_info)} is ordered, and several devices "
+            "have no common order: give it ordered=False (it is called once all the same), or run it "
+            "outside of shard_jit"
+        )
     refined = sites.refined_mesh(
         auto, refinement([sites.program_mesh(auto), *sites.others(jaxpr, auto)]), concrete=True
     )
@@ -56,15 +64,6 @@ def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
         mesh if auto_mesh(refined) == auto else refined
     )  # a gradient has no type that names the user's Explicit mesh
     return shard_jit_p.bind(*args, witness=_witness(named), jaxpr=jaxpr, mesh=auto, options=options)
-
-
-def _check_order(jaxpr) -> None:
-    for eqn in _jax.ordered_effects(jaxpr):
-        raise ValueError(
-            f"{eqn.primitive.name} at {_jax.user_line(eqn.source_info)} is ordered, and several devices "
-            "have no common order: give it ordered=False (it is called once all the same), or run it "
-            "outside of shard_jit"
-        )
 
 
 def build(
@@ -86,6 +85,12 @@ def _witness(mesh: Mesh | AbstractMesh):
     return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=replicated))(jax.ShapeDtypeStruct((), "float32"))
 
 
+def _names_explicit(witness) -> bool:
+    """Of a call inside on another mesh it names none any more: what the program settles there is Auto."""
+    named = [x for eqn in witness.eqns for x in eqn.params["out_shardings"] if isinstance(x, NamedSharding)]
+    return any(AxisType.Explicit in sharding.mesh.axis_types for sharding in named)
+
+
 def _rebind(args, params, jaxpr) -> list[Any]:
     return shard_jit_p.bind(*args, **{**params, "jaxpr": jaxpr})
 
@@ -93,10 +98,10 @@ def _rebind(args, params, jaxpr) -> list[Any]:
 def _impl(*args, jaxpr, mesh, **params):
     """Runs the program eagerly; under `jax.disable_jit`, one operation after the other.
 
-    Where the program names several meshes, JAX is told on which one each result lies, because it would guess.
+    Where the program names several meshes, JAX is told on which one each result is, because it would guess.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        return jaxpr_as_fun(jaxpr)(*args)
+        return _evaluated(jaxpr, args)
     params |= {"jaxpr": jaxpr, "mesh": mesh}
     if not sites.others(jaxpr, mesh):
         return _jitted(None)(*args, **params)
@@ -106,17 +111,30 @@ def _impl(*args, jaxpr, mesh, **params):
 
 @functools.lru_cache
 def _jitted(out_shardings):
-    names = ("jaxpr", "mesh", "options", "witness")
+    static = ("jaxpr", "mesh", "options", "witness")
     named: dict[str, Any] = {} if out_shardings is None else {"out_shardings": list(out_shardings)}
-    return jax.jit(_bound, static_argnames=names, **named)
+    return jax.jit(_bound, static_argnames=static, **named)
 
 
 def _bound(*args, jaxpr, **params):
-    if args and _jax.is_concrete(
-        args
-    ):  # jax.debug_nans looks for the operation that makes them; jaxpr_as_fun looks away
-        return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+    if args and _jax.is_concrete(args):  # jax.debug_nans looks for the operation that makes them
+        return _evaluated(jaxpr, args)
     return shard_jit_p.bind(*args, jaxpr=jaxpr, **params)
+
+
+def _evaluated(jaxpr, args) -> list[Any]:
+    """The results, one operation after the other. jaxpr_as_fun would look away from what jax.debug_nans looks
+    for.
+    """
+    return eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *map(_on_auto_mesh, args))
+
+
+def _on_auto_mesh(x):
+    """The same array without an Explicit type, which no operation of a global program takes."""
+    if explicit_sharding(x) is None:
+        return x
+    own = x.sharding
+    return jax.device_put(x, NamedSharding(auto_mesh(own.mesh), own.spec, memory_kind=own.memory_kind))
 
 
 def committed(x, mesh: Mesh | AbstractMesh) -> Placement | None:
@@ -132,10 +150,13 @@ def committed(x, mesh: Mesh | AbstractMesh) -> Placement | None:
     )  # an abstract array may name any
 
 
-def _abstract_eval(*avals, jaxpr, mesh, **params):
+def _abstract_eval(*avals, jaxpr, mesh, witness, **params):
     """The types of the results name a mesh. Where the program names several, it is one that has a spec for
-    what lies on any of them.
+    values on any of them. Where `jax.jit` will name them on an Explicit mesh, with types that only it knows,
+    they name none: such is the type of any of them, which `jax_enable_checks` compares.
     """
+    if witness is not None and _names_explicit(witness):
+        return list(map(_jax.without_mesh, jaxpr.out_avals)), jaxpr.effects
     others = sites.others(jaxpr, mesh)
     if not others and all(
         a.sharding.mesh.empty or a.sharding.mesh == abstract_mesh(mesh) for a in jaxpr.out_avals
@@ -166,10 +187,10 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
     """The sharding in which an operand is committed. A random key has one dim more in memory than in the
     program.
     """
-    found = _jax.committed_dims(operand, mesh.size)
-    if found is None:
+    committed_to = _jax.committed_dims(operand, mesh.size)
+    if committed_to is None:
         return None
-    axes, places, dims = found
+    axes, places, dims = committed_to
     return Placement(UserMesh(axes, places), Sharding((dims + ((),) * rank)[:rank]))
 
 

@@ -33,10 +33,13 @@ def check_agreement(program: Program, mesh: Mesh) -> None:
     if len(members) == 1 or store is None:
         return
     me, turn = jax.process_index(), f"shardax/{zlib.crc32(str(members).encode())}/{next(_turns[members])}"
-    lines = [_place(program), _arguments(program), _devices(mesh), *_stable(str(program.jaxpr)).splitlines()]
+    # the jaxpr without what differs between processes: addresses, and the order of sets
+    text = re.sub(r"\b0x[0-9a-f]+", "0x", str(program.jaxpr))
+    text = re.sub(r"frozenset\(\{([^{}]*)\}\)", lambda m: f"frozenset({sorted(m[1].split(', '))})", text)
+    lines = [_place(program), _arguments(program), _devices(mesh), *text.splitlines()]
     store.key_value_set(
         f"{turn}/{me}",
-        json.dumps({"said": lines[:2], "lines": [zlib.crc32(line.encode()) for line in lines]}),
+        json.dumps({"heading": lines[:2], "lines": [zlib.crc32(line.encode()) for line in lines]}),
     )
     if me == members[0]:
         store.key_value_set(f"{turn}/verdict", json.dumps(_verdict(store, turn, members, lines)))
@@ -55,7 +58,7 @@ def _verdict(store, turn: str, members: Sequence[int], lines: Sequence[str]) -> 
         if record["lines"] != own:
             pairs = zip(own, record["lines"], strict=False)
             line = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(record["lines"])))
-            return {"process": other, "said": record["said"], "line": line, "first": _line(lines, line)}
+            return {"process": other, "heading": record["heading"], "line": line, "first": _line(lines, line)}
     return {}
 
 
@@ -71,8 +74,8 @@ def _read(store, key: str, process: int, place: str) -> str:
 
 def _words(verdict: dict[str, Any], lines: Sequence[str], me: int, first: int) -> str:
     other, line = verdict["process"], verdict["line"]
-    lines_there = [*lines[:2]] if me == other else verdict["said"]
-    words = f"processes disagree on the program: process {other} has {lines_there[0]}, of {lines_there[1]}"
+    heading = [*lines[:2]] if me == other else verdict["heading"]
+    words = f"processes disagree on the program: process {other} has {heading[0]}, of {heading[1]}"
     if line > 2:
         mine = f", process {me} has {_line(lines, line)!r}" if me != first else ""
         words += f"; its line {line - 2} differs: process {first} has {verdict['first']!r}{mine}"
@@ -102,9 +105,3 @@ def _arguments(program: Program) -> str:
 def _devices(mesh: Mesh) -> str:
     shape = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     return f"devices {[device.id for device in mesh.devices.flat]} as {shape}"
-
-
-def _stable(text: str) -> str:
-    """The text of a jaxpr without what differs between processes: addresses, and the order of sets."""
-    text = re.sub(r"\b0x[0-9a-f]+", "0x", text)
-    return re.sub(r"frozenset\(\{([^{}]*)\}\)", lambda m: f"frozenset({sorted(m[1].split(', '))})", text)

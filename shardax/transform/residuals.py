@@ -1,7 +1,7 @@
 """A program as two, one that runs now and one that runs later, and the residuals: what the first saves for
 the second.
 
-A residual lies as the forward part leaves it, and so it enters the later one: both say so, as annotations. An
+A residual keeps the sharding in which the forward part leaves it: annotations in both parts say which. An
 uneven one is saved padded, for otherwise it would have to rest in another sharding. What is an argument,
 annotated or not, is not saved: the later part takes it once more.
 """
@@ -60,7 +60,7 @@ class _Taken:
 
 @dataclass(frozen=True)
 class _Saved:
-    """How a residual of a shape lies between the two: split as `dims` say, None where nothing is known,
+    """The layout of a residual of a shape between the two: split as `dims` say, None where nothing is known,
     padded to `stored`.
     """
 
@@ -83,14 +83,14 @@ class _Saved:
         return x if self.dims is None else bind_annotation(x, self.dims, SAVED)
 
 
-def by_policy(saveable, unknown: Any, there: Any, eqn):
+def by_policy(saveable, unknown: Any, instantiated: Any, eqn):
     """The same for policies of `jax.checkpoint`, which see inside: the two equations, and what JAX asks for
     besides.
     """
-    known, later, unknown_outs, there_outs, new = _by_policy(saveable, unknown, there, eqn)
+    known, later, unknown_outs, instantiated_outs, new = _by_policy(saveable, unknown, instantiated, eqn)
     saved = known.outvars[len(unknown_outs) - sum(unknown_outs) :]
     if not saved:
-        return known, later, unknown_outs, there_outs, new
+        return known, later, unknown_outs, instantiated_outs, new
     places = tuple(map(later.invars.index, saved))
     first, second = _agreed(known.params["jaxpr"], later.params["jaxpr"], places, eqn.params["mesh"])
     stored = dict(zip(saved, map(_jax.new_variable, first.out_avals[-len(saved) :]), strict=True))
@@ -98,7 +98,7 @@ def by_policy(saveable, unknown: Any, there: Any, eqn):
         outvars=[stored.get(v, v) for v in known.outvars], params={**known.params, "jaxpr": first}
     )
     later = later.replace(invars=_instead(later.invars, stored), params={**later.params, "jaxpr": second})
-    return known, later, unknown_outs, there_outs, _instead(new, stored)
+    return known, later, unknown_outs, instantiated_outs, _instead(new, stored)
 
 
 _by_policy = _jax.checkpoint_rule("jaxpr")

@@ -1,4 +1,4 @@
-"""Which scans are maps, and how each carry of a map goes from trip to trip."""
+"""Which scans are maps, and how each carry of a map goes from iteration to iteration."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardax.graph.trips import (
+from shardax.graph.maps import (
     LAST,
     REDUCED,
     SAME,

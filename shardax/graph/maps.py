@@ -1,11 +1,14 @@
-"""Which scans are maps: trips that do not depend on each other, so that each device can run some of them.
+"""Which scans are maps: iterations that do not depend on each other, so that each device can run some of
+them.
 
-A carry does not tie trips together where its value after some trips is known without running them in order:
+A carry does not tie iterations together where its value after some of them is known without running them in
+order:
 
     same      the body gives it back as it takes it
-    steps     the body adds a literal integer to it, as loop counters do: before trip t it is start + t * step
+    steps     the body adds a literal integer to it, as loop counters do: before iteration t it is
+              start + t * step
     reduced   the body only adds to it (or takes the maximum, or minimum), and nothing else reads it: c + f(x)
-    last      the body does not read it: what the last trip gives is the result
+    last      the body does not read it: what the last iteration gives is the result
 """
 
 from collections.abc import Iterator, Set
@@ -24,8 +27,8 @@ SAME, STEPS, REDUCED, LAST = "same", "steps", "reduced", "last"
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """How a carry of a map goes from trip to trip; `reduction` is "sum", "max" or "min", `step` what a
-    counter moves by.
+    """How a carry of a map goes from iteration to iteration; `reduction` is "sum", "max" or "min", `step`
+    what is added to a counter.
     """
 
     kind: str
@@ -34,20 +37,23 @@ class Carry:
 
 
 def carries_of_map(node: Node) -> tuple[Carry, ...] | None:
-    """How each carry of a scan goes on; None where trips depend on each other, or all devices must run each
-    of them.
+    """How each carry of a scan goes on; None where iterations depend on each other, or all devices must run
+    each of them.
     """
     consts, count = _jax.scan_counts(node.params)
     (body,) = node.bodies
-    if not node.params["length"] or any(map(_needs_all_devices, body.walk())):
+    if not node.params["length"]:
+        return None
+    # What calls Python, or is written for all devices of a mesh, needs all of them.
+    if any(n.eqn.effects or n.name == "shard_map" or "callback" in n.name for n in body.walk()):
         return None
     flow = _Flow()
     inputs = body.inputs[consts : consts + count]
     carries = [
         flow.carry(body, taken, returned) for taken, returned in zip(inputs, body.outputs, strict=False)
     ]
-    found = tuple(c for c in carries if c is not None)
-    return found if len(found) == count else None
+    known = tuple(c for c in carries if c is not None)
+    return known if len(known) == count else None
 
 
 def has_open_loop(node: Node) -> bool:
@@ -59,21 +65,10 @@ def reads(graph: Graph, value: Value) -> bool:
     return value in graph.outputs or any(value in node.inputs for node in graph.nodes)
 
 
-def _needs_all_devices(node: Node) -> bool:
-    """What calls Python, or is written for all devices of a mesh."""
-    return bool(node.eqn.effects) or node.name == "shard_map" or "callback" in node.name
-
-
-def _can_wait(value: Value) -> bool:
-    """Whether values of this type may be pending: random keys and booleans cannot be added."""
-    dtype = value.aval.dtype
-    return isinstance(dtype, np.dtype) and dtype != np.bool_
-
-
 Reader = tuple[Node | None, int]  # (node, operand) or (None, output)
-_KINDS = {"add": "sum", "add_any": "sum", "max": "max", "min": "min"}
-_NAMES = {"annotate", "convert_element_type", "copy", "name", "sharding_constraint"}
-"""The same value under another name."""
+_REDUCTIONS = {"add": "sum", "add_any": "sum", "max": "max", "min": "min"}
+_PASSING = {"annotate", "convert_element_type", "copy", "name", "sharding_constraint"}
+"""Those that pass a value on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -84,10 +79,10 @@ class _Flow:
 
     def of(self, graph: Graph, value: Value) -> list[Reader]:
         if graph not in self.readers:
-            self.readers[graph] = found = {}
+            self.readers[graph] = readers = {}
             for node, values in (*((node, node.inputs) for node in graph.nodes), (None, graph.outputs)):
                 for i, read in enumerate(values):
-                    found.setdefault(read, []).append((node, i))
+                    readers.setdefault(read, []).append((node, i))
         return self.readers[graph].get(value, [])
 
     def carry(self, body: Graph, taken: Value, returned: Value) -> Carry | None:
@@ -95,12 +90,13 @@ class _Flow:
             return Carry(SAME)
         if (step := self.step(body, taken, returned)) is not None:
             return Carry(STEPS, step=step)
-        if not _can_wait(returned):
+        dtype = returned.aval.dtype
+        if not isinstance(dtype, np.dtype) or dtype == np.bool_:  # keys and booleans cannot be pending
             return None
         if not self.of(body, taken):
             return Carry(LAST)
-        kind = self.reduction(body, taken, returned)
-        return Carry(REDUCED, kind) if kind not in (None, SAME) else None
+        reduction = self.reduction(body, taken, returned)
+        return Carry(REDUCED, reduction) if reduction not in (None, SAME) else None
 
     def step(self, body: Graph, taken: Value, returned: Value) -> int | None:
         """The integer that the body adds to a scalar carry."""
@@ -113,29 +109,29 @@ class _Flow:
         """The reduction that makes `returned` of `taken` and nothing else of it; SAME where it only passes
         through.
         """
-        kinds, value = {SAME}, taken
+        reductions, value = {SAME}, taken
         while len(self.of(graph, value)) == 1:
             ((node, i),) = self.of(graph, value)
             if node is None:
-                return _one(kinds) if value is returned else None
-            value, kind = self.through(node, i) or (None, None)
-            if value is None or kind is None:
+                return _one(reductions) if value is returned else None
+            value, reduction = self.through(node, i) or (None, None)
+            if value is None or reduction is None:
                 return None
-            kinds.add(kind)
+            reductions.add(reduction)
         return None
 
     def through(self, node: Node, i: int) -> tuple[Value, str] | None:
         """The result of a node in which operand i goes on, and what it is reduced with there; None where it
         is read otherwise.
         """
-        if node.name in _KINDS or (node.name == "sub" and i == 0):
-            return node.outputs[0], _KINDS.get(node.name, "sum")
-        if node.name in _NAMES and node.outputs[0].aval.dtype == node.inputs[0].aval.dtype:
+        if node.name in _REDUCTIONS or (node.name == "sub" and i == 0):
+            return node.outputs[0], _REDUCTIONS.get(node.name, "sum")
+        if node.name in _PASSING and node.outputs[0].aval.dtype == node.inputs[0].aval.dtype:
             return node.outputs[0], SAME
         for result, bodies in _routes(node, i):
-            kind = _one({SAME, *(self.reduction(*body) for body in bodies)})
-            if kind is not None and not self.is_condition(node, i):
-                return node.outputs[result], kind
+            reduction = _one({SAME, *(self.reduction(*body) for body in bodies)})
+            if reduction is not None and not self.is_condition(node, i):
+                return node.outputs[result], reduction
         return None
 
     def is_condition(self, node: Node, i: int) -> bool:
@@ -146,9 +142,9 @@ class _Flow:
         return reads(cond, cond.inputs[i - node.params["body_nconsts"]])
 
 
-def _one(kinds: Set[str | None]) -> str | None:
-    """The kind on which all agree; passing through agrees with every kind."""
-    others = [*(kinds - {SAME}), SAME]
+def _one(reductions: Set[str | None]) -> str | None:
+    """The reduction on which all agree; passing through agrees with each."""
+    others = [*(reductions - {SAME}), SAME]
     return others[0] if len(others) <= 2 else None
 
 

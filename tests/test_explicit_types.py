@@ -1,0 +1,171 @@
+"""Types of Explicit meshes as annotations: within `auto_axes` and `explicit_axes`, and where a mesh has both
+kinds of axes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT))
+
+
+def ramp(*shape, dtype="float32"):
+    return np.linspace(-1, 1, int(np.prod(shape))).reshape(shape).astype(dtype)
+
+
+def put(x, *spec, mesh=MESH):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def attend(cache_BTD, new_BD, query_BD, place):
+    """One step of decoding: the keys, which are the values too, with a new one, and what a query reads of
+    them.
+    """
+    cache_BTD = jax.lax.dynamic_update_slice(cache_BTD, new_BD[:, None], (0, place, 0))
+    scores_BT = jnp.einsum("btd,bd->bt", cache_BTD, query_BD)
+    weights_BT = jax.nn.softmax(jnp.where(jnp.arange(cache_BTD.shape[1]) <= place, scores_BT, -1e9))
+    return jnp.einsum("bt,btd->bd", weights_BT, cache_BTD), cache_BTD
+
+
+def decode(attention):
+    """Layers of attention under `auto_axes` in a loop over stacked caches."""
+
+    def step(caches_LBTD, x_BD, w_LDD, place):
+        def layer(x_BD, carried):
+            cache_BTD, w_DD = carried
+            query_BD = jnp.einsum("bd,de->be", x_BD, w_DD, out_sharding=P("x", "y"))
+            out_BD, cache_BTD = attention(cache_BTD, x_BD, query_BD, place)
+            return x_BD + out_BD, cache_BTD
+
+        x_BD, caches_LBTD = jax.lax.scan(layer, x_BD, (caches_LBTD, w_LDD))
+        return x_BD, caches_LBTD
+
+    return step
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_step_with_attention_under_auto_axes_gathers_no_cache(dtype):
+    attention = auto_axes(attend, out_sharding=(P("x", "y"), P("x", None, "y")))
+    step = decode(attention)
+    args = (
+        put(ramp(3, 8, 64, 16, dtype=dtype), None, "x", None, "y"),
+        put(ramp(8, 16, dtype=dtype), "x", "y"),
+        put(ramp(3, 16, 16, dtype=dtype), None, "y", None),
+        jnp.int32(5),
+    )
+    with jax.set_mesh(MESH):
+        f = sx.shard_jit(step)
+        plan = f.plan(*args)
+        want, got = jax.jit(step)(*args), f(*args)
+    one_cache = args[0].nbytes // (args[0].shape[0] * MESH.size)
+    assert sum(c.total for c in plan.collectives) < one_cache
+    for a, b in zip(got, want, strict=True):
+        assert a.sharding == b.sharding
+        np.testing.assert_allclose(
+            np.asarray(a, "float32"),
+            np.asarray(b, "float32"),
+            rtol=2e-2 if dtype == "bfloat16" else 1e-5,
+            atol=1e-5,
+        )
+
+
+def test_entering_auto_axes_annotates_nothing():
+    def f(x):
+        return auto_axes(lambda x: jnp.sin(x) * 2.0, out_sharding=P(None, "y"))(x)
+
+    seen = []
+    with jax.set_mesh(MESH):
+        f = sx.shard_jit(f, transforms=[lambda jaxpr, context: seen.append(jaxpr) or jaxpr])
+        f.lower(put(ramp(8, 6), "x", "y"))
+    sources = [note.source.split(" at ")[0] for _, note in sx.annotations_of(seen[0])]
+    assert sources.count("reshard") == 1
+
+
+def test_within_explicit_axes_types_are_annotations_again():
+    def inner(x):
+        return jax.sharding.reshard(jnp.sin(x), P("y", "x"))
+
+    def f(x):
+        return auto_axes(
+            lambda x: explicit_axes(inner, in_sharding=P("x", "y"))(x * 2.0) + 1.0, out_sharding=P("y", "x")
+        )(x)
+
+    x = ramp(8, 12)
+    with jax.set_mesh(MESH):
+        got, want = sx.shard_jit(f)(put(x, "x", "y")), jax.jit(f)(put(x, "x", "y"))
+    assert got.sharding == want.sharding
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_mesh_of_both_kinds_of_axes():
+    """What the type names is annotated; other dims are open, for Auto axes may split them."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(EXPLICIT, AUTO))
+
+    def f(x, w):
+        return jax.sharding.reshard(jnp.tanh(x @ w), P("x", None)) * 2.0
+
+    x, w = put(ramp(8, 6), "x", None, mesh=mesh), put(ramp(6, 4), None, None, mesh=mesh)
+    with jax.set_mesh(mesh):
+        got, want = sx.shard_jit(f)(x, w), jax.jit(f)(x, w)
+    assert jax.typeof(got) == jax.typeof(want)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+PROGRAMS = {
+    "elementwise": lambda x, w: jnp.tanh(x) * 2.0,
+    "product": lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=P("x", None)),
+    "rows": lambda x, w: x.sum(1),
+    "columns": lambda x, w: x.sum(0),
+    "transposed": lambda x, w: x.T,
+    "cast": lambda x, w: x.astype("bfloat16"),
+    "summed up": lambda x, w: jnp.cumsum(jax.sharding.reshard(x, P("x", None)), 1),
+    "resharded": lambda x, w: jax.sharding.reshard(x, P(None, "x")),
+    "another order": lambda x, w: jax.sharding.reshard(x, P("y", "x")) + 1.0,
+    "spread": lambda x, w: jax.lax.broadcast_in_dim(x, (3, 8, 8), (1, 2), out_sharding=P(None, "x", "y")),
+    "split": lambda x, w: jax.lax.reshape(x, (4, 2, 8), out_sharding=P("x", None, "y")),
+    "tree": lambda x, w: {"a": x * 2.0, "b": (w * 2.0, x[:, None] * w)},
+    "auto inside": lambda x, w: auto_axes(lambda x: x.T + 1.0, out_sharding=P("y", None))(x),
+    "nested": lambda x, w: sx.shard_jit(lambda x: x.T * 2.0)(x) + 1.0,
+    "nested, resharding": lambda x, w: sx.shard_jit(lambda x: jax.sharding.reshard(x, P("y", None)))(x),
+}
+OUTER = {
+    "called": lambda f: f,
+    "jit": lambda f: jax.jit(lambda *args: f(*args)),
+    "shard_jit": lambda f: sx.shard_jit(lambda *args: f(*args)),
+    "grad": lambda f: jax.jit(
+        jax.grad(lambda *args: sum(y.astype("float32").sum() for y in jax.tree.leaves(f(*args))))
+    ),
+}
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_have_the_types_that_jit_gives(name, outer):
+    program, wrap = PROGRAMS[name], OUTER[outer]
+    x, w = put(ramp(8, 8), "x", "y"), put(ramp(8, 8), None, "y")
+    with jax.set_mesh(MESH):
+        want, got = wrap(jax.jit(program))(x, w), wrap(sx.shard_jit(program))(x, w)
+        shapes = jax.eval_shape(wrap(sx.shard_jit(program)), x, w)
+    for a, b, shape in zip(*map(jax.tree.leaves, (got, want, shapes)), strict=True):
+        assert jax.typeof(a) == jax.typeof(b)
+        assert shape.shape == b.shape and shape.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a, "float32"), np.asarray(b, "float32"), rtol=1e-5, atol=1e-6)
+
+
+def test_where_jax_refuses_completion_decides():
+    """A sort along a split dim, a product whose result two operands would split alike, and a sharding that
+    does not divide.
+    """
+    x, w = put(ramp(8, 8), "x", "y"), put(ramp(8, 8), "y", "x")
+    for program in (lambda x, w: jnp.sort(x, 0), lambda x, w: x @ w, lambda x, w: (x[:5] * 2.0) @ w[:, :3]):
+        with jax.set_mesh(MESH):
+            with pytest.raises(Exception, match="shard"):
+                jax.jit(program)(x, w)
+            got = sx.shard_jit(program)(x, w)
+        np.testing.assert_allclose(got, jax.jit(program)(np.asarray(x), np.asarray(w)), rtol=1e-5, atol=1e-6)
