@@ -164,6 +164,7 @@ class ShardJit:
     @_jax.boundary
     def eval_shape(self, /, *args, **kwargs):
         """The shapes and dtypes of the results."""
+        args, kwargs = self._placed(args, kwargs, unplaced.typed)
         return self._stage(attrgetter("eval_shape"), args, kwargs)
 
     @_jax.boundary

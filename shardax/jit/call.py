@@ -125,6 +125,7 @@ class Call:
             crossings=(*self.entering, *built.entering, *built.leaving),
             program=self.function.place,
             line=self.function.line,
+            untyped=self.function.refused.get(self.jaxpr, ""),
             refs=tuple(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)),
         )
         elsewhere = (

@@ -4,6 +4,7 @@ which errors.
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -42,6 +43,9 @@ class Function:
     transforms: tuple[Transform, ...]
     options: Options
     of_jit: Mapping[str, Any] = field(default_factory=dict)  # arguments that `jax.jit` alone reads
+
+    refused: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """By the global program: why JAX gave no Explicit types, and where; see `Traced`."""
 
     @property
     def name(self) -> str:
@@ -189,6 +193,7 @@ class Function:
             traced, types = traced_as(request, self.transforms)
             context = Context(auto_mesh(request.mesh), traced.arguments, traced.results, self.options)
             made = traced, transformed(traced, types, context, self.transforms)
+            self.refused[made[1]] = traced.refused
             if traced.refs or not _jax.is_concrete(traced.consts):
                 return made
             cell.append(made)
@@ -428,7 +433,7 @@ def _is_explicit(mesh: Mesh | AbstractMesh, axis: str) -> bool:
 
 @_jax.weakly_cached
 def _cell(function: Function, *key: Hashable) -> list[Any]:
-    """Where what was traced, or placed, is kept, under JAX's configuration at that time, until `jax.clear_caches`."""
+    """Where what was traced, or placed, is kept: of JAX's configuration of now, until `jax.clear_caches`."""
     return []
 
 

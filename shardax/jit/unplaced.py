@@ -22,12 +22,8 @@ def may_be_placed(leaves: Sequence[Any], mesh: Mesh | AbstractMesh) -> bool:
     """Whether some are not committed, and all can be placed: by this one process, without asking others
     whether they have the same.
     """
-    if (
-        mesh is None
-        or isinstance(mesh, Mesh)
-        and mesh.is_multi_process
-        or any(getattr(jax.config, name) for name in _DEBUGGING)
-    ):
+    several = isinstance(mesh, Mesh) and mesh.is_multi_process
+    if several or any(getattr(jax.config, name) for name in _DEBUGGING):
         return False
     return _jax.is_eager(leaves) and all(map(_is_value, leaves)) and any(map(_is_unplaced, leaves))
 
