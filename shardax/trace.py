@@ -31,7 +31,6 @@ from shardax.annotations.annotate import (
 )
 from shardax.annotations.explicit import (
     auto_mesh,
-    dims_of_type,
     explicit_sharding,
     memory_of,
     shape_of,
@@ -298,13 +297,14 @@ def _is_typed(x, slot: Slot) -> bool:
 
 
 def _dims_of_type(x, known: bool) -> Dims | None:
-    """What the Explicit type of a result requests: as JAX has it if the types of all arguments are `known`,
-    else if it names an axis, for a function of arrays without types may have annotations in it.
+    """What the Explicit type of a result requests, on a mesh without Auto axes, which might split more: as
+    JAX has it if the types of all arguments are `known`, else if it names an axis, for a function of arrays
+    without types may have annotations in it.
     """
-    if explicit_sharding(x) is None:
+    sharding = explicit_sharding(x)
+    if sharding is None or AxisType.Auto in jax.typeof(x).sharding.mesh.axis_types:
         return None
-    dims = dims_of_type(jax.typeof(x).sharding, jax.numpy.ndim(x))
-    return dims if dims is not None and (known or any(dims)) else None
+    return sharding.dims if known or sharding.axes else None
 
 
 def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:

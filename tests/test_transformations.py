@@ -2,20 +2,24 @@
 
 import pytest
 
-from tests.transformations import PAGE, TRANSFORMS, check, compiled, page
+from tests.transformations import MESHES, PAGE, TRANSFORMS, check, compiled, page
+
+EITHER = pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 
 
+@EITHER
 @pytest.mark.parametrize("inner", TRANSFORMS)
 @pytest.mark.parametrize("outer", TRANSFORMS)
-def test_product(outer, inner):
-    check(outer, inner)
+def test_product(outer, inner, mesh):
+    check(outer, inner, mesh=mesh)
 
 
 @pytest.mark.slow
+@EITHER
 @pytest.mark.parametrize("inner", TRANSFORMS)
 @pytest.mark.parametrize("outer", TRANSFORMS)
-def test_product_compiled(outer, inner):
-    check(outer, inner, compiled)
+def test_product_compiled(outer, inner, mesh):
+    check(outer, inner, compiled, mesh)
 
 
 def test_the_table_is_current():

@@ -26,7 +26,10 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "transformations.md"
-MESH = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+MESHES = {
+    kind.name: jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    for kind in (AxisType.Auto, AxisType.Explicit)
+}
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 W = np.linspace(-1, 2, 4, dtype=np.float32).reshape(2, 2)
 
@@ -37,8 +40,8 @@ def layer(x, w):
     return (x @ w) * x
 
 
-def sharded(f: Function) -> Function:
-    return sx.shard_jit(f, mesh=MESH, in_shardings=(P("x"), P(None, "y")))
+def sharded(f: Function, mesh: jax.sharding.Mesh) -> Function:
+    return sx.shard_jit(f, mesh=mesh, in_shardings=(P("x"), P(None, "y")))
 
 
 def total(f: Function) -> Callable[[Any, Any], jax.Array]:
@@ -67,7 +70,7 @@ def scanned(f: Function) -> Function:
     return g
 
 
-TRANSFORMS: dict[str, Callable[[Function], Function]] = {
+TRANSFORMS: dict[str, Callable[..., Function]] = {
     "grad": lambda f: jax.grad(total(f), (0, 1)),
     "value_and_grad": lambda f: jax.value_and_grad(lambda x, w: (total(f)(x, w), f(x, w)), has_aux=True),
     "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (x[::-1], w + 1)),
@@ -79,34 +82,40 @@ TRANSFORMS: dict[str, Callable[[Function], Function]] = {
     "checkpoint": jax.checkpoint,
     "scan": scanned,
     "custom_vjp": custom,
-    "shard_jit": lambda f: sx.shard_jit(f, mesh=MESH, in_shardings=(P(None, "x"), P("y"))),
+    "shard_jit": lambda f, mesh: sx.shard_jit(f, mesh=mesh, in_shardings=(P(None, "x"), P("y"))),
 }
-ORDERS: dict[str, Callable[[Any, Any], Function]] = {
-    "inside": lambda outer, inner: outer(inner(sharded(layer))),
-    "between": lambda outer, inner: outer(sharded(inner(layer))),
-    "outside": lambda outer, inner: sharded(outer(inner(layer))),
+ORDERS: dict[str, Callable[..., Function]] = {
+    "inside": lambda outer, inner, sharded: outer(inner(sharded(layer))),
+    "between": lambda outer, inner, sharded: outer(sharded(inner(layer))),
+    "outside": lambda outer, inner, sharded: sharded(outer(inner(layer))),
 }
 REASONS = {
     (outer, "custom_vjp"): "JAX has no forward mode of a `custom_vjp`" for outer in ("jvp", "linearize")
 }
 
 
-def check(outer: str, inner: str, run=None) -> None:
+def check(outer: str, inner: str, run=None, mesh: jax.sharding.Mesh = MESHES["Auto"]) -> None:
     """Whether a cell is as the table says, in all orders: equal to the plain function, or refused as the
     plain function is.
     """
     run = run or operation_by_operation
-    transforms = TRANSFORMS[outer], TRANSFORMS[inner]
+    transforms = [_on(mesh, name) for name in (outer, inner)]
+    orders = [order(*transforms, functools.partial(sharded, mesh=mesh)) for order in ORDERS.values()]
     plain = functools.partial(run, transforms[0](transforms[1](layer)))
     if (outer, inner) in REASONS:
-        for f in (plain, *(functools.partial(run, order(*transforms)) for order in ORDERS.values())):
+        for f in (plain, *(functools.partial(run, f) for f in orders)):
             with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
                 f()
         return
     expected = plain()
-    for order in ORDERS.values():
+    for f in orders:
         close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-        jax.tree.map(close, run(order(*transforms)), expected)
+        jax.tree.map(close, run(f), expected)
+
+
+def _on(mesh: jax.sharding.Mesh, name: str) -> Callable[[Function], Function]:
+    transform = TRANSFORMS[name]
+    return functools.partial(transform, mesh=mesh) if name == "shard_jit" else transform
 
 
 def operation_by_operation(f: Function) -> list[Any]:
@@ -146,7 +155,8 @@ BEGIN, END = "<!-- made by python -m tests.transformations -->", "<!-- end -->"
 def main() -> None:
     for outer in TRANSFORMS:
         for inner in TRANSFORMS:
-            check(outer, inner)
+            for mesh in MESHES.values():
+                check(outer, inner, mesh=mesh)
         print(f"{outer}: over each of {len(TRANSFORMS)}, as the table says")
     PAGE.write_text(page(PAGE.read_text()))
 
