@@ -1,7 +1,7 @@
 """What a plan sends, by the line of the user's code that it serves."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardax.explain.facts import Facts
 from shardax.explain.tables import Group, Row, Table
@@ -34,11 +34,11 @@ def dearest_lines(plan: Facts, most: int) -> Iterator[Table]:
     yield Table(title, (Group("", tuple(rows)),), ("collectives", "per call", "share"))
 
 
-def count(collectives: list[Collective]) -> int:
+def run_count(collectives: Iterable[Collective]) -> int:
     """How many run in a call; a `while` counts one iteration, a `cond` its dearest branch."""
     return sum(c.trips for c in collectives if not c.other_branch)
 
 
 def _cells(plan: Facts, group: list[Collective]) -> tuple[str, ...]:
     sent = comm_bytes(group)
-    return f"{count(group):,}", bytes_text(sent), percent(sent, plan.comm_bytes)
+    return f"{run_count(group):,}", bytes_text(sent), percent(sent, plan.comm_bytes)

@@ -6,9 +6,11 @@ const MOST = { rows: 32, columns: 128, facets: 16 };  // blocks that are drawn a
 
 // ---- tables: a click on a head sorts, the search hides rows
 
+const rowsOf = (table) => [...table.tBodies].flatMap((body) => [...body.rows]);
+
 function sort(head) {
-  const body = head.closest("table").tBodies[0], column = head.cellIndex;
-  const numeric = body.rows[0]?.cells[column].dataset.value !== undefined;
+  const table = head.closest("table"), rows = rowsOf(table), column = head.cellIndex;
+  const numeric = rows[0]?.cells[column].dataset.value !== undefined;
   const before = head.getAttribute("aria-sort");
   const order = before === "descending" || (before === null && !numeric) ? "ascending" : "descending";
   for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
@@ -16,36 +18,42 @@ function sort(head) {
   const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
   const compare = numeric ? (a, b) => a - b : (a, b) => a.localeCompare(b, "en", { numeric: true });
   const sign = order === "ascending" ? 1 : -1;
-  body.append(...[...body.rows].sort((a, b) => sign * compare(key(a), key(b))));
+  rows.sort((a, b) => sign * compare(key(a), key(b)));
+  for (const body of table.tBodies) body.append(...rows.splice(0, body.rows.length));  // as many are folded as before
 }
 
-for (const head of document.querySelectorAll(".ledger th")) {
-  head.addEventListener("click", () => sort(head));
-  head.addEventListener("keydown", (event) => event.key === "Enter" && sort(head));
+for (const button of document.querySelectorAll(".ledger thead button")) {
+  button.addEventListener("click", () => sort(button.closest("th")));
 }
 
 function search(text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
   let shown = 0;
-  for (const section of document.querySelectorAll("section")) {
-    let here = 0;
-    for (const row of section.querySelectorAll("tbody tr")) {
-      row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-      here += !row.hidden;
+  for (const section of document.querySelectorAll("section:has(tbody)")) {
+    for (const table of section.querySelectorAll("table")) {
+      for (const row of rowsOf(table)) {
+        row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+        shown += !row.hidden;
+      }
     }
-    section.hidden = here === 0;
-    shown += here;
+    section.hidden = !section.querySelector("tbody tr:not([hidden])");
+  }
+  for (const fold of document.querySelectorAll("details.more, details.file")) {  // open while they may hold what is found
+    fold.dataset.before ??= fold.open;
+    fold.open = words.length > 0 || fold.dataset.before === "true";
+    if (!words.length) delete fold.dataset.before;
   }
   byId("matches").textContent = words.length ? `${shown} rows` : "";
 }
 
 byId("search").addEventListener("input", (event) => search(event.target.value));
 document.addEventListener("click", (event) => {
-  const link = event.target.closest('a[href^="#"]');
-  if (link && byId(link.getAttribute("href").slice(1))?.hidden) {  // a line that the search hides
+  const link = event.target.closest('a[href^="#"]'), place = link && byId(link.getAttribute("href").slice(1));
+  if (place?.hidden) {  // a line that the search hides
     byId("search").value = "";
     search("");
   }
+  place?.closest("details")?.setAttribute("open", "");
 });
 
 // ---- the picture: blocks of an array and the mesh, of any rank
@@ -213,8 +221,7 @@ function show(array) {
   const layout = layoutOf(array), holders = holdersOf(layout);
   const local = product(layout.sizes), bytes = (local * array.itemsize).toLocaleString("en");
   const uneven = array.shape.some((size, d) => layout.sizes[d] * layout.counts[d] !== size);
-  byId("hint").hidden = true;
-  byId("picture").hidden = false;
+  byId("panel").hidden = false;
   byId("array-name").textContent = array.name;
   byId("array-facts").textContent =
     `${array.type}, ${array.sharding}: ${product(layout.counts)} blocks of [${layout.sizes.join(", ")}], ${bytes} bytes each` +
@@ -226,11 +233,25 @@ function show(array) {
   choose(0, layout.counts.map(() => 0));
 }
 
+let chosen = null;  // the button of the array that is shown
+
+function close() {
+  byId("panel").hidden = true;
+  chosen?.classList.remove("chosen");
+  chosen?.focus();
+  chosen = null;
+}
+
 for (const button of document.querySelectorAll("button.array")) {
   button.addEventListener("click", () => {
-    document.querySelectorAll("button.array.chosen").forEach((other) => other.classList.remove("chosen"));
+    chosen?.classList.remove("chosen");
+    chosen = button;
     button.classList.add("chosen");
     show(arrays[+button.dataset.array]);
     if (innerWidth <= 1000) byId("panel").scrollIntoView();
+    byId("array-name").focus({ preventScroll: true });
   });
 }
+
+byId("close").addEventListener("click", close);
+document.addEventListener("keydown", (event) => event.key === "Escape" && chosen && close());

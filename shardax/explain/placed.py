@@ -64,8 +64,8 @@ class AtRest:
     does not divide it.
 
     `path` begins with "argument" or "result", as in "argument state/params/embed". `came` is the bytes that
-    one device sends per call to bring an argument to the requested sharding; `left`, to bring a result, or the
-    successor of a donated argument, to rest.
+    one device sends per call to bring an argument to the requested sharding; `left`, to bring a result, or
+    the successor of a donated argument, to rest.
     """
 
     path: str

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardax.cost.chips import CHIPS
 from shardax.explain.analysis import Analysis
-from shardax.explain.by_line import dearest_lines
+from shardax.explain.by_line import dearest_lines, run_count
 from shardax.explain.places import arguments, results
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.values import shardings
@@ -22,10 +22,10 @@ def tables(plan: Analysis) -> list[Table]:
     memory = [plan.memory().table()] if plan.collectives or plan.graph else []
     sections = (
         _heading(plan),
-        _meshes(plan),
+        meshes(plan),
         arguments(plan),
         results(plan),
-        _at_rest(plan),
+        at_rest(plan),
         _collectives(plan),
         _totals(plan),
     )
@@ -49,15 +49,14 @@ def _peak(plan: Analysis) -> Iterator[Table]:
 
 def _heading(plan: Analysis) -> Iterator[Table]:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
-    count = sum(c.trips for c in plan.collectives if not c.other_branch)
     yield Table(
         f"{plan.mesh.size} devices, mesh {mesh}. Each sends {bytes_text(plan.comm_bytes)} per call, in "
-        f"{count} collectives.",
+        f"{run_count(plan.collectives)} collectives.",
         (),
     )
 
 
-def _meshes(plan: Analysis) -> Iterator[Table]:
+def meshes(plan: Analysis) -> Iterator[Table]:
     """How axes were refined, and what other meshes say; nothing where there is one mesh, as the user named
     it.
     """
@@ -78,7 +77,8 @@ _BOUNDARY = (
 )
 
 
-def _at_rest(plan: Analysis) -> Iterator[Table]:
+def at_rest(plan: Analysis) -> Iterator[Table]:
+    """What is stored otherwise than requested, and what that costs."""
     alike = defaultdict(list)
     for entry in plan.at_rest:
         alike[form(entry.path), entry.shape, entry.requested, entry.stored].append(entry)
@@ -108,7 +108,7 @@ def _collectives(plan: Analysis) -> Iterator[Table]:
 
 
 def _of_reason(plan: Analysis, group: Sequence[Collective]) -> Iterator[Row]:
-    """The facts, of which equal layers differ in numbers only, and under them what is sent because of them."""
+    """The facts, of which equal layers differ in numbers only; under each what is sent because of it."""
     facts = defaultdict(list)
     for c in group:
         facts[form(plan.because(c))].append(c)
@@ -142,11 +142,10 @@ def _totals(plan: Analysis) -> Iterator[Table]:
     rows = []
     for (kind, axes), group in sorted(by_kind.items(), key=lambda item: -comm_bytes(item[1])):
         sent = comm_bytes(group)
-        count = sum(c.trips for c in group if not c.other_branch)
         rows.append(
             Row(
                 f"{kind} over {','.join(axes)}",
-                (str(count), bytes_text(sent), percent(sent, plan.comm_bytes)),
+                (str(run_count(group)), bytes_text(sent), percent(sent, plan.comm_bytes)),
             )
         )
     if rows:

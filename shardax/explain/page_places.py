@@ -1,0 +1,71 @@
+"""The arguments and results of a plan, for its page: equal layers folded, each array can be chosen."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from shardax.explain.analysis import Analysis
+from shardax.explain.page import Cell, Section, fold, nbytes, short, table, text
+from shardax.explain.page_arrays import Arrays
+from shardax.explain.picture import picture_of
+from shardax.explain.placed import Placed
+from shardax.explain.places import Fold, folds, passed_on
+from shardax.ledger.collectives import array_text
+from shardax.ledger.words import bytes_text, natural, times
+
+HEADS = ("path", "type", "sharding", "on each device")
+Button = Callable[[Placed], str]
+
+
+def places(plan: Analysis, arrays: Arrays) -> Iterator[Section]:
+    """A section for the arguments, and one for the results."""
+    values = arrays.story.insides() if arrays.story else {}
+    by_path = {p.path: _argument(plan, arrays, p, values.get(i)) for i, p in enumerate(plan.arguments())}
+    by_name = {p.named or p.path: by_path[p.path] for p in plan.arguments()}
+    arguments = folds(replace(p, path=p.named or p.path) for p in plan.arguments())
+    if arguments:
+        yield _section(
+            "arguments", arguments, [_row(found, lambda p: by_name[p.path]) for found in arguments]
+        )
+    same, other = passed_on(plan)
+    results = folds(other)
+    rows = [_row(found, lambda p: _result(plan, arrays, p)) for found in results]
+    if same:
+        results.append(Fold(f"{len(same)} as the arguments of the same paths", tuple(same)))
+        rows.append(_row(results[-1], lambda p: by_path[p.path]))
+    if rows:
+        yield _section("results", results, rows)
+
+
+def _section(side: str, found: list[Fold], rows: list[list[Cell]]) -> Section:
+    size = bytes_text(sum(each.resident for each in found))
+    title = f"{side.capitalize()} at rest: {size} on each device"
+    return Section(side, title, table(HEADS, rows, "places"), side.capitalize())
+
+
+def _argument(plan: Analysis, arrays: Arrays, p: Placed, value) -> str:
+    name, why = p.named or p.path, arrays.why(value, p.sharding)
+    return arrays.button(f"argument {name}", p.aval, picture_of(plan, p), name, why)
+
+
+def _result(plan: Analysis, arrays: Arrays, p: Placed) -> str:
+    name = p.path or "the value"
+    return arrays.button(f"result {name}", p.aval, picture_of(plan, p), name)
+
+
+def _row(found: Fold, button: Button) -> list[Cell]:
+    """A fold of several opens to show each array; where they differ, with its type and sharding."""
+    first, count = found.places[0], len(found.places)
+    differ = len({(array_text(p.aval), p.text) for p in found.places}) > 1 or bool(found.original)
+    if count == 1:
+        name = button(first)
+    else:
+        ordered = sorted(found.places, key=lambda p: natural(p.path))
+        items = (f"<li>{button(p)}{_how(p) if differ else ''}</li>" for p in ordered)
+        name = fold(found.name, f"<ul>{''.join(items)}</ul>")
+    kind = f"{count} arrays" if differ else times(count) + array_text(first.aval)
+    sharding = f"as {found.original}" if found.original else "" if differ else first.text
+    return [Cell(name), short(kind), text(sharding), nbytes(found.resident)]
+
+
+def _how(p: Placed) -> str:
+    return text(f" {array_text(p.aval)} {p.text}").html
