@@ -17,6 +17,7 @@ from typing import Any
 from shardax.cost.chips import CHIPS
 from shardax.explain.analysis import Analysis
 from shardax.explain.by_line import run_count
+from shardax.explain.memory import Memory
 from shardax.explain.page import Cell, Lines, Section, fold, nbytes, short, table, text
 from shardax.explain.page_arrays import Arrays
 from shardax.explain.page_memory import memory_sections
@@ -33,12 +34,13 @@ def html_text(plan: Analysis) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     name = plan.program.partition(" at ")[0] or "a program"
     arrays = Arrays(plan)
-    sections = list(_sections(plan, arrays))
+    memory = plan.memory()
+    sections = list(_sections(plan, memory, arrays))
     links = (f'<li><a href="#{s.name}">{escape(s.short or s.title)}</a></li>' for s in sections)
     parts = {
         "TITLE": escape(" ".join(filter(None, ("Plan of", name, f"on {mesh}")))),
         "STYLE": _asset("page.css"),
-        "OVERVIEW": _overview(plan),
+        "OVERVIEW": _overview(plan, memory),
         "CONTENTS": "\n".join(links),
         "SECTIONS": "\n".join(map(str, sections)),
         "DATA": json.dumps({"arrays": arrays.entries}, separators=(",", ":")).replace("<", "\\u003c"),
@@ -51,9 +53,9 @@ def _asset(name: str) -> str:
     return files("shardax.explain").joinpath(name).read_text(encoding="utf-8")
 
 
-def _sections(plan: Analysis, arrays: Arrays) -> Iterator[Section]:
+def _sections(plan: Analysis, memory: Memory, arrays: Arrays) -> Iterator[Section]:
     program = Program(plan, arrays)
-    curve, *tensors = memory_sections(plan, program.lines)
+    curve, *tensors = memory_sections(memory, program.lines)
     yield from (*program.sections(), curve, *_collectives(plan, program.lines), *places(plan, arrays))
     yield from _as_text("stored", "Stored otherwise", at_rest(plan))
     yield from _as_text("meshes", "Meshes", meshes(plan))
@@ -71,8 +73,7 @@ def _as_text(name: str, short: str, tables: Iterator[Table]) -> Iterator[Section
         yield Section(name, found.title, table(("", *found.heads), rows), short)
 
 
-def _overview(plan: Analysis) -> str:
-    memory = plan.memory()
+def _overview(plan: Analysis, memory: Memory) -> str:
     facts = {
         "devices": f"{plan.mesh.size:,}",
         "sent per call": bytes_text(plan.comm_bytes),

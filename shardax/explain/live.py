@@ -122,14 +122,14 @@ class Live(NamedTuple):
     """The most bytes that live at once, the line where that is, and the variables that live then, each with
     its line.
 
-    `curve`: the bytes alive after each equation, with its line, in program order, before the first one
-    first. For an equation with bodies stands one iteration of the dearest.
+    `curve`: the bytes alive before the first equation, and after each, with it and those it is in, outermost
+    first, in program order. For an equation with bodies stands one iteration of the dearest.
     """
 
     peak: int
     line: str
     alive: list[tuple[Any, str]]
-    curve: list[tuple[int, str]]
+    curve: list[tuple[int, tuple[Any, ...]]]
 
 
 def live(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> Live:
@@ -138,13 +138,16 @@ def live(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> Live:
     inner = {i: _dearest(eqn) for i, eqn in enumerate(jaxpr.eqns, 1) if any(True for _ in bodies(eqn))}
     peaks, curve = [], []
     for i, total in enumerate(life.totals()):
-        line = _jax.user_line(jaxpr.eqns[i - 1].source_info) if i else ""
-        body = inner.get(i, Live(0, "", [], [(0, "")]))
-        peaks.append((total + body.peak, body.line or line, body.alive))
-        curve += [(total + n, where or line) for n, where in body.curve]
-    at = max(range(len(peaks)), key=lambda i: peaks[i][0])
-    peak, line, alive = peaks[at]
-    return Live(peak, line, [*life.alive(at), *alive], curve)
+        body, around = inner.get(i, _NO_BODY), tuple(jaxpr.eqns[i - 1 : i] if i else ())
+        peaks.append(total + body.peak)
+        curve += [(total + n, (*around, *eqns)) for n, eqns in body.curve]
+    at = max(range(len(peaks)), key=peaks.__getitem__)
+    body = inner.get(at, _NO_BODY)
+    line = body.line or (_jax.user_line(jaxpr.eqns[at - 1].source_info) if at else "")
+    return Live(peaks[at], line, [*life.alive(at), *body.alive], curve)
+
+
+_NO_BODY = Live(0, "", [], [(0, ())])
 
 
 def _dearest(eqn) -> Live:

@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardax import _jax
 from shardax.explain.facts import Facts
@@ -112,15 +113,17 @@ def memory(plan: Facts, threshold: int) -> Memory:
         _largest(tensors),
         _largest(_replicated(plan, threshold)),
         threshold,
-        _curve([(n + beside, line or plan.line) for n, line in found.curve]),
+        tuple(_curve(found.curve, beside, plan.line)),
     )
 
 
-def _curve(points: Sequence[tuple[int, str]]) -> tuple[Moment, ...]:
+def _curve(points: Sequence[tuple[int, Sequence[Any]]], beside: int, line: str) -> Iterator[Moment]:
+    """The dearest point of each stretch, with `beside` more bytes; those without a line have this one."""
     step = math.ceil(len(points) / STRETCHES)
-    stretches = (range(i, min(i + step, len(points))) for i in range(0, len(points), step))
-    dearest = (max(stretch, key=lambda i: points[i][0]) for stretch in stretches)
-    return tuple(Moment(i, *points[i]) for i in dearest)
+    for start in range(0, len(points), step):
+        at = max(range(start, min(start + step, len(points))), key=lambda i: points[i][0])
+        found = (_jax.user_line(eqn.source_info) for eqn in reversed(points[at][1]))
+        yield Moment(at, points[at][0] + beside, next(filter(None, found), line))
 
 
 def _largest(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:

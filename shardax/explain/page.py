@@ -109,4 +109,5 @@ def bar(part: float, most: float) -> Cell:
 
 def fold(summary: str, inside: str, kind: str = "") -> str:
     """`summary` is text, `inside` HTML."""
-    return f"<details{_class(kind)}><summary>{escape(summary)}</summary>{inside}</details>"
+    shown = escape(summary).replace("/", "/<wbr>")
+    return f"<details{_class(kind)}><summary>{shown}</summary>{inside}</details>"

@@ -36,8 +36,8 @@ class Arrays:
                 "why": why,
             }
             self.entries.append(facts | asdict(picture))
-        number = self.numbers[key]
-        return f'<button type="button" class="array" data-array="{number}">{escape(text)}</button>'
+        number, shown = self.numbers[key], escape(text).replace("/", "/<wbr>")
+        return f'<button type="button" class="array" data-array="{number}">{shown}</button>'
 
     def why(self, value, rests: Sharding | None = None) -> str:
         """The story of a value of the graph. An argument that `rests` so has the story of the value that the

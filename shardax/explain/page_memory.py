@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from shardax.explain.analysis import Analysis
 from shardax.explain.memory import Memory, Moment, Tensor, alike
 from shardax.explain.page import Cell, Lines, Section, fold, nbytes, short, table, text
 from shardax.ledger.lines import code, line_text
@@ -15,8 +14,7 @@ STRETCHES = 20  # rows of the curve as a table
 WIDTH, HEIGHT = 1000, 100  # of the drawing, in units of its own
 
 
-def memory_sections(plan: Analysis, lines: Lines) -> Iterator[Section]:
-    memory = plan.memory()
+def memory_sections(memory: Memory, lines: Lines) -> Iterator[Section]:
     yield Section("memory", "Memory on each device, over the program", _curve(memory, lines), "Memory")
     for name, title, contents, tensors in (
         (

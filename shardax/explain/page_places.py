@@ -10,7 +10,7 @@ from shardax.explain.picture import picture_of
 from shardax.explain.placed import Placed
 from shardax.explain.places import Fold, folds, passed_on
 from shardax.ledger.collectives import array_text
-from shardax.ledger.words import bytes_text, natural, times
+from shardax.ledger.words import bytes_text, times
 
 HEADS = ("path", "type", "sharding", "on each device")
 Button = Callable[[Placed], str]
@@ -53,19 +53,29 @@ def _result(plan: Analysis, arrays: Arrays, p: Placed) -> str:
 
 
 def _row(found: Fold, button: Button) -> list[Cell]:
-    """A fold of several opens to show each array; where they differ, with its type and sharding."""
-    first, count = found.places[0], len(found.places)
-    differ = len({(array_text(p.aval), p.text) for p in found.places}) > 1 or bool(found.original)
-    if count == 1:
-        name = button(first)
+    kind, sharding = _how(found)
+    return [Cell(_name(found, button)), short(kind), text(sharding), nbytes(found.resident)]
+
+
+def _name(found: Fold, button: Button) -> str:
+    """A fold opens to show each array; where they differ, the folds of which it is made."""
+    if len(found.places) == 1:
+        return button(found.places[0])
+    if _is_alike(found):
+        items = [button(p) for p in found.places]
     else:
-        ordered = sorted(found.places, key=lambda p: natural(p.path))
-        items = (f"<li>{button(p)}{_how(p) if differ else ''}</li>" for p in ordered)
-        name = fold(found.name, f"<ul>{''.join(items)}</ul>")
-    kind = f"{count} arrays" if differ else times(count) + array_text(first.aval)
-    sharding = f"as {found.original}" if found.original else "" if differ else first.text
-    return [Cell(name), short(kind), text(sharding), nbytes(found.resident)]
+        items = [
+            f"{_name(f, button)} <span>{text(' '.join(_how(f))).html}</span>" for f in folds(found.places)
+        ]
+    return fold(found.name, f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>")
 
 
-def _how(p: Placed) -> str:
-    return text(f" {array_text(p.aval)} {p.text}").html
+def _how(found: Fold) -> tuple[str, str]:
+    first, count = found.places[0], len(found.places)
+    if _is_alike(found):
+        return times(count) + array_text(first.aval), first.text
+    return f"{count} arrays", f"as {found.original}" if found.original else ""
+
+
+def _is_alike(found: Fold) -> bool:
+    return not found.original and len({(array_text(p.aval), p.text) for p in found.places}) == 1
