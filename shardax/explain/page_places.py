@@ -19,19 +19,22 @@ Button = Callable[[Placed], str]
 def places(plan: Analysis, arrays: Arrays) -> Iterator[Section]:
     """A section for the arguments, and one for the results."""
     values = arrays.story.insides() if arrays.story else {}
-    by_path = {p.path: _argument(plan, arrays, p, values.get(i)) for i, p in enumerate(plan.arguments())}
-    by_name = {p.named or p.path: by_path[p.path] for p in plan.arguments()}
-    arguments = folds(replace(p, path=p.named or p.path) for p in plan.arguments())
+    named = {p.path: replace(p, path=p.named or p.path) for p in plan.arguments()}
+    buttons = {p.path: _argument(plan, arrays, p, values.get(i)) for i, p in enumerate(named.values())}
+
+    def argument(p: Placed) -> str:
+        return buttons[p.path]
+
+    arguments = folds(named.values())
     if arguments:
-        yield _section(
-            "arguments", arguments, [_row(found, lambda p: by_name[p.path]) for found in arguments]
-        )
+        yield _section("arguments", arguments, [_row(found, argument) for found in arguments])
     same, other = passed_on(plan)
     results = folds(other)
     rows = [_row(found, lambda p: _result(plan, arrays, p)) for found in results]
     if same:
-        results.append(Fold(f"{len(same)} as the arguments of the same paths", tuple(same)))
-        rows.append(_row(results[-1], lambda p: by_path[p.path]))
+        name = f"{len(same)} as the arguments of the same paths"
+        results.append(Fold(name, tuple(named[p.path] for p in same)))
+        rows.append(_row(results[-1], argument))
     if rows:
         yield _section("results", results, rows)
 
@@ -43,8 +46,8 @@ def _section(side: str, found: list[Fold], rows: list[list[Cell]]) -> Section:
 
 
 def _argument(plan: Analysis, arrays: Arrays, p: Placed, value) -> str:
-    name, why = p.named or p.path, arrays.why(value, p.sharding)
-    return arrays.button(f"argument {name}", p.aval, picture_of(plan, p), name, why)
+    why = arrays.why(value, p.sharding)
+    return arrays.button(f"argument {p.path}", p.aval, picture_of(plan, p), p.path, why)
 
 
 def _result(plan: Analysis, arrays: Arrays, p: Placed) -> str:
