@@ -6,7 +6,8 @@ const MOST = { rows: 32, columns: 128, facets: 16 };  // blocks that are drawn a
 
 // ---- tables: a click on a head sorts, the search hides rows
 
-const rowsOf = (table) => [...table.tBodies].flatMap((body) => [...body.rows]);
+const bodiesOf = (table) => [...table.tBodies].filter((body) => !body.classList.contains("more"));
+const rowsOf = (table) => bodiesOf(table).flatMap((body) => [...body.rows]);
 
 function sort(head) {
   const table = head.closest("table"), rows = rowsOf(table), column = head.cellIndex;
@@ -19,31 +20,55 @@ function sort(head) {
   const compare = numeric ? (a, b) => a - b : (a, b) => a.localeCompare(b, "en", { numeric: true });
   const sign = order === "ascending" ? 1 : -1;
   rows.sort((a, b) => sign * compare(key(a), key(b)));
-  for (const body of table.tBodies) body.append(...rows.splice(0, body.rows.length));  // as many are folded as before
+  const bodies = bodiesOf(table), counts = bodies.map((body) => body.rows.length);  // as many are folded as before
+  bodies.forEach((body, i) => body.append(...rows.splice(0, counts[i])));
 }
 
 for (const button of document.querySelectorAll(".ledger thead button")) {
   button.addEventListener("click", () => sort(button.closest("th")));
 }
 
+const unfolded = new Set();  // by the search
+
+function unfold(fold) {
+  if (fold.open) return;
+  fold.open = true;
+  unfolded.add(fold);
+}
+
+const texts = new WeakMap();  // of a row: all of it, and what is seen while it is folded
+
+function textsOf(row) {
+  if (!texts.has(row)) {
+    const seen = row.cloneNode(true);
+    seen.querySelectorAll("details > :not(summary)").forEach((inside) => inside.remove());
+    texts.set(row, [row, seen].map((each) => each.textContent.toLowerCase()));
+  }
+  return texts.get(row);
+}
+
 function search(text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  let shown = 0;
+  const found = [];
+  for (const fold of unfolded) fold.open = false;
+  unfolded.clear();
   for (const section of document.querySelectorAll("section:has(tbody)")) {
-    for (const table of section.querySelectorAll("table")) {
-      for (const row of rowsOf(table)) {
-        row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-        shown += !row.hidden;
-      }
+    const rows = [...section.querySelectorAll("table")].flatMap(rowsOf);
+    const matching = rows.filter((row) => words.every((word) => textsOf(row)[0].includes(word)));
+    for (const row of rows) row.hidden = true;
+    for (const row of matching) row.hidden = false;
+    section.hidden = matching.length === 0;
+    found.push(...matching);
+  }
+  if (words.length) {
+    for (const row of found) {
+      if (!words.every((word) => textsOf(row)[1].includes(word))) row.querySelectorAll("details").forEach(unfold);
+      const file = row.closest("details"), tail = row.closest(".tail");
+      if (file) unfold(file);
+      if (tail) unfold(tail.previousElementSibling.querySelector("details"));
     }
-    section.hidden = !section.querySelector("tbody tr:not([hidden])");
   }
-  for (const fold of document.querySelectorAll("details.more, details.file")) {  // open while they may hold what is found
-    fold.dataset.before ??= fold.open;
-    fold.open = words.length > 0 || fold.dataset.before === "true";
-    if (!words.length) delete fold.dataset.before;
-  }
-  byId("matches").textContent = words.length ? `${shown} rows` : "";
+  byId("matches").textContent = words.length ? `${found.length} rows` : "";
 }
 
 byId("search").addEventListener("input", (event) => search(event.target.value));

@@ -59,16 +59,20 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], kind: str = "", 
         for text, is_number in zip(heads, numeric, strict=True)
     )
     shown = shown if len(rows) > shown + 3 else len(rows)
-    tail = "\n".join(map(_row, rows[shown:]))
-    tail_body = f'\n<tbody class="tail">\n{tail}\n</tbody>' if tail else ""
-    more = (
-        f'<details class="more"><summary>{len(rows) - shown:,} more rows</summary></details>' if tail else ""
-    )
-    body = "\n".join(map(_row, rows[:shown]))
+    bodies = _body(rows[:shown])
+    if tail := rows[shown:]:
+        # between the two, so that the keyboard comes to it first
+        more = f'<td colspan="{len(heads)}">{fold(f"{len(tail):,} more rows", "")}</td>'
+        bodies += f'\n<tbody class="more"><tr>{more}</tr></tbody>\n' + _body(tail, "tail")
     return (
         f'<div class="wide"><table class="ledger {kind}"><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>\n{body}\n</tbody>{tail_body}</table>{more}</div>"
+        f"{bodies}</table></div>"
     )
+
+
+def _body(rows: Sequence[Sequence[Cell]], kind: str = "") -> str:
+    inside = "\n".join(map(_row, rows))
+    return f"<tbody{_class(kind)}>\n{inside}\n</tbody>"
 
 
 def _row(row: Sequence[Cell]) -> str:
