@@ -11,7 +11,9 @@ from shardax.ledger.words import bytes_text, percent
 
 
 def sent_by_line(plan: Facts) -> dict[str, list[Collective]]:
-    """The collectives of each line, or parts of them, the dearest line first."""
+    """The collectives of each line, the dearest line first; one that was combined counts for each of its
+    lines, with its part of the bytes.
+    """
     sent = defaultdict(list)
     for part in (part for c in plan.collectives for part in c.parts):
         sent[part.line].append(part)
@@ -29,7 +31,7 @@ def dearest_lines(plan: Facts, most: int) -> Iterator[Table]:
     ]
     others = [c for _, group in sent[most:] for c in group]
     if others:
-        rows.append(Row(f"{len(sent) - most} other lines", _cells(plan, others)))
+        rows.append(Row(f"{len(sent) - most} other line{'s' * (len(sent) - most > 1)}", _cells(plan, others)))
     title = f"The {most} dearest lines" if others else "The lines that send something"
     yield Table(title, (Group("", tuple(rows)),), ("collectives", "per call", "share"))
 
