@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import jax
 from matplotlib.figure import Figure
@@ -51,8 +52,26 @@ def _numbers(loss: float, speed: float) -> str:
     return f"loss {loss:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
 
 
-def plot_losses(curves: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Writes the curves as a PNG: under another name first, so that no reader meets half a file."""
+def write_plan(plan: Any, folder: Path) -> list[Path]:
+    """Writes a plan as text and as a page, and returns the files."""
+    files = [folder / "plan.txt", folder / "plan.html"]
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        files[0].write_text(plan.text() + "\n", encoding="utf-8")
+        plan.to_html(files[1])
+    return files
+
+
+def plot_losses(
+    curves: Mapping[str, Sequence[float]], path: Path, held_out: Mapping[int, float] | None = None
+) -> None:
+    """Writes the curves as a PNG: under another name first, so that no reader meets half a file.
+
+    Args:
+      curves: the losses of the first step and those that follow, by name.
+      path: of the PNG.
+      held_out: losses by the number of steps before.
+    """
     if jax.process_index() > 0:
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -61,6 +80,8 @@ def plot_losses(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     )
     for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):
         axes.plot(range(1, len(losses) + 1), losses, style, label=name)
+    if held_out:
+        axes.plot(list(held_out), list(held_out.values()), "o-", label="held-out text", markersize=4)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".part")

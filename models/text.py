@@ -3,6 +3,7 @@
 Shape suffixes: B batch, S sequence.
 """
 
+import platform
 import sysconfig
 import zlib
 from collections.abc import Iterable
@@ -18,10 +19,14 @@ SKIPPED = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test",
 
 @dataclass(frozen=True)
 class Text:
-    """Two streams of tokens, uint16, each file followed by `END`."""
+    """Two streams of tokens, uint16, each file followed by `END`. `name`: what they are of; `first`: the file
+    with which `held_out` begins.
+    """
 
     train: np.ndarray
     held_out: np.ndarray
+    name: str = "a text"
+    first: str = "it"
 
 
 def standard_library() -> Text:
@@ -30,7 +35,9 @@ def standard_library() -> Text:
     train, held_out = split(files(root), root)
     if not train or not held_out:
         raise ValueError(f"no Python source files to train on in {root}")
-    return Text(tokens(train), tokens(held_out))
+    library = f"the Python {platform.python_version()} standard library in {root}"
+    name = f"{library}, {len(train):,} files to train on and {len(held_out):,} held out"
+    return Text(tokens(train), tokens(held_out), name, held_out[0].relative_to(root).as_posix())
 
 
 def files(root: Path) -> list[Path]:

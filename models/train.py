@@ -25,6 +25,8 @@ from models.trainers import Trainer, by_shardax, by_xla, on_one_device
 SAMPLED = 200  # tokens
 SHOWN = 60  # tokens before them
 HELD_OUT = 8  # batches
+EVALUATIONS = 8  # of the held-out loss, while it trains
+DEAREST = 10  # lines of the plan
 ROUNDS = 3
 DECISIVE = ("size", "steps", "batch", "seq", "rate", "dropout", "seed")  # what the losses depend on
 
@@ -48,24 +50,36 @@ def heading(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> str:
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
         f"GPT-2 '{options.size}', {size / 1e6:.2f} M parameters, vocabulary {job.vocab}, on {mesh.size} "
-        f"{mesh.devices.flat[0].device_kind} devices{processes}, mesh {mesh_text(mesh.shape)}; "
-        f"{len(corpus.train) / 1e6:.1f} M training tokens"
+        f"{mesh.devices.flat[0].device_kind} devices{processes}, mesh {mesh_text(mesh.shape)}\n"
+        f"corpus: {corpus.name}; a token is a byte or a file's end: {len(corpus.train) / 1e6:.1f} M and "
+        f"{len(corpus.held_out) / 1e6:.1f} M"
     )
 
 
 def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
     trainer = make_trainer(options.partitioner, job, mesh)
+    held_out: dict[int, float] = {}  # by the number of steps before; of a resumed run, those of this part
+
+    def evaluate(step: int, state: State) -> None:
+        if step % max(1, options.steps // EVALUATIONS) == 0 or step == options.steps:
+            held_out[step] = held_out_loss(trainer, state, options, corpus)
+
     with checkpoints(options) as kept:
-        state, losses = run(trainer, options, corpus, kept)
+        state, losses = run(trainer, options, corpus, kept, evaluate)
+    if not held_out:
+        evaluate(options.steps, state)
     curves = {trainer.name: losses}
     if options.compare:
         curves["one device"] = run(on_one_device(job), options, corpus)[1]
         print(f"largest relative difference of the losses: {report.largest_difference(*curves.values()):.2e}")
-    print(f"held-out loss: {held_out_loss(trainer, state, options, corpus):.4f} nats a token")
-    print("sample:", report.indented(sample(trainer, state, options, corpus)), sep="\n")
+    print(f"held-out loss: {held_out[options.steps]:.4f} nats a token")
+    prompt = f"the first {options.seq} tokens of {corpus.first}, of which the last are shown before >>>"
+    print(f"sample, after {prompt}:", report.indented(sample(trainer, state, options, corpus)), sep="\n")
     if trainer.plan is not None:
-        print("plan of the train step:", trainer.plan, sep="\n")
-    report.plot_losses(curves, options.out)
+        print("plan of the train step, in brief:", trainer.plan.summary(DEAREST), sep="\n")
+        files = report.write_plan(trainer.plan, options.out.parent)
+        print(f"the whole plan, with the reason for each collective: {' and '.join(map(str, files))}")
+    report.plot_losses(curves, options.out, held_out)
     print(f"losses plotted in {options.out}")
 
 
@@ -85,11 +99,15 @@ def checkpoints(options: Options) -> AbstractContextManager[Checkpoints | None]:
 
 
 def run(
-    trainer: Trainer, options: Options, corpus: text.Text, kept: Checkpoints | None = None
+    trainer: Trainer,
+    options: Options,
+    corpus: text.Text,
+    kept: Checkpoints | None = None,
+    evaluate: Callable[[int, State], None] = lambda step, state: None,
 ) -> tuple[State, list[float]]:
-    """Trains from the newest saved state, else the first, to the last.
+    """Trains from the newest saved state, else the first, to the last; after each step it may be evaluated.
 
-    The speed shown leaves out the first step, which compiles.
+    The speed shown leaves out the first step, which compiles, and the evaluations.
     """
     state, losses = begin(trainer, options, kept)
     batches = train_batches(options, corpus, trainer, len(losses))
@@ -104,6 +122,9 @@ def run(
             )
             if kept:
                 kept.save(state, losses, last=step + 1 == options.steps)
+            before = time.perf_counter()
+            evaluate(step + 1, state)
+            start += time.perf_counter() - before
     return state, losses
 
 
@@ -147,7 +168,7 @@ def held_out_loss(trainer: Trainer, state: State, options: Options, corpus: text
 
 
 def sample(trainer: Trainer, state: State, options: Options, corpus: text.Text) -> str:
-    """How the model goes on after the first held-out tokens; `>>>` stands where it takes over."""
+    """How the model goes on after the first held-out tokens, the prompt; `>>>` stands where it takes over."""
     tokens = list(corpus.held_out[: options.seq])
     for key in jax.random.split(jax.random.key(options.seed), SAMPLED):
         window_S = np.array(tokens[-options.seq :], np.int32)

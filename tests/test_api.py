@@ -401,7 +401,7 @@ class TestReturned:
             out_shardings={"new": P("x"), "sum": P()},
         )
         plan = step.plan(table)
-        assert [(m.path, str(m.wanted), str(m.rests)) for m in plan.at_rest] == [
+        assert [(m.path, str(m.requested), str(m.stored)) for m in plan.at_rest] == [
             ("argument t", "P('x', None)", "P(None, 'x')"),
             ("result new", "P('x', None)", "P(None, 'x')"),
         ]

@@ -2,6 +2,7 @@
 browser.
 """
 
+import re
 import shutil
 from itertools import pairwise
 
@@ -17,7 +18,9 @@ webdriver = pytest.importorskip(
     "selenium.webdriver", reason="selenium is not installed: pip install shardax[browser]"
 )
 from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -35,7 +38,7 @@ def start():
         "--no-sandbox",
         "--disable-gpu",
         "--disable-dev-shm-usage",
-        "--window-size=1440,900",
+        "--window-size=1400,900",
     ):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
@@ -79,7 +82,8 @@ def values(found, column: int) -> list[float]:
 
 
 def _of_column(found, column: int, what: str) -> list[str]:
-    script = f"return [...arguments[0].tBodies[0].rows].map((row) => row.cells[{column - 1}].{what})"
+    rows = "[...arguments[0].querySelectorAll('tbody:not(.more) tr')]"
+    script = f"return {rows}.map((row) => row.cells[{column - 1}].{what})"
     return found.parent.execute_script(script, found)
 
 
@@ -93,36 +97,55 @@ def visible(page, selector: str):
     return page.execute_script(shown, selector)
 
 
+def unfold(page) -> None:
+    page.execute_script("document.querySelectorAll('details').forEach((fold) => (fold.open = true))")
+
+
 def choose(page, text: str) -> None:
+    unfold(page)
     click(page, page.find_element(By.XPATH, f"//button[.='{text}']"))
 
 
 def test_what_it_says_first(page, plan):
     assert page.title == page.find_element(By.TAG_NAME, "h1").text == "Plan of train_step on data=2, model=4"
-    assert [b.text for b in visible(page, ".tiles b")][0] == "8"
+    assert [b.text for b in visible(page, ".tiles dd")][0] == "8"
+    titles = [heading.text for heading in page.find_elements(By.TAG_NAME, "h2")]
+    assert titles[:4] == [
+        "Bytes sent, by line",
+        "The program, with its costs",
+        "Memory on each device, over the program",
+        "Collectives",
+    ]
     assert len(cells(table(page, "Collectives"), 1)) > 20
-    for title in ("Arguments and results", "Alive at the peak", "Saved for the backward pass", "Estimate"):
+    for title in (
+        "Arguments at rest",
+        "Results at rest",
+        "Alive at the peak",
+        "Saved for the backward pass",
+        "Estimate",
+    ):
         assert table(page, title)
 
 
 def test_a_click_on_a_head_sorts(page):
     found = table(page, "Collectives")
     total = found.find_elements(By.TAG_NAME, "th")[5]
+    click_head = total.find_element(By.TAG_NAME, "button")
     assert total.text == "per call"
     dearest_first = values(found, 6)
     assert dearest_first == sorted(dearest_first, reverse=True)
-    click(page, total)
+    click(page, click_head)
     assert total.get_attribute("aria-sort") == "descending" and values(found, 6) == dearest_first
-    click(page, total)
+    click(page, click_head)
     assert total.get_attribute("aria-sort") == "ascending" and values(found, 6) == dearest_first[::-1]
-    click(page, found.find_elements(By.TAG_NAME, "th")[0])
+    click(page, found.find_element(By.CSS_SELECTOR, "th button"))
     assert cells(found, 1) == sorted(cells(found, 1)) and len(set(cells(found, 1))) > 2
 
 
 def test_search_hides_the_other_rows(page):
     search = page.find_element(By.ID, "search")
     search.send_keys("reduce_scatter model")
-    rows = [row.text for row in visible(page, "tbody tr")]
+    rows = [row.text for row in visible(page, "tbody:not(.more) tr")]
     assert rows and all("reduce_scatter" in row and "model" in row for row in rows)
     assert page.find_element(By.ID, "matches").text == f"{len(rows)} rows"
     search.clear()
@@ -150,8 +173,8 @@ def test_a_line_leads_to_its_place_in_the_program(page):
     number = link.text.rpartition(":")[2]
     click(page, link)
     (row,) = visible(page, ".code tr:target")
-    assert row.find_elements(By.TAG_NAME, "td")[0].text == number
-    assert "all_reduce over" in row.text
+    assert row.find_element(By.TAG_NAME, "th").text == number
+    assert "all_reduce over" in row.get_attribute("textContent")
     top, height = page.execute_script("return [arguments[0].getBoundingClientRect().top, innerHeight]", row)
     assert 0 <= top < height
 
@@ -159,6 +182,7 @@ def test_a_line_leads_to_its_place_in_the_program(page):
 def test_how_an_uneven_array_lies(page):
     """257 rows over 4: blocks of 65, the last of 62, each on the two devices along `data`."""
     page.find_element(By.ID, "search").send_keys("embed.attend")
+    unfold(page)
     button = next(
         b for b in visible(page, "button.array") if b.text.endswith("f32[8,16,257] P('data', None, 'model')")
     )
@@ -209,6 +233,7 @@ def test_blocks_of_nested_splits(page, tmp_path):
 
     sx.shard_jit(program, mesh=mesh).plan(jnp.ones((257, 8))).to_html(tmp_path / "nested.html")
     page.get(f"file://{tmp_path}/nested.html")
+    unfold(page)
     click(page, next(b for b in visible(page, "button.array") if b.text.endswith("f32[257,8] P('data')")))
     assert (
         "2 blocks of [132, 8], 4,224 bytes each, each on 4 devices; uneven"
@@ -223,7 +248,7 @@ def test_blocks_of_nested_splits(page, tmp_path):
     )
 
 
-@pytest.mark.parametrize("width", [1440, 1000, 500])
+@pytest.mark.parametrize("width", [1400, 1000, 800, 500])
 def test_nothing_overlaps_or_leaves_the_window(page, width):
     """The picture is beside the ledgers where there is room, else above them."""
     page.set_window_size(width, 900)
@@ -236,4 +261,173 @@ def test_nothing_overlaps_or_leaves_the_window(page, width):
     beside = panel["x"] >= ledgers["x"] + ledgers["width"]
     above = panel["y"] + panel["height"] <= ledgers["y"] + 1
     assert (beside, above) == (width > 1000, width <= 1000)
-    page.set_window_size(1440, 900)
+    page.set_window_size(1400, 900)
+
+
+def resized(page, width: int, dark: bool = False) -> None:
+    """A window whose page is just so wide."""
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+
+
+@pytest.fixture
+def resize(browser):
+    yield resized
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def page_size(page) -> tuple[int, int]:
+    root = "document.documentElement"
+    return tuple(
+        page.execute_script(f"return [{root}.scrollWidth - {root}.clientWidth, {root}.scrollHeight]")
+    )
+
+
+def sticks_out(page) -> list[str]:
+    """What lies right of the window, and what its own scrolling box hides there."""
+    script = """return [...document.querySelectorAll('main *, nav, nav *, header *')]
+        .filter((e) => e.getClientRects().length && e.getBoundingClientRect().right > innerWidth + 1)
+        .map((e) => e.outerHTML.slice(0, 100))"""
+    return page.execute_script(script)
+
+
+@pytest.fixture(scope="module")
+def gpt2_page(browser, tmp_path_factory):
+    """GPT-2's, on 8 devices."""
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    step, args = program(mesh, size="gpt2", batch=16, seq=128)
+    path = tmp_path_factory.mktemp("gpt2") / "plan.html"
+    step.plan(*args).to_html(path)
+    return path
+
+
+@pytest.mark.once
+def test_gpt2_is_short_at_first(gpt2_page, browser, resize):
+    assert gpt2_page.stat().st_size < 700_000
+    resize(browser, 1400)
+    browser.get(f"file://{gpt2_page}")
+    over, height = page_size(browser)
+    assert over == 0 and height < 8000
+    assert len(browser.find_elements(By.CSS_SELECTOR, "button.array")) > 900  # all its arrays are there
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [1400, 800])
+def test_nothing_of_gpt2_sticks_out(gpt2_page, browser, resize, width, dark):
+    """Folded and unfolded; text stands out from its background."""
+    resize(browser, width, dark)
+    browser.get(f"file://{gpt2_page}")
+    assert page_size(browser)[0] == 0 and sticks_out(browser) == []
+    unfold(browser)
+    assert page_size(browser)[0] == 0 and sticks_out(browser) == []
+    for selector in (
+        "body",
+        "nav a",
+        "td a",
+        "thead th",
+        "summary",
+        ".tiles dt",
+        ".phases",
+        "figcaption",
+        ".curve b",
+    ):
+        (found, *_) = browser.find_elements(By.CSS_SELECTOR, selector)
+        colors = (
+            found.value_of_css_property("color"),
+            browser.execute_script("return getComputedStyle(document.body).backgroundColor"),
+        )
+        assert contrast(*colors) >= 4.5, (selector, colors)
+        assert (luminance(colors[0]) > luminance(colors[1])) == dark
+
+
+def luminance(color: str) -> float:
+    """Relative luminance, WCAG 2.1."""
+    channels = [int(c) / 255 for c in re.findall(r"\d+", color)[:3]]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("width", [1400, 800])
+def test_contents_stay_and_lead_to_each_part(page, resize, width):
+    resize(page, width)
+    links = page.find_elements(By.CSS_SELECTOR, "nav a")
+    assert len(links) >= 9
+    for link in links:
+        link.click()  # which is refused where it is out of sight
+        section = page.find_element(By.ID, link.get_attribute("href").partition("#")[2])
+        heading = section.find_element(By.TAG_NAME, "h2")
+        script = (
+            "return [arguments[0].getBoundingClientRect().top, arguments[1].getBoundingClientRect().bottom]"
+        )
+        top, bottom = page.execute_script(script, heading, page.find_element(By.TAG_NAME, "nav"))
+        assert (bottom if width == 800 else 0) <= top < 900
+        at = page.execute_script(
+            "return arguments[0].getBoundingClientRect().top", page.find_element(By.TAG_NAME, "nav")
+        )
+        assert 0 <= at < 300
+
+
+def test_a_keyboard_reaches_and_unfolds_all(page):
+    """Tab goes through the page, Enter unfolds whatever is folded; nothing is left that it did not reach."""
+    reached = page.execute_script("window.reached = new Set(); return 0")
+    press = ActionChains(page)
+    for _ in range(5000):
+        press.send_keys(Keys.TAB).perform()
+        reached, folded = page.execute_script("""const e = document.activeElement;
+            if (e === document.body || reached.has(e)) return [false, false];
+            reached.add(e);
+            return [true, e.tagName === 'SUMMARY' && !e.parentNode.open]""")
+        if not reached:
+            break
+        if folded:
+            press.send_keys(Keys.ENTER).perform()
+    missed, closed = page.execute_script("""const all = 'summary, button, a[href], input';
+        return [[...document.querySelectorAll(all)]
+                    .filter((e) => e.getClientRects().length && !reached.has(e)).map((e) => e.outerHTML.slice(0, 80)),
+                [...document.querySelectorAll('details:not([open])')].length]""")
+    assert (missed, closed) == ([], 0)
+    assert page.execute_script("return reached.size") > 200
+
+
+def test_what_has_the_focus_is_seen(page):
+    for selector in ("nav a", "summary", "thead button", "button.array", "td a"):
+        unfold(page)
+        (found, *_) = visible(page, selector)
+        page.find_element(By.ID, "search").send_keys(Keys.SHIFT)  # the keyboard is in use
+        page.execute_script("arguments[0].focus()", found)
+        assert found.value_of_css_property("outline-style") == "solid", selector
+        assert found.value_of_css_property("outline-width") == "2px"
+
+
+def test_the_picture_by_keyboard(page):
+    """Enter chooses an array and leads to its picture, Escape leads back."""
+    unfold(page)
+    button = page.find_element(By.XPATH, "//button[.='state/params/layer_0/mlp/up/kernel']")
+    assert not page.find_element(By.ID, "panel").is_displayed()
+    page.execute_script("arguments[0].focus()", button)
+    ActionChains(page).send_keys(Keys.ENTER).perform()
+    assert page.switch_to.active_element.text == "argument state/params/layer_0/mlp/up/kernel"
+    ActionChains(page).send_keys(Keys.TAB).perform()
+    assert "block" in page.switch_to.active_element.get_attribute("class")
+    ActionChains(page).send_keys(Keys.ESCAPE).perform()
+    assert page.switch_to.active_element == button and not page.find_element(By.ID, "panel").is_displayed()
+
+
+def test_search_finds_what_is_folded(page):
+    tail = page.find_element(By.CSS_SELECTOR, "#peak .tail tr")
+    words = tail.get_attribute("textContent")
+    assert not tail.is_displayed()
+    search = page.find_element(By.ID, "search")
+    search.send_keys(re.search(r"[\w/]{8,}", words)[0])
+    assert tail.is_displayed()
+    search.send_keys(Keys.CONTROL + "a", Keys.DELETE)
+    assert not tail.is_displayed()

@@ -140,7 +140,7 @@ def test_it_sends_less_than_megatron():
 
 def test_what_the_uneven_embedding_costs_is_in_the_plan():
     (moved,) = default_step()[2].at_rest
-    assert (moved.shape, str(moved.wanted), str(moved.rests)) == (
+    assert (moved.shape, str(moved.requested), str(moved.stored)) == (
         (257, 192),
         "P('model', None)",
         "P(None, 'model')",

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.explain.live import live_peak
+from shardax.explain.live import live
 from shardax.explain.values import intermediates
 
 pytestmark = pytest.mark.quick
@@ -178,7 +178,7 @@ def test_values_of_equal_layers_are_led_to_by_all_of_their_arguments():
 
 def peak(fun, *shapes):
     jaxpr = jax.make_jaxpr(fun)(*map(lambda n: shape(n), shapes)).jaxpr
-    return live_peak(jaxpr, jaxpr.invars, jaxpr.invars)[0]
+    return live(jaxpr, jaxpr.invars, jaxpr.invars).peak
 
 
 def test_what_is_not_read_again_is_freed():

@@ -79,7 +79,7 @@ def test_gpt2_in_a_process_of_its_own(tmp_path):
         "It runs on the common",
         "Arguments at rest",
         "Results at rest",
-        "At rest other than",
+        "Stored otherwise than",
     ]
     begin += ["Collectives", "Totals", "Values"]
     begin += ["Memory on each", "Estimate by roofline", "Planned in", "Written:", "Written:", "In all"]

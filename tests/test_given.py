@@ -44,6 +44,7 @@ CALLS = {  # what the message begins with, or has: a call that is given what is 
     "other of Plan.diff is": PLAN.diff,
     "path of Plan.to_html is": PLAN.to_html,
     "width of Plan.text is": PLAN.text,
+    "lines of Plan.summary is": PLAN.summary,
     "value of Plan.sharding is": PLAN.sharding,
     "entry of Plan.cost_at_rest is": PLAN.cost_at_rest,
     "Options(strict=": lambda x: sx.Options(strict=x),

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.explain.picture import Pictures
+from shardax.ledger.words import bytes_text
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -34,7 +35,7 @@ class Tables(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.attributes += attrs
-        if tag not in ("meta", "input", "br", "col"):
+        if tag not in ("meta", "input", "br", "col", "wbr"):
             self.open.append(tag)
         if tag == "table":
             self.tables.append([])
@@ -45,6 +46,10 @@ class Tables(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):
+        """As <path/> in an SVG, which closes itself."""
+        self.attributes += attrs
 
     def handle_data(self, data):
         if {"td", "th"} & set(self.open):
@@ -89,7 +94,7 @@ def test_the_ledgers(page):
     (collective,) = [row for row in table(text, "reason") if row[8].startswith("sum of dot_general")]
     assert collective[:7] == ["all_reduce", "model", "f32[2,16]", "1", "128 B", "128 B", "95.5 %"]
     assert len(table(text, "reason")) == len(plan.collectives)
-    assert ["argument", "params/<up>", "f32[16,32]", "P(None, 'model')", "1.0 KiB"] in table(text, "path")
+    assert ["params/<up>", "f32[16,32]", "P(None, 'model')", "1.0 KiB"] in table(text, "path")
     assert ["f32[16,16]", "argument params/<up>", "1.0 KiB", ""] in table(text, "from")
     assert [row[0] for row in table(text, "chip")] == ["v3", "v4", "v5e", "v5p", "v6e", "H200"]
 
@@ -112,13 +117,149 @@ def test_numbers_keep_their_values(page):
     assert '<td class="number" data-value="1024"><span title="1,024 bytes">1.0 KiB</span></td>' in page[1]
 
 
+def test_heads_have_scopes_and_rows_names(page):
+    assert page[1].count("<th") == len(re.findall(r'<th(?:ead| scope="(?:col|row)")', page[1]))
+    bodies = re.findall(r"<tbody.*?</tbody>", page[1], re.S)
+    rows = [row for body in bodies for row in re.findall(r"<tr(?! class=.gap)[^>]*>(<t.)(?! colspan)", body)]
+    assert len(rows) > 30 and set(rows) == {"<th"}
+
+
+def test_contents(page):
+    """Each section is listed, in the order of the page."""
+    listed = re.findall(r'<li><a href="#([\w-]+)">', page[1])
+    assert listed == re.findall(r'<section id="([\w-]+)"', page[1])
+    assert listed[:4] == ["lines", "program", "memory", "collectives"] and "arguments" in listed
+
+
 def test_the_program(page):
     program = table(page[1], "what it makes")
     (line,) = (row for row in program if len(row) == 4 and row[1].startswith("    h_BH = "))
     assert line[1] == '    h_BH = jax.nn.relu(x_BM @ params["<up>"])'
-    assert line[2] == "2 x f32[8,32] P('data', 'model')"
+    assert line[3] == "2 x f32[8,32] P('data', 'model')"
     (line,) = (row for row in program if len(row) == 4 and row[1].startswith("    y_BM = "))
-    assert line[3].startswith("all_reduce over model: 128 B")
+    assert line[2] == "128 B in 1all_reduce over model: 128 B"
+    first, *_ = table(page[1], "share")
+    assert first[1:5] == ["", "128 B", "95.5 %", "1"] and first[5] == 'y_BM = h_BH @ params["down"]'
+
+
+def page_of(plan, path) -> str:
+    plan.to_html(path / "plan.html")
+    return (path / "plan.html").read_text(encoding="utf-8")
+
+
+def layers_plan(count: int):
+    """Layers, each a matrix and a bias, with momentum; the results are the next parameters."""
+
+    def step(params, momentum, x):
+        for w, b in params.values():
+            x = jnp.sin(x @ w) + b
+        return jax.tree.map(lambda p, m: p + m * x.sum(), params, momentum), momentum
+
+    params = {f"layer_{i}": (jnp.ones((16, 16)), jnp.ones(16)) for i in range(count)}
+    specs = {name: (P(None, "model"), P("model")) for name in params}
+    return sx.shard_jit(step, mesh=MESH, in_shardings=(specs, specs, P("data"))).plan(
+        params, params, jnp.ones((8, 16))
+    )
+
+
+def test_layers_are_folded_and_sorted_as_a_person_counts(tmp_path):
+    text = page_of(layers_plan(12), tmp_path)
+    arguments, results = (
+        table(re.search(f'<section id="{side}".*?</section>', text, re.S)[0], "path")
+        for side in ("arguments", "results")
+    )
+    assert [row[1:] for row in arguments] == [
+        ["24 arrays", "as params", "6.4 KiB"],
+        ["12 x f32[16,16]", "P(None, 'model')", "6.0 KiB"],
+        ["12 x f32[16]", "P('model')", "384 B"],
+        ["f32[8,16]", "P('data')", "128 B"],
+    ]
+    matrices = "".join(f"params/layer_{i}/0" for i in range(12))
+    assert arguments[1][0] == "params/layer_{0..11}/0" + matrices
+    momentum = matrices.replace("params", "momentum")
+    how = "12 x f32[16,16] P(None, 'model')"
+    assert arguments[0][0].startswith("momentummomentum/layer_{0..11}/0" + momentum + " " + how)
+    ((name, *passed_on),) = results
+    assert passed_on == ["48 arrays", "", "12.8 KiB"] and name.startswith(
+        "48 as the arguments of the same paths"
+    )
+    assert name.count(matrices) == name.count(momentum) == 1
+
+
+def test_results_that_are_passed_on_are_one_fold(tmp_path):
+    def step(state):
+        return {"w": state["w"] * 2, "v": state["v"] + 1}, state["w"].sum()
+
+    state = {"w": jnp.ones((16, 16)), "v": jnp.ones(16)}
+    specs = {"w": P("data"), "v": P("model")}
+    text = page_of(sx.shard_jit(step, mesh=MESH, in_shardings=(specs,)).plan(state), tmp_path)
+    rows = table(re.search(r'<section id="results".*?</section>', text, re.S)[0], "path")
+    assert [row[1] for row in rows] == ["f32[]", "2 arrays"]
+    assert rows[1][0].startswith("2 as the arguments of the same paths")
+    assert "state/v" in rows[1][0] and "state/w" in rows[1][0]
+
+
+def test_long_tables_are_folded(tmp_path):
+    """Rows past the first, and none where only a few would be."""
+    keys = [f"{chr(97 + i)}{chr(97 + j)}" for i in range(4) for j in range(12)]
+    for count, bodies in ((48, 3), (42, 1)):
+        args = {key: jnp.ones(i + 1) for i, key in enumerate(keys[:count])}
+        text = page_of(
+            sx.shard_jit(lambda a: sum(v.sum() for v in a.values()), mesh=MESH).plan(args), tmp_path
+        )
+        section = re.search(r'<section id="arguments".*?</section>', text, re.S)[0]
+        assert section.count("<tbody") == bodies and section.count("<tr>") == count + 1 + (bodies > 1)
+        assert ("8 more rows" in section) == (bodies > 1)
+
+
+def test_memory_is_a_curve_with_its_peak_named(page):
+    plan, text = page
+    memory = plan.memory()
+    assert max(m.nbytes for m in memory.curve) == memory.peak
+    assert [m.equation for m in memory.curve] == sorted({m.equation for m in memory.curve})
+    label = re.search(r'role="img" aria-label="([^"]*)"', text)[1]
+    assert f"{bytes_text(memory.peak)} at its peak at tests/test_html.py:" in label
+    drawn = [
+        float(y) for y in re.findall(r"L[\d.]+ ([\d.]+)", re.search(r'class="area" d="([^"]*)"', text)[1])
+    ]
+    tallest = max(range(len(memory.curve)), key=lambda i: memory.curve[i].nbytes)
+    assert min(range(len(drawn)), key=drawn.__getitem__) == 2 * tallest
+    stretches = table(text, "alive")
+    assert max(int(row[0].replace(",", "")) for row in stretches) <= memory.curve[-1].equation
+    assert bytes_text(memory.peak) in [row[1] for row in stretches]
+
+
+def test_the_curve_of_a_long_program_is_bounded_and_goes_into_loops(tmp_path):
+    def long(x):
+        for _ in range(700):
+            x = jnp.sin(x)
+            x = jax.lax.sort(x)
+        return jax.lax.scan(lambda c, _: (jax.lax.sort(jax.lax.sort(c) + jnp.roll(c, 1)), None), x, None, 5)[
+            0
+        ]
+
+    plan = sx.shard_jit(long, mesh=MESH).plan(jnp.ones(256))
+    memory = plan.memory()
+    assert 100 <= len(memory.curve) <= 200 and max(m.nbytes for m in memory.curve) == memory.peak
+    assert len(page_of(plan, tmp_path)) < 400_000
+    outside = len(plan.local_jaxpr.jaxpr.eqns[0].params["jaxpr"].eqns)
+    assert outside > 1400 and memory.curve[-1].equation > outside
+
+
+def test_lines_of_files_with_alike_names_are_told_apart(tmp_path, monkeypatch):
+    """a-b.py and a_b.py."""
+    functions = []
+    for name in ("a-b.py", "a_b.py"):
+        file = tmp_path / name
+        file.write_text("def f(x):\n    return x.sum()\n")
+        namespace: dict = {}
+        exec(compile(file.read_text(), str(file), "exec"), namespace)
+        functions.append(namespace["f"])
+    plan = sx.shard_jit(
+        lambda x: functions[0](x) * functions[1](x[0]), mesh=MESH, in_shardings=P("data")
+    ).plan(jnp.ones((8, 8)))
+    ids = [value for name, value in parsed(page_of(plan, tmp_path)).attributes if name == "id"]
+    assert len(ids) == len(set(ids)) and sum(i.startswith("line-") for i in ids) >= 4
 
 
 def test_the_arrays_that_can_be_chosen(page):

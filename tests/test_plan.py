@@ -12,12 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from shardax.cost import chips
 from shardax.cost.network import Network
+from shardax.explain.by_line import sent_by_line
 from shardax.explain.placed import AtRest, placed
 from shardax.explain.plan import Plan
 from shardax.explain.roofline import Sent, estimate, work
-from shardax.explain.tables import plain
+from shardax.explain.tables import MOST, Group, Row, Table, plain
 from shardax.explain.terminal import rich_text
 from shardax.explain.text import tables
+from shardax.ledger.collectives import comm_bytes
 from shardax.sharding import Sharding
 
 pytestmark = pytest.mark.quick
@@ -93,8 +95,8 @@ Results at rest: 224.1 KiB on each device
   replicated
     1                                                                                               f32[]  4 B
 
-At rest other than wanted, where the wanted sharding does not divide                               sent for it
-    argument 0/embed [257,64]: wanted P('model'), rests in P(None, 'model')                           32.1 KiB
+Stored otherwise than requested, where the requested sharding does not divide                      sent for it
+    argument 0/embed [257,64]: requested P('model'), stored as P(None, 'model')                       32.1 KiB
 
 Collectives, by the line that they serve                                                each     total   share
   tests/test_plan.py:NN: argument 0/embed at rest in P(None, 'model')
@@ -138,8 +140,49 @@ def test_text():
 def test_any_width(width):
     plan = plan_with_embedding_moved()
     lines = plan.text(width).splitlines()
-    assert max(map(len, lines)) == width
+    assert max(map(len, lines)) == min(width, MOST)
     assert sum(line.endswith(" 32.1 KiB") for line in lines) >= 1
+
+
+LONG = "over dim 0 of " + " and ".join(f"the gradient's add_any at model.py:{i}" for i in range(8))
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_reason_is_cut_and_code_only_where_it_must_be(width):
+    """A long reason goes on in the next line; a line of code takes what room there is, and so does its table."""
+    code = "y = " + " + ".join(f"x_{i}" for i in range(24))  # 147 columns with its line and the cells
+    rows = (Row(LONG, remark=True), Row(LONG, ("1.0 KiB",)), Row("model.py:1", ("2.0 KiB",), code))
+    table = Table("sent", (Group(f"model.py:2: {LONG}", rows),), ("each",))
+    for text in (plain([table], width), re.sub("\x1b\\[[0-9;]*m", "", rich_text([table], width))):
+        lines = text.splitlines()
+        assert max(len(line.rstrip()) for line in lines) <= width
+        assert [i for i, line in enumerate(lines) if "…" in line] == (
+            [] if width == 200 else [len(lines) - 1]
+        )
+        words = " ".join(" ".join(lines).replace("1.0 KiB", "").replace(" each", "").split())
+        assert words.count(LONG) == 3
+        assert (code in text) == (width == 200)
+
+
+def test_summary():
+    plan = plan_with_embedding_moved()
+    lines = plan.summary(3).splitlines()
+    assert lines[0] == plan.text().splitlines()[0]
+    assert lines[2].startswith("Memory on each device: ")
+    start = next(i for i, line in enumerate(lines) if line.startswith("The 3 dearest lines"))
+    rows = [re.fullmatch(r"    (\S+ .*?)  +(\d+) +(\S+ \S*B) +(\S+) %", line) for line in lines[start + 1 :]]
+    assert len(rows) == 4 and all(rows)
+    assert [row[1].split(":")[0] for row in rows[:3]] == ["tests/test_plan.py"] * 3
+    assert rows[3][1] == f"{len(sent_by_line(plan)) - 3} other lines"
+    assert sum(int(row[2]) for row in rows) == sum(c.trips for c in plan.collectives if not c.other_branch)
+    assert sum(float(row[4]) for row in rows) == pytest.approx(100, abs=0.3)
+    sent = [comm_bytes(group) for group in sent_by_line(plan).values()]
+    assert sent == sorted(sent, reverse=True) and sum(sent) == plan.comm_bytes
+    assert "The lines that send something" in plan.summary(len(sent))
+    with pytest.raises(
+        ValueError, match=r"lines of Plan.summary is 0, of type int: give a number of lines, such as 10"
+    ):
+        plan.summary(0)
 
 
 def test_on_a_terminal_rich_draws_the_same():
@@ -177,9 +220,9 @@ def test_equal_layers_and_moments_are_shown_once():
     in_specs = ({"params": split, "same": split, "weights": whole}, P("data"))
     args = (dict.fromkeys(in_specs[0], params), BATCH)
     plan = make_plan(scaled, in_specs, P("data"), args)
-    wanted = Sharding((("data", "model"),))
+    requested = Sharding((("data", "model"),))
     text = dataclasses.replace(
-        plan, at_rest=tuple(AtRest.of("argument", p, wanted) for p in list(plan.arguments())[:10])
+        plan, at_rest=tuple(AtRest.of("argument", p, requested) for p in list(plan.arguments())[:10])
     ).text()
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[2:10] == [
@@ -193,7 +236,7 @@ def test_equal_layers_and_moments_are_shown_once():
         "0/same 10 arrays 160 B",
     ]
     assert (
-        "argument 0/params/layer_{0..9} 10 x [16]: wanted P(('data', 'model')), rests in P('data') 0 B"
+        "argument 0/params/layer_{0..9} 10 x [16]: requested P(('data', 'model')), stored as P('data') 0 B"
         in lines
     )
     assert any(line.endswith(": params/layer_{0..9} in P()") for line in lines)

@@ -21,7 +21,7 @@ BLOCK, GATHER = (
 def moved(f, *args, **options):
     plan = sx.shard_jit(f, mesh=MESH, **options).plan(*args)
     assert sum(map(plan.cost_at_rest, plan.at_rest)) == plan.comm_bytes, [str(c) for c in plan.collectives]
-    return [(m.path, str(m.wanted), str(m.rests), m.came, m.left) for m in plan.at_rest]
+    return [(m.path, str(m.requested), str(m.stored), m.came, m.left) for m in plan.at_rest]
 
 
 WANTED, ASIDE, WHOLE = "P('d', None)", "P(None, 'd')", "P(None, None)"

@@ -1,6 +1,8 @@
 """The main job: end to end on a tiny model, its comparisons, its text, its rules of sharding, its errors."""
 
+import platform
 import re
+import sysconfig
 from pathlib import Path
 
 import jax
@@ -38,10 +40,39 @@ def test_main_job(capsys, tmp_path):
     assert curve[-1] < curve[0] - 0.5
     assert "mesh data=4,model=2" in out
     assert re.search(r"^held-out loss: \d\.\d+ nats a token$", out, re.MULTILINE)
-    assert re.search(r"^sample:\n    .*>>>", out, re.MULTILINE | re.DOTALL)
-    assert "plan of the train step:" in out
+    corpus = text.standard_library()
+    assert (
+        f"\ncorpus: the Python {platform.python_version()} standard library in {sysconfig.get_path('stdlib')}, "
+        in out
+    )
+    prompt = rf"^sample, after the first 32 tokens of {corpus.first}, of which the last are shown before >>>:\n    .*>>>"
+    assert re.search(prompt, out, re.MULTILINE | re.DOTALL)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "plan.html", "plan.txt"]
+    brief, _, rest = out.partition("plan of the train step, in brief:\n")[2].partition("the whole plan, with")
+    assert f"{tmp_path / 'plan.txt'} and {tmp_path / 'plan.html'}" in rest
+    first, *lines = brief.splitlines()
+    whole = (tmp_path / "plan.txt").read_text()
+    assert whole.startswith(first) and len(whole) > 10 * len(brief)
+    dearest = lines[lines.index("", 4) :]
+    assert (
+        sum(bool(re.match(r"    models/\w+\.py:\d+  .* [KM]?i?B +[\d.]+ %$", line)) for line in dearest) == 10
+    )
+    assert re.fullmatch(r"    \d+ other lines? .*%", lines[-1])
+
+
+def test_held_out_loss_while_it_trains(capsys, tmp_path, monkeypatch):
+    """At every eighth of the run, and at its end, which is what is printed; the plot shows it."""
+    plotted = []
+    monkeypatch.setattr(
+        report, "plot_losses", lambda curves, path, held_out: plotted.append((curves, held_out))
+    )
+    out = run(capsys, tmp_path, "--mesh", "data=8", "--steps", "17", "--rate", "1e-2", "--partitioner", "xla")
+    ((curves, held_out),) = plotted
+    assert list(held_out) == [2, 4, 6, 8, 10, 12, 14, 16, 17] and len(curves["xla"]) == 17
+    assert held_out[17] < held_out[2] - 0.2
+    assert f"held-out loss: {held_out[17]:.4f} nats a token" in out
+    assert not (tmp_path / "plan.txt").exists()
 
 
 @pytest.mark.once
@@ -272,5 +303,9 @@ def test_dividing_drops_what_does_not():
 def test_plot_is_replaced_whole(tmp_path):
     path = tmp_path / "new" / "loss.png"
     report.plot_losses({"a": [2.0, 1.0], "b": [2.0, 1.5]}, path)
-    report.plot_losses({"a": [1.0]}, path)
+    before = path.read_bytes()
+    report.plot_losses({"a": [1.0, 0.5]}, path)
+    training = path.read_bytes()
+    report.plot_losses({"a": [1.0, 0.5]}, path, {1: 1.5, 2: 1.0})
+    assert len({before, training, path.read_bytes()}) == 3
     assert [p.name for p in path.parent.iterdir()] == ["loss.png"]

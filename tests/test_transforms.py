@@ -421,7 +421,7 @@ def test_what_cannot_rest_as_requested_is_told():
 
     def at_rest(dtype, *transforms):
         f = sx.shard_jit(lambda w, x: w - x.sum() * w, transforms=transforms, **how)
-        return [(a.path, a.wanted, a.rests) for a in f.plan(shape(13, 8, dtype=dtype), shape(4)).at_rest]
+        return [(a.path, a.requested, a.stored) for a in f.plan(shape(13, 8, dtype=dtype), shape(4)).at_rest]
 
     assert at_rest("bfloat16", Rests("bfloat16")) == at_rest("float32") != []
 

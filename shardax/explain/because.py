@@ -238,7 +238,7 @@ class _Teller:
         if c.decision is None:
             requested = self.completion.sharding(c.value)
             by = _by(self.sources(c.value, requested, requested.axes))
-            return f"the wanted {self.spec(c.target.sharding)}{by}"
+            return f"the requested {self.spec(c.target.sharding)}{by}"
         if c.decision.factors is None:
             return self.looped(c, c.reader)
         return self.needed(c, c.reader, c.decision, c.decision.factors)
@@ -286,7 +286,7 @@ class _Teller:
         return f"{self.spec(c.target.sharding)} by {words}{why}"
 
     def undivided(self, value: Value, requested: Sharding) -> str:
-        """Why a value does not rest as wanted."""
+        """Why a value is not stored as requested."""
         sizes = zip(value.shape, requested.dims, strict=True)
         if all(n % shard_count(axes, self.completion.sizes) == 0 for n, axes in sizes):
             return ""

@@ -36,7 +36,7 @@ class Facts:
         between calls.
       out_shardings: likewise the result.
       kw_shardings: likewise the keyword arguments.
-      at_rest: what rests in another sharding than was wanted.
+      at_rest: what is stored in another sharding than was requested.
       graph: the global program, flat.
       values: the sharding of each value of `graph`, and where it comes from.
       decisions: in which layouts each value of `graph` is made and read.
@@ -109,8 +109,8 @@ class Facts:
 
     @_jax.boundary
     def cost_at_rest(self, entry: AtRest) -> int:
-        """Bytes that one device sends per call to bring `entry` to the wanted sharding, and back to where it
-        rests.
+        """Bytes that one device sends per call to bring `entry` to the requested sharding, and back to how it
+        is stored.
         """
         require(isinstance(entry, AtRest), "entry of Plan.cost_at_rest", entry, "one of Plan.at_rest")
         return entry.came + entry.left

@@ -28,7 +28,7 @@ def as_dict(plan: Analysis) -> dict[str, Any]:
         "arguments": [_place(p) for p in plan.arguments()],
         "results": [_place(p) for p in plan.results()],
         "at_rest": [
-            {**asdict(entry), "wanted": str(entry.wanted), "rests": str(entry.rests)}
+            {**asdict(entry), "requested": str(entry.requested), "stored": str(entry.stored)}
             for entry in plan.at_rest
         ],
         "collectives": [{**_collective(c), "because": plan.because(c)} for c in plan.collectives],

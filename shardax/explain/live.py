@@ -10,7 +10,7 @@ reorder and fuse more, and it pads. What is fused, updated in place, or read in 
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import jaxprs_in_params
 
@@ -118,33 +118,48 @@ def nbytes(v) -> int:
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize if hasattr(v.aval, "shape") else 0
 
 
-def live_peak(
-    jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()
-) -> tuple[int, str, list[tuple[Any, str]]]:
+class Live(NamedTuple):
     """The most bytes that live at once, the line where that is, and the variables that live then, each with
-    its line. See `Life`.
+    its line.
+
+    `curve`: the bytes alive before the first equation, and after each, with it and those it is in, outermost
+    first, in program order. For an equation with bodies stands one iteration of the dearest.
     """
+
+    peak: int
+    line: str
+    alive: list[tuple[Any, str]]
+    curve: list[tuple[int, tuple[Any, ...]]]
+
+
+def live(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> Live:
+    """What lives when in a program; `kept` and `stored` as in `Life`."""
     life = Life(jaxpr, kept, stored)
-    inner = {i: _dearest(eqn) for i, eqn in enumerate(jaxpr.eqns) if any(True for _ in bodies(eqn))}
-    totals = life.totals()
-    for i, (extra, _, _) in inner.items():
-        totals[i + 1] += extra
-    at = max(range(len(totals)), key=totals.__getitem__)
-    extra = inner.get(at - 1, (0, "", []))
-    line = extra[1] or (_jax.user_line(jaxpr.eqns[at - 1].source_info) if at else "")
-    return totals[at], line, [*life.alive(at), *extra[2]]
+    inner = {i: _dearest(eqn) for i, eqn in enumerate(jaxpr.eqns, 1) if any(True for _ in bodies(eqn))}
+    peaks, curve = [], []
+    for i, total in enumerate(life.totals()):
+        body, around = inner.get(i, _NO_BODY), tuple(jaxpr.eqns[i - 1 : i] if i else ())
+        peaks.append(total + body.peak)
+        curve += [(total + n, (*around, *eqns)) for n, eqns in body.curve]
+    at = max(range(len(peaks)), key=peaks.__getitem__)
+    body = inner.get(at, _NO_BODY)
+    line = body.line or (_jax.user_line(jaxpr.eqns[at - 1].source_info) if at else "")
+    return Live(peaks[at], line, [*life.alive(at), *body.alive], curve)
 
 
-def _dearest(eqn) -> tuple[int, str, list[tuple[Any, str]]]:
+_NO_BODY = Live(0, "", [], [(0, ())])
+
+
+def _dearest(eqn) -> Live:
     """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are
     new arrays.
     """
-    peaks = []
+    found = []
     for body in bodies(eqn):
         jaxpr = _jax.closed(body).jaxpr
         start = sum(_jax.scan_counts(eqn.params)) if eqn.primitive.name == "scan" else len(jaxpr.invars)
-        peaks.append(live_peak(jaxpr, (), jaxpr.invars[start:]))
-    return max(peaks, key=lambda peak: peak[0])
+        found.append(live(jaxpr, (), jaxpr.invars[start:]))
+    return max(found, key=lambda each: each.peak)
 
 
 def traffic(jaxpr) -> Iterator[tuple[Any, int]]:

@@ -5,13 +5,15 @@ This is an estimate, read off the local jaxpr in program order (see `shardax.exp
 `memory_analysis()` of the compiled program says what it really takes.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardax import _jax
 from shardax.explain.facts import Facts
-from shardax.explain.live import live_peak, nbytes
+from shardax.explain.live import live, nbytes
 from shardax.explain.saved import saved
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.terminal import shown
@@ -21,6 +23,7 @@ from shardax.ledger.lines import code, line_text
 from shardax.ledger.words import as_one, bytes_text, form, times
 
 TOP = 12  # rows that the text shows
+STRETCHES = 200  # of the curve
 FEW = 8  # parts of an argument that are shown each
 
 
@@ -37,12 +40,22 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """Bytes alive on one device after an equation of the local program, and the user's line of it."""
+
+    equation: int
+    nbytes: int
+    line: str
+
+
+@dataclass(frozen=True)
 class Memory:
     """Bytes on each device.
 
     `arguments`: by the first two keys of their paths. `saved`: for the backward pass, the largest first.
     `peak`: of the live set, at the user's `line`; `tensors` live then, the largest first. `replicated`:
-    arrays of at least `threshold` bytes that no axis splits, the largest first.
+    arrays of at least `threshold` bytes that no axis splits, the largest first. `curve`: the program in at
+    most `STRETCHES` equal stretches, and of each the moment of most bytes; bodies count one iteration.
     """
 
     arguments: dict[str, int]
@@ -53,6 +66,7 @@ class Memory:
     tensors: tuple[Tensor, ...]
     replicated: tuple[Tensor, ...]
     threshold: int
+    curve: tuple[Moment, ...] = ()
 
     def __str__(self):
         return shown([self.table()])
@@ -80,7 +94,7 @@ def memory(plan: Facts, threshold: int) -> Memory:
     inputs = [parameters[v] for v in plan.local_jaxpr.jaxpr.invars if v in parameters]
     origins = {v: f"argument {name}" for v, name in zip(inputs, paths, strict=False)}
     kept = [v for i, v in enumerate(inputs) if i not in plan.donated]
-    peak, line, alive = live_peak(jaxpr, kept, jaxpr.invars)
+    found = live(jaxpr, kept, jaxpr.invars)
     came = [
         Tensor(array_text(c.operands[0]), c.nbytes, c.reason) for c in plan.crossed("argument")
     ]  # and stay where they were
@@ -88,17 +102,28 @@ def memory(plan: Facts, threshold: int) -> Memory:
     def tensor(v, origin: str, name: str = "") -> Tensor:
         return Tensor(array_text(v.aval), nbytes(v), origin or plan.line, name)
 
-    tensors = [*came, *(tensor(v, origins.get(v, where)) for v, where in alive)]
+    tensors = [*came, *(tensor(v, origins.get(v, where)) for v, where in found.alive)]
+    beside = sum(t.nbytes for t in came)
     return Memory(
         _by_group(list(zip(paths, map(nbytes, inputs), strict=False))),
         sum(map(nbytes, jaxpr.outvars)),
         _largest(tensor(v, line, name) for v, name, line in saved(jaxpr)),
-        peak + sum(t.nbytes for t in came),
-        line or plan.line,
+        found.peak + beside,
+        found.line or plan.line,
         _largest(tensors),
         _largest(_replicated(plan, threshold)),
         threshold,
+        tuple(_curve(found.curve, beside, plan.line)),
     )
+
+
+def _curve(points: Sequence[tuple[int, Sequence[Any]]], beside: int, line: str) -> Iterator[Moment]:
+    """The dearest point of each stretch, with `beside` more bytes; those without a line have this one."""
+    step = math.ceil(len(points) / STRETCHES)
+    for start in range(0, len(points), step):
+        at = max(range(start, min(start + step, len(points))), key=lambda i: points[i][0])
+        found = (_jax.user_line(eqn.source_info) for eqn in reversed(points[at][1]))
+        yield Moment(at, points[at][0] + beside, next(filter(None, found), line))
 
 
 def _largest(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
@@ -138,20 +163,25 @@ def _replicated(plan: Facts, threshold: int) -> Iterator[Tensor]:
 
 
 def _groups(heading: str, tensors: Sequence[Tensor]) -> Iterator[Group]:
-    """Rows of arrays: one for all arrays of one type that share a name or line, or come from arguments whose
-    paths differ only in numbers.
-    """
-    alike: dict[tuple[str, str], list[Tensor]] = {}
-    for t in tensors:
-        origin = form(t.origin) if t.origin.startswith("argument") else t.origin
-        alike.setdefault((t.array, t.name or origin), []).append(t)
-    totals = sorted(alike.values(), key=lambda group: -_bytes(group))
+    """Rows of arrays, one for all that are alike."""
+    totals = alike(tensors)
     rows = [_row(group) for group in totals[:TOP]]
     others = [t for group in totals[TOP:] for t in group]
     if others:
         rows.append(Row("other", (f"{len(others)} arrays", bytes_text(_bytes(others)))))
     if rows:
         yield Group(heading, tuple(rows))
+
+
+def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The arrays of one type that share a name or line, or come from arguments whose paths differ only in
+    numbers; the dearest first.
+    """
+    groups: dict[tuple[str, str], list[Tensor]] = {}
+    for t in tensors:
+        origin = form(t.origin) if t.origin.startswith("argument") else t.origin
+        groups.setdefault((t.array, t.name or origin), []).append(t)
+    return sorted(groups.values(), key=lambda group: -_bytes(group))
 
 
 def _row(group: Sequence[Tensor]) -> Row:

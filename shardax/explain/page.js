@@ -6,9 +6,12 @@ const MOST = { rows: 32, columns: 128, facets: 16 };  // blocks that are drawn a
 
 // ---- tables: a click on a head sorts, the search hides rows
 
+const bodiesOf = (table) => [...table.tBodies].filter((body) => !body.classList.contains("more"));
+const rowsOf = (table) => bodiesOf(table).flatMap((body) => [...body.rows]);
+
 function sort(head) {
-  const body = head.closest("table").tBodies[0], column = head.cellIndex;
-  const numeric = body.rows[0]?.cells[column].dataset.value !== undefined;
+  const table = head.closest("table"), rows = rowsOf(table), column = head.cellIndex;
+  const numeric = rows[0]?.cells[column].dataset.value !== undefined;
   const before = head.getAttribute("aria-sort");
   const order = before === "descending" || (before === null && !numeric) ? "ascending" : "descending";
   for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
@@ -16,36 +19,66 @@ function sort(head) {
   const key = (row) => row.cells[column].dataset.value ?? row.cells[column].textContent;
   const compare = numeric ? (a, b) => a - b : (a, b) => a.localeCompare(b, "en", { numeric: true });
   const sign = order === "ascending" ? 1 : -1;
-  body.append(...[...body.rows].sort((a, b) => sign * compare(key(a), key(b))));
+  rows.sort((a, b) => sign * compare(key(a), key(b)));
+  const bodies = bodiesOf(table), counts = bodies.map((body) => body.rows.length);  // as many are folded as before
+  bodies.forEach((body, i) => body.append(...rows.splice(0, counts[i])));
 }
 
-for (const head of document.querySelectorAll(".ledger th")) {
-  head.addEventListener("click", () => sort(head));
-  head.addEventListener("keydown", (event) => event.key === "Enter" && sort(head));
+for (const button of document.querySelectorAll(".ledger thead button")) {
+  button.addEventListener("click", () => sort(button.closest("th")));
+}
+
+const unfolded = new Set();  // by the search
+
+function unfold(fold) {
+  if (fold.open) return;
+  fold.open = true;
+  unfolded.add(fold);
+}
+
+const texts = new WeakMap();  // of a row: all of it, and what is seen while it is folded
+
+function textsOf(row) {
+  if (!texts.has(row)) {
+    const seen = row.cloneNode(true);
+    seen.querySelectorAll("details > :not(summary)").forEach((inside) => inside.remove());
+    texts.set(row, [row, seen].map((each) => each.textContent.toLowerCase()));
+  }
+  return texts.get(row);
 }
 
 function search(text) {
   const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-  let shown = 0;
-  for (const section of document.querySelectorAll("section")) {
-    let here = 0;
-    for (const row of section.querySelectorAll("tbody tr")) {
-      row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
-      here += !row.hidden;
-    }
-    section.hidden = here === 0;
-    shown += here;
+  const found = [];
+  for (const fold of unfolded) fold.open = false;
+  unfolded.clear();
+  for (const section of document.querySelectorAll("section:has(tbody)")) {
+    const rows = [...section.querySelectorAll("table")].flatMap(rowsOf);
+    const matching = rows.filter((row) => words.every((word) => textsOf(row)[0].includes(word)));
+    for (const row of rows) row.hidden = true;
+    for (const row of matching) row.hidden = false;
+    section.hidden = matching.length === 0;
+    found.push(...matching);
   }
-  byId("matches").textContent = words.length ? `${shown} rows` : "";
+  if (words.length) {
+    for (const row of found) {
+      if (!words.every((word) => textsOf(row)[1].includes(word))) row.querySelectorAll("details").forEach(unfold);
+      const file = row.closest("details"), tail = row.closest(".tail");
+      if (file) unfold(file);
+      if (tail) unfold(tail.previousElementSibling.querySelector("details"));
+    }
+  }
+  byId("matches").textContent = words.length ? `${found.length} rows` : "";
 }
 
 byId("search").addEventListener("input", (event) => search(event.target.value));
 document.addEventListener("click", (event) => {
-  const link = event.target.closest('a[href^="#"]');
-  if (link && byId(link.getAttribute("href").slice(1))?.hidden) {  // a line that the search hides
+  const link = event.target.closest('a[href^="#"]'), place = link && byId(link.getAttribute("href").slice(1));
+  if (place?.hidden) {  // a line that the search hides
     byId("search").value = "";
     search("");
   }
+  place?.closest("details")?.setAttribute("open", "");
 });
 
 // ---- the picture: blocks of an array and the mesh, of any rank
@@ -213,8 +246,7 @@ function show(array) {
   const layout = layoutOf(array), holders = holdersOf(layout);
   const local = product(layout.sizes), bytes = (local * array.itemsize).toLocaleString("en");
   const uneven = array.shape.some((size, d) => layout.sizes[d] * layout.counts[d] !== size);
-  byId("hint").hidden = true;
-  byId("picture").hidden = false;
+  byId("panel").hidden = false;
   byId("array-name").textContent = array.name;
   byId("array-facts").textContent =
     `${array.type}, ${array.sharding}: ${product(layout.counts)} blocks of [${layout.sizes.join(", ")}], ${bytes} bytes each` +
@@ -226,11 +258,25 @@ function show(array) {
   choose(0, layout.counts.map(() => 0));
 }
 
+let chosen = null;  // the button of the array that is shown
+
+function close() {
+  byId("panel").hidden = true;
+  chosen?.classList.remove("chosen");
+  chosen?.focus();
+  chosen = null;
+}
+
 for (const button of document.querySelectorAll("button.array")) {
   button.addEventListener("click", () => {
-    document.querySelectorAll("button.array.chosen").forEach((other) => other.classList.remove("chosen"));
+    chosen?.classList.remove("chosen");
+    chosen = button;
     button.classList.add("chosen");
     show(arrays[+button.dataset.array]);
     if (innerWidth <= 1000) byId("panel").scrollIntoView();
+    byId("array-name").focus({ preventScroll: true });
   });
 }
+
+byId("close").addEventListener("click", close);
+document.addEventListener("keydown", (event) => event.key === "Escape" && chosen && close());

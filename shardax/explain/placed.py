@@ -60,23 +60,23 @@ def path_text(path) -> str:
 
 @dataclass(frozen=True)
 class AtRest:
-    """An argument or result that rests in another sharding than was wanted, because the wanted one does not
-    divide it.
+    """An argument or result that is stored in another sharding than was requested, because the requested one
+    does not divide it.
 
     `path` begins with "argument" or "result", as in "argument state/params/embed". `came` is the bytes that
-    one device sends per call to bring an argument to the wanted sharding; `left`, to bring a result, or the
-    successor of a donated argument, to rest.
+    one device sends per call to bring an argument to the requested sharding; `left`, to bring a result, or
+    the successor of a donated argument, to rest.
     """
 
     path: str
     shape: tuple[int, ...]
-    wanted: Sharding
-    rests: Sharding
+    requested: Sharding
+    stored: Sharding
     came: int = 0
     left: int = 0
 
     @staticmethod
-    def of(side: str, place: Placed, wanted: Sharding, came: int = 0, left: int = 0) -> "AtRest":
-        """A place, of `side` "argument" or "result", that does not rest as wanted."""
+    def of(side: str, place: Placed, requested: Sharding, came: int = 0, left: int = 0) -> "AtRest":
+        """A place, of `side` "argument" or "result", that is not stored as requested."""
         path = f"{side} {place.named or place.path}".rstrip()
-        return AtRest(path, tuple(place.aval.shape), wanted, place.sharding, came, left)
+        return AtRest(path, tuple(place.aval.shape), requested, place.sharding, came, left)

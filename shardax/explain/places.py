@@ -4,13 +4,13 @@ only mentioned.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from shardax.explain.facts import Facts
 from shardax.explain.placed import Placed
 from shardax.explain.tables import Group, Row, Table
 from shardax.ledger.collectives import array_bytes, array_text
-from shardax.ledger.words import as_one, bytes_text, form, times
+from shardax.ledger.words import as_one, bytes_text, form, natural, times
 
 SUBTREE = 8  # arrays: a smaller part of the arguments is shown, even where another part is laid out alike
 HEADS = ("", "")  # type, bytes on each device
@@ -34,16 +34,56 @@ def results(plan: Facts) -> Iterator[Table]:
     """Rows of the results. Those that rest as the argument of the same path, such as a state that is passed
     on, are only counted.
     """
-    known = {(p.path, *_how(p)) for p in plan.arguments()}
-    places = list(plan.results())
-    other = [p for p in places if (p.path, *_how(p)) not in known]
-    same = len(places) - len(other)
-    groups = [Group(f"{same} are sharded as the arguments of the same paths")] * (same > 0)
+    same, other = passed_on(plan)
+    groups = [Group(f"{len(same)} are sharded as the arguments of the same paths")] * bool(same)
     groups += _by_sharding(other)
     if groups:
-        yield Table(
-            f"Results at rest: {bytes_text(_resident(places))} on each device", tuple(groups), HEADS, 1
-        )
+        size = bytes_text(_resident([*same, *other]))
+        yield Table(f"Results at rest: {size} on each device", tuple(groups), HEADS, 1)
+
+
+def passed_on(plan: Facts) -> tuple[list[Placed], list[Placed]]:
+    """The results that are laid out as the arguments of the same paths, and the others."""
+    known = {(p.path, *_how(p)) for p in plan.arguments()}
+    same, other = [], []
+    for place in plan.results():
+        (same if (place.path, *_how(place)) in known else other).append(place)
+    return same, other
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Places that are shown as one row, in the order in which a person counts.
+
+    `name`: of the row. `original`: where the places are those of a subtree that is laid out as an earlier
+    one, that one.
+    """
+
+    name: str
+    places: tuple[Placed, ...]
+    original: str = ""
+
+    @property
+    def resident(self) -> int:
+        """Bytes on each device."""
+        return _resident(self.places)
+
+
+def folds(places: Iterable[Placed]) -> list[Fold]:
+    """One fold for all places of one type and sharding whose paths differ only in their numbers, as those of
+    equal layers do, and one for each part that is laid out as another; by their names, as a person counts.
+    """
+    places = list(places)
+    repeats = _repeats(places)
+    places.sort(key=lambda p: natural(p.path))
+    alike = defaultdict(list)
+    for place in places:
+        if not _inside(place.path, repeats):
+            alike[form(place.path), *_how(place)].append(place)
+    found = [Fold(as_one([p.path for p in group]) or "the value", tuple(group)) for group in alike.values()]
+    for subtree, original in repeats.items():
+        found.append(Fold(subtree, tuple(p for p in places if _inside(p.path, [subtree])), original))
+    return sorted(found, key=lambda fold: natural(fold.places[0].path))
 
 
 def _by_sharding(places: Iterable[Placed]) -> Iterator[Group]:

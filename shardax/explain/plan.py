@@ -13,7 +13,7 @@ from shardax.explain.record import changes, check_same_program, read, record
 from shardax.explain.source import source
 from shardax.explain.tables import WIDTH, plain
 from shardax.explain.terminal import shown
-from shardax.explain.text import tables
+from shardax.explain.text import summary, tables
 from shardax.explain.values import shardings_text
 from shardax.explain.why import why
 from shardax.validation import is_integer, require
@@ -116,11 +116,30 @@ class Plan(Analysis):
 
     @_jax.boundary
     def text(self, width: int = WIDTH) -> str:
-        """What `print` shows, as plain text of `width` columns. (On a terminal, `print` takes its width, and
-        colors.)
+        """What `print` shows, as plain text of at most `width` columns: reasons are as wide as that, tables
+        only where their rows need it. (On a terminal, `print` takes its width, and colors.)
         """
         require(is_integer(width, 1), "width of Plan.text", width, "a number of columns, such as 120")
         return plain(tables(self), width)
+
+    @_jax.boundary
+    def summary(self, lines: int = 10) -> str:
+        """The plan in brief: bytes sent and memory on each device, bytes by kind of collective, and by line.
+
+        Args:
+          lines: how many lines of the user's code are listed, those that send most.
+
+        Raises ValueError where `lines` is no positive integer.
+
+        >>> import jax, shardax as sx
+        >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+        >>> f = sx.shard_jit(lambda x: x.sum(), mesh=AbstractMesh((4,), ("x",)), in_shardings=P("x"))
+        >>> print(f.plan(jax.ShapeDtypeStruct((8,), "float32")).summary())
+        4 devices, mesh x=4. Each sends 6 B per call, in 1 collectives.
+        ...
+        """
+        require(is_integer(lines, 1), "lines of Plan.summary", lines, "a number of lines, such as 10")
+        return shown(summary(self, lines))
 
     def __str__(self):
         return shown(tables(self))

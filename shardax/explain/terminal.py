@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from shardax.explain.tables import WIDTH, Group, Row, Table, cut, plain, rest, shortened
+from shardax.explain.tables import WIDTH, Group, Row, Table, cut, plain
 
-LEAST, MOST = 60, 140  # columns: numbers too far from their text are hard to follow
+LEAST = 60  # columns
 
 
 def shown(tables: Sequence[Table]) -> str:
@@ -19,7 +19,7 @@ def shown(tables: Sequence[Table]) -> str:
     """
     if not sys.stdout.isatty():
         return plain(tables)
-    width = min(MOST, max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns))
+    width = max(LEAST, shutil.get_terminal_size((WIDTH, 24)).columns)
     return rich_text(tables, width) if importlib.util.find_spec("rich") else plain(tables, width)
 
 
@@ -44,8 +44,7 @@ def _parts(table: Table, width: int) -> list[Any]:
     title = Text(table.title, style="bold")
     if not table.groups:
         return [title]
-    sizes = table.sizes()
-    left = rest(sizes, width)
+    sizes, left = table.sizes(), table.left(width)
     heads = tuple(f"[bold]{head}" if head else "" for head in table.heads)
     parts: list[Any] = [
         _grid(table, sizes, left, [(title, heads)]) if any(heads) else title,
@@ -67,7 +66,7 @@ def _remark(row: Row, width: int):
     from rich.padding import Padding
     from rich.text import Text
 
-    return Padding(Text(shortened(row, width - 4), style="dim"), (0, 0, 0, 4))
+    return Padding(Text(row.text, style="dim"), (0, 0, 0, 4))
 
 
 def _grid(table: Table, sizes: Sequence[int], left: int, rows: Sequence[tuple[Any, Sequence[Any]]]):

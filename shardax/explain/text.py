@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from shardax.cost.chips import CHIPS
 from shardax.explain.analysis import Analysis
+from shardax.explain.by_line import dearest_lines, run_count
 from shardax.explain.places import arguments, results
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.values import shardings
 from shardax.ledger.collectives import Collective, array_text, comm_bytes
 from shardax.ledger.lines import line_text
-from shardax.ledger.words import as_one, bytes_text, form, seconds_text, spec_text, times
-from shardax.partition.reasons import Resharded
+from shardax.ledger.words import as_one, bytes_text, form, percent, seconds_text, spec_text, times
 
 MONEY = ("each", "total", "share")
 
@@ -23,10 +23,10 @@ def tables(plan: Analysis) -> list[Table]:
     sections = (
         _heading(plan),
         _untyped(plan),
-        _meshes(plan),
+        meshes(plan),
         arguments(plan),
         results(plan),
-        _at_rest(plan),
+        at_rest(plan),
         _collectives(plan),
         _totals(plan),
     )
@@ -37,12 +37,22 @@ def tables(plan: Analysis) -> list[Table]:
     ]
 
 
+def summary(plan: Analysis, lines: int) -> list[Table]:
+    """The plan's size and price, its memory, what is sent by kind, and the dearest lines."""
+    return [*_heading(plan), *_peak(plan), *_totals(plan), *dearest_lines(plan, lines)]
+
+
+def _peak(plan: Analysis) -> Iterator[Table]:
+    memory = plan.memory()
+    at = f", at {line_text(memory.line)}" if memory.line else ""
+    yield Table(f"Memory on each device: {bytes_text(memory.peak)} at most{at}", ())
+
+
 def _heading(plan: Analysis) -> Iterator[Table]:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
-    count = sum(c.trips for c in plan.collectives if not c.other_branch)
     yield Table(
         f"{plan.mesh.size} devices, mesh {mesh}. Each sends {bytes_text(plan.comm_bytes)} per call, in "
-        f"{count} collectives.",
+        f"{run_count(plan.collectives)} collectives.",
         (),
     )
 
@@ -52,7 +62,7 @@ def _untyped(plan: Analysis) -> Iterator[Table]:
         yield Table(f"No Explicit types, so completion decides. JAX: {plan.untyped}", ())
 
 
-def _meshes(plan: Analysis) -> Iterator[Table]:
+def meshes(plan: Analysis) -> Iterator[Table]:
     """How axes were refined, and what other meshes say; nothing where there is one mesh, as the user named
     it.
     """
@@ -73,18 +83,19 @@ _BOUNDARY = (
 )
 
 
-def _at_rest(plan: Analysis) -> Iterator[Table]:
+def at_rest(plan: Analysis) -> Iterator[Table]:
+    """What is stored otherwise than requested, and what that costs."""
     alike = defaultdict(list)
     for entry in plan.at_rest:
-        alike[form(entry.path), entry.shape, entry.wanted, entry.rests].append(entry)
+        alike[form(entry.path), entry.shape, entry.requested, entry.stored].append(entry)
     groups = [(sum(map(plan.cost_at_rest, group)), *key[1:], group) for key, group in alike.items()]
     rows = []
-    for cost, shape, wanted, rests, group in sorted(groups, key=lambda group: -group[0]):
+    for cost, shape, requested, stored, group in sorted(groups, key=lambda group: -group[0]):
         what = f"{as_one([entry.path for entry in group])} {times(len(group))}[{','.join(map(str, shape))}]"
-        rests_text = f"{'in ' * bool(rests.axes)}{spec_text(rests)}"
-        rows.append(Row(f"{what}: wanted {spec_text(wanted)}, rests {rests_text}", (bytes_text(cost),)))
+        how = f"requested {spec_text(requested)}, stored {'as ' * bool(stored.axes)}{spec_text(stored)}"
+        rows.append(Row(f"{what}: {how}", (bytes_text(cost),)))
     if rows:
-        title = "At rest other than wanted, where the wanted sharding does not divide"
+        title = "Stored otherwise than requested, where the requested sharding does not divide"
         yield Table(title, (Group("", tuple(rows)),), ("sent for it",))
 
 
@@ -103,19 +114,14 @@ def _collectives(plan: Analysis) -> Iterator[Table]:
 
 
 def _of_reason(plan: Analysis, group: Sequence[Collective]) -> Iterator[Row]:
-    """The facts, of which equal layers differ in numbers only, and under them what is sent because of them.
-
-    A line of what was summed or exchanged is enough; of two facts that clashed both are shown, and of a sum
-    all lines that add to it.
-    """
+    """The facts, of which equal layers differ in numbers only; under each what is sent because of it."""
     facts = defaultdict(list)
     for c in group:
         facts[form(plan.because(c))].append(c)
     for because, alike in sorted(facts.items(), key=lambda item: -comm_bytes(item[1])):
         if because:
-            whole = isinstance(alike[0].cause, Resharded) or alike[0].also
             for fact in as_one([plan.because(c) for c in alike], exact=True).splitlines():
-                yield Row(fact, remark=True, one_line=not whole)
+                yield Row(fact, remark=True)
         counts = Counter(replace(c, reason="") for c in alike)
         for c, count in sorted(counts.items(), key=lambda item: -item[0].total * item[1]):
             yield from _rows(c, count, plan.comm_bytes)
@@ -126,7 +132,7 @@ def _rows(c: Collective, count: int, total: int) -> Iterator[Row]:
     operands = f"{first} and {len(others)} more" if others else first
     what = f"{times(count)}{c.kind} over {','.join(c.axes)} of {operands}"
     sent = count * c.total
-    yield Row(what, (bytes_text(c.nbytes), bytes_text(sent), _share(sent, total)))
+    yield Row(what, (bytes_text(c.nbytes), bytes_text(sent), percent(sent, total)))
     if c.trips > 1:
         yield Row(f"    {c.trips} trips")
     if c.open_loop:
@@ -142,10 +148,10 @@ def _totals(plan: Analysis) -> Iterator[Table]:
     rows = []
     for (kind, axes), group in sorted(by_kind.items(), key=lambda item: -comm_bytes(item[1])):
         sent = comm_bytes(group)
-        count = sum(c.trips for c in group if not c.other_branch)
         rows.append(
             Row(
-                f"{kind} over {','.join(axes)}", (str(count), bytes_text(sent), _share(sent, plan.comm_bytes))
+                f"{kind} over {','.join(axes)}",
+                (str(run_count(group)), bytes_text(sent), percent(sent, plan.comm_bytes)),
             )
         )
     if rows:
@@ -167,7 +173,3 @@ def _phases(plan: Analysis) -> Iterator[Table]:
     if plan.phases:
         text = ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in plan.phases.items())
         yield Table(f"Planned in {seconds_text(sum(plan.phases.values()))}: {text}", ())
-
-
-def _share(part: int, total: int) -> str:
-    return f"{100 * part / total:.1f} %" if total else ""

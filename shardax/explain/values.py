@@ -144,6 +144,7 @@ class Story:
         self.nodes = list(plan.graph.walk())
         self.made_in = made_in(plan.decisions)
         self.roots: dict[tuple[Value, int], Origin | None] = {}
+        self.annotated = {n.inputs[0]: n.outputs[0] for n in reversed(self.nodes) if _is_annotation(n)}
         self.makers = {value: node for node in self.nodes for value in node.outputs}
         self.owners = {value: node for node in self.nodes for body in node.bodies for value in body.inputs}
 
@@ -170,9 +171,7 @@ class Story:
         ]
 
     def inside(self, argument: Value) -> Value:
-        return next(
-            (n.outputs[0] for n in self.nodes if _is_annotation(n) and n.inputs[0] is argument), argument
-        )
+        return self.annotated.get(argument, argument)
 
     def insides(self) -> dict[int, Value]:
         """What the program computes with, for the number of each argument."""

@@ -18,6 +18,23 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:,.1f} TiB"
 
 
+def percent(part: float, total: float) -> str:
+    """
+    >>> percent(1, 3), percent(1, 0)
+    ('33.3 %', '')
+    """
+    return f"{100 * part / total:.1f} %" if total else ""
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """The key that sorts texts as a person counts.
+
+    >>> sorted(["layer_10/w", "layer_2/w", "layer_2", "embed"], key=natural)
+    ['embed', 'layer_2', 'layer_2/w', 'layer_10/w']
+    """
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+|/)", text)]
+
+
 def seconds_text(seconds: float) -> str:
     """
     >>> [seconds_text(s) for s in (0.00000312, 0.0125, 1.5, 312.0, 0)]
