@@ -26,7 +26,9 @@ from shardax.annotations.annotate import (
     broadcast_specs,
     dims_of,
     flatten,
+    owing_of_leaf,
     own_mesh,
+    require_explicit,
 )
 from shardax.annotations.explicit import (
     auto_mesh,
@@ -38,7 +40,7 @@ from shardax.annotations.explicit import (
 from shardax.graph.state import state
 from shardax.meshes import sites
 from shardax.rewrites.constants import with_made_constants
-from shardax.sharding import Sharding, at_rest
+from shardax.sharding import NOTHING_OWED, Owing, Sharding, at_rest
 from shardax.transforms import Argument, Result
 
 
@@ -99,6 +101,7 @@ class Slot:
     aval: Any
     dims: Dims | None
     mesh: Mesh | AbstractMesh | None = None
+    owing: Owing = NOTHING_OWED
     memory: Any = None  # a jax.memory.Space, or None
     donated: bool = False
     is_ref: bool = False
@@ -208,7 +211,8 @@ def _argument(path: str, slot: Slot) -> Argument:
 def _requested(slot: Slot) -> PartitionSpec | None:
     if slot.dims is None:
         return None
-    return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if dim is None else dim or None for dim in slot.dims))
+    entries = (PartitionSpec.UNCONSTRAINED if dim is None else dim or None for dim in slot.dims)
+    return PartitionSpec(*entries, unreduced={*slot.owing.unreduced}, reduced={*slot.owing.reduced})
 
 
 def _paths(request: Request) -> list[str]:
@@ -239,9 +243,10 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         aval = _jax.value_type(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         aval = aval if request.types is None else request.types[index]
+        owing = owing_of_leaf(spec, aval.dtype, f"argument {name}")
         source = f"in_shardings{path[len('[0]') :]}"
-        flags = index in request.donated, _jax.is_ref(x)
-        slots.append(Slot(name, rest, source, "argument", aval, dims, own_mesh(spec), _memory(spec), *flags))
+        fields = dims, own_mesh(spec), owing, _memory(spec), index in request.donated, _jax.is_ref(x)
+        slots.append(Slot(name, rest, source, "argument", aval, *fields))
     return slots, leaves, tree
 
 
@@ -266,9 +271,13 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
         _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
         source, aval, role = f"out_shardings{path}", jax.typeof(x), "result"
-        if dims is None and typed and (dims := _dims_of_type(x)):
+        owing = owing_of_leaf(spec, jax.numpy.result_type(x), f"result{path}")
+        require_explicit(owing, own_mesh(spec) or request.mesh, f"result{path} is unreduced or reduced")
+        if dims is None and typed and (requested := _type_of_result(x)):
+            dims, owing = requested.dims, requested.owing
             source, role = f"the type of result{path}", "implied"
-        results.append(Slot(f"result{path}", path, source, role, aval, dims, own_mesh(spec), _memory(spec)))
+        fields = dims, own_mesh(spec), owing, _memory(spec)
+        results.append(Slot(f"result{path}", path, source, role, aval, *fields))
     return results, leaves, tree
 
 
@@ -281,16 +290,17 @@ def _divides(slot: Slot, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _is_on(sharding: Sharding, mesh: Mesh | AbstractMesh) -> bool:
-    return set(sharding.axes) <= set(mesh.axis_names)
+    owing = sharding.owing
+    return {*sharding.axes, *owing.unreduced, *owing.reduced} <= set(mesh.axis_names)
 
 
-def _dims_of_type(x) -> Dims | None:
+def _type_of_result(x) -> Sharding | None:
     """What the Explicit type of a result requests, if it names an axis, and its mesh has Explicit axes only.
     Else completion decides: a function of arrays without types may have annotations in it.
     """
     sharding = explicit_sharding(x)
-    full = sharding and sharding.axes and AxisType.Auto not in jax.typeof(x).sharding.mesh.axis_types
-    return sharding.dims if sharding and full else None
+    names = sharding and (sharding.axes or sharding.owing)
+    return sharding if names and AxisType.Auto not in jax.typeof(x).sharding.mesh.axis_types else None
 
 
 def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:
@@ -321,7 +331,7 @@ def _annotated(x, slot: Slot, succeeded: int | None = None):
     """`x` as requested; where nothing is, and it succeeds an argument, as that one."""
     rank = len(jax.numpy.shape(x))
     if (dims := _dims(slot, rank)) is not None:
-        x = bind_annotation(x, dims, slot.source, slot.role, mesh=slot.mesh)
+        x = bind_annotation(x, dims, slot.source, slot.role, mesh=slot.mesh, owing=slot.owing)
     elif succeeded is not None:
         source = f"{slot.name}, which succeeds an argument"
         x = bind_annotation(x, (None,) * rank, source, "implied", succeeded, slot.mesh)
@@ -420,7 +430,8 @@ def _signature(slots: Sequence[Slot]) -> inspect.Signature:
 def _type(x, slot: Slot, mesh: AbstractMesh) -> NamedSharding:
     """The type of an argument: as in_shardings requests, else the one that it has."""
     dims, shape = _dims(slot, len(slot.aval.shape)), slot.aval.shape
-    sharding = Sharding(tuple(dim or () for dim in dims)) if dims else explicit_sharding(x)
+    requested = Sharding(tuple(dim or () for dim in dims), slot.owing) if dims is not None else None
+    sharding = requested if requested and (dims or slot.owing) else explicit_sharding(x)
     if sharding is None or len(sharding.dims) != len(shape) or not _is_on(sharding, mesh):
         return NamedSharding(mesh, PartitionSpec())
     return NamedSharding(mesh, at_rest(sharding, shape, mesh.shape).spec)  # types divide

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax import _jax
 from shardax.annotations.annotate import Dims, bind_annotation
-from shardax.sharding import Sharding, from_spec
+from shardax.sharding import Sharding, from_spec, owing_of
 
 
 def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -26,6 +26,15 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     if isinstance(mesh, AbstractMesh):
         return mesh.update(axis_types=types)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def explicit_mesh(mesh: AbstractMesh) -> AbstractMesh:
+    """The same mesh, its axes Explicit.
+
+    >>> explicit_mesh(AbstractMesh((4,), ("x",)))
+    AbstractMesh('x': 4, axis_types=(Explicit,))
+    """
+    return mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
 
 
 def explicit_sharding(x) -> Sharding | None:
@@ -101,18 +110,21 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
 
 def _annotated(x, sharding: NamedSharding, name: str, eqn):
     """A value with what a type requests of it."""
-    dims = dims_of_type(sharding, jax.numpy.ndim(x))
-    return x if dims is None else bind_annotation(x, dims, f"{name} at {_jax.user_line(eqn.source_info)}")
+    dims, owing = dims_of_type(sharding, jax.numpy.ndim(x)), owing_of(sharding.spec)
+    if dims is None:
+        return x
+    return bind_annotation(x, dims, f"{name} at {_jax.user_line(eqn.source_info)}", owing=owing)
 
 
 def dims_of_type(sharding: NamedSharding, rank: int) -> Dims | None:
     """What a type requests. It names Explicit axes only: on a mesh that has Auto axes too, as within
     `auto_axes`, a dim without any is open, and a type that names none requests nothing.
     """
-    dims: Dims = from_spec(sharding.spec, rank).dims
+    requested = from_spec(sharding.spec, rank)
+    dims: Dims = requested.dims
     if AxisType.Auto not in sharding.mesh.axis_types:
         return dims
-    return tuple(dim or None for dim in dims) if any(dims) else None
+    return tuple(dim or None for dim in dims) if any(dims) or requested.owing else None
 
 
 def _rules(eqn) -> dict[str, Any]:
