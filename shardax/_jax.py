@@ -579,7 +579,13 @@ def committed_dims(operand, device_count: int) -> Committed | None:
     attribute, or, with `jax_use_shardy_partitioner` off, as GSPMD's, which knows of no axes.
     """
     if not isinstance(operand, ir.BlockArgument):
-        return None
+        constrained = operand.owner
+        if getattr(constrained, "name", None) != "sdy.sharding_constraint":
+            return None
+        committed = committed_dims(constrained.operands[0], device_count)  # 0.12 says it of what is unreduced
+        again = sdy.TensorShardingAttr(constrained.attributes["sharding"])
+        unreduced = sorted(sdy.AxisRefAttr(axis).name for axis in again.unreduced_axes)
+        return committed if committed and [*committed.unreduced] == unreduced != [] else None
     function = operand.owner.owner
     if function.operation.name != "func.func" or "arg_attrs" not in function.operation.attributes:
         return None

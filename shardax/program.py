@@ -192,7 +192,7 @@ def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
 
 def _conflict_side(node: Node, note: annotations.Annotation, refined: Refinement) -> tuple[str, str, str]:
     words = note.source if " at " in note.source else f"{note.source} at {node.line or 'an unknown line'}"
-    return words, node.line, str(refined.shown(Sharding(tuple(dim or () for dim in note.dims))))
+    return words, node.line, str(refined.shown(note.sharding))
 
 
 def _completed(
@@ -230,7 +230,10 @@ def _resting(
         placement or refined.rest(completion.sharding(v), v.shape)
         for v, placement in zip(program.inputs, resting, strict=True)
     )
-    notes = {node.outputs[0]: note for node, note in completion.notes}
+    notes = {
+        node.outputs[0]: replace(note, role="inside") if node.callers else note
+        for node, note in completion.notes
+    }
     return ins, tuple(_result(v, notes.get(v), ins, completion, refined) for v in program.outputs)
 
 
@@ -242,7 +245,7 @@ def _result(
     refined,
 ):
     if note is None or note.like is None:
-        across, owing = note is not None and note.is_of_result, note.owing if note else NOTHING_OWED
+        across, owing = note is not None and note.is_of_result, note.at_rest if note else NOTHING_OWED
         requested = completion.sharding(value).without(owing.unreduced)
         return refined.owing_on(refined.rest(requested, value.shape, note and note.on, across), owing)
     argument = replace(ins[note.like], sharding=ins[note.like].sharding.settled)

@@ -275,7 +275,7 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
         require_explicit(owing, own_mesh(spec) or request.mesh, f"result{path} is unreduced or reduced")
         if dims is None and typed and (requested := _type_of_result(x)):
             dims, owing = requested.dims, requested.owing
-            source, role = f"the type of result{path}", "implied"
+            source, role = f"the type of result{path}", "type"
         fields = dims, own_mesh(spec), owing, _memory(spec)
         results.append(Slot(f"result{path}", path, source, role, aval, *fields))
     return results, leaves, tree

@@ -269,7 +269,7 @@ class _Teller:
 
     def annotated(self, c: Resharded, annotation: annotations.Annotation) -> str:
         assert c.reader is not None
-        sharding = Sharding(tuple(axes or () for axes in annotation.dims))
+        sharding = annotation.sharding.settled
         if c.target.sharding != sharding and annotation.like is None and None not in annotation.dims:
             return (
                 f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by "

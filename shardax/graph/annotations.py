@@ -45,6 +45,13 @@ class Annotation:
         """Whether it is from out_shardings, so that the result has to be on that very mesh."""
         return self.role == "result"
 
+    @property
+    def at_rest(self) -> Owing:
+        """What a result owes at rest. Only what names a result makes it owe: where the mesh is not known to
+        have Explicit axes, an array can owe nothing.
+        """
+        return self.owing if self.role in ("result", "type") else NOTHING_OWED
+
 
 def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
     """The annotations among these nodes, each with its node, which has one operand and one result."""

@@ -121,7 +121,11 @@ class Refinement:
 
     def shown(self, sharding: Sharding) -> Sharding:
         """A refined sharding as a person reads it."""
-        return sharding if self.is_trivial else Sharding(tuple(map(self.folded, sharding.dims)))
+        if self.is_trivial:
+            return sharding
+        owing = sharding.owing
+        folded = replace(owing, unreduced=self.folded(owing.unreduced), reduced=self.folded(owing.reduced))
+        return Sharding(tuple(map(self.folded, sharding.dims)), folded)
 
     def owing_on(self, placement: Placement, owing: Owing) -> Placement:
         """A placement that owes what this says, in refined axes: those over which its mesh has them whole."""
