@@ -253,7 +253,8 @@ def is_of_context(error: Exception) -> bool:
 _OF_CONTEXT = re.compile(
     "context mesh|mesh context|mesh in context|non-empty mesh|of type `?(Auto|Explicit)|Auto axes"
     "|in_specs passed to shard_map|does not evenly divide|should be replicated"
-    "|sharding (rule|inference|propagation)",
+    "|sharding (rule|inference|propagation)"
+    r"|\bunreduced\b|(be|containing) reduced\b",
     re.IGNORECASE,
 )
 _OF_TYPES = re.compile(r"type.*\w\[[^\]]*@", re.DOTALL)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
 from shardax.annotations.annotate import Dims, bind_annotation
-from shardax.sharding import Sharding, from_spec, owing_of
+from shardax.sharding import Axes, Owing, Sharding, entries_of, from_spec, owing_of
 
 
 def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -95,6 +96,8 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
         return args
     if name == "reshard":
         return [_annotated(args[0], params["dst_sharding"], "reshard", eqn)]
+    if name == "shard_map" and any(map(owing_of, (*params["in_specs"], *params["out_specs"]))):
+        return _island(params, args)
     kept = {"jaxpr": params["jaxpr"]} if name == "shard_map" else _rules(eqn)  # in a shard_map all is local
     bind_params = eqn.primitive.get_bind_params(
         {key: kept[key] if key in kept else _param_without_types(key, value) for key, value in params.items()}
@@ -106,6 +109,60 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
     if requested is None:
         return results if eqn.primitive.multiple_results else [results]
     return [_annotated(results, requested, f"out_sharding of {name}", eqn)]
+
+
+def _island(params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """A shard_map, some of whose specs are unreduced or reduced, which values on Auto axes cannot be: it takes
+    and gives settled values, and makes of them what its body takes.
+    """
+    ins, outs = ([owing_of(spec) for spec in params[side]] for side in ("in_specs", "out_specs"))
+    specs = {side: tuple(map(_settled, params[side])) for side in ("in_specs", "out_specs")}
+    types = params["check_vma"]
+
+    def run(*shards):
+        taken = [_owing(x, owing, types) for x, owing in zip(shards, ins, strict=True)]
+        given = _evaluate(_jax.closed(params["jaxpr"]), taken)
+        return tuple(_owed(x, owing, types) for x, owing in zip(given, outs, strict=True))
+
+    manual = params["newly_manual_axes"]
+    mesh = auto_mesh(params["mesh"])
+    return jax.shard_map(run, mesh=mesh, axis_names=manual, check_vma=types, **specs)(*args)
+
+
+def _settled(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*entries_of(spec))
+
+
+def _owing(x, owing: Owing, types: bool):
+    """A shard that owes what its spec says, of one that owes nothing: the first device has it, others zeros.
+    """
+    if owing.reduction != "sum":
+        raise ValueError(
+            f"a shard_map takes a value that is unreduced over {', '.join(owing.unreduced)}, a "
+            f"{owing.reduction} of the devices' values, and shard_jit takes sums alone there: reduce it before"
+        )
+    if owing.reduced and types:
+        x = lax.pcast(x, owing.reduced, to="reduced")
+    if not owing.unreduced:
+        return x
+    x = _on_first(x, owing.unreduced, types)
+    return lax.pcast(x, owing.unreduced, to="unreduced") if types else x
+
+
+def _owed(x, owing: Owing, types: bool):
+    """A shard that owes nothing, of one that owes what its spec says."""
+    if owing.reduced and types:  # the same on all devices, which no cast says
+        x = lax.psum(_on_first(x, owing.reduced, types), owing.reduced)
+    return lax.psum(x, owing.unreduced) if owing.unreduced else x
+
+
+def _on_first(x, axes: Axes, types: bool):
+    """The shard on the first device along these axes, zeros on the others."""
+    x = lax.pcast(x, axes, to="varying") if types else x
+    zeros = jax.numpy.zeros_like(x)
+    for axis in axes:
+        x = jax.numpy.where(lax.axis_index(axis) == 0, x, zeros)
+    return x
 
 
 def _annotated(x, sharding: NamedSharding, name: str, eqn):
