@@ -29,6 +29,7 @@ from shardax.annotations.annotate import (
     owing_of_leaf,
     own_mesh,
     require_explicit,
+    require_sum,
 )
 from shardax.annotations.explicit import (
     auto_mesh,
@@ -244,6 +245,9 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         aval = aval if request.types is None else request.types[index]
         owing = owing_of_leaf(spec, aval.dtype, f"argument {name}")
+        typed = explicit_sharding(aval)
+        for one in (owing, typed.owing if typed else owing):
+            require_sum(one, f"argument {name} is unreduced over {', '.join(one.unreduced)}")
         source = f"in_shardings{path[len('[0]') :]}"
         fields = dims, own_mesh(spec), owing, _memory(spec), index in request.donated, _jax.is_ref(x)
         slots.append(Slot(name, rest, source, "argument", aval, *fields))
@@ -275,6 +279,7 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
         require_explicit(owing, own_mesh(spec) or request.mesh, f"result{path} is unreduced or reduced")
         if dims is None and typed and (requested := _type_of_result(x)):
             dims, owing = requested.dims, requested.owing
+            require_sum(owing, f"result{path} is unreduced over {', '.join(owing.unreduced)}")
             source, role = f"the type of result{path}", "type"
         fields = dims, own_mesh(spec), owing, _memory(spec)
         results.append(Slot(f"result{path}", path, source, role, aval, *fields))

@@ -337,9 +337,10 @@ def _put(x, spec, what: str):
 
 
 def require_explicit(owing: Owing, mesh: Mesh | AbstractMesh, what: str) -> None:
-    """Raises ValueError where an array between calls can owe nothing, because the mesh has axes of other
-    types than JAX wants for that.
+    """Raises ValueError where an array between calls cannot owe this: the mesh has axes of other types than
+    JAX wants for that, or it is no sum.
     """
+    require_sum(owing, what)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for axis in (*owing.unreduced, *owing.reduced):
         if axis in types and types[axis] is not AxisType.Explicit:
@@ -348,6 +349,15 @@ def require_explicit(owing: Owing, mesh: Mesh | AbstractMesh, what: str) -> None
                 "jax.Array is unreduced or reduced over Explicit axes only: make the mesh with "
                 "axis_types=(AxisType.Explicit, ...), or request it of a value inside, with sx.annotate"
             )
+
+
+def require_sum(owing: Owing, what: str) -> None:
+    """Raises ValueError where an argument or result owes another reduction."""
+    if owing.reduction != "sum":
+        raise ValueError(
+            f"{what}, unreduced_kind={owing.reduction}, and what comes into shard_jit or leaves it may owe "
+            f"sums only: take the {owing.reduction} before, with jax.sharding.reshard, or inside"
+        )
 
 
 def _no_mesh(what: str) -> str:

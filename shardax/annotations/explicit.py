@@ -112,8 +112,8 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
 
 
 def _island(params: dict[str, Any], args: list[Any]) -> list[Any]:
-    """A shard_map, some of whose specs are unreduced or reduced, which values on Auto axes cannot be: it takes
-    and gives settled values, and makes of them what its body takes.
+    """A shard_map, some of whose specs are unreduced or reduced, which values on Auto axes cannot be: it
+    takes and gives settled values, and makes of them what its body takes.
     """
     ins, outs = ([owing_of(spec) for spec in params[side]] for side in ("in_specs", "out_specs"))
     specs = {side: tuple(map(_settled, params[side])) for side in ("in_specs", "out_specs")}
@@ -134,12 +134,14 @@ def _settled(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _owing(x, owing: Owing, types: bool):
-    """A shard that owes what its spec says, of one that owes nothing: the first device has it, others zeros.
+    """A shard that owes what its spec says, of one that owes nothing: the first device has it, the others
+    have zeros.
     """
     if owing.reduction != "sum":
         raise ValueError(
-            f"a shard_map takes a value that is unreduced over {', '.join(owing.unreduced)}, a "
-            f"{owing.reduction} of the devices' values, and shard_jit takes sums alone there: reduce it before"
+            f"a shard_map takes a value that is unreduced over {', '.join(owing.unreduced)}, "
+            f"unreduced_kind={owing.reduction}, and inside shard_jit that may be a sum only: take the "
+            f"{owing.reduction} before, with jax.sharding.reshard"
         )
     if owing.reduced and types:
         x = lax.pcast(x, owing.reduced, to="reduced")

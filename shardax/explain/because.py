@@ -329,6 +329,8 @@ class _Teller:
     # Reductions and lowerings
 
     def settled(self, c: Settled) -> str:
+        if c.owed is None and not c.carried:
+            return f"which it owes over {self.axes(c.axes)} as it comes in"
         if c.owed is None:
             return f"what each iteration leaves owing over {self.axes(c.axes)}"
         also = f"; also {_listed([line_beside(line, self.line) for line in c.also])}" if c.also else ""
