@@ -245,7 +245,7 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         aval = aval if request.types is None else request.types[index]
         owing = owing_of_leaf(spec, aval.dtype, f"argument {name}")
-        typed = explicit_sharding(aval)
+        typed = None if _jax.is_ref(x) else explicit_sharding(x)
         for one in (owing, typed.owing if typed else owing):
             require_sum(one, f"argument {name} is unreduced over {', '.join(one.unreduced)}")
         source = f"in_shardings{path[len('[0]') :]}"

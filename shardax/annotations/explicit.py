@@ -21,21 +21,25 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     >>> auto_mesh(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
     AbstractMesh('x': 4, axis_types=(Auto,))
     """
-    types = (AxisType.Auto,) * len(mesh.axis_names)
-    if tuple(mesh.axis_types) == types:
-        return mesh
-    if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return _of_type(mesh, AxisType.Auto)
 
 
-def explicit_mesh(mesh: AbstractMesh) -> AbstractMesh:
+def explicit_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     """The same mesh, its axes Explicit.
 
     >>> explicit_mesh(AbstractMesh((4,), ("x",)))
     AbstractMesh('x': 4, axis_types=(Explicit,))
     """
-    return mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    return _of_type(mesh, AxisType.Explicit)
+
+
+def _of_type(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
+    types = (axis_type,) * len(mesh.axis_names)
+    if tuple(mesh.axis_types) == types:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def explicit_sharding(x) -> Sharding | None:
@@ -92,8 +96,8 @@ def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
 
 def _bind(eqn, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name == "mesh_cast":
-        return args
+    if name == "mesh_cast" or name == "reshard" and params["dst_sharding"].mesh.empty:
+        return args  # what a shard_jit inside does with its arguments
     if name == "reshard":
         return [_annotated(args[0], params["dst_sharding"], "reshard", eqn)]
     if name == "shard_map" and any(map(owing_of, (*params["in_specs"], *params["out_specs"]))):
