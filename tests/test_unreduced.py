@@ -439,6 +439,28 @@ def test_an_annotation_on_another_mesh_of_the_same_devices():
     assert sent.kind == "all_reduce" and sent.devices == 8
 
 
+def test_an_argument_that_owes_on_other_meshes_than_the_program():
+    """On the Auto twin, and on one whose axes are other parts of the same devices, it is settled; on one that
+    does not fit it is refused."""
+    x = ramp(8, 8)
+    fits = Mesh(AUTO.devices.reshape(2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    reversed_ = Mesh(
+        AUTO.devices.ravel()[::-1].reshape(2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2
+    )
+    run = sx.shard_jit(lambda z: jnp.sin(2 * z), mesh=AUTO)
+    for mesh, spec in (EXPLICIT, P("y", unreduced={"x"})), (fits, P("a", unreduced={"b"})):
+        with jax.set_mesh(mesh):
+            z = jax.device_put(x, NamedSharding(mesh, spec))
+        with jax.set_mesh(AUTO):
+            np.testing.assert_allclose(run(z), np.sin(2 * x), 1e-6, 1e-6)
+            (sent,) = run.plan(z).collectives
+        assert (sent.kind, sent.devices) == ("all_reduce", 4)
+    with jax.set_mesh(reversed_):
+        z = jax.device_put(x, NamedSharding(reversed_, P(unreduced={"b"})))
+    with jax.set_mesh(AUTO), pytest.raises(ValueError, match="argument #0 .* is unreduced over b .* fit"):
+        run(z)
+
+
 # Errors
 
 BAD = {

@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from shardax.annotations.explicit import explicit_mesh
 from shardax.annotations.user_mesh import UserMesh
 from shardax.cost.chips import NOMINAL, Chip
 from shardax.cost.network import Network, network_of_mesh
@@ -38,12 +39,11 @@ class Placement:
 
     def on(self, program: Mesh | AbstractMesh) -> NamedSharding:
         """With the program's mesh or the user's other one, else one over the devices of the program's, of
-        axes of one type.
+        axes of one type: Explicit ones where it owes a reduction.
         """
         own = self.mesh.axes == tuple(program.shape.items()) and not self.mesh.places
-        return NamedSharding(
-            program if own else self.mesh.mesh or _built(self.mesh, program), self.sharding.spec
-        )
+        mesh = program if own else self.mesh.mesh or _built(self.mesh, program)
+        return NamedSharding(explicit_mesh(mesh) if self.sharding.owing else mesh, self.sharding.spec)
 
 
 @dataclass(frozen=True)
