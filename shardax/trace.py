@@ -213,7 +213,10 @@ def _requested(slot: Slot) -> PartitionSpec | None:
     if slot.dims is None:
         return None
     entries = (PartitionSpec.UNCONSTRAINED if dim is None else dim or None for dim in slot.dims)
-    return PartitionSpec(*entries, unreduced={*slot.owing.unreduced}, reduced={*slot.owing.reduced})
+    owing = slot.owing
+    if not owing:
+        return PartitionSpec(*entries)
+    return _jax.owing_spec(entries, owing.unreduced, owing.reduced, owing.reduction)
 
 
 def _paths(request: Request) -> list[str]:

@@ -450,13 +450,13 @@ def test_an_argument_that_owes_on_other_meshes_than_the_program():
     run = sx.shard_jit(lambda z: jnp.sin(2 * z), mesh=AUTO)
     for mesh, spec in (EXPLICIT, P("y", unreduced={"x"})), (fits, P("a", unreduced={"b"})):
         with jax.set_mesh(mesh):
-            z = jax.device_put(x, NamedSharding(mesh, spec))
+            z = jax.device_put(jnp.asarray(x), NamedSharding(mesh, spec))
         with jax.set_mesh(AUTO):
             np.testing.assert_allclose(run(z), np.sin(2 * x), 1e-6, 1e-6)
             (sent,) = run.plan(z).collectives
         assert (sent.kind, sent.devices) == ("all_reduce", 4)
     with jax.set_mesh(reversed_):
-        z = jax.device_put(x, NamedSharding(reversed_, P(unreduced={"b"})))
+        z = jax.device_put(jnp.asarray(x), NamedSharding(reversed_, P(unreduced={"b"})))
     with jax.set_mesh(AUTO), pytest.raises(ValueError, match="argument #0 .* is unreduced over b .* fit"):
         run(z)
 

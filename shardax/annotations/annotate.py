@@ -121,9 +121,10 @@ def owing_of_leaf(spec, dtype, what: str) -> Owing:
     """
     spec = spec.sharding if isinstance(spec, Format | jax.ShapeDtypeStruct) else spec
     spec = spec.spec if isinstance(spec, NamedSharding) else spec
-    owing = owing_of(spec) if isinstance(spec, PartitionSpec) else NOTHING_OWED
-    summed = jax.numpy.issubdtype(dtype, jax.numpy.number)
-    if owing.unreduced and not summed:
+    if not isinstance(spec, PartitionSpec):
+        return NOTHING_OWED
+    owing = owing_of(spec)
+    if owing.unreduced and not jax.numpy.issubdtype(dtype, jax.numpy.number):
         raise ValueError(
             f"{what} of dtype {dtype} is given {_text(spec)}, and only numbers are summed: drop unreduced="
         )

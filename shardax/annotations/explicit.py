@@ -24,7 +24,7 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return _of_type(mesh, AxisType.Auto)
 
 
-def explicit_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+def explicit_mesh(mesh: Mesh | AbstractMesh) -> Any:
     """The same mesh, its axes Explicit.
 
     >>> explicit_mesh(AbstractMesh((4,), ("x",)))
@@ -130,7 +130,7 @@ def _island(params: dict[str, Any], args: list[Any]) -> list[Any]:
 
     manual = params["newly_manual_axes"]
     mesh = auto_mesh(params["mesh"])
-    return jax.shard_map(run, mesh=mesh, axis_names=manual, check_vma=types, **specs)(*args)
+    return list(jax.shard_map(run, mesh=mesh, axis_names=manual, check_vma=types, **specs)(*args))
 
 
 def _settled(spec: PartitionSpec) -> PartitionSpec:

@@ -201,20 +201,27 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
 def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
     args = _crossed(args, built.entering, mesh)
     if any(sharding.owing for sharding in (*built.in_shardings, *built.out_shardings)):
-        return _run_explicit(built, local, args)
-    with jax.sharding.use_abstract_mesh(built.mesh):
-        results = jaxpr_as_fun(local)(*args)
+        results = _run_typed(built, local, args)
+    else:
+        with jax.sharding.use_abstract_mesh(built.mesh):
+            results = jaxpr_as_fun(local)(*args)
     if isinstance(mesh, Mesh):
         refined = sites.refined_mesh(mesh, built.refinement, concrete=True)
-        rests = [NamedSharding(refined, sharding.spec) for sharding in built.out_shardings]
-        results = [lax.with_sharding_constraint(x, rest) for x, rest in zip(results, rests, strict=True)]
+        results = [_resting(x, s, refined) for x, s in zip(results, built.out_shardings, strict=True)]
     return results
 
 
-def _run_explicit(built: program.Program, local, args) -> list[Any]:
+def _resting(x, sharding: Sharding, mesh: Mesh):
+    """A result in its sharding. What is unreduced has that from the program, and from its type outside."""
+    if sharding.owing.unreduced:
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, sharding.settled.spec))
+
+
+def _run_typed(built: program.Program, local, args) -> list[Any]:
     """Where an argument or result owes a reduction, which JAX has in the types of values on Explicit axes
     alone. They are typed for as long as the program runs."""
-    mesh = explicit_mesh(built.mesh)
+    mesh: Any = explicit_mesh(built.mesh)
     with jax.sharding.use_abstract_mesh(mesh):
         typed = [
             reshard(x, NamedSharding(mesh, s.spec)) for x, s in zip(args, built.in_shardings, strict=True)
