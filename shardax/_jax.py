@@ -299,7 +299,9 @@ _KINDS = getattr(jax.sharding, "UnreducedKind", None)
 def owing_spec(entries, unreduced, reduced, reduction: str) -> Any:
     """A PartitionSpec that is unreduced, or reduced, over axes; `reduction` is "sum", "max" or "min"."""
     kind = {"unreduced_kind": _KINDS[reduction]} if _KINDS and unreduced else {}  # type: ignore[index]
-    return jax.sharding.PartitionSpec(*entries, unreduced=set(unreduced), reduced=set(reduced), **kind)
+    return jax.sharding.PartitionSpec(
+        *entries, unreduced=frozenset(unreduced), reduced=frozenset(reduced), **kind
+    )
 
 
 def reduction_of(spec) -> str:
