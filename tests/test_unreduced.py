@@ -307,6 +307,13 @@ def test_the_plan_says_what_rests_owing(owing):
     np.testing.assert_allclose(full, owing[1], 1e-5, 1e-5)
 
 
+def test_annotate_places_an_array_that_owes():
+    for x in (ramp(6, 5), jnp.asarray(ramp(6, 5))):
+        y = sx.annotate(x, P("y", unreduced={"x"}))
+        assert y.sharding.spec.unreduced == {"x"} and y.sharding.spec.partitions[0] == "y"
+        np.testing.assert_array_equal(settled(y), ramp(6, 5))
+
+
 # Islands
 
 ISLANDS = {

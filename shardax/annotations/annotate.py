@@ -327,13 +327,12 @@ def _put(x, spec, what: str):
     if mesh is None or isinstance(mesh, AbstractMesh):
         raise ValueError(_no_mesh(what))
     dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
+    if owing := owing_of_leaf(spec, jax.numpy.result_type(x), what):
+        require_explicit(owing, mesh, f"{what} is unreduced or reduced")
+        x = jax.numpy.asarray(x)  # device_put makes no NumPy array owe a sum
     if isinstance(spec, NamedSharding):
         return jax.device_put(x, spec)
-    closed, owing = (
-        tuple(dim or () for dim in dims or ()),
-        owing_of_leaf(spec, jax.numpy.result_type(x), what),
-    )
-    require_explicit(owing, mesh, f"{what} is given {_text(spec)}")
+    closed = tuple(dim or () for dim in dims or ())
     return jax.device_put(x, NamedSharding(mesh, Sharding(closed, owing).spec))
 
 
