@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 73 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 75 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -11,6 +11,8 @@ parameters, have changed:
     axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
     is_ref, is_ref_aval, value_type, without_mesh, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr,
     partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
+PartitionSpecs that owe a reduction, whose kind 0.11 has brought:
+    owing_spec, reduction_of.
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
@@ -261,7 +263,8 @@ def is_of_context(error: Exception) -> bool:
 _OF_CONTEXT = re.compile(
     "context mesh|mesh context|mesh in context|non-empty mesh|of type `?(Auto|Explicit)|Auto axes"
     "|in_specs passed to shard_map|does not evenly divide|should be replicated"
-    "|sharding (rule|inference|propagation)",
+    "|sharding (rule|inference|propagation)"
+    r"|\bunreduced\b|(be|containing) reduced\b",
     re.IGNORECASE,
 )
 _OF_TYPES = re.compile(r"type.*\w\[[^\]]*@", re.DOTALL)
@@ -298,6 +301,23 @@ def spec_on(sharding, mesh, rank: int) -> Any:
         return None
     same = jax.sharding.NamedSharding(mesh, spec)._to_xla_hlo_sharding(rank) == tiles
     return spec if same or tiles.is_replicated() else None
+
+
+_KINDS = getattr(jax.sharding, "UnreducedKind", None)
+
+
+def owing_spec(entries, unreduced, reduced, reduction: str) -> Any:
+    """A PartitionSpec that is unreduced, or reduced, over axes; `reduction` is "sum", "max" or "min"."""
+    kind = {"unreduced_kind": _KINDS[reduction]} if _KINDS and unreduced else {}  # type: ignore[index]
+    return jax.sharding.PartitionSpec(
+        *entries, unreduced=frozenset(unreduced), reduced=frozenset(reduced), **kind
+    )
+
+
+def reduction_of(spec) -> str:
+    """Which reduction is owed of what a PartitionSpec is given to: "sum" where it says nothing."""
+    kind = getattr(spec, "unreduced_kind", None)
+    return "sum" if kind is None else kind.name
 
 
 @contextmanager
@@ -553,18 +573,32 @@ def _under_local_mesh(eqn):
     return eqn.replace(ctx=ctx, params={name: under_local_mesh(p) for name, p in eqn.params.items()})
 
 
-Committed = tuple[tuple[tuple[str, int], ...], tuple[int, ...] | None, tuple[tuple[str, ...], ...]]
+class Committed(NamedTuple):
+    """The axes of a mesh, the places of its devices among the program's (None: in their order), the axes of
+    each dim, and those over which the value is unreduced, with the kind of the reduction.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    places: tuple[int, ...] | None
+    dims: tuple[tuple[str, ...], ...]
+    unreduced: tuple[str, ...] = ()
+    reduction: str = "sum"
 
 
 def committed_dims(operand, device_count: int) -> Committed | None:
-    """Where a lowered value is an argument of the program, committed to a mesh of all devices: that mesh's
-    axes, the places of its devices among the program's (None: in their order), and the axes of each dim.
+    """Where a lowered value is an argument of the program, committed to a mesh of all devices: how.
 
     jax.jit lowers anew for each sharding of its committed arguments, and MLIR alone holds it: as Shardy's
     attribute, or, with `jax_use_shardy_partitioner` off, as GSPMD's, which knows of no axes.
     """
     if not isinstance(operand, ir.BlockArgument):
-        return None
+        constrained = operand.owner
+        if getattr(constrained, "name", None) != "sdy.sharding_constraint":
+            return None
+        committed = committed_dims(constrained.operands[0], device_count)  # 0.12 says it of what is unreduced
+        again = sdy.TensorShardingAttr(constrained.attributes["sharding"])
+        unreduced = sorted(sdy.AxisRefAttr(axis).name for axis in again.unreduced_axes)
+        return committed if committed and [*committed.unreduced] == unreduced != [] else None
     function = operand.owner.owner
     if function.operation.name != "func.func" or "arg_attrs" not in function.operation.attributes:
         return None
@@ -589,7 +623,15 @@ def _sdy_dims(attribute, device_count: int) -> Committed | None:
         or math.prod(n for _, n in axes) != device_count
     ):
         return None
-    return axes, None, tuple(tuple(axis.name for axis in dim) for dim in dims)
+    unreduced = tuple(sorted(sdy.AxisRefAttr(axis).name for axis in sharding.unreduced_axes))
+    split = tuple(tuple(axis.name for axis in dim) for dim in dims)
+    return Committed(axes, None, split, unreduced, _reduction_in(attribute) if unreduced else "sum")
+
+
+def _reduction_in(attribute) -> str:
+    """The kind of the reduction that Shardy's attribute says is owed; its text alone has it everywhere."""
+    found = re.search(r"unreduced=(max|min)|reduction_?op\s*=?\s*#?\w*<?(max|min)", str(attribute))
+    return next(filter(None, found.groups())) if found else "sum"
 
 
 def _tiled_dims(attribute, device_count: int) -> Committed | None:
@@ -604,13 +646,13 @@ def _tiled_dims(attribute, device_count: int) -> Committed | None:
         message.ParseFromString(text)
         sharding = xla_client.HloSharding.from_proto(message)
     if sharding.is_replicated():
-        return (("all", device_count),), None, ()
+        return Committed((("all", device_count),), None, ())
     if not sharding.is_tiled() or sharding.subgroup_types() or sharding.num_devices() != device_count:
         return None
     tiles, places = sharding.tile_assignment_dimensions(), tuple(sharding.tile_assignment_devices())
     axes = tuple((f"dim{i}", size) for i, size in enumerate(tiles))
     dims = tuple((name,) if size > 1 else () for name, size in axes)
-    return (
+    return Committed(
         axes,
         None if places == tuple(range(device_count)) else places,
         dims[:-1] if sharding.replicate_on_last_tile_dim() else dims,

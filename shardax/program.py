@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from shardax import _jax, collector, strict
-from shardax.annotations.explicit import shape_of
+from shardax.annotations.explicit import explicit_mesh, shape_of
 from shardax.completion.complete import Completion, complete
 from shardax.completion.reshapes import split_inside
 from shardax.graph import annotations, inline
@@ -33,7 +33,7 @@ from shardax.partition.replicated import report_replicated
 from shardax.passes import scopes
 from shardax.passes.table import PassContext, planned
 from shardax.rewrites.driver import rewritten
-from shardax.sharding import Layout, Sharding, replicated
+from shardax.sharding import NOTHING_OWED, Sharding, layout_at_rest, replicated
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -157,7 +157,7 @@ def _build_one(
         rests = _resting(program, completion, resting, refined)
         shardings = [tuple(map(refined.sharding, side)) for side in rests]
         layouts = [
-            [Layout(s, v.shape) for s, v in zip(side, values, strict=True)]
+            [layout_at_rest(s, v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
         allowed = functools.partial(strict.allowed, options.allow) if options.strict is True else None
@@ -209,7 +209,7 @@ def _conflicts(graph: Graph, refined: Refinement) -> Iterator[strict.Conflict]:
 
 def _conflict_side(node: Node, note: annotations.Annotation, refined: Refinement) -> tuple[str, str, str]:
     words = note.source if " at " in note.source else f"{note.source} at {node.line or 'an unknown line'}"
-    return words, node.line, str(refined.shown(Sharding(tuple(dim or () for dim in note.dims))))
+    return words, node.line, str(refined.shown(note.sharding))
 
 
 def _completed(
@@ -247,7 +247,10 @@ def _resting(
         placement or refined.rest(completion.sharding(v), v.shape)
         for v, placement in zip(program.inputs, resting, strict=True)
     )
-    notes = {node.outputs[0]: note for node, note in completion.notes}
+    notes = {
+        node.outputs[0]: replace(note, role="inside") if node.callers else note
+        for node, note in completion.notes
+    }
     return ins, tuple(_result(v, notes.get(v), ins, completion, refined) for v in program.outputs)
 
 
@@ -259,9 +262,10 @@ def _result(
     refined,
 ):
     if note is None or note.like is None:
-        across = note is not None and note.is_of_result
-        return refined.rest(completion.sharding(value), value.shape, note and note.on, across)
-    argument = ins[note.like]
+        across, owing = note is not None and note.is_of_result, note.at_rest if note else NOTHING_OWED
+        requested = completion.sharding(value).without(owing.unreduced)
+        return refined.owing_on(refined.rest(requested, value.shape, note and note.on, across), owing)
+    argument = replace(ins[note.like], sharding=ins[note.like].sharding.settled)
     return (
         argument
         if refined.may_rest_on(argument.mesh)
@@ -272,6 +276,8 @@ def _result(
 def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refinement):
     """The shard_map'd program, as a ClosedJaxpr over the global arguments."""
     sizes = refined.sizes
+    if owes := any(s.owing for side in shardings for s in side):  # JAX has that in the types of values
+        mesh = explicit_mesh(mesh)
     ins, outs = (tuple(s.spec for s in side) for side in shardings)
     full = [0 not in v.shape for v in program.inputs]
 
@@ -286,7 +292,9 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
         run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
         return run(*itertools.compress(args, full))
 
-    return jax.make_jaxpr(run)(*(shape_of(v.aval) for v in program.inputs))
+    types = [NamedSharding(mesh, spec) if owes else None for spec in ins]
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(run)(*map(shape_of, (v.aval for v in program.inputs), types))
 
 
 @contextmanager

@@ -5,9 +5,11 @@ pending reductions.
 import itertools
 import math
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
+
+from shardax import _jax
 
 Axes = tuple[str, ...]
 AxisSizes = Mapping[str, int]  # mesh axis -> number of devices along it, in mesh order
@@ -58,19 +60,51 @@ def round_up(size: int, count: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Owing:
+    """What a PartitionSpec says of reductions: the axes over which the value is `unreduced`, its `reduction`
+    pending, and those over which it is `reduced`: it is what it is, and its gradient is unreduced.
+
+    >>> Owing(("x",)).transposed.reduced
+    ('x',)
+    """
+
+    unreduced: Axes = ()
+    reduced: Axes = ()
+    reduction: str = "sum"
+
+    def __bool__(self):
+        return bool(self.unreduced or self.reduced)
+
+    @property
+    def pending(self) -> tuple[tuple[str, str], ...]:
+        """As a layout has it."""
+        return tuple((axis, self.reduction) for axis in self.unreduced)
+
+    @property
+    def transposed(self) -> "Owing":
+        """That of a cotangent."""
+        return Owing(self.reduced, self.unreduced) if self else self
+
+
+NOTHING_OWED = Owing()
+
+
+@dataclass(frozen=True, slots=True)
 class Sharding:
     """The mesh axes that split each dim, major to minor. No axis is used twice.
 
     Covers GSPMD's replicated (no axes), tiled (all axes) and partially tiled shardings (GSPMD, section 3.1).
+    That of a value at rest, or of a type, may also be unreduced (`owing`); a layout has `pending` for that.
 
     >>> Sharding((("data",), (), ("x", "y")))
     P('data', None, ('x', 'y'))
     """
 
     dims: tuple[Axes, ...]
+    owing: Owing = NOTHING_OWED
 
     def __post_init__(self):
-        axes = self.axes
+        axes = (*self.axes, *self.owing.unreduced, *self.owing.reduced) if self.owing else self.axes
         if len(set(axes)) != len(axes):
             raise ValueError(
                 f"a mesh axis is used twice in {self}: each axis splits at most one dim; drop one of its uses"
@@ -86,14 +120,28 @@ class Sharding:
 
     @property
     def spec(self) -> PartitionSpec:
-        return PartitionSpec(*(None if not d else d[0] if len(d) == 1 else d for d in self.dims))
+        entries = (None if not d else d[0] if len(d) == 1 else d for d in self.dims)
+        if not self.owing:
+            return PartitionSpec(*entries)
+        return _jax.owing_spec(entries, self.owing.unreduced, self.owing.reduced, self.owing.reduction)
+
+    @property
+    def placed(self) -> "Sharding":
+        """What says where the values are: without the axes over which it is reduced, as types have them."""
+        return Sharding(self.dims, replace(self.owing, reduced=())) if self.owing.reduced else self
+
+    @property
+    def settled(self) -> "Sharding":
+        """The same dims, with nothing owed."""
+        return Sharding(self.dims) if self.owing else self
 
     def without(self, axes: Container[str]) -> "Sharding":
         """The sharding in which these axes split nothing."""
-        return Sharding(tuple(tuple(a for a in dim if a not in axes) for dim in self.dims))
+        return Sharding(tuple(tuple(a for a in dim if a not in axes) for dim in self.dims), self.owing)
 
     def __repr__(self):
         words = [repr(None if not d else d[0] if len(d) == 1 else d) for d in self.dims]
+        words += owing_words(self.owing)
         return f"P({', '.join(words)})"
 
     __str__ = __repr__
@@ -119,18 +167,49 @@ def entry_axes(entry) -> Axes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def owing_words(owing: Owing) -> list[str]:
+    """What a spec with these axes has after its entries, as a person types it.
+
+    >>> owing_words(Owing(("x", "y"), ("z",)))
+    ["unreduced={'x', 'y'}", "reduced={'z'}"]
+    """
+    named = {"unreduced": owing.unreduced, "reduced": owing.reduced}
+    words = [f"{name}={{{', '.join(map(repr, axes))}}}" for name, axes in named.items() if axes]
+    return words + ([f"unreduced_kind={owing.reduction}"] if owing.reduction != "sum" else [])
+
+
+def entries_of(spec: Iterable) -> tuple:
+    """The entries of a PartitionSpec, one for each dim. (JAX iterates over none that owes something.)
+
+    >>> entries_of(PartitionSpec("x", unreduced={"y"}))
+    ('x',)
+    """
+    return spec.partitions if isinstance(spec, PartitionSpec) else tuple(spec)
+
+
+def owing_of(spec: Iterable) -> Owing:
+    """What a PartitionSpec says of reductions, its axes by name.
+
+    >>> owing_of(PartitionSpec("x", unreduced={"z", "y"})).unreduced
+    ('y', 'z')
+    """
+    if not isinstance(spec, PartitionSpec) or not (spec.unreduced or spec.reduced):
+        return NOTHING_OWED
+    return Owing(tuple(sorted(spec.unreduced)), tuple(sorted(spec.reduced)), _jax.reduction_of(spec))
+
+
 def from_spec(spec: Iterable, rank: int) -> Sharding:
     """The Sharding that a PartitionSpec gives to a value of this rank; missing entries split nothing.
 
     >>> from_spec(PartitionSpec("x"), 2)
     P('x', None)
     """
-    dims = tuple(map(entry_axes, spec))
+    dims = tuple(map(entry_axes, entries_of(spec)))
     if len(dims) > rank:
         raise ValueError(
             f"{spec} has {len(dims)} entries, the value has rank {rank}: drop the entries past it"
         )
-    return Sharding(dims + ((),) * (rank - len(dims)))
+    return Sharding(dims + ((),) * (rank - len(dims)), owing_of(spec))
 
 
 def at_rest(sharding: Sharding, shape: tuple[int, ...], sizes: AxisSizes) -> Sharding:
@@ -153,7 +232,7 @@ def at_rest(sharding: Sharding, shape: tuple[int, ...], sizes: AxisSizes) -> Sha
             if shape[d] and shape[d] % shard_count((*dims[d], axis), sizes) == 0:
                 dims[d].append(axis)
                 break
-    return Sharding(tuple(map(tuple, dims)))
+    return Sharding(tuple(map(tuple, dims)), sharding.owing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +281,15 @@ class Layout:
     def __repr__(self):
         pending = "".join(f" pending {reduction} over {axis}" for axis, reduction in self.pending)
         return f"{self.sharding}@{list(self.padded)}{pending}"
+
+
+def layout_at_rest(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
+    """The layout of a value that rests so, its shards of one size.
+
+    >>> layout_at_rest(Sharding((("x",),), Owing(("y",))), (8,))
+    P('x')@[8] pending sum over y
+    """
+    return Layout(sharding.settled, tuple(shape), sharding.owing.pending)
 
 
 def replicated_layout(shape: tuple[int, ...]) -> Layout:

@@ -27,7 +27,10 @@ from shardax.annotations.annotate import (
     broadcast_specs,
     dims_of,
     flatten,
+    owing_of_leaf,
     own_mesh,
+    require_explicit,
+    require_sum,
 )
 from shardax.annotations.explicit import (
     auto_mesh,
@@ -40,7 +43,7 @@ from shardax.graph.state import state
 from shardax.ledger.lines import line_text
 from shardax.meshes import sites
 from shardax.rewrites.constants import with_made_constants
-from shardax.sharding import Sharding, at_rest
+from shardax.sharding import NOTHING_OWED, Owing, Sharding, at_rest
 from shardax.transforms import Argument, Result
 
 
@@ -103,6 +106,7 @@ class Slot:
     aval: Any
     dims: Dims | None
     mesh: Mesh | AbstractMesh | None = None
+    owing: Owing = NOTHING_OWED
     memory: Any = None  # a jax.memory.Space, or None
     donated: bool = False
     is_ref: bool = False
@@ -213,7 +217,11 @@ def _argument(path: str, slot: Slot) -> Argument:
 def _requested(slot: Slot) -> PartitionSpec | None:
     if slot.dims is None:
         return None
-    return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if dim is None else dim or None for dim in slot.dims))
+    entries = (PartitionSpec.UNCONSTRAINED if dim is None else dim or None for dim in slot.dims)
+    owing = slot.owing
+    if not owing:
+        return PartitionSpec(*entries)
+    return _jax.owing_spec(entries, owing.unreduced, owing.reduced, owing.reduction)
 
 
 def _paths(request: Request) -> list[str]:
@@ -244,9 +252,13 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         aval = _jax.value_type(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
         aval = aval if request.types is None else request.types[index]
+        owing = owing_of_leaf(spec, aval.dtype, f"argument {name}")
+        typed = None if _jax.is_ref(x) else explicit_sharding(x)
+        for one in (owing, typed.owing if typed else owing):
+            require_sum(one, f"argument {name} is unreduced over {', '.join(one.unreduced)}")
         source = f"in_shardings{path[len('[0]') :]}"
-        flags = index in request.donated, _jax.is_ref(x)
-        slots.append(Slot(name, rest, source, "argument", aval, dims, own_mesh(spec), _memory(spec), *flags))
+        fields = dims, own_mesh(spec), owing, _memory(spec), index in request.donated, _jax.is_ref(x)
+        slots.append(Slot(name, rest, source, "argument", aval, *fields))
     return slots, leaves, tree
 
 
@@ -272,9 +284,14 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
         _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
         source, aval, role = f"out_shardings{path}", jax.typeof(x), "result"
-        if dims is None and typed and (dims := _dims_of_type(x, known)):
-            source, role = f"the type of result{path}", "implied"
-        results.append(Slot(f"result{path}", path, source, role, aval, dims, own_mesh(spec), _memory(spec)))
+        owing = owing_of_leaf(spec, jax.numpy.result_type(x), f"result{path}")
+        require_explicit(owing, own_mesh(spec) or request.mesh, f"result{path} is unreduced or reduced")
+        if dims is None and typed and (requested := _type_of_result(x, known)):
+            dims, owing = requested.dims, requested.owing
+            require_sum(owing, f"result{path} is unreduced over {', '.join(owing.unreduced)}")
+            source, role = f"the type of result{path}", "type"
+        fields = dims, own_mesh(spec), owing, _memory(spec)
+        results.append(Slot(f"result{path}", path, source, role, aval, *fields))
     return results, leaves, tree
 
 
@@ -287,7 +304,8 @@ def _divides(slot: Slot, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _is_on(sharding: Sharding, mesh: Mesh | AbstractMesh) -> bool:
-    return set(sharding.axes) <= set(mesh.axis_names)
+    owing = sharding.owing
+    return {*sharding.axes, *owing.unreduced, *owing.reduced} <= set(mesh.axis_names)
 
 
 def _is_typed(x, slot: Slot) -> bool:
@@ -296,7 +314,7 @@ def _is_typed(x, slot: Slot) -> bool:
     return explicit_sharding(x) is not None or slot.dims is not None and None not in slot.dims
 
 
-def _dims_of_type(x, known: bool) -> Dims | None:
+def _type_of_result(x, known: bool) -> Sharding | None:
     """What the Explicit type of a result requests, on a mesh without Auto axes, which might split more: as
     JAX has it if the types of all arguments are `known`, else if it names an axis, for a function of arrays
     without types may have annotations in it.
@@ -304,7 +322,7 @@ def _dims_of_type(x, known: bool) -> Dims | None:
     sharding = explicit_sharding(x)
     if sharding is None or AxisType.Auto in jax.typeof(x).sharding.mesh.axis_types:
         return None
-    return sharding.dims if known or sharding.axes else None
+    return sharding if known or sharding.axes or sharding.owing else None
 
 
 def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:
@@ -335,7 +353,7 @@ def _annotated(x, slot: Slot, succeeded: int | None = None):
     """`x` as requested; where nothing is, and it succeeds an argument, as that one."""
     rank = len(jax.numpy.shape(x))
     if (dims := _dims(slot, rank)) is not None:
-        x = bind_annotation(x, dims, slot.source, slot.role, mesh=slot.mesh)
+        x = bind_annotation(x, dims, slot.source, slot.role, mesh=slot.mesh, owing=slot.owing)
     elif succeeded is not None:
         source = f"{slot.name}, which succeeds an argument"
         x = bind_annotation(x, (None,) * rank, source, "implied", succeeded, slot.mesh)
@@ -441,7 +459,8 @@ def _signature(slots: Sequence[Slot]) -> inspect.Signature:
 def _type(x, slot: Slot, mesh: AbstractMesh) -> NamedSharding:
     """The type of an argument: as in_shardings requests, else the one that it has."""
     dims, shape = _dims(slot, len(slot.aval.shape)), slot.aval.shape
-    sharding = Sharding(tuple(dim or () for dim in dims)) if dims else explicit_sharding(x)
+    requested = Sharding(tuple(dim or () for dim in dims), slot.owing) if dims is not None else None
+    sharding = requested if requested and (dims or slot.owing) else explicit_sharding(x)
     if sharding is None or len(sharding.dims) != len(shape) or not _is_on(sharding, mesh):
         return NamedSharding(mesh, PartitionSpec())
     return NamedSharding(mesh, at_rest(sharding, shape, mesh.shape).spec)  # types divide

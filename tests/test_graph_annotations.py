@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.graph import annotations
+from shardax.sharding import NOTHING_OWED
 from tests.graphs import auto_mesh, graph, the
 
 pytestmark = pytest.mark.quick
@@ -100,6 +101,7 @@ def test_meshes_whose_axes_an_equation_names():
 def test_an_equation_of_jax_as_ours():
     assert annotations.as_annotation(eqn_of(constrained)) | {"source": ""} == {
         "dims": (("x",), None),
+        "owing": NOTHING_OWED,
         "source": "",
         "role": "inside",
         "like": None,

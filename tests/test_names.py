@@ -52,8 +52,8 @@ BAD = {
     "mark_sharding too short": (lambda x: sx.mark_sharding(x, MESH, (None,)), "one entry for each dim, None"),
     "mark_sharding twice": (lambda x: sx.mark_sharding(x, MESH, (0, "x")), "twice, for dims 0 and 1: "),
     "redistribute, owing": (
-        lambda x: sx.redistribute(x, MESH, [Partial(), Replicate()]),
-        "cannot owe a reduction",
+        lambda x: sx.redistribute(x, MESH, [Partial("max"), Replicate()]),
+        "can owe a sum alone, and no 'max'",
     ),
     "redistribute too short": (
         lambda x: sx.redistribute(x, MESH, [Shard(0)]),
@@ -80,6 +80,26 @@ def test_bad_input(name, inside):
     annotate, words = BAD[name]
     with jax.set_mesh(MESH), pytest.raises(ValueError, match=words):
         (sx.shard_jit(annotate, mesh=MESH) if inside else annotate)(jnp.zeros((16, 8)))
+
+
+def test_redistribute_to_partial_owes_a_sum_inside_and_outside_on_explicit_axes_only():
+    """A sum that is made over "x" is not done before what reads it: one reduce_scatter, no all_reduce."""
+    x, w = np.arange(128.0, dtype="float32").reshape(16, 8), np.ones((8, 4), "float32")
+
+    def product(x, w):
+        y = sx.redistribute(x @ w, MESH, [Partial(), Replicate()])
+        return sx.redistribute(2 * y, MESH, [Shard(0), Replicate()])
+
+    run = sx.shard_jit(product, mesh=MESH, in_shardings=(P(None, "x"), P("x")))
+    np.testing.assert_allclose(run(x, w), 2 * x @ w)
+    assert [c.kind for c in run.plan(x, w).collectives] == ["reduce_scatter"]
+    with pytest.raises(ValueError, match=r"axis 'x' of the mesh \(x=4, y=2\) is Auto, and a jax.Array"):
+        sx.redistribute(jnp.zeros((16, 8)), MESH, [Partial(), Replicate()])
+    explicit = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(explicit):
+        y = sx.redistribute(jnp.ones((16, 8)), explicit, [Partial(), Shard(1)])
+        assert y.sharding.spec.unreduced == {"x"}
+        np.testing.assert_array_equal(jax.sharding.reshard(y, P()), np.ones((16, 8)))
 
 
 @pytest.mark.parametrize("inside", [True, False])

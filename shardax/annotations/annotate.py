@@ -11,7 +11,18 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.sharding import Axes, entry_axes, from_spec, shard_count
+from shardax.sharding import (
+    NOTHING_OWED,
+    Axes,
+    Owing,
+    Sharding,
+    entries_of,
+    entry_axes,
+    from_spec,
+    owing_of,
+    owing_words,
+    shard_count,
+)
 from shardax.validation import require_array
 
 Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where completion decides
@@ -20,7 +31,8 @@ Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where com
 @_jax.boundary
 def annotate(x, spec):
     """`x` with its arrays split as `spec` says. Inside `shard_jit` this is an annotation; outside, it places
-    the arrays.
+    the arrays. A spec that is unreduced over axes, P("x", unreduced={"y"}), has the value made so that its
+    sum over y is still to be done; one that is reduced over them asks that of the gradient.
 
     Args:
       x: a pytree of arrays.
@@ -52,16 +64,18 @@ def replicate(x):
     return annotate(x, PartitionSpec())
 
 
-Role = Literal["inside", "argument", "result", "implied", "one device"]
+Role = Literal["inside", "argument", "result", "type", "implied", "one device"]
 """Whether an annotation stands inside the function, is that of an argument or of a result (in_shardings,
-out_shardings), or is implied: by a type, by the specs of an island or of a jit, by what the result succeeds.
+out_shardings), that of the Explicit type of a result, or is implied: by another type, by the specs of an
+island or of a jit, by what the result succeeds.
 One with the role "one device" requests nothing: it is lowered for one device only (see `for_one_device`).
 """
 
 annotate_p = Primitive("annotate")
 """annotate x: the value x, with `dims`, per dim the axes that split it, or None where it is open
 (UNCONSTRAINED), its `role`, and `source`, the words in which messages name the annotation, such as
-"in_shardings[0]['params']". The axes are those of `mesh`; None is the program's. Where `like` is not None,
+"in_shardings[0]['params']". The axes are those of `mesh`; None is the program's. `owing` says of which
+reductions the value is to be pending, and of which its cotangent. Where `like` is not None,
 the value is a result that succeeds the donated argument of that index among the program's inputs, and rests
 as that does."""
 
@@ -89,9 +103,34 @@ def dims_of(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str) 
         spec, mesh = spec.spec, spec.mesh
     if not isinstance(spec, PartitionSpec):
         raise _no_sharding(spec, what)
-    dims = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in spec)
+    dims = dims_of_entries(spec)
     _check_dims(dims, spec, shape, mesh, what)
     return dims + ((),) * (len(shape) - len(dims))
+
+
+def dims_of_entries(spec: PartitionSpec) -> Dims:
+    """The axes of each entry of a spec, None where it is open."""
+    return tuple(
+        None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in entries_of(spec)
+    )
+
+
+def owing_of_leaf(spec, dtype, what: str) -> Owing:
+    """What a leaf of a tree of shardings says of reductions. ValueError where values of this dtype have none.
+
+    >>> owing_of_leaf(PartitionSpec(unreduced={"x"}), "float32", "a").unreduced
+    ('x',)
+    """
+    spec = spec.sharding if isinstance(spec, Format | jax.ShapeDtypeStruct) else spec
+    spec = spec.spec if isinstance(spec, NamedSharding) else spec
+    if not isinstance(spec, PartitionSpec):
+        return NOTHING_OWED
+    owing = owing_of(spec)
+    if owing.unreduced and not jax.numpy.issubdtype(dtype, jax.numpy.number):
+        raise ValueError(
+            f"{what} of dtype {dtype} is given {_text(spec)}, and only numbers are summed: drop unreduced="
+        )
+    return owing
 
 
 def _no_sharding(spec, what: str) -> ValueError:
@@ -205,12 +244,13 @@ def _check_dims(
     dims: Dims, spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str
 ) -> None:
     what = f"{what} of shape {shape} is given {_text(spec)}"
+    owing = owing_of(spec)
     axes = [axis for dim in dims for axis in dim or ()]
     if len(dims) > len(shape):
         raise ValueError(
             f"{what}, with {len(dims)} entries for {len(shape)} dims: drop the entries past the array's rank"
         )
-    for axis in axes:
+    for axis in (*axes, *owing.unreduced, *owing.reduced):
         if axis not in mesh.shape:
             raise ValueError(
                 f"{what}, but the mesh ({describe(mesh)}) has no axis {axis!r}: name one of its axes, or "
@@ -263,7 +303,8 @@ def _ids(mesh: Mesh | AbstractMesh) -> str:
 
 def _text(spec: PartitionSpec) -> str:
     """As a person types it; JAX's own text depends on its version."""
-    return f"P({', '.join('P.UNCONSTRAINED' if s is PartitionSpec.UNCONSTRAINED else repr(s) for s in spec)})"
+    entries = ["P.UNCONSTRAINED" if s is PartitionSpec.UNCONSTRAINED else repr(s) for s in entries_of(spec)]
+    return f"P({', '.join([*entries, *owing_words(owing_of(spec))])})"
 
 
 def _record(x, spec, what: str):
@@ -271,10 +312,13 @@ def _record(x, spec, what: str):
     if mesh is None:
         raise ValueError(_no_mesh(what))
     mesh = own_mesh(spec) or mesh  # whose devices are looked at where the program's are known
-    dims = dims_of(spec, jax.numpy.shape(x), mesh, f"{what} at {_jax.current_line() or 'an unknown line'}")
+    what = f"{what} at {_jax.current_line() or 'an unknown line'}"
+    dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
     if dims is None:
         return x
-    return _typed(bind_annotation(x, dims, "annotate", "inside", mesh=own_mesh(spec)), dims)
+    owing = owing_of_leaf(spec, jax.numpy.result_type(x), what)
+    x = bind_annotation(x, dims, "annotate", "inside", mesh=own_mesh(spec), owing=owing)
+    return x if owing else _typed(x, dims)
 
 
 TYPE_OF_ANNOTATION = "type_of_annotation"  # the scope of what only types a value
@@ -307,10 +351,37 @@ def _put(x, spec, what: str):
     if mesh is None or isinstance(mesh, AbstractMesh):
         raise ValueError(_no_mesh(what))
     dims = dims_of(spec, jax.numpy.shape(x), mesh, what)
+    if owing := owing_of_leaf(spec, jax.numpy.result_type(x), what):
+        require_explicit(owing, mesh, f"{what} is unreduced or reduced")
+        x = jax.numpy.asarray(x)  # device_put makes no NumPy array owe a sum
     if isinstance(spec, NamedSharding):
         return jax.device_put(x, spec)
-    closed = PartitionSpec(*(dim or None for dim in dims or ()))
-    return jax.device_put(x, NamedSharding(mesh, closed))
+    closed = tuple(dim or () for dim in dims or ())
+    return jax.device_put(x, NamedSharding(mesh, Sharding(closed, owing).spec))
+
+
+def require_explicit(owing: Owing, mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Raises ValueError where an array between calls cannot owe this: the mesh has axes of other types than
+    JAX wants for that, or it is no sum.
+    """
+    require_sum(owing, what)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for axis in (*owing.unreduced, *owing.reduced):
+        if axis in types and types[axis] is not AxisType.Explicit:
+            raise ValueError(
+                f"{what}, but axis {axis!r} of the mesh ({describe(mesh)}) is {types[axis].name}, and a "
+                "jax.Array is unreduced or reduced over Explicit axes only: make the mesh with "
+                "axis_types=(AxisType.Explicit, ...), or request it of a value inside, with sx.annotate"
+            )
+
+
+def require_sum(owing: Owing, what: str) -> None:
+    """Raises ValueError where an argument or result owes another reduction."""
+    if owing.reduction != "sum":
+        raise ValueError(
+            f"{what}, unreduced_kind={owing.reduction}, and what comes into shard_jit or leaves it may owe "
+            f"sums only: take the {owing.reduction} before, with jax.sharding.reshard, or inside"
+        )
 
 
 def _no_mesh(what: str) -> str:
@@ -330,9 +401,10 @@ def bind_annotation(
     role: Role = "implied",
     like: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    owing: Owing = NOTHING_OWED,
 ):
     """The `annotate` equation itself, without any check."""
-    return annotate_p.bind(x, dims=dims, source=source, role=role, like=like, mesh=mesh)
+    return annotate_p.bind(x, dims=dims, source=source, role=role, like=like, mesh=mesh, owing=owing)
 
 
 def renumbered(jaxpr, kept: Sequence[bool]):
@@ -376,13 +448,17 @@ def _lower(ctx, x, *, role, source, **params):
     return [x]
 
 
-def _transpose(ct, x, **params):
-    return [ct if type(ct) is ad.Zero else annotate_p.bind(ct, **{**params, "like": None})]
+def _transpose(ct, x, *, owing, **params):
+    return [_moved(ct, owing=owing.transposed, **params)]
 
 
 def _jvp(primals, tangents, **params):
     (x,), (t,) = primals, tangents
-    return annotate_p.bind(x, **params), *_transpose(t, x, **params)
+    return annotate_p.bind(x, **params), _moved(t, **params)
+
+
+def _moved(t, **params):
+    return t if type(t) is ad.Zero else annotate_p.bind(t, **{**params, "like": None})
 
 
 def _batch(axis_data, args, batch_dims, *, dims, source, mesh, **params):
@@ -399,6 +475,11 @@ def _batch(axis_data, args, batch_dims, *, dims, source, mesh, **params):
                 f"{source} is on the mesh ({describe(mesh)}), which has no axis {axis!r}, but vmap's "
                 "spmd_axis_name splits the new dim over it: name an axis of that mesh, or annotate with "
                 "the program's"
+            )
+        if axis in (*params["owing"].unreduced, *params["owing"].reduced):
+            raise ValueError(
+                f"{source} is unreduced or reduced over axis {axis!r}, and vmap's spmd_axis_name splits the "
+                "new dim over it: drop one of the two"
             )
     return annotate_p.bind(x, dims=(*dims[:d], new, *dims[d:]), **params), d
 

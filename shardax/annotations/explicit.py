@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
 from shardax.annotations.annotate import TYPE_OF_ANNOTATION, Dims, bind_annotation
-from shardax.sharding import Sharding, from_spec
+from shardax.sharding import Axes, Owing, Sharding, entries_of, from_spec, owing_of
 
 
 def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
@@ -20,7 +21,20 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     >>> auto_mesh(AbstractMesh((4,), ("x",), axis_types=(AxisType.Explicit,)))
     AbstractMesh('x': 4, axis_types=(Auto,))
     """
-    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return _of_type(mesh, AxisType.Auto)
+
+
+def explicit_mesh(mesh: Mesh | AbstractMesh) -> Any:
+    """The same mesh, its axes Explicit.
+
+    >>> explicit_mesh(AbstractMesh((4,), ("x",)))
+    AbstractMesh('x': 4, axis_types=(Explicit,))
+    """
+    return _of_type(mesh, AxisType.Explicit)
+
+
+def _of_type(mesh: Mesh | AbstractMesh, axis_type: AxisType) -> Mesh | AbstractMesh:
+    types = (axis_type,) * len(mesh.axis_names)
     if tuple(mesh.axis_types) == types:
         return mesh
     if isinstance(mesh, AbstractMesh):
@@ -82,37 +96,98 @@ def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
 
 def _bind(eqn, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name == "mesh_cast" or TYPE_OF_ANNOTATION in str(eqn.source_info.name_stack):
+    if TYPE_OF_ANNOTATION in str(eqn.source_info.name_stack):
         return args
+    if name == "mesh_cast" or name == "reshard" and params["dst_sharding"].mesh.empty:
+        return args  # what a shard_jit inside does with its arguments
     if name == "reshard":
         return [_annotated(args[0], params["dst_sharding"], "reshard", eqn)]
+    if name == "shard_map" and any(map(owing_of, (*params["in_specs"], *params["out_specs"]))):
+        return _island(params, args)
     kept = {"jaxpr": params["jaxpr"]} if name == "shard_map" else _rules(eqn)  # in a shard_map all is local
     bind_params = eqn.primitive.get_bind_params(
         {key: kept[key] if key in kept else _param_without_types(key, value) for key, value in params.items()}
     )
     results = eqn.primitive.bind(*args, **bind_params)
-    requested = next(
-        (params[key] for key in SHARDING_PARAMS if isinstance(params.get(key), NamedSharding)), None
-    )
-    if requested is None:
+    if not any(isinstance(params.get(key), NamedSharding) for key in SHARDING_PARAMS):
         return results if eqn.primitive.multiple_results else [results]
-    return [_annotated(results, requested, f"out_sharding of {name}", eqn)]
+    (result,) = eqn.outvars  # under vmap the parameter may have more dims than it
+    return [_annotated(results, result.aval.sharding, f"out_sharding of {name}", eqn)]
+
+
+def _island(params: dict[str, Any], args: list[Any]) -> list[Any]:
+    """A shard_map, some of whose specs are unreduced or reduced, which values on Auto axes cannot be: it
+    takes and gives settled values, and makes of them what its body takes.
+    """
+    ins, outs = ([owing_of(spec) for spec in params[side]] for side in ("in_specs", "out_specs"))
+    specs = {side: tuple(map(_settled, params[side])) for side in ("in_specs", "out_specs")}
+    types = params["check_vma"]
+
+    def run(*shards):
+        taken = [_owing(x, owing, types) for x, owing in zip(shards, ins, strict=True)]
+        given = _evaluate(_jax.closed(params["jaxpr"]), taken)
+        return tuple(_owed(x, owing, types) for x, owing in zip(given, outs, strict=True))
+
+    manual = params["newly_manual_axes"]
+    mesh = auto_mesh(params["mesh"])
+    return list(jax.shard_map(run, mesh=mesh, axis_names=manual, check_vma=types, **specs)(*args))
+
+
+def _settled(spec: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(*entries_of(spec))
+
+
+def _owing(x, owing: Owing, types: bool):
+    """A shard that owes what its spec says, of one that owes nothing: the first device has it, the others
+    have zeros.
+    """
+    if owing.reduction != "sum":
+        raise ValueError(
+            f"a shard_map takes a value that is unreduced over {', '.join(owing.unreduced)}, "
+            f"unreduced_kind={owing.reduction}, and inside shard_jit that may be a sum only: take the "
+            f"{owing.reduction} before, with jax.sharding.reshard"
+        )
+    if owing.reduced and types:
+        x = lax.pcast(x, owing.reduced, to="reduced")
+    if not owing.unreduced:
+        return x
+    x = _on_first(x, owing.unreduced, types)
+    return lax.pcast(x, owing.unreduced, to="unreduced") if types else x
+
+
+def _owed(x, owing: Owing, types: bool):
+    """A shard that owes nothing, of one that owes what its spec says."""
+    if owing.reduced and types:  # the same on all devices, which no cast says
+        x = lax.psum(_on_first(x, owing.reduced, types), owing.reduced)
+    return lax.psum(x, owing.unreduced) if owing.unreduced else x
+
+
+def _on_first(x, axes: Axes, types: bool):
+    """The shard on the first device along these axes, zeros on the others."""
+    x = lax.pcast(x, axes, to="varying") if types else x
+    zeros = jax.numpy.zeros_like(x)
+    for axis in axes:
+        x = jax.numpy.where(lax.axis_index(axis) == 0, x, zeros)
+    return x
 
 
 def _annotated(x, sharding: NamedSharding, name: str, eqn):
     """A value with what a type requests of it."""
-    dims = dims_of_type(sharding, jax.numpy.ndim(x))
-    return x if dims is None else bind_annotation(x, dims, f"{name} at {_jax.user_line(eqn.source_info)}")
+    dims, owing = dims_of_type(sharding, jax.numpy.ndim(x)), owing_of(sharding.spec)
+    if dims is None:
+        return x
+    return bind_annotation(x, dims, f"{name} at {_jax.user_line(eqn.source_info)}", owing=owing)
 
 
 def dims_of_type(sharding: NamedSharding, rank: int) -> Dims | None:
     """What a type requests. It names Explicit axes only: on a mesh that has Auto axes too, as within
     `auto_axes`, a dim without any is open, and a type that names none requests nothing.
     """
-    dims: Dims = from_spec(sharding.spec, rank).dims
+    requested = from_spec(sharding.spec, rank)
+    dims: Dims = requested.dims
     if AxisType.Auto not in sharding.mesh.axis_types:
         return dims
-    return tuple(dim or None for dim in dims) if any(dims) else None
+    return tuple(dim or None for dim in dims) if any(dims) or requested.owing else None
 
 
 def _rules(eqn) -> dict[str, Any]:

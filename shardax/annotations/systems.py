@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.annotations.annotate import annotate, describe
-from shardax.sharding import Axes, entry_axes
+from shardax.annotations.annotate import annotate, describe, require_explicit
+from shardax.annotations.explicit import explicit_mesh
+from shardax.sharding import Axes, Owing, Sharding, entry_axes
 from shardax.validation import is_integer, require, require_array, require_mesh
 
 AnyMesh = Mesh | AbstractMesh
@@ -135,7 +136,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """DTensor's: a reduction over this dim of the mesh is still owed. No annotation requests it."""
+    """DTensor's: a sum over this dim of the mesh is still owed."""
 
     reduce_op: str = "sum"
 
@@ -159,16 +160,18 @@ def redistribute(x, mesh: AnyMesh, placements: Sequence[Any]):
         )
     dims: list[Axes] = [()] * np.ndim(x)
     for axis, placement in zip(axes, placements, strict=True):
-        if isinstance(placement, Partial):
-            raise ValueError(
-                f"{what}: an annotation gives a sharding, and cannot owe a reduction: shardax leaves "
-                "sums pending by itself as long as that pays; give Replicate() or Shard(dim)"
-            )
+        if isinstance(placement, Partial) and placement.reduce_op != "sum":
+            raise ValueError(f"{what}: an annotation can owe a sum alone, and no {placement.reduce_op!r}")
         if isinstance(placement, Shard):
             dims[_dim(placement.dim, len(dims), what)] += (axis,)
-        elif not isinstance(placement, Replicate):
+        elif not isinstance(placement, Replicate | Partial):
             raise ValueError(f"{what}: {placement!r} is no placement; give Shard(dim) or Replicate()")
-    return _annotate_on(x, mesh, [dim or None for dim in dims], what)
+    owing = Owing(tuple(a for a, p in zip(axes, placements, strict=True) if isinstance(p, Partial)))
+    if not owing:
+        return _annotate_on(x, mesh, [dim or None for dim in dims], what)
+    if _jax.is_eager(x):
+        require_explicit(owing, mesh, f"{what} asks for what owes a sum")
+    return annotate(x, NamedSharding(explicit_mesh(mesh), Sharding(tuple(dims), owing).spec))
 
 
 def _check_arguments(x, mesh: AnyMesh, entries, argument: str, function: str, example: str) -> None:

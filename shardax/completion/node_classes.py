@@ -102,7 +102,7 @@ class NodeClasses:
             if not _jax.is_jaxpr(p) and not (isinstance(p, tuple) and any(map(_jax.is_jaxpr, p)))
         )
         if (note := annotations.of_node(node)) is not None:
-            params = note.dims
+            params = note.dims, note.owing
         flag = node.name.startswith("random") and node.eqn.ctx.threefry_partitionable
         ends = met(node.inputs), met(node.outputs)
         bodies = (
@@ -121,8 +121,8 @@ class NodeClasses:
 
     def _key(self, node: Node, values: Sequence[Value]) -> Hashable:
         name, params = node.primitive.name, node.params.values()
-        if name in _ANNOTATIONS and annotations.of_node(node) is not None:
-            params = ()  # completion reads the annotation itself
+        if name in _ANNOTATIONS and (note := annotations.of_node(node)) is not None:
+            params = (note.owing,)  # completion reads the annotation itself
         elif name.startswith("random"):
             params = (*params, node.eqn.ctx.threefry_partitionable)
         return (name, len(node.inputs), *params, *map(self._type_number, values))

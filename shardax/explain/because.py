@@ -269,7 +269,7 @@ class _Teller:
 
     def annotated(self, c: Resharded, annotation: annotations.Annotation) -> str:
         assert c.reader is not None
-        sharding = Sharding(tuple(axes or () for axes in annotation.dims))
+        sharding = annotation.sharding.settled
         if c.target.sharding != sharding and annotation.like is None and None not in annotation.dims:
             return (
                 f"{self.spec(c.target.sharding)} at rest{self.undivided(c.value, sharding)} by "
@@ -329,6 +329,8 @@ class _Teller:
     # Reductions and lowerings
 
     def settled(self, c: Settled) -> str:
+        if c.owed is None and not c.carried:
+            return f"which it owes over {self.axes(c.axes)} as it comes in"
         if c.owed is None:
             return f"what each iteration leaves owing over {self.axes(c.axes)}"
         also = f"; also {_listed([line_beside(line, self.line) for line in c.also])}" if c.also else ""

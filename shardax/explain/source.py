@@ -36,6 +36,7 @@ from shardax.explain.spelling import (
 )
 from shardax.ledger.collectives import KINDS, array_text, reason_of
 from shardax.ledger.lines import assigned, code, line_text
+from shardax.sharding import entries_of, owing_of, owing_words
 
 WIDTH = 110
 INLINE = 60  # characters: what is longer gets a name of its own
@@ -161,10 +162,13 @@ def _indented(lines: Iterable[str]) -> list[str]:
 
 
 def _spec(spec) -> str:
-    entries = list(spec)
+    entries = list(entries_of(spec))
     while entries and entries[-1] is None:
         entries.pop()
-    return str(object_text(jax.P(*entries)))
+    plain = str(object_text(jax.P(*entries)))
+    words = owing_words(owing_of(spec))
+    owing = ", ".join(words).replace("'", '"')
+    return f"{plain.removesuffix(')')}{', ' if entries and words else ''}{owing})"
 
 
 def _parameters(plan: Facts) -> Iterator[str]:

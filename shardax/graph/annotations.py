@@ -9,10 +9,10 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.annotations.annotate import Role
+from shardax.annotations.annotate import Role, dims_of_entries
 from shardax.annotations.user_mesh import UserMesh
 from shardax.graph.graph import Node
-from shardax.sharding import Axes, entry_axes
+from shardax.sharding import NOTHING_OWED, Axes, Owing, Sharding, from_spec, owing_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Annotation:
     """What an annotation says: `dims`, for each dim its axes, or None where it is open; `source`, the words
     that messages use; its `role`; `like`, the number of the argument that a result succeeds; `mesh`, whose
     axes they are (None: the program's); `on`, once all axes are the program's, the mesh that the user named,
-    if another.
+    if another; `owing`, of which reductions the value is to be pending.
     """
 
     dims: tuple[Axes | None, ...]
@@ -29,11 +29,28 @@ class Annotation:
     like: int | None = None
     mesh: Mesh | AbstractMesh | None = None
     on: UserMesh | None = None
+    owing: Owing = NOTHING_OWED
+
+    @property
+    def names_axes(self) -> bool:
+        return any(self.dims) or bool(self.owing)
+
+    @property
+    def sharding(self) -> Sharding:
+        """What it requests, open dims unsplit."""
+        return Sharding(tuple(axes or () for axes in self.dims), self.owing)
 
     @property
     def is_of_result(self) -> bool:
         """Whether it is from out_shardings, so that the result has to be on that very mesh."""
         return self.role == "result"
+
+    @property
+    def at_rest(self) -> Owing:
+        """What a result owes at rest. Only what names a result makes it owe: where the mesh is not known to
+        have Explicit axes, an array can owe nothing.
+        """
+        return self.owing if self.role in ("result", "type") else NOTHING_OWED
 
 
 def among(nodes: Iterable[Node]) -> Iterator[tuple[Node, Annotation]]:
@@ -51,11 +68,7 @@ def of_node(node: Node) -> Annotation | None:
             node.params if not node.callers else {**node.params, "like": None}
         )  # an inlined program has other inputs
         return Annotation(**params)
-    if (
-        name == "sharding_constraint"
-        or name == "reshard"
-        and any(map(entry_axes, node.params["dst_sharding"].spec))
-    ):
+    if name == "sharding_constraint" or name == "reshard" and _names_axes(node.params["dst_sharding"]):
         sharding, rank = node.params[_SHARDING_PARAM[name]], len(node.outputs[0].shape)
         return of_sharding(sharding, _USER_NAME[name], rank, node.line)
     return None
@@ -99,7 +112,12 @@ def meshes_of(eqn) -> Iterator[Mesh | AbstractMesh]:
     """
     if eqn.primitive.name in ("annotate", "shard_jit", "shard_map") and eqn.params["mesh"] is not None:
         yield eqn.params["mesh"]
-    yield from (sharding.mesh for sharding in shardings_of(eqn) if any(map(entry_axes, sharding.spec)))
+    yield from (sharding.mesh for sharding in shardings_of(eqn) if _names_axes(sharding))
+
+
+def _names_axes(sharding: NamedSharding) -> bool:
+    requested = from_spec(sharding.spec, len(sharding.spec))
+    return bool(requested.axes or requested.owing)
 
 
 def name_of(eqn) -> str:
@@ -119,6 +137,7 @@ def as_annotation(eqn) -> dict[str, Any]:
         "role": annotation.role,
         "like": None,
         "mesh": annotation.mesh,
+        "owing": annotation.owing,
     }
 
 
@@ -128,8 +147,7 @@ _USER_NAME = {"sharding_constraint": "with_sharding_constraint", "reshard": "res
 
 def of_sharding(sharding: NamedSharding, name: str, rank: int, line: str) -> Annotation:
     """A sharding of JAX's own as an annotation, which messages call `name` at `line`."""
-    dims = tuple(
-        None if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry) for entry in sharding.spec
-    )
+    dims = dims_of_entries(sharding.spec)
     role = "inside" if name == _USER_NAME["sharding_constraint"] else "implied"
-    return Annotation(dims + ((),) * (rank - len(dims)), f"{name} at {line}", role, mesh=sharding.mesh)
+    full, owing = dims + ((),) * (rank - len(dims)), owing_of(sharding.spec)
+    return Annotation(full, f"{name} at {line}", role, mesh=sharding.mesh, owing=owing)

@@ -184,9 +184,9 @@ def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
 
 
 def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
-    dims = from_spec(spec, len(value.shape)).dims
-    fields = {"dims": dims, "source": f"shard_map {words}", "role": "implied"}
-    params = {**fields, "like": None, "mesh": eqn.params["mesh"]}
+    requested = from_spec(spec, len(value.shape))
+    fields = {"dims": requested.dims, "source": f"shard_map {words}", "role": "implied"}
+    params = {**fields, "like": None, "mesh": eqn.params["mesh"], "owing": requested.owing}
     return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
 
 
@@ -325,7 +325,7 @@ def _annotation(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     params = eqn.params
     if inliner.callers and params["source"] == SAVED:
         return inputs
-    key = (inputs[0], params["dims"], params["mesh"], params["like"])
+    key = (inputs[0], params["dims"], params["mesh"], params["like"], params["owing"])
     if key not in inliner.made:
         (inliner.made[key],) = _plain(inliner, eqn, inputs)
     return [inliner.made[key]]

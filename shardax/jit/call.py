@@ -154,5 +154,5 @@ def _elsewhere(side: str, places: Iterable[Placed], entries: Iterable[resting.El
     """
     places = list(places)
     for x in entries:
-        if x.number < len(places) and x.wanted.sharding != places[x.number].sharding:
+        if x.number < len(places) and x.wanted.sharding != places[x.number].sharding.settled:
             yield AtRest.of(side, places[x.number], x.wanted.sharding, x.came, x.left)

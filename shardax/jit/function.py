@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 
 from shardax import _jax
 from shardax.annotations.annotate import describe, flatten, for_one_device, is_spec
@@ -20,7 +20,7 @@ from shardax.jit.transforming import traced_as, transformed
 from shardax.ledger.lines import line_text
 from shardax.meshes.crossing import Crossing, entering
 from shardax.options import Options, Refused
-from shardax.sharding import entry_axes
+from shardax.sharding import from_spec
 from shardax.trace import Request, Traced, abstract_mesh, is_explicit
 from shardax.transform import primitive
 from shardax.transforms import Context, Retyping, Transform
@@ -413,22 +413,13 @@ def mesh_of(tree) -> Mesh | AbstractMesh | None:
 
 def _typed(x, sharding: NamedSharding):
     """A result in its sharding. `reshard` makes it a type, and takes Explicit axes only."""
-    mesh = sharding.mesh
-    explicit, rest = (
-        PartitionSpec(
-            *(tuple(a for a in entry_axes(e) if _is_explicit(mesh, a) is kind) for e in sharding.spec)
-        )
-        for kind in (True, False)
-    )
-    if is_explicit(mesh):
-        x = reshard(x, sharding.update(spec=explicit))
-    if any(rest) and is_explicit(mesh):
-        x = jax.lax.with_sharding_constraint(x, sharding.update(spec=rest))
-    return x
-
-
-def _is_explicit(mesh: Mesh | AbstractMesh, axis: str) -> bool:
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] is AxisType.Explicit
+    mesh, whole = sharding.mesh, from_spec(sharding.spec, len(sharding.spec))
+    if not is_explicit(mesh):
+        return x
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t is AxisType.Explicit}
+    x = reshard(x, sharding.update(spec=whole.without({*mesh.axis_names} - explicit).spec))
+    rest = whole.settled.without(explicit)
+    return jax.lax.with_sharding_constraint(x, sharding.update(spec=rest.spec)) if rest.axes else x
 
 
 @_jax.weakly_cached

@@ -13,7 +13,6 @@ from shardax.meshes.refinement import Placement
 from shardax.partition.decisions import Reshard
 from shardax.program import Program
 from shardax.reshard import paths
-from shardax.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def results(program: Program) -> Iterator[Elsewhere]:
     for i, (value, rest) in enumerate(zip(program.graph.outputs, program.out_shardings, strict=True)):
         note, completed = notes.get(value), program.completion.sharding(value)
         if note is None or note.like is None and None in note.dims:
-            wanted = program.refinement.placement(completed) if completed != rest else None
+            wanted = program.refinement.placement(completed) if completed != rest.settled else None
         else:
             wanted = _wanted(program, note, value)
         if wanted is not None:
@@ -77,7 +76,7 @@ def _wanted(program: Program, note: Annotation, value: Value) -> Placement | Non
     """What a closed annotation asks for, where the value cannot rest so."""
     if None in note.dims:
         return None
-    sharding, refined = Sharding(tuple(axes or () for axes in note.dims)), program.refinement
+    sharding, refined = note.sharding.settled, program.refinement
     rest = refined.rest(sharding, value.shape, note.on, across=note.is_of_result)
     return refined.placement(sharding, note.on) if refined.sharding(rest) != sharding else None
 

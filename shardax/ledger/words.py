@@ -50,11 +50,14 @@ def spec_text(sharding: Sharding) -> str:
     """
     >>> spec_text(Sharding((("x",), ()))), spec_text(Sharding(((), ())))
     ("P('x')", 'replicated')
+    >>> from shardax.sharding import Owing
+    >>> spec_text(Sharding(((),), Owing(("x",))))
+    "P(unreduced={'x'})"
     """
-    dims = sharding.dims
+    dims, owing = sharding.dims, sharding.owing
     while dims and not dims[-1]:
         dims = dims[:-1]
-    return str(Sharding(dims)) if dims else "replicated"
+    return str(Sharding(dims, owing)) if dims or owing else "replicated"
 
 
 def times(count: int) -> str:

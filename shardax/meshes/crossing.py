@@ -198,6 +198,12 @@ def _crossing(
 ) -> Crossing:
     """The crossing of one argument or result. Of random keys, their words cross."""
     shape, dtype = tuple(aval.shape), aval.dtype
+    if unreduced := resting.sharding.owing.unreduced:
+        raise ValueError(
+            f"{side} #{number} of shape {shape} is unreduced over {', '.join(unreduced)} of the mesh "
+            f"{resting.mesh}, which does not fit the program's, {refined.program}, and what crosses between "
+            "the two owes nothing: do its sum on its own mesh, with jax.sharding.reshard"
+        )
     if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         unsplit = ((),) * (len(words.shape) - len(shape))

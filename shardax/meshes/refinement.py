@@ -21,10 +21,11 @@ from functools import cached_property
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from shardax.annotations.explicit import explicit_mesh
 from shardax.annotations.user_mesh import UserMesh
 from shardax.cost.chips import NOMINAL, Chip
 from shardax.cost.network import Network, network_of_mesh
-from shardax.sharding import Axes, Sharding, at_rest
+from shardax.sharding import Axes, Owing, Sharding, at_rest
 
 Digits = list[tuple[int, int]]  # (stride, size) of each, the major first
 
@@ -38,12 +39,11 @@ class Placement:
 
     def on(self, program: Mesh | AbstractMesh) -> NamedSharding:
         """With the program's mesh or the user's other one, else one over the devices of the program's, of
-        axes of one type.
+        axes of one type: Explicit ones where it owes a reduction.
         """
         own = self.mesh.axes == tuple(program.shape.items()) and not self.mesh.places
-        return NamedSharding(
-            program if own else self.mesh.mesh or _built(self.mesh, program), self.sharding.spec
-        )
+        mesh = program if own else self.mesh.mesh or _built(self.mesh, program)
+        return NamedSharding(explicit_mesh(mesh) if self.sharding.owing else mesh, self.sharding.spec)
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,13 @@ class Refinement:
             None if dim is None else tuple(sub for axis in dim for sub in axes[axis]) for dim in dims
         )
 
+    def refined_owing(self, owing: Owing, mesh: UserMesh) -> Owing:
+        """Likewise what a spec in the axes of a mesh says of reductions."""
+        if not owing:
+            return owing
+        unreduced, reduced = self.refined((owing.unreduced, owing.reduced), mesh)
+        return Owing(unreduced or (), reduced or (), owing.reduction)
+
     def folded(self, axes: Axes) -> Axes:
         """Refined axes as a person reads them: refined axes that together make an axis of the user's, in
         order, are that axis.
@@ -114,7 +121,24 @@ class Refinement:
 
     def shown(self, sharding: Sharding) -> Sharding:
         """A refined sharding as a person reads it."""
-        return sharding if self.is_trivial else Sharding(tuple(map(self.folded, sharding.dims)))
+        if self.is_trivial:
+            return sharding
+        owing = sharding.owing
+        folded = replace(owing, unreduced=self.folded(owing.unreduced), reduced=self.folded(owing.reduced))
+        return Sharding(tuple(map(self.folded, sharding.dims)), folded)
+
+    def owing_on(self, placement: Placement, owing: Owing) -> Placement:
+        """A placement that owes what this says, in refined axes: those over which its mesh has them whole."""
+        if not owing:
+            return placement
+        whole = {subs: axis for axis, subs in self.axes[placement.mesh].items()}
+
+        def axes_of(refined: Axes) -> Axes:
+            own = [axis for subs, axis in whole.items() if subs and set(subs) <= set(refined)]
+            return tuple(sorted(axis for axis in own if axis not in placement.sharding.axes))
+
+        of_mesh = Owing(axes_of(owing.unreduced), axes_of(owing.reduced), owing.reduction)
+        return replace(placement, sharding=Sharding(placement.sharding.dims, of_mesh))
 
     def rest(
         self, sharding: Sharding, shape: tuple[int, ...], first: UserMesh | None = None, across: bool = False
@@ -150,7 +174,11 @@ class Refinement:
 
     def sharding(self, placement: Placement) -> Sharding:
         """A placement in the refined axes."""
-        return Sharding(tuple(dim or () for dim in self.refined(placement.sharding.dims, placement.mesh)))
+        dims, owing = placement.sharding.dims, placement.sharding.owing
+        return Sharding(
+            tuple(dim or () for dim in self.refined(dims, placement.mesh)),
+            self.refined_owing(owing, placement.mesh),
+        )
 
     def cut(self, parts: Iterable[tuple[str, int]]) -> "Refinement":
         """Further refined: an axis, by its name, into a major part of this size and a minor one. What does

@@ -72,18 +72,18 @@ def _mesh_of(node: Node, annotation: Annotation, mesh: AnyMesh) -> UserMesh:
     """
     called = next((e.params["mesh"] for e in node.callers if e.primitive.name == "shard_jit"), mesh)
     own = called if annotation.mesh is None else annotation.mesh
-    if own is mesh or not any(annotation.dims) and not annotation.is_of_result:
+    if own is mesh or not annotation.names_axes and not annotation.is_of_result:
         return program_mesh(mesh)
     if user_mesh(own, mesh) is None:
         check_devices(
             own,
-            Sharding(tuple(dim or () for dim in annotation.dims)).spec,
+            annotation.sharding.spec,
             mesh,
             f"{annotation.source} asks for a sharding",
         )
     named = _own_mesh(mesh, own)
     return (
-        named if any(annotation.dims) or named.places else program_mesh(mesh)
+        named if annotation.names_axes or named.places else program_mesh(mesh)
     )  # what is replicated is so in any axes
 
 
@@ -149,9 +149,9 @@ def settled(jaxpr, mesh: AnyMesh):
 
 def _checked(eqn, mesh: AnyMesh):
     """An annotation of our own, which may be on a mesh of the program's devices in any order."""
-    own, dims, line = eqn.params["mesh"], eqn.params["dims"], _jax.user_line(eqn.source_info)
+    own, line = eqn.params["mesh"], _jax.user_line(eqn.source_info)
     if own is not None:
-        spec = Sharding(tuple(dim or () for dim in dims)).spec
+        spec = Annotation(**eqn.params).sharding.spec
         check_devices(
             own, spec, mesh, f"{eqn.params['source']} at {line or 'an unknown line'} asks for a sharding"
         )
@@ -208,7 +208,7 @@ def _annotated(xs, shardings, words: str, line: str):
         for x, s in zip(xs, shardings, strict=True)
     ]
     return [
-        x if g is None else bind_annotation(x, g.dims, g.source, g.role, mesh=g.mesh)
+        x if g is None else bind_annotation(x, g.dims, g.source, g.role, mesh=g.mesh, owing=g.owing)
         for x, g in zip(xs, requests, strict=True)
     ]
 
@@ -253,6 +253,7 @@ def _annotation(annotation: Annotation, dims: Dims, mesh: UserMesh, refinement: 
         "like": annotation.like,
         "mesh": None,
         "on": mesh,
+        "owing": refinement.refined_owing(annotation.owing, mesh),
     }
 
 
@@ -274,7 +275,7 @@ def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
     mesh = refined_mesh(site.params["mesh"], refinement)
 
     def refined(spec):
-        return Sharding(refinement.refined(from_spec(spec, len(spec)).dims, site.mesh)).spec  # type: ignore[arg-type]
+        return refinement.sharding(Placement(site.mesh, from_spec(spec, len(spec)))).spec
 
     specs = {side: tuple(map(refined, site.params[side])) for side in ("in_specs", "out_specs")}
     return {**site.params, **specs, "mesh": mesh}
@@ -339,6 +340,6 @@ def placements(
     for site in named:
         note, value = site.annotation, site.node.inputs[0] if site.annotation else None
         if value in inputs and rest[value] is None and note is not None and None not in note.dims:
-            dims = refinement.refined(note.dims, site.mesh)
+            dims = refinement.refined(note.dims, site.mesh)  # it comes in owing nothing, and is made to owe
             rest[value] = refinement.rest(Sharding(dims), value.shape, site.mesh)  # type: ignore[arg-type, union-attr]
     return [rest[v] for v in graph.inputs]

@@ -58,12 +58,13 @@ class Alternatives:
         factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
         key = self._key(node, entry, factors, made, requested, hidden)
         if key not in self.memo:
-            self.memo[key] = self._ways(node, entry, factors, made, requested)
+            self.memo[key] = self._ways(node, entry, factors, made, requested, hidden)
         return self.memo[key]
 
     def _key(self, node: Node, entry: Entry, factors: Factors, made, requested, hidden) -> Hashable:
         values = [*node.inputs, *node.outputs]
-        params = _params_key(node) if entry.sends or entry.ways else ()
+        note = annotations.of_node(node)
+        params = _params_key(node) if entry.sends or entry.ways else note and note.owing
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sizes = tuple([(v.itemsize, v in self.stored) for v in values])
         return (
@@ -78,11 +79,19 @@ class Alternatives:
             hidden,
         )
 
-    def _ways(self, node: Node, entry: Entry, factors: Factors, made, requested) -> Sequence[Way]:
+    def _ways(
+        self, node: Node, entry: Entry, factors: Factors, made, requested, hidden: frozenset[str]
+    ) -> Sequence[Way]:
         count = len(node.inputs)
-        if annotations.of_node(node):
-            splits = project_all(requested[count:], factors.results, factors, self.sizes)
-            candidate = candidate_of(factors, splits, (), ())
+        if note := annotations.of_node(node):
+            result = requested[count]
+            pending = tuple(p for p in note.owing.pending if p[0] not in hidden)
+            if not set(note.owing.unreduced).isdisjoint(result.sharding.axes):  # an open dim was split so
+                result = self.padding.layout(
+                    result.sharding.without(note.owing.unreduced), node.outputs[0].shape
+                )
+            splits = project_all([result], factors.results, factors, self.sizes)
+            candidate = candidate_of(factors, splits, (0,) if pending else (), pending)
             return [Way(candidate.operands, candidate.results, 0.0, (splits, factors, entry))]
         ways = self._ranked(node, entry, factors, made, requested, ())
         layouts = (*ways[0].operands, *ways[0].results)

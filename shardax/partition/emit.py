@@ -177,8 +177,9 @@ class Emitter:
         known.
         """
         if settled := _settles(step):
-            name = owed.origin.node.name if owed else "carry"
-            return f"{settled} of {name}", Settled(step.axes, owed)
+            carried = self.around is not None or not self.contributions.came_in(value)
+            name = owed.origin.node.name if owed else "carry" if carried else "argument"
+            return f"{settled} of {name}", Settled(step.axes, owed, carried)
         around = None if reader.node else self.around
         cause = Resharded(
             value,

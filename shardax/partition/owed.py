@@ -82,12 +82,21 @@ class Contributions:
 
     def of(self, value: Value) -> dict[str, Owed]:
         """By axis. What is annotated owes what it is of."""
+        value = self.annotated(value)
+        return self.by_axis.get(value, {})
+
+    def annotated(self, value: Value) -> Value:
+        """What a value is annotated to be, where it has no sums of its own."""
         while value not in self.by_axis:
             maker = self.makers.get(value)
             if maker is None or not annotations.of_node(maker.node):
-                return {}
+                return value
             value = maker.node.inputs[0]
-        return self.by_axis[value]
+        return value
+
+    def came_in(self, value: Value) -> bool:
+        """Whether no node makes it: an argument, or what a body takes."""
+        return self.annotated(value) not in self.makers
 
     def enter(self, node: Node) -> None:
         """The inputs of bodies that are the same in every iteration owe what they owe outside."""

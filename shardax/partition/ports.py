@@ -18,7 +18,16 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.maps import LAST, REDUCED, Carry, carries_of_map, has_open_loop, reads
 from shardax.partition.sites import Layouts, Site, Way
-from shardax.sharding import Axes, AxisSizes, Layout, Sharding, from_spec, replicated_layout, shard_count
+from shardax.sharding import (
+    Axes,
+    AxisSizes,
+    Layout,
+    Sharding,
+    from_spec,
+    layout_at_rest,
+    replicated_layout,
+    shard_count,
+)
 from shardax.spmd_rules.registry import Split
 
 _ONCE = 2.0**-6  # picoseconds: among equals, what all branches owe is settled once, after them
@@ -178,13 +187,13 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
     """
     (body,), ports = node.bodies, Ports()
     for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
-        layout = Layout(from_spec(spec, len(value.shape)), value.shape)
+        layout = layout_at_rest(from_spec(spec, len(value.shape)), value.shape)
         ports.operands.append(
             search.add(Site([value], [inner], [Way((layout,), (replicated_layout(inner.shape),))], runs))
         )
     search.body(body, runs, frozenset(search.sizes))
     for value, inner, spec in zip(node.outputs, body.outputs, node.params["out_specs"], strict=True):
-        layout = Layout(from_spec(spec, len(value.shape)), value.shape)
+        layout = layout_at_rest(from_spec(spec, len(value.shape)), value.shape)
         ports.results.append(
             search.add(Site([inner], [value], [Way((replicated_layout(inner.shape),), (layout,))], runs))
         )

@@ -29,10 +29,13 @@ class Resharded(Cause):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settled(Cause):
-    """What was owed over `axes` was settled: None where it came in with the carry of a loop."""
+    """What was owed over `axes` was settled: None where it came in, with the carry of a loop or, if not
+    `carried`, with an argument.
+    """
 
     axes: Axes
     owed: Owed | None
+    carried: bool = True
 
     @property
     def also(self) -> tuple[str, ...]:

@@ -16,18 +16,18 @@ from jax.core import eval_jaxpr
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax, program
 from shardax.annotations.annotate import renumbered
-from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of
+from shardax.annotations.explicit import auto_mesh, explicit_mesh, explicit_sharding, memory_of
 from shardax.annotations.user_mesh import UserMesh, user_mesh
 from shardax.meshes import sites
 from shardax.meshes.crossing import Crossing
 from shardax.meshes.refinement import Placement, refinement
 from shardax.options import Options
 from shardax.passes.table import lowered
-from shardax.sharding import Sharding, at_rest, from_spec
+from shardax.sharding import Owing, Sharding, at_rest, from_spec
 from shardax.trace import abstract_mesh
 from shardax.transform import residuals
 from shardax.transform.processes import check_agreement
@@ -72,9 +72,9 @@ def build(
     """The program of an equation of the primitive; see `shardax.program.build`, which memoizes it."""
     for i, aval in enumerate(jaxpr.in_avals):
         require_sizes(aval.shape, f"argument {i} of a shard_jit inside")
-    auto = auto_mesh(mesh)
+    auto, placed = auto_mesh(mesh), tuple(x.placed if isinstance(x, Sharding) else x for x in in_shardings)
     with jax.sharding.use_abstract_mesh(abstract_mesh(auto)):
-        return program.build(jaxpr, in_shardings, auto, options)
+        return program.build(jaxpr, placed, auto, options)
 
 
 @functools.lru_cache
@@ -130,9 +130,12 @@ def _evaluated(jaxpr, args) -> list[Any]:
 
 
 def _on_auto_mesh(x):
-    """The same array without an Explicit type, which no operation of a global program takes."""
-    if explicit_sharding(x) is None:
+    """The same array without an Explicit type, which no operation of a global program takes; what it owes is
+    settled."""
+    typed = explicit_sharding(x)
+    if typed is None:
         return x
+    x = jax.device_put(x, NamedSharding(x.sharding.mesh, typed.settled.spec)) if typed.owing else x
     own = x.sharding
     return jax.device_put(x, NamedSharding(auto_mesh(own.mesh), own.spec, memory_kind=own.memory_kind))
 
@@ -146,7 +149,7 @@ def committed(x, mesh: Mesh | AbstractMesh) -> Placement | None:
     if own is None:
         return None
     return Placement(
-        own, at_rest(from_spec(sharding.spec, len(x.shape)), x.shape, own.sizes)
+        own, at_rest(from_spec(sharding.spec, len(x.shape)).placed, x.shape, own.sizes)
     )  # an abstract array may name any
 
 
@@ -190,19 +193,42 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
     committed_to = _jax.committed_dims(operand, mesh.size)
     if committed_to is None:
         return None
-    axes, places, dims = committed_to
-    return Placement(UserMesh(axes, places), Sharding((dims + ((),) * rank)[:rank]))
+    axes, places, dims, unreduced, reduction = committed_to
+    owing = Owing(unreduced, (), reduction)
+    return Placement(UserMesh(axes, places), Sharding((dims + ((),) * rank)[:rank], owing))
 
 
 def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
     args = _crossed(args, built.entering, mesh)
-    with jax.sharding.use_abstract_mesh(built.mesh):
-        results = jaxpr_as_fun(local)(*args)
+    if any(sharding.owing for sharding in (*built.in_shardings, *built.out_shardings)):
+        results = _run_typed(built, local, args)
+    else:
+        with jax.sharding.use_abstract_mesh(built.mesh):
+            results = jaxpr_as_fun(local)(*args)
     if isinstance(mesh, Mesh):
         refined = sites.refined_mesh(mesh, built.refinement, concrete=True)
-        rests = [NamedSharding(refined, sharding.spec) for sharding in built.out_shardings]
-        results = [lax.with_sharding_constraint(x, rest) for x, rest in zip(results, rests, strict=True)]
+        results = [_resting(x, s, refined) for x, s in zip(results, built.out_shardings, strict=True)]
     return results
+
+
+def _resting(x, sharding: Sharding, mesh: Mesh):
+    """A result in its sharding. What is unreduced has that from the program, and from its type outside."""
+    if sharding.owing.unreduced:
+        return x
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, sharding.settled.spec))
+
+
+def _run_typed(built: program.Program, local, args) -> list[Any]:
+    """Where an argument or result owes a reduction, which JAX has in the types of values on Explicit axes
+    alone. They are typed for as long as the program runs."""
+    mesh: Any = explicit_mesh(built.mesh)
+    with jax.sharding.use_abstract_mesh(mesh):
+        typed = [
+            reshard(x, NamedSharding(mesh, s.spec)) for x, s in zip(args, built.in_shardings, strict=True)
+        ]
+        results = jaxpr_as_fun(local)(*typed)
+    with jax.sharding.use_abstract_mesh(built.mesh):
+        return list(map(_jax.moved_off_meshes, results))
 
 
 def _crossed(xs: Sequence[Any], crossings: Sequence[Crossing], mesh: Mesh | AbstractMesh) -> list[Any]:
