@@ -10,7 +10,8 @@ parameters, have changed:
     under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
     axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
     is_ref, is_ref_aval, value_type, without_mesh, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr,
-    partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce, in_context_of.
+    partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce,
+    in_context_of.
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
@@ -240,8 +241,8 @@ def wants_own_mesh(error: Exception) -> bool:
 
 def is_of_context(error: Exception) -> bool:
     """Whether JAX might not raise this in another mesh context, or where values have other types or none. Few
-    of its errors have a type of their own; the others are known by their words. Nor might another library, which
-    may compare the types of values: what such a one raises is known by where it was raised.
+    of its errors have a type of their own; the others are known by their words. Other libraries
+    may compare the types of values; what they raise is known by where it is raised.
     """
     text = str(error)
     if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text) or _is_of_library(error):
@@ -490,8 +491,8 @@ def on_line_of(eqn, jaxpr) -> Any:
 
 
 def in_context_of(eqn) -> Any:
-    """A context as it is where an equation is lowered: its own, in which the axes of a shard_map around it have
-    names.
+    """A context as it is where an equation is lowered: its own, in which the axes of a shard_map around it
+    have names.
     """
     stack = ExitStack()
     stack.enter_context(eqn.ctx.manager)
@@ -732,8 +733,8 @@ def primitive_names() -> set[str]:
 
 
 def functions_of(primitive) -> list[tuple[str, Any]]:
-    """The functions of JAX's that a primitive is a program of, each with words for it: the one of which the public
-    `mlir.lower_fun` made its lowering, and its own `impl`. JAX keeps them in a table and in a closure.
+    """The functions that a primitive may be a program of, each with words for it: the one of which the public
+    `mlir.lower_fun` made its lowering, and its own `impl`. JAX keeps the first in a table, in a closure.
     """
     entry = mlir._lowerings.get(primitive)
     rule, functions = entry and entry.rule, []

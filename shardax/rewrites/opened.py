@@ -1,11 +1,11 @@
-"""Opens primitives without a rule that are programs of JAX's functions, as those of other libraries often are:
-the equations of the program take the place of the primitive, and these have rules.
+"""Opens primitives without a rule that are programs of JAX's functions, as those of libraries often are: the
+equations of the program take the place of the primitive, and these have rules.
 
     unvmap_any x     ->     reduce_or x
 
-The program is the function that `mlir.lower_fun` made the lowering of, which is what `jax.jit` runs; where the
-lowering was made otherwise, the primitive's own implementation. The primitive's own batching and differentiation
-have been used by then, and a rule that is registered for it goes before.
+The program is the function of which `mlir.lower_fun` made the lowering, because that is what `jax.jit` runs;
+where the lowering was made otherwise, the primitive's own implementation. By then its own batching and
+differentiation have been used. A rule that is registered for it goes before.
 """
 
 from collections.abc import Callable, Sequence
