@@ -41,7 +41,7 @@ import time
 import traceback
 import warnings
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -158,9 +158,15 @@ def user_line(source_info) -> str:
     JAX's user frames include those of installed libraries (Flax, optax): the first outside them is the
     user's, if there is one.
     """
-    frames = list(source_info_util.user_frames(source_info.traceback))
-    own = [f for f in frames if not f.file_name.startswith(_LIBRARIES)] or frames
-    return f"{own[0].file_name}:{own[0].start_line}" if own else ""
+    frame = _frame(source_info.traceback, own=True) or _frame(source_info.traceback, own=False)
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+@lru_cache(maxsize=4096)
+def _frame(traceback, own: bool) -> Any:
+    """The innermost frame outside JAX; of the user's own code, which is not installed, if `own`."""
+    frames = source_info_util.user_frames(traceback)
+    return next((f for f in frames if not (own and f.file_name.startswith(_LIBRARIES))), None)
 
 
 _INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
@@ -173,13 +179,12 @@ def current_line() -> str:
 
 
 def with_user_frame(eqn, callers) -> Any:
-    """The source info of an equation, or of the innermost of its callers where its own has no user frame
-    (jax.nn's jits).
+    """The source info of an equation, or of the innermost of its callers that has a frame of the user's own where
+    its own has none: JAX traces jits, as of jax.nn and of libraries, without the frames around them.
     """
-    for e in (eqn, *callers) if callers else ():
-        if source_info_util.user_frame(e.source_info.traceback) is not None:
-            return e.source_info
-    return eqn.source_info
+    infos = [e.source_info for e in (eqn, *callers)]
+    found = (info for own in (True, False) for info in infos if _frame(info.traceback, own))
+    return next(found, eqn.source_info)
 
 
 @contextmanager
