@@ -179,8 +179,8 @@ def current_line() -> str:
 
 
 def with_user_frame(eqn, callers) -> Any:
-    """The source info of an equation, or of the innermost of its callers that has a frame of the user's own where
-    its own has none: JAX traces jits, as of jax.nn and of libraries, without the frames around them.
+    """The source info of an equation, or of the innermost of its callers that has a frame of the user's own,
+    where its own has none: JAX traces jits, as of jax.nn and of libraries, without the frames around them.
     """
     infos = [e.source_info for e in (eqn, *callers)]
     found = (info for own in (True, False) for info in infos if _frame(info.traceback, own))
