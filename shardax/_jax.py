@@ -741,11 +741,10 @@ def functions_of(primitive) -> list[tuple[str, Any]]:
     """The functions that a primitive may be a program of, each with words for it: the one of which the public
     `mlir.lower_fun` made its lowering, and its own `impl`. JAX keeps the first in a table, in a closure.
     """
-    entry = mlir._lowerings.get(primitive)
-    rule, functions = entry and entry.rule, []
+    rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
+    functions = []
     if getattr(rule, "__code__", None) is _LOWERED:
-        kept = dict(zip(_LOWERED.co_freevars, rule.__closure__, strict=True))
-        functions.append(("lowering", kept["fun"].cell_contents))
+        functions.append(("lowering", inspect.getclosurevars(rule).nonlocals["fun"]))
     if "impl" in vars(primitive):
         functions.append(("implementation", primitive.impl))
     return functions
