@@ -48,9 +48,7 @@ def _inside(node: Node, inputs: Sequence[Value]) -> tuple[list[Node], list[Value
         try:
             jaxpr = _traced(node, function)
             why = _difference(node, jaxpr, words)
-        except (
-            Exception
-        ) as error:  # of any kind: the function is another library's, and may not be for tracers
+        except Exception as error:  # of any kind: another library wrote it, and maybe not for tracers
             why = f"its {words} cannot be traced ({type(error).__name__})"
             continue
         if not why:
