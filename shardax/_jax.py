@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 74 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 75 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -15,8 +15,8 @@ parameters, have changed:
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
-    EMPTY_NAME_STACK, scope_names, marked, innermost_mark, user_line, current_line, with_user_frame,
-    lines_of_their_own, hide_frames, boundary, prefix_error, infer_argnums_and_argnames.
+    EMPTY_NAME_STACK, scope_names, marked, innermost_mark, user_line, is_users_file, current_line,
+    with_user_frame, lines_of_their_own, hide_frames, boundary, prefix_error, infer_argnums_and_argnames.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
     context_mesh, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes, lowering_on, is_eager,
@@ -164,13 +164,18 @@ def user_line(source_info) -> str:
 
 @lru_cache(maxsize=4096)
 def _frame(traceback, own: bool) -> Any:
-    """The innermost frame outside JAX; of the user's own code, which is not installed, if `own`."""
+    """The innermost frame outside JAX; of the user's own code, if `own`."""
     frames = source_info_util.user_frames(traceback)
-    return next((f for f in frames if not (own and f.file_name.startswith(_LIBRARIES))), None)
+    return next((f for f in frames if not own or is_users_file(f.file_name)), None)
+
+
+def is_users_file(name: str) -> bool:
+    """Whether it belongs to no installed library."""
+    return not name.startswith(_LIBRARIES)
 
 
 _INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
-_LIBRARIES = (*_INSTALLED, sysconfig.get_path("stdlib"))
+_LIBRARIES = (*_INSTALLED, sysconfig.get_path("stdlib"), os.path.dirname(__file__))
 
 
 def current_line() -> str:

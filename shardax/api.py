@@ -12,11 +12,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
+from shardax.jit import unplaced
 from shardax.jit.call import Call
 from shardax.jit.function import Function, mesh_of
 from shardax.jit.signature import check_arguments, check_no_device
 from shardax.meshes.crossing import Crossing
 from shardax.options import Options, Refused
+from shardax.trace import is_explicit
 from shardax.transforms import Transform
 
 
@@ -150,6 +152,7 @@ class ShardJit:
         self._function.check_sizes(args, kwargs)
         entering = self._function.entering(args, kwargs)
         args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.abstractly)
+        args, kwargs = self._placed(args, kwargs, unplaced.typed)
         lowered = self._stage(
             lambda jitted: self._told(jitted, args, kwargs, entering)[0].lower, args, kwargs
         )
@@ -161,6 +164,7 @@ class ShardJit:
     @_jax.boundary
     def eval_shape(self, /, *args, **kwargs):
         """The shapes and dtypes of the results."""
+        args, kwargs = self._placed(args, kwargs, unplaced.typed)
         return self._stage(attrgetter("eval_shape"), args, kwargs)
 
     @_jax.boundary
@@ -171,6 +175,7 @@ class ShardJit:
         self._function.require_mesh(mesh_of((args, kwargs)))
         self._function.check_sizes(args, kwargs)
         start = time.perf_counter()
+        args, kwargs = self._placed(args, kwargs, unplaced.typed)
         traced = self._stage(attrgetter("trace"), args, kwargs)
         phases = {"trace": time.perf_counter() - start}
         call = self._call(traced, args, kwargs, self._function.entering(args, kwargs))
@@ -196,6 +201,7 @@ class ShardJit:
         self._function.check_devices(args, kwargs)
         entering = self._function.entering(args, kwargs)
         args, kwargs = self._function.crossed(entering, args, kwargs, Crossing.eagerly)
+        args, kwargs = self._placed(args, kwargs, unplaced.placed)
 
         def calling(jitted):
             told, leaving = self._told(jitted, args, kwargs, entering)
@@ -208,6 +214,26 @@ class ShardJit:
         leaves, tree = jax.tree.flatten(outs)
         crossed = (crossings[i].eagerly(x, mesh) if i in crossings else x for i, x in enumerate(leaves))
         return tree.unflatten(crossed), None, *to_cache[1:]  # every call comes here
+
+    def _placed(self, args, kwargs, how: Callable[..., Any]):
+        """The arguments, those that are not committed to devices placed where the program takes them: when
+        they come back as results, what is compiled for them stands. `how`: `unplaced.placed` or `.typed`.
+        """
+        function = self._function
+        leaves, mesh = [x for _, x in function.named_leaves(args, kwargs)], function.mesh_for(args, kwargs)
+        if mesh is None or function.for_one_device(args, kwargs) or not unplaced.may_be_placed(leaves, mesh):
+            return args, kwargs
+        if how is unplaced.typed and not is_explicit(mesh):
+            return args, kwargs  # the same program
+        known = function.placements(args, kwargs)
+        shardings = next((before for before in known if unplaced.agree(before, leaves)), None)
+        if shardings is None:
+            call = self._call(self._stage(attrgetter("trace"), args, kwargs), args, kwargs)
+            try:
+                known.append(shardings := call.arguments())
+            except Refused:  # so will the program be that is made of them
+                return args, kwargs
+        return function.with_leaves(how(leaves, shardings), args, kwargs)
 
     def _stage(self, stage_of: Callable[[Any], Callable[..., Any]], args, kwargs):
         try:

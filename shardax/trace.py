@@ -6,6 +6,7 @@ import functools
 import inspect
 import itertools
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,12 +31,14 @@ from shardax.annotations.annotate import (
 )
 from shardax.annotations.explicit import (
     auto_mesh,
+    dims_of_type,
     explicit_sharding,
     memory_of,
     shape_of,
     without_explicit_types,
 )
 from shardax.graph.state import state
+from shardax.ledger.lines import line_text
 from shardax.meshes import sites
 from shardax.rewrites.constants import with_made_constants
 from shardax.sharding import Sharding, at_rest
@@ -74,7 +77,8 @@ class Traced:
     results' structure.
 
     The flat arguments `refs` are Refs. It takes what they hold, and its last results are what they hold in
-    the end. `slots` are those of the flat arguments and of the results.
+    the end. `slots` are those of the flat arguments and of the results. `refused`: why JAX gave no Explicit
+    types, and where; "" if it did, or was not asked.
     """
 
     jaxpr: Any
@@ -84,6 +88,7 @@ class Traced:
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
     slots: tuple[Sequence["Slot"], Sequence["Slot"]]
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,8 @@ def _trace(request: Request) -> Traced:
         return list(map(_annotated, [*outs, *(ref[...] for ref in refs.values())], results, succeeded))
 
     flat.__signature__ = _signature(slots)  # type: ignore[attr-defined]
-    jaxpr = sites.settled(_make_jaxpr(flat, leaves, slots, request.mesh), request.mesh)
+    made, refused = _make_jaxpr(flat, leaves, slots, request.mesh)
+    jaxpr = sites.settled(made, request.mesh)
     for x in jaxpr.consts:
         _check_no_ref(x, f"{request.fun.__name__} closes over", "pass it as an argument")
     refs = tuple(i for i, slot in enumerate(slots) if slot.is_ref)
@@ -147,7 +153,7 @@ def _trace(request: Request) -> Traced:
     results, out_tree, succeeded = traced[-1]
     arguments = _described_arguments(request, slots, jaxpr, succeeded)
     described = tuple(map(_described_result, results, succeeded))
-    return Traced(jaxpr, consts, out_tree, refs, arguments, described, (slots, results))
+    return Traced(jaxpr, consts, out_tree, refs, arguments, described, (slots, results), refused)
 
 
 def arguments_of(request: Request) -> tuple[Argument, ...]:
@@ -261,12 +267,13 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
     paths, leaves, tree = flatten(out)
     specs = broadcast_specs(request.out_shardings, out, "out_shardings")
     typed = all(_divides(slot, request.mesh) for slot in slots)
+    known = all(map(_is_typed, jax.tree.leaves((request.args, request.kwargs)), slots))
     results = []
     for path, x, spec in zip(paths, leaves, specs, strict=True):
         _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
         source, aval, role = f"out_shardings{path}", jax.typeof(x), "result"
-        if dims is None and typed and (dims := _dims_of_type(x)):
+        if dims is None and typed and (dims := _dims_of_type(x, known)):
             source, role = f"the type of result{path}", "implied"
         results.append(Slot(f"result{path}", path, source, role, aval, dims, own_mesh(spec), _memory(spec)))
     return results, leaves, tree
@@ -284,13 +291,20 @@ def _is_on(sharding: Sharding, mesh: Mesh | AbstractMesh) -> bool:
     return set(sharding.axes) <= set(mesh.axis_names)
 
 
-def _dims_of_type(x) -> Dims | None:
-    """What the Explicit type of a result requests, if it names an axis, and its mesh has Explicit axes only.
-    Else completion decides: a function of arrays without types may have annotations in it.
+def _is_typed(x, slot: Slot) -> bool:
+    """Whether an argument has a type, or in_shardings gives it one; else the one that it is traced with says
+    nothing."""
+    return explicit_sharding(x) is not None or slot.dims is not None and None not in slot.dims
+
+
+def _dims_of_type(x, known: bool) -> Dims | None:
+    """What the Explicit type of a result requests: as JAX has it if the types of all arguments are `known`,
+    else if it names an axis, for a function of arrays without types may have annotations in it.
     """
-    sharding = explicit_sharding(x)
-    full = sharding and sharding.axes and AxisType.Auto not in jax.typeof(x).sharding.mesh.axis_types
-    return sharding.dims if sharding and full else None
+    if explicit_sharding(x) is None:
+        return None
+    dims = dims_of_type(jax.typeof(x).sharding, jax.numpy.ndim(x))
+    return dims if dims is not None and (known or any(dims)) else None
 
 
 def _successors(slots: Sequence[Slot], results: Sequence[Slot]) -> list[int | None]:
@@ -361,7 +375,7 @@ def _make_jaxpr(
     errors: list[Exception] = []
     for attempt in attempts:
         try:
-            return attempt()
+            return attempt(), _refusal(errors[0]) if errors and is_explicit(mesh) else ""
         except Exception as error:
             if not _jax.is_of_context(error):
                 raise
@@ -369,11 +383,18 @@ def _make_jaxpr(
     if any(map(_jax.wants_own_mesh, errors)):
         try:
             with _jax.legacy_mesh(auto_mesh(mesh)) if isinstance(mesh, Mesh) else nullcontext():
-                return _traced(flat, leaves, slots, empty)
+                return _traced(flat, leaves, slots, empty), ""
         except Exception as error:
             if not _jax.is_of_context(error):
                 raise
     raise errors[0]  # in the user's own context, so this is the one that `jax.jit` raises too
+
+
+def _refusal(error: Exception) -> str:
+    """JAX's first sentence, and the user's line."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _jax.is_users_file(f.filename)]
+    at = f" (at {line_text(f'{frames[-1].filename}:{frames[-1].lineno}')})" if frames else ""
+    return re.split(r"(?<=[a-z`\])])\. |\n", str(error))[0].rstrip(".") + at
 
 
 def _traced(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], context: AbstractMesh):

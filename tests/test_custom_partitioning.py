@@ -483,10 +483,10 @@ def test_a_function_of_shards_that_raises(rows):
     partition = lambda mesh, args, result: (mesh, lower, result.sharding, _shardings(args))  # noqa: E731
     with pytest.raises(KeyError, match="rows") as caught:
         _asked_for("i j -> i j", partition)(_array(rows, 4))
-    assert re.match(
-        r"in the lower_fn of custom_partitioning at .*test_custom_partitioning.py:\d+, on shards of shapes ",
-        caught.value.__notes__[0],
+    ours = (
+        r"in the lower_fn of custom_partitioning at .*test_custom_partitioning.py:\d+, on shards of shapes "
     )
+    assert any(re.match(ours, note) for note in caught.value.__notes__)  # JAX has notes of its own
     assert traceback.extract_tb(caught.tb)[-1].name == "lower"
 
 

@@ -2,6 +2,8 @@
 kinds of axes.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,27 @@ def test_a_mesh_of_both_kinds_of_axes():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x, w: jnp.tanh(x) * 2.0,
+        lambda x, w: (x @ w, x.T),
+        lambda x, w: sx.annotate(jnp.sin(x), P("x", "y")),
+        lambda x, w: jax.sharding.reshard(x, P(None, "x")),
+    ],
+)
+def test_results_on_a_mesh_of_both_kinds_of_axes(program):
+    """What their types name they have; completion decides over which Auto axes other dims are split."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(EXPLICIT, AUTO))
+    x, w = put(ramp(8, 8), "x", None, mesh=mesh), put(ramp(8, 8), None, "y", mesh=mesh)
+    with jax.set_mesh(mesh):
+        got, want = sx.shard_jit(program)(x, w), jax.jit(program)(x, w)
+        shapes = jax.eval_shape(sx.shard_jit(program), x, w)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, want, shapes)), strict=True):
+        assert jax.typeof(a) == jax.typeof(b) and c.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 PROGRAMS = {
     "elementwise": lambda x, w: jnp.tanh(x) * 2.0,
     "product": lambda x, w: jnp.einsum("ij,jk->ik", x, w, out_sharding=P("x", None)),
@@ -131,6 +154,10 @@ PROGRAMS = {
     "split": lambda x, w: jax.lax.reshape(x, (4, 2, 8), out_sharding=P("x", None, "y")),
     "tree": lambda x, w: {"a": x * 2.0, "b": (w * 2.0, x[:, None] * w)},
     "auto inside": lambda x, w: auto_axes(lambda x: x.T + 1.0, out_sharding=P("y", None))(x),
+    "replicated": lambda x, w: jax.sharding.reshard(x, P()) * 2.0,
+    "constants": lambda x, w: (jnp.zeros((8, 8)), x + jnp.arange(8.0), jnp.arange(16.0) * 2.0),
+    "a scalar": lambda x, w: (x * x).sum(),
+    "owing nothing": lambda x, w: jnp.einsum("ij,kj->ik", x, w, out_sharding=P()),
     "nested": lambda x, w: sx.shard_jit(lambda x: x.T * 2.0)(x) + 1.0,
     "nested, resharding": lambda x, w: sx.shard_jit(lambda x: jax.sharding.reshard(x, P("y", None)))(x),
 }
@@ -168,6 +195,9 @@ def test_where_jax_refuses_completion_decides():
             with pytest.raises(Exception, match="shard"):
                 jax.jit(program)(x, w)
             got = sx.shard_jit(program)(x, w)
+            text = sx.shard_jit(program).plan(x, w).text(400)
+            assert text.count("No Explicit types, so completion decides. JAX: ") == 1
+            assert re.search(r"\(at .*test_explicit_types.py:\d+\)\n", text), text
         np.testing.assert_allclose(got, jax.jit(program)(np.asarray(x), np.asarray(w)), rtol=1e-5, atol=1e-6)
 
 

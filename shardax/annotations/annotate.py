@@ -8,10 +8,10 @@ from jax.experimental.layout import Format, Layout
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.sharding import Axes, entry_axes
+from shardax.sharding import Axes, entry_axes, from_spec, shard_count
 from shardax.validation import require_array
 
 Dims = tuple[Axes | None, ...]  # per dim the axes that split it, None where completion decides
@@ -272,7 +272,30 @@ def _record(x, spec, what: str):
         raise ValueError(_no_mesh(what))
     mesh = own_mesh(spec) or mesh  # whose devices are looked at where the program's are known
     dims = dims_of(spec, jax.numpy.shape(x), mesh, f"{what} at {_jax.current_line() or 'an unknown line'}")
-    return x if dims is None else bind_annotation(x, dims, "annotate", "inside", mesh=own_mesh(spec))
+    if dims is None:
+        return x
+    return _typed(bind_annotation(x, dims, "annotate", "inside", mesh=own_mesh(spec)), dims)
+
+
+TYPE_OF_ANNOTATION = "type_of_annotation"  # the scope of what only types a value
+
+
+def _typed(x, dims: Dims):
+    """`x` with the type that the annotation gives it where all axes are Explicit: an open dim keeps its
+    other axes, and one that its axes do not divide has none.
+    """
+    own = getattr(jax.typeof(x), "sharding", None)
+    if own is None or any(kind is not AxisType.Explicit for kind in own.mesh.axis_types) or own.mesh.empty:
+        return x
+    sizes, closed = own.mesh.shape, {axis for dim in dims for axis in dim or ()}
+    if not closed <= sizes.keys():
+        return x
+    spec = []
+    for n, dim, before in zip(x.shape, dims, from_spec(own.spec, x.ndim).dims, strict=True):
+        axes = tuple(a for a in before if a not in closed) if dim is None else dim
+        spec.append(axes if n % shard_count(axes, sizes) == 0 else ())
+    with jax.named_scope(TYPE_OF_ANNOTATION):
+        return jax.sharding.reshard(x, NamedSharding(own.mesh, PartitionSpec(*spec)))
 
 
 def _put(x, spec, what: str):

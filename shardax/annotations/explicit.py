@@ -10,7 +10,7 @@ from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.annotations.annotate import Dims, bind_annotation
+from shardax.annotations.annotate import TYPE_OF_ANNOTATION, Dims, bind_annotation
 from shardax.sharding import Sharding, from_spec
 
 
@@ -82,7 +82,7 @@ def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
 
 def _bind(eqn, args: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name == "mesh_cast":
+    if name == "mesh_cast" or TYPE_OF_ANNOTATION in str(eqn.source_info.name_stack):
         return args
     if name == "reshard":
         return [_annotated(args[0], params["dst_sharding"], "reshard", eqn)]

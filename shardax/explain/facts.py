@@ -48,6 +48,7 @@ class Facts:
       line: its line; collectives that serve no line inside, such as those for `in_shardings`, serve this one.
       refinement: how the axes of the local program make up those of the meshes that the user named.
       crossings: the arguments and results that rest on meshes which do not fit the program's.
+      untyped: on a mesh of Explicit axes, why JAX gave the program no types, and where; "" if it did.
       refs: the numbers of the arguments that are Refs, as leaves. What they hold is an input, and in the end
         a result.
       collectives: read off the crossings and `local_jaxpr` unless given.
@@ -71,6 +72,7 @@ class Facts:
     line: str = ""
     refinement: Refinement | None = None
     crossings: tuple[Crossing, ...] = ()
+    untyped: str = ""
     refs: tuple[int, ...] = ()
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 

@@ -23,6 +23,7 @@ def as_dict(plan: Analysis) -> dict[str, Any]:
     return {
         "record": asdict(record(plan)),
         "mesh": dict(plan.mesh.shape),
+        "untyped": plan.untyped,
         "comm_bytes": plan.comm_bytes,
         "arguments": [_place(p) for p in plan.arguments()],
         "results": [_place(p) for p in plan.results()],

@@ -22,6 +22,7 @@ def tables(plan: Analysis) -> list[Table]:
     memory = [plan.memory().table()] if plan.collectives or plan.graph else []
     sections = (
         _heading(plan),
+        _untyped(plan),
         _meshes(plan),
         arguments(plan),
         results(plan),
@@ -44,6 +45,11 @@ def _heading(plan: Analysis) -> Iterator[Table]:
         f"{count} collectives.",
         (),
     )
+
+
+def _untyped(plan: Analysis) -> Iterator[Table]:
+    if plan.untyped:
+        yield Table(f"No Explicit types, so completion decides. JAX: {plan.untyped}", ())
 
 
 def _meshes(plan: Analysis) -> Iterator[Table]:

@@ -81,6 +81,13 @@ class Call:
             unrequested = [c for c in self.entering if c.resting.mesh not in named]
             strict.check([x for c in unrequested for x in c.collectives(self.eqn.params["mesh"])], options)
 
+    def arguments(self) -> list[NamedSharding]:
+        """The sharding in which the program takes each argument."""
+        return [
+            _kept(p.on(self.mesh), aval)
+            for p, aval in zip(self.built().arguments, self.jaxpr.in_avals[: len(self.leaves)], strict=False)
+        ]
+
     def placed(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """The shardings of all arguments, and those of all results when each argument comes in its own."""
         count = len(self.leaves)
@@ -88,12 +95,8 @@ class Call:
         results = primitive.build(self.jaxpr, (*arguments, *constants), self.mesh, self.options).left(
             self.mesh
         )
-        ins = [
-            _kept(p.on(self.mesh), aval)
-            for p, aval in zip(arguments, self.jaxpr.in_avals[:count], strict=True)
-        ]
         pairs = list(zip(results, self.jaxpr.out_avals, strict=True))
-        return ins, [_kept(sharding, aval) for sharding, aval in pairs[: self.count]]
+        return self.arguments(), [_kept(sharding, aval) for sharding, aval in pairs[: self.count]]
 
     def plan(self, argument_names: tuple[str, ...], phases: dict[str, float], options: Options) -> Plan:
         """The plan. `argument_names`: of positional arguments. `phases`: the seconds that tracing took."""
@@ -122,6 +125,7 @@ class Call:
             crossings=(*self.entering, *built.entering, *built.leaving),
             program=self.function.place,
             line=self.function.line,
+            untyped=self.function.refused.get(self.jaxpr, ""),
             refs=tuple(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)),
         )
         elsewhere = (

@@ -4,7 +4,8 @@ which errors.
 
 import functools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -13,14 +14,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax import _jax
 from shardax.annotations.annotate import describe, flatten, for_one_device, is_spec
-from shardax.annotations.explicit import auto_mesh, explicit_sharding
+from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of
 from shardax.jit.signature import argument_name, positional_names, shardings_by_name
 from shardax.jit.transforming import traced_as, transformed
 from shardax.ledger.lines import line_text
 from shardax.meshes.crossing import Crossing, entering
 from shardax.options import Options, Refused
 from shardax.sharding import entry_axes
-from shardax.trace import Request, abstract_mesh, is_explicit
+from shardax.trace import Request, Traced, abstract_mesh, is_explicit
 from shardax.transform import primitive
 from shardax.transforms import Context, Retyping, Transform
 from shardax.validation import require_sizes
@@ -42,6 +43,9 @@ class Function:
     transforms: tuple[Transform, ...]
     options: Options
     of_jit: Mapping[str, Any] = field(default_factory=dict)  # arguments that `jax.jit` alone reads
+
+    refused: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """By the global program: why JAX gave no Explicit types, and where; see `Traced`."""
 
     @property
     def name(self) -> str:
@@ -163,9 +167,7 @@ class Function:
         nested = jax.sharding.get_abstract_mesh() == abstract_mesh(auto_mesh(mesh))
         with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
             request = self._request(mesh, args, kwargs)
-            traced, types = traced_as(request, self.transforms)
-            context = Context(auto_mesh(mesh), traced.arguments, traced.results, self.options)
-            jaxpr = transformed(traced, types, context, self.transforms)
+            traced, jaxpr = self._traced(request, self._static_values(args, kwargs))
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
             # under an Explicit mesh a cotangent must get back even the empty type
@@ -179,6 +181,27 @@ class Function:
         for i, value in zip(traced.refs, outs[count:], strict=True):
             inputs[i][...] = value
         return traced.out_tree.unflatten(outs[:count])
+
+    def _traced(self, request: Request, static: Hashable) -> tuple[Traced, Any]:
+        """The function, traced, and what the transforms made of its program. `jax.jit` asks anew where
+        arguments of the same types are committed to a mesh of Auto axes, which the function does not see.
+        """
+        leaves, structure = jax.tree.flatten((request.args, request.kwargs))
+        types = tuple(_type_seen(x, request.mesh) for x in leaves)
+        cell = _cell(self, request.mesh, static, structure, request.donated, types)
+        if not cell:
+            traced, types = traced_as(request, self.transforms)
+            context = Context(auto_mesh(request.mesh), traced.arguments, traced.results, self.options)
+            made = traced, transformed(traced, types, context, self.transforms)
+            self.refused[made[1]] = traced.refused
+            if traced.refs or not _jax.is_concrete(traced.consts):
+                return made
+            cell.append(made)
+        return cell[0]
+
+    def _static_values(self, args, kwargs) -> Hashable:
+        named = [(k, kwargs[k]) for k in sorted(kwargs) if k in self.static[1]]
+        return (*((i, args[i]) for i in sorted(self._static_nums(len(args)))), *named)
 
     def guarded(self, jitted):
         """What a call runs: the jitted function itself, unless something that Python does not see there must
@@ -207,8 +230,13 @@ class Function:
         if not entering:
             return args, kwargs
         mesh, crossings = self.mesh_for(args, kwargs), {c.number: c for c in entering}
-        leaves = [x for _, x in self.named_leaves(args, kwargs)]
-        new = iter([how(crossings[i], x, mesh) if i in crossings else x for i, x in enumerate(leaves)])
+        leaves = (x for _, x in self.named_leaves(args, kwargs))
+        new = (how(crossings[i], x, mesh) if i in crossings else x for i, x in enumerate(leaves))
+        return self.with_leaves(new, args, kwargs)
+
+    def with_leaves(self, leaves: Iterable[Any], args, kwargs) -> Any:
+        """The arguments with other leaves for those that are not static."""
+        new = iter(list(leaves))
         static_argnums, static_argnames = self._static_nums(len(args)), self.static[1]
         args = tuple(
             x if i in static_argnums else jax.tree.map(lambda _: next(new), x) for i, x in enumerate(args)
@@ -217,6 +245,13 @@ class Function:
             k: x if k in static_argnames else jax.tree.map(lambda _: next(new), x)
             for k, x in sorted(kwargs.items())
         }
+
+    def placements(self, args, kwargs) -> list[Sequence[NamedSharding]]:
+        """The shardings in which programs took arguments of these types before; more may be added."""
+        leaves = [x for _, x in self.named_leaves(args, kwargs)]
+        types = tuple((x.shape, x.dtype, x.weak_type) for x in map(jax.typeof, leaves))
+        structure = jax.tree.structure(self.with_leaves(leaves, args, kwargs))
+        return _cell(self, self.mesh_for(args, kwargs), self._static_values(args, kwargs), structure, types)
 
     def check_sizes(self, args, kwargs) -> None:
         for name, x in self.named_leaves(args, kwargs):
@@ -394,6 +429,20 @@ def _typed(x, sharding: NamedSharding):
 
 def _is_explicit(mesh: Mesh | AbstractMesh, axis: str) -> bool:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis] is AxisType.Explicit
+
+
+@_jax.weakly_cached
+def _cell(function: Function, *key: Hashable) -> list[Any]:
+    """Where what was traced, or placed, is kept: of JAX's configuration of now, until `jax.clear_caches`."""
+    return []
+
+
+def _type_seen(x, mesh: Mesh | AbstractMesh) -> Hashable:
+    """What tracing sees of an argument: on the mesh of the program a type of Auto axes is none."""
+    aval = _jax.value_type(x)
+    own = aval.sharding.mesh
+    seen = None if own.empty or own == abstract_mesh(auto_mesh(mesh)) else aval.sharding
+    return aval.shape, aval.dtype, aval.weak_type, memory_of(aval), seen
 
 
 def crossing_of(number: int, x, mesh: Mesh) -> Crossing | None:
