@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 75 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 77 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -10,7 +10,8 @@ parameters, have changed:
     under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
     axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
     is_ref, is_ref_aval, value_type, without_mesh, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr,
-    partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
+    partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce,
+    in_context_of.
 PartitionSpecs that owe a reduction, whose kind 0.11 has brought:
     owing_spec, reduction_of.
 Primitives that public functions bind and nothing public names:
@@ -28,8 +29,8 @@ already:
     Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
 The rule of a custom_partitioning, which may be a callable of the user's that wants MLIR types:
     sharding_rule.
-JAX's own lists of primitives and of their test cases, and one defect:
-    primitive_names, primitive_cases, DONATED_AGAIN_CRASHES.
+JAX's own lists of primitives, of what they are lowered by and of their test cases, and one defect:
+    primitive_names, functions_of, primitive_cases, DONATED_AGAIN_CRASHES.
 """
 
 import inspect
@@ -39,9 +40,10 @@ import os
 import re
 import sysconfig
 import time
+import traceback
 import warnings
-from contextlib import contextmanager
-from functools import partial, wraps
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -158,9 +160,15 @@ def user_line(source_info) -> str:
     JAX's user frames include those of installed libraries (Flax, optax): the first outside them is the
     user's, if there is one.
     """
-    frames = list(source_info_util.user_frames(source_info.traceback))
-    own = [f for f in frames if is_users_file(f.file_name)] or frames
-    return f"{own[0].file_name}:{own[0].start_line}" if own else ""
+    frame = _frame(source_info.traceback, own=True) or _frame(source_info.traceback, own=False)
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+
+
+@lru_cache(maxsize=4096)
+def _frame(traceback, own: bool) -> Any:
+    """The innermost frame outside JAX; of the user's own code, if `own`."""
+    frames = source_info_util.user_frames(traceback)
+    return next((f for f in frames if not own or is_users_file(f.file_name)), None)
 
 
 def is_users_file(name: str) -> bool:
@@ -168,14 +176,8 @@ def is_users_file(name: str) -> bool:
     return not name.startswith(_LIBRARIES)
 
 
-_LIBRARIES = tuple(
-    {
-        os.path.dirname(__file__),
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        sysconfig.get_path("stdlib"),
-    }
-)
+_INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+_LIBRARIES = (*_INSTALLED, sysconfig.get_path("stdlib"), os.path.dirname(__file__))
 
 
 def current_line() -> str:
@@ -184,13 +186,12 @@ def current_line() -> str:
 
 
 def with_user_frame(eqn, callers) -> Any:
-    """The source info of an equation, or of the innermost of its callers where its own has no user frame
-    (jax.nn's jits).
+    """The source info of an equation, or of the innermost of its callers that has a frame of the user's own,
+    where its own has none: JAX traces jits, as of jax.nn and of libraries, without the frames around them.
     """
-    for e in (eqn, *callers) if callers else ():
-        if source_info_util.user_frame(e.source_info.traceback) is not None:
-            return e.source_info
-    return eqn.source_info
+    infos = [e.source_info for e in (eqn, *callers)]
+    found = (info for own in (True, False) for info in infos if _frame(info.traceback, own))
+    return next(found, eqn.source_info)
 
 
 @contextmanager
@@ -252,12 +253,20 @@ def wants_own_mesh(error: Exception) -> bool:
 
 def is_of_context(error: Exception) -> bool:
     """Whether JAX might not raise this in another mesh context, or where values have other types or none. Few
-    of its errors have a type of their own; the others are known by their words.
+    of its errors have a type of their own; the others are known by their words. Other libraries
+    may compare the types of values; what they raise is known by where it is raised.
     """
     text = str(error)
-    if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text):
+    if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text) or _is_of_library(error):
         return True
     return _OF_TYPES.search(text) is not None and "do not match" not in text  # shapes or dtypes, that is
+
+
+def _is_of_library(error: Exception) -> bool:
+    """Whether the code that raised this was installed, and is not JAX's."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    file = frames[-1].f_code.co_filename if frames else ""
+    return file.startswith(_INSTALLED) and not file.startswith(os.path.dirname(jax.__file__))
 
 
 _OF_CONTEXT = re.compile(
@@ -349,8 +358,11 @@ def hoist_consts(jaxpr) -> tuple[Any, list[Any]]:
 
 
 def constant_values(jaxpr, atoms) -> tuple[Any, ...]:
-    """The values of literals and constants of a closed jaxpr."""
+    """The values of literals and constants of a closed jaxpr, also where they were `moved_off_meshes`."""
     consts = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
+    for eqn in jaxpr.jaxpr.eqns:
+        if eqn.primitive is pjit.reshard_p and eqn.invars[0] in consts:
+            consts[eqn.outvars[0]] = consts[eqn.invars[0]]
     return tuple(a.val if is_literal(a) else consts[a] for a in atoms)
 
 
@@ -498,11 +510,25 @@ def with_constants_made(jaxpr, made) -> Any:
 
 
 def on_line_of(eqn, jaxpr) -> Any:
-    """The same closed jaxpr, its equations on the user's line of another one."""
+    """The same jaxpr, its equations and those of its bodies on the user's line of another one."""
     traceback = eqn.source_info.traceback
-    return with_eqns(
-        jaxpr, [e.replace(source_info=e.source_info.replace(traceback=traceback)) for e in jaxpr.jaxpr.eqns]
-    )
+
+    def moved(e):
+        e = e.replace(source_info=e.source_info.replace(traceback=traceback))
+        return with_bodies(e, lambda body: on_line_of(eqn, body))
+
+    return replaced_eqns(jaxpr, list(map(moved, jaxpr.eqns)))
+
+
+def in_context_of(eqn) -> Any:
+    """A context as it is where an equation is lowered: its own, in which the axes of a shard_map around it
+    have names.
+    """
+    stack = ExitStack()
+    stack.enter_context(eqn.ctx.manager)
+    mesh = jax.sharding.get_abstract_mesh()
+    stack.enter_context(axes_in_scope({name: mesh.shape[name] for name in mesh.manual_axes}))
+    return stack
 
 
 _JAXPRS = (core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr))
@@ -756,6 +782,22 @@ def primitive_names() -> set[str]:
     """The names of all primitives that this JAX can lower, on any platform."""
     tables = [mlir._lowerings, *mlir._platform_specific_lowerings.values()]
     return {primitive.name for table in tables for primitive in table}
+
+
+def functions_of(primitive) -> list[tuple[str, Any]]:
+    """The functions that a primitive may be a program of, each with words for it: the one of which the public
+    `mlir.lower_fun` made its lowering, and its own `impl`. JAX keeps the first in a table, in a closure.
+    """
+    rule: Any = getattr(mlir._lowerings.get(primitive), "rule", None)
+    functions = []
+    if getattr(rule, "__code__", None) is _LOWERED:
+        functions.append(("lowering", inspect.getclosurevars(rule).nonlocals["fun"]))
+    if "impl" in vars(primitive):
+        functions.append(("implementation", primitive.impl))
+    return functions
+
+
+_LOWERED: Any = mlir.lower_fun(lambda: ()).__code__  # type: ignore[attr-defined]
 
 
 def is_ref(x) -> bool:

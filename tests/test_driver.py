@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from shardax.graph.graph import Graph
 from shardax.rewrites.driver import REWRITES, rewritten
@@ -13,7 +15,12 @@ from tests.graph_text import after, graph_of
 X = jax.ShapeDtypeStruct((8, 6), "float32")
 INDICES = jax.ShapeDtypeStruct((8,), "int32")
 
+double_p = Primitive("double_of_a_library")
+double_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(double_p, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+
 PROGRAMS = {  # for each rewrite something that it finds
+    "opened": lambda x, i: double_p.bind(x),
     "associative_scans": lambda x, i: lax.associative_scan(jnp.add, x),
     "reversed_scans": lambda x, i: lax.associative_scan(jnp.multiply, x, reverse=True),
     "rotations": lambda x, i: jnp.roll(x, 3, 0),

@@ -274,6 +274,11 @@ def test_what_is_saved_for_the_backward_pass_by_name():
     assert "'hidden' tests/test_explain.py:LINE h = checkpoint_name(" in words(str(memory))
 
 
+def test_a_constant_that_is_saved_has_no_name():
+    grad = jax.grad(lambda x: (x * jnp.full(16, 2.0)).sum() ** 2)
+    assert {t.name for t in make_plan(grad, (P("data"),), (shape(16),)).memory().saved} == {""}
+
+
 def test_without_differentiation_nothing_is_saved():
     memory = make_plan().memory()
     assert memory.saved == () and "Saved" not in str(memory)

@@ -199,3 +199,12 @@ def test_where_jax_refuses_completion_decides():
             assert text.count("No Explicit types, so completion decides. JAX: ") == 1
             assert re.search(r"\(at .*test_explicit_types.py:\d+\)\n", text), text
         np.testing.assert_allclose(got, jax.jit(program)(np.asarray(x), np.asarray(w)), rtol=1e-5, atol=1e-6)
+
+
+def test_the_plan_of_what_closes_over_arrays():
+    """Which are moved off the mesh before."""
+    table = jnp.arange(12.0).reshape(3, 4) + 0.5
+    step = sx.shard_jit(lambda x: x @ table.T, mesh=MESH, in_shardings=P("x"))
+    x = ramp(8, 4)
+    assert "x" in str(step.plan(x))
+    np.testing.assert_allclose(step(x), x @ np.asarray(table).T, rtol=1e-6)

@@ -1,11 +1,14 @@
 """Values, nodes and graphs: sizes, lines, the order of a walk, and what is dropped because nothing reads it."""
 
+import sysconfig
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+from shardax import _jax
 from shardax.graph.graph import Value, without_unread
 from tests.graphs import graph, primitives, the
 
@@ -43,6 +46,17 @@ def test_bodies_come_before_their_node():
 def test_lines_are_the_users():
     file, _, number = the("tanh", graph(lambda x: jnp.tanh(x), (4,))).line.rpartition(":")
     assert (file, number.isdecimal()) == (__file__, True)
+
+
+def test_lines_are_the_users_through_a_jit_of_a_library():
+    """JAX traces a jit by itself: what a library computes there has frames of the library alone."""
+    library: dict = {"jax": jax}
+    code = "f = jax.jit(lambda x: g(x))\ng = lambda x: jax.numpy.tanh(x)\ncall = lambda x: f(x)"
+    exec(compile(code, f"{sysconfig.get_path('purelib')}/library.py", "exec"), library)
+    file, _, _ = the("tanh", graph(lambda x: library["call"](x), (4,))).line.rpartition(":")
+    assert file == __file__
+    alone = graph(library["f"], (4,)).nodes[0].eqn
+    assert _jax.user_line(alone.source_info).endswith("library.py:2")
 
 
 def test_what_nothing_reads_is_dropped():

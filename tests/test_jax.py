@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from shardax import _jax
 
@@ -43,3 +47,19 @@ def test_every_entry_has_a_reason_and_their_number_is_right():
     doc = _jax.__doc__ or ""
     assert {name for name in entries if not re.search(rf"\b{name}\b", doc)} == set()
     assert f"{len(entries)} entries" in doc
+
+
+RAISES = {
+    "another library": (lambda: np.testing.assert_equal(1, 2), True),
+    "JAX, of its operands": (lambda: jnp.reshape(np.ones(3), (2,)), False),
+    "JAX, of a mesh": (lambda: jax.lax.with_sharding_constraint(np.ones(3), P("x")), True),
+    "the user's own": (lambda: int("one"), False),
+}
+
+
+@pytest.mark.parametrize("what", RAISES)
+def test_which_errors_another_context_may_not_raise(what):
+    f, wanted = RAISES[what]
+    with pytest.raises(Exception) as caught:
+        jax.eval_shape(lambda: f())
+    assert _jax.is_of_context(caught.value) == wanted

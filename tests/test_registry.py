@@ -10,6 +10,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jaxlib.mlir.dialects import stablehlo
 
 import shardax as sx
 from shardax import _jax
@@ -23,7 +24,7 @@ MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 X = np.ones((8, 4), "float32")
 double_p = Primitive("double")
 double_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(double_p, mlir.lower_fun(lambda x: x * 2, multiple_results=False))
+mlir.register_lowering(double_p, lambda ctx, x: [stablehlo.AddOp(x, x).result])  # nothing to look into
 
 
 def _step(**options):

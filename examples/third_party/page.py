@@ -14,6 +14,7 @@ from examples.run import MESH, Example, TrainStep
 from models.devices import make_mesh, mesh_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "third_party.md"
+BELOW = "## Programs of other libraries\n"
 STEPS = 12
 SHOWN = (0, 5, 11)
 JAX = "shard_jit"
@@ -115,13 +116,15 @@ def _shown(losses: list[float]) -> str:
 
 
 def text() -> str:
+    """The page; what stands below its table was written by hand."""
+    _, _, below = PAGE.read_text().partition(BELOW)
     titles = "after", "here", "decorator", f"losses, {mesh_text(MESH)}", "losses, one device", "bytes sent"
     lines = [
         f"| {' | '.join(titles)} |",
         f"|{'---|' * len(titles)}",
         *(line(name, row(name)) for name in ROWS),
     ]
-    return HEAD + "\n".join(lines) + f"\n\nJAX {jax.__version__}.\n"
+    return HEAD + "\n".join(lines) + f"\n\nJAX {jax.__version__}.\n\n" + BELOW + below
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ _OTHERS = """
 _NONE = """
 ## Without a rule
 
-Where a program has one, it runs replicated, and a warning names the line.
+Where a program has one that cannot be looked into, it runs replicated, and a warning names the line.
 
 """
 Cells = tuple[str, ...]  # of a row, without the names

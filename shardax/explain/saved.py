@@ -36,7 +36,7 @@ def _name(v, makers) -> str:
     """The name of a variable: of the `name` equation that it comes from, moved and cast at most; of a loop's
     stack, inside.
     """
-    while v in makers:
+    while not _jax.is_literal(v) and v in makers:
         eqn = makers[v]
         if eqn.primitive.name == "name":
             return eqn.params["name"]

@@ -72,7 +72,7 @@ class Node:
         """ "file.py:12" of the user's code: the equation's own, else that of the innermost call that has
         one.
         """
-        return next(filter(None, (_jax.user_line(e.source_info) for e in (self.eqn, *self.callers))), "")
+        return _jax.user_line(_jax.with_user_frame(self.eqn, self.callers))
 
     @property
     def in_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -47,6 +47,11 @@ def made_of(
         jax.sharding.AbstractMesh((), ())
     ):  # on another, JAX would note the shardings of values
         jaxpr = jax.make_jaxpr(function)(*types)
+    return inlined(jaxpr, inputs, node)
+
+
+def inlined(jaxpr, inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
+    """The same of a closed jaxpr."""
     inliner = _Inliner([], node.scope, node.callers)
     outputs = inliner.run(_jax.on_line_of(node.eqn, jaxpr), inputs)
     return inliner.nodes, outputs

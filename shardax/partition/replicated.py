@@ -14,6 +14,7 @@ from shardax.graph.graph import Node, Value
 from shardax.options import Refused
 from shardax.partition.decisions import Decision, Decisions
 from shardax.reshard import paths
+from shardax.rewrites.opened import why_closed
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES
 
@@ -57,8 +58,10 @@ def _report(node: Node, nbytes: float, strict: bool) -> None:
     if node.name in ("ffi_call", "pallas_call"):
         # Their equations hold the sizes of operands, so it is the function around them that can have a rule.
         way_out = "Put the function that calls it under shardax.partition_as(rule)"
+    why = why_closed(node)
     text = (
-        f"{node.name} at {node.line or 'an unknown line'} has no sharding rule: it runs replicated, "
+        f"{node.name} at {node.line or 'an unknown line'} has no sharding rule{why and f', and {why}'}: "
+        f"it runs replicated, "
         f"each device sends {nbytes:,.0f} bytes to gather its operands. "
         f"{way_out}, or allow it: Options(allow=({node.name!r},))"
     )

@@ -7,6 +7,7 @@ from shardax.graph.graph import Graph, without_unread
 from shardax.rewrites.associative import associative_scans, reversed_scans
 from shardax.rewrites.batched_indices import batched_indices
 from shardax.rewrites.contractions import unmerged_contractions
+from shardax.rewrites.opened import opened
 from shardax.rewrites.rewrite import Context, Rewrite, replaced
 from shardax.rewrites.rotations import rotations
 from shardax.rewrites.rows import scanned_rows
@@ -14,6 +15,7 @@ from shardax.rewrites.shifts import shifts
 from shardax.rewrites.whiles import counted_whiles
 
 REWRITES: tuple[Rewrite, ...] = (
+    opened,  # before all others, which look for what JAX's functions expand into
     associative_scans,
     reversed_scans,
     rotations,
