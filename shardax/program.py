@@ -95,11 +95,12 @@ def build(jaxpr, committed: tuple[Sharding | Placement | None, ...], mesh: AnyMe
       mesh: the mesh, its axes Auto. An abstract one has no order of devices.
       options: `shardax.Options`.
     """
-    programs = _built.setdefault(jaxpr, {})
-    key = (committed, mesh, options)
+    programs, own = _built.setdefault(jaxpr, {}), sites.program_mesh(mesh)
+    placements = tuple(Placement(own, x) if isinstance(x, Sharding) else x for x in committed)
+    key = (placements, mesh, options)  # one key, whether types or arrays say how arguments rest
     if key not in programs:
         with collector.paused():
-            programs[key] = _build(jaxpr, committed, mesh, options)
+            programs[key] = _build(jaxpr, placements, mesh, options)
     return programs[key]
 
 
@@ -117,7 +118,7 @@ def _graph(jaxpr) -> Graph:
     return rewritten(inline.from_jaxpr(_jax.dce(jaxpr)))
 
 
-def _build(jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
+def _build(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, options) -> Program:
     options = options or Options()
     built = _build_one(jaxpr, committed, mesh, options)
     report_replicated(
@@ -128,9 +129,7 @@ def _build(jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMes
     return built
 
 
-def _build_one(
-    jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options
-) -> Program:
+def _build_one(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, options: Options) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = _graph(jaxpr)
@@ -197,7 +196,7 @@ def _conflict_side(node: Node, note: annotations.Annotation, refined: Refinement
 
 def _completed(
     program: Graph,
-    committed: Sequence[Sharding | Placement | None],
+    committed: Sequence[Placement | None],
     mesh: AnyMesh,
     options: Options = Options(),  # noqa: B008  (frozen)
 ) -> tuple[Refinement, list[Placement | None], Completion]:
@@ -207,7 +206,7 @@ def _completed(
     completed anew.
     """
     annotated = sites.sites(program, mesh)
-    of_arguments = [p.mesh for p in committed if isinstance(p, Placement)]
+    of_arguments = [p.mesh for p in committed if p]
     refined = refinement([sites.program_mesh(mesh), *(site.mesh for site in annotated)], of_arguments)
     refined = replace(refined, chip=options.priced_for)
     while True:

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax import program
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT))
@@ -169,3 +170,18 @@ def test_where_jax_refuses_completion_decides():
                 jax.jit(program)(x, w)
             got = sx.shard_jit(program)(x, w)
         np.testing.assert_allclose(got, jax.jit(program)(np.asarray(x), np.asarray(w)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_is_chosen_once_for_its_types_and_for_its_arguments(monkeypatch):
+    """Types tell when the results are typed, committed arguments when the program is lowered."""
+    chosen, choose = [], program.choose
+    monkeypatch.setattr(
+        program, "choose", lambda *args, **kwargs: chosen.append(1) or choose(*args, **kwargs)
+    )
+    with jax.set_mesh(MESH):
+        f = sx.shard_jit(lambda x, w: (x.T + w, w * 2.0))
+        f(put(ramp(8, 8), "x", "y"), np.ones((8, 8), "float32"))
+        f(put(ramp(8, 8), "x", "y"), np.ones((8, 8), "float32"))
+        assert len(chosen) == 1
+        f(put(ramp(8, 8), "y"), np.ones((8, 8), "float32"))
+    assert len(chosen) == 2
