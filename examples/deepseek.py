@@ -13,6 +13,7 @@ V vocabulary.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def attention(c: Config, x_BSM, positions_BS, mask_BST, layer, kept, place):
         "rotary": written(kept["rotary"], rotated(r_BSR, positions_BS), place),
     }
     q_BSNC = jnp.einsum("bsnd,cnd->bsnc", q_BSND, layer["key"], out_sharding=BSND)
-    read = auto_axes(partial(attend, (c.D + c.R) ** -0.5), out_sharding=BSND)
+    read: Any = auto_axes(partial(attend, (c.D + c.R) ** -0.5), out_sharding=BSND)
     y_BSNC = read(q_BSNC, rotated(r_BSNR, positions_BS), kept["latent"], kept["rotary"], mask_BST)
     y_BSND = jnp.einsum("bsnc,cnd->bsnd", y_BSNC, layer["value"], out_sharding=BSND)
     return product("bsnd,ndm->bsm", y_BSND, layer["out"], c.spec("batch", None, None)), kept

@@ -78,10 +78,10 @@ class Array:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8:
-    """`values` times `scales`, which lack the dims that each scale is shared over."""
+    """`values` times `scales`, which lack the dims that each scale is shared over. Or the specs of both."""
 
-    values: jax.Array
-    scales: jax.Array
+    values: Any
+    scales: Any
 
 
 def quantized(x: jax.Array, dims: tuple[int, ...]) -> Int8:
@@ -166,7 +166,9 @@ class Model:
             jax.tree.map, lambda array: array.make(config, rng), is_leaf=lambda x: isinstance(x, Array)
         )
         starts = [longest - len(prompt) for prompt in prompts]
-        starts_B = jax.device_put(np.int32(starts), NamedSharding(config.mesh, config.spec("batch")))
+        starts_B = jax.device_put(
+            np.asarray(starts, np.int32), NamedSharding(config.mesh, config.spec("batch"))
+        )
         filled = jax.device_put(np.int32(0), NamedSharding(config.mesh, P()))
         return make(self.weights(config)), Cache(
             [make(self.cache(config)) for _ in range(config.layers)], starts_B, filled
@@ -205,7 +207,7 @@ def chunks(config: Config, prompts: Sequence[Sequence[int]], size: int) -> Itera
 
     longest = max(map(len, prompts))
     pad = config.jit(padded, static_argnums=1)
-    tokens_BS = jnp.stack([pad(np.int32(prompt), longest) for prompt in prompts])
+    tokens_BS = jnp.stack([pad(np.asarray(prompt, np.int32), longest) for prompt in prompts])
     edges = [0, *range(longest % size or size, longest + 1, size)]
     return (tokens_BS[:, a:b] for a, b in zip(edges, edges[1:], strict=False))
 

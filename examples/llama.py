@@ -12,6 +12,7 @@ G heads of queries for each of them, D head, H hidden, V vocabulary.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,8 @@ def attention(c: Config, x_BSM, positions_BS, mask_BST, layer, kept, place):
     k_BSKD = rotated(product("bsm,mkd->bskd", x_BSM, layer["key"], BSKD), positions_BS)
     v_BSKD = product("bsm,mkd->bskd", x_BSM, layer["value"], BSKD)
     kept = {"key": written(kept["key"], k_BSKD, place), "value": written(kept["value"], v_BSKD, place)}
-    y_BSKGD = auto_axes(attend, out_sharding=BSKGD)(q_BSKGD, kept["key"], kept["value"], mask_BST)
+    read: Any = auto_axes(attend, out_sharding=BSKGD)
+    y_BSKGD = read(q_BSKGD, kept["key"], kept["value"], mask_BST)
     return product("bskgd,kgdm->bsm", y_BSKGD, layer["out"], c.spec("batch", None, None)), kept
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax import program
+from shardax.partition.choose import choose
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT))
@@ -174,10 +174,8 @@ def test_where_jax_refuses_completion_decides():
 
 def test_a_program_is_chosen_once_for_its_types_and_for_its_arguments(monkeypatch):
     """Types tell when the results are typed, committed arguments when the program is lowered."""
-    chosen, choose = [], program.choose
-    monkeypatch.setattr(
-        program, "choose", lambda *args, **kwargs: chosen.append(1) or choose(*args, **kwargs)
-    )
+    chosen = []
+    monkeypatch.setattr("shardax.program.choose", lambda *a, **kw: chosen.append(1) or choose(*a, **kw))
     with jax.set_mesh(MESH):
         f = sx.shard_jit(lambda x, w: (x.T + w, w * 2.0))
         f(put(ramp(8, 8), "x", "y"), np.ones((8, 8), "float32"))
