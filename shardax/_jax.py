@@ -319,9 +319,17 @@ def hoist_consts(jaxpr) -> tuple[Any, list[Any]]:
 
 
 def constant_values(jaxpr, atoms) -> tuple[Any, ...]:
-    """The values of literals and constants of a closed jaxpr."""
+    """The values of literals and constants of a closed jaxpr; of a Ref what it holds, where it is read."""
     consts = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    return tuple(a.val if is_literal(a) else consts[a] for a in atoms)
+    read = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if len(eqn.invars) == 1 == len(eqn.outvars)}
+
+    def value(atom):
+        while not is_literal(atom) and atom not in consts:
+            atom = read[atom]
+        found = atom.val if is_literal(atom) else consts[atom]
+        return found[...] if is_ref(found) else found
+
+    return tuple(map(value, atoms))
 
 
 def infer_argnums_and_argnames(fun, argnums, argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -725,6 +733,27 @@ def without_refs(jaxpr) -> Any:
     if not any(isinstance(v.aval, AbstractRef) for eqn in jaxpr.eqns for v in eqn.outvars):
         return jaxpr
     return discharge.discharge_state(jaxpr)
+
+
+def without_closed_refs(jaxpr) -> tuple[Any, list[Any]]:
+    """The jaxpr, and the mutable arrays that it closed over: of these it takes what they hold as its last
+    arguments, and gives as last results what they hold in the end.
+    """
+    is_closed = [is_ref(x) for x in jaxpr.consts]
+    if not any(is_closed):
+        return jaxpr, []
+    refs = [x for x, is_closed_ref in zip(jaxpr.consts, is_closed, strict=True) if is_closed_ref]
+    opened, consts = hoist_consts(jaxpr)
+    plain = discharge.discharge_state(opened)
+
+    def run(*args):
+        of_call, held = args[: len(args) - len(refs)], iter(args[len(args) - len(refs) :])
+        return core.jaxpr_as_fun(plain)(
+            *of_call,
+            *(next(held) if closed_ref else x for x, closed_ref in zip(consts, is_closed, strict=True)),
+        )
+
+    return jax.make_jaxpr(run)(*jaxpr.in_avals, *map(value_type, refs)), refs
 
 
 def ordered_effects(jaxpr) -> list[Any]:
