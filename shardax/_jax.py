@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 72 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 73 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -9,8 +9,8 @@ parameters, have changed:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns,
     under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
     axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
-    is_ref, is_ref_aval, value_type, without_mesh, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr,
-    partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
+    is_ref, is_ref_aval, value_type, without_mesh, without_refs, without_closed_refs, ordered_effects,
+    jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:

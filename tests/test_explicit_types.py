@@ -183,3 +183,13 @@ def test_a_program_is_chosen_once_for_its_types_and_for_its_arguments(monkeypatc
         assert len(chosen) == 1
         f(put(ramp(8, 8), "y"), np.ones((8, 8), "float32"))
     assert len(chosen) == 2
+
+
+def test_an_argument_on_a_mesh_of_other_names_than_the_context():
+    """JAX refuses it; here it comes in as it lies, and the result is typed on the mesh in context."""
+    context = jax.make_mesh((2, 4), ("a", "b"), axis_types=(EXPLICIT, EXPLICIT))
+    x = ramp(8, 8)
+    with jax.set_mesh(context):
+        got = sx.shard_jit(lambda x: jnp.tanh(x) * 2.0)(put(x, "x"))
+    assert got.sharding.mesh == context
+    np.testing.assert_allclose(got, np.tanh(x) * 2.0, rtol=1e-6)

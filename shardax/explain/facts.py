@@ -34,18 +34,23 @@ class Facts:
       local_jaxpr: the program that each device runs, a ClosedJaxpr of one `shard_map` equation.
       in_shardings: the tuple of the arguments, with a NamedSharding for each array: how it is laid out
         between calls.
-      out_shardings: likewise the result. kw_shardings: likewise the keyword arguments. at_rest: what rests
-      in another sharding than was wanted. graph: the global program, flat. values: the sharding of each
-      value of `graph`, and where it comes from. decisions: in which layouts each value of `graph` is made
-      and read. phases: seconds that each phase of planning took. argument_names: of the positional
-      arguments, in the function's signature. donated: the numbers of the donated arguments, as leaves.
+      out_shardings: likewise the result.
+      kw_shardings: likewise the keyword arguments.
+      at_rest: what rests in another sharding than was wanted.
+      graph: the global program, flat.
+      values: the sharding of each value of `graph`, and where it comes from.
+      decisions: in which layouts each value of `graph` is made and read.
+      phases: seconds that each phase of planning took.
+      argument_names: of the positional arguments, in the function's signature.
+      donated: the numbers of the donated arguments, as leaves.
       closed_over: the arrays that the function closes over, which are the last inputs of the programs.
-      program: the function's name and place, as in "train_step at models/steps.py:34". line: its line;
-      collectives that serve no line inside, such as those for `in_shardings`, serve this one. refinement:
-      how the axes of the local program make up those of the meshes that the user named. crossings: the
-      arguments and results that rest on meshes which do not fit the program's. refs: the numbers of the
-      arguments that are Refs, as leaves, and of those closed over, which follow. What they hold is an
-      input, and in the end a result. collectives: read off the crossings and `local_jaxpr` unless given.
+      program: the function's name and place, as in "train_step at models/steps.py:34".
+      line: its line; collectives that serve no line inside, such as those for `in_shardings`, serve this one.
+      refinement: how the axes of the local program make up those of the meshes that the user named.
+      crossings: the arguments and results that rest on meshes which do not fit the program's.
+      refs: the numbers of the arguments that are Refs, as leaves, and of Refs closed over, which follow. What
+        they hold is an input, and in the end a result.
+      collectives: read off the crossings and `local_jaxpr` unless given.
     """
 
     mesh: Any

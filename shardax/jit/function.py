@@ -177,7 +177,10 @@ class Function:
             plain = [_jax.moved_off_meshes(x) if always or explicit_sharding(x) else x for x in values]
             outs = primitive.bind(plain, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
-            built = primitive.build(jaxpr, tuple(map(explicit_sharding, values)), mesh, self.options)
+            rests = tuple(
+                primitive.committed(jax.typeof(x), mesh) if explicit_sharding(x) else None for x in values
+            )
+            built = primitive.build(jaxpr, rests, mesh, self.options)
             outs = list(map(_typed, outs, built.left(mesh)))
         count = len(outs) - len(traced.refs)
         for i, value in zip(traced.refs, outs[count:], strict=True):
