@@ -10,7 +10,8 @@ parameters, have changed:
     under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
     axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
     is_ref, is_ref_aval, value_type, without_mesh, without_refs, without_closed_refs, ordered_effects,
-    jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce.
+    jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
+    register_dce.
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
