@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 77 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 78 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -9,9 +9,9 @@ parameters, have changed:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns,
     under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
     axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
-    is_ref, is_ref_aval, value_type, without_mesh, without_refs, ordered_effects, jvp_jaxpr, batch_jaxpr,
-    partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule, register_dce,
-    in_context_of.
+    is_ref, is_ref_aval, value_type, without_mesh, without_refs, without_closed_refs, ordered_effects,
+    jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
+    register_dce, in_context_of.
 PartitionSpecs that owe a reduction, whose kind 0.11 has brought:
     owing_spec, reduction_of.
 Primitives that public functions bind and nothing public names:
@@ -358,12 +358,19 @@ def hoist_consts(jaxpr) -> tuple[Any, list[Any]]:
 
 
 def constant_values(jaxpr, atoms) -> tuple[Any, ...]:
-    """The values of literals and constants of a closed jaxpr, also where they were `moved_off_meshes`."""
+    """The values of literals and constants of a closed jaxpr; also where they were `moved_off_meshes`; of a
+    Ref what it holds, where it is read.
+    """
     consts = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
-    for eqn in jaxpr.jaxpr.eqns:
-        if eqn.primitive is pjit.reshard_p and eqn.invars[0] in consts:
-            consts[eqn.outvars[0]] = consts[eqn.invars[0]]
-    return tuple(a.val if is_literal(a) else consts[a] for a in atoms)
+    read = {eqn.outvars[0]: eqn.invars[0] for eqn in jaxpr.eqns if len(eqn.invars) == 1 == len(eqn.outvars)}
+
+    def value(atom):
+        while not is_literal(atom) and atom not in consts:
+            atom = read[atom]
+        found = atom.val if is_literal(atom) else consts[atom]
+        return found[...] if is_ref(found) else found
+
+    return tuple(map(value, atoms))
 
 
 def infer_argnums_and_argnames(fun, argnums, argnames) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -819,6 +826,27 @@ def without_refs(jaxpr) -> Any:
     if not any(isinstance(v.aval, AbstractRef) for eqn in jaxpr.eqns for v in eqn.outvars):
         return jaxpr
     return discharge.discharge_state(jaxpr)
+
+
+def without_closed_refs(jaxpr) -> tuple[Any, list[Any]]:
+    """The jaxpr, and the mutable arrays that it closed over: of these it takes what they hold as its last
+    arguments, and gives as last results what they hold in the end.
+    """
+    is_closed = [is_ref(x) for x in jaxpr.consts]
+    if not any(is_closed):
+        return jaxpr, []
+    refs = [x for x, is_closed_ref in zip(jaxpr.consts, is_closed, strict=True) if is_closed_ref]
+    opened, consts = hoist_consts(jaxpr)
+    plain = discharge.discharge_state(opened)
+
+    def run(*args):
+        of_call, held = args[: len(args) - len(refs)], iter(args[len(args) - len(refs) :])
+        return core.jaxpr_as_fun(plain)(
+            *of_call,
+            *(next(held) if closed_ref else x for x, closed_ref in zip(consts, is_closed, strict=True)),
+        )
+
+    return jax.make_jaxpr(run)(*jaxpr.in_avals, *map(value_type, refs)), refs
 
 
 def ordered_effects(jaxpr) -> list[Any]:

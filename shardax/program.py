@@ -95,17 +95,18 @@ def build(jaxpr, committed: tuple[Sharding | Placement | None, ...], mesh: AnyMe
       mesh: the mesh, its axes Auto. An abstract one has no order of devices.
       options: `shardax.Options`.
     """
-    programs = _built.setdefault(jaxpr, {})
-    key = (committed, mesh, options)
+    programs, own = _built.setdefault(jaxpr, {}), sites.program_mesh(mesh)
+    placements = tuple(Placement(own, x) if isinstance(x, Sharding) else x for x in committed)
+    key = (placements, mesh, options)  # one key, whether types or arrays say how arguments rest
     if key not in programs:
         alike = (
             p
             for (other, *rest), p in programs.items()
-            if rest == [mesh, options] and _serves(p, other, committed)
+            if rest == [mesh, options] and _serves(p, other, placements)
         )
         if (serving := next(alike, None)) is None:
             with collector.paused():
-                serving = _build(jaxpr, committed, mesh, options)
+                serving = _build(jaxpr, placements, mesh, options)
         programs[key] = serving
     return programs[key]
 
@@ -134,7 +135,7 @@ def _graph(jaxpr) -> Graph:
     return rewritten(inline.from_jaxpr(_jax.dce(jaxpr)))
 
 
-def _build(jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMesh, options) -> Program:
+def _build(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, options) -> Program:
     options = options or Options()
     built = _build_one(jaxpr, committed, mesh, options)
     report_replicated(
@@ -145,9 +146,7 @@ def _build(jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMes
     return built
 
 
-def _build_one(
-    jaxpr, committed: Sequence[Sharding | Placement | None], mesh: AnyMesh, options: Options
-) -> Program:
+def _build_one(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, options: Options) -> Program:
     phases: dict[str, float] = {}
     with timed(phases, "graph"):
         program = _graph(jaxpr)
@@ -214,7 +213,7 @@ def _conflict_side(node: Node, note: annotations.Annotation, refined: Refinement
 
 def _completed(
     program: Graph,
-    committed: Sequence[Sharding | Placement | None],
+    committed: Sequence[Placement | None],
     mesh: AnyMesh,
     options: Options = Options(),  # noqa: B008  (frozen)
 ) -> tuple[Refinement, list[Placement | None], Completion]:
@@ -224,7 +223,7 @@ def _completed(
     completed anew.
     """
     annotated = sites.sites(program, mesh)
-    of_arguments = [p.mesh for p in committed if isinstance(p, Placement)]
+    of_arguments = [p.mesh for p in committed if p]
     refined = refinement([sites.program_mesh(mesh), *(site.mesh for site in annotated)], of_arguments)
     refined = replace(refined, chip=options.priced_for)
     while True:

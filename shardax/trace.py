@@ -78,9 +78,9 @@ class Traced:
     """`jaxpr` takes the flat arguments, then `consts`, what the function closed over; `out_tree` is its
     results' structure.
 
-    The flat arguments `refs` are Refs. It takes what they hold, and its last results are what they hold in
-    the end. `slots` are those of the flat arguments and of the results. `refused`: why JAX gave no Explicit
-    types, and where; "" if it did, or was not asked.
+    The inputs `refs` are Refs, flat arguments or closed over. It takes what they hold, and its last results
+    are what they hold in the end. `slots` are those of the flat arguments and of the results. `refused`: why
+    JAX gave no Explicit types, and where; "" if it did, or was not asked.
     """
 
     jaxpr: Any
@@ -91,6 +91,9 @@ class Traced:
     results: tuple[Result, ...]
     slots: tuple[Sequence["Slot"], Sequence["Slot"]]
     refused: str = ""
+
+
+CLOSED_REF = "a Ref that is closed over, which succeeds itself"
 
 
 @dataclass(frozen=True)
@@ -148,15 +151,38 @@ def _trace(request: Request) -> Traced:
 
     flat.__signature__ = _signature(slots)  # type: ignore[attr-defined]
     made, refused = _make_jaxpr(flat, leaves, slots, request.mesh)
-    jaxpr = sites.settled(made, request.mesh)
-    for x in jaxpr.consts:
-        _check_no_ref(x, f"{request.fun.__name__} closes over", "pass it as an argument")
-    refs = tuple(i for i, slot in enumerate(slots) if slot.is_ref)
-    jaxpr, consts = _jax.hoist_consts(with_made_constants(jaxpr))
+    jaxpr, closed_refs = _jax.without_closed_refs(made)
     results, out_tree, succeeded = traced[-1]
+    closed = tuple(range(len(slots), len(slots) + len(closed_refs)))
+    if closed:
+        jaxpr = _succeeding(jaxpr, closed, request.mesh)
+        results += [_closed_slot(ref, request) for ref in closed_refs]
+        succeeded += closed
+    jaxpr, consts = _jax.hoist_consts(with_made_constants(sites.settled(jaxpr, request.mesh)))
+    consts = [*closed_refs, *consts]
+    refs = (*(i for i, slot in enumerate(slots) if slot.is_ref), *closed)
     arguments = _described_arguments(request, slots, jaxpr, succeeded)
     described = tuple(map(_described_result, results, succeeded))
     return Traced(jaxpr, consts, out_tree, refs, arguments, described, (slots, results), refused)
+
+
+def _succeeding(jaxpr, numbers: Sequence[int], mesh: Mesh | AbstractMesh):
+    """The program whose last results, each what a Ref holds in the end, succeed the arguments `numbers`."""
+
+    def run(*args):
+        outs = jaxpr_as_fun(jaxpr)(*args)
+        for result, i in enumerate(numbers, len(outs) - len(numbers)):
+            dims = (None,) * outs[result].ndim
+            outs[result] = bind_annotation(outs[result], dims, CLOSED_REF, "implied", i)
+        return outs
+
+    with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
+        return jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))
+
+
+def _closed_slot(ref, request: Request) -> Slot:
+    name = f"a Ref that {request.fun.__name__} closes over"
+    return Slot(name, "", CLOSED_REF, "argument", _jax.value_type(ref), None, is_ref=True)
 
 
 def arguments_of(request: Request) -> tuple[Argument, ...]:

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, auto_axes, explicit_axes
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.partition.choose import choose
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(EXPLICIT, EXPLICIT))
@@ -208,3 +209,26 @@ def test_the_plan_of_what_closes_over_arrays():
     x = ramp(8, 4)
     assert "x" in str(step.plan(x))
     np.testing.assert_allclose(step(x), x @ np.asarray(table).T, rtol=1e-6)
+
+
+def test_a_program_is_chosen_once_for_its_types_and_for_its_arguments(monkeypatch):
+    """Types tell when the results are typed, committed arguments when the program is lowered."""
+    chosen = []
+    monkeypatch.setattr("shardax.program.choose", lambda *a, **kw: chosen.append(1) or choose(*a, **kw))
+    with jax.set_mesh(MESH):
+        f = sx.shard_jit(lambda x, w: (x.T + w, w * 2.0))
+        f(put(ramp(8, 8), "x", "y"), np.ones((8, 8), "float32"))
+        f(put(ramp(8, 8), "x", "y"), np.ones((8, 8), "float32"))
+        assert len(chosen) == 1
+        f(put(ramp(8, 8), "y"), np.ones((8, 8), "float32"))
+    assert len(chosen) == 2
+
+
+def test_an_argument_on_a_mesh_of_other_names_than_the_context():
+    """JAX refuses it; here it comes in as it lies, and the result is typed on the mesh in context."""
+    context = jax.make_mesh((2, 4), ("a", "b"), axis_types=(EXPLICIT, EXPLICIT))
+    x = ramp(8, 8)
+    with jax.set_mesh(context):
+        got = sx.shard_jit(lambda x: jnp.tanh(x) * 2.0)(put(x, "x"))
+    assert got.sharding.mesh == context
+    np.testing.assert_allclose(got, np.tanh(x) * 2.0, rtol=1e-6)

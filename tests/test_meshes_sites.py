@@ -178,9 +178,8 @@ def test_how_arguments_rest():
     program, found, same = found_in(f, (8, 8), (7, 8), (8, 8), (8, 8))
     rests = placements(program, [None] * 4, found, same)
     assert [p and str(p.sharding) for p in rests] == ["P('x', None)", "P(None, 'x')", None, None]
-    committed = Sharding(((), ("y",)))
-    own = Placement(program_mesh(A), committed)
-    assert placements(program, [committed, None, None, own], found, same)[::3] == [own, own]
+    own = Placement(program_mesh(A), Sharding(((), ("y",))))
+    assert placements(program, [own, None, None, own], found, same)[::3] == [own, own]
 
 
 def test_our_own_annotations_are_sites_too():

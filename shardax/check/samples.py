@@ -4,9 +4,11 @@ Our own, one or a few for each primitive, with sizes that devices divide and do 
 of it.
 """
 
+import importlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,13 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import experimental, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 from jax.lax import linalg
 
 from shardax import _jax
 from shardax.validation import is_integer, require
+
+with suppress(ImportError):  # JAX 0.12 has it no more
+    importlib.import_module("jax.experimental.shard_alike")
 
 SMALL = 2000  # elements in all operands of a case of JAX's that is tried
 _PRIMITIVE_OF_GROUP = {"reduce_window_add": "reduce_window_sum", "reduce_window_mul": "reduce_window"}
@@ -235,6 +240,7 @@ SAMPLES: dict[str, tuple[Any, ...]] = {
     "select_and_gather_add": (lambda x, t: jax.jvp(_max_pool, (x,), (t,)), _T, _T[::-1].copy()),
     "select_and_scatter_add": (jax.grad(lambda x: jnp.sum(_max_pool(x) ** 3)), _T),
     "slice": (lambda x: x[2:, ::2], _X),
+    "shard_alike": (lambda x, y: experimental.shard_alike.shard_alike(x, y), _X, _Y),  # type: ignore
     "sort": (lambda x: lax.sort(x, dimension=1), _X),
     "split": (lambda x: lax.split(x, (2, 3)), _X),
     "square": _unary("square"),

@@ -49,8 +49,8 @@ class Facts:
       refinement: how the axes of the local program make up those of the meshes that the user named.
       crossings: the arguments and results that rest on meshes which do not fit the program's.
       untyped: on a mesh of Explicit axes, why JAX gave the program no types, and where; "" if it did.
-      refs: the numbers of the arguments that are Refs, as leaves. What they hold is an input, and in the end
-        a result.
+      refs: the numbers of the arguments that are Refs, as leaves, and of Refs closed over, which follow. What
+        they hold is an input, and in the end a result.
       collectives: read off the crossings and `local_jaxpr` unless given.
     """
 
@@ -137,7 +137,8 @@ class Facts:
         own = len(self.global_jaxpr.out_avals) - len(self.refs)
         yield from self._on("result", placed(self.out_shardings, self.global_jaxpr.out_avals[:own]))
         arguments = list(self.arguments()) if self.refs else []
-        yield from (replace(arguments[i], path=arguments[i].named) for i in self.refs)
+        of_call = [i for i in self.refs if i < len(arguments)]
+        yield from (replace(arguments[i], path=arguments[i].named) for i in of_call)
 
     @_jax.boundary
     def sharding(self, value) -> Sharding:

@@ -52,6 +52,18 @@ class Call:
         """The number of results; what Refs hold in the end comes after them."""
         return len(jax.tree.leaves(self.traced.out_info))
 
+    @cached_property
+    def closed_over(self) -> tuple[Any, ...]:
+        """The arrays that the function closes over, what its Refs hold first."""
+        return _jax.constant_values(self.traced.jaxpr, self.eqn.invars[len(self.leaves) :])
+
+    @property
+    def closed_refs(self) -> range:
+        """The numbers of the inputs that are Refs which the function closes over."""
+        of_arguments = sum(map(_jax.is_ref, self.leaves))
+        first = len(self.leaves)
+        return range(first, first + len(self.jaxpr.out_avals) - self.count - of_arguments)
+
     @property
     def options(self) -> Options:
         return self.eqn.params["options"]
@@ -69,6 +81,7 @@ class Call:
             committed.append(
                 program_placement(crossing, len(x.shape)) if crossing else primitive.committed(x, self.mesh)
             )
+        committed += [primitive.committed(x, self.mesh) for x in self.closed_over[: len(self.closed_refs)]]
         constants = [None] * (len(self.jaxpr.in_avals) - len(committed))
         return primitive.build(self.jaxpr, (*committed, *constants), self.mesh, options or self.options)
 
@@ -120,13 +133,13 @@ class Call:
             phases=ChainMap(built.phases, phases),  # lowering and compiling add to it
             argument_names=argument_names,
             donated=frozenset(donated),
-            closed_over=_jax.constant_values(self.traced.jaxpr, self.eqn.invars[len(self.leaves) :]),
+            closed_over=self.closed_over,
             refinement=built.refinement,
             crossings=(*self.entering, *built.entering, *built.leaving),
             program=self.function.place,
             line=self.function.line,
             untyped=self.function.refused.get(self.jaxpr, ""),
-            refs=tuple(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)),
+            refs=(*(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)), *self.closed_refs),
         )
         elsewhere = (
             _elsewhere("argument", plan.arguments(), resting.arguments(built)),

@@ -168,6 +168,10 @@ class Function:
         with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
             request = self._request(mesh, args, kwargs)
             traced, jaxpr = self._traced(request, self._static_values(args, kwargs))
+            for ref in filter(_jax.is_ref, traced.consts):
+                what = f"a Ref of shape {ref.shape} that {self.name} closes over"
+                if words := _elsewhere(what, ref, mesh):
+                    raise ValueError(words)
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
             # under an Explicit mesh a cotangent must get back even the empty type
@@ -175,7 +179,10 @@ class Function:
             plain = [_jax.moved_off_meshes(x) if always or explicit_sharding(x) else x for x in values]
             outs = primitive.bind(plain, jaxpr, mesh, self.options)
         if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
-            built = primitive.build(jaxpr, tuple(map(explicit_sharding, values)), mesh, self.options)
+            rests = tuple(
+                primitive.committed(jax.typeof(x), mesh) if explicit_sharding(x) else None for x in values
+            )
+            built = primitive.build(jaxpr, rests, mesh, self.options)
             outs = list(map(_typed, outs, built.left(mesh)))
         count = len(outs) - len(traced.refs)
         for i, value in zip(traced.refs, outs[count:], strict=True):
@@ -364,22 +371,9 @@ class Function:
 
     def _other_devices(self, args, kwargs) -> str | None:
         mesh = self.known_mesh() or mesh_of((args, kwargs))
-        for name, x in self.named_leaves(args, kwargs):
-            if (
-                isinstance(mesh, Mesh)
-                and getattr(x, "committed", False)
-                and x.sharding.device_set != set(mesh.devices.flat)
-            ):
-                ids = sorted(d.id for d in x.sharding.device_set)
-                advice = "make it of an array that is placed there" if _jax.is_ref(x) else "move it there"
-                way_out = f"{advice} with jax.device_put" + ", or pass it as a numpy array" * (
-                    not _jax.is_ref(x)
-                )
-                return (
-                    f"argument {name} of shape {x.shape} is committed to {x.sharding} on devices {ids}, but "
-                    f"the mesh ({describe(mesh)}) has the devices "
-                    f"{sorted(d.id for d in mesh.devices.flat)}: {way_out}"
-                )
+        named = self.named_leaves(args, kwargs)
+        words = (_elsewhere(f"argument {name} of shape {x.shape}", x, mesh) for name, x in named)
+        return next(filter(None, words), None)
 
     def _donated_twice(self, args, kwargs) -> str | None:
         donated = self._donated_leaves(args, kwargs)
@@ -480,3 +474,18 @@ def _otherwise(call, explain):
 
 def _marks(tree, donated: bool):
     return jax.tree.map(lambda _: donated, tree)
+
+
+def _elsewhere(what: str, x, mesh: Mesh | AbstractMesh | None) -> str | None:
+    """Words where an array or a Ref is committed to other devices than the mesh's."""
+    if not isinstance(mesh, Mesh) or not getattr(x, "committed", False):
+        return None
+    if x.sharding.device_set == set(mesh.devices.flat):
+        return None
+    ids = sorted(d.id for d in x.sharding.device_set)
+    advice = "make it of an array that is placed there" if _jax.is_ref(x) else "move it there"
+    way_out = f"{advice} with jax.device_put" + ", or pass it as a numpy array" * (not _jax.is_ref(x))
+    return (
+        f"{what} is committed to {x.sharding} on devices {ids}, but the mesh ({describe(mesh)}) has "
+        f"the devices {sorted(d.id for d in mesh.devices.flat)}: {way_out}"
+    )

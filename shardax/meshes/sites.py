@@ -325,17 +325,14 @@ def _renamed(axis_name, axes: Mapping[str, Axes]) -> Axes:
 
 def placements(
     graph: Graph,
-    committed: Sequence[Sharding | Placement | None],
+    committed: Sequence[Placement | None],
     named: Sequence[Site],
     refinement: Refinement,
 ):
     """How each argument rests: as it is committed, else nearest to its annotation; None where no sharding
     is requested.
     """
-    rest = {
-        v: Placement(refinement.program, p) if isinstance(p, Sharding) else p
-        for v, p in zip(graph.inputs, committed, strict=True)
-    }
+    rest = dict(zip(graph.inputs, committed, strict=True))
     inputs = set(graph.inputs)
     for site in named:
         note, value = site.annotation, site.node.inputs[0] if site.annotation else None

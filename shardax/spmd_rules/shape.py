@@ -313,6 +313,11 @@ def _inserted(dims: list[str], at: int) -> list[str]:
     return [*dims[:at], "s!", *dims[at:]]
 
 
+def _shard_alike_local(local: Local, x, y):
+    """That both lie alike, which the rule says, is all that it is for."""
+    return [x, y]
+
+
 def tile(node: Node) -> str:
     """ "k0 k1 -> k0 (n1 k1)": repetitions may be split freely."""
     reps = node.params["reps"]
@@ -367,6 +372,7 @@ register_rule("iota", iota, _iota_local, made_anywhere=True, fuses="all")
 register_rule("optimization_barrier", optimization_barrier, reads="none")
 register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_requests))
 register_rule("rev", rev, _rev_local, passes=(MOVES(0),), sends=_rev_sends)
+register_rule("shard_alike", "..., ... -> ..., ...", _shard_alike_local, reads="none")
 register_rule(
     "slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_requests), reads="part"
 )
