@@ -22,7 +22,6 @@ def tables(plan: Analysis) -> list[Table]:
     memory = [plan.memory().table()] if plan.collectives or plan.graph else []
     sections = (
         _heading(plan),
-        _untyped(plan),
         meshes(plan),
         arguments(plan),
         results(plan),
@@ -32,7 +31,7 @@ def tables(plan: Analysis) -> list[Table]:
     )
     return [
         table
-        for section in (*sections, shardings(plan), memory, _estimates(plan), _phases(plan))
+        for section in (*sections, shardings(plan), memory, _estimates(plan), _untyped(plan), _phases(plan))
         for table in section
     ]
 
