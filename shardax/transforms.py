@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardax import _jax
+from shardax.annotations.annotate import TYPE_OF_ANNOTATION
 from shardax.graph import annotations
 from shardax.graph.annotations import Annotation
 from shardax.options import Options
@@ -140,5 +141,6 @@ def annotations_of(jaxpr: Any) -> Iterator[tuple[Any, Annotation]]:
     for eqn in _jax.closed(jaxpr).jaxpr.eqns:
         for body in jaxprs_in_params(eqn.params):
             yield from annotations_of(body)
-        if (annotation := annotations.of_equation(eqn)) is not None:
+        only_types = TYPE_OF_ANNOTATION in str(eqn.source_info.name_stack)
+        if (annotation := annotations.of_equation(eqn)) is not None and not only_types:
             yield eqn, annotation
