@@ -23,7 +23,11 @@ from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.mixed_dtypes,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 
 
 def start():
