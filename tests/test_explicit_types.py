@@ -172,6 +172,7 @@ OUTER = {
 }
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_have_the_types_that_jit_gives(name, outer):

@@ -162,6 +162,7 @@ def layers_plan(count: int):
     )
 
 
+@pytest.mark.promotes_ranks
 def test_layers_are_folded_and_sorted_as_a_person_counts(tmp_path):
     text = page_of(layers_plan(12), tmp_path)
     arguments, results = (

@@ -27,6 +27,7 @@ def test_there_are_enough_that_send():
     assert len(PROGRAMS) >= 20
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_lowered(name):
     """Kinds, devices, bytes and trips, none hidden, none missing."""
@@ -34,6 +35,7 @@ def test_lowered(name):
     assert hlo.counts(hlo.lowered(lowered.compiler_ir())) == hlo.counts(planned)
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in PROGRAMS]
 )
