@@ -200,6 +200,16 @@ def test_heads_inside_an_axis(name):
     assert plan.in_shardings[1]["q"].spec == P(None, "model")
 
 
+def test_gradient_with_types_of_the_axis_that_is_refined():
+    """JAX types what goes into the backward pass by the axes of the mesh in context, as they are there."""
+    f = lambda x: jnp.tanh(jnp.tanh(x).reshape(2, 4, 6)).sum(1)  # noqa: E731
+    mesh, x = make((4, 2), ("x", "y"), kind=AxisType.Explicit), X[:8, :6]
+    sharded = sx.shard_jit(f, mesh=mesh, in_shardings=P("x", "y"))
+    with jax.set_mesh(mesh):
+        got = jax.grad(lambda x: (sharded(x) ** 2).sum())(x)
+    np.testing.assert_allclose(got, jax.grad(lambda x: (f(x) ** 2).sum())(x), rtol=1e-5, atol=1e-6)
+
+
 def test_the_scores_of_long_sequences_are_not_reduced():
     """The minor part of a cut axis splits a product only where that sends less."""
     mesh, count = HEADS["4 on 8"]

@@ -8,7 +8,7 @@ import pytest
 
 from examples.third_party import page
 
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 QUICK = ("third_party.optax_quickstart", "third_party.flax_mnist")
 

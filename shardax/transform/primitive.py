@@ -179,6 +179,8 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
         check_agreement(built, mesh)
     local = lowered(built.jaxpr, options, tuple(ctx.module_context.platforms))
     run = functools.partial(_run, built, local, mesh)
+    if not _owes(built):  # the types of a mesh in context name its axes, which the program may have refined
+        ctx = ctx.replace(avals_in=[_jax.without_mesh(a) for a in ctx.avals_in])
     with (
         program.timed(built.phases, "lower"),
         _jax.lowering_on(sites.refined_mesh(mesh, built.refinement, concrete=True)),
@@ -200,7 +202,7 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
 
 def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
     args = _crossed(args, built.entering, mesh)
-    if any(sharding.owing for sharding in (*built.in_shardings, *built.out_shardings)):
+    if _owes(built):
         results = _run_typed(built, local, args)
     else:
         with jax.sharding.use_abstract_mesh(built.mesh):
@@ -209,6 +211,10 @@ def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
         refined = sites.refined_mesh(mesh, built.refinement, concrete=True)
         results = [_resting(x, s, refined) for x, s in zip(results, built.out_shardings, strict=True)]
     return results
+
+
+def _owes(built: program.Program) -> bool:
+    return any(sharding.owing for sharding in (*built.in_shardings, *built.out_shardings))
 
 
 def _resting(x, sharding: Sharding, mesh: Mesh):
