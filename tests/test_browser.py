@@ -24,6 +24,7 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 pytestmark = [
+    pytest.mark.promotes_ranks,
     pytest.mark.once,
     pytest.mark.mixed_dtypes,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

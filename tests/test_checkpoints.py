@@ -14,7 +14,8 @@ from models.report import largest_difference
 from models.text import Text
 from tests import kill
 
-pytestmark = pytest.mark.mixed_dtypes  # flax and optax mix weakly typed floats with integer counts
+# flax and optax mix weakly typed floats with integer counts
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 CORPUS = Text(np.arange(5000, dtype=np.uint16) % 251, np.arange(500, dtype=np.uint16) % 251)
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardax.explain.__main__ import main
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.quick]
 
 ROOT = Path(__file__).parents[1]
 GPT2 = (

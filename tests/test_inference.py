@@ -11,9 +11,7 @@ import shardax as sx
 from benchmarks import decode
 from examples import deepseek, inference, llama
 
-pytestmark = pytest.mark.mixed_dtypes
-
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 STEPS, CHUNK = 4, 4  # 12 tokens are read before
 MODELS = {"llama": llama.MODEL, "deepseek": deepseek.MODEL}

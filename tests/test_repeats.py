@@ -28,7 +28,7 @@ from shardax.partition.choose import choose
 from shardax.sharding import Layout, at_rest
 from shardax.trace import Request, trace
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.quick]
 
 LAYERS = 8
 SIZES = {"data": 4, "model": 2}

@@ -502,6 +502,7 @@ def check(mesh, f, args, ins, outs, chip=None):
     return sharded.plan(*args)
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("name", ROWS)
 def test_sends(name):
     f, args, ins, outs, wanted = ROWS[name]
@@ -617,6 +618,7 @@ def test_heads_that_share_keys(keys, heads):
         ]
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.mixed_dtypes
 def test_moves_that_what_follows_takes_back_are_not_made():
     """Two heads on four devices: axes that no head has would move to the sequence and back, 226,157 bytes in

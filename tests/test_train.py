@@ -20,7 +20,7 @@ from models.train import main
 from models.trainers import dividing
 
 # flax and optax mix weakly typed floats with integer counts
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 TINY = ["--size", "tiny", "--batch", "8", "--seq", "32"]
 

@@ -26,7 +26,7 @@ from models.rules import on_axes
 from models.steps import State, make_init, make_step
 
 # flax and optax mix weakly typed floats with integer counts
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 STEPS = 3
 
