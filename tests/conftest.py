@@ -82,7 +82,7 @@ def leak_check(request):
 # Quick tests: `pytest --quick`
 
 
-OTHERS = "not_quick", "slow", "processes", "tpu"
+OTHERS = "not_quick", "slow", "processes", "tpu", "browser"
 
 
 def is_quick(item) -> bool:
