@@ -44,7 +44,7 @@ test-slow: $(ENV)
 	$(RUN) $(PYTEST) -m slow shardax models tests
 
 test-processes: $(ENV)
-	$(RUN) -m pytest -m processes tests
+	$(RUN) -m pytest -m 'processes and not slow' tests
 
 test-kill: $(ENV)
 	$(RUN) -m tests.kill --kills 20 $(ARGS)

@@ -93,6 +93,7 @@ def test_a_users_own_module(module, capsys):
     assert "x " in capsys.readouterr().out.split("P('data')")[1].splitlines()[1]
 
 
+@pytest.mark.once
 @pytest.mark.not_quick
 @pytest.mark.mixed_dtypes
 def test_only_parts(capsys):

@@ -17,7 +17,7 @@ STEPS, CHUNK = 4, 4  # 12 tokens are read before
 MODELS = {"llama": llama.MODEL, "deepseek": deepseek.MODEL}
 MESHES = [
     ("llama", (2, 2, 2)),
-    ("deepseek", (2, 2, 2)),
+    pytest.param("deepseek", (2, 2, 2), marks=pytest.mark.once),
     pytest.param("llama", (1, 2, 4), marks=pytest.mark.slow),
     pytest.param("deepseek", (1, 4, 2), marks=pytest.mark.slow),
 ]

@@ -181,6 +181,7 @@ def heads(count, x, p):
 HEADS = {"4 on 8": (make((8,), ("model",)), 4), "2 on 4": (make((2, 4), ("data", "model")), 2)}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_inside_an_axis(name):
     """An axis of more devices than there are heads is refined: nothing is gathered at the reshapes."""
@@ -273,6 +274,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("meshes", ["reversed", "3x2 in 2x3"])
 def test_calls_inside_on_another_mesh(name, meshes):

@@ -182,7 +182,13 @@ def cases(*rows):
         MESHES[3],
         pytest.mark.once,
     ),
-    ("dropout", lambda: transformer(adafactor, 8, remat=True, dropout=0.2), MESHES[2], pytest.mark.once),
+    (
+        "dropout",
+        lambda: transformer(adafactor, 8, remat=True, dropout=0.2),
+        MESHES[2],
+        pytest.mark.once,
+        pytest.mark.slow,
+    ),
 )
 def test_transformer(job, mesh):
     trains_alike(job(), mesh)
