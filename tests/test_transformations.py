@@ -31,7 +31,7 @@ def pairs():
 
 @pytest.mark.once
 @pytest.mark.filterwarnings("ignore:custom_lin .* runs replicated")  # before JAX refuses it
-@pytest.mark.parametrize("outer, inner", pairs())
+@pytest.mark.parametrize("outer, inner", list(pairs()))
 def test_product_on_explicit_axes(outer, inner):
     """Compiled: outside of a jit JAX evaluates no operation that has such a type on one device. What it refuses
     it compiles in parts, for which it wants the mesh in context.
