@@ -137,8 +137,9 @@ def _same(values: list[Value], node: Node) -> Edge:
 
 
 def _stacked(outer: Value, inner: Value, node: Node) -> Edge:
-    """The edge between the stacked values of all iterations of a scan, or of all places along manual axes, and
-    the value of one."""
+    """The edge between a stack, of all iterations of a scan or of all places along manual axes, and one value
+    of it.
+    """
     stacked = " ".join(f"n{i}!" for i in range(len(outer.shape) - len(inner.shape)))
     factors = bind(parse(f"{stacked} ... -> ..."), (outer.shape,), (inner.shape,))
     return Edge([outer], [inner], factors, ELEMENTWISE, ELEMENTWISE, node)

@@ -217,14 +217,19 @@ def _partly_manual(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     ]
     stacks = _as_specified(inliner, inner, stacks, "in_specs", rest=None)
     body = from_jaxpr(eqn.params["jaxpr"], (eqn, *inliner.callers))
-    counts = [tuple(math.prod(sizes[a] for a in axes) for axes in dims.values()) for dims in lifted["out_specs"]]
+    counts = [
+        tuple(math.prod(sizes[a] for a in axes) for axes in dims.values()) for dims in lifted["out_specs"]
+    ]
     made = [
-        Value(jax.core.ShapedArray((*n, *v.shape), v.aval.dtype)) for n, v in zip(counts, body.outputs, strict=True)
+        Value(jax.core.ShapedArray((*n, *v.shape), v.aval.dtype))
+        for n, v in zip(counts, body.outputs, strict=True)
     ]
     made = inliner.append(inner, eqn.primitive, inner.params, stacks, made, (body,))
     return [
         inliner.call(eqn, _traced(partial(_unstacked, dims), v.aval), [v])[0] if dims else v
-        for v, dims in zip(_as_specified(inliner, inner, made, "out_specs", rest=None), lifted["out_specs"], strict=True)
+        for v, dims in zip(
+            _as_specified(inliner, inner, made, "out_specs", rest=None), lifted["out_specs"], strict=True
+        )
     ]
 
 

@@ -169,9 +169,13 @@ def _island(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[A
     """Where axes are manual in part, a shard comes as the one element of a stack along them."""
     if "partly_manual" not in node.params:
         return emitter.graph(decision.bodies[0], shards)
-    taken = [lax.squeeze(x, range(len(spec))) for x, spec in zip(shards, node.params["in_specs"], strict=True)]
+    taken = [
+        lax.squeeze(x, range(len(spec))) for x, spec in zip(shards, node.params["in_specs"], strict=True)
+    ]
     given = emitter.graph(decision.bodies[0], taken)
-    return [lax.expand_dims(x, range(len(spec))) for x, spec in zip(given, node.params["out_specs"], strict=True)]
+    return [
+        lax.expand_dims(x, range(len(spec))) for x, spec in zip(given, node.params["out_specs"], strict=True)
+    ]
 
 
 _STRUCTURED = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -199,7 +199,10 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
     inside = hidden.union(node.params["newly_manual_axes"])
     for outer, inner, spec in zip(node.inputs, body.inputs, specs[0], strict=True):
         stack = from_spec(spec, len(spec)).dims
-        rests = [Layout(Sharding(x.dims[len(stack) :]), x.padded[len(stack) :]) for x in search.at_hand(outer, hidden)]
+        rests = [
+            Layout(Sharding(x.dims[len(stack) :]), x.padded[len(stack) :])
+            for x in search.at_hand(outer, hidden)
+        ]
         rests = [lay for lay in rests if inside.isdisjoint(lay.sharding.axes)]
         layouts = dict.fromkeys([search.requested(inner, inside), *rests])
         ways = [Way((_placed(lay, outer, stack),), (lay,)) for lay in layouts]
@@ -208,7 +211,10 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
     for outer, inner, spec in zip(node.outputs, body.outputs, specs[1], strict=True):
         stack = from_spec(spec, len(spec)).dims
         layouts = dict.fromkeys(
-            [*_owing(search.requested(inner, inside), search.made(inner), inner), *search.at_hand(inner, inside)]
+            [
+                *_owing(search.requested(inner, inside), search.made(inner), inner),
+                *search.at_hand(inner, inside),
+            ]
         )
         ways = [Way((lay,), (_placed(lay, outer, stack),)) for lay in layouts]
         ports.results.append(search.add(Site([inner], [outer], ways, runs)))
@@ -221,7 +227,9 @@ def _specified(value: Value, spec) -> Layout:
 
 def _placed(layout: Layout, stack: Value, dims: Sequence[Axes]) -> Layout:
     """The layout of a stack of values of this layout, one for each place along the manual axes."""
-    return Layout(Sharding((*dims, *layout.dims)), (*stack.shape[: len(dims)], *layout.padded), layout.pending)
+    return Layout(
+        Sharding((*dims, *layout.dims)), (*stack.shape[: len(dims)], *layout.padded), layout.pending
+    )
 
 
 # Ports

@@ -11,7 +11,9 @@ from shardax.graph.graph import Node
 from shardax.spmd_rules.registry import Local, register_rule, replicated_rule
 
 _SENT = "pbroadcast pbroadcast_dynamic pmax pmin ppermute psum psum_invariant unreduced_psum".split()
-_CUT = "all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter unreduced_reduce_scatter".split()
+_CUT = """
+    all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter unreduced_reduce_scatter
+""".split()
 _IDENTITIES = (
     "preduced pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p".split()
 )
