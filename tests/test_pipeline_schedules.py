@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardax.pipeline.packing import pack, parse
 from shardax.pipeline.schedules import NAMES, make_schedule
 from shardax.pipeline.slots import (
     BACKWARD_INPUTS,
@@ -21,7 +22,7 @@ from shardax.pipeline.slots import (
     peak,
     tables,
 )
-from shardax.pipeline.table import Instruction, Schedule, grid, pack, parse, zigzag
+from shardax.pipeline.table import Instruction, Schedule, grid, zigzag
 
 pytestmark = pytest.mark.quick
 
@@ -29,8 +30,7 @@ pytestmark = pytest.mark.quick
 @st.composite
 def schedules(draw):
     name = draw(st.sampled_from(sorted(NAMES)))
-    allowed = NAMES[name][1]
-    chunks = draw(st.integers(1, 4)) if allowed[-1] is ... else allowed[0]
+    chunks = draw(st.integers(1, 4)) if NAMES[name].any_chunks else NAMES[name].chunks
     p, m = draw(st.integers(1, 6)), draw(st.integers(1, 15))
     return make_schedule(name, p, m, chunks, latency=draw(st.integers(1, 3)))
 
@@ -148,7 +148,7 @@ def test_arrays_are_int32_rows_of_ticks():
     "text, message",
     [
         ("F0 B0\nB0 F0", "deadlocks at tick 1: B0 on stage 0 waits for B0 on stage 1; B0 on stage 1 waits for F0 on stage 1, where B0 comes before it. Move"),
-        ("F0 B0\nF0", "stops at tick 2: B0 on stage 0 waits for B0 on stage 1, which is not there. Add B0 to"),
+        ("F0 B0\nF0", "stops at tick 2: B0 on stage 0 waits for B0 on stage 1, which is not there. Add B0 to the line of stage 1."),
         ("F0 F1\nF0", "F1 is missing on stage 1; each microbatch"),
         ("F0 B0 W0\nF0 B0 X0", "stage 1, word 2: 'X0' is no instruction; expected F, B or W"),
         ("F0 F0\nF0", "F0 on stage 0 runs in tick 0 and again in tick 1"),
@@ -179,7 +179,7 @@ def test_errors_of_tables():
 def test_errors_of_names_and_sizes():
     with pytest.raises(ValueError, match="schedule is 'one'; expected one of naive, gpipe"):
         make_schedule("one", 2, 2)
-    with pytest.raises(ValueError, match="zbv has 2 chunks on each stage; got chunks=3"):
+    with pytest.raises(ValueError, match="zbv has chunks=2 on each stage; got chunks=3"):
         make_schedule("zbv", 2, 2, 3)
     with pytest.raises(ValueError, match="microbatches is 0; expected an int of 1 or more"):
         make_schedule("1f1b", 2, 0)
@@ -191,7 +191,7 @@ def test_errors_of_buffers():
     check_buffers(make_schedule("1f1b", 4, 16), {"saved": 4, "forward": 1, "cotangent": 1})
     with pytest.raises(
         ValueError,
-        match="F4 of virtual stage 0 fills a buffer on stage 0 in tick 4: 5 saved, where 4 are allowed",
+        match="gpipe: stage 0 keeps 5 results for backward passes in tick 4, with that for F4; 4 are allowed. Run a backward",
     ):
         check_buffers(make_schedule("gpipe", 4, 16), {"saved": 4})
 

@@ -1,23 +1,30 @@
-"""The schedules that have names, and those of users: for p stages, m microbatches and v chunks, the order in which each
-stage runs its instructions. `pack` makes a table of them.
+"""The schedules that have names, and those of users.
 
-    name            what it is                                                    idle ticks of a stage   kept
-    "naive"         one microbatch in all stages (DistBelief's layer placement)   2 m (p - 1)             1
-    "gpipe"         all forward, then all backward                                2 (p - 1)               m
-    "circular"      the same, round the ring of stages v times (GSPMD, §3.3)      2 (p - 1)               v m
-    "1f1b"          a backward pass as soon as there is one (PipeDream-flush)     2 (p - 1)               p
-    "interleaved"   the same with v chunks (Megatron-LM)                          2 (p - 1)               v p + p - 1
-    "zb-h1"         1f1b, weights' gradients later (Qi et al., Zero Bubble)       p - 1                   p
-    "zb-h2"         the same, with more forwards ahead                            p - 1, none waiting     2 p - 1
-    "zbv"           zero bubble on a V of two chunks                              p - 1, none waiting     2 p
-    "forward"       forward passes alone, for inference                           p - 1                   0
+For p stages, m microbatches and v chunks, each is the order in which a stage runs its instructions, of which
+`pack` makes a table.
 
-Ticks are those of a chunk, where m is not small (2 p, say); kept are forward passes of a chunk.
+    name            what it is                                                     kept
+    "naive"         one microbatch in all stages (DistBelief's layer placement)    v
+    "gpipe"         all forward, then all backward                                 m
+    "circular"      the same, v times round the ring of stages (GSPMD, §3.3)       v m
+    "1f1b"          a backward pass as soon as there is one (PipeDream-flush)      p
+    "eager-1f1b"    the same with more ahead, F and B in turn on all stages        2 p - 1
+    "interleaved"   1f1b with v chunks (Megatron-LM), F and B likewise in turn     v p + p - 1
+    "zb-h1"         1f1b, weights' gradients later (Qi et al., Zero Bubble)        p
+    "zb-h2"         the same with more ahead                                       2 p - 1
+    "zbv"           zero bubble on a V of two chunks                               2 p
+    "dualpipev"     DeepSeek's DualPipe, cut in half, on a V of two chunks         2 p + 1
+    "forward"       forward passes alone, for inference                            0
+
+Kept are results of forward passes through a chunk, for their backward passes. Bubbles: docs/pipelining.md.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from shardax.pipeline.table import Instruction, Schedule, loop, pack, parse, positive, zigzag
+from shardax.pipeline.packing import pack, parse
+from shardax.pipeline.table import Instruction, Placement, Schedule, loop, positive, zigzag
 
 Maker = Callable[[int, int, int], str | Schedule]  # of stages, microbatches, chunks
 
@@ -31,14 +38,14 @@ def make_schedule(
     backward: bool = True,
     latency: int = 1,
 ) -> Schedule:
-    """A schedule by name, by text (`table.parse`: one line per stage), by a function of stages, microbatches and
-    chunks that returns either, or as it is.
+    """A schedule by name, by text (one line per stage, see `parse`), by a function of stages, microbatches
+    and chunks that returns a text or a Schedule, or a Schedule as it is.
 
-    `chunks`: pieces of the model on each stage; None: 2 where a schedule needs several, else 1. Not `backward`: its
-    forward passes alone. `latency`: `Schedule.latency`.
+    `chunks`: pieces of the model on each stage; None: 2 where a schedule needs several, else 1. Not
+    `backward`: its forward passes alone. `latency`: `Schedule.latency`.
 
-    Raises ValueError for an unknown name, sizes that it does not allow or that differ from the text's, and what is
-    wrong with a text.
+    Raises ValueError for an unknown name, sizes that it does not allow or that differ from the text's, and
+    what is wrong with a text.
 
     >>> print(make_schedule("1f1b", 2, 3).text())
     F0 F1 - B0 F2 B1 - B2
@@ -78,16 +85,15 @@ def forward_only(schedule: Schedule) -> Schedule:
 def _named(name: str, stages: int, microbatches: int, chunks: int | None, latency: int) -> Schedule:
     if name not in NAMES:
         raise ValueError(
-            f"schedule is {name!r}; expected one of {', '.join(NAMES)}, or a text with a line per stage (F0 F1 B0 ...)"
+            f"schedule is {name!r}; expected one of {', '.join(NAMES)}, or a text with a line per stage (F0 "
+            f"F1 B0)"
         )
-    orders, allowed, placement = NAMES[name]
-    chunks = chunks or allowed[0]
-    if allowed[-1] is not ... and chunks not in allowed:
-        raise ValueError(
-            f"{name} has {allowed[0]} chunk{'s' * (allowed[0] > 1)} on each stage; got chunks={chunks}"
-        )
-    made = [orders(d, stages, microbatches, chunks) for d in range(stages)]
-    return pack(name, made, chunks, placement(stages, chunks), latency)
+    kind = NAMES[name]
+    chunks = chunks or kind.chunks
+    if not kind.any_chunks and chunks != kind.chunks:
+        raise ValueError(f"{name} has chunks={kind.chunks} on each stage; got chunks={chunks}")
+    orders = [kind.order(d, stages, microbatches, chunks) for d in range(stages)]
+    return pack(name, orders, chunks, kind.placement(stages, chunks), latency, kind.aligned)
 
 
 # -------------------------------------------------------------------------------- the order of stage d, of each
@@ -104,30 +110,28 @@ def gpipe(d: int, p: int, m: int, v: int) -> list[Instruction]:
 
 
 def naive(d: int, p: int, m: int, v: int) -> list[Instruction]:
-    return [i for j in range(m) for i in gpipe_of(j, v)]
-
-
-def gpipe_of(microbatch: int, v: int) -> list[Instruction]:
-    return [
-        *_passes("F", [[microbatch]], range(v)),
-        *_passes("B", [[microbatch]], reversed(range(v))),
-    ]
+    there, back = range(v), range(v)[::-1]
+    return [i for j in range(m) for i in _passes("F", [[j]], there) + _passes("B", [[j]], back)]
 
 
 def one_f_one_b(d: int, p: int, m: int, v: int) -> list[Instruction]:
-    """The first forward pass is back after all of its round, the next one a tick later for each stage further on.
+    return one_by_one(_one("F", m), _one("B", m), p - d)
 
-    With several chunks, microbatches go round the ring in groups of p or a few more, so that the first of a group
-    is back when its last has left, and none waits.
+
+def interleaved(d: int, p: int, m: int, v: int) -> list[Instruction]:
+    """Microbatches go round the ring in groups of p or a few more, so that the first of a group is back when
+    its last has left, and none waits. So many are ahead that forward and backward passes take turns on all
+    stages at once (with one chunk: Zhuang et al., arXiv 2211.05322).
     """
     groups = _groups(p, m)
-    ahead = (v - 1) * len(groups[0]) + (p - d if v == 1 else 2 * (p - d) - 1)
-    forward, backward = _passes("F", groups, range(v)), _passes("B", groups, range(v)[::-1])
-    return one_by_one(forward, backward, ahead)
+    ahead = (v - 1) * len(groups[0]) + 2 * (p - d) - 1
+    return one_by_one(_passes("F", groups, range(v)), _passes("B", groups, range(v)[::-1]), ahead)
 
 
 def zb_h1(d: int, p: int, m: int, v: int) -> list[Instruction]:
-    """As 1f1b. A stage has p - d forward passes ahead, and d of which the weights' gradients are owed: p in all."""
+    """As 1f1b. A stage has p - d forward passes ahead, and d of which the weights' gradients are owed: p in
+    all.
+    """
     return one_by_one(_one("F", m), _one("B", m), p - d, d)
 
 
@@ -137,31 +141,65 @@ def zb_h2(d: int, p: int, m: int, v: int) -> list[Instruction]:
 
 
 def zbv(d: int, p: int, m: int, v: int) -> list[Instruction]:
-    """Chunk 0 is passed down, chunk 1 up, so that the last virtual stage is on the first stage, and its backward pass
+    """Chunk 0 is passed down, chunk 1 up: the last virtual stage is on the first stage, and its backward pass
     begins there early (Qi et al., Pipeline Parallelism with Controllable Memory, V-ZB).
     """
     n = max(m, 2 * p - 1)  # the pattern needs so many; those that are too many are left out
-    order: list[Instruction] = []
-    count = {(kind, c): 0 for kind in "FBW" for c in (0, 1)}
+    row = _Counted()
+    row.add("F0", times=2 * (p - d) - 1)
+    row.add("F1 F0", times=d)
+    row.add("F1 B1 W1", times=p - d)
+    while row.count["F1"] < n:
+        row.add("F0", times=row.count["F0"] < n)
+        row.add("B0 W0 F1 B1 W1")
+    row.add("B0 B1", times=d)
+    row.add("B0 W0", times=p - d)
+    row.add("W1", times=n - row.count["W1"])
+    row.add("W0", times=n - row.count["W0"])
+    return [i for i in row.order if i.microbatch < m]
 
-    def add(*steps: str, times: int = 1) -> None:
-        for step in steps * times:
-            key = step[0], int(step[1])
-            order.append(Instruction(key[0], count[key], key[1]))
-            count[key] += 1
 
-    add("F0", times=2 * (p - d) - 1)
-    add("F1", "F0", times=d)
-    add("F1", "B1", "W1", times=p - d)
-    while count["F", 1] < n:
-        if count["F", 0] < n:
-            add("F0")
-        add("B0", "W0", "F1", "B1", "W1")
-    add("B0", "B1", times=d)
-    add("B0", "W0", times=p - d)
-    add("W1", times=n - count["W", 1])
-    add("W0", times=n - count["W", 0])
-    return [i for i in order if i.microbatch < m]
+def dualpipev(d: int, p: int, m: int, v: int) -> list[Instruction]:
+    """DeepSeek's `dualpipev.py`, its eight steps. There a forward and a backward pass overlap in a pair; here
+    they follow each other. Backward passes are split (b, w) where the gradients of weights fill a bubble.
+    """
+    n = max(m, 2 * p)
+    row = _Counted()
+    row.add("F0", times=2 * (p - d - 1))
+    row.add("F0 F1", times=d + 1)
+    row.add("b1 w F1", times=p - d - 1)
+    row.add("F0 B1 F1 B0", times=n - 2 * p + d + 1)
+    row.add("B1 F1 B0", times=p - d - 1)
+    for i in range(d + 1):
+        half = (d + 1) // 2
+        row.add("b1" if i > half or (i == half and d % 2) else "B1")
+        row.add("b0" if i >= half else "B0")
+    row.add("w b0", times=p - d - 1)
+    row.add("w", times=len(row.owed))
+    return [i for i in row.order if i.microbatch < m]
+
+
+class _Counted:
+    """An order of which only kinds and chunks are told: microbatches are counted. `b1` is a B1 whose W is
+    owed, `w` the W that has been owed for longest.
+    """
+
+    def __init__(self):
+        self.order: list[Instruction] = []
+        self.owed: list[Instruction] = []
+        self.count: Counter[str] = Counter()
+
+    def add(self, words: str, times: int = 1) -> None:
+        for word in words.split() * times:
+            self.order.append(self.owed.pop(0) if word == "w" else self._next(word))
+
+    def _next(self, word: str) -> Instruction:
+        kind, chunk = word[0].upper(), int(word[1])
+        i = Instruction(kind, self.count[kind + word[1]], chunk)
+        self.count[kind + word[1]] += 1
+        if word[0] == "b":
+            self.owed.append(Instruction("W", i.microbatch, chunk))
+        return i
 
 
 # ------------------------------------------------------------------------------------------- what they are made of
@@ -170,8 +208,8 @@ def zbv(d: int, p: int, m: int, v: int) -> list[Instruction]:
 def one_by_one(
     forward: Sequence[Instruction], backward: Sequence[Instruction], ahead: int, owed: int | None = None
 ) -> list[Instruction]:
-    """`ahead` forward passes, then a backward and a forward one in turn. Unless `owed` is None, the gradients of the
-    weights come apart, each after `owed` more backward passes.
+    """`ahead` forward passes, then a backward and a forward one in turn. Unless `owed` is None, the gradients
+    of the weights come apart, each after `owed` more backward passes.
     """
     order, waiting = list(forward[:ahead]), list(forward[ahead:])
     weights: list[Instruction] = []
@@ -202,15 +240,30 @@ def _one(kind: str, m: int) -> list[Instruction]:
     return _passes(kind, [range(m)], [0])
 
 
-# the orders, the chunks that they allow (the first unless told otherwise, `...`: any), and where virtual stages are
+@dataclass(frozen=True)
+class Kind:
+    """A schedule by name: the order of stage d of p for m microbatches and v chunks; the chunks unless told
+    otherwise, and whether there may be others; which chunks virtual stages are; whether all stages run the
+    same kind of instruction in a tick.
+    """
+
+    order: Callable[[int, int, int, int], list[Instruction]]
+    chunks: int = 1
+    any_chunks: bool = False
+    placement: Callable[[int, int], Placement] = loop
+    aligned: bool = False
+
+
 NAMES = {
-    "naive": (naive, (1, ...), loop),
-    "gpipe": (gpipe, (1,), loop),
-    "circular": (gpipe, (2, ...), loop),
-    "1f1b": (one_f_one_b, (1,), loop),
-    "interleaved": (one_f_one_b, (2, ...), loop),
-    "zb-h1": (zb_h1, (1,), loop),
-    "zb-h2": (zb_h2, (1,), loop),
-    "zbv": (zbv, (2,), zigzag),
-    "forward": (forward_order, (1, ...), loop),
+    "naive": Kind(naive, any_chunks=True),
+    "gpipe": Kind(gpipe),
+    "circular": Kind(gpipe, 2, True),
+    "1f1b": Kind(one_f_one_b),
+    "eager-1f1b": Kind(interleaved, aligned=True),
+    "interleaved": Kind(interleaved, 2, True, aligned=True),
+    "zb-h1": Kind(zb_h1),
+    "zb-h2": Kind(zb_h2),
+    "zbv": Kind(zbv, 2, placement=zigzag),
+    "dualpipev": Kind(dualpipev, 2, placement=zigzag),
+    "forward": Kind(forward_order, any_chunks=True),
 }

@@ -1,55 +1,65 @@
 """A schedule as arrays of integers for the program that runs it: slots of its buffers, sends and arrivals."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
-from shardax.pipeline.table import Schedule
+from shardax.pipeline.table import Instruction, Schedule
 
 IDLE, FORWARD, BACKWARD, BACKWARD_INPUTS, BACKWARD_WEIGHTS = range(5)
 TO_NEXT, TO_PREVIOUS, TO_SELF = range(3)
 WAYS = TO_NEXT, TO_PREVIOUS, TO_SELF
-Send = tuple[str, int, int, int, int]  # F or B, microbatch, the virtual stage that receives, sender, receiver
+BUFFERS = "saved", "forward", "cotangent"
+Send = tuple[
+    str, int, int, int, int
+]  # F or B, microbatch, receiving virtual stage, sending stage, receiving stage
 
 
 @dataclass(frozen=True)
 class Tables:
-    """What a program needs to run a schedule: int32 arrays of shape [ticks, stages], -1 where there is nothing.
+    """What a program needs to run a schedule: int32 arrays of shape [ticks, stages], -1 where there is
+    nothing.
 
-    Read row t at the stage's own column. In tick t the stage runs `kind` (IDLE, FORWARD, BACKWARD the whole one,
-    BACKWARD_INPUTS, BACKWARD_WEIGHTS) of `microbatch` and `chunk`, which is virtual stage `virtual` (all 0 if idle, so that they
-    can index). Three buffers per stage hold what waits, each of as many slots as ever live at once there:
+    Read row t at the stage's own column. In tick t the stage runs `kind` (IDLE, FORWARD, BACKWARD the whole
+    one, BACKWARD_INPUTS, BACKWARD_WEIGHTS) of `microbatch` and `chunk`, which is virtual stage `virtual` (all
+    0 if idle, so that they can index). Three buffers per stage hold what waits, each of as many slots as ever
+    live at once there:
 
     saved       what a forward pass keeps (its input, or residuals) until the last of its backward passes.
-                FORWARD writes slot `saved` in its tick, the backward passes read the slot that stands in their row.
-                -1 where the program has no backward passes.
+                FORWARD writes slot `saved` in its tick, the backward passes read the slot that stands in
+                their row. -1 where the program has no backward passes.
     forward     activations that have arrived and wait for their forward pass. FORWARD reads slot `forward`;
                 -1: virtual stage 0, whose input is the program's.
-    cotangent   cotangents that have arrived and wait. BACKWARD, BACKWARD_INPUTS and BACKWARD_WEIGHTS read slot
-                `cotangent` (it stays until the last of them); -1: the last virtual stage, whose cotangent is the loss's.
+    cotangent   cotangents that have arrived and wait. BACKWARD, BACKWARD_INPUTS and BACKWARD_WEIGHTS read
+                slot `cotangent` (it stays until the last of them); -1: the last virtual stage, whose
+                cotangent is the loss's.
 
-    Instructions read at the beginning of their tick, arrivals are stored at its end: a slot that is read in tick t
-    may be overwritten at the end of tick t, and what is stored at the end of tick t is read in t + 1 at the earliest.
-    `saved` is written within the tick: a slot that is read in tick t is written again in t + 1 at the earliest.
+    Instructions read at the beginning of their tick, arrivals are stored at its end: a slot that is read in
+    tick t may be overwritten at the end of tick t, and what is stored at the end of tick t is read in t + 1
+    at the earliest. `saved` is written within the tick: a slot that is read in tick t is written again in t +
+    1 at the earliest.
 
-    arriving_forward, arriving_cotangent    [ticks, stages, 3]: the slot in which what comes by way 0, 1 or 2 at the
-                end of tick t is stored, -1 if nothing comes. Way TO_NEXT is the ppermute by which every stage sends to
-                the next one (the receiver hears from the previous one), TO_PREVIOUS the other one, and TO_SELF what the stage's own
-                instruction of tick t made. Of the two arrays one at most has a slot for a way.
-    send        the way by which the output of the instruction in tick t goes: the activation of a FORWARD, the
-                cotangent of a BACKWARD or BACKWARD_INPUTS; -1: nowhere (the last forward's output is the program's
-                result, the first backward's is the cotangent of its input). Receivers know what to keep, so a program
-                may send on every way in every tick.
+    arriving_forward, arriving_cotangent
+                [ticks, stages, 3]: the slot in which what comes by way 0, 1 or 2 at the end of tick t is
+                stored, -1 if nothing comes. Way TO_NEXT is the ppermute by which every stage sends to the
+                next one (the receiver hears from the previous one), TO_PREVIOUS the other one, and TO_SELF
+                what the stage's own instruction of tick t made. Of the two arrays one at most has a slot for
+                a way.
+    send        the way by which the output of the instruction in tick t goes: the activation of a FORWARD,
+                the cotangent of a BACKWARD or BACKWARD_INPUTS; -1: nowhere (the last forward's output is the
+                program's result, the first backward's is the cotangent of its input). Receivers know what to
+                keep, so a program may send on every way in every tick.
 
-    With `latency` 1 the two ppermutes of tick t carry the outputs of tick t; with latency L, those of tick t - L + 1
-    (carry the output to the next tick, and send it there while its instruction runs). TO_SELF never waits.
+    With `latency` 1 the two ppermutes of tick t carry the outputs of tick t; with latency L, those of tick t
+    - L + 1 (carry the output to the next tick, and send it there while its instruction runs). TO_SELF never
+    waits.
 
     `permutations[way]`: the (source, destination) pairs that the schedule ever uses, for ways 0 and 1.
-    `saved_slots`, `forward_slots`, `cotangent_slots`: for each stage, the number of slots; a program that is the same
-    on all stages takes the largest.
+    `saved_slots`, `forward_slots`, `cotangent_slots`: for each stage, the number of slots; a program that is
+    the same on all stages takes the largest.
     """
 
     latency: int
@@ -70,8 +80,8 @@ class Tables:
 
 
 def sends(schedule: Schedule) -> list[Send]:
-    """All that passes from one virtual stage to another, in order: (F or B, microbatch, receiving virtual stage,
-    sending stage, receiving stage).
+    """All that passes from one virtual stage to another, in order: (F or B, microbatch, receiving virtual
+    stage, sending stage, receiving stage).
     """
     found = []
     for kind, microbatch, virtual in schedule.where:
@@ -91,7 +101,9 @@ def way(kind: str, source: int, destination: int, stages: int) -> int:
 
 
 def lifetimes(schedule: Schedule) -> Mapping[str, Mapping[tuple[int, int], tuple[int, int]]]:
-    """For each buffer, the first and last tick in which what is kept for (microbatch, virtual stage) is there."""
+    """For each buffer, the first and last tick in which what is kept for (microbatch, virtual stage) is
+    there.
+    """
     where, found = schedule.where, defaultdict(dict)
     for kind, microbatch, virtual, source, destination in sends(schedule):
         sender = virtual - 1 if kind == "F" else virtual + 1
@@ -102,7 +114,7 @@ def lifetimes(schedule: Schedule) -> Mapping[str, Mapping[tuple[int, int], tuple
         for (kind, microbatch, virtual), t in where.items():
             if kind == "F":
                 found["saved"][microbatch, virtual] = t, schedule.last_use(microbatch, virtual)
-    return {name: found[name] for name in ("saved", "forward", "cotangent")}
+    return {name: found[name] for name in BUFFERS}
 
 
 def color(intervals: Iterable[tuple[int, int]]) -> list[int]:
@@ -139,9 +151,9 @@ def tables(schedule: Schedule) -> Tables:
     """See `Tables`."""
     shape = len(schedule.ticks), schedule.stages
     kind, microbatch, chunk, virtual = (np.zeros(shape, np.int32) for _ in range(4))
-    slot = {name: np.full(shape, -1, np.int32) for name in ("saved", "forward", "cotangent")}
+    slot = {name: np.full(shape, -1, np.int32) for name in BUFFERS}
     arriving = {name: np.full((*shape, len(WAYS)), -1, np.int32) for name in ("forward", "cotangent")}
-    sent = np.full(shape, -1, np.int32)
+    send = np.full(shape, -1, np.int32)
     lives = lifetimes(schedule)
     numbers = {name: _numbers(schedule, each) for name, each in lives.items()}
     for t, d, i in schedule.instructions():
@@ -152,23 +164,27 @@ def tables(schedule: Schedule) -> Tables:
     used: tuple[set, set] = set(), set()
     for side, j, v, source, destination in sends(schedule):
         name, by = "forward" if side == "F" else "cotangent", way(side, source, destination, schedule.stages)
-        sent[schedule.where[side, j, v - 1 if side == "F" else v + 1], source] = by
+        send[schedule.where[side, j, v - 1 if side == "F" else v + 1], source] = by
         arriving[name][lives[name][j, v][0] - 1, destination, by] = numbers[name][j, v]
         if by != TO_SELF:
             used[by].add((source, destination))
     counts = {name: _counts(schedule, each) for name, each in numbers.items()}
     return Tables(
-        schedule.latency,
-        kind,
-        microbatch,
-        chunk,
-        virtual,
-        **slot,
+        latency=schedule.latency,
+        kind=kind,
+        microbatch=microbatch,
+        chunk=chunk,
+        virtual=virtual,
+        saved=slot["saved"],
+        forward=slot["forward"],
+        cotangent=slot["cotangent"],
         arriving_forward=arriving["forward"],
         arriving_cotangent=arriving["cotangent"],
-        send=sent,
+        send=send,
         permutations=(tuple(sorted(used[0])), tuple(sorted(used[1]))),
-        **{f"{name}_slots": counts[name] for name in counts},
+        saved_slots=counts["saved"],
+        forward_slots=counts["forward"],
+        cotangent_slots=counts["cotangent"],
     )
 
 
@@ -198,21 +214,30 @@ def _counts(schedule: Schedule, numbers: Mapping[tuple[int, int], int]) -> tuple
     return tuple(counts)
 
 
-def check_buffers(schedule: Schedule, limits: Mapping[str, int] | Sequence[tuple[str, int]]) -> None:
-    """Raises ValueError where a stage holds more than `limits` allow: {"saved": 4} means that no stage keeps the
-    results of more than 4 forward passes at once; "forward" and "cotangent" are what has arrived and waits.
+def check_buffers(schedule: Schedule, limits: Mapping[str, int]) -> None:
+    """Raises ValueError where a stage holds more than `limits` allow: {"saved": 4} means that no stage keeps
+    the results of more than 4 forward passes at once; "forward" and "cotangent" are what has arrived and
+    waits.
     """
-    lives, names = lifetimes(schedule), dict(limits)
-    for name, limit in names.items():
+    lives = lifetimes(schedule)
+    for name, limit in limits.items():
         if name not in lives:
             raise ValueError(f"limit on {name!r}; expected one on {', '.join(lives)}")
         for d in range(schedule.stages):
             mine = sorted((live, key) for key, live in lives[name].items() if schedule.homes[key[1]][0] == d)
-            for (begin, _), (microbatch, virtual) in mine:
-                held = sum(first <= begin <= last for (first, last), _ in mine)
+            for (tick, _), (microbatch, virtual) in mine:
+                held = sum(begin <= tick <= end for (begin, end), _ in mine)
                 if held > limit:
-                    raise ValueError(
-                        f"{schedule.name}: F{microbatch} of virtual stage {virtual} fills a buffer on stage {d} in "
-                        f"tick {begin}: {held} {name}, where {limit} are allowed. Run a backward pass (or W) "
-                        "there before it, or allow more"
-                    )
+                    raise ValueError(_full(schedule, name, d, tick, held, limit, microbatch, virtual))
+
+
+def _full(
+    schedule: Schedule, name: str, d: int, tick: int, held: int, limit: int, j: int, virtual: int
+) -> str:
+    i = Instruction("B" if name == "cotangent" else "F", j, schedule.homes[virtual][1])
+    what = {"saved": "results for backward passes", "forward": "activations", "cotangent": "cotangents"}[name]
+    return (
+        f"{schedule.name}: stage {d} keeps {held} {what} in tick {tick}, with that for {i}; {limit} are "
+        f"allowed. "
+        f"Run a backward pass before {i}, or allow more"
+    )

@@ -1,7 +1,8 @@
-"""A schedule as data: a table tick × stage of instructions, checked, packed from orders, read and written as text.
+"""A schedule as data: a table tick × stage of instructions, checked, and printed.
 
-A *stage* is a place on the mesh's stage axis. Each holds `chunks` pieces of the model, so that the program has
-`stages * chunks` *virtual stages*, which a microbatch passes in order. In one *tick* a stage runs one instruction:
+A *stage* is a place on the mesh's stage axis. Each holds `chunks` pieces of the model, so that the program
+has `stages * chunks` *virtual stages*, which a microbatch passes in order. In one *tick* a stage runs one
+instruction:
 
     F   the forward pass of a microbatch through a chunk
     B   its backward pass; where a W of the same microbatch and chunk follows, for the inputs alone
@@ -10,7 +11,6 @@ A *stage* is a place on the mesh's stage axis. Each holds `chunks` pieces of the
 What an instruction makes in tick t, its own stage has in tick t + 1, another in tick t + `latency`.
 """
 
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,15 +59,16 @@ def zigzag(stages: int, chunks: int) -> Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each stage does in each tick. Checked when it is made; see `pack` and `parse` for ways to make one.
+    """What each stage does in each tick. Checked when it is made; `packing.pack` makes one of orders.
 
-    `ticks[t][d]` is the instruction of stage d in tick t, None where it is idle. `placement[c][d]` is the virtual
-    stage that is chunk c of stage d (`loop` unless given). `latency` is in how many ticks an output is at its
-    neighbour: 1 if sends end with their tick, 2 if they overlap with the next one.
+    `ticks[t][d]` is the instruction of stage d in tick t, None where it is idle. `placement[c][d]` is the
+    virtual stage that is chunk c of stage d (`loop` unless given). `latency` is in how many ticks an output
+    is at its neighbour: 1 if sends end with their tick, 2 if they overlap with the next one.
 
-    Raises ValueError if a microbatch does not pass each virtual stage exactly once, forward and (unless nothing
-    runs backward) backward, if an instruction runs before what it needs has arrived, or if virtual stages that
-    follow each other are not neighbours on the ring of stages. The message names instruction, stage and tick.
+    Raises ValueError if a microbatch does not pass each virtual stage exactly once, forward and (unless
+    nothing runs backward) backward, if an instruction runs before what it needs has arrived, or if virtual
+    stages that follow each other are not neighbours on the ring of stages. The message names instruction,
+    stage and tick.
     """
 
     name: str
@@ -132,9 +133,10 @@ class Schedule:
         return tuple(map(tuple, columns))
 
     def text(self) -> str:
-        """One line per stage, `-` where it is idle; `parse` reads it.
+        """One line per stage, `-` where it is idle; `packing.parse` reads it.
 
-        >>> print(pack("mine", [[Instruction("F", 0)], [Instruction("F", 0)]]).text())
+        >>> f = Instruction("F", 0)
+        >>> print(Schedule("mine", 2, 1, 1, ((f, None), (None, f))).text())
         F0
         - F0
         """
@@ -152,8 +154,8 @@ class Schedule:
 
     @property
     def waits(self) -> tuple[int, ...]:
-        """Idle ticks of each stage between its first and its last instruction, as zero-bubble papers count them
-        (a stage that is done may begin with the next step).
+        """Idle ticks of each stage between its first and its last instruction, as zero-bubble papers count
+        them (a stage that is done may begin with the next step).
         """
         found = []
         for column in zip(*self.ticks, strict=True):
@@ -166,7 +168,9 @@ class Schedule:
 
 
 def grid(schedule: Schedule, width: int) -> str:
-    """A table of ticks × stages as text whose lines have at most `width` columns, where there is room for one."""
+    """A table of ticks × stages as text whose lines have at most `width` columns, where there is room for
+    one.
+    """
     cell = 1 + max(len(repr(i)) for _, _, i in schedule.instructions())
     cell = max(cell, 1 + len(str(len(schedule.ticks) - 1)))
     head = len(f"stage {schedule.stages - 1}")
@@ -204,15 +208,18 @@ def check_placement(placement: Placement, stages: int, chunks: int) -> None:
     numbers = sorted(virtual for row in placement for virtual in row)
     if sizes != [stages] * chunks or numbers != list(range(stages * chunks)):
         raise ValueError(
-            f"placement is {placement}; expected {chunks} tuples (one per chunk) of {stages} numbers (one per stage), "
+            f"placement is {placement}; expected {chunks} tuples (one per chunk) of {stages} numbers (one "
+            f"per stage), "
             f"in which each virtual stage from 0 to {stages * chunks - 1} stands once"
         )
     at = homes(placement)
     for virtual, ((d, _), (e, _)) in enumerate(zip(at, at[1:], strict=False)):
         if (e - d) % stages not in (0, 1, stages - 1):
             raise ValueError(
-                f"placement puts virtual stage {virtual} on stage {d} and {virtual + 1} on stage {e}, which are no "
-                f"neighbours on the ring of {stages} stages; expected the same stage or the one before or after it"
+                f"placement puts virtual stage {virtual} on stage {d} and {virtual + 1} on stage {e}, which "
+                f"are no "
+                f"neighbours on the ring of {stages} stages; expected the same stage or the one before or "
+                f"after it"
             )
 
 
@@ -229,107 +236,13 @@ def needs(key: Key, virtual_stages: int) -> Iterator[Key]:
         yield "B", microbatch, virtual
 
 
-def pack(
-    name: str,
-    orders: Sequence[Order],
-    chunks: int | None = None,
-    placement: Placement = (),
-    latency: int = 1,
-) -> Schedule:
-    """The schedule in which each stage runs its instructions in the given order, each in the earliest tick in which
-    its inputs are there. None in an order is an idle tick.
-
-    Raises ValueError where the orders deadlock (which instruction waits for which), and as `Schedule` does.
-    """
-    chunks = chunks or 1 + max((i.chunk for order in orders for i in order if i), default=0)
-    placement = placement or loop(len(orders), chunks)
-    check_placement(placement, len(orders), chunks)
-    for d, order in enumerate(orders):
-        for instruction in filter(None, order):
-            if instruction.chunk >= chunks:
-                raise ValueError(
-                    f"{name}: {instruction} on stage {d} is of chunk {instruction.chunk}; "
-                    f"there are {chunks} chunks on each stage, counted from 0"
-                )
-    last = len(orders) * chunks
-    done: dict[Key, tuple[int, int]] = {}  # tick and stage
-    heads = [0] * len(orders)
-    ticks = []
-
-    def ready(d: int, instruction: Instruction, t: int) -> bool:
-        key = instruction.kind, instruction.microbatch, placement[instruction.chunk][d]
-        arrivals = (done.get(need) for need in needs(key, last))
-        return all(at and t >= at[0] + (1 if at[1] == d else latency) for at in arrivals)
-
-    quiet = 0
-    while any(head < len(order) for head, order in zip(heads, orders, strict=True)):
-        row: list[Instruction | None] = [None] * len(orders)
-        moved = False
-        for d, order in enumerate(orders):
-            if heads[d] < len(order):
-                instruction = order[heads[d]]
-                if instruction is None or ready(d, instruction, len(ticks)):
-                    row[d], moved = instruction, True
-                    heads[d] += 1
-        for d, instruction in enumerate(row):
-            if instruction is not None:
-                key = instruction.kind, instruction.microbatch, placement[instruction.chunk][d]
-                done[key] = len(ticks), d
-        ticks.append(tuple(row))
-        quiet = 0 if moved else quiet + 1
-        if quiet > latency:
-            raise ValueError(_deadlock(name, orders, heads, placement, done, len(ticks) - quiet))
-    microbatches = 1 + max((i.microbatch for order in orders for i in order if i), default=-1)
-    if not microbatches:
-        raise ValueError(f"{name}: no stage has an instruction; expected F, B, W of microbatches")
-    return Schedule(name, len(orders), chunks, microbatches, tuple(ticks), placement, latency)
-
-
-def _deadlock(name, orders, heads, placement, done, tick) -> str:
-    """Which instruction waits for which: a circle, or something that never runs."""
-    at = homes(placement)
-    waits, missing = [], ""
-    for d, (order, head) in enumerate(zip(orders, heads, strict=True)):
-        if head == len(order):
-            continue
-        instruction = order[head]
-        key = instruction.kind, instruction.microbatch, placement[instruction.chunk][d]
-        kind, microbatch, virtual = next(need for need in needs(key, len(at)) if need not in done)
-        stage, chunk = at[virtual]
-        need = Instruction(kind, microbatch, chunk)
-        if need in orders[stage][heads[stage] :]:
-            after = orders[stage][heads[stage]]
-            waits.append(
-                f"{instruction} on stage {d} waits for {need} on stage {stage}, where {after} comes before it"
-            )
-            if after == need:
-                waits[-1] = f"{instruction} on stage {d} waits for {need} on stage {stage}"
-        else:
-            missing = (
-                missing or f"{instruction} on stage {d} waits for {need} on stage {stage}, which is not there"
-            )
-    if missing:
-        return f"{name} stops at tick {tick}: {missing}. Add {need_of(missing)} to the line of that stage."
-    return (
-        f"{name} deadlocks at tick {tick}: "
-        + "; ".join(waits)
-        + ". Move an instruction behind what it waits for: "
-        "a stage runs its instructions in the order given."
-    )
-
-
-def need_of(message: str) -> str:
-    found = re.search(r"waits for (\S+)", message)
-    assert found
-    return found[1]
-
-
 def _check(schedule: Schedule) -> None:
     name, seen = schedule.name, {}
     for t, row in enumerate(schedule.ticks):
         if len(row) != schedule.stages:
             raise ValueError(
-                f"{name}: tick {t} has {len(row)} entries; expected {schedule.stages}, one per stage (None: idle)"
+                f"{name}: tick {t} has {len(row)} entries; expected {schedule.stages}, one per stage (None: "
+                f"idle)"
             )
     for t, d, i in schedule.instructions():
         if i.chunk >= schedule.chunks or i.microbatch >= schedule.microbatches:
@@ -352,8 +265,10 @@ def _check(schedule: Schedule) -> None:
             delay = 1 if stage == d else schedule.latency
             if seen[need] + delay > t:
                 raise ValueError(
-                    f"{name}: {Instruction(kind, microbatch, chunk)} on stage {d} runs in tick {t}, but needs "
-                    f"{Instruction(need[0], microbatch, c)} of stage {stage}, which runs in tick {seen[need]} and is "
+                    f"{name}: {Instruction(kind, microbatch, chunk)} on stage {d} runs in tick {t}, but "
+                    f"needs "
+                    f"{Instruction(need[0], microbatch, c)} of stage {stage}, which runs in tick "
+                    f"{seen[need]} and is "
                     f"there in tick {seen[need] + delay}; run it then or later"
                 )
 
@@ -365,8 +280,10 @@ def _check_complete(schedule: Schedule, seen: Mapping[Key, int]) -> None:
             for virtual, (d, chunk) in enumerate(schedule.homes):
                 if (kind, microbatch, virtual) not in seen:
                     raise ValueError(
-                        f"{schedule.name}: {Instruction(kind, microbatch, chunk)} is missing on stage {d}; each "
-                        "microbatch runs once on each chunk of each stage, forward and, unless none does, backward"
+                        f"{schedule.name}: {Instruction(kind, microbatch, chunk)} is missing on stage {d}; "
+                        f"each "
+                        "microbatch runs once on each chunk of each stage, forward and, unless none does, "
+                        "backward"
                     )
     for kind, microbatch, virtual in seen:
         if kind == "W" and ("B", microbatch, virtual) not in seen:
@@ -375,46 +292,3 @@ def _check_complete(schedule: Schedule, seen: Mapping[Key, int]) -> None:
                 f"{schedule.name}: {Instruction('W', microbatch, chunk)} on stage {d} has no "
                 f"{Instruction('B', microbatch, chunk)}; add it before"
             )
-
-
-WORD = re.compile(rf"([{KINDS}])(\d+)(?:\.(\d+))?")
-
-
-def parse(
-    text: str,
-    name: str = "schedule",
-    chunks: int | None = None,
-    placement: Placement = (),
-    latency: int = 1,
-) -> Schedule:
-    """The schedule of a text with one line per stage: `F0` the forward pass of microbatch 0, `F0.1` that of its
-    chunk 1, `B0` backward, `W0` for the weights alone, `-` or `.` an idle tick. Instructions run in this order, each
-    as early as its inputs allow.
-
-    Raises ValueError for words that are none, and as `pack` does.
-
-    >>> print(grid(parse("F0 F1 B0 B1\\nF0 B0 F1 B1"), 80))
-    schedule: 2 stages, 2 microbatches, 6 ticks, 33.3 % idle
-    tick     0  1  2  3  4  5
-    stage 0 F0 F1  . B0  . B1
-    stage 1  . F0 B0 F1 B1  .
-    """
-    lines = [line for line in map(str.strip, text.splitlines()) if line]
-    orders = [
-        [_word(word, f"{name}, stage {d}, word {n}") for n, word in enumerate(line.split())]
-        for d, line in enumerate(lines)
-    ]
-    return pack(name, orders, chunks, placement, latency)
-
-
-def _word(word: str, where: str) -> Instruction | None:
-    if word in ("-", "."):
-        return None
-    found = WORD.fullmatch(word)
-    if not found:
-        raise ValueError(
-            f"{where}: {word!r} is no instruction; expected F, B or W with the number of a microbatch and, if it is not "
-            "0, that of a chunk (F3, B0.1), or - for an idle tick"
-        )
-    kind, microbatch, chunk = found.groups()
-    return Instruction(kind, int(microbatch), int(chunk or 0))
