@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, Literal
 
 from shardax import _jax
-from shardax.annotations.explicit import as_at, shape_of
+from shardax.annotations.explicit import SHARDING_PARAMS, as_at, shape_of
 from shardax.cost.network import Network, network_of
 from shardax.explain.roofline import work
 
@@ -440,31 +440,35 @@ class _StageProgram:
 
 
 def _bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
-    """What an equation makes of operands, on its own line."""
+    """What an equation makes of operands, on its own line. The shardings that JAX notes with some are those of
+    a mesh whose axes are of other types."""
     with as_at(eqn):
-        params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+        noted = () if eqn.primitive is _jax.sharding_constraint_p else SHARDING_PARAMS
+        own = {name: None if name in noted else x for name, x in eqn.params.items()}
+        params = eqn.primitive.get_bind_params({**own, **changed})
         made = eqn.primitive.bind(*operands, **params)
     return list(made) if eqn.primitive.multiple_results else [made]
 
 
+def evaluate(closed, args: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined."""
+    env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in closed.jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        if eqn.primitive.name in _INLINED:
+            with as_at(eqn):
+                inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+                made = evaluate(_jax.closed(inner), operands)
+        else:
+            made = _bound(eqn, operands)
+        env.update(zip(eqn.outvars, made, strict=True))
+    return list(map(read, closed.jaxpr.outvars))
+
+
 def _flat(closed):
     """The jaxpr with calls of `jit` inlined."""
-
-    def run(jaxpr, args):
-        env = dict(zip((*jaxpr.jaxpr.constvars, *jaxpr.jaxpr.invars), (*jaxpr.consts, *args), strict=True))
-
-        def read(atom):
-            return atom.val if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.jaxpr.eqns:
-            operands = list(map(read, eqn.invars))
-            if eqn.primitive.name in _INLINED:
-                with as_at(eqn):
-                    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-                    made = run(_jax.closed(inner), operands)
-            else:
-                made = _bound(eqn, operands)
-            env.update(zip(eqn.outvars, made, strict=True))
-        return list(map(read, jaxpr.jaxpr.outvars))
-
-    return _jax.dce(jax.make_jaxpr(lambda *args: run(closed, args))(*map(shape_of, closed.in_avals)))
+    return _jax.dce(jax.make_jaxpr(lambda *args: evaluate(closed, args))(*map(shape_of, closed.in_avals)))
