@@ -167,7 +167,7 @@ def _cond(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Po
     ports = Ports(parted=bool(hidden))
     ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((replicated_layout(()),), ())])))
     for outer, *inners in zip(node.inputs[1:], *(body.inputs for body in node.bodies), strict=True):
-        ports.operands.append(_operand(search, outer, inners, runs, hidden))
+        ports.operands.append(_operand(search, outer, inners, runs, hidden, may_owe=True))
     for body in node.bodies:
         search.body(body, runs / len(node.bodies), hidden)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
@@ -236,14 +236,17 @@ def _placed(layout: Layout, stack: Value, dims: Sequence[Axes]) -> Layout:
 
 
 def _operand(
-    search: Search, outer: Value, inners: Sequence[Value], runs: float, hidden: frozenset[str]
+    search: Search,
+    outer: Value,
+    inners: Sequence[Value],
+    runs: float,
+    hidden: frozenset[str],
+    may_owe: bool = False,
 ) -> Site:
-    """What bodies take and keep: in a layout in which nothing is owed."""
-    layouts = [
-        *search.at_hand(outer, hidden),
-        search.requested(outer, hidden),
-        *(search.requested(v, hidden) for v in inners),
-    ]
+    """What bodies take and keep: in a layout in which nothing is owed, but where they run once."""
+    requested = [search.requested(v, hidden) for v in (outer, *inners)]
+    owing = [lay for v in requested for lay in _owing(v, search.made(outer), outer)[1:]] if may_owe else []
+    layouts = [*search.at_hand(outer, hidden), *requested, *owing]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, runs))
 

@@ -30,7 +30,7 @@ def value_and_grad(
         others, other_tree = jax.tree.flatten([x for i, x in enumerate(args) if i not in numbers])
         size = next(x.shape[0] for x in others if getattr(x, "ndim", 0))
         is_batch = [getattr(x, "ndim", 0) > 0 and x.shape[0] == size for x in others]
-        batch = [jnp.reshape(x, (microbatches, size // microbatches, *x.shape[1:])) for x, b in zip(others, is_batch) if b]
+        batch = [jnp.swapaxes(x.reshape(size // microbatches, microbatches, *x.shape[1:]), 0, 1) for x, b in zip(others, is_batch) if b]
         rest = [x for x, b in zip(others, is_batch) if not b]
 
         out_trees = []
