@@ -1,14 +1,23 @@
-"""`value_and_grad` of a loss whose layers lie on stages."""
+"""`value_and_grad` of a loss whose layers lie on stages, and `apply` of a function without gradients."""
+
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import AbstractMesh, AxisType
 
+from shardax import _jax
+from shardax.annotations.annotate import describe
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline import execute
 from shardax.pipeline.cut import cut
+from shardax.pipeline.halves import is_inexact
 from shardax.pipeline.schedules import make_schedule
 
 
@@ -21,50 +30,187 @@ def value_and_grad(
     chunks: int | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    reduce: Literal["mean", "sum"] = "mean",
-):
-    def run(*args):
-        mesh = jax.sharding.get_abstract_mesh()
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        params, tree = jax.tree.flatten([args[i] for i in numbers])
-        others, other_tree = jax.tree.flatten([x for i, x in enumerate(args) if i not in numbers])
-        size = next(x.shape[0] for x in others if getattr(x, "ndim", 0))
-        is_batch = [getattr(x, "ndim", 0) > 0 and x.shape[0] == size for x in others]
-        batch = [jnp.swapaxes(x.reshape(size // microbatches, microbatches, *x.shape[1:]), 0, 1) for x, b in zip(others, is_batch) if b]
-        rest = [x for x, b in zip(others, is_batch) if not b]
+    reduce: str = "mean",
+) -> Callable[..., Any]:
+    """`jax.value_and_grad`, the layers of `loss` spread over the stages of a mesh axis.
 
-        out_trees = []
-        def of_leaves(*leaves):
-            own = iter(jax.tree.unflatten(tree, leaves[: len(params)]))
-            rows, left = iter(leaves[len(params) : len(params) + len(batch)]), iter(leaves[len(params) + len(batch) :])
-            rest_args = iter(jax.tree.unflatten(other_tree, [next(rows) if b else next(left) for b in is_batch]))
-            full = [next(own) if i in numbers else next(rest_args) for i in range(len(args))]
-            value, aux = loss(*full) if has_aux else (loss(*full), ())
-            flat, out_tree = jax.tree.flatten(aux)
-            out_trees.append(out_tree)
-            return [value, *flat]
+    The batch is cut into microbatches, which pass the stages one after the other. Contract: the loss of a batch
+    is the mean (or the sum) of those of its microbatches. A loss that is another function of them, such as a mean
+    over tokens of which each microbatch has another number, has to be summed, and divided outside.
 
-        types = [shape_of(jax.typeof(x)) for x in params]
-        types += [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in batch]
-        types += [shape_of(jax.typeof(x)) for x in rest]
-        closed = jax.make_jaxpr(of_leaves)(*types)
-        made = make_schedule(schedule, mesh.shape[axis], microbatches, chunks)
-        stages = cut(closed, len(params), len(batch), made.virtual_stages)
-        inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in params]
+    `loss` is not changed for it. It is cut where its stages take equally long and send little: between any two
+    computations, and between the layers of a `jax.lax.scan` over stacked parameters; `sx.pipeline.stage(x)` in it
+    says where instead. What only the parameters go into, such as casts, is done once, before.
+
+    Args:
+      loss: a function of parameters and others that returns a scalar, or with `has_aux` a pair of that and a
+        tree of arrays. Of the others, arrays whose first dim is that of the batch are cut; all else, such as keys
+        and scalars, goes to every microbatch as it is.
+      axis: of the mesh, along which the stages lie.
+      microbatches: how many. Microbatch i of m has rows i, i + m, i + 2 m, ..., so that the rows of each device
+        stay there.
+      schedule: which instruction each stage runs when: a name, a text, or a `Schedule`.
+      chunks: pieces of the model on each stage, as "interleaved" has them; None: as the schedule wants it.
+      argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
+      reduce: "mean" or "sum".
+
+    Returns a function as `jax.value_and_grad` does. Call it inside of a `shardax.shard_jit` function, or where a
+    mesh with the axis is in context.
+
+    Raises ValueError: where the microbatches do not divide the batch, the axis is not in the mesh, there are more
+    stages than places to cut, or the loss is no scalar.
+
+    Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules: `shardax.pipeline.schedules`.
+
+    >>> import shardax as sx
+    >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    >>> def loss(params, x):
+    ...     layer = lambda x, w: (jnp.tanh(x @ w), None)
+    ...     return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+    >>> step = sx.shard_jit(sx.pipeline.value_and_grad(loss, microbatches=8), mesh=mesh)
+    >>> plan = step.plan(jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32"))
+    >>> sorted({c.kind for c in plan.collectives})
+    ['all_reduce', 'ppermute']
+    """
+    _check(loss, axis, microbatches, reduce)
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @wraps(loss)
+    def run(*args, **kwargs):
+        call = _Call.of(loss, args, kwargs, numbers, axis, microbatches)
+        made = make_schedule(schedule, call.stages, microbatches, chunks)
+        scale = 1 / microbatches if reduce == "mean" else 1.0
+        value, aux, gradients = call.gradients(made, scale, has_aux)
+        gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
+        return ((value, aux) if has_aux else value), gradients
+
+    return run
+
+
+def _check(loss, axis, microbatches, reduce) -> None:
+    if not callable(loss):
+        raise ValueError(f"loss is {loss!r}; expected a function, as jax.value_and_grad takes it")
+    if not isinstance(axis, str):
+        raise ValueError(f"axis is {axis!r}; expected the name of a mesh axis, such as 'stage'")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}; expected an int of 1 or more")
+    if reduce not in ("mean", "sum"):
+        raise ValueError(
+            f"reduce is {reduce!r}; expected 'mean' or 'sum': how the losses of microbatches make that of the batch"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: the leaves of the parameters, of the batch by microbatches, and of the rest; `restored` makes
+    the arguments of the function of them."""
+
+    function: Callable[..., Any]
+    params: list[Any]
+    trees: tuple[Any, Any]
+    batch: list[Array]
+    rest: list[Any]
+    is_batch: list[bool]
+    numbers: tuple[int, ...]
+    count: int
+    axis: str
+    stages: int
+
+    @staticmethod
+    def of(function, args, kwargs, numbers: tuple[int, ...], axis: str, microbatches: int) -> "_Call":
+        name = getattr(function, "__name__", "the loss")
+        if kwargs:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        for n in numbers:
+            if not 0 <= n < len(args):
+                raise ValueError(f"argnums has {n}, and {name} is called with {len(args)} arguments")
+        stages = _stages(axis, name)
+        params, tree = jax.tree.flatten([args[n] for n in numbers])
+        others, other_tree = jax.tree.flatten([x for n, x in enumerate(args) if n not in numbers])
+        others = list(map(jnp.asarray, others))
+        size = next((x.shape[0] for x in others if x.ndim), 0)
+        if not size or size % microbatches:
+            raise ValueError(
+                f"{name} is called with a batch of {size} rows (the first dim of the first array that is no "
+                f"parameter), which {microbatches} microbatches do not divide; take a number of microbatches that "
+                "does, or pad the batch and weigh its rows"
+            )
+        is_batch = [x.ndim > 0 and x.shape[0] == size for x in others]
+        batch = [_microbatches(x, microbatches) for x, b in zip(others, is_batch, strict=True) if b]
+        rest = [x for x, b in zip(others, is_batch, strict=True) if not b]
+        return _Call(function, params, (tree, other_tree), batch, rest, is_batch, numbers, len(args), axis, stages)
+
+    def restored(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments of the function: of leaves of parameters, of a microbatch, of the rest."""
+        own = iter(jax.tree.unflatten(self.trees[0], leaves[: len(self.params)]))
+        ends = len(self.params), len(self.params) + len(self.batch)
+        rows, left = iter(leaves[ends[0] : ends[1]]), iter(leaves[ends[1] :])
+        others = iter(jax.tree.unflatten(self.trees[1], [next(rows if b else left) for b in self.is_batch]))
+        return [next(own if n in self.numbers else others) for n in range(self.count)]
+
+    def traced(self, has_aux: bool) -> tuple[Any, Any]:
+        """The jaxpr of one microbatch's loss, and the structure of the other results."""
+        structure = []
+        name = getattr(self.function, "__name__", "the loss")
+
+        def run(*leaves):
+            result = self.function(*self.restored(leaves))
+            value, aux = result if has_aux else (result, ())
+            if jnp.shape(value) != () or not is_inexact(jnp.asarray(value)):
+                raise ValueError(
+                    f"{name} returns {jax.typeof(value).str_short()}; expected a scalar of floats, a mean or sum "
+                    "over its microbatch" + ", and with has_aux a pair of it and others" * has_aux
+                )
+            flat, tree = jax.tree.flatten(aux)
+            structure.append(tree)
+            return [jnp.asarray(x) for x in (value, *flat)]
+
+        rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
+        types = [shape_of(jax.typeof(x)) for x in self.params]
+        others = [shape_of(jax.typeof(x)) for x in self.rest]
+        return jax.make_jaxpr(run)(*types, *rows, *others), structure
+
+    def gradients(self, schedule, scale: float, has_aux: bool):
+        closed, structure = self.traced(has_aux)
+        stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
+        moving = [is_inexact(jnp.asarray(x)) for x in self.params]
 
         def hoist(*moved):
             own = iter(moved)
-            full = [next(own) if d else x for x, d in zip(params, inexact)]
-            return stages.hoist(full, rest)
-        values, pull = jax.vjp(hoist, *[x for x, d in zip(params, inexact) if d])
-        scale = 1 / microbatches if reduce == "mean" else 1.0
-        value, aux, grads = execute.run(stages, made, values, batch, rest, axis=axis, scale=scale)
-        import numpy as np
-        cts = [np.zeros(v.shape, jax.dtypes.float0) if g is None else g.astype(v.dtype) for g, v in zip(grads, values)]
-        found = iter(pull(cts))
-        leaves = [next(found) if d else np.zeros(x.shape, jax.dtypes.float0) for x, d in zip(params, inexact)]
-        grads = jax.tree.unflatten(tree, leaves)
-        grads = grads[0] if isinstance(argnums, int) else tuple(grads)
-        value = value.astype(types and closed.out_avals[0].dtype)
-        return ((value, jax.tree.unflatten(out_trees[-1], aux)) if has_aux else value), grads
-    return run
+            full = [next(own) if m else x for x, m in zip(self.params, moving, strict=True)]
+            return stages.hoist(full, self.rest)
+
+        values, pull = jax.vjp(hoist, *(x for x, m in zip(self.params, moving, strict=True) if m))
+        loss, aux, sums = execute.run(
+            stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=scale
+        )
+        cotangents = [
+            np.zeros(v.shape, jax.dtypes.float0) if g is None else g.astype(v.dtype)
+            for g, v in zip(sums, values, strict=True)
+        ]
+        found = iter(pull(cotangents))
+        leaves = [
+            next(found) if m else np.zeros(np.shape(x), jax.dtypes.float0)
+            for x, m in zip(self.params, moving, strict=True)
+        ]
+        value = loss.astype(closed.out_avals[0].dtype)
+        return value, jax.tree.unflatten(structure[-1], aux), jax.tree.unflatten(self.trees[0], leaves)
+
+
+def _stages(axis: str, name: str) -> int:
+    mesh = _jax.context_mesh()
+    if mesh is None or axis not in mesh.shape:
+        where = f"the mesh ({describe(mesh)}) has no axis {axis!r}" if mesh is not None else "no mesh is in context"
+        raise ValueError(
+            f"pipeline of {name} over axis {axis!r}: {where}; call it in a function of shardax.shard_jit on a mesh "
+            "that has the axis, or under jax.set_mesh"
+        )
+    return mesh.shape[axis]
+
+
+def _microbatches(x: Array, count: int) -> Array:
+    """[batch, ...] -> [microbatches, rows, ...], of rows that lie `count` apart: where the batch is split over
+    devices, each device has its part of every microbatch."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
