@@ -83,6 +83,8 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def _named(name: str, stages: int, microbatches: int, chunks: int | None, latency: int) -> Schedule:
+    if name == "auto":
+        raise ValueError("schedule='auto' needs costs to choose by; use `shardax.pipeline.simulate.choose`")
     if name not in NAMES:
         raise ValueError(
             f"schedule is {name!r}; expected one of {', '.join(NAMES)}, or a text with a line per stage (F0 "
