@@ -3,20 +3,8 @@
 For p stages, m microbatches and v chunks, each is the order in which a stage runs its instructions, of which
 `pack` makes a table.
 
-    name            what it is                                                     kept
-    "naive"         one microbatch in all stages (DistBelief's layer placement)    v
-    "gpipe"         all forward, then all backward                                 m
-    "circular"      the same, v times round the ring of stages (GSPMD, §3.3)       v m
-    "1f1b"          a backward pass as soon as there is one (PipeDream-flush)      p
-    "eager-1f1b"    the same with more ahead, F and B in turn on all stages        2 p - 1
-    "interleaved"   1f1b with v chunks (Megatron-LM), F and B likewise in turn     v p + p - 1
-    "zb-h1"         1f1b, weights' gradients later (Qi et al., Zero Bubble)        p
-    "zb-h2"         the same with more ahead                                       2 p - 1
-    "zbv"           zero bubble on a V of two chunks                               2 p
-    "dualpipev"     DeepSeek's DualPipe, cut in half, on a V of two chunks         2 p + 1
-    "forward"       forward passes alone, for inference                            0
-
-Kept are results of forward passes through a chunk, for their backward passes. Bubbles: docs/pipelining.md.
+They are in `NAMES`, at the end. `python -m shardax.pipeline list` prints them with their bubbles and what
+they keep.
 """
 
 from collections import Counter
@@ -98,7 +86,7 @@ def _named(name: str, stages: int, microbatches: int, chunks: int | None, latenc
     return pack(name, orders, chunks, kind.placement(stages, chunks), latency, kind.aligned)
 
 
-# -------------------------------------------------------------------------------- the order of stage d, of each
+# ------------------------------------------------------------------------------ the order of stage d, of each
 
 
 def forward_order(d: int, p: int, m: int, v: int) -> list[Instruction]:
@@ -204,7 +192,7 @@ class _Counted:
         return i
 
 
-# ------------------------------------------------------------------------------------------- what they are made of
+# ------------------------------------------------------------------------------------- what they are made of
 
 
 def one_by_one(
@@ -244,11 +232,12 @@ def _one(kind: str, m: int) -> list[Instruction]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule by name: the order of stage d of p for m microbatches and v chunks; the chunks unless told
-    otherwise, and whether there may be others; which chunks virtual stages are; whether all stages run the
-    same kind of instruction in a tick.
+    """A schedule by name: what it is; the order of stage d of p for m microbatches and v chunks; the chunks
+    unless told otherwise, and whether there may be others; which chunks virtual stages are; whether all
+    stages run the same kind of instruction in a tick.
     """
 
+    about: str
     order: Callable[[int, int, int, int], list[Instruction]]
     chunks: int = 1
     any_chunks: bool = False
@@ -257,15 +246,17 @@ class Kind:
 
 
 NAMES = {
-    "naive": Kind(naive, any_chunks=True),
-    "gpipe": Kind(gpipe),
-    "circular": Kind(gpipe, 2, True),
-    "1f1b": Kind(one_f_one_b),
-    "eager-1f1b": Kind(interleaved, aligned=True),
-    "interleaved": Kind(interleaved, 2, True, aligned=True),
-    "zb-h1": Kind(zb_h1),
-    "zb-h2": Kind(zb_h2),
-    "zbv": Kind(zbv, 2, placement=zigzag),
-    "dualpipev": Kind(dualpipev, 2, placement=zigzag),
-    "forward": Kind(forward_order, any_chunks=True),
+    "naive": Kind("one microbatch in all stages (DistBelief's layer placement)", naive, any_chunks=True),
+    "gpipe": Kind("all forward passes, then all backward (GPipe)", gpipe),
+    "circular": Kind("the same, several times round the ring of stages (GSPMD)", gpipe, 2, True),
+    "1f1b": Kind("a backward pass as soon as there is one (PipeDream-flush)", one_f_one_b),
+    "eager-1f1b": Kind("more ahead: all stages run F, then B, in turn", interleaved, aligned=True),
+    "interleaved": Kind(
+        "1F1B with several chunks (Megatron-LM), in turn", interleaved, 2, True, aligned=True
+    ),
+    "zb-h1": Kind("1F1B with the gradients of weights later (Zero Bubble)", zb_h1),
+    "zb-h2": Kind("the same, with more ahead", zb_h2),
+    "zbv": Kind("zero bubble, two chunks in a V (Controllable Memory)", zbv, 2, placement=zigzag),
+    "dualpipev": Kind("DeepSeek's DualPipe, cut in half: two chunks in a V", dualpipev, 2, placement=zigzag),
+    "forward": Kind("forward passes alone, for inference", forward_order, any_chunks=True),
 }

@@ -101,7 +101,7 @@ class Simulation:
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """The most bytes that each stage keeps between forward and backward passes, and of what waits there."""
+        """The most bytes that each stage keeps: for backward passes, and of what has arrived and waits."""
         return tuple(max(held for _, held in self.memory(d)) for d in range(self.schedule.stages))
 
     @property
@@ -191,7 +191,7 @@ def _free(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[Span]]:
     runs, sent = [], []
     free = [0.0] * schedule.stages
     links: dict[tuple[int, int], float] = {}  # when a link is free again
-    ready: dict[Key, float] = {}  # on the stage that receives; of what stays, on its own
+    ready: dict[tuple[Key, int], float] = {}  # when an output is on a stage
     for _, d, i in schedule.instructions():
         key = schedule.key(d, i)
         start = max([free[d]] + [ready[need, d] for need in schedule.needs(key)])

@@ -48,7 +48,7 @@ Order = Sequence[Instruction | None]
 
 
 def loop(stages: int, chunks: int) -> Placement:
-    """Virtual stage `c * stages + d` is chunk c of stage d: a microbatch goes round the ring `chunks` times."""
+    """Virtual stage `c * stages + d` is chunk c of stage d: microbatches go round the ring `chunks` times."""
     return tuple(tuple(c * stages + d for d in range(stages)) for c in range(chunks))
 
 
@@ -143,6 +143,15 @@ class Schedule:
         return "\n".join(" ".join("-" if i is None else repr(i) for i in order) for order in self.orders)
 
     @property
+    def sizes(self) -> str:
+        """Its name and sizes, for people."""
+        chunks = f" × {self.chunks} chunks" if self.chunks > 1 else ""
+        stages = f"{self.stages} stage" + "s" * (self.stages > 1)
+        return f"{self.name}: {stages}{chunks}, {self.microbatches} microbatch" + "es" * (
+            self.microbatches > 1
+        )
+
+    @property
     def idle(self) -> tuple[int, ...]:
         """Idle ticks of each stage, of the whole table."""
         return tuple(column.count(None) for column in zip(*self.ticks, strict=True))
@@ -183,12 +192,8 @@ def grid(schedule: Schedule, width: int) -> str:
             cells = ("." if row[d] is None else repr(row[d]) for row in rows)
             lines.append(f"stage {d}".ljust(head) + "".join(text.rjust(cell) for text in cells))
         blocks.append("\n".join(lines))
-    sizes = f"{schedule.stages} stages × {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    sizes = sizes or f"{schedule.stages} stages"
-    return (
-        f"{schedule.name}: {sizes}, {schedule.microbatches} microbatches, {len(schedule.ticks)} ticks, "
-        f"{100 * schedule.bubble:.1f} % idle\n" + "\n\n".join(blocks)
-    )
+    head = f"{schedule.sizes}, {len(schedule.ticks)} ticks, {100 * schedule.bubble:.1f} % idle"
+    return head + "\n" + "\n\n".join(blocks)
 
 
 def positive(what: str, number: int) -> None:
