@@ -126,6 +126,21 @@ def test_memory_of_what_waits():
     assert done.peaks[0] == most == 5
 
 
+def test_one_program_needs_the_largest_buffers():
+    """Its slots hold what the largest stage keeps, as many as the stage with most has."""
+    costs, schedule = Costs(1, 1, 1, saved=(1, 2, 3, 4), boundary=0.5), make_schedule("1f1b", 4, 9)
+    slots = [
+        max(n)
+        for n in (
+            tables(schedule).saved_slots,
+            tables(schedule).forward_slots,
+            tables(schedule).cotangent_slots,
+        )
+    ]
+    assert simulate(schedule, costs).kept == slots[0] * 4.5 + (slots[1] + slots[2]) * 0.5 == 19
+    assert simulate(schedule, costs, locked=False).kept < 19
+
+
 def test_costs_are_grouped_by_layers():
     costs = Costs((1, 2, 3, 4, 5), saved=(1, 1, 1, 1, 2), boundary=7).grouped(5, 2)
     assert costs.forward == (3, 12) and costs.saved == (2, 4) and costs.backward == (4, 6)
@@ -144,7 +159,7 @@ def test_the_choice_is_the_fastest_that_fits():
     assert {c.schedule.chunks for c in free.candidates if c.schedule.name == "interleaved"} == {2, 4}
     limited = choose(4, 16, 16, costs, limit=16)
     assert limited.schedule.name == "zbv" and [c.fits for c in limited.candidates] == [
-        c.simulation.peak <= 16 for c in free.candidates
+        c.simulation.kept <= 16 for c in free.candidates
     ]
     assert "-> zbv" in str(limited) and "(over the limit)" in str(limited)
     assert choose(4, 16, 6, costs).schedule.chunks == 1  # no other number divides the layers

@@ -50,9 +50,8 @@ def _list(options: argparse.Namespace) -> Iterator[str]:
         )
     yield (
         "\nIdle: of all ticks of all stages. Waits: the most idle ticks of a stage between its first "
-        "instruction and its "
-        "last.\nKeeps: results of forward passes through a chunk that a stage keeps at once for backward "
-        "passes."
+        "instruction and its last.\nKeeps: results of forward passes through a chunk that a stage keeps at "
+        "once for backward passes."
     )
 
 
@@ -79,7 +78,7 @@ def _simulate(options: argparse.Namespace) -> Iterator[str]:
         made = [_schedule(name, options) for name in options.schedule]
         done = [simulate(s, costs.grouped(layers, s.virtual_stages), locked=not options.free) for s in made]
         limit = options.limit
-        yield comparison([Candidate(d, limit is None or d.peak <= limit) for d in done])
+        yield comparison([Candidate(d, limit is None or d.kept <= limit) for d in done])
         found = done
     else:
         choice = choose(

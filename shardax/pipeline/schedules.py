@@ -76,7 +76,7 @@ def _named(name: str, stages: int, microbatches: int, chunks: int | None, latenc
     if name not in NAMES:
         raise ValueError(
             f"schedule is {name!r}; expected one of {', '.join(NAMES)}, or a text with a line per stage (F0 "
-            f"F1 B0)"
+            "F1 B0)"
         )
     kind = NAMES[name]
     chunks = chunks or kind.chunks

@@ -6,13 +6,14 @@ runtimes count. Of schedules with latency 1 sends take their own time, after the
 overlap with the next.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardax.ledger.words import bytes_text, seconds_text
 from shardax.pipeline.schedules import NAMES, make_schedule
-from shardax.pipeline.slots import lifetimes, sends
+from shardax.pipeline.slots import lifetimes, sends, slot_counts
 from shardax.pipeline.table import Instruction, Key, Schedule, positive
 
 EACH = "forward", "inputs", "weights", "backward", "saved"
@@ -47,7 +48,13 @@ class Costs:
         """Those of `groups` virtual stages that share `layers` layers, one run of layers each."""
         each, ends = self.spread(layers), [layers * n // groups for n in range(groups + 1)]
         runs = list(zip(ends, ends[1:], strict=False))
-        return replace(each, **{name: tuple(sum(getattr(each, name)[a:b]) for a, b in runs) for name in EACH})
+        return replace(each, **{name: tuple(sum(each.of(name)[a:b]) for a, b in runs) for name in EACH})
+
+    def of(self, name: str) -> tuple[float, ...]:
+        """The numbers of one cost, after `spread`."""
+        found = getattr(self, name)
+        assert isinstance(found, tuple)
+        return found
 
     def _tuple(self, name: str, count: int) -> tuple[float, ...]:
         found = getattr(self, name)
@@ -104,44 +111,46 @@ class Simulation:
         """The most bytes that each stage keeps: for backward passes, and of what has arrived and waits."""
         return tuple(max(held for _, held in self.memory(d)) for d in range(self.schedule.stages))
 
-    @property
-    def peak(self) -> float:
-        return max(self.peaks)
+    @cached_property
+    def kept(self) -> float:
+        """The bytes that each stage needs for that: locked, those of the buffers of one program for all stages,
+        else the highest of `peaks`.
+        """
+        if not self.locked:
+            return max(self.peaks)
+        saved = self.costs.of("saved")
+        sizes = {"saved": max(saved) + self.costs.boundary}
+        slots = slot_counts(self.schedule)
+        return sum(max(slots[name]) * sizes.get(name, self.costs.boundary) for name in slots)
 
     def memory(self, stage: int) -> list[tuple[float, float]]:
         """(seconds, bytes from then on): what a stage keeps, over time."""
-        changes = [(0.0, 0.0)]
-        for begin, end, held in self._held(stage):
-            changes += [(begin, held), (end, -held)]
         found, level = [], 0.0
-        for moment, change in sorted(changes):  # what is freed goes before what is stored in the same moment
+        # what is freed goes before what is stored in the same moment
+        for moment, change in sorted([(0.0, 0.0), *self._changes[stage]]):
             level += change
             found.append((moment, level))
         return found
 
-    def _held(self, stage: int) -> Iterator[tuple[float, float, float]]:
-        """From when to when how many bytes are kept."""
-        spans = {self.schedule.key(run.stage, run.instruction): run for run in self.runs}
-        arrived = {self.schedule.key(s.stage, s.instruction): s.end for s in self.sent}
+    @cached_property
+    def _changes(self) -> Mapping[int, list[tuple[float, float]]]:
+        """When how many bytes are stored on each stage, or, negative, freed."""
+        ends = {self.schedule.key(run.stage, run.instruction): run.end for run in self.runs}
+        starts = {self.schedule.key(run.stage, run.instruction): run.start for run in self.runs}
+        arrived = ends | {self.schedule.key(s.stage, s.instruction): s.end for s in self.sent}
+        saved, boundary = self.costs.of("saved"), self.costs.boundary
+        found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for name, lives in lifetimes(self.schedule).items():
-            for microbatch, virtual in lives:
-                if self.schedule.homes[virtual][0] != stage:
-                    continue
-                readers = "F" if name == "forward" else "WB"
-                last = next(kind for kind in readers if (kind, microbatch, virtual) in spans)
-                end = spans[last, microbatch, virtual].end
-                if name == "saved":
-                    yield spans["F", microbatch, virtual].start, end, self._saved(virtual)
-                else:
-                    sender = (
-                        ("F", microbatch, virtual - 1)
-                        if name == "forward"
-                        else ("B", microbatch, virtual + 1)
-                    )
-                    yield arrived.get(sender, spans[sender].end), end, self.costs.boundary
-
-    def _saved(self, virtual: int) -> float:
-        return self.costs.saved[virtual] + self.costs.boundary  # type: ignore[index]
+            for j, virtual in lives:
+                first, size = {
+                    "saved": (starts["F", j, virtual], saved[virtual] + boundary),
+                    "forward": (arrived.get(("F", j, virtual - 1)), boundary),
+                    "cotangent": (arrived.get(("B", j, virtual + 1)), boundary),
+                }[name]
+                last = max(ends.get((kind, j, virtual), 0.0) for kind in ("F" if name == "forward" else "BW"))
+                assert first is not None
+                found[self.schedule.homes[virtual][0]] += [(first, size), (last, -size)]
+        return found
 
     def _by_stage(self, of) -> tuple[float, ...]:
         return tuple(of([run for run in self.runs if run.stage == d]) for d in range(self.schedule.stages))
@@ -164,7 +173,7 @@ def _seconds(schedule: Schedule, costs: Costs, key: Key) -> float:
     kind, microbatch, virtual = key
     split = kind == "B" and ("W", microbatch, virtual) in schedule.where
     name = {"F": "forward", "W": "weights", "B": "inputs" if split else "backward"}[kind]
-    return getattr(costs, name)[virtual]
+    return costs.of(name)[virtual]
 
 
 def _locked(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[Span]]:
@@ -250,7 +259,7 @@ def comparison(candidates: Sequence[Candidate], chosen: Schedule | None = None) 
     for c in candidates:
         done = c.simulation
         mark = "->" if c.schedule is chosen else ""
-        kept = bytes_text(done.peak) + " (over the limit)" * (not c.fits)
+        kept = bytes_text(done.kept) + " (over the limit)" * (not c.fits)
         name, chunks = c.schedule.name, str(c.schedule.chunks)
         rows.append((mark, name, chunks, seconds_text(done.seconds), f"{100 * done.bubble:.1f} %", kept))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -279,7 +288,7 @@ def choose(
     in `names`.
 
     `costs`: those of the layers. `limit`: bytes that a stage may keep between forward and backward passes
-    (`Simulation.peak`). Not `backward`: forward passes alone. `latency`: that of the schedules.
+    (`Simulation.kept`). Not `backward`: forward passes alone. `latency`: that of the schedules.
 
     Raises ValueError if there are fewer layers than stages, or no schedule keeps within the limit (what the
     most sparing one needs).
@@ -302,17 +311,15 @@ def choose(
                 continue
             schedule = make_schedule(name, stages, microbatches, chunks, latency=latency)
             done = simulate(schedule, costs.grouped(layers, stages * chunks), locked=locked)
-            found.append(Candidate(done, limit is None or done.peak <= limit))
+            found.append(Candidate(done, limit is None or done.kept <= limit))
     found.sort(key=_rank)
     best = next((c for c in found if c.fits), None)
     if best is None:
-        least = min(found, key=lambda c: c.simulation.peak)
+        least = min(found, key=lambda c: c.simulation.kept)
         raise ValueError(
-            f"no schedule of {stages} stages and {microbatches} microbatches keeps within {limit:,.0f} bytes"
-            f" on a stage; "
-            f"{least.schedule.name} needs the fewest, {least.simulation.peak:,.0f}. Use more microbatches, "
-            f"each smaller, "
-            "more stages, or keep less for the backward pass (jax.checkpoint)"
+            f"no schedule of {stages} stages and {microbatches} microbatches keeps within {limit:,.0f} bytes "
+            f"on a stage; {least.schedule.name} needs the fewest, {least.simulation.kept:,.0f}. Use more "
+            "microbatches, each smaller, more stages, or keep less for the backward pass (jax.checkpoint)"
         )
     return Choice(best.schedule, tuple(found), limit)
 
@@ -320,7 +327,7 @@ def choose(
 def _rank(candidate: Candidate) -> tuple[float, float, int]:
     """Seconds that differ by rounding alone are equal."""
     done = candidate.simulation
-    return float(f"{done.seconds:.9g}"), done.peak, candidate.schedule.chunks
+    return float(f"{done.seconds:.9g}"), done.kept, candidate.schedule.chunks
 
 
 def _chunks(name: str, stages: int, layers: int) -> list[int]:

@@ -214,17 +214,15 @@ def check_placement(placement: Placement, stages: int, chunks: int) -> None:
     if sizes != [stages] * chunks or numbers != list(range(stages * chunks)):
         raise ValueError(
             f"placement is {placement}; expected {chunks} tuples (one per chunk) of {stages} numbers (one "
-            f"per stage), "
-            f"in which each virtual stage from 0 to {stages * chunks - 1} stands once"
+            f"per stage), in which each virtual stage from 0 to {stages * chunks - 1} stands once"
         )
     at = homes(placement)
     for virtual, ((d, _), (e, _)) in enumerate(zip(at, at[1:], strict=False)):
         if (e - d) % stages not in (0, 1, stages - 1):
             raise ValueError(
                 f"placement puts virtual stage {virtual} on stage {d} and {virtual + 1} on stage {e}, which "
-                f"are no "
-                f"neighbours on the ring of {stages} stages; expected the same stage or the one before or "
-                f"after it"
+                f"are no neighbours on the ring of {stages} stages; expected the same stage or the one "
+                "before or after it"
             )
 
 
@@ -247,7 +245,7 @@ def _check(schedule: Schedule) -> None:
         if len(row) != schedule.stages:
             raise ValueError(
                 f"{name}: tick {t} has {len(row)} entries; expected {schedule.stages}, one per stage (None: "
-                f"idle)"
+                "idle)"
             )
     for t, d, i in schedule.instructions():
         if i.chunk >= schedule.chunks or i.microbatch >= schedule.microbatches:
@@ -271,10 +269,8 @@ def _check(schedule: Schedule) -> None:
             if seen[need] + delay > t:
                 raise ValueError(
                     f"{name}: {Instruction(kind, microbatch, chunk)} on stage {d} runs in tick {t}, but "
-                    f"needs "
-                    f"{Instruction(need[0], microbatch, c)} of stage {stage}, which runs in tick "
-                    f"{seen[need]} and is "
-                    f"there in tick {seen[need] + delay}; run it then or later"
+                    f"needs {Instruction(need[0], microbatch, c)} of stage {stage}, which runs in tick "
+                    f"{seen[need]} and is there in tick {seen[need] + delay}; run it then or later"
                 )
 
 
@@ -286,9 +282,8 @@ def _check_complete(schedule: Schedule, seen: Mapping[Key, int]) -> None:
                 if (kind, microbatch, virtual) not in seen:
                     raise ValueError(
                         f"{schedule.name}: {Instruction(kind, microbatch, chunk)} is missing on stage {d}; "
-                        f"each "
-                        "microbatch runs once on each chunk of each stage, forward and, unless none does, "
-                        "backward"
+                        "each microbatch runs once on each chunk of each stage, forward and, unless none "
+                        "does, backward"
                     )
     for kind, microbatch, virtual in seen:
         if kind == "W" and ("B", microbatch, virtual) not in seen:
