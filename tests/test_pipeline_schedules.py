@@ -148,6 +148,19 @@ def test_bubbles_of_one_microbatch_in_all_stages_and_of_inference():
             assert counted("forward", p, m, v)[0] == p - 1 + (v - 1) * max(0, p - m)
 
 
+@pytest.mark.parametrize(
+    "name, p, m, v, measured",
+    [
+        ("gpipe", 8, 64, 1, 9.6), ("gpipe", 8, 16, 1, 29.9), ("circular", 8, 16, 4, 9.0),
+        ("gpipe", 16, 128, 1, 10.4), ("gpipe", 16, 32, 1, 31.0), ("circular", 16, 32, 4, 10.0),
+        ("gpipe", 2, 16, 1, 5.6), ("gpipe", 4, 16, 1, 14.8), ("gpipe", 4, 32, 1, 8.0), ("gpipe", 8, 32, 1, 16.5),
+    ],
+)  # fmt: skip
+def test_bubbles_of_gspmd(name, p, m, v, measured):
+    """arXiv 2105.04663, Tables 5 and 4: what was measured on TPU is a little less of the time, which has more in it."""
+    assert measured <= 100 * make_schedule(name, p, m, v).bubble < 1.1 * measured
+
+
 def test_slots_for_what_is_saved():
     """The figures of `schedules`' docstring."""
     for p, m in ((1, 2), (2, 4), (4, 8), (4, 16), (5, 10)):
@@ -268,7 +281,8 @@ def test_functions_and_texts_are_schedules():
     assert make_schedule(text, 2, 2).ticks == make_schedule(lambda p, m, v: text, 2, 2).ticks
     ready = make_schedule("zb-h1", 2, 4)
     assert make_schedule(ready, 2, 4) is ready is make_schedule(lambda p, m, v: ready, 2, 4)
-    assert make_schedule("F0 F1", 1, 2).chunks == 1
+    assert make_schedule("F0", 1, 1).ticks == ((Instruction("F", 0),),)
+    assert make_schedule("- F0\n- . F0", 2, 1).ticks == make_schedule(". F0\nF0", 2, 1).ticks
 
 
 def test_forward_only_keeps_nothing():

@@ -162,6 +162,7 @@ def test_the_choice_is_the_fastest_that_fits():
         c.simulation.kept <= 16 for c in free.candidates
     ]
     assert "-> zbv" in str(limited) and "(over the limit)" in str(limited)
+    assert {c.schedule.chunks for c in choose(4, 16, 16, costs, chunks=2).candidates} == {2}
     assert choose(4, 16, 6, costs).schedule.chunks == 1  # no other number divides the layers
     assert choose(4, 16, 16, Costs(1, 2, 3), backward=False).schedule.name == "forward"
 
@@ -176,6 +177,10 @@ def test_the_clock_decides():
 def test_errors_of_the_choice():
     with pytest.raises(ValueError, match="3 layers cannot be cut into 4 stages; use 3 stages or fewer"):
         choose(4, 8, 3)
+    with pytest.raises(
+        ValueError, match="none of 1f1b, interleaved runs 16 layers on 4 stages with chunks=3; expected"
+    ):
+        choose(4, 8, 16, chunks=3, names=("1f1b", "interleaved"))
     with pytest.raises(
         ValueError, match=r"no schedule .* keeps within 3 bytes on a stage; naive needs the fewest, 4\. Use"
     ):

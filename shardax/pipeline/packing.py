@@ -16,6 +16,7 @@ from shardax.pipeline.table import (
 )
 
 Order = Sequence[Instruction | None]
+IDLE = "-", "."
 WORD = re.compile(rf"([{KINDS}])(\d+)(?:\.(\d+))?")
 
 
@@ -44,8 +45,13 @@ def parse(
     return pack(name, orders, chunks, placement, latency)
 
 
+def is_word(word: str) -> bool:
+    """Whether it could stand in a text: an instruction, or an idle tick."""
+    return word in IDLE or bool(WORD.fullmatch(word))
+
+
 def _word(word: str, where: str) -> Instruction | None:
-    if word in ("-", "."):
+    if word in IDLE:
         return None
     found = WORD.fullmatch(word)
     if not found:

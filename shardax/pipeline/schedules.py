@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardax.pipeline.packing import pack, parse
+from shardax.pipeline.packing import is_word, pack, parse
 from shardax.pipeline.table import Instruction, Placement, Schedule, loop, positive, zigzag
 
 Maker = Callable[[int, int, int], str | Schedule]  # of stages, microbatches, chunks
@@ -43,7 +43,7 @@ def make_schedule(
     positive("microbatches", microbatches)
     if chunks is not None:
         positive("chunks", chunks)
-    if isinstance(schedule, str) and (len(schedule.split()) > 1 or "\n" in schedule):
+    if isinstance(schedule, str) and all(map(is_word, schedule.split()[:1])):
         made = parse(schedule, "the schedule", chunks, latency=latency)
     elif isinstance(schedule, str):
         made = _named(schedule, stages, microbatches, chunks, latency)

@@ -113,7 +113,7 @@ class Simulation:
 
     @cached_property
     def kept(self) -> float:
-        """The bytes that each stage needs for that: locked, those of the buffers of one program for all stages,
+        """The bytes that each stage needs for that: locked, those of the buffers of one program for all,
         else the highest of `peaks`.
         """
         if not self.locked:
@@ -281,6 +281,7 @@ def choose(
     locked: bool = True,
     backward: bool = True,
     latency: int = 1,
+    chunks: int | None = None,
     names: Sequence[str] = tuple(NAMES),
 ) -> Choice:
     """The schedule that takes the fewest seconds, of those with names, with each number of chunks that
@@ -288,7 +289,8 @@ def choose(
     in `names`.
 
     `costs`: those of the layers. `limit`: bytes that a stage may keep between forward and backward passes
-    (`Simulation.kept`). Not `backward`: forward passes alone. `latency`: that of the schedules.
+    (`Simulation.kept`). Not `backward`: forward passes alone. `latency`: that of the schedules. `chunks`: no
+    other number of them.
 
     Raises ValueError if there are fewer layers than stages, or no schedule keeps within the limit (what the
     most sparing one needs).
@@ -306,12 +308,16 @@ def choose(
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages; use {layers} stages or fewer")
     found = []
     for name in names:
-        for chunks in _chunks(name, stages, layers):
-            if (name == "forward") == backward:
-                continue
-            schedule = make_schedule(name, stages, microbatches, chunks, latency=latency)
-            done = simulate(schedule, costs.grouped(layers, stages * chunks), locked=locked)
-            found.append(Candidate(done, limit is None or done.kept <= limit))
+        for v in _chunks(name, stages, layers) if (name == "forward") != backward else ():
+            if chunks in (None, v):
+                schedule = make_schedule(name, stages, microbatches, v, latency=latency)
+                done = simulate(schedule, costs.grouped(layers, stages * v), locked=locked)
+                found.append(Candidate(done, limit is None or done.kept <= limit))
+    if not found:
+        raise ValueError(
+            f"none of {', '.join(names)} runs {layers} layers on {stages} stages with chunks={chunks}; "
+            "expected chunks that divide the layers of each stage"
+        )
     found.sort(key=_rank)
     best = next((c for c in found if c.fits), None)
     if best is None:
