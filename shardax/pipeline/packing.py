@@ -16,6 +16,7 @@ from shardax.pipeline.table import (
 )
 
 Order = Sequence[Instruction | None]
+IDLE = "-", "."
 WORD = re.compile(rf"([{KINDS}])(\d+)(?:\.(\d+))?")
 
 
@@ -44,14 +45,19 @@ def parse(
     return pack(name, orders, chunks, placement, latency)
 
 
+def is_word(word: str) -> bool:
+    """Whether it could stand in a text: an instruction, or an idle tick."""
+    return word in IDLE or bool(WORD.fullmatch(word))
+
+
 def _word(word: str, where: str) -> Instruction | None:
-    if word in ("-", "."):
+    if word in IDLE:
         return None
     found = WORD.fullmatch(word)
     if not found:
         raise ValueError(
-            f"{where}: {word!r} is no instruction; expected F, B or W with the number of a microbatch "
-            "and, if it is not 0, that of a chunk (F3, B0.1), or - for an idle tick"
+            f"{where}: {word!r} is no instruction; expected F, B or W with the number of a microbatch and, "
+            "if it is not 0, that of a chunk (F3, B0.1), or - for an idle tick"
         )
     kind, microbatch, chunk = found.groups()
     return Instruction(kind, int(microbatch), int(chunk or 0))
@@ -110,7 +116,7 @@ class _Packing:
                 if i.chunk >= chunks:
                     raise ValueError(
                         f"{name}: {i} on stage {d} is of chunk {i.chunk}; each stage has {chunks}, counted "
-                        f"from 0"
+                        "from 0"
                     )
         self.name, self.placement, self.latency = name, placement, latency
         self.homes = homes(placement)
@@ -150,13 +156,12 @@ class _Packing:
             told = f"{i} on stage {d} waits for {awaited} on stage {stage}"
             if awaited not in self.waiting[stage]:
                 return (
-                    f"{self.name} stops at tick {tick}: {told}, which is not there. "
-                    f"Add {awaited} to the line of stage {stage}."
+                    f"{self.name} stops at tick {tick}: {told}, which is not there. Add {awaited} to the "
+                    f"line of stage {stage}."
                 )
             first = self.waiting[stage][-1]
             waits.append(told + f", where {first} comes before it" * (first != awaited))
         return (
             f"{self.name} deadlocks at tick {tick}: {'; '.join(waits)}. Move an instruction behind what it "
-            f"waits "
-            "for: a stage runs its instructions in the order given."
+            "waits for: a stage runs its instructions in the order given."
         )

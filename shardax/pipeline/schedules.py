@@ -3,27 +3,15 @@
 For p stages, m microbatches and v chunks, each is the order in which a stage runs its instructions, of which
 `pack` makes a table.
 
-    name            what it is                                                     kept
-    "naive"         one microbatch in all stages (DistBelief's layer placement)    v
-    "gpipe"         all forward, then all backward                                 m
-    "circular"      the same, v times round the ring of stages (GSPMD, §3.3)       v m
-    "1f1b"          a backward pass as soon as there is one (PipeDream-flush)      p
-    "eager-1f1b"    the same with more ahead, F and B in turn on all stages        2 p - 1
-    "interleaved"   1f1b with v chunks (Megatron-LM), F and B likewise in turn     v p + p - 1
-    "zb-h1"         1f1b, weights' gradients later (Qi et al., Zero Bubble)        p
-    "zb-h2"         the same with more ahead                                       2 p - 1
-    "zbv"           zero bubble on a V of two chunks                               2 p
-    "dualpipev"     DeepSeek's DualPipe, cut in half, on a V of two chunks         2 p + 1
-    "forward"       forward passes alone, for inference                            0
-
-Kept are results of forward passes through a chunk, for their backward passes. Bubbles: docs/pipelining.md.
+They are in `NAMES`, at the end. `python -m shardax.pipeline list` prints them with their bubbles and what
+they keep.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardax.pipeline.packing import pack, parse
+from shardax.pipeline.packing import is_word, pack, parse
 from shardax.pipeline.table import Instruction, Placement, Schedule, loop, positive, zigzag
 
 Maker = Callable[[int, int, int], str | Schedule]  # of stages, microbatches, chunks
@@ -55,7 +43,7 @@ def make_schedule(
     positive("microbatches", microbatches)
     if chunks is not None:
         positive("chunks", chunks)
-    if isinstance(schedule, str) and (len(schedule.split()) > 1 or "\n" in schedule):
+    if isinstance(schedule, str) and all(map(is_word, schedule.split()[:1])):
         made = parse(schedule, "the schedule", chunks, latency=latency)
     elif isinstance(schedule, str):
         made = _named(schedule, stages, microbatches, chunks, latency)
@@ -83,10 +71,12 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def _named(name: str, stages: int, microbatches: int, chunks: int | None, latency: int) -> Schedule:
+    if name == "auto":
+        raise ValueError("schedule='auto' needs costs to choose by; use `shardax.pipeline.simulate.choose`")
     if name not in NAMES:
         raise ValueError(
             f"schedule is {name!r}; expected one of {', '.join(NAMES)}, or a text with a line per stage (F0 "
-            f"F1 B0)"
+            "F1 B0)"
         )
     kind = NAMES[name]
     chunks = chunks or kind.chunks
@@ -96,7 +86,7 @@ def _named(name: str, stages: int, microbatches: int, chunks: int | None, latenc
     return pack(name, orders, chunks, kind.placement(stages, chunks), latency, kind.aligned)
 
 
-# -------------------------------------------------------------------------------- the order of stage d, of each
+# ------------------------------------------------------------------------------ the order of stage d, of each
 
 
 def forward_order(d: int, p: int, m: int, v: int) -> list[Instruction]:
@@ -202,7 +192,7 @@ class _Counted:
         return i
 
 
-# ------------------------------------------------------------------------------------------- what they are made of
+# ------------------------------------------------------------------------------------- what they are made of
 
 
 def one_by_one(
@@ -242,11 +232,12 @@ def _one(kind: str, m: int) -> list[Instruction]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule by name: the order of stage d of p for m microbatches and v chunks; the chunks unless told
-    otherwise, and whether there may be others; which chunks virtual stages are; whether all stages run the
-    same kind of instruction in a tick.
+    """A schedule by name: what it is; the order of stage d of p for m microbatches and v chunks; the chunks
+    unless told otherwise, and whether there may be others; which chunks virtual stages are; whether all
+    stages run the same kind of instruction in a tick.
     """
 
+    about: str
     order: Callable[[int, int, int, int], list[Instruction]]
     chunks: int = 1
     any_chunks: bool = False
@@ -255,15 +246,17 @@ class Kind:
 
 
 NAMES = {
-    "naive": Kind(naive, any_chunks=True),
-    "gpipe": Kind(gpipe),
-    "circular": Kind(gpipe, 2, True),
-    "1f1b": Kind(one_f_one_b),
-    "eager-1f1b": Kind(interleaved, aligned=True),
-    "interleaved": Kind(interleaved, 2, True, aligned=True),
-    "zb-h1": Kind(zb_h1),
-    "zb-h2": Kind(zb_h2),
-    "zbv": Kind(zbv, 2, placement=zigzag),
-    "dualpipev": Kind(dualpipev, 2, placement=zigzag),
-    "forward": Kind(forward_order, any_chunks=True),
+    "naive": Kind("one microbatch in all stages (DistBelief's layer placement)", naive, any_chunks=True),
+    "gpipe": Kind("all forward passes, then all backward (GPipe)", gpipe),
+    "circular": Kind("the same, several times round the ring of stages (GSPMD)", gpipe, 2, True),
+    "1f1b": Kind("a backward pass as soon as there is one (PipeDream-flush)", one_f_one_b),
+    "eager-1f1b": Kind("more ahead: all stages run F, then B, in turn", interleaved, aligned=True),
+    "interleaved": Kind(
+        "1F1B with several chunks (Megatron-LM), in turn", interleaved, 2, True, aligned=True
+    ),
+    "zb-h1": Kind("1F1B with the gradients of weights later (Zero Bubble)", zb_h1),
+    "zb-h2": Kind("the same, with more ahead", zb_h2),
+    "zbv": Kind("zero bubble, two chunks in a V (Controllable Memory)", zbv, 2, placement=zigzag),
+    "dualpipev": Kind("DeepSeek's DualPipe, cut in half: two chunks in a V", dualpipev, 2, placement=zigzag),
+    "forward": Kind("forward passes alone, for inference", forward_order, any_chunks=True),
 }

@@ -147,6 +147,11 @@ def peak(intervals: Iterable[tuple[int, int]]) -> int:
     return most
 
 
+def slot_counts(schedule: Schedule) -> dict[str, tuple[int, ...]]:
+    """For each buffer, the number of slots on each stage."""
+    return {name: _counts(schedule, _numbers(schedule, each)) for name, each in lifetimes(schedule).items()}
+
+
 def tables(schedule: Schedule) -> Tables:
     """See `Tables`."""
     shape = len(schedule.ticks), schedule.stages
@@ -168,7 +173,7 @@ def tables(schedule: Schedule) -> Tables:
         arriving[name][lives[name][j, v][0] - 1, destination, by] = numbers[name][j, v]
         if by != TO_SELF:
             used[by].add((source, destination))
-    counts = {name: _counts(schedule, each) for name, each in numbers.items()}
+    counts = slot_counts(schedule)
     return Tables(
         latency=schedule.latency,
         kind=kind,
@@ -238,6 +243,5 @@ def _full(
     what = {"saved": "results for backward passes", "forward": "activations", "cotangent": "cotangents"}[name]
     return (
         f"{schedule.name}: stage {d} keeps {held} {what} in tick {tick}, with that for {i}; {limit} are "
-        f"allowed. "
-        f"Run a backward pass before {i}, or allow more"
+        f"allowed. Run a backward pass before {i}, or allow more"
     )

@@ -48,7 +48,7 @@ Order = Sequence[Instruction | None]
 
 
 def loop(stages: int, chunks: int) -> Placement:
-    """Virtual stage `c * stages + d` is chunk c of stage d: a microbatch goes round the ring `chunks` times."""
+    """Virtual stage `c * stages + d` is chunk c of stage d: microbatches go round the ring `chunks` times."""
     return tuple(tuple(c * stages + d for d in range(stages)) for c in range(chunks))
 
 
@@ -143,6 +143,15 @@ class Schedule:
         return "\n".join(" ".join("-" if i is None else repr(i) for i in order) for order in self.orders)
 
     @property
+    def sizes(self) -> str:
+        """Its name and sizes, for people."""
+        chunks = f" × {self.chunks} chunks" if self.chunks > 1 else ""
+        stages = f"{self.stages} stage" + "s" * (self.stages > 1)
+        return f"{self.name}: {stages}{chunks}, {self.microbatches} microbatch" + "es" * (
+            self.microbatches > 1
+        )
+
+    @property
     def idle(self) -> tuple[int, ...]:
         """Idle ticks of each stage, of the whole table."""
         return tuple(column.count(None) for column in zip(*self.ticks, strict=True))
@@ -183,12 +192,8 @@ def grid(schedule: Schedule, width: int) -> str:
             cells = ("." if row[d] is None else repr(row[d]) for row in rows)
             lines.append(f"stage {d}".ljust(head) + "".join(text.rjust(cell) for text in cells))
         blocks.append("\n".join(lines))
-    sizes = f"{schedule.stages} stages × {schedule.chunks} chunks" if schedule.chunks > 1 else ""
-    sizes = sizes or f"{schedule.stages} stages"
-    return (
-        f"{schedule.name}: {sizes}, {schedule.microbatches} microbatches, {len(schedule.ticks)} ticks, "
-        f"{100 * schedule.bubble:.1f} % idle\n" + "\n\n".join(blocks)
-    )
+    head = f"{schedule.sizes}, {len(schedule.ticks)} ticks, {100 * schedule.bubble:.1f} % idle"
+    return head + "\n" + "\n\n".join(blocks)
 
 
 def positive(what: str, number: int) -> None:
@@ -209,17 +214,15 @@ def check_placement(placement: Placement, stages: int, chunks: int) -> None:
     if sizes != [stages] * chunks or numbers != list(range(stages * chunks)):
         raise ValueError(
             f"placement is {placement}; expected {chunks} tuples (one per chunk) of {stages} numbers (one "
-            f"per stage), "
-            f"in which each virtual stage from 0 to {stages * chunks - 1} stands once"
+            f"per stage), in which each virtual stage from 0 to {stages * chunks - 1} stands once"
         )
     at = homes(placement)
     for virtual, ((d, _), (e, _)) in enumerate(zip(at, at[1:], strict=False)):
         if (e - d) % stages not in (0, 1, stages - 1):
             raise ValueError(
                 f"placement puts virtual stage {virtual} on stage {d} and {virtual + 1} on stage {e}, which "
-                f"are no "
-                f"neighbours on the ring of {stages} stages; expected the same stage or the one before or "
-                f"after it"
+                f"are no neighbours on the ring of {stages} stages; expected the same stage or the one "
+                "before or after it"
             )
 
 
@@ -242,7 +245,7 @@ def _check(schedule: Schedule) -> None:
         if len(row) != schedule.stages:
             raise ValueError(
                 f"{name}: tick {t} has {len(row)} entries; expected {schedule.stages}, one per stage (None: "
-                f"idle)"
+                "idle)"
             )
     for t, d, i in schedule.instructions():
         if i.chunk >= schedule.chunks or i.microbatch >= schedule.microbatches:
@@ -266,10 +269,8 @@ def _check(schedule: Schedule) -> None:
             if seen[need] + delay > t:
                 raise ValueError(
                     f"{name}: {Instruction(kind, microbatch, chunk)} on stage {d} runs in tick {t}, but "
-                    f"needs "
-                    f"{Instruction(need[0], microbatch, c)} of stage {stage}, which runs in tick "
-                    f"{seen[need]} and is "
-                    f"there in tick {seen[need] + delay}; run it then or later"
+                    f"needs {Instruction(need[0], microbatch, c)} of stage {stage}, which runs in tick "
+                    f"{seen[need]} and is there in tick {seen[need] + delay}; run it then or later"
                 )
 
 
@@ -281,9 +282,8 @@ def _check_complete(schedule: Schedule, seen: Mapping[Key, int]) -> None:
                 if (kind, microbatch, virtual) not in seen:
                     raise ValueError(
                         f"{schedule.name}: {Instruction(kind, microbatch, chunk)} is missing on stage {d}; "
-                        f"each "
-                        "microbatch runs once on each chunk of each stage, forward and, unless none does, "
-                        "backward"
+                        "each microbatch runs once on each chunk of each stage, forward and, unless none "
+                        "does, backward"
                     )
     for kind, microbatch, virtual in seen:
         if kind == "W" and ("B", microbatch, virtual) not in seen:
