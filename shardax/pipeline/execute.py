@@ -236,4 +236,4 @@ def _empty(types: Sequence[Type], slots: int) -> list[Array]:
 
 def _accumulated(x) -> Any:
     """The dtype in which numbers of this one are added up."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype
