@@ -16,9 +16,10 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from shardax.pipeline import slots
-from shardax.pipeline.cut import Cut, Piece, Stage
+from shardax.pipeline.cut import Cut
 from shardax.pipeline.halves import Halves, halves, is_inexact
-from shardax.pipeline.slotting import Places, places
+from shardax.pipeline.routes import Routes, routes
+from shardax.pipeline.slotting import places
 from shardax.pipeline.stacks import Stacks
 from shardax.pipeline.table import Schedule
 
@@ -89,8 +90,11 @@ class _Executor:
     def run(self):
         schedule, stages = self.schedule, self.cut.stages
         tables = slots.tables(schedule)
-        self.wires = places([stage.received for stage in stages])
-        self.returned = places([list(filter(is_inexact, stage.received)) for stage in stages])
+        routed = routes(tables)
+        received = [stage.received for stage in stages]
+        returned = [list(filter(is_inexact, types)) for types in received]
+        wires = places([*received, *returned])
+        self.wires, self.received, self.returned = wires.types, wires.of[: len(stages)], wires.of[len(stages) :]
         self.kept = places([half.kept for half in self.passes])
         branches, numbers = self.branches(tables)
         rows = {
@@ -99,32 +103,36 @@ class _Executor:
             "saved": _or_spare(tables.saved, tables.saved_slots),
             "forward": _or_spare(tables.forward, tables.forward_slots),
             "cotangent": _or_spare(tables.cotangent, tables.cotangent_slots),
-            "arriving_forward": _or_spare(tables.arriving_forward, tables.forward_slots),
-            "arriving_cotangent": _or_spare(tables.arriving_cotangent, tables.cotangent_slots),
+            "arriving_forward": _or_spare(routed.forward, tables.forward_slots),
+            "arriving_cotangent": _or_spare(routed.cotangent, tables.cotangent_slots),
         }
         place = lax.axis_index(self.axis)
 
         def tick(state, row):
+            kind, row = row
             mine = {k: lax.dynamic_index_in_dim(x, place, keepdims=False) for k, x in row.items()}
             forward, cotangent, *state = state
             received = [_row(x, mine["forward"]) for x in forward]
             returned = [_row(x, mine["cotangent"]) for x in cotangent]
-            sent, back, *state = lax.switch(
+            made, *state = lax.switch(
                 mine["branch"], branches, mine["microbatch"], mine["saved"], received, returned, *state
             )
-            forward = self.arrived(forward, sent, mine["arriving_forward"], tables, tables.arriving_forward)
-            cotangent = self.arrived(cotangent, back, mine["arriving_cotangent"], tables, tables.arriving_cotangent)
+            for lane, arrived in enumerate([*self.sent(made, kind, routed), made]):
+                if (routed.forward[..., lane] >= 0).any():
+                    forward = _written(forward, range(len(forward)), arrived, mine["arriving_forward"][lane])
+                if (routed.cotangent[..., lane] >= 0).any():
+                    cotangent = _written(cotangent, range(len(cotangent)), arrived, mine["arriving_cotangent"][lane])
             return (forward, cotangent, *state), None
 
         state = (
-            _empty(self.wires.types, max(tables.forward_slots) + 1),
-            _empty(self.returned.types, max(tables.cotangent_slots) + 1),
+            _empty(self.wires, max(tables.forward_slots) + 1),
+            _empty(self.wires, max(tables.cotangent_slots) + 1),
             _empty(self.kept.types, max(max(tables.saved_slots), 1)),
             [jnp.zeros(x.shape, _accumulated(x)) for x in self.own if is_inexact(x)],
             jnp.zeros((), _accumulated(stages[-1].sent[0])),
             _empty(stages[-1].sent[1:], schedule.microbatches),
         )
-        (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, rows)
+        (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, (routed.kind, rows))
         return loss, results, gradients
 
     # Instructions
@@ -146,32 +154,32 @@ class _Executor:
     def alike(self, k: int) -> Any:
         """Equal for virtual stages that run the same code on the same places."""
         ends = k == 0, k == len(self.passes) - 1
-        following = () if ends[1] else (self.wires.of[k + 1], self.returned.of[k + 1])
-        places = self.wires.of[k], self.returned.of[k], self.kept.of[k], following
+        following = () if ends[1] else (self.received[k + 1], self.returned[k + 1])
+        places = self.received[k], self.returned[k], self.kept.of[k], following
         return self.passes[k].alike, self.stacks.sources[k], places, ends
 
     def instruction(self, kind: int, k: int) -> Callable[..., Any]:
         return self.forward(k) if kind == slots.FORWARD else self.backward(k, kind)
 
     def idle(self, microbatch, slot, received, returned, *state):
-        return _zeros(self.wires.types), _zeros(self.returned.types), *state
+        return _zeros(self.wires), *state
 
     def forward(self, k: int):
         """F of virtual stage k."""
         last = k == len(self.passes) - 1
 
         def run(microbatch, slot, received, returned, kept, gradients, loss, results):
-            wires = [received[i] for i in self.wires.of[k]]
+            wires = [received[i] for i in self.received[k]]
             made, saved = self.passes[k].forward(*self.arguments(k, microbatch), wires)
             kept = _written(kept, self.kept.of[k], saved, slot)
-            sent = _zeros(self.wires.types)
+            sent = _zeros(self.wires)
             if last:
                 loss = loss + made[0].astype(loss.dtype) * self.scale
                 results = _written(results, range(len(results)), made[1:], microbatch)
             else:
-                for i, x in zip(self.wires.of[k + 1], made, strict=True):
+                for i, x in zip(self.received[k + 1], made, strict=True):
                     sent[i] = x
-            return sent, _zeros(self.returned.types), kept, gradients, loss, results
+            return sent, kept, gradients, loss, results
 
         return run
 
@@ -183,16 +191,16 @@ class _Executor:
             held = [_row(kept[i], slot) for i in self.kept.of[k]]
             types = [x for x in self.cut.stages[k].sent if is_inexact(x)]
             cotangents = (
-                [jnp.full((), self.scale, types[0].dtype)] if last else [returned[i] for i in self.returned.of[k + 1]]
+                [jnp.full((), self.scale, types[0].dtype)] if last else [returned[i] for i in self.returned[k + 1]]
             )
             of_pieces, of_received = self.passes[k].backward(*self.arguments(k, microbatch), held, cotangents)
-            back = _zeros(self.returned.types)
+            sent = _zeros(self.wires)
             if kind != slots.BACKWARD_WEIGHTS:
-                for i, x in zip(self.returned.of[k], of_received, strict=True):
-                    back[i] = x
+                for i, x in zip(self.returned[k], of_received, strict=True):
+                    sent[i] = x
             if kind != slots.BACKWARD_INPUTS:
                 gradients = self.stacks.added(gradients, k, of_pieces)
-            return _zeros(self.wires.types), back, kept, gradients, loss, results
+            return sent, kept, gradients, loss, results
 
         return run
 
@@ -201,13 +209,19 @@ class _Executor:
 
     # Sends
 
-    def arrived(self, buffers, made, slot, tables: slots.Tables, arriving: np.ndarray):
-        """The buffers, with what neighbours made in this tick and sent here."""
-        for way in slots.WAYS:
-            if (arriving[..., way] >= 0).any():
-                sent = made if way == slots.TO_SELF else [lax.ppermute(x, self.axis, tables.permutations[way]) for x in made]
-                buffers = _written(buffers, range(len(buffers)), sent, slot[way])
-        return buffers
+    def sent(self, made: list[Array], kind, routed: Routes) -> list[list[Array]]:
+        """What arrives by each lane in a tick of this kind. All stages are at the same kind of tick."""
+
+        def send(lanes):
+            each = [[lax.ppermute(x, self.axis, pairs) for x in made] for pairs in lanes]
+            return each + [_zeros(self.wires)] * (routed.lanes - len(lanes))
+
+        sending = [lanes for lanes in routed.kinds if lanes]
+        if not sending:
+            return []
+        if len(sending) == 1:
+            return send(sending[0])
+        return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
 
 
 def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:
