@@ -96,8 +96,9 @@ def test_commands(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "   mine  " in printed and "mine: 2 stages, 2 microbatches:" in printed
 
-    assert main(["simulate", "--stages", "2", "--limit", "1e7"]) == 0
-    assert "-> zbv" in capsys.readouterr().out
+    assert main(["simulate", "--stages", "2", "--limit", "5e6", "--timeline"]) == 0
+    printed = capsys.readouterr().out
+    assert "-> naive" in printed and "(over the limit)" in printed and "\nnaive: 2 stages" in printed
 
     assert main(["draw", "no-such", "--out", "x.png"]) == 1
     assert "error: schedule is 'no-such'; expected one of naive," in capsys.readouterr().err

@@ -166,13 +166,19 @@ def test_slots_for_what_is_saved():
     for p, m in ((1, 2), (2, 4), (4, 8), (4, 16), (5, 10)):
         kept = {name: max(tables(make_schedule(name, p, m)).saved_slots) for name in NAMES}
         assert kept == {
-            "naive": 1, "gpipe": m, "circular": 2 * m, "1f1b": p, "eager-1f1b": 2 * p - 1, "interleaved": 3 * p - 1, "zb-h1": p,
+            "naive": 1, "gpipe": m, "circular": 2 * m, "1f1b": p, "eager-1f1b": 2 * p - 1, "interleaved": 3 * p - 1, "zb-eager": 2 * p - 1, "zb-h1": p,
             "zb-h2": 2 * p - 1, "zbv": 2 * p, "dualpipev": min(2 * m, 2 * p + 1), "forward": 0,
         }  # fmt: skip
 
 
 def test_aligned_ticks_run_one_kind():
-    for name, p, m, v in (("eager-1f1b", 4, 9, 1), ("interleaved", 3, 7, 2), ("interleaved", 4, 2, 3)):
+    for name, p, m, v in (
+        ("eager-1f1b", 4, 9, 1),
+        ("interleaved", 3, 7, 2),
+        ("interleaved", 4, 2, 3),
+        ("zb-eager", 4, 9, 1),
+        ("zb-eager", 3, 7, 2),
+    ):
         for row in make_schedule(name, p, m, v).ticks:
             assert len({i.kind for i in row if i}) == 1
 

@@ -34,6 +34,18 @@ def test_formulas_of_the_papers(p, m, costs):
     assert lost("zb-h2", p, m, costs)[1] == pytest.approx((p - 1) * (f + b - 2 * w))
 
 
+@pytest.mark.parametrize("costs", UNEQUAL)
+@pytest.mark.parametrize("p, m, v", [(2, 5, 1), (4, 12, 1), (4, 13, 2), (3, 7, 3)])
+def test_aligned_schedules_lose_nothing_to_locked_ticks(p, m, v, costs):
+    f, b, w = costs
+    each = Costs(f / v, b / v, w / v)
+    whole = make_schedule("interleaved" if v > 1 else "eager-1f1b", p, m, v)
+    split = make_schedule("zb-eager", p, m, v)
+    assert simulate(whole, each).seconds - m * (f + b + w) == pytest.approx((p - 1) * (f + b + w) / v)
+    assert simulate(split, each).seconds - m * (f + b + w) == pytest.approx((p - 1) * (f + b) / v)
+    assert max(tables(whole).saved_slots) == max(tables(split).saved_slots)
+
+
 def test_zbv_waits_for_nothing_where_all_take_the_same_time():
     assert lost("zbv", 4, 12, (2, 2, 2)) == pytest.approx((3, 0))
 

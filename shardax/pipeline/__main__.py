@@ -85,7 +85,7 @@ def _simulate(options: argparse.Namespace) -> Iterator[str]:
             p, m, layers, costs, limit=options.limit, locked=not options.free, latency=options.latency
         )
         yield str(choice)
-        found = [choice.candidates[0].simulation] if options.timeline else []
+        found = [c.simulation for c in choice.candidates if c.schedule is choice.schedule]
     if options.timeline:
         for each in found:
             yield "\n" + timeline(each, options.width)

@@ -74,7 +74,7 @@ def pack(
     """The schedule in which each stage runs its instructions in the given order, each in the earliest tick in
     which its inputs are there. None in an order is an idle tick.
 
-    `aligned`: in each tick all stages run the same kind, F and B in turn where both could. A tick lasts as
+    `aligned`: in each tick all stages run the same kind, in turn those that could run. A tick lasts as
     long as its longest instruction, so that none of its time is lost.
 
     Raises ValueError where the orders deadlock (which instruction waits for which), and as `Schedule` does.
@@ -88,22 +88,13 @@ def pack(
     since = 0  # ticks in which nothing ran
     while packing.heads:
         ready = packing.ready(len(ticks))
-        if aligned:
-            ready = _of_one_kind(ready, ticks)
+        ready = packing.of_one_kind(ready) if aligned else ready
         ticks.append(packing.run(ready, len(ticks)))
         since = 0 if ready else since + 1
         if since > latency:
             raise ValueError(packing.deadlock(len(ticks) - since))
     microbatches = 1 + max(i.microbatch for i in every)
     return Schedule(name, len(orders), chunks, microbatches, tuple(ticks), packing.placement, latency)
-
-
-def _of_one_kind(ready: Mapping[int, Instruction | None], ticks: Sequence) -> dict[int, Instruction | None]:
-    """Of another kind than in the newest tick, if there are any."""
-    kinds = {i.kind for i in ready.values() if i}
-    newest = next((i.kind for row in reversed(ticks) for i in row if i), "")
-    kind = min(kinds, key=lambda kind: (kind == newest, KINDS.index(kind)), default="")
-    return {d: i for d, i in ready.items() if i is None or i.kind == kind}
 
 
 class _Packing:
@@ -122,6 +113,7 @@ class _Packing:
         self.homes = homes(placement)
         self.waiting = [list(order)[::-1] for order in orders]
         self.done: dict[Key, tuple[int, int]] = {}  # tick and stage
+        self.newest = dict.fromkeys(KINDS, -1)  # in which tick each kind has run
 
     @property
     def heads(self) -> dict[int, Instruction | None]:
@@ -138,11 +130,18 @@ class _Packing:
         found = (self.done.get(need) for need in needs(self.key(d, i), len(self.homes)))
         return all(at and tick >= at[0] + (1 if at[1] == d else self.latency) for at in found)
 
+    def of_one_kind(self, ready: Mapping[int, Instruction | None]) -> dict[int, Instruction | None]:
+        """Of the kind that has not run for longest."""
+        kinds = {i.kind for i in ready.values() if i}
+        kind = min(kinds, key=lambda kind: (self.newest[kind], KINDS.index(kind)), default="")
+        return {d: i for d, i in ready.items() if i is None or i.kind == kind}
+
     def run(self, ready: Mapping[int, Instruction | None], tick: int) -> tuple[Instruction | None, ...]:
         for d, i in ready.items():
             self.waiting[d].pop()
             if i is not None:
                 self.done[self.key(d, i)] = tick, d
+                self.newest[i.kind] = tick
         return tuple(ready.get(d) for d in range(len(self.waiting)))
 
     def deadlock(self, tick: int) -> str:

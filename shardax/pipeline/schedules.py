@@ -113,9 +113,19 @@ def interleaved(d: int, p: int, m: int, v: int) -> list[Instruction]:
     its last has left, and none waits. So many are ahead that forward and backward passes take turns on all
     stages at once (with one chunk: Zhuang et al., arXiv 2211.05322).
     """
+    return _eager(d, p, m, v)
+
+
+def zb_eager(d: int, p: int, m: int, v: int) -> list[Instruction]:
+    """The same, with d passes of which the weights' gradients are owed: F, B and W take turns."""
+    return _eager(d, p, m, v, owed=d)
+
+
+def _eager(d: int, p: int, m: int, v: int, owed: int | None = None) -> list[Instruction]:
     groups = _groups(p, m)
     ahead = (v - 1) * len(groups[0]) + 2 * (p - d) - 1
-    return one_by_one(_passes("F", groups, range(v)), _passes("B", groups, range(v)[::-1]), ahead)
+    forward, backward = _passes("F", groups, range(v)), _passes("B", groups, range(v)[::-1])
+    return one_by_one(forward, backward, ahead, owed)
 
 
 def zb_h1(d: int, p: int, m: int, v: int) -> list[Instruction]:
@@ -250,12 +260,11 @@ NAMES = {
     "gpipe": Kind("all forward passes, then all backward (GPipe)", gpipe),
     "circular": Kind("the same, several times round the ring of stages (GSPMD)", gpipe, 2, True),
     "1f1b": Kind("a backward pass as soon as there is one (PipeDream-flush)", one_f_one_b),
-    "eager-1f1b": Kind("more ahead: all stages run F, then B, in turn", interleaved, aligned=True),
-    "interleaved": Kind(
-        "1F1B with several chunks (Megatron-LM), in turn", interleaved, 2, True, aligned=True
-    ),
+    "eager-1f1b": Kind("1F1B with more ahead, F and B in turn on all stages", interleaved, aligned=True),
+    "interleaved": Kind("the same with several chunks (Megatron-LM)", interleaved, 2, True, aligned=True),
+    "zb-eager": Kind("either with W later, F, B and W in turn", zb_eager, any_chunks=True, aligned=True),
     "zb-h1": Kind("1F1B with the gradients of weights later (Zero Bubble)", zb_h1),
-    "zb-h2": Kind("the same, with more ahead", zb_h2),
+    "zb-h2": Kind("the same with more ahead", zb_h2),
     "zbv": Kind("zero bubble, two chunks in a V (Controllable Memory)", zbv, 2, placement=zigzag),
     "dualpipev": Kind("DeepSeek's DualPipe, cut in half: two chunks in a V", dualpipev, 2, placement=zigzag),
     "forward": Kind("forward passes alone, for inference", forward_order, any_chunks=True),

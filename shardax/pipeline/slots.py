@@ -153,7 +153,19 @@ def slot_counts(schedule: Schedule) -> dict[str, tuple[int, ...]]:
 
 
 def tables(schedule: Schedule) -> Tables:
-    """See `Tables`."""
+    """A schedule as the arrays that `Tables` describes.
+
+    >>> from shardax.pipeline.schedules import make_schedule
+    >>> t = tables(make_schedule("1f1b", 2, 2))
+    >>> t.kind.T  # stage 0: F0 F1 - B0 - B1
+    array([[1, 1, 0, 2, 0, 2],
+           [0, 1, 2, 1, 2, 0]], dtype=int32)
+    >>> t.saved.T, t.saved_slots
+    (array([[ 0,  1, -1,  0, -1,  1],
+           [-1,  0,  0,  0,  0, -1]], dtype=int32), (2, 1))
+    >>> t.arriving_forward[:, 1, TO_NEXT]  # on stage 1, from stage 0
+    array([ 0,  0, -1, -1, -1, -1], dtype=int32)
+    """
     shape = len(schedule.ticks), schedule.stages
     kind, microbatch, chunk, virtual = (np.zeros(shape, np.int32) for _ in range(4))
     slot = {name: np.full(shape, -1, np.int32) for name in BUFFERS}

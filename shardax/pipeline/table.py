@@ -12,7 +12,7 @@ What an instruction makes in tick t, its own stage has in tick t + 1, another in
 """
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,9 +42,6 @@ class Instruction:
 
     def __repr__(self):
         return f"{self.kind}{self.microbatch}" + f".{self.chunk}" * (self.chunk > 0)
-
-
-Order = Sequence[Instruction | None]
 
 
 def loop(stages: int, chunks: int) -> Placement:
