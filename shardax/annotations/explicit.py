@@ -80,7 +80,10 @@ def without_explicit_types(jaxpr) -> Any:
 @contextmanager
 def as_at(eqn) -> Iterator[None]:
     """What is bound inside gets the line and the scopes of an equation, but is of the mesh in context."""
-    stack, mesh = source_info_util.current_name_stack() + eqn.source_info.name_stack, jax.sharding.get_abstract_mesh()
+    stack, mesh = (
+        source_info_util.current_name_stack() + eqn.source_info.name_stack,
+        jax.sharding.get_abstract_mesh(),
+    )
     with (
         source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
         eqn.ctx.manager,

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -193,7 +194,8 @@ def _as_specified(inliner: _Inliner, eqn, values: list[Value], side: str, rest) 
     for i, (value, spec) in enumerate(zip(values, eqn.params[side], strict=True)):
         named = from_spec(spec, len(spec))
         dims = named.dims + (rest,) * (len(value.shape) - len(spec))
-        fields = {"dims": dims, "source": f"shard_map {side}[{i}]", "role": "implied"}
+        role = "implied" if rest == () else "stack"
+        fields = {"dims": dims, "source": f"shard_map {side}[{i}]", "role": role}
         params = {**fields, "like": None, "mesh": eqn.params["mesh"], "owing": named.owing}
         annotated += inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])
     return annotated
@@ -221,8 +223,7 @@ def _partly_manual(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
         tuple(math.prod(sizes[a] for a in axes) for axes in dims.values()) for dims in lifted["out_specs"]
     ]
     made = [
-        Value(jax.core.ShapedArray((*n, *v.shape), v.aval.dtype))
-        for n, v in zip(counts, body.outputs, strict=True)
+        Value(ShapedArray((*n, *v.shape), v.aval.dtype)) for n, v in zip(counts, body.outputs, strict=True)
     ]
     made = inliner.append(inner, eqn.primitive, inner.params, stacks, made, (body,))
     return [

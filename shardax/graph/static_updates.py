@@ -32,7 +32,9 @@ def as_padding(eqn, starts: Sequence[int]) -> Any:
     def update(*args):
         return put(args[0], args[_UPDATES[eqn.primitive.name]], starts, adds)
 
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # of an island values name another
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), ())
+    ):  # of an island values name another
         return _jax.on_line_of(eqn, jax.make_jaxpr(update)(*(shape_of(v.aval) for v in eqn.invars)))
 
 

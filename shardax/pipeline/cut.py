@@ -10,7 +10,7 @@ over layers (one that goes over rows of the parameters) each trip. A virtual sta
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -28,12 +28,12 @@ from shardax.explain.roofline import work
 
 _INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
 _MARK = "shardax.pipeline.stage:"
-_SLACK = 1.05  # of the slowest stage's time: among cuts as good, the one that sends least
+_SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
 
 
 def stage(x, name: str = ""):
-    """Marks where a stage of a pipeline begins: with the computation that reads the array that it returns, which
-    is `x`. Where marks are, cuts are made at them alone. It does nothing outside of a pipeline.
+    """Marks where a stage of a pipeline begins: with the computation that reads the array that it returns,
+    which is `x`. Where marks are, cuts are made at them alone. It does nothing outside of a pipeline.
 
     >>> import jax.numpy as jnp
     >>> jax.grad(lambda x: stage(jnp.sin(x), "head"))(0.0)
@@ -96,7 +96,7 @@ def cut(closed, params: int, batched: int, stages: int, network: Network | None 
     return program.cut(_chosen(program, stages, network or network_of({})))
 
 
-# ------------------------------------------------------------------------------------------------ where to cut
+# Where to cut
 
 
 def _chosen(program: "_Program", stages: int, network: Network) -> list[int]:
@@ -115,21 +115,21 @@ def _chosen(program: "_Program", stages: int, network: Network) -> list[int]:
     leaving = np.array([0.0, *send, 0.0]) / 1e12
 
     def spent(last: int) -> np.ndarray:
-        """Of a stretch, by where it begins. What it sends, it sends while it works on the next microbatch."""
-        return np.maximum(time[last] - time[:last], leaving[last])
+        """Of a stretch, by where it begins: its work alone, which its weights go with."""
+        return time[last] - time[:last]
 
-    bound = _least(stages, spent, np.maximum)[0]
+    bound = _least(stages, spent, np.maximum)[0] * _SLACK
 
     def price(last: int) -> np.ndarray:
         balance = spent(last) ** 2 / max(bound, 1e-30)
-        return np.where(spent(last) <= bound * _SLACK, leaving[last] + 1e-3 * balance, np.inf)
+        return np.where(spent(last) <= bound, leaving[last] + 1e-3 * balance, np.inf)
 
     return [ends[i] for i in _least(stages, price, np.add)[1]]
 
 
 def _places(program: "_Program", stages: int) -> list[int]:
-    """Where a stage may begin. Layers that can be dealt out evenly are: their stack rests in equal shards, and
-    uneven stages would have rows of it sent in every step."""
+    """Where a stage may begin. Layers that can be dealt out evenly are: their stack rests in equal shards,
+    and uneven stages would have rows of it sent in every step."""
     if marks := program.marks:
         if len(marks) < stages - 1:
             names = ", ".join(program.mark_names)
@@ -176,7 +176,7 @@ def _least(stages: int, price: Callable[[int], np.ndarray], join) -> tuple[float
     return float(best[-1]), places[::-1][1:]
 
 
-# ------------------------------------------------------------------------------------------------- the program
+# The program
 
 
 NEITHER, PARAMS, BATCH = range(3)
@@ -254,7 +254,7 @@ class _Program:
         """The bytes that cross where a stage begins at this place."""
         return sum(_nbytes(self.type_of(key)) for key in self.crossing_keys(place))
 
-    def crossing_keys(self, place: int) -> list[Hashable]:
+    def crossing_keys(self, place: int) -> list[Any]:
         """What parts before a place make and later ones, or the results, read."""
         part = self.parts[place]
         keys = [v for v in self.maker if self.depends[v] == BATCH and self.maker[v] < part.number]
@@ -279,7 +279,7 @@ class _Program:
             last.update(dict.fromkeys(_variables(eqn.invars), number))
         return last | dict.fromkeys(_variables(self.jaxpr.outvars), len(self.jaxpr.eqns))
 
-    def type_of(self, key: Hashable) -> jax.ShapeDtypeStruct:
+    def type_of(self, key: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(key, tuple):
             return shape_of(key.aval)
         kind, number, i, start, stop = key
@@ -291,7 +291,7 @@ class _Program:
     # What parts read and write, by keys: variables, ("carry", equation, number, 0, trip) of a scan, and rows
     # ("rows", equation, result, start, stop) of what it stacks
 
-    def writes(self, part: Part) -> list[Hashable]:
+    def writes(self, part: Part) -> list[Any]:
         eqn, n = self.jaxpr.eqns[part.number], part.number
         if part.stop == self.trips(n):
             return list(eqn.outvars)
@@ -312,7 +312,9 @@ class _Program:
         made = []
         for k, stretch in enumerate(stretches):
             received, sent = wires[k], wires[k + 1]
-            types = [shape_of(v.aval) for v in self.jaxpr.outvars] if sent is None else map(self.type_of, sent)
+            types = (
+                [shape_of(v.aval) for v in self.jaxpr.outvars] if sent is None else map(self.type_of, sent)
+            )
             made.append(
                 Stage(
                     program=_StageProgram(self, stretch, tuple(pieces[k]), received, sent),
@@ -401,8 +403,8 @@ class _StageProgram:
     program: _Program
     parts: Sequence[Part]
     pieces: tuple[tuple[Any, Any], ...]
-    received: Sequence[Hashable]
-    sent: Sequence[Hashable] | None
+    received: Sequence[Any]
+    sent: Sequence[Any] | None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __call__(self, pieces, microbatch, rest, received) -> list[Any]:
@@ -440,8 +442,8 @@ class _StageProgram:
 
 
 def _bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
-    """What an equation makes of operands, on its own line. The shardings that JAX notes with some are those of
-    a mesh whose axes are of other types."""
+    """What an equation makes of operands, on its own line. The shardings that JAX notes with some are those
+    of a mesh whose axes are of other types."""
     with as_at(eqn):
         noted = () if eqn.primitive is _jax.sharding_constraint_p else SHARDING_PARAMS
         own = {name: None if name in noted else x for name, x in eqn.params.items()}

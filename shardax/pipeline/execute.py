@@ -1,8 +1,8 @@
 """Runs a cut loss by a schedule: one program, manual over the stage axis, that loops over ticks.
 
-In each tick a stage looks its instruction up in a table, runs it as a branch of `lax.switch`, and sends what it
-made to its neighbours. Devices at one stage take one branch, so those along other axes never part, and what
-they send each other inside a branch meets.
+In each tick a stage looks its instruction up in a table, runs it as a branch of `lax.switch`, and sends what
+it made to its neighbours. Devices at one stage take one branch, so those along other axes never part, and
+what they send each other inside a branch meets.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from shardax.pipeline import slots
 from shardax.pipeline.cut import Cut
-from shardax.pipeline.halves import Halves, halves, is_inexact
+from shardax.pipeline.halves import Halves, forward_half, halves, is_inexact
 from shardax.pipeline.routes import Routes, routes
 from shardax.pipeline.slotting import places
 from shardax.pipeline.stacks import Stacks
@@ -36,7 +36,8 @@ def run(
     axis: str,
     scale: float,
 ) -> tuple[Array, list[Array], list[Array | None]]:
-    """The loss and its gradients over all microbatches.
+    """The loss and its gradients over all microbatches; of a schedule without backward passes, all results
+    of a function.
 
     Args:
       cut: the loss of one microbatch, in as many stages as the schedule has virtual ones.
@@ -52,9 +53,10 @@ def run(
     batch = [Type(x.shape[1:], x.dtype) for x in microbatches]
     others = [Type(x.shape, x.dtype) for x in rest]
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # JAX would note that of another
+        arguments = [(stage, stacks.piece_types(k), batch, others) for k, stage in enumerate(cut.stages)]
         passes = [
-            halves(stage, stacks.piece_types(k), batch, others, k == len(cut.stages) - 1)
-            for k, stage in enumerate(cut.stages)
+            halves(*each, last=each[0] is cut.stages[-1]) if schedule.backward else forward_half(*each)
+            for each in arguments
         ]
     specs = [PartitionSpec(axis) if held else PartitionSpec() for held in stacks.is_stacked]
 
@@ -70,7 +72,8 @@ def run(
     )
     loss, results, gradients = island(*operands, *microbatches, *rest)
     last = schedule.homes[-1][0]
-    return loss.sum(0), [x[last] for x in results], stacks.gradients(gradients, values)
+    sums = stacks.gradients(gradients, values) if schedule.backward else []
+    return loss.sum(0), [x[last] for x in results], sums
 
 
 @dataclass
@@ -94,7 +97,11 @@ class _Executor:
         received = [stage.received for stage in stages]
         returned = [list(filter(is_inexact, types)) for types in received]
         wires = places([*received, *returned])
-        self.wires, self.received, self.returned = wires.types, wires.of[: len(stages)], wires.of[len(stages) :]
+        self.wires, self.received, self.returned = (
+            wires.types,
+            wires.of[: len(stages)],
+            wires.of[len(stages) :],
+        )
         self.kept = places([half.kept for half in self.passes])
         branches, numbers = self.branches(tables)
         rows = {
@@ -121,16 +128,18 @@ class _Executor:
                 if (routed.forward[..., lane] >= 0).any():
                     forward = _written(forward, range(len(forward)), arrived, mine["arriving_forward"][lane])
                 if (routed.cotangent[..., lane] >= 0).any():
-                    cotangent = _written(cotangent, range(len(cotangent)), arrived, mine["arriving_cotangent"][lane])
+                    cotangent = _written(
+                        cotangent, range(len(cotangent)), arrived, mine["arriving_cotangent"][lane]
+                    )
             return (forward, cotangent, *state), None
 
         state = (
             _empty(self.wires, max(tables.forward_slots) + 1),
             _empty(self.wires, max(tables.cotangent_slots) + 1),
             _empty(self.kept.types, max(max(tables.saved_slots), 1)),
-            [jnp.zeros(x.shape, _accumulated(x)) for x in self.own if is_inexact(x)],
+            [jnp.zeros(x.shape, _accumulated(x)) for x in self.own if is_inexact(x) and schedule.backward],
             jnp.zeros((), _accumulated(stages[-1].sent[0])),
-            _empty(stages[-1].sent[1:], schedule.microbatches),
+            _empty(stages[-1].sent[schedule.backward :], schedule.microbatches),
         )
         (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, (routed.kind, rows))
         return loss, results, gradients
@@ -174,8 +183,9 @@ class _Executor:
             kept = _written(kept, self.kept.of[k], saved, slot)
             sent = _zeros(self.wires)
             if last:
-                loss = loss + made[0].astype(loss.dtype) * self.scale
-                results = _written(results, range(len(results)), made[1:], microbatch)
+                if self.schedule.backward:
+                    loss = loss + made.pop(0).astype(loss.dtype) * self.scale
+                results = _written(results, range(len(results)), made, microbatch)
             else:
                 for i, x in zip(self.received[k + 1], made, strict=True):
                     sent[i] = x
@@ -191,7 +201,9 @@ class _Executor:
             held = [_row(kept[i], slot) for i in self.kept.of[k]]
             types = [x for x in self.cut.stages[k].sent if is_inexact(x)]
             cotangents = (
-                [jnp.full((), self.scale, types[0].dtype)] if last else [returned[i] for i in self.returned[k + 1]]
+                [jnp.full((), self.scale, types[0].dtype)]
+                if last
+                else [returned[i] for i in self.returned[k + 1]]
             )
             of_pieces, of_received = self.passes[k].backward(*self.arguments(k, microbatch), held, cotangents)
             sent = _zeros(self.wires)

@@ -1,7 +1,7 @@
 """A virtual stage as two programs, its forward and its backward pass, and what the one keeps for the other.
 
-Kept is what `jax.vjp` saves, with what `jax.checkpoint` in it says. What a stage has anyway, its pieces of the
-parameters and the microbatch, is not kept; what is made of neither, as a mask is, is made again.
+Kept is what `jax.vjp` saves, with what `jax.checkpoint` in it says. What a stage has anyway, its pieces of
+the parameters and the microbatch, is not kept; what is made of neither, as a mask is, is made again.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.pipeline.cut import Stage, evaluate
@@ -24,8 +24,8 @@ class Halves:
 
     forward(pieces, microbatch, rest, received) -> (results, kept)
     backward(pieces, microbatch, rest, kept, cotangents) -> (of pieces, of what was received): cotangents of
-      what is inexact among them. `cotangents` are those of inexact results; of the last stage, that of the loss
-      alone.
+      what is inexact among them. `cotangents` are those of inexact results; of the last stage, that of the
+      loss alone.
 
     Attributes:
       kept: the types.
@@ -45,8 +45,8 @@ def is_inexact(x) -> bool:
 def halves(
     stage: Stage, pieces: Sequence[Type], microbatch: Sequence[Type], rest: Sequence[Type], last: bool
 ) -> Halves:
-    """The two passes, on arguments of these types. Of the last stage the first result is the loss, and the others
-    have no cotangents."""
+    """The two passes, on arguments of these types. Of the last stage the first result is the loss, and the
+    others have no cotangents."""
     inputs = [*pieces, *microbatch, *rest, *stage.received]
     ends = [len(pieces), len(pieces) + len(microbatch), len(inputs) - len(stage.received)]
     movable = [i for i, x in enumerate(inputs) if (i < ends[0] or i >= ends[2]) and is_inexact(x)]
@@ -58,7 +58,9 @@ def halves(
             full = list(values)
             for i, x in zip(movable, moved, strict=True):
                 full[i] = x
-            results = stage.program(full[: ends[0]], full[ends[0] : ends[1]], full[ends[1] : ends[2]], full[ends[2] :])
+            results = stage.program(
+                full[: ends[0]], full[ends[0] : ends[1]], full[ends[1] : ends[2]], full[ends[2] :]
+            )
             others = [x for i, x in enumerate(results) if i not in differentiable]
             return [results[i] for i in differentiable], others
 
@@ -89,7 +91,9 @@ def halves(
         here, held, cotangents = args[: ends[2]], args[ends[2] :][: len(kept)], args[ends[2] + len(kept) :]
         env: dict[Any, Any] = dict(zip(kept, held, strict=True))
         env.update((v, here[i]) for v, i in place.items())
-        made = evaluate(anew, [x for x, reads in zip(here, anew_reads, strict=False) if reads]) if again else []
+        made = (
+            evaluate(anew, [x for x, reads in zip(here, anew_reads, strict=False) if reads]) if again else []
+        )
         env.update(zip((v for v in saved if _is_in(v, again)), made, strict=True))
         leaves = [v.val if isinstance(v, Literal) else env[v] for v in saved]
         return jax.tree.unflatten(tree, leaves)(list(cotangents))
@@ -104,6 +108,29 @@ def halves(
 
     alike = str(closed.jaxpr), len(pieces), tuple(map(id, closed.consts))
     return Halves(forward, backward, kept_types, alike)
+
+
+def forward_half(
+    stage: Stage, pieces: Sequence[Type], microbatch: Sequence[Type], rest: Sequence[Type]
+) -> Halves:
+    """The forward pass alone, which keeps nothing."""
+    inputs = [*pieces, *microbatch, *rest, *stage.received]
+    ends = [len(pieces), len(pieces) + len(microbatch), len(inputs) - len(stage.received)]
+
+    def run(*args):
+        return stage.program(
+            args[: ends[0]], args[ends[0] : ends[1]], args[ends[1] : ends[2]], args[ends[2] :]
+        )
+
+    closed = _jax.dce(jax.make_jaxpr(run)(*inputs))
+
+    def forward(pieces, microbatch, rest, received):
+        return evaluate(closed, [*pieces, *microbatch, *rest, *received]), []
+
+    def backward(*_):
+        raise AssertionError("a schedule without backward passes runs none")
+
+    return Halves(forward, backward, (), (str(closed.jaxpr), len(pieces), tuple(map(id, closed.consts))))
 
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "random_gamma"})
@@ -126,7 +153,7 @@ def _is_in(atom, variables: set[Any]) -> bool:
 
 
 def _names_inside(eqn):
-    for body in jax.extend.core.jaxprs_in_params(eqn.params):
+    for body in jaxprs_in_params(eqn.params):
         for inner in body.eqns:
             yield inner.primitive.name
             yield from _names_inside(inner)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType  # noqa: F401  (doctests)
 
 from shardax import _jax
 from shardax.annotations.annotate import describe
@@ -34,33 +34,35 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, the layers of `loss` spread over the stages of a mesh axis.
 
-    The batch is cut into microbatches, which pass the stages one after the other. Contract: the loss of a batch
-    is the mean (or the sum) of those of its microbatches. A loss that is another function of them, such as a mean
-    over tokens of which each microbatch has another number, has to be summed, and divided outside.
+    The batch is cut into microbatches, which pass the stages one after the other. Contract: the loss of a
+    batch is the mean (or the sum) of those of its microbatches. A loss that is another function of them, such
+    as a mean over tokens of which each microbatch has another number, has to be summed, and divided outside.
 
-    `loss` is not changed for it. It is cut where its stages take equally long and send little: between any two
-    computations, and between the layers of a `jax.lax.scan` over stacked parameters; `sx.pipeline.stage(x)` in it
-    says where instead. What only the parameters go into, such as casts, is done once, before.
+    `loss` is not changed for it. It is cut where its stages take equally long and send little: between any
+    two computations, and between the layers of a `jax.lax.scan` over stacked parameters;
+    `sx.pipeline.stage(x)` in it says where instead. What only the parameters go into, such as casts, is done
+    once, before.
 
     Args:
       loss: a function of parameters and others that returns a scalar, or with `has_aux` a pair of that and a
-        tree of arrays. Of the others, arrays whose first dim is that of the batch are cut; all else, such as keys
-        and scalars, goes to every microbatch as it is.
+        tree of arrays. Of the others, arrays whose first dim is that of the batch are cut; all else, such as
+        keys and scalars, goes to every microbatch as it is.
       axis: of the mesh, along which the stages lie.
-      microbatches: how many. Microbatch i of m has rows i, i + m, i + 2 m, ..., so that the rows of each device
-        stay there.
+      microbatches: how many. Microbatch i of m has rows i, i + m, i + 2 m, ..., so that the rows of each
+        device stay there.
       schedule: which instruction each stage runs when: a name, a text, or a `Schedule`.
       chunks: pieces of the model on each stage, as "interleaved" has them; None: as the schedule wants it.
       argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
       reduce: "mean" or "sum".
 
-    Returns a function as `jax.value_and_grad` does. Call it inside of a `shardax.shard_jit` function, or where a
-    mesh with the axis is in context.
+    Returns a function as `jax.value_and_grad` does. Call it inside of a `shardax.shard_jit` function, or
+    where a mesh with the axis is in context.
 
-    Raises ValueError: where the microbatches do not divide the batch, the axis is not in the mesh, there are more
-    stages than places to cut, or the loss is no scalar.
+    Raises ValueError: where the microbatches do not divide the batch, the axis is not in the mesh, there are
+    more stages than places to cut, or the loss is no scalar.
 
-    Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules: `shardax.pipeline.schedules`.
+    Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules:
+    `shardax.pipeline.schedules`.
 
     >>> import shardax as sx
     >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
@@ -68,7 +70,8 @@ def value_and_grad(
     ...     layer = lambda x, w: (jnp.tanh(x @ w), None)
     ...     return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
     >>> step = sx.shard_jit(sx.pipeline.value_and_grad(loss, microbatches=8), mesh=mesh)
-    >>> plan = step.plan(jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32"))
+    >>> params, x = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+    >>> plan = step.plan(params, x)
     >>> sorted({c.kind for c in plan.collectives})
     ['all_reduce', 'ppermute']
     """
@@ -87,6 +90,44 @@ def value_and_grad(
     return run
 
 
+def apply(
+    function: Callable[..., Any],
+    *,
+    axis: str = "stage",
+    microbatches: int,
+    schedule: Any = "forward",
+    chunks: int | None = None,
+    argnums: int | Sequence[int] = 0,
+) -> Callable[..., Any]:
+    """A function of parameters and a batch, without gradients, its layers spread over the stages of a mesh
+    axis.
+
+    As `value_and_grad`, but `function` returns a tree of arrays whose first dim is that of the batch, as
+    scores and activations have it, and so does what this returns.
+
+    Raises ValueError as `value_and_grad` does, and where a result has not the rows of its microbatch.
+
+    >>> import shardax as sx
+    >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    >>> def scores(params, x):
+    ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0].sum(-1)
+    >>> score = sx.shard_jit(sx.pipeline.apply(scores, microbatches=8), mesh=mesh)
+    >>> params, x = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+    >>> jax.eval_shape(score, params, x).shape
+    (256,)
+    """
+    _check(function, axis, microbatches, "mean")
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        call = _Call.of(function, args, kwargs, numbers, axis, microbatches)
+        made = make_schedule(schedule, call.stages, microbatches, chunks, backward=False)
+        return call.results(made)
+
+    return run
+
+
 def _check(loss, axis, microbatches, reduce) -> None:
     if not callable(loss):
         raise ValueError(f"loss is {loss!r}; expected a function, as jax.value_and_grad takes it")
@@ -96,7 +137,7 @@ def _check(loss, axis, microbatches, reduce) -> None:
         raise ValueError(f"microbatches is {microbatches!r}; expected an int of 1 or more")
     if reduce not in ("mean", "sum"):
         raise ValueError(
-            f"reduce is {reduce!r}; expected 'mean' or 'sum': how the losses of microbatches make that of the batch"
+            f"reduce is {reduce!r}; expected 'mean' or 'sum': how losses of microbatches make the batch's"
         )
 
 
@@ -134,13 +175,15 @@ class _Call:
         if not size or size % microbatches:
             raise ValueError(
                 f"{name} is called with a batch of {size} rows (the first dim of the first array that is no "
-                f"parameter), which {microbatches} microbatches do not divide; take a number of microbatches that "
-                "does, or pad the batch and weigh its rows"
+                f"parameter), which {microbatches} microbatches do not divide; take a number of microbatches "
+                "that does, or pad the batch and weigh its rows"
             )
         is_batch = [x.ndim > 0 and x.shape[0] == size for x in others]
         batch = [_microbatches(x, microbatches) for x, b in zip(others, is_batch, strict=True) if b]
         rest = [x for x, b in zip(others, is_batch, strict=True) if not b]
-        return _Call(function, params, (tree, other_tree), batch, rest, is_batch, numbers, len(args), axis, stages)
+        return _Call(
+            function, params, (tree, other_tree), batch, rest, is_batch, numbers, len(args), axis, stages
+        )
 
     def restored(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments of the function: of leaves of parameters, of a microbatch, of the rest."""
@@ -160,17 +203,49 @@ class _Call:
             value, aux = result if has_aux else (result, ())
             if jnp.shape(value) != () or not is_inexact(jnp.asarray(value)):
                 raise ValueError(
-                    f"{name} returns {jax.typeof(value).str_short()}; expected a scalar of floats, a mean or sum "
+                    f"{name} returns {jax.typeof(value).str_short()}; expected a scalar of floats, a mean or "
+                    "sum "
                     "over its microbatch" + ", and with has_aux a pair of it and others" * has_aux
                 )
             flat, tree = jax.tree.flatten(aux)
             structure.append(tree)
             return [jnp.asarray(x) for x in (value, *flat)]
 
+        return jax.make_jaxpr(run)(*self.types), structure
+
+    def results(self, schedule) -> Any:
+        closed, structure = self.traced_results()
+        stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
+        values = stages.hoist(self.params, self.rest)
+        _, made, _ = execute.run(stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=1.0)
+        rows = [jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]) for x in made]
+        return jax.tree.unflatten(structure[-1], rows)
+
+    def traced_results(self) -> tuple[Any, list[Any]]:
+        """The jaxpr of one microbatch's results, and their structure."""
+        structure, rows = [], self.batch[0].shape[1]
+        name = getattr(self.function, "__name__", "the function")
+
+        def run(*leaves):
+            flat, tree = jax.tree.flatten(self.function(*self.restored(leaves)))
+            structure.append(tree)
+            for x in map(jax.typeof, flat):
+                if not x.shape or x.shape[0] != rows:
+                    raise ValueError(
+                        f"{name} returns {x.str_short()} for a microbatch of {rows} rows; expected arrays "
+                        "whose "
+                        "first dim is that of the batch; give back one number for each row"
+                    )
+            return [jnp.asarray(x) for x in flat]
+
+        return jax.make_jaxpr(run)(*self.types), structure
+
+    @property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """Of the leaves for one microbatch."""
         rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
-        types = [shape_of(jax.typeof(x)) for x in self.params]
-        others = [shape_of(jax.typeof(x)) for x in self.rest]
-        return jax.make_jaxpr(run)(*types, *rows, *others), structure
+        params, rest = ([shape_of(jax.typeof(x)) for x in leaves] for leaves in (self.params, self.rest))
+        return [*params, *rows, *rest]
 
     def gradients(self, schedule, scale: float, has_aux: bool):
         closed, structure = self.traced(has_aux)
@@ -202,15 +277,19 @@ class _Call:
 def _stages(axis: str, name: str) -> int:
     mesh = _jax.context_mesh()
     if mesh is None or axis not in mesh.shape:
-        where = f"the mesh ({describe(mesh)}) has no axis {axis!r}" if mesh is not None else "no mesh is in context"
+        where = (
+            f"the mesh ({describe(mesh)}) has no axis {axis!r}"
+            if mesh is not None
+            else "no mesh is in context"
+        )
         raise ValueError(
-            f"pipeline of {name} over axis {axis!r}: {where}; call it in a function of shardax.shard_jit on a mesh "
-            "that has the axis, or under jax.set_mesh"
+            f"pipeline of {name} over axis {axis!r}: {where}; call it in a function of shardax.shard_jit "
+            "on a mesh that has the axis, or under jax.set_mesh"
         )
     return mesh.shape[axis]
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """[batch, ...] -> [microbatches, rows, ...], of rows that lie `count` apart: where the batch is split over
-    devices, each device has its part of every microbatch."""
+    """[batch, ...] -> [microbatches, rows, ...], of rows that lie `count` apart: where the batch is split
+    over devices, each device has its part of every microbatch."""
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)

@@ -1,8 +1,8 @@
 """Which ppermutes carry what stages send: as few as can be in each tick, and few kinds of ticks.
 
-A stage makes one thing in a tick, so one ppermute can carry what all of them send, to the next stage or to the
-previous one, where no two send to the same. Ticks whose ppermutes fit together are of one *kind*, and a program
-has a ppermute for each kind.
+A stage makes one thing in a tick, so one ppermute can carry what all of them send, to the next stage or to
+the previous one, where no two send to the same. Ticks whose ppermutes fit together are of one *kind*, and a
+program has a ppermute for each kind.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Routes:
-    """`kinds[n]`: the ppermutes, as (source, destination) pairs, of ticks of that kind, one for each *lane*; a tick
-    of kind `kind[t]`. Kind 0 sends nothing.
+    """`kinds[n]`: the ppermutes, as (source, destination) pairs, of ticks of that kind, one for each *lane*;
+    a tick of kind `kind[t]`. Kind 0 sends nothing.
 
-    forward, cotangent: int32 [ticks, stages, lanes + 1]: the slot in which what arrives by each lane is stored, as
+    forward, cotangent: int32 [ticks, stages, lanes + 1]: the slot in which what arrives by each lane is
+    stored, as
       an activation or a cotangent, -1 if nothing of that sort does. The last is what a stage sends to itself.
     """
 
@@ -93,6 +94,6 @@ def _fits(mine: Sequence[dict[int, int]], other: Sequence[dict[int, int]]) -> bo
 def _are_one(a: dict[int, int], b: dict[int, int]) -> bool:
     """Whether two partial permutations are parts of one."""
     both = list((a | b).items())
-    return all(a.get(s, d) == d and b.get(s, d) == d for s, d in both) and len({d for _, d in both}) == len(both)
-
-
+    return all(a.get(s, d) == d and b.get(s, d) == d for s, d in both) and len({d for _, d in both}) == len(
+        both
+    )

@@ -1,8 +1,8 @@
 """Where pieces of the parameters lie, so that each stage has its own.
 
 Alike pieces of several stages, rows of one stack of layers or separate arrays of one shape, are one operand
-with a dim of stages, split over the stage axis: each device holds its own. What one stage alone has, or several
-share (tied embeddings), is an operand that all have.
+with a dim of stages, split over the stage axis: each device holds its own. What one stage alone has, or
+several share (tied embeddings), is an operand that all have.
 """
 
 from collections import Counter, defaultdict
@@ -29,8 +29,8 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Stacks:
-    """`parts[i]`: the pieces of which operand i is made, one for each stage where it is stacked (None: zeros),
-    else one. `sources[k]`: where the pieces of virtual stage k are.
+    """`parts[i]`: the pieces of which operand i is made, one for each stage where it is stacked (None:
+    zeros), else one. `sources[k]`: where the pieces of virtual stage k are.
     """
 
     cut: Cut
