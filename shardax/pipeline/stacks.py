@@ -6,7 +6,7 @@ several share (tied embeddings), is an operand that all have.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,45 +42,19 @@ class Stacks:
 
     @staticmethod
     def of(cut: Cut, schedule: Schedule, values: Sequence[Any]) -> "Stacks":
-        uses = Counter(piece.value for stage in cut.stages for piece in stage.pieces if piece.rows is None)
-        tied = {value for value, count in uses.items() if count > 1}
-        tied |= {p.value for stage in cut.stages for p in stage.pieces if p.rows and p.value in uses}
-        parts: list[list[Piece | None]] = []
-        stacked: list[bool] = []
-        sources: list[list[Source]] = [[Source(-1)] * len(stage.pieces) for stage in cut.stages]
-        shared: dict[Piece, int] = {}
-
-        def share(k: int, n: int) -> None:
-            piece = Piece(cut.stages[k].pieces[n].value)
-            return_to = shared.setdefault(piece, len(parts))
-            if return_to == len(parts):
-                parts.append([piece])
-                stacked.append(False)
-            sources[k][n] = Source(return_to)
-
-        for row in schedule.placement:
-            alike: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
-            for d, k in enumerate(row):
-                seen: Counter[Any] = Counter()
-                for n, piece in enumerate(cut.stages[k].pieces):
-                    if piece.value in tied and piece.rows is None:
-                        share(k, n)
-                        continue
-                    key = _kind(piece, values[piece.value])
-                    alike[key, seen[key]].append((d, k, n))
-                    seen[key] += 1
-            for members in alike.values():
-                pieces = {d: cut.stages[k].pieces[n] for d, k, n in members}
-                if len(members) == 1 and schedule.stages > 1 and pieces[members[0][0]].rows is None:
-                    share(*members[0][1:])
-                    continue
-                for _, k, n in members:
-                    sources[k][n] = Source(len(parts), _count(cut.stages[k].pieces[n]))
-                parts.append([pieces.get(d) for d in range(schedule.stages)])
-                stacked.append(True)
-        types = [_type(some, held, values) for some, held in zip(parts, stacked, strict=True)]
-        fixed = tuple(map(tuple, parts)), tuple(stacked), tuple(map(tuple, sources))
-        return Stacks(cut, schedule, tuple(types), *fixed)
+        parts: dict[tuple[Piece | None, ...], bool] = {}
+        sources = [[Source(-1)] * len(stage.pieces) for stage in cut.stages]
+        for members, stacked in _groups(cut, schedule, values):
+            pieces = {d: cut.stages[k].pieces[n] for d, k, n in members}
+            some = tuple(map(pieces.get, range(schedule.stages))) if stacked else (*pieces.values(),)[:1]
+            operand = list(parts).index(some) if some in parts else len(parts)
+            parts[some] = stacked
+            for d, k, n in members:
+                sources[k][n] = Source(operand, _count(pieces[d]))
+        types = [_type(some, stacked, values) for some, stacked in parts.items()]
+        return Stacks(
+            cut, schedule, tuple(types), tuple(parts), tuple(parts.values()), tuple(map(tuple, sources))
+        )
 
     def piece_types(self, k: int) -> list[Type]:
         """Of the pieces of a virtual stage."""
@@ -162,14 +136,36 @@ class Stacks:
             elif _are_all_rows(some, value):
                 whole.append(sums.reshape(value.shape))
             else:
-                for d, piece in mine:
-                    if piece.rows is None:
-                        whole.append(sums[d])
-                    else:
-                        rows.append((piece.rows[0], sums[d][: piece.rows[1] - piece.rows[0]]))
+                whole += [sums[d] for d, piece in mine if piece.rows is None]
+                rows += [(piece.rows[0], sums[d][: _count(piece)]) for d, piece in mine if piece.rows]
         if rows:
             whole.append(jnp.concatenate([x for _, x in sorted(rows, key=lambda pair: pair[0])]))
         return sum(whole[1:], whole[0]) if whole else jnp.zeros(value.shape, value.dtype)
+
+
+Member = tuple[int, int, int]  # of which stage, in which virtual stage, which of its pieces
+
+
+def _groups(cut: Cut, schedule: Schedule, values: Sequence[Any]) -> Iterator[tuple[list[Member], bool]]:
+    """The pieces that are one operand, and whether it is stacked: the nth of a kind on each stage, chunk by
+    chunk. What several virtual stages read whole, or one stage alone, is no stack.
+    """
+    uses = Counter(p.value for stage in cut.stages for p in stage.pieces if p.rows is None)
+    for row in schedule.placement:
+        alike: dict[Any, list[Member]] = defaultdict(list)
+        for d, k in enumerate(row):
+            seen: Counter[Any] = Counter()
+            for n, piece in enumerate(cut.stages[k].pieces):
+                if piece.rows is None and uses[piece.value] > 1:
+                    yield [(d, k, n)], False
+                    continue
+                kind = _kind(piece, values[piece.value])
+                alike[kind, seen[kind]].append((d, k, n))
+                seen[kind] += 1
+        for members in alike.values():
+            _, k, n = members[0]
+            rows = cut.stages[k].pieces[n].rows
+            yield members, len(members) > 1 or schedule.stages == 1 or rows is not None
 
 
 def _kind(piece: Piece, value) -> Any:
