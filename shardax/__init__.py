@@ -2,6 +2,7 @@
 collectives out.
 """
 
+from shardax import pipeline
 from shardax.annotations.annotate import annotate, replicate
 from shardax.annotations.systems import (
     Partial,
@@ -43,6 +44,7 @@ __all__ = [
     "mark_sharding",
     "mesh_split",
     "partition_as",
+    "pipeline",
     "redistribute",
     "register_rule",
     "replicate",

@@ -2,7 +2,8 @@
 Auto twins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -76,20 +77,29 @@ def without_explicit_types(jaxpr) -> Any:
     return jax.make_jaxpr(lambda *args: _evaluate(_jax.closed(jaxpr), args))(*map(shape_of, jaxpr.in_avals))
 
 
+@contextmanager
+def as_at(eqn) -> Iterator[None]:
+    """What is bound inside gets the line and the scopes of an equation, but is of the mesh in context."""
+    stack, mesh = (
+        source_info_util.current_name_stack() + eqn.source_info.name_stack,
+        jax.sharding.get_abstract_mesh(),
+    )
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
+
+
 def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
     env = dict(zip((*closed.jaxpr.invars, *closed.jaxpr.constvars), (*args, *closed.consts), strict=True))
 
     def read(atom):
         return atom.val if _jax.is_literal(atom) else env[atom]
 
-    mesh = jax.sharding.get_abstract_mesh()
     for eqn in closed.jaxpr.eqns:
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with (
-            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-            eqn.ctx.manager,
-            jax.sharding.use_abstract_mesh(mesh),
-        ):
+        with as_at(eqn):
             env.update(zip(eqn.outvars, _bind(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, closed.jaxpr.outvars))
 
