@@ -59,7 +59,7 @@ class Stacks:
     def piece_types(self, k: int) -> list[Type]:
         """Of the pieces of a virtual stage."""
         types = []
-        for piece, source in zip(self.cut.stages[k].pieces, self.sources[k], strict=True):
+        for source in self.sources[k]:
             type = self.types[source.operand]
             shape = type.shape if source.rows is None else (source.rows, *type.shape[1:])
             types.append(Type(shape, type.dtype))
