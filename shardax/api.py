@@ -172,7 +172,7 @@ class ShardJit:
         """What the partitioned program does, why, and what it costs; needs no devices. See
         `shardax.explain.plan.Plan`.
         """
-        self._function.require_mesh(mesh_of((args, kwargs)))
+        self._function.require_mesh(self._function.arguments_mesh(args, kwargs))
         self._function.check_sizes(args, kwargs)
         start = time.perf_counter()
         args, kwargs = self._placed(args, kwargs, unplaced.typed)
@@ -241,7 +241,7 @@ class ShardJit:
                 if "one device" not in self._jits:
                     self._jits["one device"] = self._function.jitted_for_one_device()
                 return stage_of(self._jits["one device"])(*args, **kwargs)
-            mesh = None if self._function.known_mesh() else mesh_of((args, kwargs))
+            mesh = self._function.arguments_mesh(args, kwargs)
             return stage_of(self._on(mesh))(*args, **kwargs)
         except Exception as error:
             self._function.explain(error, args, kwargs)

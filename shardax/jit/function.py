@@ -133,12 +133,19 @@ class Function:
         return any(isinstance(transform, Retyping) for transform in self.transforms)
 
     def known_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh that was given, else that of the context."""
-        return self.mesh or _jax.context_mesh()
+        """The mesh that was given, else that of the context; None where that is abstract, and arguments may
+        have its devices.
+        """
+        context = self.mesh or _jax.context_mesh()
+        return context if self.mesh or isinstance(context, Mesh) else None
+
+    def arguments_mesh(self, args, kwargs) -> Mesh | AbstractMesh | None:
+        """The mesh of the arguments where none is known; with the axes of an abstract one in context."""
+        return None if self.known_mesh() else _of_context(mesh_of((args, kwargs)))
 
     def require_mesh(self, arguments_mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
         """The mesh that is known, else that of the arguments. Raises ValueError where there is none."""
-        mesh = self.known_mesh() or arguments_mesh
+        mesh = self.known_mesh() or arguments_mesh or _jax.context_mesh()
         if mesh is None:
             raise ValueError(
                 f"shard_jit({self.name}) has no mesh to run on: give it mesh=, call it under "
@@ -178,7 +185,7 @@ class Function:
             always = is_explicit(mesh) and not nested
             plain = [_jax.moved_off_meshes(x) if always or explicit_sharding(x) else x for x in values]
             outs = primitive.bind(plain, jaxpr, mesh, self.options)
-        if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
+        if is_explicit(mesh) and not nested:
             rests = tuple(
                 primitive.committed(jax.typeof(x), mesh) if explicit_sharding(x) else None for x in values
             )
@@ -221,7 +228,7 @@ class Function:
         return jitted
 
     def mesh_for(self, args, kwargs) -> Mesh | AbstractMesh | None:
-        return self.known_mesh() or mesh_of((args, kwargs))
+        return self.known_mesh() or self.arguments_mesh(args, kwargs)
 
     def entering(self, args, kwargs) -> list[Crossing]:
         """The arguments that cross before the call: `jax.jit` takes devices in one order."""
@@ -398,11 +405,30 @@ class Function:
 
 
 def mesh_of(tree) -> Mesh | AbstractMesh | None:
-    """The mesh of the first NamedSharding in a tree of shardings or of arrays."""
-    shardings = (
-        x if isinstance(x, NamedSharding) else getattr(x, "sharding", None) for x in jax.tree.leaves(tree)
-    )
+    """The mesh of the first NamedSharding in a tree of shardings or of arrays; of what is being traced, that
+    of the first Explicit type.
+    """
+    shardings = list(map(_sharding_of, jax.tree.leaves(tree)))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
+
+
+def _sharding_of(x) -> Any:
+    """The sharding that a leaf is, or has; of what is being traced, that of its type, if it is Explicit."""
+    if isinstance(x, jax.core.Tracer):
+        sharding = getattr(jax.typeof(x), "sharding", None)
+        return sharding if sharding is not None and is_explicit(sharding.mesh) else None
+    return x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+
+
+def _of_context(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
+    """A mesh of arguments where an abstract one is in context: that one, on their devices."""
+    context = _jax.context_mesh()
+    if not isinstance(context, AbstractMesh) or mesh is not None and mesh.size != context.size:
+        return context or mesh
+    if not isinstance(mesh, Mesh):
+        return context
+    devices = mesh.devices.reshape(context.axis_sizes)
+    return Mesh(devices, context.axis_names, axis_types=context.axis_types)
 
 
 def _typed(x, sharding: NamedSharding):

@@ -40,7 +40,7 @@ of Auto axes.
 
 `witness` is a jaxpr over the same devices: `jax.jit` finds those of a program by looking for such in its
 parameters. It is the first parameter, because `jax.jit` names results on the first mesh that it finds, and
-this one has a spec for all.
+this one has a spec for all. Of an abstract mesh, which has no devices, it is that mesh.
 """
 
 
@@ -80,13 +80,15 @@ def build(
 @functools.lru_cache
 def _witness(mesh: Mesh | AbstractMesh):
     if isinstance(mesh, AbstractMesh):
-        return None
+        return mesh
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=replicated))(jax.ShapeDtypeStruct((), "float32"))
 
 
 def _names_explicit(witness) -> bool:
     """Of a call inside on another mesh it names none any more: what the program settles there is Auto."""
+    if isinstance(witness, AbstractMesh):
+        return AxisType.Explicit in witness.axis_types
     named = [x for eqn in witness.eqns for x in eqn.params["out_shardings"] if isinstance(x, NamedSharding)]
     return any(AxisType.Explicit in sharding.mesh.axis_types for sharding in named)
 
@@ -158,7 +160,7 @@ def _abstract_eval(*avals, jaxpr, mesh, witness, **params):
     values on any of them. Where `jax.jit` will name them on an Explicit mesh, with types that only it knows,
     they name none: such is the type of any of them, which `jax_enable_checks` compares.
     """
-    if witness is not None and _names_explicit(witness):
+    if _names_explicit(witness):
         return list(map(_jax.without_mesh, jaxpr.out_avals)), jaxpr.effects
     others = sites.others(jaxpr, mesh)
     if not others and all(
