@@ -223,8 +223,8 @@ class ShardJit:
         leaves, mesh = [x for _, x in function.named_leaves(args, kwargs)], function.mesh_for(args, kwargs)
         if mesh is None or function.for_one_device(args, kwargs) or not unplaced.may_be_placed(leaves, mesh):
             return args, kwargs
-        if how is unplaced.typed and not is_explicit(mesh):
-            return args, kwargs  # the same program
+        if not is_explicit(mesh) if how is unplaced.typed else isinstance(mesh, AbstractMesh):
+            return args, kwargs  # the same program; no devices
         known = function.placements(args, kwargs)
         shardings = next((before for before in known if unplaced.agree(before, leaves)), None)
         if shardings is None:

@@ -10,10 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
+from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
 
 from shardax import _jax
-from shardax.annotations.annotate import describe, flatten, for_one_device, is_spec
+from shardax.annotations.annotate import (
+    DIFFERING_DEVICES,
+    describe,
+    flatten,
+    for_one_device,
+    is_spec,
+)
 from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of
 from shardax.jit.signature import argument_name, positional_names, shardings_by_name
 from shardax.jit.transforming import traced_as, transformed
@@ -80,7 +87,7 @@ class Function:
             if eager and not self._retypes:
                 return self.fun(*args, **kwargs)
             mesh = self.require_mesh(arguments_mesh)
-            self._check_not_manual(mesh)
+            self._check_context(mesh)
             return self._run(mesh, args, kwargs)
 
         return self._jit(run, {} if out_shardings is None else {"out_shardings": out_shardings})
@@ -153,8 +160,14 @@ class Function:
             )
         return mesh
 
-    def _check_not_manual(self, mesh: Mesh | AbstractMesh) -> None:
+    def _check_context(self, mesh: Mesh | AbstractMesh) -> None:
         context_mesh = jax.sharding.get_abstract_mesh()
+        if not context_mesh.empty and context_mesh.size != mesh.size:
+            raise ValueError(
+                f"{DIFFERING_DEVICES}. That is, shard_jit({self.name}) has the mesh ({describe(mesh)}) of "
+                f"{mesh.size} devices, but is called where the mesh is ({describe(context_mesh)}), of "
+                f"{context_mesh.size}: leave out its mesh, or call it outside"
+            )
         manual = [
             a
             for a, t in zip(context_mesh.axis_names, context_mesh.axis_types, strict=True)
@@ -178,13 +191,13 @@ class Function:
             for ref in filter(_jax.is_ref, traced.consts):
                 what = f"a Ref of shape {ref.shape} that {self.name} closes over"
                 if words := _elsewhere(what, ref, mesh):
-                    raise ValueError(words)
+                    raise ValueError(f"{DIFFERING_DEVICES}. That is, {words}")
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
             # under an Explicit mesh a cotangent must get back even the empty type
             always = is_explicit(mesh) and not nested
             plain = [_jax.moved_off_meshes(x) if always or explicit_sharding(x) else x for x in values]
-            outs = primitive.bind(plain, jaxpr, mesh, self.options)
+            outs = primitive.bind(plain, jaxpr, mesh, self.options, of_context=self.mesh is None)
         if is_explicit(mesh) and not nested:
             rests = tuple(
                 primitive.committed(jax.typeof(x), mesh) if explicit_sharding(x) else None for x in values
@@ -351,8 +364,8 @@ class Function:
         if isinstance(error, Refused):
             raise self.naming_arguments(error, args, kwargs) from None
         words = self._unhashable(args, kwargs)
-        if words is None and "incompatible devices" in str(error):
-            words = self._other_devices(args, kwargs)
+        if words is None and "incompatible devices" in str(error) and "That is, " not in str(error):
+            words = self._other_devices(error, args, kwargs)
         if words is None and "donate" in str(error):
             words = self._donated_twice(args, kwargs)
         if words is None:
@@ -376,11 +389,12 @@ class Function:
                     "hashed: give a hashable one (a tuple, a frozen dataclass), or do not make it static"
                 )
 
-    def _other_devices(self, args, kwargs) -> str | None:
-        mesh = self.known_mesh() or mesh_of((args, kwargs))
-        named = self.named_leaves(args, kwargs)
+    def _other_devices(self, error: Exception, args, kwargs) -> str | None:
+        """JAX's own words, and the way out."""
+        mesh, named = self.mesh_for(args, kwargs), self.named_leaves(args, kwargs)
         words = (_elsewhere(f"argument {name} of shape {x.shape}", x, mesh) for name, x in named)
-        return next(filter(None, words), None)
+        said = str(error).removesuffix(" at ")  # a line that it does not know
+        return next((f"{said}. That is, {advice}" for advice in words if advice), None)
 
     def _donated_twice(self, args, kwargs) -> str | None:
         donated = self._donated_leaves(args, kwargs)
@@ -463,6 +477,7 @@ def crossing_of(number: int, x, mesh: Mesh) -> Crossing | None:
 
 def _on_one_device(sharding) -> bool:
     """Whether a leaf of a tree of shardings means no mesh."""
+    sharding = sharding.sharding if isinstance(sharding, Format) else sharding
     one = isinstance(sharding, jax.sharding.SingleDeviceSharding)
     return one or sharding is None or sharding is _jax.UNSPECIFIED
 
