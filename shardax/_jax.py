@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 81 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 80 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -21,8 +21,8 @@ Source lines and errors as JAX shows them: which frame is the user's, which are 
     with_user_frame, lines_of_their_own, hide_frames, boundary, prefix_error, infer_argnums_and_argnames.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
-    context_mesh, mapped_axes, without_mapped_axes, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes, lowering_on, is_eager,
-    is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
+    context_mesh, without_mapped_axes, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes,
+    lowering_on, is_eager, is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
 Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with
 our Python where its cache has nothing; the seconds of one compilation; shardings given to what is traced
 already:
@@ -144,14 +144,11 @@ def axes_in_scope(sizes) -> Any:
     return core.extend_axis_env_nd(tuple(sizes.items()))
 
 
-def mapped_axes() -> frozenset[str]:
-    """The Explicit axes over which dims are split that a vmap around maps. No public reader."""
-    return core.get_axis_env().explicit_mesh_axis_names
-
-
 def without_mapped_axes() -> Any:
-    """A context in which there are none: in others no shard_map is over them."""
-    return core.remove_explicit_mesh_axis_names(mapped_axes())
+    """A context in which a shard_map is over all axes of its mesh, also where a vmap around maps a dim that
+    is split over an Explicit one. No public way.
+    """
+    return core.remove_explicit_mesh_axis_names(core.get_axis_env().explicit_mesh_axis_names)
 
 
 def scan_counts(params) -> tuple[int, int]:

@@ -350,9 +350,14 @@ def _is_on(sharding: Sharding, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _is_typed(x, slot: Slot) -> bool:
-    """Whether an argument has a type, or in_shardings gives it one; else the one that it is traced with says
-    nothing."""
-    return explicit_sharding(x) is not None or slot.dims is not None and None not in slot.dims
+    """Whether an argument has a type, or in_shardings gives it one, or it is a scalar, which has but one;
+    else the one that it is traced with says nothing."""
+    return (
+        not slot.aval.shape
+        or explicit_sharding(x) is not None
+        or slot.dims is not None
+        and None not in slot.dims
+    )
 
 
 def _type_of_result(x, known: bool, mesh: Mesh | AbstractMesh) -> Sharding | None:

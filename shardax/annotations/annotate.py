@@ -223,9 +223,9 @@ def _plain(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str):
     if isinstance(mesh, Mesh) and spec.device_set != set(mesh.devices.flat):
         own = sorted(d.id for d in spec.device_set)
         raise ValueError(
-            f"{DIFFERING_DEVICES}. That is, {what} of shape {shape} is given {spec} on devices {own}, but the "
-            f"mesh ({describe(mesh)}) is of devices {_ids(mesh)}: give a PartitionSpec, P() for all of it on "
-            "every device"
+            f"{DIFFERING_DEVICES}. That is, {what} of shape {shape} is given {spec} on devices {own}, but "
+            f"the mesh ({describe(mesh)}) is of devices {_ids(mesh)}: give a PartitionSpec, P() for all of it "
+            "on every device"
         )
     named = _jax.spec_on(spec, mesh, len(shape))
     if named is None:

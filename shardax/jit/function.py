@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 
 import jax
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax
 from shardax.annotations.annotate import (
     DIFFERING_DEVICES,
+    broadcast_specs,
     describe,
     flatten,
     for_one_device,
@@ -27,7 +28,7 @@ from shardax.jit.transforming import traced_as, transformed
 from shardax.ledger.lines import line_text
 from shardax.meshes.crossing import Crossing, entering
 from shardax.options import Options, Refused
-from shardax.sharding import from_spec
+from shardax.sharding import from_spec, owing_of
 from shardax.trace import Request, Traced, abstract_mesh, is_explicit
 from shardax.transform import primitive
 from shardax.transforms import Context, Retyping, Transform
@@ -396,6 +397,13 @@ class Function:
         said = str(error).removesuffix(" at ")  # a line that it does not know
         return next((f"{said}. That is, {advice}" for advice in words if advice), None)
 
+    def named_results(self, results: Any, left: Sequence[NamedSharding]) -> list[NamedSharding | None]:
+        """For each of the results, a tree of shapes, the sharding that out_shardings names, if it is left in
+        it: JAX spells types in full, and these as they are given.
+        """
+        specs = broadcast_specs(self.out_shardings, results, "out_shardings")
+        return list(map(_named, specs, jax.tree.leaves(results), left))
+
     def _donated_twice(self, args, kwargs) -> str | None:
         donated = self._donated_leaves(args, kwargs)
         named = self.named_leaves(args, kwargs)
@@ -419,18 +427,17 @@ class Function:
 
 
 def mesh_of(tree) -> Mesh | AbstractMesh | None:
-    """The mesh of the first NamedSharding in a tree of shardings or of arrays; of what is being traced, that
-    of the first Explicit type.
+    """The mesh of the first NamedSharding in a tree of shardings or of arrays, or of the types of what is
+    being traced.
     """
     shardings = list(map(_sharding_of, jax.tree.leaves(tree)))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
 
 
 def _sharding_of(x) -> Any:
-    """The sharding that a leaf is, or has; of what is being traced, that of its type, if it is Explicit."""
+    """The sharding that a leaf is, or has; of what is being traced, that of its type."""
     if isinstance(x, jax.core.Tracer):
-        sharding = getattr(jax.typeof(x), "sharding", None)
-        return sharding if sharding is not None and is_explicit(sharding.mesh) else None
+        return getattr(jax.typeof(x), "sharding", None)
     return x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
 
 
@@ -443,6 +450,12 @@ def _of_context(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
         return context
     devices = mesh.devices.reshape(context.axis_sizes)
     return Mesh(devices, context.axis_names, axis_types=context.axis_types)
+
+
+def _named(spec, shape, left: NamedSharding) -> NamedSharding | None:
+    named = left.update(spec=spec) if isinstance(spec, PartitionSpec) else spec
+    same = isinstance(named, NamedSharding) and named.is_equivalent_to(left, len(shape.shape))
+    return named if same else None
 
 
 def _typed(x, sharding: NamedSharding):
@@ -466,7 +479,8 @@ def _type_seen(x, mesh: Mesh | AbstractMesh) -> Hashable:
     """What tracing sees of an argument: on the mesh of the program a type of Auto axes is none."""
     aval = _jax.value_type(x)
     own = aval.sharding.mesh
-    seen = None if own.empty or own == abstract_mesh(auto_mesh(mesh)) else aval.sharding
+    only = not aval.shape and not owing_of(aval.sharding.spec)  # a scalar has no other type
+    seen = None if only or own.empty or own == abstract_mesh(auto_mesh(mesh)) else aval.sharding
     return aval.shape, aval.dtype, aval.weak_type, memory_of(aval), seen
 
 

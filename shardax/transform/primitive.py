@@ -45,9 +45,7 @@ of one that the user gave None. With the first a program may turn out to run on 
 """
 
 
-def bind(
-    args, jaxpr, mesh: Mesh | AbstractMesh, options: Options, of_context: bool = False
-) -> list[Any]:
+def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options, of_context: bool = False) -> list[Any]:
     """The results of a global jaxpr on `args`, as one equation; one operation after the other where no jit is
     around. `of_context`: the mesh was not given, but is that of the context.
     """
