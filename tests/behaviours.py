@@ -1,7 +1,6 @@
 """What jax.jit does, as programs that take the decorator: each gives the same with `shard_jit` in its place.
 
-`BEHAVIOURS` runs on Auto and on Explicit axes, under `jax.set_mesh`; `PLACED` without a mesh in context, where arrays
-bring theirs. A program is a function of `jit` and of `put`, which places an array on the mesh; it gives a pytree of
+`BEHAVIOURS` run on Auto and on Explicit axes, `EXPLICIT` on these alone, under `jax.set_mesh`. A program is a function of `jit` and of `put`, which places an array on the mesh; it gives a pytree of
 arrays and of what else is to be equal. `REFUSED` are errors of the same type, and a few words of them.
 """
 
@@ -114,11 +113,6 @@ def aot_of_shapes(jit, put):
     return jit(jnp.sin).lower(shape).compile()(x)
 
 
-def outer(transform):
-    """The behaviour that a transformation around the jitted function has."""
-    return lambda jit, put: transform(jit(lambda x: jnp.sin(x) * 2))(put(X, "x"))
-
-
 def closing_over(place):
     def program(jit, put):
         held = put(X, *place)
@@ -135,10 +129,10 @@ TRANSFORMED: dict[str, Any] = {
     "checkpoint": jax.checkpoint,
     "linearize": lambda f: lambda x: jax.linearize(f, x)[1](x),
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
-    "scan": lambda f: lambda x: lax.scan(lambda c, row: (c, f(row)), 0.0, x)[1],
+    "scan": lambda f: lambda x: lax.scan(lambda c, i: (f(c), f(c) + i), x, np.arange(3, dtype=np.float32)),
     "make_jaxpr": lambda f: lambda x: list(map(str, jax.make_jaxpr(f)(x).out_avals)),
     "eval_shape": lambda f: lambda x: types(jax.eval_shape(f, x)),
-    "jacfwd": lambda f: lambda x: jax.jacfwd(lambda x: f(x).sum())(x),
+    "vjp": lambda f: lambda x: jax.vjp(f, x)[1](x),
 }
 """Around the jitted function; these run under any mesh in context, and under none."""
 
@@ -242,7 +236,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another keyword": (lambda jit, put: jit(lambda x: x)(put(X), z=1), "unexpected keyword argument 'z'"),
     "the user's own": (lambda jit, put: jit(lambda x: {}["a"])(put(X)), "'a'"),
     "shapes": (lambda jit, put: jit(lambda x: x + x[:3])(put(X)), "got incompatible shapes"),
-    "a condition": (lambda jit, put: jit(lambda x: x if x.sum() > 0 else -x)(put(X)), "truth value"),
+    "a condition": (lambda jit, put: jit(lambda x: x if x.sum() > 0 else -x)(put(X)), "boolean conversion"),
     "unhashable": (lambda jit, put: jit(lambda x, s: x, static_argnums=1)(put(X), [1]), "ashable"),
     "no such option": (
         lambda jit, put: jit(jnp.sin, compiler_options={"no_such": 1})(put(X)),

@@ -224,8 +224,8 @@ def _plain(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str):
         own = sorted(d.id for d in spec.device_set)
         raise ValueError(
             f"{DIFFERING_DEVICES}. That is, {what} of shape {shape} is given {spec} on devices {own}, but "
-            f"the mesh ({describe(mesh)}) is of devices {_ids(mesh)}: give a PartitionSpec, P() for all of it "
-            "on every device"
+            f"the mesh ({describe(mesh)}) is of devices {_ids(mesh)}: give a PartitionSpec, P() for all of "
+            "it on every device"
         )
     named = _jax.spec_on(spec, mesh, len(shape))
     if named is None:
