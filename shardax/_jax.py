@@ -604,7 +604,8 @@ def with_bodies(eqn, change) -> Any:
 
 def _changed(param, change):
     if isinstance(param, tuple):
-        new = tuple([change(x) if is_jaxpr(x) else x for x in param])
+        new = [change(x) if is_jaxpr(x) else x for x in param]
+        new = tuple(new) if type(param) is tuple else type(param)(*new)  # a linear solve has named ones
         return new if any(a is not b for a, b in zip(new, param, strict=True)) else param
     return change(param)
 

@@ -222,11 +222,10 @@ def _param_without_types(key: str, value):
     if hasattr(value, "eqns"):
         made = without_explicit_types(_jax.closed(value))
         return made if hasattr(value, "consts") else made.jaxpr
-    return (
-        tuple(_param_without_types("", v) for v in value)
-        if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value)
-        else value
-    )
+    if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value):
+        made = [_param_without_types("", v) for v in value]
+        return tuple(made) if type(value) is tuple else type(value)(*made)  # a linear solve has named ones
+    return value
 
 
 def _without_types_in_context():
