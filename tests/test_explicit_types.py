@@ -245,7 +245,7 @@ def test_a_linear_solve():
 
     x, b = ramp(8, 4), ramp(4)
     with jax.set_mesh(MESH):
-        got = jax.value_and_grad(sx.shard_jit(f), (0, 1), has_aux=True)(put(x, "x"), put(b))
+        got = jax.value_and_grad(sx.shard_jit(f), (0, 1), has_aux=True)(put(x), put(b))
     want = jax.value_and_grad(f, (0, 1), has_aux=True)(x, b)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

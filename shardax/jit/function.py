@@ -436,7 +436,7 @@ def mesh_of(tree) -> Mesh | AbstractMesh | None:
 
 def _sharding_of(x) -> Any:
     """The sharding that a leaf is, or has; of what is being traced, that of its type."""
-    if isinstance(x, jax.core.Tracer):
+    if not _jax.is_concrete(x):
         return getattr(jax.typeof(x), "sharding", None)
     return x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
 
