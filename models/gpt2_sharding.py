@@ -3,19 +3,21 @@ completion.
 
 `model` splits attention by heads, the feed-forward by its hidden dim (Megatron, Shoeybi et al. 2019) and the
 embedding by vocabulary; `data` splits the batch; `fsdp` splits both the batch and what `model` leaves of the
-large parameters. Any of them may be missing from the mesh.
+large parameters; `stage` splits stacked layers by their number. Any of them may be missing from the mesh.
 """
 
 from collections.abc import Collection
+from functools import partial
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from models.rules import on_axes, specs_by_path
+from models.rules import on_axes, path_name, specs_by_path
 from models.steps import State, Step
 
-AXES = ("data", "fsdp", "model")
+AXES = ("stage", "data", "fsdp", "model")
 BATCH = P(("data", "fsdp"))
 
 PARAMS = (
@@ -34,7 +36,18 @@ def param_specs(params, axes: Collection[str]):
     """The PartitionSpec of each parameter, on a mesh with these axes. What no rule names (norms, biases) is
     replicated.
     """
-    return specs_by_path(PARAMS, params, axes)
+    specs = specs_by_path(PARAMS, params, axes)
+    return (
+        jax.tree_util.tree_map_with_path(partial(_on_stages, axes), specs, params)
+        if "stage" in axes
+        else specs
+    )
+
+
+def _on_stages(axes: Collection[str], path, spec: P, leaf) -> P:
+    """The spec of a leaf; where it is a stack of layers, its first dim is that."""
+    stacked = "/layers/" in f"/{path_name(path)}/"
+    return P("stage", *(tuple(spec) or (None,) * leaf.ndim)[1:]) if stacked else spec
 
 
 def sharded_step(step: Step, state: State, mesh: Mesh | AbstractMesh):

@@ -24,6 +24,8 @@ class Options:
     seed: int
     compare: bool
     partitioner: str
+    schedule: str | None
+    microbatches: int
     out: Path
     checkpoints: Path | None
     save_every: int
@@ -53,9 +55,22 @@ def parse(argv: Sequence[str] | None = None) -> Options:
             f"--process {options.process} is not one of 0 to {options.processes - 1}, as --processes "
             f"{options.processes} has it"
         )
+    _check_pipeline(options)
     if options.out.is_dir():
         stop(f"--out {options.out} is a folder: name a file, {options.out / 'loss.png'}")
     return options
+
+
+def _check_pipeline(options: Options) -> None:
+    on_stages = "stage" in (options.mesh or {})
+    if on_stages != (options.schedule is not None):
+        stop("--schedule and an axis of stages go together: --mesh stage=4,data=2 --schedule 1f1b")
+    if on_stages and options.partitioner != "shardax":
+        stop("--schedule is shardax's own: --partitioner shardax")
+    if on_stages and options.batch % options.microbatches:
+        stop(f"--microbatches {options.microbatches} does not divide --batch {options.batch}")
+    if on_stages and options.dropout and options.compare:
+        stop("--compare with --dropout: each microbatch has masks of its own; leave one of the two out")
 
 
 def stop(message: str) -> NoReturn:
@@ -78,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mesh",
         type=mesh_shape,
         metavar="data=4,model=2",
-        help="axes, of data, fsdp and model (default: all devices)",
+        help="axes, of stage, data, fsdp and model (default: all devices)",
     )
     add("--size", choices=list(gpt2.SIZES), default="default", help="of the model")
     add("--steps", type=_at_least(1), default=200)
@@ -98,6 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         default="shardax",
         help="xla: jax.jit with the same shardings; both: their speeds",
     )
+    add("--schedule", help="1f1b, gpipe, ...: layers lie on the stages of --mesh stage=4,data=2")
+    add("--microbatches", type=_at_least(1), default=8, help="of a batch, where there is a schedule")
     add("--out", type=Path, default=Path("out/loss.png"), help="the plot of the loss")
     add(
         "--checkpoints",

@@ -29,11 +29,15 @@ def make_init(init_params: Callable[[Array], Any], tx: optax.GradientTransformat
     return init
 
 
-def make_step(loss: Callable[[Any, Any, Array], Array], tx: optax.GradientTransformation) -> Step:
+def make_step(
+    loss: Callable[[Any, Any, Array], Array],
+    tx: optax.GradientTransformation,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+) -> Step:
     """The function (state, batch) -> (next state, loss), for a scalar `loss(params, batch, step)`."""
 
     def train_step(state: State, batch) -> tuple[State, Array]:
-        value, grads = jax.value_and_grad(loss)(state.params, batch, state.step)
+        value, grads = value_and_grad(loss)(state.params, batch, state.step)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         return State(optax.apply_updates(state.params, updates), opt_state, state.step + 1), value
 

@@ -34,7 +34,7 @@ class Trainer:
 
 def by_shardax(job: Job, mesh: Mesh) -> Trainer:
     """The state rests as completion infers from the train step, from its first moment."""
-    step = sharded_step(job.step, job.state, mesh)
+    step = sharded_step(job.pipelined or job.step, job.state, mesh)
     batch = on_axes(BATCH, mesh.axis_names)
     plan = step.plan(job.state, job.batch)
     state, batch_at_rest = plan.in_shardings
