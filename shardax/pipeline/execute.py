@@ -7,7 +7,7 @@ what they send each other inside a branch meets.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,9 @@ class _Executor:
         rows = {
             "branch": numbers,
             "microbatch": tables.microbatch,
-            "saved": _or_spare(tables.saved, tables.saved_slots),
+            "kept": np.maximum(tables.saved, 0),
+            "keep": _or_spare(np.where(tables.kind == slots.FORWARD, tables.saved, -1), tables.saved_slots),
+            "result": _or_spare(self.result_rows(tables), [schedule.microbatches]),
             "forward": _or_spare(tables.forward, tables.forward_slots),
             "cotangent": _or_spare(tables.cotangent, tables.cotangent_slots),
             "arriving_forward": _or_spare(routed.forward, tables.forward_slots),
@@ -118,31 +120,46 @@ class _Executor:
         def tick(state, row):
             kind, row = row
             mine = {k: lax.dynamic_index_in_dim(x, place, keepdims=False) for k, x in row.items()}
-            forward, cotangent, *state = state
+            forward, cotangent, kept, gradients, loss, results = state
             received = [_row(x, mine["forward"]) for x in forward]
             returned = [_row(x, mine["cotangent"]) for x in cotangent]
-            made, *state = lax.switch(
-                mine["branch"], branches, mine["microbatch"], mine["saved"], received, returned, *state
-            )
-            for lane, arrived in enumerate([*self.sent(made, kind, routed), made]):
+            held = [_row(x, mine["kept"]) for x in kept]
+            made = lax.switch(mine["branch"], branches, mine["microbatch"], received, returned, held)
+            kept = _written(kept, made.kept, mine["keep"])
+            results = _written(results, made.results, mine["result"])
+            pairs = zip(gradients, made.gradients, strict=True)
+            gradients, loss = [x + y.astype(x.dtype) for x, y in pairs], loss + made.loss
+            for lane, arrived in enumerate([*self.sent(made.sent, kind, routed), made.sent]):
                 if (routed.forward[..., lane] >= 0).any():
-                    forward = _written(forward, range(len(forward)), arrived, mine["arriving_forward"][lane])
+                    forward = _written(forward, arrived, mine["arriving_forward"][lane])
                 if (routed.cotangent[..., lane] >= 0).any():
-                    cotangent = _written(
-                        cotangent, range(len(cotangent)), arrived, mine["arriving_cotangent"][lane]
-                    )
-            return (forward, cotangent, *state), None
+                    cotangent = _written(cotangent, arrived, mine["arriving_cotangent"][lane])
+            return (forward, cotangent, kept, gradients, loss, results), None
 
         state = (
             _empty(self.wires, max(tables.forward_slots) + 1),
             _empty(self.wires, max(tables.cotangent_slots) + 1),
-            _empty(self.kept.types, max(max(tables.saved_slots), 1)),
-            [jnp.zeros(x.shape, _accumulated(x)) for x in self.own if is_inexact(x) and schedule.backward],
+            _empty(self.kept.types, max(tables.saved_slots) + 1),
+            [jnp.zeros(x.shape, _accumulated(x)) for x in self.moving],
             jnp.zeros((), _accumulated(stages[-1].sent[0])),
-            _empty(stages[-1].sent[schedule.backward :], schedule.microbatches),
+            _empty(self.result_types, schedule.microbatches + 1),
         )
         (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, (routed.kind, rows))
-        return loss, results, gradients
+        return loss, [x[: schedule.microbatches] for x in results], gradients
+
+    @property
+    def moving(self) -> list[Array]:
+        """The operands that have gradients."""
+        return [x for x in self.own if is_inexact(x)] if self.schedule.backward else []
+
+    @property
+    def result_types(self) -> Sequence[Type]:
+        return self.cut.stages[-1].sent[self.schedule.backward :]
+
+    def result_rows(self, tables: slots.Tables) -> np.ndarray:
+        """The microbatch whose results a stage makes in a tick, -1 where it makes none."""
+        last = (tables.kind == slots.FORWARD) & (tables.virtual == len(self.passes) - 1)
+        return np.where(last, tables.microbatch, -1)
 
     # Instructions
 
@@ -170,26 +187,32 @@ class _Executor:
     def instruction(self, kind: int, k: int) -> Callable[..., Any]:
         return self.forward(k) if kind == slots.FORWARD else self.backward(k, kind)
 
-    def idle(self, microbatch, slot, received, returned, *state):
-        return _zeros(self.wires), *state
+    def idle(self, microbatch, received, returned, held) -> "_Made":
+        return self.nothing()
+
+    def nothing(self) -> "_Made":
+        """What an instruction makes, as zeros. It is added to, or written to, what the loop carries outside of
+        the branch: a buffer that goes through branches is copied in each."""
+        loss = jnp.zeros((), _accumulated(self.cut.stages[-1].sent[0]))
+        return _Made(
+            *map(_zeros, (self.wires, self.kept.types, self.moving)), loss, _zeros(self.result_types)
+        )
 
     def forward(self, k: int):
         """F of virtual stage k."""
         last = k == len(self.passes) - 1
 
-        def run(microbatch, slot, received, returned, kept, gradients, loss, results):
+        def run(microbatch, received, returned, held) -> "_Made":
             wires = [received[i] for i in self.received[k]]
-            made, saved = self.passes[k].forward(*self.arguments(k, microbatch), wires)
-            kept = _written(kept, self.kept.of[k], saved, slot)
-            sent = _zeros(self.wires)
-            if last:
-                if self.schedule.backward:
-                    loss = loss + made.pop(0).astype(loss.dtype) * self.scale
-                results = _written(results, range(len(results)), made, microbatch)
-            else:
-                for i, x in zip(self.received[k + 1], made, strict=True):
-                    sent[i] = x
-            return sent, kept, gradients, loss, results
+            results, saved = self.passes[k].forward(*self.arguments(k, microbatch), wires)
+            made = self.nothing()
+            made = made._replace(kept=_placed(made.kept, self.kept.of[k], saved))
+            if not last:
+                return made._replace(sent=_placed(made.sent, self.received[k + 1], results))
+            if self.schedule.backward:
+                loss, *results = results
+                made = made._replace(loss=loss.astype(made.loss.dtype) * self.scale)
+            return made._replace(results=results)
 
         return run
 
@@ -197,22 +220,21 @@ class _Executor:
         """B or W of virtual stage k: what the one does not need of the whole backward pass is dead in it."""
         last = k == len(self.passes) - 1
 
-        def run(microbatch, slot, received, returned, kept, gradients, loss, results):
-            held = [_row(kept[i], slot) for i in self.kept.of[k]]
+        def run(microbatch, received, returned, held) -> "_Made":
             types = [x for x in self.cut.stages[k].sent if is_inexact(x)]
             cotangents = (
                 [jnp.full((), self.scale, types[0].dtype)]
                 if last
                 else [returned[i] for i in self.returned[k + 1]]
             )
-            of_pieces, of_received = self.passes[k].backward(*self.arguments(k, microbatch), held, cotangents)
-            sent = _zeros(self.wires)
+            kept = [held[i] for i in self.kept.of[k]]
+            of_pieces, of_received = self.passes[k].backward(*self.arguments(k, microbatch), kept, cotangents)
+            made = self.nothing()
             if kind != slots.BACKWARD_WEIGHTS:
-                for i, x in zip(self.returned[k], of_received, strict=True):
-                    sent[i] = x
+                made = made._replace(sent=_placed(made.sent, self.returned[k], of_received))
             if kind != slots.BACKWARD_INPUTS:
-                gradients = self.stacks.added(gradients, k, of_pieces)
-            return sent, kept, gradients, loss, results
+                made = made._replace(gradients=self.stacks.added(made.gradients, k, of_pieces))
+            return made
 
         return run
 
@@ -236,6 +258,17 @@ class _Executor:
         return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
 
 
+class _Made(NamedTuple):
+    """What an instruction makes: what it sends, a row for the backward pass, summands of the gradients and of
+    the loss, a row of results."""
+
+    sent: list[Array]
+    kept: list[Array]
+    gradients: list[Array]
+    loss: Array
+    results: list[Array]
+
+
 def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """Where there is no slot, one past the last: what is written there is read by nobody."""
     return np.where(numbers < 0, max(counts), numbers).astype(np.int32)
@@ -245,11 +278,15 @@ def _row(x, index):
     return lax.dynamic_index_in_dim(x, index, keepdims=False)
 
 
-def _written(buffers: Sequence[Array], numbers: Sequence[int], rows: Sequence[Array], index) -> list[Array]:
-    buffers = list(buffers)
-    for i, x in zip(numbers, rows, strict=True):
-        buffers[i] = lax.dynamic_update_index_in_dim(buffers[i], x.astype(buffers[i].dtype), index, 0)
-    return buffers
+def _written(buffers: Sequence[Array], rows: Sequence[Array], index) -> list[Array]:
+    """The buffers, each with a row written."""
+    pairs = zip(buffers, rows, strict=True)
+    return [lax.dynamic_update_index_in_dim(buffer, x, index, 0) for buffer, x in pairs]
+
+
+def _placed(values: Sequence[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
+    """The values, those of these numbers replaced."""
+    return list((dict(enumerate(values)) | dict(zip(numbers, new, strict=True))).values())
 
 
 def _zeros(types: Sequence[Type]) -> list[Array]:
