@@ -90,9 +90,8 @@ def compare(options) -> None:
     first, second = times.values()
     for name, seconds in times.items():
         memory = compiled[name].memory_analysis().temp_size_in_bytes / 2**20
-        print(
-            f"{name:26} {1e3 * statistics.median(seconds):8.1f} ms a step   {memory:8.1f} MiB   loss {values[name]:.6f}"
-        )
+        shown = f"{1e3 * statistics.median(seconds):8.1f} ms a step   {memory:8.1f} MiB"
+        print(f"{name:26} {shown}   loss {values[name]:.6f}")
     ratio = statistics.median(a / b for a, b in zip(first, second, strict=True))
     print(f"ratio {ratio:.2f}, median of {options.rounds} pairs; schedule {options.schedule}")
 

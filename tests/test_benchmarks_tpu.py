@@ -177,6 +177,7 @@ def parameters(name: str, part: str | None = None) -> int:
     return sum(array.size for array in jax.tree.leaves(params[part] if part else params))
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.mixed_dtypes  # optax mixes them
 @pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-1b-accumulated"])
 def test_a_step_gives_what_it_takes(name):

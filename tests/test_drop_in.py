@@ -363,6 +363,7 @@ def _same(found, wanted, shardings: bool = True) -> None:
 BOTH = pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
 
 
+@pytest.mark.promotes_ranks
 class TestBehaviours:
     @BOTH
     @pytest.mark.parametrize("name", behaviours.BEHAVIOURS)

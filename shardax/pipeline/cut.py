@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Literal
 
 from shardax import _jax
 from shardax.annotations.explicit import SHARDING_PARAMS, as_at, shape_of
@@ -245,7 +245,12 @@ class _Program:
             if part.number not in of_equation:
                 eqn = self.jaxpr.eqns[part.number]
                 read = list(dict.fromkeys(_variables(eqn.invars)))
-                whole = Jaxpr((), read, eqn.outvars, [eqn], debug_info=self.jaxpr.debug_info)
+
+                def alone(*values, eqn=eqn, read=read):
+                    of = dict(zip(read, values, strict=True))
+                    return _bound(eqn, [v.val if isinstance(v, Literal) else of[v] for v in eqn.invars])
+
+                whole = jax.make_jaxpr(alone)(*(shape_of(v.aval) for v in read))
                 each = [network.compute(w.flops, w.nbytes) * w.trips for w in work(whole)]
                 of_equation[part.number] = sum(each) / 1e12
         return [of_equation[part.number] / self.trips(part.number) for part in self.parts]

@@ -191,12 +191,12 @@ class _Executor:
         return self.nothing()
 
     def nothing(self) -> "_Made":
-        """What an instruction makes, as zeros. It is added to, or written to, what the loop carries outside of
-        the branch: a buffer that goes through branches is copied in each."""
+        """What an instruction makes, as zeros. What the loop carries gets it outside of the branch: a buffer
+        that goes through branches is copied in each."""
         loss = jnp.zeros((), _accumulated(self.cut.stages[-1].sent[0]))
-        return _Made(
-            *map(_zeros, (self.wires, self.kept.types, self.moving)), loss, _zeros(self.result_types)
-        )
+        moving = [Type(x.shape, x.dtype) for x in self.moving]
+        sent, kept, gradients, results = map(_zeros, (self.wires, self.kept.types, moving, self.result_types))
+        return _Made(sent, kept, gradients, loss, results)
 
     def forward(self, k: int):
         """F of virtual stage k."""
