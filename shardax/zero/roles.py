@@ -1,0 +1,98 @@
+"""Roles: which arguments of a train step are parameters, which are optimizer state, read off its program.
+
+    state        a result succeeds it: the donated argument of its path and type, or one that comes back
+    parameter    state from which something is computed that JAX differentiates, before any gradient is met
+    optimizer    the state besides: moments, accumulators, averages, master weights
+
+JAX notes on the scope of each equation that it differentiated or transposed it, and this is what is looked for: neither
+names nor any optimizer's structure count, so that moments which only scale a gradient are none of the parameters,
+and a step may run several updates, or have them in a loop or under `cond`. A step whose backward pass is written by hand
+has no such scopes. There a parameter is state on which results depend that are no state, such as the loss.
+"""
+
+import functools
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardax.graph.graph import Graph, Node, Value
+from shardax.graph.operands import carries_of, operands_of
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Numbers of arguments: `parameters`, `optimizer` state, each with the number of the result that succeeds it;
+    `scanned`, the shapes of the parameters over whose first dim a loop goes, layer by layer.
+    """
+
+    parameters: Mapping[int, int]
+    optimizer: Mapping[int, int]
+    scanned: frozenset[tuple[int, ...]]
+
+    @property
+    def state(self) -> Mapping[int, int]:
+        return {**self.parameters, **self.optimizer}
+
+
+def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
+    """The roles of the arguments of a program; `succeeded` has its state, with the results that succeed it."""
+    succeeded = {i: r for i, r in succeeded.items() if graph.inputs[i].shape}
+    state = {graph.inputs[i]: 1 << i for i in succeeded}
+    reach = _Reach(_successors(graph, succeeded.values()))
+    reach.run(graph, state)
+    others = (v for r, v in enumerate(graph.outputs) if r not in succeeded.values())
+    read = reach.differentiated if reach.gradients else reach.of(others)
+    parameters = {i: r for i, r in succeeded.items() if read >> i & 1}
+    scanned = {graph.inputs[i].shape for i in parameters} & reach.scanned
+    return Roles(parameters, {i: r for i, r in succeeded.items() if i not in parameters}, frozenset(scanned))
+
+
+def _successors(graph: Graph, numbers: Collection[int]) -> set[Value]:
+    """The new state, also before the annotations which say that it is."""
+    successors = {graph.outputs[r] for r in numbers}
+    before = {node.inputs[0] for node in graph.nodes if node.name == "annotate" and node.outputs[0] in successors}
+    return successors | before
+
+
+@dataclass
+class _Reach:
+    """What depends on which state, a bit each, and on gradients. One pass in program order: not round a loop, whose state
+    is that of the step before, and not through the new state.
+    """
+
+    successors: set[Value]
+    differentiated: int = 0  # the state that is read where JAX differentiates
+    gradients: set[Value] = field(default_factory=set)
+    scanned: set[tuple[int, ...]] = field(default_factory=set)  # shapes of what depends on state, and is scanned over
+    bits: dict[Value, int] = field(default_factory=dict)
+
+    def of(self, values: Iterable[Value]) -> int:
+        return functools.reduce(operator.or_, (self.bits.get(v, 0) for v in values), 0)
+
+    def run(self, graph: Graph, bits: Mapping[Value, int]) -> None:
+        self.bits.update(bits)
+        for node in graph.nodes:
+            self._read(node)
+            reads = self.of(node.inputs)
+            for value in node.outputs if reads else ():
+                if value not in self.gradients and value not in self.successors:
+                    self.bits[value] = reads
+
+    def _read(self, node: Node) -> None:
+        if node.name == "scan":
+            rows = node.inputs[carries_of(node).stop :]
+            self.scanned.update(v.shape for v in rows if self.bits.get(v))
+        if "jvp(" in str(node.scope):
+            self.differentiated |= self.of(node.inputs)
+        else:
+            self._run_bodies(node)
+        if "transpose(" in str(node.scope) or not self.gradients.isdisjoint(node.inputs):
+            self.gradients.update(node.outputs)
+
+    def _run_bodies(self, node: Node) -> None:
+        for body, operands in zip(node.bodies, operands_of(node), strict=True):
+            outside = {body.inputs[place]: node.inputs[k] for place, k in enumerate(operands)}
+            self.gradients.update(inner for inner, outer in outside.items() if outer in self.gradients)
+            self.run(body, {inner: self.bits[outer] for inner, outer in outside.items() if outer in self.bits})
+            results = zip(node.outputs, body.outputs, strict=False)  # those of a while's test are one
+            self.gradients.update(outer for outer, inner in results if inner in self.gradients)
