@@ -38,29 +38,30 @@ def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
     """The roles of the arguments of a program; `succeeded` has its state, with the results that succeed it."""
     succeeded = {i: r for i, r in succeeded.items() if graph.inputs[i].shape}
     state = {graph.inputs[i]: 1 << i for i in succeeded}
-    reach = _Reach(_successors(graph, succeeded.values()))
+    reach = _Reach()
     reach.run(graph, state)
-    others = (v for r, v in enumerate(graph.outputs) if r not in succeeded.values())
-    read = reach.differentiated if reach.gradients else reach.of(others)
+    read = reach.differentiated if reach.gradients else _read_by_others(graph, state, succeeded.values())
     parameters = {i: r for i, r in succeeded.items() if read >> i & 1}
     scanned = {graph.inputs[i].shape for i in parameters} & reach.scanned
     return Roles(parameters, {i: r for i, r in succeeded.items() if i not in parameters}, frozenset(scanned))
 
 
-def _successors(graph: Graph, numbers: Collection[int]) -> set[Value]:
-    """The new state, also before the annotations which say that it is."""
-    successors = {graph.outputs[r] for r in numbers}
-    before = {node.inputs[0] for node in graph.nodes if node.name == "annotate" and node.outputs[0] in successors}
-    return successors | before
+def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collection[int]) -> int:
+    """The state on which other results depend than the new state, and not through that."""
+    new = {graph.outputs[r] for r in numbers}
+    before = {node.inputs[0] for node in graph.nodes if node.name == "annotate" and node.outputs[0] in new}
+    reach = _Reach(new | before)
+    reach.run(graph, state)
+    return reach.of(v for r, v in enumerate(graph.outputs) if r not in numbers)
 
 
 @dataclass
 class _Reach:
     """What depends on which state, a bit each, and on gradients. One pass in program order: not round a loop, whose state
-    is that of the step before, and not through the new state.
+    is that of the step before, and not through the values `end`.
     """
 
-    successors: set[Value]
+    end: Collection[Value] = ()
     differentiated: int = 0  # the state that is read where JAX differentiates
     gradients: set[Value] = field(default_factory=set)
     scanned: set[tuple[int, ...]] = field(default_factory=set)  # shapes of what depends on state, and is scanned over
@@ -75,7 +76,7 @@ class _Reach:
             self._read(node)
             reads = self.of(node.inputs)
             for value in node.outputs if reads else ():
-                if value not in self.gradients and value not in self.successors:
+                if value not in self.gradients and value not in self.end:
                     self.bits[value] = reads
 
     def _read(self, node: Node) -> None:
