@@ -12,7 +12,7 @@ has no such scopes. There a parameter is state on which results depend that are 
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardax.graph.graph import Graph, Node, Value
@@ -22,12 +22,14 @@ from shardax.graph.operands import carries_of, operands_of
 @dataclass(frozen=True)
 class Roles:
     """Numbers of arguments: `parameters`, `optimizer` state, each with the number of the result that succeeds it;
-    `scanned`, the shapes of the parameters over whose first dim a loop goes, layer by layer.
+    `scanned`, the shapes of the parameters over whose first dim a loop goes, layer by layer; `accumulators`: scans, by
+    the `id` of their equations, with those of their carries that gradients are added to.
     """
 
     parameters: Mapping[int, int]
     optimizer: Mapping[int, int]
     scanned: frozenset[tuple[int, ...]]
+    accumulators: Mapping[int, Sequence[int]]
 
     @property
     def state(self) -> Mapping[int, int]:
@@ -43,7 +45,7 @@ def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
     read = reach.differentiated if reach.gradients else _read_by_others(graph, state, succeeded.values())
     parameters = {i: r for i, r in succeeded.items() if read >> i & 1}
     scanned = {graph.inputs[i].shape for i in parameters} & reach.scanned
-    return Roles(parameters, {i: r for i, r in succeeded.items() if i not in parameters}, frozenset(scanned))
+    return Roles(parameters, {i: r for i, r in succeeded.items() if i not in parameters}, frozenset(scanned), _accumulators(graph))
 
 
 def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collection[int]) -> int:
@@ -53,6 +55,20 @@ def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collectio
     reach = _Reach(new | before)
     reach.run(graph, state)
     return reach.of(v for r, v in enumerate(graph.outputs) if r not in numbers)
+
+
+def _accumulators(graph: Graph) -> dict[int, list[int]]:
+    """In loops in which there is a backward pass, the carries that depend on gradients, and that this does not read."""
+    found: dict[int, list[int]] = {}
+    for node in graph.walk():
+        if node.name == "scan" and "jvp(" not in str(node.scope):
+            (body,), carries = node.bodies, carries_of(node)
+            reach = _Reach()
+            reach.run(body, {v: 1 << k for k, v in enumerate(body.inputs[carries.start : carries.stop])})
+            results = body.outputs[: len(carries)]
+            unread = [k for k in range(len(carries)) if not reach.differentiated >> k & 1]
+            found[id(node.eqn)] = [k for k in unread if results[k] in reach.gradients]
+    return {eqn: carries for eqn, carries in found.items() if carries}
 
 
 @dataclass

@@ -14,6 +14,7 @@ from shardax.graph import inline
 from shardax.sharding import Axes, Sharding, entries_of, entry_axes, replicated
 from shardax.transforms import Argument, Context
 from shardax.validation import require
+from shardax.zero.inside import Inside
 from shardax.zero.rest import split_further
 from shardax.zero.roles import Roles, roles
 
@@ -38,19 +39,22 @@ class Zero:
 
     def __call__(self, jaxpr, context: Context):
         self._check(context)
-        succeeded = _succeeded(context)
-        found = roles(inline.from_jaxpr(_jax.dce(jaxpr)), succeeded)
+        jaxpr, succeeded = _jax.dce(jaxpr), _succeeded(context)
+        found = roles(inline.from_jaxpr(jaxpr), succeeded)
         if not found.parameters:
             raise ValueError(_not_found(self, context, succeeded))
-        return _resting(jaxpr, self._shardings(jaxpr, context, found), found)
-
-    def _shardings(self, jaxpr, context: Context, found: Roles) -> dict[int, Sharding]:
-        """How the state rests."""
         before = _without_it(jaxpr, context, self.axes)
+        after = {i: self._split(before[i], context.arguments[i], context, found) for i in found.state}
         split = found.state if self.stage == 3 else found.optimizer
-        return {
-            i: self._split(before[i], context.arguments[i], context, found) if i in split else before[i] for i in found.state
-        }
+        shardings = {i: after[i] if i in split else before[i] for i in found.state}
+        return _resting(self._inside(jaxpr, after, found), shardings, found)
+
+    def _inside(self, jaxpr, split: Mapping[int, Sharding], found: Roles):
+        if self.stage == 1:
+            return jaxpr
+        of_shape = {jaxpr.in_avals[i].shape: split[i] for i in found.parameters}
+        known = [split[i] if self.stage == 3 and i in found.parameters else None for i in range(len(jaxpr.in_avals))]
+        return Inside(of_shape, found.accumulators, words="Zero")(jaxpr, known)[0]
 
     def _split(self, before: Sharding, argument: Argument, context: Context, found: Roles) -> Sharding:
         shape = argument.type.shape
