@@ -2,6 +2,7 @@
 collectives out.
 """
 
+from shardax import zero
 from shardax.annotations.annotate import annotate, replicate
 from shardax.annotations.systems import (
     Partial,
@@ -49,6 +50,7 @@ __all__ = [
     "shard",
     "shard_jit",
     "split",
+    "zero",
 ]
 
 

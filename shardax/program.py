@@ -133,7 +133,9 @@ def completed_arguments(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
     return tuple(at_rest(s, a.shape, mesh.shape) for s, a in zip(completed, jaxpr.in_avals, strict=True))
 
 
-def _completed_values(jaxpr, mesh: AnyMesh, values: Callable[[Graph], Sequence[Value]]) -> tuple[Sharding, ...]:
+def _completed_values(
+    jaxpr, mesh: AnyMesh, values: Callable[[Graph], Sequence[Value]]
+) -> tuple[Sharding, ...]:
     with collector.paused():
         program_graph = _graph(jaxpr)
         refined, _, done = _completed(program_graph, (None,) * len(program_graph.inputs), mesh)

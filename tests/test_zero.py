@@ -100,14 +100,22 @@ def test_elements_that_are_sent(stage, gathered, over):
     assert times["all_gather"] == over
 
 
-SIZES = {"up": (13, 24), "bias": (24,), "down": (24, 3, 7), "scale": (3, 7), "gain": ()}  # no axis divides some of them
+SIZES = {
+    "up": (13, 24),
+    "bias": (24,),
+    "down": (24, 3, 7),
+    "scale": (3, 7),
+    "gain": (),
+}  # no axis divides some of them
 MATRICES = {"up": True, "bias": False, "down": False, "scale": True, "gain": False}
 
 
 def mlp_loss(params, batch):
     x_BI, y_BKO = batch
     h_BH = jnp.tanh(x_BI @ params["up"] + params["bias"])
-    return jnp.mean((jnp.einsum("bh,hko->bko", h_BH, params["down"]) * params["scale"] * params["gain"] - y_BKO) ** 2)
+    return jnp.mean(
+        (jnp.einsum("bh,hko->bko", h_BH, params["down"]) * params["scale"] * params["gain"] - y_BKO) ** 2
+    )
 
 
 def mlp_params():
@@ -175,10 +183,16 @@ def test_losses(name, stage, axes):
     tx, mesh, axis = OPTIMIZERS[name](), make_mesh(axes), ("data", "fsdp") if "fsdp" in axes else "data"
     params = {**dict.fromkeys(SIZES), "up": P(None, "model"), "down": P("model")} if "model" in axes else None
     shardings = (params, None), P(axis)
-    step = sx.shard_jit(train_step(tx), mesh=mesh, in_shardings=shardings, donate_argnums=0, transforms=[Zero(axis, stage)])
+    step = sx.shard_jit(
+        train_step(tx), mesh=mesh, in_shardings=shardings, donate_argnums=0, transforms=[Zero(axis, stage)]
+    )
     (state, found), (expected, wanted) = losses(step, tx), on_one_device(name)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
-    split = {name for name, x in state[0].items() if x.size > x.addressable_shards[0].data.size * mesh.shape.get("model", 1)}
+    split = {
+        name
+        for name, x in state[0].items()
+        if x.size > x.addressable_shards[0].data.size * mesh.shape.get("model", 1)
+    }
     assert bool(split) == (stage == 3 and 24 % mesh.shape["data"] == 0)

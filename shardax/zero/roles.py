@@ -12,7 +12,7 @@ has no such scopes. There a parameter is state on which results depend that are 
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardax.graph.graph import Graph, Node, Value
@@ -45,7 +45,16 @@ def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
     read = reach.differentiated if reach.gradients else _read_by_others(graph, state, succeeded.values())
     parameters = {i: r for i, r in succeeded.items() if read >> i & 1}
     scanned = {graph.inputs[i].shape for i in parameters} & reach.scanned
-    return Roles(parameters, {i: r for i, r in succeeded.items() if i not in parameters}, frozenset(scanned), _accumulators(graph))
+    optimizer = {i: r for i, r in succeeded.items() if i not in parameters}
+    return Roles(parameters, optimizer, frozenset(scanned), dict(_accumulators(graph, reach)))
+
+
+def is_update(graph: Graph, succeeded: Mapping[int, int]) -> bool:
+    """Whether any new state is made of state, and not by a backward pass alone, as gradients are."""
+    made = {v for node in graph.nodes if "jvp(" in str(node.scope) for v in node.outputs}
+    reach = _Reach(end=made, through=True)
+    reach.run(graph, {graph.inputs[i]: 1 for i in succeeded})
+    return bool(reach.of(graph.outputs[r] for r in succeeded.values()))
 
 
 def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collection[int]) -> int:
@@ -57,30 +66,37 @@ def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collectio
     return reach.of(v for r, v in enumerate(graph.outputs) if r not in numbers)
 
 
-def _accumulators(graph: Graph) -> dict[int, list[int]]:
-    """In loops in which there is a backward pass, the carries that depend on gradients, and that this does not read."""
-    found: dict[int, list[int]] = {}
+def _accumulators(graph: Graph, reach: "_Reach") -> Iterator[tuple[int, list[int]]]:
+    """In loops with a backward pass inside: the carries that are no state, depend on gradients, and are not differentiated."""
     for node in graph.walk():
         if node.name == "scan" and "jvp(" not in str(node.scope):
             (body,), carries = node.bodies, carries_of(node)
-            reach = _Reach()
-            reach.run(body, {v: 1 << k for k, v in enumerate(body.inputs[carries.start : carries.stop])})
-            results = body.outputs[: len(carries)]
-            unread = [k for k in range(len(carries)) if not reach.differentiated >> k & 1]
-            found[id(node.eqn)] = [k for k in unread if results[k] in reach.gradients]
-    return {eqn: carries for eqn, carries in found.items() if carries}
+            inner = _Reach()
+            inner.run(
+                body,
+                {v: 1 << k for k, v in zip(carries, body.inputs[carries.start : carries.stop], strict=True)},
+            )
+            own = [
+                k for k in carries if not reach.bits.get(node.inputs[k]) and not inner.differentiated >> k & 1
+            ]
+            found = [k - carries.start for k in own if body.outputs[k - carries.start] in inner.gradients]
+            if found:
+                yield id(node.eqn), found
 
 
 @dataclass
 class _Reach:
     """What depends on which state, a bit each, and on gradients. One pass in program order: not round a loop, whose state
-    is that of the step before, and not through the values `end`.
+    is that of the step before, and not through the values `end`; `through` gradients, or not.
     """
 
     end: Collection[Value] = ()
+    through: bool = False
     differentiated: int = 0  # the state that is read where JAX differentiates
     gradients: set[Value] = field(default_factory=set)
-    scanned: set[tuple[int, ...]] = field(default_factory=set)  # shapes of what depends on state, and is scanned over
+    scanned: set[tuple[int, ...]] = field(
+        default_factory=set
+    )  # shapes of what depends on state, and is scanned over
     bits: dict[Value, int] = field(default_factory=dict)
 
     def of(self, values: Iterable[Value]) -> int:
@@ -92,7 +108,7 @@ class _Reach:
             self._read(node)
             reads = self.of(node.inputs)
             for value in node.outputs if reads else ():
-                if value not in self.gradients and value not in self.end:
+                if value not in self.end and (self.through or value not in self.gradients):
                     self.bits[value] = reads
 
     def _read(self, node: Node) -> None:
@@ -110,6 +126,8 @@ class _Reach:
         for body, operands in zip(node.bodies, operands_of(node), strict=True):
             outside = {body.inputs[place]: node.inputs[k] for place, k in enumerate(operands)}
             self.gradients.update(inner for inner, outer in outside.items() if outer in self.gradients)
-            self.run(body, {inner: self.bits[outer] for inner, outer in outside.items() if outer in self.bits})
+            self.run(
+                body, {inner: self.bits[outer] for inner, outer in outside.items() if outer in self.bits}
+            )
             results = zip(node.outputs, body.outputs, strict=False)  # those of a while's test are one
             self.gradients.update(outer for outer, inner in results if inner in self.gradients)
