@@ -1,7 +1,6 @@
 """ZeRO: the state rests sharded, and what is sent and kept is as the formulas have it; losses stay what they are."""
 
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from models import gpt2
 from models.devices import make_mesh
-from models.steps import adamw, make_init, make_step
 from shardax.zero import Zero
 
 pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")]
@@ -196,3 +193,220 @@ def test_losses(name, stage, axes):
         if x.size > x.addressable_shards[0].data.size * mesh.shape.get("model", 1)
     }
     assert bool(split) == (stage == 3 and 24 % mesh.shape["data"] == 0)
+
+
+def planned(step, args, zero, **how):
+    how = {"mesh": abstract(data=4), "in_shardings": (None, P("data")), "donate_argnums": 0} | how
+    return sx.shard_jit(step, transforms=[zero] if zero else [], **how).plan(*args)
+
+
+def sent(plan) -> dict[str, int]:
+    """Bytes by kind, without scalars."""
+    kinds: dict[str, int] = {}
+    for c in plan.collectives:
+        if c.shape:
+            kinds[c.kind] = kinds.get(c.kind, 0) + c.nbytes * c.trips
+    return kinds
+
+
+W = jax.ShapeDtypeStruct((64, 128), "float32")
+X = jax.ShapeDtypeStruct((4096, 64), "float32")
+STATE = {"w": W, "m": W}
+WHOLE = 64 * 128 * 4  # bytes
+
+
+def square(w, x_BM):
+    return ((x_BM @ w) ** 2).mean()
+
+
+def momentum(state, grad):
+    m = 0.9 * state["m"] + grad
+    return {"w": state["w"] - 0.1 * m, "m": m}
+
+
+def with_metrics(state, x_BM):
+    """A metric reads the moments, another the new parameters: neither makes them parameters, or data."""
+    loss, grad = jax.value_and_grad(square)(state["w"], x_BM)
+    new = momentum(state, grad)
+    return new, (loss, optax.global_norm(new["m"]), optax.global_norm(new["w"]))
+
+
+def by_hand(state, x_BM):
+    """No scope says what was differentiated."""
+    y_BN = x_BM @ state["w"]
+    return momentum(state, x_BM.T @ y_BN), (y_BN**2).mean()
+
+
+def many_steps(state, x_KBM):
+    return jax.lax.scan(with_metrics, state, x_KBM)
+
+
+def under_cond(state, x_BM):
+    loss, grad = jax.value_and_grad(square)(state["w"], x_BM)
+    return jax.lax.cond(jnp.isfinite(loss), momentum, lambda state, grad: state, state, grad), loss
+
+
+def called(state, x_BM):
+    return jax.jit(with_metrics)(state, x_BM)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("step", [with_metrics, by_hand, under_cond, called, many_steps])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_finds_parameters(step, stage):
+    """In stage 1 they rest whole, and only they."""
+    steps = step is many_steps
+    x = jax.ShapeDtypeStruct((3, *X.shape), X.dtype) if steps else X
+    plan = planned(
+        step, (STATE, x), Zero("data", stage), in_shardings=(None, P(None, "data") if steps else P("data"))
+    )
+    shards = {place.named: place.shards for place in plan.arguments()}
+    assert shards["state/m"] == 4 and shards["state/w"] == (1 if stage == 1 else 4)
+    assert {place.path: place.shards for place in plan.results()}["0/w"] == shards["state/w"]
+    kinds = sent(plan)
+    assert kinds.keys() == {"reduce_scatter", "all_gather"}, "gradients are reduced where they are updated"
+    assert kinds["reduce_scatter"] == (3 if steps else 1) * WHOLE * 3 // 4
+
+
+def accumulated(state, x_KBM):
+    """Gradients of several microbatches, before one update."""
+
+    def add(total, x_BM):
+        loss, grad = jax.value_and_grad(square)(state["w"], x_BM)
+        return total + grad, loss
+
+    total, losses = jax.lax.scan(add, jnp.zeros_like(state["w"]), x_KBM)
+    return momentum(state, total), losses.mean()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "zero, times",
+    [
+        (Zero("data", 1), 1),
+        (Zero("data", 2), 5),
+        (Zero("data", 2, accumulate="unreduced"), 1),
+        (Zero("data", 1, accumulate="scattered"), 5),
+    ],
+    ids=str,
+)
+def test_microbatches(zero, times):
+    """Reduced once per step, or for each microbatch, in an accumulator of a shard's size."""
+    x = jax.ShapeDtypeStruct((5, *X.shape), X.dtype)
+    plan = planned(accumulated, (STATE, x), zero, in_shardings=(None, P(None, "data")))
+    assert sent(plan) == {"reduce_scatter": times * WHOLE * 3 // 4, "all_gather": WHOLE * 3 // 4}
+
+
+@pytest.mark.quick
+def test_replicas_of_shards():
+    """Hybrid: scattered within a group, the shards alone summed across groups."""
+    mesh = abstract(replica=2, fsdp=4)
+    plan = planned(
+        with_metrics, (STATE, X), Zero("fsdp", 2), mesh=mesh, in_shardings=(None, P(("replica", "fsdp")))
+    )
+    by_axes = {(c.kind, c.axes): c.nbytes for c in plan.collectives if c.shape}
+    assert by_axes == {
+        ("reduce_scatter", ("fsdp",)): WHOLE * 3 // 4,
+        ("all_reduce", ("replica",)): WHOLE // 4,
+        ("all_gather", ("fsdp",)): WHOLE * 3 // 4,
+    }
+
+
+def layers(state, x_BM):
+    """Unrolled, computed in bfloat16."""
+
+    def loss(params):
+        h_BM = x_BM.astype(jnp.bfloat16)
+        for w in params:
+            h_BM = jnp.tanh(h_BM @ w.astype(jnp.bfloat16))
+        return (h_BM.astype(jnp.float32) ** 2).mean()
+
+    params, moments = state
+    value, grads = jax.value_and_grad(loss)(params)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+    return (jax.tree.map(lambda w, m: w - 0.1 * m, params, moments), moments), value
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("again", [True, False])
+def test_gathered_again(again):
+    """For the backward pass of all layers but the first, where nothing reads the weights; else the peak has them all."""
+    params = [jax.ShapeDtypeStruct((256, 256), "float32")] * 4
+    x = jax.ShapeDtypeStruct((256, 256), "float32")
+    plan = planned(layers, ((params, params), x), Zero("data", 3, reshard_after_forward=again))
+    part = 256 * 256 * 2 * 3 // 4
+    assert sent(plan) == {"all_gather": (4 + 3 * again) * part, "reduce_scatter": 4 * part}
+
+
+@pytest.mark.quick
+def test_plan_says_what_rests():
+    zero, state = Zero("data", 2), {"w": W, "m": W, "tail": jax.ShapeDtypeStruct((7, 3), "float32")}
+
+    def step(state, x_BM):
+        new, metrics = with_metrics({"w": state["w"], "m": state["m"]}, x_BM)
+        return new | {"tail": state["tail"] + 1}, metrics
+
+    plan = planned(step, (state, X), zero)
+    found = zero.resident(plan)
+    assert found.before == {"parameters": WHOLE, "gradients": WHOLE, "optimizer state": WHOLE + 84}
+    assert found.after == {"parameters": WHOLE, "gradients": WHOLE // 4, "optimizer state": WHOLE // 4 + 84}
+    assert [(w.path, w.nbytes) for w in found.whole] == [("state/tail", 84)]
+    text = str(plan)
+    assert "State on each device, by Zero(axis='data', stage=2)" in text and "state/tail float32[7,3]" in text
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stage", [1, 3])
+def test_explicit_form(stage):
+    """An optimizer that says itself how its state rests makes the same program."""
+    params = {"w": W, "v": jax.ShapeDtypeStruct((128, 64), "float32")}
+
+    def step_of(tx):
+        def step(state, x_BM):
+            params, opt_state = state
+            loss = lambda p: ((jnp.tanh(x_BM @ p["w"]) @ p["v"]) ** 2).mean()  # noqa: E731
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), value
+
+        return step
+
+    tx = optax.adamw(1e-3)
+    state = params, jax.eval_shape(tx.init, params)
+    found = planned(step_of(tx), (state, X), Zero("data", stage, reshard_after_forward=False))
+    wrapped = planned(step_of(sx.zero.shard(tx, "data", stage)), (state, X), None)
+    assert wrapped.in_shardings == found.in_shardings and wrapped.out_shardings == found.out_shardings
+    assert sent(wrapped) == sent(found)
+    moments = sx.zero.specs(state[1], abstract(data=4))
+    assert moments == found.in_shardings[0][1]
+
+
+@pytest.mark.quick
+def test_bad_input():
+    def fails(words, step=with_metrics, args=(STATE, X), zero=Zero("data"), **how):
+        with pytest.raises(ValueError, match=words):
+            planned(step, args, zero, **how)
+
+    fails(r"axis of Zero is 'fsdp', and the mesh \(data=4\) has no axis 'fsdp'", zero=Zero("fsdp"))
+    fails("'model' splits no batch: in_shardings give state/w", zero=Zero("model"), mesh=abstract(data=2, model=2),
+          in_shardings=({"w": P("model"), "m": None}, P("data")))  # fmt: skip
+    loss = lambda state, x_BM: square(state["w"], x_BM)  # noqa: E731
+    fails(
+        "Zero.* finds no optimizer's update in this function.*of 3 arguments 0 come back",
+        step=loss,
+        donate_argnums=(),
+    )
+    fails("new state that is made of the old", step=jax.grad(loss), donate_argnums=())
+    with pytest.raises(ValueError, match="stage of Zero is 4, of type int: give 1, 2 or 3"):
+        Zero(stage=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="axis of Zero is"):
+        Zero(axis=())
+    with pytest.raises(ValueError, match="axis of specs names 'x'"):
+        sx.zero.specs(STATE, abstract(data=4), "x")
+
+
+@pytest.mark.quick
+def test_state_that_is_not_donated():
+    plan = planned(with_metrics, (STATE, X), Zero("data", 1), donate_argnums=())
+    assert [place.shards for place in plan.arguments()] == [4, 1, 4]
+    assert [place.shards for place in plan.results()][:2] == [4, 1]

@@ -1,6 +1,7 @@
 """Inside: annotations on gradients where they are made, and on copies of parameters until they are used.
 
-The search alone decides for what sends least. ZeRO also means to keep less, and so it is annotated where what lies:
+The search alone decides for what sends least. ZeRO also means to keep less, and so it is annotated where what
+lies:
 
     gradients     of layers in a loop: each is scattered as it is made, in the loop's own results
                   that several microbatches are added to: scattered, or not yet reduced
@@ -21,7 +22,9 @@ from shardax.graph.equations import equations_like
 from shardax.sharding import Sharding
 
 Known = Sequence[Sharding | None]
-"""For each of some variables: how the parameter rests of which it is a copy, maybe in another dtype; else None."""
+"""For each of some variables: how the parameter rests of which it is a copy, maybe in another dtype; else
+None.
+"""
 
 OfShape = Mapping[tuple[int, ...], Sharding]
 

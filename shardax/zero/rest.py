@@ -8,8 +8,9 @@ from shardax.sharding import Axes, AxisSizes, Sharding, shard_count
 def split_further(
     sharding: Sharding, shape: tuple[int, ...], axes: Axes, sizes: AxisSizes, last: Collection[int] = ()
 ) -> Sharding:
-    """The sharding with `axes` added to the largest dim that they divide: one that nothing splits yet, if there is any;
-    those in `last`, over which layers are scanned, only where no other can. The same, where none can.
+    """The sharding with `axes` added to the largest dim that they divide: one that nothing splits yet, if
+    there is any; those in `last`, over which layers are scanned, only where no other can. The same, where
+    none can.
 
     >>> split_further(Sharding(((), ("model",))), (64, 256), ("data",), {"data": 4, "model": 2})
     P('data', 'model')

@@ -4,10 +4,11 @@
     parameter    state from which something is computed that JAX differentiates, before any gradient is met
     optimizer    the state besides: moments, accumulators, averages, master weights
 
-JAX notes on the scope of each equation that it differentiated or transposed it, and this is what is looked for: neither
-names nor any optimizer's structure count, so that moments which only scale a gradient are none of the parameters,
-and a step may run several updates, or have them in a loop or under `cond`. A step whose backward pass is written by hand
-has no such scopes. There a parameter is state on which results depend that are no state, such as the loss.
+JAX notes on the scope of each equation that it differentiated or transposed it, and this is what is looked
+for: neither names nor any optimizer's structure count, so that moments which only scale a gradient are none
+of the parameters, and a step may run several updates, or have them in a loop or under `cond`. A step whose
+backward pass is written by hand has no such scopes. There a parameter is state on which results depend that
+are no state, such as the loss.
 """
 
 import functools
@@ -21,9 +22,10 @@ from shardax.graph.operands import carries_of, operands_of
 
 @dataclass(frozen=True)
 class Roles:
-    """Numbers of arguments: `parameters`, `optimizer` state, each with the number of the result that succeeds it;
-    `scanned`, the shapes of the parameters over whose first dim a loop goes, layer by layer; `accumulators`: scans, by
-    the `id` of their equations, with those of their carries that gradients are added to.
+    """Numbers of arguments: `parameters`, `optimizer` state, each with the number of the result that succeeds
+    it; `scanned`, the shapes of the parameters over whose first dim a loop goes, layer by layer;
+    `accumulators`: scans, by the `id` of their equations, with those of their carries that gradients are
+    added to.
     """
 
     parameters: Mapping[int, int]
@@ -67,7 +69,9 @@ def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collectio
 
 
 def _accumulators(graph: Graph, reach: "_Reach") -> Iterator[tuple[int, list[int]]]:
-    """In loops with a backward pass inside: the carries that are no state, depend on gradients, and are not differentiated."""
+    """In loops with a backward pass inside: the carries that are no state, depend on gradients, and are not
+    differentiated.
+    """
     for node in graph.walk():
         if node.name == "scan" and "jvp(" not in str(node.scope):
             (body,), carries = node.bodies, carries_of(node)
@@ -86,8 +90,8 @@ def _accumulators(graph: Graph, reach: "_Reach") -> Iterator[tuple[int, list[int
 
 @dataclass
 class _Reach:
-    """What depends on which state, a bit each, and on gradients. One pass in program order: not round a loop, whose state
-    is that of the step before, and not through the values `end`; `through` gradients, or not.
+    """What depends on which state, a bit each, and on gradients. One pass in program order: not round a loop,
+    whose state is that of the step before, and not through the values `end`; `through` gradients, or not.
     """
 
     end: Collection[Value] = ()

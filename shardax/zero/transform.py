@@ -10,11 +10,14 @@ from jax.extend.core import jaxpr_as_fun
 from shardax import _jax, program
 from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
+from shardax.explain.facts import Facts
+from shardax.explain.tables import Table
 from shardax.graph import inline
 from shardax.sharding import Axes, AxisSizes, Owing, Sharding, at_rest, entries_of, entry_axes, replicated
 from shardax.transforms import Argument, Context
 from shardax.validation import require
 from shardax.zero.inside import Inside, OfShape
+from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, resident
 from shardax.zero.rest import split_further
 from shardax.zero.roles import Roles, is_update, roles
 
@@ -24,29 +27,30 @@ Accumulate = Literal["scattered", "unreduced"]
 
 @dataclass(frozen=True)
 class Zero:
-    """A transform of train steps, by which the devices along an axis that splits the batch share what each of them would
-    hold whole (ZeRO, arXiv 1910.02054, section 5).
+    """A transform of train steps, by which the devices along an axis that splits the batch share what each of
+    them would hold whole (ZeRO, arXiv 1910.02054, section 5).
 
         stage   rests split over `axis`       sent per step, of the parameters' size
         1       optimizer state               2: gradients reduce-scattered, new parameters gathered
         2       and gradients, as made        2
         3       and parameters                3: gathered forward and backward, in the compute dtype
 
-    The step is as for one device, its optimizer any. What is split already, over tensor or expert axes, is split further.
-    Each array is split along its largest dim that the axis divides, and stays whole where there is none: `sx.zero.resident`
-    lists both, in bytes.
+    The step is as for one device, its optimizer any. What is split already, over tensor or expert axes, is
+    split further. Each array is split along its largest dim that the axis divides, and stays whole where
+    there is none: the plan lists both, in bytes.
 
     Args:
-      axis: the name of a mesh axis that splits the batch, or several. One of several batch axes alone shards within its groups,
-        with replicas across the others (hybrid sharding).
+      axis: the name of a mesh axis that splits the batch, or a tuple of several. One of several batch axes
+        alone shards within its groups, with replicas across the others (hybrid sharding).
       stage: 1, 2 or 3.
-      accumulate: how a loop over microbatches accumulates gradients. "unreduced": each device its own, of full size, reduced
-        once per step; "scattered": each its shard, reduced for each microbatch. None: "unreduced" in stage 1, else "scattered".
-      reshard_after_forward: in stage 3, gather parameters again for the backward pass. False keeps what the forward pass
-        gathered where that sends less: as fast as stage 2, in its memory.
+      accumulate: how a loop over microbatches accumulates gradients. "unreduced": each device its own, of
+        full size, reduced once per step; "scattered": each its shard, reduced for each microbatch. None:
+        "unreduced" in stage 1, else "scattered".
+      reshard_after_forward: in stage 3, gather parameters again for the backward pass. False keeps what the
+        forward pass gathered, where that sends less.
 
-    Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, and for a function
-    in which no optimizer's update is found.
+    Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, and
+    for a function in which no optimizer's update is found.
 
     >>> import jax, optax, shardax as sx
     >>> tx, mesh = optax.adam(1e-3), jax.sharding.AbstractMesh((8,), ("data",))
@@ -58,7 +62,8 @@ class Zero:
     >>> how = {"mesh": mesh, "in_shardings": (None, jax.P("data")), "donate_argnums": 0}
     >>> train = sx.shard_jit(step, transforms=[sx.zero.Zero("data", stage=1)], **how)
     >>> params = jax.ShapeDtypeStruct((64, 32), "float32")
-    >>> plan = train.plan((params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct((4096, 64), "float32"))
+    >>> state = params, jax.eval_shape(tx.init, params)
+    >>> plan = train.plan(state, jax.ShapeDtypeStruct((4096, 64), "float32"))
     >>> [c.kind for c in plan.collectives if c.shape]
     ['reduce_scatter', 'all_gather']
     """
@@ -94,6 +99,16 @@ class Zero:
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
         return _resting(self._inside(jaxpr, context, before, split, found), rests, found, str(self))
 
+    def resident(self, plan: Facts) -> Resident:
+        """What the state of a step that this transformed takes on each device, in bytes, with it and without;
+        `print` shows it as a table, which is part of the plan's own text too.
+        """
+        return resident(plan, str(self), self.axes, self.stage)
+
+    def report(self, plan: Facts) -> Table:
+        """What a plan shows of it."""
+        return self.resident(plan).table()
+
     def _roles(self, jaxpr, context: Context) -> Roles:
         graph, succeeded = inline.from_jaxpr(jaxpr), _succeeded(context)
         found = roles(graph, succeeded)
@@ -102,7 +117,9 @@ class Zero:
         return found
 
     def _before(self, jaxpr, context: Context) -> Sequence[Sharding]:
-        """How arguments rest without ZeRO: as requested, or where other axes split something, as completion has them."""
+        """How arguments rest without ZeRO: as requested, or where other axes split something, as completion
+        has them.
+        """
         sizes = context.mesh.shape
         if any(size > 1 for axis, size in sizes.items() if axis not in self.axes):
             return program.completed_arguments(jaxpr, context.mesh)
@@ -115,7 +132,9 @@ class Zero:
     def _inside(
         self, jaxpr, context: Context, before: Sequence[Sharding], split: Mapping[int, Sharding], found: Roles
     ):
-        """The program with annotations on what it makes of the gradients, which are pending over all axes of the batch."""
+        """The program with annotations on what it makes of the gradients, which are pending over all axes of
+        the batch.
+        """
         batch = {axis for a in context.arguments if not a.is_state for axis in _requested(a).axes}
         batch = tuple(axis for axis in context.mesh.shape if axis in {*batch, *self.axes})
         shapes = {i: jaxpr.in_avals[i].shape for i in found.parameters}
@@ -137,34 +156,35 @@ class Zero:
         for axis in self.axes:
             if axis not in context.mesh.shape:
                 raise ValueError(
-                    f"axis of Zero is {self.axis!r}, and the mesh ({describe(context.mesh)}) has no axis {axis!r}: name the "
-                    "axis that splits the batch"
+                    f"axis of Zero is {self.axis!r}, and the mesh ({describe(context.mesh)}) has no axis "
+                    f"{axis!r}: name the axis that splits the batch"
                 )
-            splitting = [a for a in context.arguments if axis in _requested(a).axes]
-            others = [
-                a for a in context.arguments if not a.is_state and a.sharding is not None and a.type.shape
-            ]
-            if splitting and others and all(a.is_state for a in splitting):
+            splits = [a for a in context.arguments if axis in _requested(a).axes]
+            arrays = (a for a in context.arguments if a.type.shape and not a.is_state)
+            others = [a for a in arrays if a.sharding is not None]
+            if splits and others and all(a.is_state for a in splits):
                 raise ValueError(
-                    f"axis of Zero is {self.axis!r}, and {axis!r} splits no batch: in_shardings use it for "
-                    f"{splitting[0].path} {splitting[0].sharding}, and {others[0].path} has {others[0].sharding}. Devices "
-                    "along it compute on the same data, and share nothing: name the axis that splits the batch"
+                    f"axis of Zero is {self.axis!r}, and {axis!r} splits no batch: in_shardings give "
+                    f"{splits[0].path} {splits[0].sharding}, and {others[0].path} {others[0].sharding}. "
+                    "Devices along such an axis compute on the same data, and have nothing to share: name "
+                    "the axis that splits the batch"
                 )
 
     def _not_found(self, context: Context, found: Roles) -> str:
-        state = sum(1 for a in context.arguments if a.is_state)
+        state = sum(a.is_state for a in context.arguments)
         return (
-            f"{self} finds no optimizer's update in this function. It looked for state (of {len(context.arguments)} arguments "
-            f"{state} come back as results of the same type), for parameters among it (from {len(found.parameters)} of these "
-            "something is computed that is differentiated), and for results that are made of both the old state and "
-            "gradients. Give it the whole step, which takes and returns parameters and optimizer state, with "
-            "donate_argnums= for these; or say where the update is, with sx.zero.shard(tx, ...) for an optax optimizer"
+            f"{self} finds no optimizer's update in this function. It looked for state (of "
+            f"{len(context.arguments)} arguments {state} come back in results), for parameters among it ("
+            f"from {len(found.parameters)} of these something is computed that is differentiated), and for new "
+            "state that is made of the old: give it the whole step, which takes and returns parameters and "
+            "optimizer state, with donate_argnums= for these, or say where the update is, with "
+            "sx.zero.shard(tx, ...) around an optax optimizer"
         )
 
 
 def _succeeded(context: Context) -> dict[int, int]:
-    """The state, each argument with the result that succeeds it. Of what is not donated, the result of its type and, where
-    there are several, of the end of its path.
+    """The state, each argument with the result that succeeds it. Of what is not donated, the result of its
+    type and, where there are several, of the end of its path.
     """
     succeeded = {r.succeeds: number for number, r in enumerate(context.results) if r.succeeds is not None}
     free = {number: r for number, r in enumerate(context.results) if r.succeeds is None}
@@ -206,7 +226,7 @@ def _of_shape(pairs: Sequence[tuple[tuple[int, ...], Sharding]]) -> OfShape:
 def _resting(jaxpr, rests: Mapping[int, Sharding], found: Roles, source: str):
     """The program whose state rests so, whatever was requested of it."""
     plain = _jax.replaced_eqns(jaxpr, list(_without_requests(jaxpr, found)))
-    role = {i: "parameter" if i in found.parameters else "optimizer state" for i in found.state}
+    role = {i: PARAMETER if i in found.parameters else OPTIMIZER for i in found.state}
 
     def run(*args):
         args = [
