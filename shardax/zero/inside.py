@@ -101,7 +101,7 @@ class Inside:
         ]
 
     def _inner(self, eqn, known: Known, wanted=None) -> tuple[Any, Known]:
-        """An equation with one body, whose results are annotated as `wanted` tells of what is known of them."""
+        """An equation with one body, the results of which are annotated as `wanted` has it of what is known."""
         inner, found = replace(self, in_loop=self.in_loop or wanted is not None, ahead=[]), []
 
         def change(jaxpr):
@@ -116,9 +116,8 @@ class Inside:
         outvars, eqns = list(opened.outvars), list(opened.eqns)
         makers = {v: eqn for eqn in eqns for v in eqn.outvars}
         for k, sharding in enumerate(wanted):
-            if sharding is not None and (
-                maker := _jax.is_literal(outvars[k]) or makers.get(outvars[k])
-            ) not in (None, True):
+            maker = None if _jax.is_literal(outvars[k]) else makers.get(outvars[k])
+            if sharding is not None and maker is not None:
                 (new,), (outvars[k],) = equations_like(
                     maker, lambda x, s=sharding: self._annotation(x, s), [outvars[k]]
                 )

@@ -1,4 +1,4 @@
-"""Resident: the bytes of a step's state on each device, before and after ZeRO, and what could not be split."""
+"""Resident: bytes of a step's state on each device, before and after ZeRO, and what could not be split."""
 
 import math
 from collections.abc import Iterator, Sequence

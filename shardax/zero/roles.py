@@ -39,7 +39,7 @@ class Roles:
 
 
 def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
-    """The roles of the arguments of a program; `succeeded` has its state, with the results that succeed it."""
+    """The roles of a program's arguments; `succeeded` has its state, with the results that succeed it."""
     succeeded = {i: r for i, r in succeeded.items() if graph.inputs[i].shape}
     state = {graph.inputs[i]: 1 << i for i in succeeded}
     reach = _Reach()

@@ -127,6 +127,6 @@ def _check(axes: Axes, mesh: Mesh | AbstractMesh, what: str) -> None:
     for axis in axes:
         if axis not in mesh.shape:
             raise ValueError(
-                f"axis of {what} names {axis!r}, and the mesh ({describe(mesh)}) has no such axis: name the one "
-                "that splits the batch"
+                f"axis of {what} names {axis!r}, and the mesh ({describe(mesh)}) has no such axis: name the "
+                "one that splits the batch"
             )
