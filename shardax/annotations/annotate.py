@@ -64,8 +64,9 @@ def replicate(x):
     return annotate(x, PartitionSpec())
 
 
-Role = Literal["inside", "argument", "result", "type", "implied", "one device"]
-"""Whether an annotation stands inside the function, is that of an argument or of a result (in_shardings,
+Role = Literal["inside", "state", "argument", "result", "type", "implied", "one device"]
+"""Whether an annotation stands inside the function, stands there on what is stored of state (it spreads with
+that, after the data), is that of an argument or of a result (in_shardings,
 out_shardings), that of the Explicit type of a result, or is implied: by another type, by the specs of an
 island or of a jit, by what the result succeeds.
 One with the role "one device" requests nothing: it is lowered for one device only (see `for_one_device`).

@@ -137,7 +137,7 @@ class Inside:
         return eqns
 
     def _annotation(self, x, sharding: Sharding):
-        return bind_annotation(x, sharding.dims, self.source, "inside", owing=sharding.owing)
+        return bind_annotation(x, sharding.dims, self.source, "state", owing=sharding.owing)
 
 
 Changed = tuple[list[Any], Known]  # equations in the place of one, and what is known of its results

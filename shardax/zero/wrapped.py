@@ -7,8 +7,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.annotations.annotate import annotate, broadcast_specs, describe, dims_of
-from shardax.sharding import Axes, Sharding, at_rest, replicated
+from shardax.annotations.annotate import annotate, bind_annotation, broadcast_specs, describe, dims_of
+from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
 from shardax.zero.rest import split_further
 from shardax.zero.transform import Stage, Zero
@@ -84,7 +84,13 @@ class _Rests:
 
 
 def _annotated(tree: Any, rests: Callable[[tuple[int, ...]], PartitionSpec | None]) -> Any:
-    return jax.tree.map(lambda x: annotate(x, rests(jax.numpy.shape(x))), tree)
+    def annotated(x):
+        spec = rests(jax.numpy.shape(x))
+        if spec is None or _jax.is_eager(x):
+            return annotate(x, spec)
+        return bind_annotation(x, from_spec(spec, x.ndim).dims, "sx.zero.shard", "state")
+
+    return jax.tree.map(annotated, tree)
 
 
 def specs(tree: Any, mesh: Mesh | AbstractMesh, axis: str | Axes = "data", requested: Any = None) -> Any:
