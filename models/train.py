@@ -83,7 +83,7 @@ def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
     print(f"losses plotted in {options.out}")
 
 
-def make_trainer(partitioner: str, job: Job, mesh: Mesh, zero: int) -> Trainer:
+def make_trainer(partitioner: str, job: Job, mesh: Mesh, zero: int = 0) -> Trainer:
     trainer = by_shardax(job, mesh, zero) if partitioner == "shardax" else by_xla(job, mesh)
     for line in trainer.dropped:
         print(f"xla does not split {line}")

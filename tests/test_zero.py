@@ -358,7 +358,7 @@ def test_plan_says_what_rests():
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", [1, 3])
 def test_explicit_form(stage):
-    """An optimizer that says itself how its state rests makes the same program."""
+    """An optimizer that says itself how its state rests makes a program that sends the same."""
     params = {"w": W, "v": jax.ShapeDtypeStruct((128, 64), "float32")}
 
     def step_of(tx):

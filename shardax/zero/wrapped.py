@@ -46,13 +46,11 @@ def shard(tx: Any, axis: str | Axes = "data", stage: Stage = 1, params: Any = No
         return _annotated(tx.init(trained), _Rests(zero, trained, params).split)
 
     def update(grads, state, trained=None, **extra):
-        known = trained is not None
-        rests = _Rests(zero, trained if known else grads, params)
+        rests = _Rests(zero, grads if trained is None else trained, params)
         grads, state = _annotated(grads, rests.split), _annotated(state, rests.split)
-        if known:
-            trained = _annotated(trained, rests.parameter)
+        trained = None if trained is None else _annotated(trained, rests.parameter)
         updates, state = tx.update(grads, state, trained, **extra)
-        return _annotated(updates, rests.split if known else rests.parameter), _annotated(state, rests.split)
+        return _annotated(updates, rests.parameter), _annotated(state, rests.split)
 
     return type(tx)(init, update) if isinstance(tx, tuple) and len(tx) == 2 else Transformation(init, update)
 
