@@ -30,7 +30,9 @@ def options(folder, *argv: str) -> Options:
 
 def losses(options: Options, stop_at: int | None = None):
     """The losses of a run; `stop_at`: the step that does not come to its end."""
-    trainer = train.make_trainer("shardax", train.make_job(options), train.make_mesh(options.mesh), options.zero)
+    trainer = train.make_trainer(
+        "shardax", train.make_job(options), train.make_mesh(options.mesh), options.zero
+    )
     steps = iter(range(stop_at or options.steps))
 
     def step(state, batch):

@@ -1,6 +1,7 @@
 """ZeRO: the state rests sharded, and what is sent and kept is as the formulas have it; losses stay what they are."""
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from models import gpt2
 from models.devices import make_mesh
+from models.steps import make_init, make_step
 from shardax.zero import Zero
 
 pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")]
@@ -410,3 +413,16 @@ def test_state_that_is_not_donated():
     plan = planned(with_metrics, (STATE, X), Zero("data", 1), donate_argnums=())
     assert [place.shards for place in plan.arguments()] == [4, 1, 4]
     assert [place.shards for place in plan.results()][:2] == [4, 1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_activations_are_split_by_the_batch(stage):
+    """What is stored split over an axis of the batch splits no activation along another dim."""
+    config = replace(gpt2.SIZES["tiny"], scan=True, dtype=jnp.bfloat16, seq=24)
+    tx = optax.adamw(1e-3)
+    step = make_step(lambda params, text_BS, _: gpt2.loss(config, params, text_BS), tx)
+    state = jax.eval_shape(make_init(partial(gpt2.init_params, config), tx), jax.random.key(0))
+    batch = 40
+    plan = planned(step, (state, jax.ShapeDtypeStruct((batch, 25), "int32")), Zero("data", stage))
+    made = [v for node in plan.graph.walk() for v in node.outputs if v.shape[:1] == (batch,)]
+    assert made and [v for v in made if plan.sharding(v).dims[0] != ("data",)] == []

@@ -101,7 +101,7 @@ class Inside:
         ]
 
     def _inner(self, eqn, known: Known, wanted=None) -> tuple[Any, Known]:
-        """An equation with one body, the results of which are annotated as `wanted` has it of what is known."""
+        """An equation with one body, its results annotated as `wanted` has it of what is known of them."""
         inner, found = replace(self, in_loop=self.in_loop or wanted is not None, ahead=[]), []
 
         def change(jaxpr):

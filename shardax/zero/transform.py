@@ -176,8 +176,8 @@ class Zero:
             f"{self} finds no optimizer's update in this function. It looked for state (of "
             f"{len(context.arguments)} arguments {state} come back in results), for parameters among it "
             f"(from {len(found.parameters)} of these something is computed that is differentiated), and for "
-            "new state that is made of the old: give it the whole step, which takes and returns parameters and "
-            "optimizer state, with donate_argnums= for these, or say where the update is, with "
+            "new state that is made of the old: give it the whole step, which takes and returns parameters "
+            "and optimizer state, with donate_argnums= for these, or say where the update is, with "
             "sx.zero.shard(tx, ...) around an optax optimizer"
         )
 
