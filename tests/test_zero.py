@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from models import gpt2
+from models import gpt2, gpt2_sharding
 from models.devices import make_mesh
-from models.steps import make_init, make_step
+from models.steps import State, make_init, make_step
 from shardax.zero import Zero
 
 pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")]
@@ -158,6 +158,14 @@ def losses(step, tx, count=5):
     return state, found
 
 
+@pytest.fixture
+def quick_compilation():
+    """XLA's optimizations are not under test, and most of the time would go there."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @cache
 def on_one_device(name: str):
     tx = OPTIMIZERS[name]()
@@ -179,7 +187,7 @@ def on_one_device(name: str):
         ("injected", 3, {"data": 8}),
     ],
 )
-def test_losses(name, stage, axes):
+def test_losses(name, stage, axes, quick_compilation):
     tx, mesh, axis = OPTIMIZERS[name](), make_mesh(axes), ("data", "fsdp") if "fsdp" in axes else "data"
     params = {**dict.fromkeys(SIZES), "up": P(None, "model"), "down": P("model")} if "model" in axes else None
     shardings = (params, None), P(axis)
@@ -426,3 +434,38 @@ def test_activations_are_split_by_the_batch(stage):
     plan = planned(step, (state, jax.ShapeDtypeStruct((batch, 25), "int32")), Zero("data", stage))
     made = [v for node in plan.graph.walk() for v in node.outputs if v.shape[:1] == (batch,)]
     assert made and [v for v in made if plan.sharding(v).dims[0] != ("data",)] == []
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "stage, axes, scan", [(2, {"data": 4, "model": 2}, True), (3, {"data": 4, "model": 2}, False)]
+)
+def test_gpt2(stage, axes, scan, quick_compilation):
+    """On top of tensor parallelism, layers in a loop or not, and twice with the state that came back."""
+    config = replace(gpt2.SIZES["tiny"], scan=scan, seq=16)
+    tx, mesh = optax.adamw(1e-2), make_mesh(axes)
+    init = make_init(partial(gpt2.init_params, config), tx)
+    step = make_step(lambda params, text_BS, _: gpt2.loss(config, params, text_BS), tx)
+    shapes_ = jax.eval_shape(init, jax.random.key(0))
+    specs = gpt2_sharding.param_specs(shapes_.params, ["model"])
+    how = {"mesh": mesh, "in_shardings": (State(specs, None, None), P("data")), "donate_argnums": 0}
+    sharded = sx.shard_jit(step, transforms=[Zero("data", stage)], **how)
+    batches = [np.random.default_rng(i).integers(0, 257, (20, 17)).astype("int32") for i in range(3)]
+    resting = sx.abstract_state(sharded, shapes_, batches[0])
+    state = jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, resting))(jax.random.key(0))
+    expected, alone = jax.jit(init)(jax.random.key(0)), jax.jit(step)
+    for text_BS in batches:
+        state, loss = sharded(state, text_BS)
+        expected, wanted = alone(expected, text_BS)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(resting), strict=True)
+    assert all(x.sharding.is_equivalent_to(rest.sharding, x.ndim) for x, rest in pairs)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stage", [1, 3])
+def test_explicit_axes(stage):
+    """There JAX types each gradient as its parameter: that is no reason to sum it on every device."""
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    plan = planned(with_metrics, (STATE, X), Zero("data", stage), mesh=mesh)
+    assert sent(plan) == {"reduce_scatter": WHOLE * 3 // 4, "all_gather": WHOLE * 3 // 4}

@@ -152,7 +152,13 @@ def _cast(inside: Inside, eqn, known: Known) -> Changed:
     return inside._annotated(eqn, known) if any(known) else [eqn], known
 
 
-def _passed_on(inside: Inside, eqn, known: Known) -> Changed:
+def _annotated_before(inside: Inside, eqn, known: Known) -> Changed:
+    """Where axes are Explicit, JAX types each gradient as its parameter. That it is whole does not mean that
+    all of it is wanted everywhere.
+    """
+    if inside._in_backward_pass and eqn.params["role"] == "implied":
+        dims = tuple(axes or None for axes in eqn.params["dims"])
+        eqn = eqn.replace(params={**eqn.params, "dims": dims})
     return [eqn], known
 
 
@@ -177,7 +183,13 @@ def _scan(inside: Inside, eqn, known: Known) -> Changed:
     return inside._annotated(new, [*carried, *[None] * len(stacked)]), [*[None] * carries, *stacked]
 
 
-_CHANGES = {"annotate": _passed_on, "convert_element_type": _cast, "jit": _call, "pjit": _call, "scan": _scan}
+_CHANGES = {
+    "annotate": _annotated_before,
+    "convert_element_type": _cast,
+    "jit": _call,
+    "pjit": _call,
+    "scan": _scan,
+}
 
 
 def _known(atom, env: Mapping[Any, Sharding]) -> Sharding | None:

@@ -68,7 +68,7 @@ class Resident:
 
 def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
     """Of a plan of the program that `Zero` of these axes made, in whose annotations `words` stand."""
-    before = dict.fromkeys(("parameters", "gradients", OPTIMIZER), 0)
+    before: dict[str, int] = dict.fromkeys(("parameters", "gradients", OPTIMIZER), 0)
     after, whole = dict(before), []
     for place, role in _roles(plan, words):
         rests, was = place.shards, shard_count(place.sharding.without(axes).axes, place.mesh.shape)

@@ -250,7 +250,7 @@ def _without_requests(jaxpr, found: Roles) -> Iterator[Any]:
         if (
             role == "argument"
             and eqn.invars[0] in arguments
-            or role in ("result", "implied")
+            or role in ("result", "type", "implied")
             and eqn.outvars[0] in results
         ):
             open_ = {"dims": (None,) * len(eqn.params["dims"]), "role": "implied", "like": None}

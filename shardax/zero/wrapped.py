@@ -52,7 +52,8 @@ def shard(tx: Any, axis: str | Axes = "data", stage: Stage = 1, params: Any = No
         updates, state = tx.update(grads, state, trained, **extra)
         return _annotated(updates, rests.parameter), _annotated(state, rests.split)
 
-    return type(tx)(init, update) if isinstance(tx, tuple) and len(tx) == 2 else Transformation(init, update)
+    kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
+    return kind(init, update)
 
 
 class _Rests:
