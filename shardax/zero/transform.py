@@ -21,7 +21,7 @@ from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, resident
 from shardax.zero.rest import split_further
 from shardax.zero.roles import Roles, is_update, roles
 
-Stage = Literal[1, 2, 3]
+
 Accumulate = Literal["scattered", "unreduced"]
 
 
@@ -69,7 +69,7 @@ class Zero:
     """
 
     axis: str | Axes = "data"
-    stage: Stage = 1
+    stage: int = 1
     accumulate: Accumulate | None = None
     reshard_after_forward: bool = True
 

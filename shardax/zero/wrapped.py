@@ -11,7 +11,7 @@ from shardax.annotations.annotate import annotate, bind_annotation, broadcast_sp
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
 from shardax.zero.rest import split_further
-from shardax.zero.transform import Stage, Zero
+from shardax.zero.transform import Zero
 
 
 class Transformation(NamedTuple):
@@ -21,7 +21,7 @@ class Transformation(NamedTuple):
     update: Callable[..., Any]
 
 
-def shard(tx: Any, axis: str | Axes = "data", stage: Stage = 1, params: Any = None) -> Any:
+def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None) -> Any:
     """An optax optimizer whose state, and in stage 3 whose parameters, rest split as under `Zero`.
 
     For a step in which `Zero` does not find the update, or to have ZeRO in the model's code. What it
