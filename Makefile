@@ -44,7 +44,7 @@ test-slow: $(ENV)
 	$(RUN) $(PYTEST) -m slow shardax models tests
 
 test-processes: $(ENV)
-	$(RUN) -m pytest -m processes tests
+	$(RUN) -m pytest -m 'processes and not slow' tests
 
 test-kill: $(ENV)
 	$(RUN) -m tests.kill --kills 20 $(ARGS)
@@ -67,7 +67,7 @@ else
 endif
 
 test-browser: $(ENV)
-	PATH="$$(.ci/browser $(RUN)):$$PATH" $(RUN) -m pytest -rs tests/test_browser.py
+	PATH="$$(.ci/browser $(RUN)):$$PATH" $(RUN) -m pytest -rs -m browser tests/test_browser.py
 
 test-tpu: $(TPU_ENV)
 	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu tests/test_tpu.py tests/test_benchmarks_tpu.py

@@ -2,7 +2,7 @@
 collectives out.
 """
 
-from shardax import zero
+from shardax import pipeline, zero
 from shardax.annotations.annotate import annotate, replicate
 from shardax.annotations.systems import (
     Partial,
@@ -44,6 +44,7 @@ __all__ = [
     "mark_sharding",
     "mesh_split",
     "partition_as",
+    "pipeline",
     "redistribute",
     "register_rule",
     "replicate",

@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 78 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 80 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -8,10 +8,10 @@ change its equations, or to tell an open one from a closed one. Between 0.10 and
 parameters, have changed:
     Literal, is_literal, closed, is_jaxpr, has_bodies, has_effects, with_eqns, replaced_eqns,
     under_local_mesh, with_constants_made, with_eqns_and_results, on_line_of, with_bodies, new_variable,
-    axes_in_scope, dce, dce_open, prune, hoist_consts, constant_values, scan_counts, expand_hi_primitive,
-    is_ref, is_ref_aval, value_type, without_mesh, without_refs, without_closed_refs, ordered_effects,
-    jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp, checkpoint_rule,
-    register_dce, in_context_of.
+    axes_in_scope, dce, dce_open, prune, hoist_consts, closing_over, constant_values, scan_counts,
+    expand_hi_primitive, is_ref, is_ref_aval, value_type, without_mesh, without_refs, without_closed_refs,
+    ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp,
+    checkpoint_rule, register_dce, in_context_of.
 PartitionSpecs that owe a reduction, whose kind 0.11 has brought:
     owing_spec, reduction_of.
 Primitives that public functions bind and nothing public names:
@@ -21,8 +21,8 @@ Source lines and errors as JAX shows them: which frame is the user's, which are 
     with_user_frame, lines_of_their_own, hide_frames, boundary, prefix_error, infer_argnums_and_argnames.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
-    context_mesh, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes, lowering_on, is_eager,
-    is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
+    context_mesh, without_mapped_axes, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes,
+    lowering_on, is_eager, is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
 Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with
 our Python where its cache has nothing; the seconds of one compilation; shardings given to what is traced
 already:
@@ -142,6 +142,13 @@ def axes_in_scope(sizes) -> Any:
     traces one by itself, and checks it under `jax_enable_checks`, only where they are known. No public way.
     """
     return core.extend_axis_env_nd(tuple(sizes.items()))
+
+
+def without_mapped_axes() -> Any:
+    """A context in which a shard_map is over all axes of its mesh, also where a vmap around maps a dim that
+    is split over an Explicit one. No public way.
+    """
+    return core.remove_explicit_mesh_axis_names(core.get_axis_env().explicit_mesh_axis_names)
 
 
 def scan_counts(params) -> tuple[int, int]:
@@ -355,6 +362,17 @@ def hoist_consts(jaxpr) -> tuple[Any, list[Any]]:
         return jaxpr, []
     opened = closed(pe.convert_constvars_jaxpr(jaxpr.jaxpr))
     return pe.move_binders_to_back(opened, [True] * len(jaxpr.consts)), list(jaxpr.consts)
+
+
+def closing_over(jaxpr, consts) -> Any:
+    """A closed jaxpr, its last arguments constants with these values."""
+    if not consts:
+        return jaxpr
+    invars, constvars = jaxpr.jaxpr.invars, jaxpr.jaxpr.constvars
+    split = len(invars) - len(consts)
+    debug_info = jaxpr.jaxpr.debug_info.with_unknown_names()
+    new = {"invars": invars[:split], "constvars": [*constvars, *invars[split:]], "debug_info": debug_info}
+    return _closed_over(jaxpr.jaxpr, [*jaxpr.consts, *consts], **new)
 
 
 def constant_values(jaxpr, atoms) -> tuple[Any, ...]:
@@ -586,7 +604,8 @@ def with_bodies(eqn, change) -> Any:
 
 def _changed(param, change):
     if isinstance(param, tuple):
-        new = tuple([change(x) if is_jaxpr(x) else x for x in param])
+        new = [change(x) if is_jaxpr(x) else x for x in param]
+        new = tuple(new) if type(param) is tuple else type(param)(*new)  # a linear solve has named ones
         return new if any(a is not b for a, b in zip(new, param, strict=True)) else param
     return change(param)
 

@@ -172,7 +172,7 @@ class ShardJit:
         """What the partitioned program does, why, and what it costs; needs no devices. See
         `shardax.explain.plan.Plan`.
         """
-        self._function.require_mesh(mesh_of((args, kwargs)))
+        self._function.require_mesh(self._function.arguments_mesh(args, kwargs))
         self._function.check_sizes(args, kwargs)
         start = time.perf_counter()
         args, kwargs = self._placed(args, kwargs, unplaced.typed)
@@ -223,8 +223,8 @@ class ShardJit:
         leaves, mesh = [x for _, x in function.named_leaves(args, kwargs)], function.mesh_for(args, kwargs)
         if mesh is None or function.for_one_device(args, kwargs) or not unplaced.may_be_placed(leaves, mesh):
             return args, kwargs
-        if how is unplaced.typed and not is_explicit(mesh):
-            return args, kwargs  # the same program
+        if not is_explicit(mesh) if how is unplaced.typed else isinstance(mesh, AbstractMesh):
+            return args, kwargs  # the same program; no devices
         known = function.placements(args, kwargs)
         shardings = next((before for before in known if unplaced.agree(before, leaves)), None)
         if shardings is None:
@@ -241,7 +241,7 @@ class ShardJit:
                 if "one device" not in self._jits:
                     self._jits["one device"] = self._function.jitted_for_one_device()
                 return stage_of(self._jits["one device"])(*args, **kwargs)
-            mesh = None if self._function.known_mesh() else mesh_of((args, kwargs))
+            mesh = self._function.arguments_mesh(args, kwargs)
             return stage_of(self._on(mesh))(*args, **kwargs)
         except Exception as error:
             self._function.explain(error, args, kwargs)
@@ -250,18 +250,21 @@ class ShardJit:
         """The `jax.jit` function to call, and the results that have to cross to another mesh after the call.
 
         JAX would name one mesh for all results. Where the program has several, the function is told the
-        sharding of each result.
+        sharding of each result; on Explicit axes of those that out_shardings names, in its own spelling.
         """
         eager = _jax.is_eager((args, kwargs)) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
         if not eager or self._function.for_one_device(args, kwargs):
             return jitted, []
         call = self._call(jitted.trace(*args, **kwargs), args, kwargs, entering)
         call.check_entering(call.options)
-        if not call.other_meshes or isinstance(call.mesh, AbstractMesh):
+        typed = is_explicit(call.mesh) and jax.tree.leaves(self._function.out_shardings)
+        if isinstance(call.mesh, AbstractMesh) or not call.other_meshes and not typed:
             return jitted, []
-        built = call.built()
-        structure = jax.tree.structure(jitted.eval_shape(*args, **kwargs))
-        key = (call.mesh, structure, out_shardings := built.left(call.mesh))
+        built, shapes = call.built(), jitted.eval_shape(*args, **kwargs)
+        structure, out_shardings = jax.tree.structure(shapes), built.left(call.mesh)
+        if not call.other_meshes:
+            out_shardings = tuple(self._function.named_results(shapes, out_shardings))
+        key = (call.mesh, structure, out_shardings)
         if key not in self._jits:
             self._jits[key] = self._function.jitted(call.mesh, structure.unflatten(out_shardings))
         return self._jits[key], [c for c in built.leaving if c.outside]

@@ -288,6 +288,20 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
     return slots, leaves, tree
 
 
+def _check_type(fun: Callable[..., Any], x, path: str) -> None:
+    """Raises TypeError where a result is no array, in `jax.jit`'s words."""
+    try:
+        jax.typeof(x)
+    except TypeError:
+        code = getattr(inspect.unwrap(fun), "__code__", None)
+        place = f" at {code.co_filename}:{code.co_firstlineno}" if code else ""
+        at = f" at output component {path}" if path else ""
+        raise TypeError(
+            f"function {getattr(fun, '__name__', fun)}{place} traced for jit returned a value of type "
+            f"{type(x)}{at}, which is not a valid JAX type"
+        ) from None
+
+
 def _check_no_ref(x, what: str, way_out: str) -> None:
     if _jax.is_ref(x):
         raise ValueError(f"{what} a Ref of shape {x.shape}, which shard_jit does not write to: {way_out}")
@@ -307,12 +321,13 @@ def _results(request: Request, slots: Sequence[Slot], out) -> tuple[list[Slot], 
     known = all(map(_is_typed, jax.tree.leaves((request.args, request.kwargs)), slots))
     results = []
     for path, x, spec in zip(paths, leaves, specs, strict=True):
+        _check_type(request.fun, x, path)
         _check_no_ref(x, f"result{path} is", "return what it holds, ref[...]")
         dims = dims_of(spec, jax.numpy.shape(x), request.mesh, f"result{path}")
         source, aval, role = f"out_shardings{path}", jax.typeof(x), "result"
         owing = owing_of_leaf(spec, jax.numpy.result_type(x), f"result{path}")
         require_explicit(owing, own_mesh(spec) or request.mesh, f"result{path} is unreduced or reduced")
-        if dims is None and typed and (requested := _type_of_result(x, known)):
+        if dims is None and typed and (requested := _type_of_result(x, known, request.mesh)):
             dims, owing = requested.dims, requested.owing
             require_sum(owing, f"result{path} is unreduced over {', '.join(owing.unreduced)}")
             source, role = f"the type of result{path}", "type"
@@ -335,19 +350,25 @@ def _is_on(sharding: Sharding, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def _is_typed(x, slot: Slot) -> bool:
-    """Whether an argument has a type, or in_shardings gives it one; else the one that it is traced with says
-    nothing."""
-    return explicit_sharding(x) is not None or slot.dims is not None and None not in slot.dims
+    """Whether an argument has a type, or in_shardings gives it one, or it is a scalar, which has but one;
+    else the one that it is traced with says nothing."""
+    return (
+        not slot.aval.shape
+        or explicit_sharding(x) is not None
+        or slot.dims is not None
+        and None not in slot.dims
+    )
 
 
-def _type_of_result(x, known: bool) -> Sharding | None:
+def _type_of_result(x, known: bool, mesh: Mesh | AbstractMesh) -> Sharding | None:
     """What the Explicit type of a result requests, on a mesh without Auto axes, which might split more: as
     JAX has it if the types of all arguments are `known`, else if it names an axis, for a function of arrays
     without types may have annotations in it.
     """
     sharding = explicit_sharding(x)
-    if sharding is None or AxisType.Auto in jax.typeof(x).sharding.mesh.axis_types:
-        return None
+    own = jax.typeof(x).sharding.mesh
+    if sharding is None or AxisType.Auto in own.axis_types or own.shape != mesh.shape:
+        return None  # on another mesh, of what the function closes over
     return sharding if known or sharding.axes or sharding.owing else None
 
 

@@ -1,12 +1,14 @@
-"""Eight virtual CPU devices, strict dtype promotion, JAX's own checks in the files of programs of many kinds,
-the tracer-leak check for tests that ask for it, and the quick tests, which have no devices at all.
+"""Eight virtual CPU devices; JAX's own checks and strict promotions, of dtypes and of ranks, in every test; the
+tracer-leak check for tests that ask for it; and the quick tests, which have no devices at all.
 
-`jax_enable_checks` costs about five percent: 30.6 user seconds for 29.2 (test_rules_indexing), 16.2 for 15.3
-(test_loops). Rank promotion is allowed: most programs here add biases, as those of users do. What the lowerings
-themselves promote, test_debug_configurations forbids.
+`jax_enable_checks` costs 5 to 20 percent: 17.9 user seconds for 15.2 (test_nnx), 22.3 for 18.7 (test_explicit_types),
+14.5 for 13.8 (test_custom_partitioning). Processes that tests start run without, as those of users do.
 """
 
+import contextlib
 import os
+import sys
+import warnings
 
 # LLVM may leave its slow passes out here: a fifth of the processor time. Conformance, fuzz and the main job have them.
 FLAGS = (
@@ -21,52 +23,48 @@ import jax  # noqa: E402  (reads the flags above)
 import jax.monitoring  # noqa: E402
 import pytest  # noqa: E402
 
+SHARDAX = os.path.join(os.path.dirname(os.path.dirname(__file__)), "shardax", "")
+OUTSIDE = os.path.dirname(jax.__file__), warnings.__file__, __file__
 NO_DEVICES = "no_devices_in_quick_tests"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
-@pytest.fixture(autouse=True)
-def strict_dtypes(request):
-    """A test that mixes dtypes on purpose, or runs a library that does, is marked `mixed_dtypes`."""
-    mixed = request.node.get_closest_marker("mixed_dtypes") is not None
-    with jax.numpy_dtype_promotion("standard" if mixed else "strict"):
+# What each test runs under, doctests too; a mark takes a setting back.
+jax.config.update("jax_enable_checks", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@contextlib.contextmanager
+def ranks_promoted_by_users():
+    """Programs may promote ranks, shardax's own lowerings may not: JAX warns, and who asked it decides."""
+
+    def show(message, *_, **__):
+        frame = sys._getframe()
+        while (place := frame.f_code.co_filename).startswith(OUTSIDE):
+            frame = frame.f_back
+        assert not place.startswith(SHARDAX), f"{place}:{frame.f_lineno} {frame.f_code.co_name}: {message}"
+
+    with jax.numpy_rank_promotion("warn"), warnings.catch_warnings():
+        warnings.filterwarnings("always", "Following NumPy automatic rank promotion")
+        warnings.showwarning = show
         yield
 
 
-# files of programs of many kinds, run under `jax_enable_checks`
-CHECKED = {
-    "test_api",
-    "test_associative",
-    "test_crossing",
-    "test_custom_partitioning",
-    "test_drop_in",
-    "test_islands",
-    "test_loops",
-    "test_meshes_crossing",
-    "test_meshes_sites",
-    "test_partition_as",
-    "test_registry",
-    "test_rules",
-    "test_rules_indexing",
-    "test_rules_shape",
-    "test_rules_sizes",
-    "test_rules_windows",
-    "test_searches",
-    "test_train_steps",
-    "test_transform",
-    "test_transformations",
-    "test_transforms",
+LENIENT = {
+    "mixed_dtypes": lambda: jax.numpy_dtype_promotion("standard"),
+    "promotes_ranks": ranks_promoted_by_users,
 }
 
 
-@pytest.fixture(autouse=True)
-def jax_checks(request):
-    """Each jaxpr that JAX makes is checked: what it and we make of others has to be well typed."""
-    if request.path.stem not in CHECKED:
-        yield
-        return
-    with jax.enable_checks(True):
-        yield
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Around a whole test, with the fixtures of its module that it is the first to ask for."""
+    with contextlib.ExitStack() as stack:
+        for mark, setting in LENIENT.items():
+            if item.get_closest_marker(mark):
+                stack.enter_context(setting())
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +80,7 @@ def leak_check(request):
 # Quick tests: `pytest --quick`
 
 
-OTHERS = "not_quick", "slow", "processes", "tpu"
+OTHERS = "not_quick", "slow", "processes", "tpu", "browser"
 
 
 def is_quick(item) -> bool:

@@ -86,6 +86,7 @@ NOT_SCANS = {
 }
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.mixed_dtypes
 @pytest.mark.parametrize("name", NOT_SCANS)
 def test_not_found(name):
@@ -123,6 +124,7 @@ def loss(name, **how):
     return lambda a, b: (GRADIENTS[name](a, b, **how) ** 2).sum()
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("n", [8, 31])
 def test_found_in_gradients(name, n):
@@ -144,6 +146,7 @@ def test_two_layers_are_found():
     assert len(found(jax.grad(f, (0, 1)), x, x)) == 2
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("name, n, spec, reverse", [
     ("multiply", 16, P("y", "x"), False),
     ("linear", 9, P(("x", "y")), True),

@@ -80,11 +80,13 @@ def check(f, n, ins, inside=None):
         return sharded.plan(*args)
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
 def test_sends_nothing(f):
     assert not check(f, 8, P("x")).collectives
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
 def test_uneven(f):
     check(f, 7, None, P("x"))

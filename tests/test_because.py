@@ -64,6 +64,7 @@ def check(plan, written=False):
         ), (c, because)
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.once
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_of_many_kinds(name):
@@ -71,6 +72,7 @@ def test_programs_of_many_kinds(name):
     check(f.plan(*args), written=name == "island")
 
 
+@pytest.mark.promotes_ranks
 def test_programs_that_send_little():
     """Every operation that sends by itself is among them."""
     for f, args, ins, outs, _ in test_traffic.ROWS.values():

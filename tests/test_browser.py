@@ -24,7 +24,8 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 pytestmark = [
-    pytest.mark.once,
+    pytest.mark.promotes_ranks,
+    pytest.mark.browser,
     pytest.mark.mixed_dtypes,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
@@ -308,7 +309,6 @@ def gpt2_page(browser, tmp_path_factory):
     return path
 
 
-@pytest.mark.once
 def test_gpt2_is_short_at_first(gpt2_page, browser, resize):
     assert gpt2_page.stat().st_size < 700_000
     resize(browser, 1400)
@@ -318,7 +318,6 @@ def test_gpt2_is_short_at_first(gpt2_page, browser, resize):
     assert len(browser.find_elements(By.CSS_SELECTOR, "button.array")) > 900  # all its arrays are there
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 800])
 def test_nothing_of_gpt2_sticks_out(gpt2_page, browser, resize, width, dark):

@@ -14,7 +14,8 @@ from models.report import largest_difference
 from models.text import Text
 from tests import kill
 
-pytestmark = pytest.mark.mixed_dtypes  # flax and optax mix weakly typed floats with integer counts
+# flax and optax mix weakly typed floats with integer counts
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 CORPUS = Text(np.arange(5000, dtype=np.uint16) % 251, np.arange(500, dtype=np.uint16) % 251)
 
@@ -45,16 +46,15 @@ def losses(options: Options, stop_at: int | None = None):
 
 
 @pytest.mark.once
-def test_a_run_goes_on_where_it_stopped_on_other_meshes(tmp_path):
-    """And in other stages of ZeRO, or none."""
+def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
+    """And in another stage of ZeRO."""
     whole = losses(replace(options(tmp_path), checkpoints=None))
     with pytest.raises(Stopped):
         losses(options(tmp_path, "--mesh", "data=4,model=2", "--zero", "3"), stop_at=5)
     assert kill.newest(tmp_path / "kept") in (2, 4)
-    with pytest.raises(Stopped):
-        losses(options(tmp_path, "--mesh", "data=2,model=2"), stop_at=4)
-    assert kill.newest(tmp_path / "kept") in (4, 6, 8)
-    curve = losses(options(tmp_path, "--mesh", "data=2,fsdp=2,model=2", "--zero", "1"))
+    curve = losses(
+        options(tmp_path, "--mesh", "data=1,fsdp=2,model=2", "--zero", "1")
+    )  # on half of the devices
     assert len(curve) == len(whole) == 12
     assert largest_difference(curve, whole) < 1e-5
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["10", "12"]

@@ -22,6 +22,8 @@ from shardax.partition.reasons import Settled
 from shardax.passes import combine
 from tests.test_program import mesh_of
 
+pytestmark = pytest.mark.promotes_ranks
+
 V5E = replace(
     chips.V5E, latency=0.0, start=1e-6
 )  # whatever is sent starts in a microsecond, however many hops it goes

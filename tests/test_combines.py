@@ -8,6 +8,8 @@ from jax import lax
 from shardax.rewrites.combines import combine_of
 from tests.graph_text import graph_of
 
+pytestmark = pytest.mark.promotes_ranks
+
 A, M = np.zeros((6, 3), "float32"), np.zeros((6, 2, 2), "float32")
 
 

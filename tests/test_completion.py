@@ -203,6 +203,7 @@ def test_branches_agree():
     """)
 
 
+@pytest.mark.promotes_ranks
 def test_a_bias_learns_from_what_it_is_added_to():
     """GSPMD, figure 4: backward through the broadcast before forward."""
     found = completed(lambda x, b: jnp.sin(x) + b, (8, 4, 16), (16,), specs=(P("x", None, "y"), None))
@@ -215,6 +216,7 @@ def test_a_bias_learns_from_what_it_is_added_to():
     """)
 
 
+@pytest.mark.promotes_ranks
 def test_a_bias_does_not_decide():
     """GSPMD, figure 4: were its broadcast as early as the sum, this would be split over the bias's dim, and x
     gathered.
@@ -258,6 +260,7 @@ def test_what_is_stretched_does_not_decide():
     """)
 
 
+@pytest.mark.promotes_ranks
 def test_a_bias_decides_where_nothing_else_does():
     found = completed(lambda x, b: jnp.sin(x) + b, (8, 4, 16), (16,), specs=(None, P("x")))
     assert found == cleandoc("""

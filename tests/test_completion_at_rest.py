@@ -36,6 +36,7 @@ def test_up_to_what_annotations_fix():
     assert updated(step, *[(257, 64)] * 3, fixed={"mul"}) == {"a", "sub", "sin"}
 
 
+@pytest.mark.promotes_ranks
 def test_not_across_products_transposes_or_sums():
     step = lambda w, x: (w - x.T @ x - w.T.T.sum(0), w)  # noqa: E731
     assert updated(step, (64, 64), (8, 64)) == {"a", "dot_general", "sub"}

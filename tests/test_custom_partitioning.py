@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 
+pytestmark = pytest.mark.promotes_ranks
+
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 THREE = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
 

@@ -1,14 +1,18 @@
-"""JAX's debugging configurations: under each, programs of all kinds give what jax.jit gives, and what goes wrong
-inside is reported as jax.jit reports it.
+"""JAX's debugging configurations: under each, programs of all kinds give what jax.jit gives, on Auto and on Explicit
+meshes, and what goes wrong inside is reported as jax.jit reports it.
+
+Checks and strict promotions, of dtypes and of ranks, are on in every test: conftest.py. The others come on top.
 """
 
 import contextlib
 import functools
 import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -21,15 +25,14 @@ MESHES = {
     "explicit": jax.make_mesh((4, 2), ("x", "y")),
 }
 CONFIGURATIONS = {
-    "checks": lambda: jax.enable_checks(True),
-    "ranks": lambda: jax.numpy_rank_promotion("raise"),
-    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
-    "leaks": jax.checking_leaks,
-    "nans": lambda: jax.debug_nans(True),
-    "infs": lambda: jax.debug_infs(True),
-    "disable_jit": jax.disable_jit,
+    "leaks": [jax.checking_leaks],
+    "numbers": [lambda: jax.debug_nans(True), lambda: jax.debug_infs(True)],
+    "nans": [lambda: jax.debug_nans(True)],
+    "infs": [lambda: jax.debug_infs(True)],
+    "disable_jit": [jax.disable_jit],
+    "frames": [lambda: filtering("off")],
+    "all": [jax.checking_leaks, lambda: jax.debug_nans(True), lambda: filtering("off")],
 }
-STRICT = "checks", "ranks", "dtypes", "leaks"
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 W = np.linspace(-1, 2, 32, dtype=np.float32).reshape(4, 8)
 I = np.array([3, 0, 7, 5, 1, 1, 6, 4], np.int32)  # noqa: E741
@@ -111,6 +114,32 @@ def custom_vjp(x, w, i):
     return doubled(x, i)
 
 
+def train_steps(x, w, i):
+    """Two, in a loop that has collectives: over the rows, and for the norm of the gradients."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
+
+    def loss(params, rows):
+        return (jnp.tanh(rows @ params["w"] + params["b"][None]) ** 2).mean()
+
+    def step(carry, rows):
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, rows)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), value
+
+    params = {"w": w, "b": x[:, 0]}
+    return lax.scan(step, (params, tx.init(params)), x.reshape(2, 4, 4))
+
+
+def island(x, w, i):
+    """With a collective of the user's; a mesh in context is the one that it runs on."""
+    mesh = MESHES["auto"] if jax.sharding.get_abstract_mesh().empty else None
+    products = jax.shard_map(
+        lambda x: lax.psum(jnp.sin(x) @ x.T, "y"), mesh=mesh, in_specs=P("x", "y"), out_specs=P("x")
+    )
+    return jnp.tanh(products(x)), (w * w).sum()
+
+
 def remat(x, w, i):
     return jax.checkpoint(lambda x: jnp.sin(jnp.tanh(x @ w) @ x))(x)
 
@@ -140,6 +169,8 @@ PROGRAMS = [
     random_bits,
     custom_vjp,
     remat,
+    train_steps,
+    island,
     integers,
 ]  # fmt: skip
 
@@ -151,6 +182,24 @@ def sharded(f, mesh="auto"):
 def in_context(mesh):
     """What JAX itself asks for where gradients have Explicit types."""
     return jax.set_mesh(MESHES[mesh]) if mesh == "explicit" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def filtering(mode):
+    before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
+    jax.config.update("jax_traceback_filtering", mode)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+@contextlib.contextmanager
+def under(configuration, mesh="auto"):
+    with in_context(mesh), contextlib.ExitStack() as stack:
+        for setting in CONFIGURATIONS[configuration]:
+            stack.enter_context(setting())
+        yield
 
 
 def total(f):
@@ -186,43 +235,49 @@ def check(got, want):
             np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("configuration", ["checks", "leaks", "nans", "infs", "disable_jit"])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_and_their_gradients(program, configuration):
-    want = expected(gradient, program)
-    with CONFIGURATIONS[configuration]():
-        check(gradient(sharded(program))(X, W, I), want)
+SOME = matmul, scan, train_steps, integers
+FORMS_ON = [  # what is run, of which programs, on which mesh and under which configuration
+    (gradient, PROGRAMS, "auto", "leaks"),
+    (gradient, PROGRAMS, "auto", "numbers"),
+    (gradient, PROGRAMS, "auto", "disable_jit"),
+    (gradient, SOME, "auto", "all"),
+    (gradient, PROGRAMS, "explicit", "leaks"),
+    (batched, PROGRAMS, "explicit", "leaks"),
+    (gradient, SOME, "explicit", "numbers"),
+    (gradient, [remat], "explicit", "disable_jit"),
+    (gradient, [remat], "explicit", "all"),
+]
 
 
-@pytest.mark.parametrize("configuration", ["ranks", "dtypes"])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_what_is_traced_promotes_nothing(program, configuration):
-    """Each by itself; the results under both are compared below."""
-    with CONFIGURATIONS[configuration]():
-        lowered = jax.jit(gradient(sharded(program))).lower(X, W, I)
-    assert jax.tree.structure(lowered.out_info) == jax.tree.structure(expected(gradient, program))
-
-
-@pytest.mark.parametrize("configuration", ["nans", "disable_jit"])
-def test_one_operation_after_the_other_on_an_explicit_mesh(configuration):
-    want = expected(gradient, remat)
-    with in_context("explicit"), CONFIGURATIONS[configuration]():
-        for x in (X, jax.device_put(X, P("x"))):
-            check(gradient(sharded(remat, "explicit"))(x, W, I), want)
-
-
-@pytest.mark.parametrize("form", [gradient, batched])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_on_an_explicit_mesh(program, form):
+@pytest.mark.parametrize(
+    "form, program, mesh, configuration",
+    [
+        pytest.param(
+            form,
+            program,
+            *on,
+            id="-".join((program.__name__, form.__name__, *on)),
+            marks=[] if program in SOME or on == ["explicit", "leaks"] else [pytest.mark.once],
+        )
+        for form, programs, *on in FORMS_ON
+        for program in programs
+    ],
+)
+def test_programs(form, program, mesh, configuration):
     want = expected(form, program)
-    with in_context("explicit"), contextlib.ExitStack() as stack:
-        for configuration in STRICT:
-            stack.enter_context(CONFIGURATIONS[configuration]())
-        check(form(sharded(program, "explicit"))(X, W, I), want)
+    with under(configuration, mesh):
+        check(form(sharded(program, mesh))(X, W, I), want)
 
 
+def test_one_operation_after_the_other_on_placed_arguments():
+    want, x = expected(gradient, remat), jax.device_put(X, jax.NamedSharding(MESHES["explicit"], P("x")))
+    with under("disable_jit", "explicit"):
+        check(gradient(sharded(remat, "explicit"))(x, W, I), want)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_donated_state(configuration):
+def test_donated_state(configuration, mesh):
     def step(state, x):
         new = {"w": state["w"] - 0.1 * (x.T @ (x @ state["w"])), "count": state["count"] + 1}
         return new, (new["w"] ** 2).sum()
@@ -230,8 +285,8 @@ def test_donated_state(configuration):
     state = {"w": W, "count": np.int32(0)}
     want = step(step(state, X)[0], X)
     specs = {"w": P("x", "y"), "count": P()}
-    with CONFIGURATIONS[configuration]():
-        f = sx.shard_jit(step, mesh=MESHES["auto"], in_shardings=(specs, P("x")), donate_argnums=0)
+    with under(configuration, mesh):
+        f = sx.shard_jit(step, mesh=MESHES[mesh], in_shardings=(specs, P("x")), donate_argnums=0)
         check(jax.tree.map(jnp.asarray, f(f(jax.tree.map(jnp.array, state), X)[0], X)), want)
 
 
@@ -259,7 +314,7 @@ def test_where_it_was_made_is_reported(kind, function, form, mesh):
         return function(x @ w - 100) @ jnp.abs(x)
 
     made = sx.shard_jit(f, mesh=MESHES[mesh], in_shardings=(P("x", "y"), P("y", "x")))
-    with in_context(mesh), CONFIGURATIONS[kind]():
+    with under(kind, mesh):
         assert reported(FORMS[form](made), X, W) == reported(FORMS[form](jax.jit(f)), X, W)
 
 
@@ -267,29 +322,49 @@ def test_where_it_was_made_is_reported(kind, function, form, mesh):
 def test_made_in_the_backward_pass(mesh):
     f = lambda x: (jnp.sqrt(x) * 0).sum()  # noqa: E731
     made = sx.shard_jit(f, mesh=MESHES[mesh], in_shardings=P("x"))
-    with in_context(mesh), jax.debug_nans(True):
+    with under("nans", mesh):
         assert reported(jax.grad(made), X * 0) == reported(jax.grad(jax.jit(f)), X * 0)
 
 
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("mode", ["off", "tracebackhide", "remove_frames"])
-def test_traceback_filtering(mode):
+def test_traceback_filtering(mode, mesh):
     """The user's lines are shown in each mode, ours where JAX's are."""
-    before = jax.config.jax_traceback_filtering  # type: ignore[attr-defined]
 
-    def broken(x):
-        raise KeyError("in the function")
+    def broken(x, w, i):
+        def trip(carry, row):
+            raise KeyError("in the function")
+
+        return lax.scan(trip, x[0], x)
 
     def frames(f) -> list[str]:
         with pytest.raises(KeyError, match="in the function") as error:
-            f(X)
+            f(X, W, I)
         return [frame.filename for frame in traceback.extract_tb(error.value.__traceback__)]
 
-    jax.config.update("jax_traceback_filtering", mode)
-    try:
-        ours, jaxs = frames(sx.shard_jit(broken, mesh=MESHES["auto"])), frames(jax.jit(broken))
-        check(sharded(matmul)(X, W, I), matmul(X, W, I))
-    finally:
-        jax.config.update("jax_traceback_filtering", before)
+    with filtering(mode), in_context(mesh):
+        ours, jaxs = frames(sharded(broken, mesh)), frames(jax.jit(broken))
     assert ours[-1] == jaxs[-1] == __file__
     shown = any("/shardax/" in name for name in ours), any("/jax/" in name for name in jaxs)
     assert shown == (mode != "remove_frames",) * 2
+
+
+def test_the_suite_runs_under_checks_and_strict_promotions():
+    assert jax.config.jax_enable_checks  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="jax_numpy_rank_promotion='raise'"):
+        jnp.add(X, X[0])
+    with pytest.raises(Exception, match="jax_numpy_dtype_promotion=strict"):
+        jnp.add(X, np.arange(4, dtype=np.int32))
+
+
+@pytest.mark.promotes_ranks
+def test_where_users_promote_ranks_shardax_may_not():
+    def made_in(file: str):
+        scope = {}
+        exec(compile("def promoting(x): return x + x[0]", file, "exec"), scope)
+        return scope["promoting"]
+
+    ours = str(Path(sx.__file__).parent / "sums.py")
+    jax.eval_shape(made_in(__file__), jnp.ones((3, 5)))  # of shapes that no other test adds: JAX warns once
+    with pytest.raises(AssertionError, match="sums.py:1 promoting: Following NumPy automatic rank promotion"):
+        jax.eval_shape(made_in(ours), jnp.ones((5, 3)))

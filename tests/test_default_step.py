@@ -21,7 +21,7 @@ from models.steps import State
 from shardax.explain import hlo
 
 # flax and optax mix weakly typed floats with integer counts
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 DATA, MODEL = 4, 2
 BOTH = DATA * MODEL  # devices that exchange: the axes of a collective

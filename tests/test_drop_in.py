@@ -21,6 +21,8 @@ donation                                                    test_api.TestDonatio
 default_matmul_precision, x64, debug_nans, disable_jit,
 log_compiles, debug_key_reuse, checking_leaks, no Shardy    TestConfiguration, test_api, test_transform
 nothing leaks; the persistent cache is hit                  TestCaches
+what jax.jit does, run with each of the two                 TestBehaviours (behaviours.py)
+abstract meshes in context, arrays of other meshes          TestAbstractContexts, TestOtherMeshes
 """
 
 import contextlib
@@ -40,12 +42,13 @@ import pytest
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import serialize_executable
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax import _jax
+from tests import behaviours
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("x", "y"))
@@ -197,6 +200,7 @@ class TestLeaves:
         placed = jax.device_put(A, named)
         for leaf in (
             Format(None, named),
+            Format(Layout.AUTO, named),
             placed.format,
             _jax.gspmd_sharding(jax.devices(), named, 2),
             _jax.UNSPECIFIED,
@@ -324,6 +328,156 @@ class TestOneDevice:
             f(-A)
         with jax.disable_jit():
             np.testing.assert_allclose(sx.shard_jit(jnp.sin)(A), np.sin(A), rtol=1e-5)
+
+
+def _put(mesh):
+    return lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def _in(context):
+    if context is None:
+        return contextlib.nullcontext()
+    abstract = isinstance(context, jax.sharding.AbstractMesh)
+    return jax.sharding.use_abstract_mesh(context) if abstract else jax.set_mesh(context)
+
+
+def _same(found, wanted, shardings: bool = True) -> None:
+    """Values, types, whether committed, and where."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        if not isinstance(want, jax.Array):
+            assert got == want
+            continue
+        assert (str(jax.typeof(got)), got.committed) == (str(jax.typeof(want)), want.committed)
+        assert got.weak_type == want.weak_type
+        assert not shardings or got.sharding.is_equivalent_to(want.sharding, want.ndim)
+        if not want.size:
+            continue  # JAX cannot gather those
+        exact = not jnp.issubdtype(want.dtype, jnp.inexact)
+        tolerance = 0 if exact else 1e-2 if want.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(
+            np.asarray(got, complex), np.asarray(want, complex), rtol=tolerance, atol=tolerance
+        )
+
+
+BOTH = pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+
+
+class TestBehaviours:
+    @BOTH
+    @pytest.mark.parametrize("name", behaviours.BEHAVIOURS)
+    def test_in_a_mesh(self, name, mesh):
+        program = behaviours.BEHAVIOURS[name]
+        with jax.set_mesh(mesh):
+            found, wanted = (program(jit, _put(mesh)) for jit in (sx.shard_jit, jax.jit))
+        _same(found, wanted, shardings=name != "callback")  # jax.jit leaves what that gives on one device
+
+    @pytest.mark.parametrize("name", behaviours.EXPLICIT)
+    def test_on_explicit_axes(self, name):
+        program = behaviours.EXPLICIT[name]
+        with jax.set_mesh(EXPLICIT):
+            _same(*(program(jit, _put(EXPLICIT)) for jit in (sx.shard_jit, jax.jit)))
+
+    @pytest.mark.parametrize(
+        ("mesh", "context"),
+        [(EXPLICIT, None), (EXPLICIT, EXPLICIT), (EXPLICIT, EXPLICIT.abstract_mesh), (MESH, None)],
+        ids=["explicit, none", "explicit, set", "explicit, abstract", "auto, none"],
+    )
+    @pytest.mark.parametrize("closes", [False, True], ids=["", "closes over"])
+    @pytest.mark.parametrize("name", behaviours.TRANSFORMED)
+    def test_transformed(self, name, closes, mesh, context):
+        put, transform = _put(mesh), behaviours.TRANSFORMED[name]
+        held = put(behaviours.X[0]) if closes else 2.0
+        with _in(context):
+            found, wanted = (
+                transform(jit(lambda x: jnp.sin(x) * held))(put(behaviours.X, "x"))
+                for jit in (sx.shard_jit, jax.jit)
+            )
+        _same(found, wanted, shardings=mesh == EXPLICIT)  # a jit around knows of no shardings on Auto axes
+
+    @BOTH
+    @pytest.mark.parametrize("name", behaviours.REFUSED)
+    def test_refused(self, name, mesh):
+        program, words = behaviours.REFUSED[name]
+        kinds = []
+        for jit in (jax.jit, sx.shard_jit):
+            with jax.set_mesh(mesh), pytest.raises(Exception, match=words) as caught:
+                program(jit, _put(mesh))
+            kinds.append(caught.type)
+        assert kinds[0] is kinds[1]
+
+
+class TestAbstractContexts:
+    """What `use_abstract_mesh` puts in context says how it is traced; the devices are the arguments'."""
+
+    @BOTH
+    def test_on_the_devices_of_the_arguments(self, mesh):
+        x = _put(mesh)(A, "x")
+        with _in(mesh.abstract_mesh):
+            wanted = jax.jit(lambda x: jnp.tanh(x) * 2)(x)
+        bare = jax.sharding.AbstractMesh((4, 2), ("x", "y"), axis_types=mesh.axis_types)
+        for context in (mesh.abstract_mesh, bare):
+            with _in(context):
+                _same(sx.shard_jit(lambda x: jnp.tanh(x) * 2)(x), wanted)
+
+    @pytest.mark.parametrize("shape", [(4, 2), (2,)])
+    def test_without_devices_it_runs_on_one(self, shape):
+        names, kinds = ("x", "y")[: len(shape)], (AxisType.Auto,) * len(shape)
+        context = jax.sharding.AbstractMesh(shape, names, axis_types=kinds)
+        step = lambda x: jax.lax.with_sharding_constraint(jnp.tanh(x) * 2, P("x"))  # noqa: E731
+        with _in(context):
+            for around in (lambda f: f, lambda f: jax.jit(lambda x: f(x)), jax.checkpoint):
+                found, wanted = (around(jit(step))(A) for jit in (sx.shard_jit, jax.jit))
+                _same(found, wanted)
+                assert isinstance(found.sharding, SingleDeviceSharding)
+
+    def test_without_devices_nothing_can_be_split(self):
+        abstract = MESH.abstract_mesh
+        with _in(abstract), pytest.raises(ValueError, match=r"in_shardings\[0\] names axes .* no devices"):
+            sx.shard_jit(double, in_shardings=P("x"))(A)
+        with _in(EXPLICIT.abstract_mesh):
+            for jit in (jax.jit, sx.shard_jit):
+                with pytest.raises(ValueError, match="only AbstractMesh exists"):
+                    jit(double)(A)
+
+    @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+    @BOTH
+    def test_of_other_names(self, mesh, kind):
+        """JAX refuses it. The axes in context, on the devices of the arguments."""
+        context = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+        with _in(context):
+            out = sx.shard_jit(lambda x: jnp.tanh(x) * 2)(_put(mesh)(A, "x"))
+        assert out.sharding.mesh.axis_names == ("a", "b") and set(out.sharding.mesh.axis_types) == {kind}
+        np.testing.assert_allclose(out, np.tanh(A) * 2, rtol=1e-6)
+
+    def test_types_of_results(self):
+        shape = jax.ShapeDtypeStruct(
+            (8, 4), "float32", sharding=NamedSharding(EXPLICIT.abstract_mesh, P("x"))
+        )
+        with _in(EXPLICIT.abstract_mesh):
+            for stage in (lambda f: f.eval_shape(shape), lambda f: f.trace(shape).out_info):
+                found, wanted = (stage(jit(double)) for jit in (sx.shard_jit, jax.jit))
+                assert found.sharding == wanted.sharding
+
+
+class TestOtherMeshes:
+    """Arrays that lie on another Explicit mesh than the program's: JAX refuses them."""
+
+    NAMES = {"same": ("x", "y"), "others": ("a", "b")}
+
+    @pytest.mark.parametrize("names", NAMES)
+    @pytest.mark.parametrize("way", ["argument", "in_shardings", "closed over"])
+    def test_explicit(self, way, names):
+        other = jax.make_mesh((2, 4), self.NAMES[names])
+        held, x = _put(other)(A, other.axis_names[0]), _put(EXPLICIT)(A, "x")
+        with jax.set_mesh(EXPLICIT):
+            if way == "closed over":
+                out = sx.shard_jit(lambda x: jnp.sin(x) + held)(x)
+            else:
+                specs = {"in_shardings": (P("x"), P("x"))} if way == "in_shardings" else {}
+                out = sx.shard_jit(lambda x, y: jnp.sin(x) + y, **specs)(x, held)
+        assert out.sharding.mesh == EXPLICIT
+        np.testing.assert_allclose(out, np.sin(A) + A, rtol=1e-6)
 
 
 class TestInside:

@@ -218,6 +218,7 @@ FEW = [(family, "xy", False) for family in FAMILIES]
 ALL = [pytest.param(family, mesh, True, marks=pytest.mark.slow) for family in FAMILIES for mesh in MESHES]
 
 
+@pytest.mark.once
 @pytest.mark.filterwarnings("ignore:overflow encountered|invalid value|divide by zero")
 @pytest.mark.parametrize("family, mesh, all_shapes", [*FEW, *ALL])
 def test_dtypes_ranks_and_empty_dims(family, mesh, all_shapes):

@@ -10,7 +10,7 @@ import pytest
 from examples import run
 from models.devices import make_mesh
 
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 FOLDER = Path(run.__file__).parent
 EXAMPLES = sorted(f.stem for f in FOLDER.glob("*.py") if "main(train)" in f.read_text())

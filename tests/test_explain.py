@@ -16,7 +16,7 @@ import shardax as sx
 from shardax.explain.live import live
 from shardax.explain.values import intermediates
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.quick]
 
 MESH = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 KIB = 1024

@@ -11,7 +11,7 @@ import pytest
 
 from shardax.explain.__main__ import main
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.quick]
 
 ROOT = Path(__file__).parents[1]
 GPT2 = (
@@ -93,6 +93,7 @@ def test_a_users_own_module(module, capsys):
     assert "x " in capsys.readouterr().out.split("P('data')")[1].splitlines()[1]
 
 
+@pytest.mark.once
 @pytest.mark.not_quick
 @pytest.mark.mixed_dtypes
 def test_only_parts(capsys):

@@ -172,6 +172,7 @@ OUTER = {
 }
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_results_have_the_types_that_jit_gives(name, outer):
@@ -233,3 +234,19 @@ def test_an_argument_on_a_mesh_of_other_names_than_the_context():
         got = sx.shard_jit(lambda x: jnp.tanh(x) * 2.0)(put(x, "x"))
     assert got.sharding.mesh == context
     np.testing.assert_allclose(got, np.tanh(x) * 2.0, rtol=1e-6)
+
+
+def test_a_linear_solve():
+    """Whose equation has several programs, each by its name, which its derivative looks for."""
+
+    def f(x, b):
+        matvec = lambda v: x.T @ (x @ v) + 2.0 * v  # noqa: E731
+        cg = lambda mv, b: jax.scipy.sparse.linalg.cg(mv, b)[0]  # noqa: E731
+        return jax.lax.custom_linear_solve(matvec, b, cg, symmetric=True).sum(), jnp.sin(x)
+
+    x, b = ramp(8, 4), ramp(4)
+    with jax.set_mesh(MESH):
+        got = jax.value_and_grad(sx.shard_jit(f), (0, 1), has_aux=True)(put(x), put(b))
+    want = jax.value_and_grad(f, (0, 1), has_aux=True)(x, b)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

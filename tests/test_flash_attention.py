@@ -35,6 +35,7 @@ BY_BATCH_AND_HEADS = (P("x", None, "y"),) * 3
 BY_QUERIES = (P("x", "z", "y"), P("x", None, "y"), P("x", None, "y"))
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("sizes", [(1, 128, 2), (2, 6, 2, 10)])
 def test_equal(sizes):
     args = _qkv(*sizes)
@@ -45,6 +46,7 @@ def test_equal(sizes):
     )
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize(
     "sizes, specs", [((2, 16, 2), BY_QUERIES), ((3, 5, 3), BY_BATCH_AND_HEADS), ((3, 5, 3), BY_QUERIES)]
 )
@@ -54,6 +56,7 @@ def test_split(sizes, specs):
     jax.tree.map(close, step(*args), jax.jit(_with_gradients(plain_attention))(*args))
 
 
+@pytest.mark.promotes_ranks
 def test_differentiated_from_outside():
     args, specs = _qkv(2, 4, 2), BY_QUERIES
     around = jax.value_and_grad(

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.once]
 
 WEIGHTS = {"qkv": P("x", None, "y", None), "out": P("y", None, "x"), "up": P("x", "y"), "down": P("y", "x")}
 

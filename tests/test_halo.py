@@ -50,6 +50,7 @@ def random_window(rng: random.Random, count: int) -> HaloRequest:
     return HaloRequest(0, ("x",), tuple(firsts), tuple(ends), rows, size, block)
 
 
+@pytest.mark.once
 @pytest.mark.not_quick
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_device_gets_what_it_wants(count):
@@ -149,6 +150,7 @@ def test_hardly_any_exchange_sends_less(count):
     assert len(small) > 200 and set(extra) <= {0, 1} and sum(extra) * 40 <= len(extra)
 
 
+@pytest.mark.once
 @pytest.mark.not_quick
 @pytest.mark.parametrize("count", COUNTS)
 def test_blocks_of_any_two_sizes(count):

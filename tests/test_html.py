@@ -162,6 +162,7 @@ def layers_plan(count: int):
     )
 
 
+@pytest.mark.promotes_ranks
 def test_layers_are_folded_and_sorted_as_a_person_counts(tmp_path):
     text = page_of(layers_plan(12), tmp_path)
     arguments, results = (
@@ -340,3 +341,15 @@ def test_text_of_the_program_ends_no_script(tmp_path):
     plan.to_html(tmp_path / "plan.html")
     text = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert text.count("</script>") == 2 and parsed(text)
+
+
+def test_why_jax_gave_no_types(tmp_path, page):
+    """It stands in the overview, and only where there is a reason."""
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    step = sx.shard_jit(lambda x: jnp.sort(x, 0), mesh=mesh, in_shardings=P("data"))
+    step.plan(jnp.ones((8, 4))).to_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    (reason,) = re.findall(r'<p class="untyped">(.*?)</p>', text)
+    assert reason.startswith("No Explicit types, so completion decides. JAX: ")
+    assert re.search(r"\(at \S*test_html\.py:\d+\)$", reason)
+    assert '<p class="untyped">' not in page

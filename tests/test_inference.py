@@ -11,15 +11,13 @@ import shardax as sx
 from benchmarks import decode
 from examples import deepseek, inference, llama
 
-pytestmark = pytest.mark.mixed_dtypes
-
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 STEPS, CHUNK = 4, 4  # 12 tokens are read before
 MODELS = {"llama": llama.MODEL, "deepseek": deepseek.MODEL}
 MESHES = [
     ("llama", (2, 2, 2)),
-    ("deepseek", (2, 2, 2)),
+    pytest.param("deepseek", (2, 2, 2), marks=pytest.mark.once),
     pytest.param("llama", (1, 2, 4), marks=pytest.mark.slow),
     pytest.param("deepseek", (1, 4, 2), marks=pytest.mark.slow),
 ]

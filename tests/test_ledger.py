@@ -257,6 +257,7 @@ def agrees_with_stablehlo(body, *shapes):
     assert hlo.counts(hlo.lowered(jax.jit(f).lower(*args).compiler_ir())) == expected
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.not_quick
 def test_random_keys_and_other_dtypes_agree_with_stablehlo():
     def body(v):

@@ -17,27 +17,30 @@ LARGE = ("gpt2 2x4", "gpt2 2x2x2")  # compiled by `make test-slow` and `make tes
 
 
 def planned_and_lowered(name: str):
+    """Which agree in kinds, devices, bytes and trips: none hidden, none missing."""
     program = PROGRAMS[name]
     axis_types = (AxisType.Auto,) * len(program.mesh)
     f, args = program.make(jax.make_mesh(tuple(program.mesh.values()), tuple(program.mesh), axis_types))
-    return f.plan(*args).collectives, f.lower(*args)
+    planned, lowered = f.plan(*args).collectives, f.lower(*args)
+    assert hlo.counts(hlo.lowered(lowered.compiler_ir())) == hlo.counts(planned)
+    return planned, lowered
 
 
 def test_there_are_enough_that_send():
     assert len(PROGRAMS) >= 20
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.promotes_ranks
+@pytest.mark.parametrize("name", LARGE)
 def test_lowered(name):
-    """Kinds, devices, bytes and trips, none hidden, none missing."""
-    planned, lowered = planned_and_lowered(name)
-    assert hlo.counts(hlo.lowered(lowered.compiler_ir())) == hlo.counts(planned)
+    planned_and_lowered(name)
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in PROGRAMS]
 )
-def test_compiled_for_cpu(name):
+def test_lowered_and_compiled_for_cpu(name):
     planned, lowered = planned_and_lowered(name)
     compiled = hlo.compiled(lowered.compile().as_text())
     only_planned, only_compiled, applied = hlo.normalized(planned, compiled, "cpu")

@@ -128,11 +128,11 @@ def diffrax_solve():
 
 
 def numpyro_nuts():
-    """Steps of the No-U-Turn sampler, on data whose rows are split."""
+    """Steps of the No-U-Turn sampler, on data whose rows are split, and the gradient of the density."""
     import numpyro
     import numpyro.distributions as dist
     from numpyro.infer.hmc import hmc
-    from numpyro.infer.util import initialize_model
+    from numpyro.infer.util import initialize_model, log_density
 
     def model(x, y):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
@@ -147,16 +147,23 @@ def numpyro_nuts():
             info.param_info, num_warmup=2, step_size=0.05, rng_key=jax.random.key(1), max_tree_depth=3
         )
         state = jax.lax.fori_loop(0, 3, lambda i, state: kernel(state), state)
-        return state.z, state.potential_energy, state.num_steps
+        drawn = {"w": jnp.ones(3), "scale": jnp.float32(2)}
+        density = lambda x: log_density(model, (x, y), {}, drawn)[0]  # noqa: E731
+        return state.z, state.potential_energy, state.num_steps, jax.grad(density)(x)
 
     return sample
 
 
 def blackjax_chains():
-    """Chains of HMC, and a step of NUTS, of the same posterior."""
+    """Chains of HMC, and a step of NUTS, of the same posterior; and how the draws change with the data."""
     import blackjax
 
     def sample(x, y, start, keys):
+        draw = lambda y: positions(x, y, start, keys)  # noqa: E731
+        (found, accepted), moved = jax.jvp(draw, (y,), (jnp.ones_like(y),))
+        return found, accepted, moved[0]
+
+    def positions(x, y, start, keys):
         def log_density(q):
             return -0.5 * ((y - x @ q) ** 2).sum() - 0.5 * (q**2).sum()
 
@@ -175,7 +182,9 @@ def blackjax_chains():
 
 
 def jaxopt_fits():
-    """L-BFGS with its line search, and a proximal gradient, over rows that are split."""
+    """L-BFGS with its line search, and a proximal gradient, over rows that are split; the implicit derivative
+    of its solution.
+    """
     import jaxopt
 
     def fit(x, y):
@@ -187,7 +196,8 @@ def jaxopt_fits():
 
         smooth = jaxopt.LBFGS(loss, maxiter=5).run(jnp.zeros(3)).params
         lasso = jaxopt.ProximalGradient(squares, jaxopt.prox.prox_lasso, maxiter=5)
-        return smooth, lasso.run(jnp.zeros(3), hyperparams_prox=0.05).params
+        solved = lambda scale: lasso.run(jnp.zeros(3), hyperparams_prox=scale).params  # noqa: E731
+        return smooth, solved(0.05), jax.grad(lambda scale: solved(scale).sum())(0.05)
 
     return fit
 

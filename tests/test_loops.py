@@ -193,6 +193,7 @@ def averaged(x, means):
     return lax.scan(trip, (means, jnp.zeros_like(means)), None, length=4)[0]
 
 
+@pytest.mark.promotes_ranks
 def test_what_the_next_trip_settles_anew_does_not_wait():
     args, specs = (array(16, 4), array(3, 4)), (P("x"), P())
     assert sent(averaged, args, specs) == {("all_reduce", ("x",), 4): 1, ("all_reduce", ("x",), 1): 1}

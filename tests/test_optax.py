@@ -20,7 +20,11 @@ import shardax as sx
 from models.devices import make_mesh, mesh_text
 from tests.optimizers import COMBINATIONS, make, names
 
-pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")]
+pytestmark = [
+    pytest.mark.promotes_ranks,
+    pytest.mark.mixed_dtypes,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
 
 STEPS = 5
 SHAPES = {"up": (10, 12), "bias": (12,), "down": (12, 3, 7), "gain": ()}

@@ -61,7 +61,13 @@ def trained():
         return states, [float(step(*objects, test_nnx.X)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("mesh", [OTHER, {"data": 1, "model": 2}], ids=["2x2x2", "two devices"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(OTHER, id="2x2x2"),
+        pytest.param({"data": 1, "model": 2}, id="two devices", marks=pytest.mark.once),
+    ],
+)
 def test_nnx_objects_go_on_on_another_mesh(trained, mesh, tmp_path):
     states, losses = trained
     with nnx.use_eager_sharding(False):
@@ -74,6 +80,7 @@ def test_nnx_objects_go_on_on_another_mesh(trained, mesh, tmp_path):
         np.testing.assert_allclose([float(step(*objects, test_nnx.X)) for _ in range(2)], losses, rtol=1e-5)
 
 
+@pytest.mark.once
 def test_a_boxed_train_state_goes_on_on_another_mesh(tmp_path):
     model = test_flax.MODELS["logical"]
     shapes = jax.eval_shape(lambda key: test_flax.init(model, key), jax.random.key(0))

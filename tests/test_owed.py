@@ -127,6 +127,7 @@ def test_values_are_shown_as_they_are_made():
     assert not any(sharding == "P('data', None)" for *_, sharding in made)
 
 
+@pytest.mark.promotes_ranks
 def test_gpt2():
     """Of each layer what attention and the feed-forward give out; and the embedding."""
     config = replace(gpt2.SIZES["gpt2"], vocab=50304, heads=128, model=1024)

@@ -82,6 +82,7 @@ class Followed:
         return found
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.once
 @pytest.mark.parametrize("name", ROWS)
 def test_operands_are_read_from_what_is_there(name):

@@ -40,6 +40,7 @@ def _equal(f, args, specs):
         return step.plan(*args)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("sizes", [(8, 4, 2), (5, 3, 3), (3, 6, 1)])
 @pytest.mark.parametrize("spec", [P("x", None, "y"), P(None, "x", "y"), P(("x", "y"))])
 def test_attention(sizes, spec):

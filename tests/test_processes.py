@@ -39,15 +39,15 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+/20  loss ([\d.]+)", text)]
 
 
-def test_losses_do_not_depend_on_the_processes(tmp_path):
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_losses_do_not_depend_on_the_processes(tmp_path, count):
     """10 rows over 4 devices rest otherwise than wanted: a process holds parts of rows."""
     alone = printed(start(1, tmp_path))
     assert len(losses(alone)) == 11
-    for count in (2, 4):
-        text = printed(start(count, tmp_path))
-        assert f"8 cpu devices of {count} processes" in text
-        np.testing.assert_allclose(losses(text), losses(alone), rtol=1e-4)
-        assert re.findall(r"held-out loss: (\S+)", text) and "plan of the train step" in text
+    text = printed(start(count, tmp_path))
+    assert f"8 cpu devices of {count} processes" in text
+    np.testing.assert_allclose(losses(text), losses(alone), rtol=1e-4)
+    assert re.findall(r"held-out loss: (\S+)", text) and "plan of the train step" in text
 
 
 def test_a_killed_peer_ends_the_others_and_the_restart_resumes(tmp_path):

@@ -22,6 +22,8 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from tests.test_random_programs import poisoned_padding
 
+pytestmark = pytest.mark.promotes_ranks
+
 MESHES = [(4, 2), (2, 4), (8,), (3,), (5,), (2, 2, 2), (3, 2)]
 ROWS, COLUMNS = (5, 6, 8), (4, 7, 8)  # a value inside of a loop is ROWS x COLUMNS, one of each
 CARRIES = ("same", "steps", "sum", "max", "last", "recurrence", "recurrence", "key", "bool")

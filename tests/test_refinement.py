@@ -181,6 +181,7 @@ def heads(count, x, p):
 HEADS = {"4 on 8": (make((8,), ("model",)), 4), "2 on 4": (make((2, 4), ("data", "model")), 2)}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_inside_an_axis(name):
     """An axis of more devices than there are heads is refined: nothing is gathered at the reshapes."""
@@ -198,6 +199,16 @@ def test_heads_inside_an_axis(name):
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
     assert plan.refinement.sizes["model.0"] == count and "all_reduce over model of" in str(plan)
     assert plan.in_shardings[1]["q"].spec == P(None, "model")
+
+
+def test_gradient_with_types_of_the_axis_that_is_refined():
+    """JAX types what goes into the backward pass by the axes of the mesh in context, as they are there."""
+    f = lambda x: jnp.tanh(jnp.tanh(x).reshape(2, 4, 6)).sum(1)  # noqa: E731
+    mesh, x = make((4, 2), ("x", "y"), kind=AxisType.Explicit), X[:8, :6]
+    sharded = sx.shard_jit(f, mesh=mesh, in_shardings=P("x", "y"))
+    with jax.set_mesh(mesh):
+        got = jax.grad(lambda x: (sharded(x) ** 2).sum())(x)
+    np.testing.assert_allclose(got, jax.grad(lambda x: (f(x) ** 2).sum())(x), rtol=1e-5, atol=1e-6)
 
 
 def test_the_scores_of_long_sequences_are_not_reduced():
@@ -263,6 +274,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("meshes", ["reversed", "3x2 in 2x3"])
 def test_calls_inside_on_another_mesh(name, meshes):

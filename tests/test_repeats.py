@@ -28,7 +28,7 @@ from shardax.partition.choose import choose
 from shardax.sharding import Layout, at_rest
 from shardax.trace import Request, trace
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.quick]
 
 LAYERS = 8
 SIZES = {"data": 4, "model": 2}
@@ -203,8 +203,12 @@ def both(name: str) -> tuple[Graph, Completion, Completion]:
 
 def programs():
     """Random keys are made by the device; attention takes half a minute."""
-    others = {"GPT-2 and AdamW", "GPT-2 with remat", "scanned attention"}
-    return [pytest.param(name, marks=pytest.mark.not_quick) if name in others else name for name in PROGRAMS]
+    marks = {
+        "GPT-2 and AdamW": pytest.mark.not_quick,
+        "GPT-2 with remat": pytest.mark.not_quick,
+        "scanned attention": pytest.mark.slow,
+    }
+    return [pytest.param(name, marks=marks.get(name, ())) for name in PROGRAMS]
 
 
 @pytest.mark.once

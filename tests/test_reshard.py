@@ -438,6 +438,7 @@ CHIPS = [chips.NOMINAL, replace(chips.V5E, lanes=4), replace(chips.H200, host=2)
 
 
 @pytest.mark.once
+@pytest.mark.once
 @pytest.mark.parametrize(
     "mesh", [{"x": 2, "y": 2, "z": 2}, {"x": 2, "y": 4, "z": 2}, {"x": 3, "y": 2}], ids=str
 )

@@ -359,6 +359,7 @@ def test_a_recurrence_gathers_once():
     assert {c.trips for c in check(f, 8, P("x"))} == {1}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("f", [written, added, inner, updated, backwards, in_branches, remat])
 def test_gradients(f):
     """The way back reads and writes at the index of the way there."""

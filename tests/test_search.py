@@ -250,6 +250,7 @@ def cheapest_of_all(search):
     return min(map(total, itertools.product(*(site.ways for site in sites)))) if count <= 4000 else None
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.once
 def test_what_is_chosen_is_the_exhaustive_optimum(monkeypatch):
     """Of programs of up to eight operations; those of too many choices are left out."""

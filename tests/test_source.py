@@ -165,6 +165,7 @@ def test_results_are_of_weak_types_where_they_were(fun, args):
         np.testing.assert_array_equal(have, want)
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.once
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_executing_the_source_gives_the_results(name):
@@ -240,6 +241,7 @@ def test_the_same_results_as_collectives():
     assert hlo.counts(hlo.lowered(lowered)) == hlo.counts(plan.collectives)
 
 
+@pytest.mark.promotes_ranks
 def test_small_constants_are_text_and_large_ones_objects():
     fun, specs, make = PROGRAMS["label_loss"]
     plan = sx.shard_jit(fun, mesh=mesh(), in_shardings=specs).plan(*make())

@@ -8,8 +8,9 @@ import pytest
 
 from examples.third_party import page
 
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
+STEPS = 4  # on Explicit axes
 QUICK = ("third_party.optax_quickstart", "third_party.flax_mnist")
 
 
@@ -48,6 +49,20 @@ def test_train_step(name):
     )  # programs may come to send less, not more; another JAX traces other programs
     same_jax = f"JAX {jax.__version__}." in page.PAGE.read_text()
     assert 0.5 * stated < found.sent <= (stated if same_jax else 1.2 * stated)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in page.ROWS]
+)
+def test_train_step_on_explicit_axes(name):
+    """As on Auto axes; where JAX gives the step no types, completion decides as there."""
+    step, mesh = page.example(name), jax.make_mesh(tuple(page.MESH.values()), tuple(page.MESH))
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Explicit}
+    sharded, auto = (step.train(m, STEPS) for m in (mesh, page.make_mesh(page.MESH)))
+    np.testing.assert_allclose(sharded, auto, rtol=1e-6)
+    np.testing.assert_allclose(sharded[0], step.train(None, 1)[0], rtol=1e-6)
+    sent, on_auto = (step.plan(m).comm_bytes for m in (mesh, page.make_mesh(page.MESH)))
+    assert sent <= 1.05 * on_auto
 
 
 def test_page_has_ten_of_them():

@@ -502,6 +502,7 @@ def check(mesh, f, args, ins, outs, chip=None):
     return sharded.plan(*args)
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.parametrize("name", ROWS)
 def test_sends(name):
     f, args, ins, outs, wanted = ROWS[name]
@@ -544,6 +545,7 @@ def test_halves_of_a_product_are_cut_into_even_blocks():
     assert plan.comm_bytes == 43008  # 81920 where each part stays on its half
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("n", [13, 16, 18])
 @pytest.mark.parametrize("spec", [P("x"), P(("y", "x")), P(("x", "y"))])
 def test_uneven_and_far(n, spec):
@@ -565,6 +567,7 @@ def attention(split, w, x):
     return jnp.einsum("bsnd,ndm->bsm", y, split(w["out"], P("y")))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("heads, ways", [(3, "y"), (7, "y"), (2, "y.0"), (4, "y.0"), (1, None)])
 def test_fewer_heads_than_devices(heads, ways):
     """Those that have one send what they would if there were enough for all.
@@ -617,6 +620,7 @@ def test_heads_that_share_keys(keys, heads):
         ]
 
 
+@pytest.mark.promotes_ranks
 @pytest.mark.mixed_dtypes
 def test_moves_that_what_follows_takes_back_are_not_made():
     """Two heads on four devices: axes that no head has would move to the sequence and back, 226,157 bytes in

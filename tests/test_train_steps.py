@@ -26,7 +26,7 @@ from models.rules import on_axes
 from models.steps import State, make_init, make_step
 
 # flax and optax mix weakly typed floats with integer counts
-pytestmark = pytest.mark.mixed_dtypes
+pytestmark = [pytest.mark.promotes_ranks, pytest.mark.mixed_dtypes]
 
 STEPS = 3
 
@@ -182,7 +182,13 @@ def cases(*rows):
         MESHES[3],
         pytest.mark.once,
     ),
-    ("dropout", lambda: transformer(adafactor, 8, remat=True, dropout=0.2), MESHES[2], pytest.mark.once),
+    (
+        "dropout",
+        lambda: transformer(adafactor, 8, remat=True, dropout=0.2),
+        MESHES[2],
+        pytest.mark.once,
+        pytest.mark.slow,
+    ),
 )
 def test_transformer(job, mesh):
     trains_alike(job(), mesh)

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.transforms import Argument, Result
 
+pytestmark = pytest.mark.promotes_ranks
+
 MESH = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 SCALE = np.arange(4, dtype="float32")
 

@@ -147,6 +147,7 @@ def test_configurations_that_look_at_the_arrays():
         f(key), f(key)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", list(ROWS)[::5])
 def test_a_program_of_its_own_would_be_the_same(name):
     """So which call comes first decides nothing."""

@@ -64,11 +64,12 @@ def replicate(x):
     return annotate(x, PartitionSpec())
 
 
-Role = Literal["inside", "state", "argument", "result", "type", "implied", "one device"]
+Role = Literal["inside", "state", "argument", "result", "type", "implied", "stack", "one device"]
 """Whether an annotation stands inside the function, stands there on what is stored of state (it spreads with
 that, after the data), is that of an argument or of a result (in_shardings,
 out_shardings), that of the Explicit type of a result, or is implied: by another type, by the specs of an
-island or of a jit, by what the result succeeds.
+island or of a jit, by what the result succeeds. A "stack" is implied, too: what an island over some of the
+axes takes or gives, whose sums may stay pending.
 One with the role "one device" requests nothing: it is lowered for one device only (see `for_one_device`).
 """
 
@@ -210,7 +211,7 @@ def _plain(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str):
         own = isinstance(spec.layout, Layout) and tuple(spec.layout.major_to_minor) == tuple(
             range(len(shape))
         )
-        if spec.layout is not None and not own:
+        if spec.layout not in (None, Layout.AUTO) and not own:
             raise ValueError(
                 f"{what} of shape {shape} is given a Format with the layout {spec.layout}, and shard_jit "
                 "leaves layouts to XLA: give the Format's sharding, and bring arrays into a layout with "
@@ -224,8 +225,9 @@ def _plain(spec, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, what: str):
     if isinstance(mesh, Mesh) and spec.device_set != set(mesh.devices.flat):
         own = sorted(d.id for d in spec.device_set)
         raise ValueError(
-            f"{what} of shape {shape} is given {spec} on devices {own}, but the mesh ({describe(mesh)}) is "
-            f"of devices {_ids(mesh)}: give a PartitionSpec, P() for all of it on every device"
+            f"{DIFFERING_DEVICES}. That is, {what} of shape {shape} is given {spec} on devices {own}, but "
+            f"the mesh ({describe(mesh)}) is of devices {_ids(mesh)}: give a PartitionSpec, P() for all of "
+            "it on every device"
         )
     named = _jax.spec_on(spec, mesh, len(shape))
     if named is None:
@@ -274,6 +276,9 @@ class OtherDevices(ValueError):
         return self
 
 
+DIFFERING_DEVICES = "Received incompatible devices for jitted computation"  # as `jax.jit` says it
+
+
 def check_devices(
     own: Mesh | AbstractMesh, spec: PartitionSpec | None, mesh: Mesh | AbstractMesh, what: str
 ) -> None:
@@ -285,8 +290,9 @@ def check_devices(
         return
     way_out = "leave out its mesh=" if spec is None else f"give its spec {_text(spec)} alone"
     raise OtherDevices(
-        f"{what} on the mesh ({describe(own)}) of devices {_ids(own)}, but the program's mesh is "
-        f"({describe(mesh)}) of devices {_ids(mesh)}: {way_out}, or build it on the program's mesh"
+        f"{DIFFERING_DEVICES}. That is, {what} on the mesh ({describe(own)}) of devices {_ids(own)}, but the "
+        f"program's mesh is ({describe(mesh)}) of devices {_ids(mesh)}: {way_out}, or build it on the "
+        "program's mesh"
     )
 
 

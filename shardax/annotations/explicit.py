@@ -2,7 +2,8 @@
 Auto twins.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -73,7 +74,33 @@ SHARDING_PARAMS = (
 def without_explicit_types(jaxpr) -> Any:
     """A closed jaxpr without Explicit types. What the user requested with `reshard` and `out_sharding=`
     stays, as annotations; the types that follow from it do not. Call it where the Auto mesh is in context."""
-    return jax.make_jaxpr(lambda *args: _evaluate(_jax.closed(jaxpr), args))(*map(shape_of, jaxpr.in_avals))
+    opened, consts = _jax.hoist_consts(_jax.closed(jaxpr))
+    is_array = [not _jax.is_ref(x) for x in consts]  # arrays may have types, and come back as constants
+    arrays = [x for x, keep in zip(consts, is_array, strict=True) if keep]
+    count = len(opened.in_avals) - len(consts)
+
+    def run(*args):
+        held = iter(args[count:])
+        closed_over = [next(held) if keep else x for x, keep in zip(consts, is_array, strict=True)]
+        return _evaluate(opened, (*args[:count], *closed_over))
+
+    types = [*opened.in_avals[:count], *map(jax.typeof, arrays)]
+    return _jax.closing_over(jax.make_jaxpr(run)(*map(shape_of, types)), arrays)
+
+
+@contextmanager
+def as_at(eqn) -> Iterator[None]:
+    """What is bound inside gets the line and the scopes of an equation, but is of the mesh in context."""
+    stack, mesh = (
+        source_info_util.current_name_stack() + eqn.source_info.name_stack,
+        jax.sharding.get_abstract_mesh(),
+    )
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+        jax.sharding.use_abstract_mesh(mesh),
+    ):
+        yield
 
 
 def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
@@ -82,14 +109,8 @@ def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
     def read(atom):
         return atom.val if _jax.is_literal(atom) else env[atom]
 
-    mesh = jax.sharding.get_abstract_mesh()
     for eqn in closed.jaxpr.eqns:
-        stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-        with (
-            source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
-            eqn.ctx.manager,
-            jax.sharding.use_abstract_mesh(mesh),
-        ):
+        with as_at(eqn):
             env.update(zip(eqn.outvars, _bind(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, closed.jaxpr.outvars))
 
@@ -211,11 +232,10 @@ def _param_without_types(key: str, value):
     if hasattr(value, "eqns"):
         made = without_explicit_types(_jax.closed(value))
         return made if hasattr(value, "consts") else made.jaxpr
-    return (
-        tuple(_param_without_types("", v) for v in value)
-        if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value)
-        else value
-    )
+    if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value):
+        made = [_param_without_types("", v) for v in value]
+        return tuple(made) if type(value) is tuple else type(value)(*made)  # a linear solve has named ones
+    return value
 
 
 def _without_types_in_context():

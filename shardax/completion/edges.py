@@ -137,8 +137,11 @@ def _same(values: list[Value], node: Node) -> Edge:
 
 
 def _stacked(outer: Value, inner: Value, node: Node) -> Edge:
-    """The edge between the stacked values of all iterations of a scan, and the value of one."""
-    factors = bind(parse("trips! ... -> ..."), (outer.shape,), (inner.shape,))
+    """The edge between a stack, of all iterations of a scan or of all places along manual axes, and one value
+    of it.
+    """
+    stacked = " ".join(f"n{i}!" for i in range(len(outer.shape) - len(inner.shape)))
+    factors = bind(parse(f"{stacked} ... -> ..."), (outer.shape,), (inner.shape,))
     return Edge([outer], [inner], factors, ELEMENTWISE, ELEMENTWISE, node)
 
 
@@ -185,9 +188,18 @@ def _cond_flow(node: Node) -> Iterator[Edge]:
         yield _same(list(values), node)
 
 
+def _island_flow(node: Node) -> Iterator[Edge]:
+    """Where every axis is manual, the annotations around it, made of its specs, do all."""
+    (body,) = node.bodies
+    if "partly_manual" in node.params:
+        for outers, inners in ((node.inputs, body.inputs), (node.outputs, body.outputs)):
+            for outer, inner in zip(outers, inners, strict=True):
+                yield _stacked(outer, inner, node)
+
+
 _FLOWS = {
     "cond": _cond_flow,
     "scan": _scan_flow,
-    "shard_map": lambda node: iter(()),  # the annotations around it, made of its specs, do all
+    "shard_map": _island_flow,
     "while": _while_flow,
 }

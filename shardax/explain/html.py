@@ -24,7 +24,7 @@ from shardax.explain.page_memory import memory_sections
 from shardax.explain.page_places import places
 from shardax.explain.page_program import Program
 from shardax.explain.tables import Table
-from shardax.explain.text import at_rest, meshes
+from shardax.explain.text import at_rest, meshes, untyped
 from shardax.ledger.collectives import Collective, array_text, comm_bytes
 from shardax.ledger.words import as_one, bytes_text, form, percent, seconds_text
 
@@ -87,7 +87,8 @@ def _overview(plan: Analysis, memory: Memory) -> str:
     )
     phases = ", ".join(f"{phase} {seconds_text(s)}" for phase, s in plan.phases.items())
     planned = escape(f"Planned: {phases}" if phases else "")
-    return f'<dl class="tiles">{tiles}</dl><p class="phases">{planned}</p>'
+    refused = f'<p class="untyped">{escape(untyped(plan))}</p>' if plan.untyped else ""
+    return f'<dl class="tiles">{tiles}</dl>{refused}<p class="phases">{planned}</p>'
 
 
 def _collectives(plan: Analysis, lines: Lines) -> Iterator[Section]:

@@ -64,7 +64,12 @@ def _heading(plan: Analysis) -> Iterator[Table]:
 
 def _untyped(plan: Analysis) -> Iterator[Table]:
     if plan.untyped:
-        yield Table(f"No Explicit types, so completion decides. JAX: {plan.untyped}", ())
+        yield Table(untyped(plan), ())
+
+
+def untyped(plan: Analysis) -> str:
+    """Why JAX gave no Explicit types, and where; "" if it did."""
+    return f"No Explicit types, so completion decides. JAX: {plan.untyped}" if plan.untyped else ""
 
 
 def meshes(plan: Analysis) -> Iterator[Table]:

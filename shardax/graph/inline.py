@@ -7,7 +7,8 @@ calls, `remat2` (behind its optimization barrier), and every other call that onl
 results are annotated with its specs.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardax import _jax
 from shardax.annotations.annotate import SAVED, annotate_p
@@ -177,22 +179,88 @@ def _island(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
     """shard_map: its operands and results are annotated with its specs, and its body is a graph over
     shards.
     """
-
-    def annotated(values: list[Value], side: str) -> list[Value]:
-        specs = enumerate(eqn.params[side])
-        return [
-            _annotated(inliner, eqn, v, spec, f"{side}[{i}]")
-            for v, (i, spec) in zip(values, specs, strict=True)
-        ]
-
-    return annotated(_plain(inliner, eqn, annotated(inputs, "in_specs")), "out_specs")
+    around = (e.params["newly_manual_axes"] for e in inliner.callers if e.primitive.name == "shard_map")
+    manual = eqn.params["newly_manual_axes"].union(*around)
+    if manual.issuperset(a for a, size in eqn.params["mesh"].shape.items() if size > 1):
+        inputs = _as_specified(inliner, eqn, inputs, "in_specs", rest=())
+        return _as_specified(inliner, eqn, _plain(inliner, eqn, inputs), "out_specs", rest=())
+    return _partly_manual(inliner, eqn, inputs)
 
 
-def _annotated(inliner: _Inliner, eqn, value: Value, spec, words: str) -> Value:
-    requested = from_spec(spec, len(value.shape))
-    fields = {"dims": requested.dims, "source": f"shard_map {words}", "role": "implied"}
-    params = {**fields, "like": None, "mesh": eqn.params["mesh"], "owing": requested.owing}
-    return inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])[0]
+def _as_specified(inliner: _Inliner, eqn, values: list[Value], side: str, rest) -> list[Value]:
+    """The values annotated with the specs of one side of a shard_map; `rest`: what is requested of dims
+    past those that a spec names, () for replicated, None for nothing."""
+    annotated = []
+    for i, (value, spec) in enumerate(zip(values, eqn.params[side], strict=True)):
+        named = from_spec(spec, len(spec))
+        dims = named.dims + (rest,) * (len(value.shape) - len(spec))
+        role = "implied" if rest == () else "stack"
+        fields = {"dims": dims, "source": f"shard_map {side}[{i}]", "role": role}
+        params = {**fields, "like": None, "mesh": eqn.params["mesh"], "owing": named.owing}
+        annotated += inliner.append(eqn, annotate_p, params, [value], [Value(value.aval)])
+    return annotated
+
+
+def _partly_manual(inliner: _Inliner, eqn, inputs: list[Value]) -> list[Value]:
+    """A shard_map over some axes: every other axis may split what is inside, as it may what is outside.
+
+    The manual axes get dims of their own, which stand first: what is split so becomes a stack, of which the
+    body sees one element.
+
+        P("stage") of 12 rows over four stages:   [12, b]  ->  [4, 3, b]   the body: [3, b]
+    """
+    sizes = eqn.params["mesh"].shape
+    lifted = {side: tuple(map(_manual_dims, eqn.params[side])) for side in ("in_specs", "out_specs")}
+    specs = {side: tuple(PartitionSpec(*dims.values()) for dims in all_) for side, all_ in lifted.items()}
+    inner = eqn.replace(params={**eqn.params, **specs, "partly_manual": True})
+    stacks = [
+        inliner.call(eqn, _traced(partial(_stacked, dims, sizes), v.aval), [v])[0] if dims else v
+        for v, dims in zip(inputs, lifted["in_specs"], strict=True)
+    ]
+    stacks = _as_specified(inliner, inner, stacks, "in_specs", rest=None)
+    body = from_jaxpr(eqn.params["jaxpr"], (eqn, *inliner.callers))
+    counts = [
+        tuple(math.prod(sizes[a] for a in axes) for axes in dims.values()) for dims in lifted["out_specs"]
+    ]
+    made = [
+        Value(ShapedArray((*n, *v.shape), v.aval.dtype)) for n, v in zip(counts, body.outputs, strict=True)
+    ]
+    made = inliner.append(inner, eqn.primitive, inner.params, stacks, made, (body,))
+    return [
+        inliner.call(eqn, _traced(partial(_unstacked, dims), v.aval), [v])[0] if dims else v
+        for v, dims in zip(
+            _as_specified(inliner, inner, made, "out_specs", rest=None), lifted["out_specs"], strict=True
+        )
+    ]
+
+
+def _manual_dims(spec) -> dict[int, Any]:
+    """The dims that a spec splits, with the axes that it splits them over."""
+    return {d: axes for d, axes in enumerate(from_spec(spec, len(spec)).dims) if axes}
+
+
+def _stacked(dims: dict[int, Any], sizes: Mapping[str, int], x):
+    """Each dim that is split has the number of its shards as a dim of its own, before all others."""
+    shape: list[int] = []
+    for d, n in enumerate(x.shape):
+        count = math.prod(sizes[a] for a in dims.get(d, ()))
+        shape += [count, n // count] if d in dims else [n]
+    first = [d + i for i, d in enumerate(dims)]
+    return lax.transpose(lax.reshape(x, shape), first + [d for d in range(len(shape)) if d not in first])
+
+
+def _unstacked(dims: dict[int, Any], x):
+    order, shape = [], []
+    for d in range(x.ndim - len(dims)):
+        before = [list(dims).index(d)] if d in dims else []
+        order += [*before, len(dims) + d]
+        shape.append(math.prod(x.shape[i] for i in (*before, len(dims) + d)))
+    return lax.reshape(lax.transpose(x, order), shape)
+
+
+def _traced(function: Callable[..., Any], aval):
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(function)(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from shardax import _jax
+from shardax.annotations.explicit import shape_of
 
 _SMALL = 8  # an update of less than this part of the array stays one
 
@@ -31,7 +32,10 @@ def as_padding(eqn, starts: Sequence[int]) -> Any:
     def update(*args):
         return put(args[0], args[_UPDATES[eqn.primitive.name]], starts, adds)
 
-    return _jax.on_line_of(eqn, jax.make_jaxpr(update)(*(v.aval for v in eqn.invars)))
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((), ())
+    ):  # of an island values name another
+        return _jax.on_line_of(eqn, jax.make_jaxpr(update)(*(shape_of(v.aval) for v in eqn.invars)))
 
 
 def put(x, y, starts: Sequence[int], adds: bool = False):

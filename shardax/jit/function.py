@@ -10,17 +10,25 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, reshard
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax
-from shardax.annotations.annotate import describe, flatten, for_one_device, is_spec
+from shardax.annotations.annotate import (
+    DIFFERING_DEVICES,
+    broadcast_specs,
+    describe,
+    flatten,
+    for_one_device,
+    is_spec,
+)
 from shardax.annotations.explicit import auto_mesh, explicit_sharding, memory_of
 from shardax.jit.signature import argument_name, positional_names, shardings_by_name
 from shardax.jit.transforming import traced_as, transformed
 from shardax.ledger.lines import line_text
 from shardax.meshes.crossing import Crossing, entering
 from shardax.options import Options, Refused
-from shardax.sharding import from_spec
+from shardax.sharding import from_spec, owing_of
 from shardax.trace import Request, Traced, abstract_mesh, is_explicit
 from shardax.transform import primitive
 from shardax.transforms import Context, Retyping, Transform
@@ -80,7 +88,7 @@ class Function:
             if eager and not self._retypes:
                 return self.fun(*args, **kwargs)
             mesh = self.require_mesh(arguments_mesh)
-            self._check_not_manual(mesh)
+            self._check_context(mesh)
             return self._run(mesh, args, kwargs)
 
         return self._jit(run, {} if out_shardings is None else {"out_shardings": out_shardings})
@@ -133,12 +141,19 @@ class Function:
         return any(isinstance(transform, Retyping) for transform in self.transforms)
 
     def known_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh that was given, else that of the context."""
-        return self.mesh or _jax.context_mesh()
+        """The mesh that was given, else that of the context; None where that is abstract, and arguments may
+        have its devices.
+        """
+        context = self.mesh or _jax.context_mesh()
+        return context if self.mesh or isinstance(context, Mesh) else None
+
+    def arguments_mesh(self, args, kwargs) -> Mesh | AbstractMesh | None:
+        """The mesh of the arguments where none is known; with the axes of an abstract one in context."""
+        return None if self.known_mesh() else _of_context(mesh_of((args, kwargs)))
 
     def require_mesh(self, arguments_mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
         """The mesh that is known, else that of the arguments. Raises ValueError where there is none."""
-        mesh = self.known_mesh() or arguments_mesh
+        mesh = self.known_mesh() or arguments_mesh or _jax.context_mesh()
         if mesh is None:
             raise ValueError(
                 f"shard_jit({self.name}) has no mesh to run on: give it mesh=, call it under "
@@ -146,8 +161,14 @@ class Function:
             )
         return mesh
 
-    def _check_not_manual(self, mesh: Mesh | AbstractMesh) -> None:
+    def _check_context(self, mesh: Mesh | AbstractMesh) -> None:
         context_mesh = jax.sharding.get_abstract_mesh()
+        if not context_mesh.empty and context_mesh.size != mesh.size:
+            raise ValueError(
+                f"{DIFFERING_DEVICES}. That is, shard_jit({self.name}) has the mesh ({describe(mesh)}) of "
+                f"{mesh.size} devices, but is called where the mesh is ({describe(context_mesh)}), of "
+                f"{context_mesh.size}: leave out its mesh, or call it outside"
+            )
         manual = [
             a
             for a, t in zip(context_mesh.axis_names, context_mesh.axis_types, strict=True)
@@ -171,14 +192,14 @@ class Function:
             for ref in filter(_jax.is_ref, traced.consts):
                 what = f"a Ref of shape {ref.shape} that {self.name} closes over"
                 if words := _elsewhere(what, ref, mesh):
-                    raise ValueError(words)
+                    raise ValueError(f"{DIFFERING_DEVICES}. That is, {words}")
             inputs = [*jax.tree.leaves((request.args, request.kwargs)), *traced.consts]
             values = [x[...] if i in traced.refs else x for i, x in enumerate(inputs)]
             # under an Explicit mesh a cotangent must get back even the empty type
             always = is_explicit(mesh) and not nested
             plain = [_jax.moved_off_meshes(x) if always or explicit_sharding(x) else x for x in values]
-            outs = primitive.bind(plain, jaxpr, mesh, self.options)
-        if is_explicit(mesh) and isinstance(mesh, Mesh) and not nested:
+            outs = primitive.bind(plain, jaxpr, mesh, self.options, of_context=self.mesh is None)
+        if is_explicit(mesh) and not nested:
             rests = tuple(
                 primitive.committed(jax.typeof(x), mesh) if explicit_sharding(x) else None for x in values
             )
@@ -221,7 +242,7 @@ class Function:
         return jitted
 
     def mesh_for(self, args, kwargs) -> Mesh | AbstractMesh | None:
-        return self.known_mesh() or mesh_of((args, kwargs))
+        return self.known_mesh() or self.arguments_mesh(args, kwargs)
 
     def entering(self, args, kwargs) -> list[Crossing]:
         """The arguments that cross before the call: `jax.jit` takes devices in one order."""
@@ -344,8 +365,8 @@ class Function:
         if isinstance(error, Refused):
             raise self.naming_arguments(error, args, kwargs) from None
         words = self._unhashable(args, kwargs)
-        if words is None and "incompatible devices" in str(error):
-            words = self._other_devices(args, kwargs)
+        if words is None and "incompatible devices" in str(error) and "That is, " not in str(error):
+            words = self._other_devices(error, args, kwargs)
         if words is None and "donate" in str(error):
             words = self._donated_twice(args, kwargs)
         if words is None:
@@ -369,11 +390,19 @@ class Function:
                     "hashed: give a hashable one (a tuple, a frozen dataclass), or do not make it static"
                 )
 
-    def _other_devices(self, args, kwargs) -> str | None:
-        mesh = self.known_mesh() or mesh_of((args, kwargs))
-        named = self.named_leaves(args, kwargs)
+    def _other_devices(self, error: Exception, args, kwargs) -> str | None:
+        """JAX's own words, and the way out."""
+        mesh, named = self.mesh_for(args, kwargs), self.named_leaves(args, kwargs)
         words = (_elsewhere(f"argument {name} of shape {x.shape}", x, mesh) for name, x in named)
-        return next(filter(None, words), None)
+        said = str(error).removesuffix(" at ")  # a line that it does not know
+        return next((f"{said}. That is, {advice}" for advice in words if advice), None)
+
+    def named_results(self, results: Any, left: Sequence[NamedSharding]) -> list[NamedSharding | None]:
+        """For each of the results, a tree of shapes, the sharding that out_shardings names, if it is left in
+        it: JAX spells types in full, and these as they are given.
+        """
+        specs = broadcast_specs(self.out_shardings, results, "out_shardings")
+        return list(map(_named, specs, jax.tree.leaves(results), left))
 
     def _donated_twice(self, args, kwargs) -> str | None:
         donated = self._donated_leaves(args, kwargs)
@@ -398,11 +427,35 @@ class Function:
 
 
 def mesh_of(tree) -> Mesh | AbstractMesh | None:
-    """The mesh of the first NamedSharding in a tree of shardings or of arrays."""
-    shardings = (
-        x if isinstance(x, NamedSharding) else getattr(x, "sharding", None) for x in jax.tree.leaves(tree)
-    )
+    """The mesh of the first NamedSharding in a tree of shardings or of arrays, or of the types of what is
+    being traced.
+    """
+    shardings = list(map(_sharding_of, jax.tree.leaves(tree)))
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
+
+
+def _sharding_of(x) -> Any:
+    """The sharding that a leaf is, or has; of what is being traced, that of its type."""
+    if not _jax.is_concrete(x):
+        return getattr(jax.typeof(x), "sharding", None)
+    return x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+
+
+def _of_context(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
+    """A mesh of arguments where an abstract one is in context: that one, on their devices."""
+    context = _jax.context_mesh()
+    if not isinstance(context, AbstractMesh) or mesh is not None and mesh.size != context.size:
+        return context or mesh
+    if not isinstance(mesh, Mesh):
+        return context
+    devices = mesh.devices.reshape(context.axis_sizes)
+    return Mesh(devices, context.axis_names, axis_types=context.axis_types)
+
+
+def _named(spec, shape, left: NamedSharding) -> NamedSharding | None:
+    named = left.update(spec=spec) if isinstance(spec, PartitionSpec) else spec
+    same = isinstance(named, NamedSharding) and named.is_equivalent_to(left, len(shape.shape))
+    return named if same else None
 
 
 def _typed(x, sharding: NamedSharding):
@@ -426,7 +479,8 @@ def _type_seen(x, mesh: Mesh | AbstractMesh) -> Hashable:
     """What tracing sees of an argument: on the mesh of the program a type of Auto axes is none."""
     aval = _jax.value_type(x)
     own = aval.sharding.mesh
-    seen = None if own.empty or own == abstract_mesh(auto_mesh(mesh)) else aval.sharding
+    only = not aval.shape and not owing_of(aval.sharding.spec)  # a scalar has no other type
+    seen = None if only or own.empty or own == abstract_mesh(auto_mesh(mesh)) else aval.sharding
     return aval.shape, aval.dtype, aval.weak_type, memory_of(aval), seen
 
 
@@ -437,6 +491,7 @@ def crossing_of(number: int, x, mesh: Mesh) -> Crossing | None:
 
 def _on_one_device(sharding) -> bool:
     """Whether a leaf of a tree of shardings means no mesh."""
+    sharding = sharding.sharding if isinstance(sharding, Format) else sharding
     one = isinstance(sharding, jax.sharding.SingleDeviceSharding)
     return one or sharding is None or sharding is _jax.UNSPECIFIED
 

@@ -278,7 +278,8 @@ def _island(site: Site, refinement: Refinement) -> dict[str, Any]:
         return refinement.sharding(Placement(site.mesh, from_spec(spec, len(spec)))).spec
 
     specs = {side: tuple(map(refined, site.params[side])) for side in ("in_specs", "out_specs")}
-    return {**site.params, **specs, "mesh": mesh}
+    manual = {sub for axis in site.params["newly_manual_axes"] for sub in refinement.axes[site.mesh][axis]}
+    return {**site.params, **specs, "mesh": mesh, "newly_manual_axes": frozenset(manual)}
 
 
 def in_refined_axes(jaxpr, refinement: Refinement):

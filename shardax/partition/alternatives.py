@@ -64,7 +64,9 @@ class Alternatives:
     def _key(self, node: Node, entry: Entry, factors: Factors, made, requested, hidden) -> Hashable:
         values = [*node.inputs, *node.outputs]
         note = annotations.of_node(node)
-        params = _params_key(node) if entry.sends or entry.ways else note and note.owing
+        params = (
+            _params_key(node) if entry.sends or entry.ways else note and (note.owing, note.role == "stack")
+        )
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sizes = tuple([(v.itemsize, v in self.stored) for v in values])
         return (
@@ -91,8 +93,11 @@ class Alternatives:
                     result.sharding.without(note.owing.unreduced), node.outputs[0].shape
                 )
             splits = project_all([result], factors.results, factors, self.sizes)
-            candidate = candidate_of(factors, splits, (0,) if pending else (), pending)
-            return [Way(candidate.operands, candidate.results, 0.0, (splits, factors, entry))]
+            sums = [p for lay in made[0] if (p := _sums(lay, result))] if note.role == "stack" else []
+            each = [
+                candidate_of(factors, splits, (0,) if p else (), p) for p in dict.fromkeys([pending, *sums])
+            ]
+            return [Way(c.operands, c.results, 0.0, (splits, factors, entry)) for c in each]
         ways = self._ranked(node, entry, factors, made, requested, ())
         layouts = (*ways[0].operands, *ways[0].results)
         used = {a for layout in layouts for a in (*layout.sharding.axes, *layout.pending_axes)}
@@ -248,6 +253,11 @@ def _is_fused(maker: Node | None, readers: Sequence[Node | None]) -> bool:
         return False
     reader = RULES.get(readers[0].name)
     return reader is not None and reader.fuses != "none"
+
+
+def _sums(layout: Layout, result: Layout) -> tuple[tuple[str, str], ...]:
+    """The sums that are pending in a layout, as far as a result that splits dims can owe them."""
+    return tuple(p for p in layout.pending if p[1] == "sum" and p[0] not in result.sharding.axes)
 
 
 def _params_key(node: Node) -> Hashable:

@@ -23,7 +23,8 @@ class Reshard(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Decision:
-    """How a node runs: its operands' reshards, its layouts and splits, and its bodies' decisions.
+    """How a node runs: its operands' reshards, its layouts and splits, and its bodies' decisions. `parted`:
+    whether devices may be at different branches of it, or trips.
 
     It does not name the node: nodes that are alike in everything that matters share one.
     """
@@ -35,6 +36,7 @@ class Decision:
     factors: Factors | None = None
     entry: Entry | None = None
     bodies: tuple["Decisions", ...] = ()
+    parted: bool = False
 
     def of(self, node: Node) -> "Decision":
         """The decision of a node that is alike, whose bodies have values and lines of their own."""

@@ -10,6 +10,7 @@ from shardax import _jax
 from shardax.graph.graph import Node, Value
 from shardax.graph.maps import LAST, SAME, STEPS, Carry, carries_of_map
 from shardax.partition.decisions import Decision, Decisions, local_trip_count
+from shardax.reshard import run
 from shardax.sharding import AxisSizes, Layout
 from shardax.spmd_rules.registry import Local, Split
 
@@ -132,15 +133,18 @@ def _while(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[An
     cond, body = decision.bodies
     start = cond_consts + body_consts
     init = [_of_dtype(x, v) for x, v in zip(shards[start:], body.graph.inputs[body_consts:], strict=True)]
-    return lax.while_loop(
-        lambda carry: emitter.graph(cond, [*shards[:cond_consts], *carry])[0],
-        lambda carry: emitter.graph(body, [*shards[cond_consts:start], *carry]),
-        init,
-    )
+    with run.apart(decision.parted):
+        return lax.while_loop(
+            lambda carry: emitter.graph(cond, [*shards[:cond_consts], *carry])[0],
+            lambda carry: emitter.graph(body, [*shards[cond_consts:start], *carry]),
+            init,
+        )
 
 
 def _cond(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
-    return switch(node, [lambda *xs, body=body: emitter.graph(body, xs) for body in decision.bodies], *shards)
+    branches = [lambda *xs, body=body: emitter.graph(body, xs) for body in decision.bodies]
+    with run.apart(decision.parted):
+        return switch(node, branches, *shards)
 
 
 def switch(node: Node, branches: Sequence[Callable[..., Any]], index, *operands) -> Sequence[Any]:
@@ -162,7 +166,16 @@ def _of_dtype(shard, value: Value):
 
 
 def _island(emitter: Emitter, node: Node, decision: Decision, shards: Sequence[Any]) -> Sequence[Any]:
-    return emitter.graph(decision.bodies[0], shards)
+    """Where axes are manual in part, a shard comes as the one element of a stack along them."""
+    if "partly_manual" not in node.params:
+        return emitter.graph(decision.bodies[0], shards)
+    taken = [
+        lax.squeeze(x, range(len(spec))) for x, spec in zip(shards, node.params["in_specs"], strict=True)
+    ]
+    given = emitter.graph(decision.bodies[0], taken)
+    return [
+        lax.expand_dims(x, range(len(spec))) for x, spec in zip(given, node.params["out_specs"], strict=True)
+    ]
 
 
 _STRUCTURED = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

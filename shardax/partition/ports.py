@@ -37,7 +37,7 @@ UNKNOWN_TRIP_COUNT = 2  # of a `while`: enough to move out of it what can be
 @dataclass(eq=False, slots=True)
 class Ports:
     """The ports of a node with bodies, in the order of its operands and results; `split`: how a scan's
-    iterations are split.
+    iterations are split; `parted`: whether devices may be at different branches, or trips.
     """
 
     operands: list[Site] = field(default_factory=list)
@@ -45,6 +45,7 @@ class Ports:
     stacks: list[Site] = field(default_factory=list)
     results: list[Site] = field(default_factory=list)
     split: Split | None = None
+    parted: bool = False
 
     @property
     def sites(self) -> list[Site]:
@@ -141,21 +142,20 @@ def _scan(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Po
 
 def _while(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
     cond, body = node.bodies
-    inside = _where_devices_part(search, hidden)
     cond_consts, body_consts = node.params["cond_nconsts"], node.params["body_nconsts"]
-    start, ports = cond_consts + body_consts, Ports()
+    start, ports = cond_consts + body_consts, Ports(parted=bool(hidden))
     inners = [*cond.inputs[:cond_consts], *body.inputs[:body_consts]]
     for outer, inner in zip(node.inputs[:start], inners, strict=True):
-        ports.operands.append(_operand(search, outer, [inner], runs, inside))
+        ports.operands.append(_operand(search, outer, [inner], runs, hidden))
     for i, init in enumerate(node.inputs[start:]):
         tested = cond.inputs[cond_consts + i]
         makes = [body.inputs[body_consts + i], node.outputs[i], tested]
         port = _carry(
-            search, (node, i), [init, body.outputs[i]], makes, runs, inside, not reads(cond, tested)
+            search, (node, i), [init, body.outputs[i]], makes, runs, hidden, not reads(cond, tested)
         )
         ports.carries.append(port)
-    search.body(cond, runs * UNKNOWN_TRIP_COUNT, inside)
-    search.body(body, runs * UNKNOWN_TRIP_COUNT, inside)
+    search.body(cond, runs * UNKNOWN_TRIP_COUNT, hidden)
+    search.body(body, runs * UNKNOWN_TRIP_COUNT, hidden)
     for port in ports.carries:
         search.close_carry(port)
     search.add(Site([cond.outputs[0]], [], [Way((replicated_layout(()),), ())]))
@@ -164,15 +164,15 @@ def _while(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> P
 
 def _cond(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
     """Each branch is run as often as the others: what all of them would send is as well sent afterwards."""
-    inside, ports = _where_devices_part(search, hidden), Ports()
+    ports = Ports(parted=bool(hidden))
     ports.operands.append(search.add(Site([node.inputs[0]], [], [Way((replicated_layout(()),), ())])))
     for outer, *inners in zip(node.inputs[1:], *(body.inputs for body in node.bodies), strict=True):
-        ports.operands.append(_operand(search, outer, inners, runs, inside))
+        ports.operands.append(_operand(search, outer, inners, runs, hidden, may_owe=True))
     for body in node.bodies:
-        search.body(body, runs / len(node.bodies), inside)
+        search.body(body, runs / len(node.bodies), hidden)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
-        settled, *owed = _owing(search.requested(outer, inside), owing, outer)
+        settled, *owed = _owing(search.requested(outer, hidden), owing, outer)
         ways = [
             Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
             for layout in (*owed, settled)
@@ -183,41 +183,70 @@ def _cond(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Po
 
 def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Ports:
     """shard_map: its specs are the layouts of operands and results. To its body a shard is a value of
-    its own.
+    its own, which other axes than the manual ones may split.
     """
     (body,), ports = node.bodies, Ports()
-    for value, inner, spec in zip(node.inputs, body.inputs, node.params["in_specs"], strict=True):
-        layout = layout_at_rest(from_spec(spec, len(value.shape)), value.shape)
-        ports.operands.append(
-            search.add(Site([value], [inner], [Way((layout,), (replicated_layout(inner.shape),))], runs))
+    specs = node.params["in_specs"], node.params["out_specs"]
+    if "partly_manual" not in node.params:
+        for value, inner, spec in zip(node.inputs, body.inputs, specs[0], strict=True):
+            ways = [Way((_specified(value, spec),), (replicated_layout(inner.shape),))]
+            ports.operands.append(search.add(Site([value], [inner], ways, runs)))
+        search.body(body, runs, frozenset(search.sizes))
+        for value, inner, spec in zip(node.outputs, body.outputs, specs[1], strict=True):
+            ways = [Way((replicated_layout(inner.shape),), (_specified(value, spec),))]
+            ports.results.append(search.add(Site([inner], [value], ways, runs)))
+        return ports
+    inside = hidden.union(node.params["newly_manual_axes"])
+    for outer, inner, spec in zip(node.inputs, body.inputs, specs[0], strict=True):
+        stack = from_spec(spec, len(spec)).dims
+        rests = [
+            Layout(Sharding(x.dims[len(stack) :]), x.padded[len(stack) :])
+            for x in search.at_hand(outer, hidden)
+        ]
+        rests = [lay for lay in rests if inside.isdisjoint(lay.sharding.axes)]
+        layouts = dict.fromkeys([search.requested(inner, inside), *rests])
+        ways = [Way((_placed(lay, outer, stack),), (lay,)) for lay in layouts]
+        ports.operands.append(search.add(Site([outer], [inner], ways, runs)))
+    search.body(body, runs, inside)
+    for outer, inner, spec in zip(node.outputs, body.outputs, specs[1], strict=True):
+        stack = from_spec(spec, len(spec)).dims
+        layouts = dict.fromkeys(
+            [
+                *_owing(search.requested(inner, inside), search.made(inner), inner),
+                *search.at_hand(inner, inside),
+            ]
         )
-    search.body(body, runs, frozenset(search.sizes))
-    for value, inner, spec in zip(node.outputs, body.outputs, node.params["out_specs"], strict=True):
-        layout = layout_at_rest(from_spec(spec, len(value.shape)), value.shape)
-        ports.results.append(
-            search.add(Site([inner], [value], [Way((replicated_layout(inner.shape),), (layout,))], runs))
-        )
+        ways = [Way((lay,), (_placed(lay, outer, stack),)) for lay in layouts]
+        ports.results.append(search.add(Site([inner], [outer], ways, runs)))
     return ports
 
 
-def _where_devices_part(search: Search, hidden: frozenset[str]) -> frozenset[str]:
-    """The axes to hide in a loop or branch: all where devices are at different iterations of a loop around
-    it. They do not get to the same collectives there, and some collectives have all devices meet."""
-    return frozenset(search.sizes) if hidden else hidden
+def _specified(value: Value, spec) -> Layout:
+    return layout_at_rest(from_spec(spec, len(value.shape)), value.shape)
+
+
+def _placed(layout: Layout, stack: Value, dims: Sequence[Axes]) -> Layout:
+    """The layout of a stack of values of this layout, one for each place along the manual axes."""
+    return Layout(
+        Sharding((*dims, *layout.dims)), (*stack.shape[: len(dims)], *layout.padded), layout.pending
+    )
 
 
 # Ports
 
 
 def _operand(
-    search: Search, outer: Value, inners: Sequence[Value], runs: float, hidden: frozenset[str]
+    search: Search,
+    outer: Value,
+    inners: Sequence[Value],
+    runs: float,
+    hidden: frozenset[str],
+    may_owe: bool = False,
 ) -> Site:
-    """What bodies take and keep: in a layout in which nothing is owed."""
-    layouts = [
-        *search.at_hand(outer, hidden),
-        search.requested(outer, hidden),
-        *(search.requested(v, hidden) for v in inners),
-    ]
+    """What bodies take and keep: in a layout in which nothing is owed, but where they run once."""
+    requested = [search.requested(v, hidden) for v in (outer, *inners)]
+    owing = [lay for v in requested for lay in _owing(v, search.made(outer), outer)[1:]] if may_owe else []
+    layouts = [*search.at_hand(outer, hidden), *requested, *owing]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, runs))
 

@@ -50,7 +50,8 @@ class Replay:
         """The decision of a node that runs as its twin does."""
         known = self.structured[twin]
         bodies = tuple(inside.of(body) for inside, body in zip(known.bodies, node.bodies, strict=True))
-        return self.decision(node, known.operands, known.results, known.splits, bodies=bodies)
+        how = {"bodies": bodies, "parted": known.parted}
+        return self.decision(node, known.operands, known.results, known.splits, **how)
 
     def decision(self, node: Node, operands, results, splits=None, **rest) -> Decision:
         user_requested = annotations.of_node(node) is not None
@@ -108,7 +109,7 @@ def _while(replay: Replay, node: Node) -> Decision:
     operands = [site.chosen.operands[0] for site in (*ports.operands, *ports.carries)]
     carry = [site.chosen.operands[1] for site in ports.carries]
     bodies = replay.inside(cond, [replicated_layout(())]), replay.inside(body, carry)
-    return replay.decision(node, operands, carry, bodies=bodies)
+    return replay.decision(node, operands, carry, bodies=bodies, parted=ports.parted)
 
 
 def _cond(replay: Replay, node: Node) -> Decision:
@@ -117,7 +118,7 @@ def _cond(replay: Replay, node: Node) -> Decision:
         [site.chosen.operands[0] for site in side] for side in (ports.operands, ports.results)
     )
     bodies = tuple(replay.inside(body, results) for body in node.bodies)
-    return replay.decision(node, operands, results, bodies=bodies)
+    return replay.decision(node, operands, results, bodies=bodies, parted=ports.parted)
 
 
 def _island(replay: Replay, node: Node) -> Decision:
@@ -128,7 +129,7 @@ def _island(replay: Replay, node: Node) -> Decision:
         node,
         operands,
         results,
-        bodies=(replay.inside(body, [replicated_layout(v.shape) for v in body.outputs]),),
+        bodies=(replay.inside(body, [site.chosen.operands[0] for site in ports.results]),),
     )
 
 

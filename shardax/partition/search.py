@@ -183,6 +183,7 @@ class Search:
                 user_requested=note is not None,
                 allowed=allowed,
                 renames=renames,
+                may_owe=note is not None and note.role == "stack",
             )
         )
 
@@ -192,7 +193,8 @@ class Search:
         for i, value in enumerate(site.makes):
             made = dict.fromkeys(way.results[i] for way in site.ways)
             if site.renames:
-                made.update(dict.fromkeys(lay for lay in self.made(site.reads[0]) if not lay.pending))
+                others = (lay for lay in self.made(site.reads[0]) if not lay.pending or site.may_owe)
+                made.update(dict.fromkeys(others))
             elif value not in self.maker:
                 self.maker[value] = (site, i)
             self.layouts[value] = tuple(made)

@@ -46,4 +46,5 @@ class Site:
     user_requested: bool = False  # whether the user requests what it reads: an annotation, or a result
     allowed: bool = False  # whether strict mode lets what it reads be resharded for it unrequested
     renames: bool = False  # the value that it makes is the one that it reads, and keeps its other layouts
+    may_owe: bool = False  # those that owe a sum among them
     chosen: Way = field(init=False)

@@ -2,7 +2,9 @@
 `reshard.plan`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -70,7 +72,33 @@ def ppermute(x, axes, pairs, sizes):
     """`lax.ppermute`, where `pairs` are numbered along `axes` in the order given; JAX takes them in mesh
     order.
     """
-    return lax.ppermute(x, *in_mesh_order(axes, pairs, sizes))
+    return _permuted(x, *in_mesh_order(axes, pairs, sizes), sizes)
+
+
+_apart: ContextVar[bool] = ContextVar("apart", default=False)
+
+
+@contextmanager
+def apart(devices_part: bool = True) -> Iterator[None]:
+    """What is made inside may run on some devices and not on others, as the branches do that stages of a
+    pipeline take. XLA has all devices meet at a ppermute, but only those of a group at an all_gather."""
+    token = _apart.set(devices_part or _apart.get())
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def _permuted(x, axes: Axes, perm: Iterable[tuple[int, int]], sizes: AxisSizes):
+    if not _apart.get():
+        return lax.ppermute(x, axes, perm)
+    sender = np.full(shard_count(axes, sizes), -1, "int32")
+    for source, target in perm:
+        sender[target] = source
+    mine = jnp.asarray(sender)[axis_position(axes, sizes)]
+    rows = lax.all_gather(x, axes)
+    got = lax.dynamic_index_in_dim(rows, lax.max(mine, np.int32(0)), keepdims=False)
+    return got if (sender >= 0).all() else lax.select(mine >= 0, got, lax.full_like(got, 0))
 
 
 def block_of(x, place, block: int, dim: int):
@@ -116,8 +144,8 @@ RUN: dict[str, Callable] = {
     "empty": lambda x, step, shape, sizes: jnp.zeros(step.layout.local_shape(sizes), x.dtype),
     "halo": _run_halo,
     "owe": _run_owe,
-    "ppermute": lambda x, step, shape, sizes: lax.ppermute(
-        x, step.axes, pairs(step.source, step.layout, step.axes, sizes)
+    "ppermute": lambda x, step, shape, sizes: _permuted(
+        x, step.axes, pairs(step.source, step.layout, step.axes, sizes), sizes
     ),
     "reduce_scatter": lambda x, step, shape, sizes: lax.psum_scatter(
         x, step.axes, scatter_dimension=step.to, tiled=True

@@ -19,7 +19,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from shardax import _jax, program
-from shardax.annotations.annotate import renumbered
+from shardax.annotations.annotate import annotate_p, describe, renumbered
 from shardax.annotations.explicit import auto_mesh, explicit_mesh, explicit_sharding, memory_of
 from shardax.annotations.user_mesh import UserMesh, user_mesh
 from shardax.meshes import sites
@@ -28,7 +28,7 @@ from shardax.meshes.refinement import Placement, refinement
 from shardax.options import Options
 from shardax.passes.table import lowered
 from shardax.sharding import Owing, Sharding, at_rest, from_spec
-from shardax.trace import abstract_mesh
+from shardax.trace import abstract_mesh, is_explicit
 from shardax.transform import residuals
 from shardax.transform.processes import check_agreement
 from shardax.validation import require_sizes
@@ -40,13 +40,14 @@ of Auto axes.
 
 `witness` is a jaxpr over the same devices: `jax.jit` finds those of a program by looking for such in its
 parameters. It is the first parameter, because `jax.jit` names results on the first mesh that it finds, and
-this one has a spec for all.
+this one has a spec for all. An abstract mesh has no devices: of one that is in context it is the mesh itself,
+of one that the user gave None. With the first a program may turn out to run on one device (see `_lower`).
 """
 
 
-def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
+def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options, of_context: bool = False) -> list[Any]:
     """The results of a global jaxpr on `args`, as one equation; one operation after the other where no jit is
-    around.
+    around. `of_context`: the mesh was not given, but is that of the context.
     """
     if _jax.is_eager(args):
         return _evaluated(jaxpr, args)
@@ -63,7 +64,8 @@ def bind(args, jaxpr, mesh: Mesh | AbstractMesh, options: Options) -> list[Any]:
     named = (
         mesh if auto_mesh(refined) == auto else refined
     )  # a gradient has no type that names the user's Explicit mesh
-    return shard_jit_p.bind(*args, witness=_witness(named), jaxpr=jaxpr, mesh=auto, options=options)
+    witness = _witness(named) if isinstance(named, Mesh) or of_context or is_explicit(named) else None
+    return shard_jit_p.bind(*args, witness=witness, jaxpr=jaxpr, mesh=auto, options=options)
 
 
 def build(
@@ -73,20 +75,22 @@ def build(
     for i, aval in enumerate(jaxpr.in_avals):
         require_sizes(aval.shape, f"argument {i} of a shard_jit inside")
     auto, placed = auto_mesh(mesh), tuple(x.placed if isinstance(x, Sharding) else x for x in in_shardings)
-    with jax.sharding.use_abstract_mesh(abstract_mesh(auto)):
+    with _jax.without_mapped_axes(), jax.sharding.use_abstract_mesh(abstract_mesh(auto)):
         return program.build(jaxpr, placed, auto, options)
 
 
 @functools.lru_cache
 def _witness(mesh: Mesh | AbstractMesh):
     if isinstance(mesh, AbstractMesh):
-        return None
+        return mesh
     replicated = NamedSharding(mesh, PartitionSpec())
     return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=replicated))(jax.ShapeDtypeStruct((), "float32"))
 
 
 def _names_explicit(witness) -> bool:
     """Of a call inside on another mesh it names none any more: what the program settles there is Auto."""
+    if witness is None or isinstance(witness, AbstractMesh):
+        return witness is not None and is_explicit(witness)
     named = [x for eqn in witness.eqns for x in eqn.params["out_shardings"] if isinstance(x, NamedSharding)]
     return any(AxisType.Explicit in sharding.mesh.axis_types for sharding in named)
 
@@ -158,7 +162,7 @@ def _abstract_eval(*avals, jaxpr, mesh, witness, **params):
     values on any of them. Where `jax.jit` will name them on an Explicit mesh, with types that only it knows,
     they name none: such is the type of any of them, which `jax_enable_checks` compares.
     """
-    if witness is not None and _names_explicit(witness):
+    if _names_explicit(witness):
         return list(map(_jax.without_mesh, jaxpr.out_avals)), jaxpr.effects
     others = sites.others(jaxpr, mesh)
     if not others and all(
@@ -173,17 +177,34 @@ def _abstract_eval(*avals, jaxpr, mesh, witness, **params):
 
 
 def _lower(ctx, *operands, jaxpr, mesh, options, witness):
+    """Partitioned; as it is where only an abstract mesh of Auto axes was in context, and no argument is
+    committed to several devices: then `jax.jit` runs it on one.
+    """
+    if isinstance(witness, AbstractMesh) and not is_explicit(witness) and _jax.device_count(ctx) == 1:
+        _check_unsharded(jaxpr, mesh)
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *operands)
     at_rest = tuple(_at_rest(x, aval.ndim, mesh) for x, aval in zip(operands, jaxpr.in_avals, strict=True))
     built = build(jaxpr, at_rest, mesh, options)
     if isinstance(mesh, Mesh):
         check_agreement(built, mesh)
     local = lowered(built.jaxpr, options, tuple(ctx.module_context.platforms))
     run = functools.partial(_run, built, local, mesh)
+    if not _owes(built):  # the types of a mesh in context name its axes, which the program may have refined
+        ctx = ctx.replace(avals_in=[_jax.without_mesh(a) for a in ctx.avals_in])
     with (
         program.timed(built.phases, "lower"),
         _jax.lowering_on(sites.refined_mesh(mesh, built.refinement, concrete=True)),
     ):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _check_unsharded(jaxpr, mesh: AbstractMesh) -> None:
+    for note in (eqn.params for eqn in jaxpr.eqns if eqn.primitive is annotate_p):
+        if note["role"] in ("argument", "result") and any(note["dims"]):
+            raise ValueError(
+                f"{note['source']} names axes of the mesh ({describe(mesh)}), which is abstract and has no "
+                "devices to run on: call it under jax.set_mesh(mesh), or place the arguments on a mesh"
+            )
 
 
 def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
@@ -200,7 +221,7 @@ def _at_rest(operand, rank: int, mesh: Mesh | AbstractMesh) -> Placement | None:
 
 def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
     args = _crossed(args, built.entering, mesh)
-    if any(sharding.owing for sharding in (*built.in_shardings, *built.out_shardings)):
+    if _owes(built):
         results = _run_typed(built, local, args)
     else:
         with jax.sharding.use_abstract_mesh(built.mesh):
@@ -209,6 +230,10 @@ def _run(built: program.Program, local, mesh: Mesh | AbstractMesh, *args):
         refined = sites.refined_mesh(mesh, built.refinement, concrete=True)
         results = [_resting(x, s, refined) for x, s in zip(results, built.out_shardings, strict=True)]
     return results
+
+
+def _owes(built: program.Program) -> bool:
+    return any(sharding.owing for sharding in (*built.in_shardings, *built.out_shardings))
 
 
 def _resting(x, sharding: Sharding, mesh: Mesh):

@@ -1,0 +1,265 @@
+"""Runs a cut loss by a schedule: one program, manual over the stage axis, that loops over ticks.
+
+In each tick a stage looks its instruction up in a table, runs it as a branch of `lax.switch`, and sends what
+it made to its neighbours. Devices at one stage take one branch, so those along other axes never part, and
+what they send each other inside a branch meets.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from shardax.pipeline import slots
+from shardax.pipeline.cut import Cut
+from shardax.pipeline.halves import Halves, forward_half, halves, is_inexact
+from shardax.pipeline.routes import Routes, routes
+from shardax.pipeline.slotting import places
+from shardax.pipeline.stacks import Stacks
+from shardax.pipeline.table import Schedule
+
+Type = jax.ShapeDtypeStruct
+
+
+def run(
+    cut: Cut,
+    schedule: Schedule,
+    values: Sequence[Array],
+    microbatches: Sequence[Array],
+    rest: Sequence[Array],
+    *,
+    axis: str,
+    scale: float,
+) -> tuple[Array, list[Array], list[Array | None]]:
+    """The loss and its gradients over all microbatches; of a schedule without backward passes, all results
+    of a function.
+
+    Args:
+      cut: the loss of one microbatch, in as many stages as the schedule has virtual ones.
+      values: what is hoisted. `microbatches`: [microbatches, ...] each. `rest`: as the loss has them.
+      axis: of the mesh in context, along which the stages lie.
+      scale: the cotangent of each microbatch's loss; the losses are added, times it.
+
+    Returns the loss, the other results, [microbatches, ...] each, and the gradient of each value, None of one
+    that is no inexact number. Gradients are added in float32 at least.
+    """
+    stacks = Stacks.of(cut, schedule, values)
+    operands = stacks.operands(values)
+    batch = [Type(x.shape[1:], x.dtype) for x in microbatches]
+    others = [Type(x.shape, x.dtype) for x in rest]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # JAX would note that of another
+        arguments = [(stage, stacks.piece_types(k), batch, others) for k, stage in enumerate(cut.stages)]
+        passes = [
+            halves(*each, last=each[0] is cut.stages[-1]) if schedule.backward else forward_half(*each)
+            for each in arguments
+        ]
+    specs = [PartitionSpec(axis) if held else PartitionSpec() for held in stacks.is_stacked]
+
+    def local(*args):
+        own = [x[0] if held else x for x, held in zip(args, stacks.is_stacked, strict=False)]
+        batch, others = args[len(specs) :][: len(microbatches)], args[len(specs) + len(microbatches) :]
+        executor = _Executor(cut, schedule, passes, stacks, own, batch, others, axis, scale)
+        return jax.tree.map(lambda x: x[None], executor.run())
+
+    whole = [PartitionSpec()] * (len(microbatches) + len(rest))
+    island = jax.shard_map(
+        local, in_specs=(*specs, *whole), out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
+    )
+    loss, results, gradients = island(*operands, *microbatches, *rest)
+    last = schedule.homes[-1][0]
+    sums = stacks.gradients(gradients, values) if schedule.backward else []
+    return loss.sum(0), [x[last] for x in results], sums
+
+
+@dataclass
+class _Executor:
+    """One stage's part of it."""
+
+    cut: Cut
+    schedule: Schedule
+    passes: Sequence[Halves]
+    stacks: Stacks
+    own: Sequence[Array]  # operands of `stacks`, of this stage
+    batch: Sequence[Array]
+    rest: Sequence[Array]
+    axis: str
+    scale: float
+
+    def run(self):
+        schedule, stages = self.schedule, self.cut.stages
+        tables = slots.tables(schedule)
+        routed = routes(tables)
+        received = [stage.received for stage in stages]
+        returned = [list(filter(is_inexact, types)) for types in received]
+        wires = places([*received, *returned])
+        self.wires, self.received, self.returned = (
+            wires.types,
+            wires.of[: len(stages)],
+            wires.of[len(stages) :],
+        )
+        self.kept = places([half.kept for half in self.passes])
+        branches, numbers = self.branches(tables)
+        rows = {
+            "branch": numbers,
+            "microbatch": tables.microbatch,
+            "saved": _or_spare(tables.saved, tables.saved_slots),
+            "forward": _or_spare(tables.forward, tables.forward_slots),
+            "cotangent": _or_spare(tables.cotangent, tables.cotangent_slots),
+            "arriving_forward": _or_spare(routed.forward, tables.forward_slots),
+            "arriving_cotangent": _or_spare(routed.cotangent, tables.cotangent_slots),
+        }
+        place = lax.axis_index(self.axis)
+
+        def tick(state, row):
+            kind, row = row
+            mine = {k: lax.dynamic_index_in_dim(x, place, keepdims=False) for k, x in row.items()}
+            forward, cotangent, *state = state
+            received = [_row(x, mine["forward"]) for x in forward]
+            returned = [_row(x, mine["cotangent"]) for x in cotangent]
+            made, *state = lax.switch(
+                mine["branch"], branches, mine["microbatch"], mine["saved"], received, returned, *state
+            )
+            for lane, arrived in enumerate([*self.sent(made, kind, routed), made]):
+                if (routed.forward[..., lane] >= 0).any():
+                    forward = _written(forward, range(len(forward)), arrived, mine["arriving_forward"][lane])
+                if (routed.cotangent[..., lane] >= 0).any():
+                    cotangent = _written(
+                        cotangent, range(len(cotangent)), arrived, mine["arriving_cotangent"][lane]
+                    )
+            return (forward, cotangent, *state), None
+
+        state = (
+            _empty(self.wires, max(tables.forward_slots) + 1),
+            _empty(self.wires, max(tables.cotangent_slots) + 1),
+            _empty(self.kept.types, max(max(tables.saved_slots), 1)),
+            [jnp.zeros(x.shape, _accumulated(x)) for x in self.own if is_inexact(x) and schedule.backward],
+            jnp.zeros((), _accumulated(stages[-1].sent[0])),
+            _empty(stages[-1].sent[schedule.backward :], schedule.microbatches),
+        )
+        (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, (routed.kind, rows))
+        return loss, results, gradients
+
+    # Instructions
+
+    def branches(self, tables: slots.Tables) -> tuple[list[Callable[..., Any]], np.ndarray]:
+        """The branches, alike instructions being one, and the number of each instruction's."""
+        known: dict[Any, int] = {None: 0}
+        found: list[Callable[..., Any]] = [self.idle]
+        numbers = np.zeros(tables.kind.shape, np.int32)
+        for place in zip(*np.nonzero(tables.kind != slots.IDLE), strict=True):
+            kind, k = int(tables.kind[place]), int(tables.virtual[place])
+            key = (kind, *self.alike(k))
+            if key not in known:
+                known[key] = len(found)
+                found.append(self.instruction(kind, k))
+            numbers[place] = known[key]
+        return found, numbers
+
+    def alike(self, k: int) -> Any:
+        """Equal for virtual stages that run the same code on the same places."""
+        ends = k == 0, k == len(self.passes) - 1
+        following = () if ends[1] else (self.received[k + 1], self.returned[k + 1])
+        places = self.received[k], self.returned[k], self.kept.of[k], following
+        return self.passes[k].alike, self.stacks.sources[k], places, ends
+
+    def instruction(self, kind: int, k: int) -> Callable[..., Any]:
+        return self.forward(k) if kind == slots.FORWARD else self.backward(k, kind)
+
+    def idle(self, microbatch, slot, received, returned, *state):
+        return _zeros(self.wires), *state
+
+    def forward(self, k: int):
+        """F of virtual stage k."""
+        last = k == len(self.passes) - 1
+
+        def run(microbatch, slot, received, returned, kept, gradients, loss, results):
+            wires = [received[i] for i in self.received[k]]
+            made, saved = self.passes[k].forward(*self.arguments(k, microbatch), wires)
+            kept = _written(kept, self.kept.of[k], saved, slot)
+            sent = _zeros(self.wires)
+            if last:
+                if self.schedule.backward:
+                    loss = loss + made.pop(0).astype(loss.dtype) * self.scale
+                results = _written(results, range(len(results)), made, microbatch)
+            else:
+                for i, x in zip(self.received[k + 1], made, strict=True):
+                    sent[i] = x
+            return sent, kept, gradients, loss, results
+
+        return run
+
+    def backward(self, k: int, kind: int):
+        """B or W of virtual stage k: what the one does not need of the whole backward pass is dead in it."""
+        last = k == len(self.passes) - 1
+
+        def run(microbatch, slot, received, returned, kept, gradients, loss, results):
+            held = [_row(kept[i], slot) for i in self.kept.of[k]]
+            types = [x for x in self.cut.stages[k].sent if is_inexact(x)]
+            cotangents = (
+                [jnp.full((), self.scale, types[0].dtype)]
+                if last
+                else [returned[i] for i in self.returned[k + 1]]
+            )
+            of_pieces, of_received = self.passes[k].backward(*self.arguments(k, microbatch), held, cotangents)
+            sent = _zeros(self.wires)
+            if kind != slots.BACKWARD_WEIGHTS:
+                for i, x in zip(self.returned[k], of_received, strict=True):
+                    sent[i] = x
+            if kind != slots.BACKWARD_INPUTS:
+                gradients = self.stacks.added(gradients, k, of_pieces)
+            return sent, kept, gradients, loss, results
+
+        return run
+
+    def arguments(self, k: int, microbatch):
+        return self.stacks.pieces(k, self.own), [_row(x, microbatch) for x in self.batch], self.rest
+
+    # Sends
+
+    def sent(self, made: list[Array], kind, routed: Routes) -> list[list[Array]]:
+        """What arrives by each lane in a tick of this kind. All stages are at the same kind of tick."""
+
+        def send(lanes):
+            each = [[lax.ppermute(x, self.axis, pairs) for x in made] for pairs in lanes]
+            return each + [_zeros(self.wires)] * (routed.lanes - len(lanes))
+
+        sending = [lanes for lanes in routed.kinds if lanes]
+        if not sending:
+            return []
+        if len(sending) == 1:
+            return send(sending[0])
+        return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
+
+
+def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Where there is no slot, one past the last: what is written there is read by nobody."""
+    return np.where(numbers < 0, max(counts), numbers).astype(np.int32)
+
+
+def _row(x, index):
+    return lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+
+def _written(buffers: Sequence[Array], numbers: Sequence[int], rows: Sequence[Array], index) -> list[Array]:
+    buffers = list(buffers)
+    for i, x in zip(numbers, rows, strict=True):
+        buffers[i] = lax.dynamic_update_index_in_dim(buffers[i], x.astype(buffers[i].dtype), index, 0)
+    return buffers
+
+
+def _zeros(types: Sequence[Type]) -> list[Array]:
+    return [jnp.zeros(x.shape, x.dtype) for x in types]
+
+
+def _empty(types: Sequence[Type], slots: int) -> list[Array]:
+    return [jnp.zeros((slots, *x.shape), x.dtype) for x in types]
+
+
+def _accumulated(x) -> Any:
+    """The dtype in which numbers of this one are added up."""
+    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype

@@ -1,0 +1,295 @@
+"""`value_and_grad` of a loss whose layers lie on stages, and `apply` of a function without gradients."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType  # noqa: F401  (doctests)
+
+from shardax import _jax
+from shardax.annotations.annotate import describe
+from shardax.annotations.explicit import shape_of
+from shardax.pipeline import execute
+from shardax.pipeline.cut import cut
+from shardax.pipeline.halves import is_inexact
+from shardax.pipeline.schedules import make_schedule
+
+
+def value_and_grad(
+    loss: Callable[..., Any],
+    *,
+    axis: str = "stage",
+    microbatches: int,
+    schedule: Any = "1f1b",
+    chunks: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    reduce: str = "mean",
+) -> Callable[..., Any]:
+    """`jax.value_and_grad`, the layers of `loss` spread over the stages of a mesh axis.
+
+    The batch is cut into microbatches, which pass the stages one after the other. Contract: the loss of a
+    batch is the mean (or the sum) of those of its microbatches. A loss that is another function of them, such
+    as a mean over tokens of which each microbatch has another number, has to be summed, and divided outside.
+
+    `loss` is not changed for it. It is cut where its stages take equally long and send little: between any
+    two computations, and between the layers of a `jax.lax.scan` over stacked parameters;
+    `sx.pipeline.stage(x)` in it says where instead. What only the parameters go into, such as casts, is done
+    once, before.
+
+    Args:
+      loss: a function of parameters and others that returns a scalar, or with `has_aux` a pair of that and a
+        tree of arrays. Of the others, arrays whose first dim is that of the batch are cut; all else, such as
+        keys and scalars, goes to every microbatch as it is.
+      axis: of the mesh, along which the stages lie.
+      microbatches: how many. Microbatch i of m has rows i, i + m, i + 2 m, ..., so that the rows of each
+        device stay there.
+      schedule: which instruction each stage runs when: a name, a text, or a `Schedule`.
+      chunks: pieces of the model on each stage, as "interleaved" has them; None: as the schedule wants it.
+      argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
+      reduce: "mean" or "sum".
+
+    Returns a function as `jax.value_and_grad` does. Call it inside of a `shardax.shard_jit` function, or
+    where a mesh with the axis is in context.
+
+    Raises ValueError: where the microbatches do not divide the batch, the axis is not in the mesh, there are
+    more stages than places to cut, or the loss is no scalar.
+
+    Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules:
+    `shardax.pipeline.schedules`.
+
+    >>> import shardax as sx
+    >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    >>> def loss(params, x):
+    ...     layer = lambda x, w: (jnp.tanh(x @ w), None)
+    ...     return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+    >>> step = sx.shard_jit(sx.pipeline.value_and_grad(loss, microbatches=8), mesh=mesh)
+    >>> params, x = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+    >>> plan = step.plan(params, x)
+    >>> sorted({c.kind for c in plan.collectives})
+    ['all_reduce', 'ppermute']
+    """
+    _check(loss, axis, microbatches, reduce)
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @wraps(loss)
+    def run(*args, **kwargs):
+        call = _Call.of(loss, args, kwargs, numbers, axis, microbatches)
+        made = make_schedule(schedule, call.stages, microbatches, chunks)
+        scale = 1 / microbatches if reduce == "mean" else 1.0
+        value, aux, gradients = call.gradients(made, scale, has_aux)
+        gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
+        return ((value, aux) if has_aux else value), gradients
+
+    return run
+
+
+def apply(
+    function: Callable[..., Any],
+    *,
+    axis: str = "stage",
+    microbatches: int,
+    schedule: Any = "forward",
+    chunks: int | None = None,
+    argnums: int | Sequence[int] = 0,
+) -> Callable[..., Any]:
+    """A function of parameters and a batch, without gradients, its layers spread over the stages of a mesh
+    axis.
+
+    As `value_and_grad`, but `function` returns a tree of arrays whose first dim is that of the batch, as
+    scores and activations have it, and so does what this returns.
+
+    Raises ValueError as `value_and_grad` does, and where a result has not the rows of its microbatch.
+
+    >>> import shardax as sx
+    >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+    >>> def scores(params, x):
+    ...     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0].sum(-1)
+    >>> score = sx.shard_jit(sx.pipeline.apply(scores, microbatches=8), mesh=mesh)
+    >>> params, x = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+    >>> jax.eval_shape(score, params, x).shape
+    (256,)
+    """
+    _check(function, axis, microbatches, "mean")
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        call = _Call.of(function, args, kwargs, numbers, axis, microbatches)
+        made = make_schedule(schedule, call.stages, microbatches, chunks, backward=False)
+        return call.results(made)
+
+    return run
+
+
+def _check(loss, axis, microbatches, reduce) -> None:
+    if not callable(loss):
+        raise ValueError(f"loss is {loss!r}; expected a function, as jax.value_and_grad takes it")
+    if not isinstance(axis, str):
+        raise ValueError(f"axis is {axis!r}; expected the name of a mesh axis, such as 'stage'")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}; expected an int of 1 or more")
+    if reduce not in ("mean", "sum"):
+        raise ValueError(
+            f"reduce is {reduce!r}; expected 'mean' or 'sum': how losses of microbatches make the batch's"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call: the leaves of the parameters, of the batch by microbatches, and of the rest; `restored` makes
+    the arguments of the function of them."""
+
+    function: Callable[..., Any]
+    params: list[Any]
+    trees: tuple[Any, Any]
+    batch: list[Array]
+    rest: list[Any]
+    is_batch: list[bool]
+    numbers: tuple[int, ...]
+    count: int
+    axis: str
+    stages: int
+
+    @staticmethod
+    def of(function, args, kwargs, numbers: tuple[int, ...], axis: str, microbatches: int) -> "_Call":
+        name = getattr(function, "__name__", "the loss")
+        if kwargs:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        for n in numbers:
+            if not 0 <= n < len(args):
+                raise ValueError(f"argnums has {n}, and {name} is called with {len(args)} arguments")
+        stages = _stages(axis, name)
+        params, tree = jax.tree.flatten([args[n] for n in numbers])
+        others, other_tree = jax.tree.flatten([x for n, x in enumerate(args) if n not in numbers])
+        others = list(map(jnp.asarray, others))
+        size = next((x.shape[0] for x in others if x.ndim), 0)
+        if not size or size % microbatches:
+            raise ValueError(
+                f"{name} is called with a batch of {size} rows (the first dim of the first array that is no "
+                f"parameter), which {microbatches} microbatches do not divide; take a number of microbatches "
+                "that does, or pad the batch and weigh its rows"
+            )
+        is_batch = [x.ndim > 0 and x.shape[0] == size for x in others]
+        batch = [_microbatches(x, microbatches) for x, b in zip(others, is_batch, strict=True) if b]
+        rest = [x for x, b in zip(others, is_batch, strict=True) if not b]
+        return _Call(
+            function, params, (tree, other_tree), batch, rest, is_batch, numbers, len(args), axis, stages
+        )
+
+    def restored(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments of the function: of leaves of parameters, of a microbatch, of the rest."""
+        own = iter(jax.tree.unflatten(self.trees[0], leaves[: len(self.params)]))
+        ends = len(self.params), len(self.params) + len(self.batch)
+        rows, left = iter(leaves[ends[0] : ends[1]]), iter(leaves[ends[1] :])
+        others = iter(jax.tree.unflatten(self.trees[1], [next(rows if b else left) for b in self.is_batch]))
+        return [next(own if n in self.numbers else others) for n in range(self.count)]
+
+    def traced(self, has_aux: bool) -> tuple[Any, Any]:
+        """The jaxpr of one microbatch's loss, and the structure of the other results."""
+        structure = []
+        name = getattr(self.function, "__name__", "the loss")
+
+        def run(*leaves):
+            result = self.function(*self.restored(leaves))
+            value, aux = result if has_aux else (result, ())
+            if jnp.shape(value) != () or not is_inexact(jnp.asarray(value)):
+                raise ValueError(
+                    f"{name} returns {jax.typeof(value).str_short()}; expected a scalar of floats, a mean or "
+                    "sum "
+                    "over its microbatch" + ", and with has_aux a pair of it and others" * has_aux
+                )
+            flat, tree = jax.tree.flatten(aux)
+            structure.append(tree)
+            return [jnp.asarray(x) for x in (value, *flat)]
+
+        return jax.make_jaxpr(run)(*self.types), structure
+
+    def results(self, schedule) -> Any:
+        closed, structure = self.traced_results()
+        stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
+        values = stages.hoist(self.params, self.rest)
+        _, made, _ = execute.run(stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=1.0)
+        rows = [jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]) for x in made]
+        return jax.tree.unflatten(structure[-1], rows)
+
+    def traced_results(self) -> tuple[Any, list[Any]]:
+        """The jaxpr of one microbatch's results, and their structure."""
+        structure, rows = [], self.batch[0].shape[1]
+        name = getattr(self.function, "__name__", "the function")
+
+        def run(*leaves):
+            flat, tree = jax.tree.flatten(self.function(*self.restored(leaves)))
+            structure.append(tree)
+            for x in map(jax.typeof, flat):
+                if not x.shape or x.shape[0] != rows:
+                    raise ValueError(
+                        f"{name} returns {x.str_short()} for a microbatch of {rows} rows; expected arrays "
+                        "whose "
+                        "first dim is that of the batch; give back one number for each row"
+                    )
+            return [jnp.asarray(x) for x in flat]
+
+        return jax.make_jaxpr(run)(*self.types), structure
+
+    @property
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """Of the leaves for one microbatch."""
+        rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
+        params, rest = ([shape_of(jax.typeof(x)) for x in leaves] for leaves in (self.params, self.rest))
+        return [*params, *rows, *rest]
+
+    def gradients(self, schedule, scale: float, has_aux: bool):
+        closed, structure = self.traced(has_aux)
+        stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
+        moving = [is_inexact(jnp.asarray(x)) for x in self.params]
+
+        def hoist(*moved):
+            own = iter(moved)
+            full = [next(own) if m else x for x, m in zip(self.params, moving, strict=True)]
+            return stages.hoist(full, self.rest)
+
+        values, pull = jax.vjp(hoist, *(x for x, m in zip(self.params, moving, strict=True) if m))
+        loss, aux, sums = execute.run(
+            stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=scale
+        )
+        cotangents = [
+            np.zeros(v.shape, jax.dtypes.float0) if g is None else g.astype(v.dtype)
+            for g, v in zip(sums, values, strict=True)
+        ]
+        found = iter(pull(cotangents))
+        leaves = [
+            next(found) if m else np.zeros(np.shape(x), jax.dtypes.float0)
+            for x, m in zip(self.params, moving, strict=True)
+        ]
+        value = loss.astype(closed.out_avals[0].dtype)
+        return value, jax.tree.unflatten(structure[-1], aux), jax.tree.unflatten(self.trees[0], leaves)
+
+
+def _stages(axis: str, name: str) -> int:
+    mesh = _jax.context_mesh()
+    if mesh is None or axis not in mesh.shape:
+        where = (
+            f"the mesh ({describe(mesh)}) has no axis {axis!r}"
+            if mesh is not None
+            else "no mesh is in context"
+        )
+        raise ValueError(
+            f"pipeline of {name} over axis {axis!r}: {where}; call it in a function of shardax.shard_jit "
+            "on a mesh that has the axis, or under jax.set_mesh"
+        )
+    return mesh.shape[axis]
+
+
+def _microbatches(x: Array, count: int) -> Array:
+    """[batch, ...] -> [microbatches, rows, ...], of rows that lie `count` apart: where the batch is split
+    over devices, each device has its part of every microbatch."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
