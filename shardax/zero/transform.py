@@ -21,7 +21,6 @@ from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, resident
 from shardax.zero.rest import split_further
 from shardax.zero.roles import Roles, is_update, roles
 
-
 Accumulate = Literal["scattered", "unreduced"]
 
 
