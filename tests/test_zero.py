@@ -17,7 +17,11 @@ from models.devices import make_mesh
 from models.steps import State, make_init, make_step
 from shardax.zero import Zero
 
-pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")]
+pytestmark = [
+    pytest.mark.mixed_dtypes,
+    pytest.mark.promotes_ranks,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
 
 LAYERS, MODEL, HIDDEN = 4, 64, 128
 STACKED = {"up": (LAYERS, MODEL, HIDDEN), "down": (LAYERS, HIDDEN, MODEL)}

@@ -52,7 +52,8 @@ class Zero:
     for a function in which no optimizer's update is found.
 
     >>> import jax, optax, shardax as sx
-    >>> tx, mesh = optax.adam(1e-3), jax.sharding.AbstractMesh((8,), ("data",))
+    >>> tx = optax.sgd(1e-3, momentum=0.9)
+    >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
     >>> def step(state, x_BM):
     ...     params, moments = state
     ...     loss, grads = jax.value_and_grad(lambda w: ((x_BM @ w) ** 2).mean())(params)
