@@ -21,6 +21,7 @@ class Options:
     seq: int
     rate: float
     dropout: float
+    zero: int
     seed: int
     compare: bool
     partitioner: str
@@ -41,6 +42,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         stop("--compare trains by one partitioner: name it, --partitioner shardax or xla")
     if options.checkpoints and options.partitioner == "both":
         stop("--checkpoints keeps the states of one partitioner: name it, --partitioner shardax or xla")
+    if options.zero and options.partitioner == "xla":
+        stop("--zero is a transform of shardax: leave it out, or name --partitioner shardax")
     if options.checkpoints and options.checkpoints.is_file():
         stop(f"--checkpoints {options.checkpoints} is a file: name a folder")
     if options.cluster and options.coordinator:
@@ -101,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=_at_least(1), default=128, help="tokens a sequence")
     add("--rate", type=float, default=1e-3, help="peak of the learning rate")
     add("--dropout", type=_fraction, default=0.0)
+    add(
+        "--zero",
+        type=int,
+        choices=range(4),
+        default=0,
+        help="what rests split over the axis data: 1 optimizer state, 2 and gradients, 3 and parameters",
+    )
     add("--seed", type=_at_least(0), default=0)
     add(
         "--compare",

@@ -57,7 +57,7 @@ def heading(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> str:
 
 
 def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
-    trainer = make_trainer(options.partitioner, job, mesh)
+    trainer = make_trainer(options.partitioner, job, mesh, options.zero)
     held_out: dict[int, float] = {}  # by the number of steps before; of a resumed run, those of this part
 
     def evaluate(step: int, state: State) -> None:
@@ -83,8 +83,8 @@ def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
     print(f"losses plotted in {options.out}")
 
 
-def make_trainer(partitioner: str, job: Job, mesh: Mesh) -> Trainer:
-    trainer = by_shardax(job, mesh) if partitioner == "shardax" else by_xla(job, mesh)
+def make_trainer(partitioner: str, job: Job, mesh: Mesh, zero: int = 0) -> Trainer:
+    trainer = by_shardax(job, mesh, zero) if partitioner == "shardax" else by_xla(job, mesh)
     for line in trainer.dropped:
         print(f"xla does not split {line}")
     return trainer
@@ -179,7 +179,7 @@ def sample(trainer: Trainer, state: State, options: Options, corpus: text.Text) 
 
 def compare_speeds(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
     """Both partitioners in turn, three times; between them they take the steps that were asked for."""
-    trainers = [make_trainer(name, job, mesh) for name in ("shardax", "xla")]
+    trainers = [make_trainer(name, job, mesh, options.zero) for name in ("shardax", "xla")]
     races = [race(trainer, options, corpus) for trainer in trainers]
     speeds = zip(*([next(r) for r in races] for _ in range(ROUNDS)), strict=True)
     medians = [report_speed(trainer, each) for trainer, each in zip(trainers, speeds, strict=True)]

@@ -32,9 +32,9 @@ class Trainer:
     dropped: tuple[str, ...] = ()  # what XLA does not split, and why
 
 
-def by_shardax(job: Job, mesh: Mesh) -> Trainer:
+def by_shardax(job: Job, mesh: Mesh, zero: int = 0) -> Trainer:
     """The state rests as completion infers from the train step, from its first moment."""
-    step = sharded_step(job.pipelined or job.step, job.state, mesh)
+    step = sharded_step(job.pipelined or job.step, job.state, mesh, zero)
     batch = on_axes(BATCH, mesh.axis_names)
     plan = step.plan(job.state, job.batch)
     state, batch_at_rest = plan.in_shardings

@@ -2,7 +2,7 @@
 collectives out.
 """
 
-from shardax import pipeline
+from shardax import pipeline, zero
 from shardax.annotations.annotate import annotate, replicate
 from shardax.annotations.systems import (
     Partial,
@@ -51,6 +51,7 @@ __all__ = [
     "shard",
     "shard_jit",
     "split",
+    "zero",
 ]
 
 

@@ -5,7 +5,7 @@ import itertools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from shardax.partition.replicated import report_replicated
 from shardax.passes import scopes
 from shardax.passes.table import PassContext, planned
 from shardax.rewrites.driver import rewritten
-from shardax.sharding import NOTHING_OWED, Sharding, layout_at_rest, replicated
+from shardax.sharding import NOTHING_OWED, Sharding, at_rest, layout_at_rest, replicated
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -124,10 +124,22 @@ def _serves(built: Program, committed: Sequence[Any], later: Sequence[Any]) -> b
 def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
     """The shardings that completion alone gives to the results of a global jaxpr, in axes of `mesh`: of none,
     where it has no spec for them."""
+    return _completed_values(jaxpr, mesh, lambda graph: graph.outputs)
+
+
+def completed_arguments(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:
+    """Likewise those of its arguments, nearest to how they could rest."""
+    completed = _completed_values(jaxpr, mesh, lambda graph: graph.inputs)
+    return tuple(at_rest(s, a.shape, mesh.shape) for s, a in zip(completed, jaxpr.in_avals, strict=True))
+
+
+def _completed_values(
+    jaxpr, mesh: AnyMesh, values: Callable[[Graph], Sequence[Value]]
+) -> tuple[Sharding, ...]:
     with collector.paused():
         program_graph = _graph(jaxpr)
         refined, _, done = _completed(program_graph, (None,) * len(program_graph.inputs), mesh)
-    return tuple(refined.spelled(done.sharding(v)) or replicated(len(v.shape)) for v in program_graph.outputs)
+    return tuple(refined.spelled(done.sharding(v)) or replicated(len(v.shape)) for v in values(program_graph))
 
 
 def _graph(jaxpr) -> Graph:

@@ -127,6 +127,13 @@ class Retyping(Protocol):
     def __call__(self, jaxpr: Any, context: Context, /) -> Any: ...
 
 
+@runtime_checkable
+class Reporting(Protocol):
+    """A transform that adds a table to what a plan shows: a `shardax.explain.tables.Table`."""
+
+    def report(self, plan: Any, /) -> Any: ...
+
+
 def annotations_of(jaxpr: Any) -> Iterator[tuple[Any, Annotation]]:
     """The annotations in a jaxpr and the bodies in it: each equation, of one operand and one result, and what
     it requests of the result.

@@ -31,7 +31,9 @@ def options(folder, *argv: str) -> Options:
 
 def losses(options: Options, stop_at: int | None = None):
     """The losses of a run; `stop_at`: the step that does not come to its end."""
-    trainer = train.make_trainer("shardax", train.make_job(options), train.make_mesh(options.mesh))
+    trainer = train.make_trainer(
+        "shardax", train.make_job(options), train.make_mesh(options.mesh), options.zero
+    )
     steps = iter(range(stop_at or options.steps))
 
     def step(state, batch):
@@ -45,11 +47,14 @@ def losses(options: Options, stop_at: int | None = None):
 
 @pytest.mark.once
 def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
+    """And in another stage of ZeRO."""
     whole = losses(replace(options(tmp_path), checkpoints=None))
     with pytest.raises(Stopped):
-        losses(options(tmp_path, "--mesh", "data=4,model=2"), stop_at=5)
+        losses(options(tmp_path, "--mesh", "data=4,model=2", "--zero", "3"), stop_at=5)
     assert kill.newest(tmp_path / "kept") in (2, 4)
-    curve = losses(options(tmp_path, "--mesh", "data=1,fsdp=2,model=2"))  # on half of the devices
+    curve = losses(
+        options(tmp_path, "--mesh", "data=1,fsdp=2,model=2", "--zero", "1")
+    )  # on half of the devices
     assert len(curve) == len(whole) == 12
     assert largest_difference(curve, whole) < 1e-5
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["10", "12"]

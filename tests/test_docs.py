@@ -33,7 +33,7 @@ def run(text: str, name: str) -> int:
 def cases():
     """optax mixes dtypes."""
     return [
-        pytest.param(p, id=p.stem, marks=[pytest.mark.mixed_dtypes] if p.stem in ("flax",) else [])
+        pytest.param(p, id=p.stem, marks=[pytest.mark.mixed_dtypes] if p.stem in ("flax", "zero") else [])
         for p in PAGES
     ]
 

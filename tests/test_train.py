@@ -143,6 +143,10 @@ def test_speeds(capsys, tmp_path):
             ["--cluster", "--coordinator", "127.0.0.1:7000"],
             "train: --cluster finds the coordinator itself: leave --coordinator out, or --cluster",
         ),
+        (
+            ["--zero", "3", "--partitioner", "xla"],
+            "train: --zero is a transform of shardax: leave it out, or name --partitioner shardax",
+        ),
         (["--epochs", "3"], "train: unrecognized arguments: --epochs 3"),
     ],
 )

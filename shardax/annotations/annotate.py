@@ -64,8 +64,9 @@ def replicate(x):
     return annotate(x, PartitionSpec())
 
 
-Role = Literal["inside", "argument", "result", "type", "implied", "stack", "one device"]
-"""Whether an annotation stands inside the function, is that of an argument or of a result (in_shardings,
+Role = Literal["inside", "state", "argument", "result", "type", "implied", "stack", "one device"]
+"""Whether an annotation stands inside the function, stands there on what is stored of state (it spreads with
+that, after the data), is that of an argument or of a result (in_shardings,
 out_shardings), that of the Explicit type of a result, or is implied: by another type, by the specs of an
 island or of a jit, by what the result succeeds. A "stack" is implied, too: what an island over some of the
 axes takes or gives, whose sums may stay pending.

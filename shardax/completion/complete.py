@@ -296,7 +296,8 @@ def _update_at_rest(
 
 
 def _state(graph: Graph, notes: Notes) -> set[Value]:
-    """The arguments that come back.
+    """The arguments that come back, and as what: the results of their types that annotations place. And what
+    annotations say is stored of them.
 
     Data and the annotations inside go first, state second: where both request an axis, as in fully sharded
     data parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities
@@ -306,7 +307,11 @@ def _state(graph: Graph, notes: Notes) -> set[Value]:
     types = [(v.shape, v.aval.dtype) for v in graph.inputs]
     results = {(v.shape, v.aval.dtype) for v in graph.outputs}
     succeeded = [numbers[argument] for argument, _ in successors(graph, notes)]
-    return {graph.inputs[i] for i in state(types, results, succeeded)}
+    arguments = {graph.inputs[i] for i in state(types, results, succeeded)}
+    alike, outputs = {(v.shape, v.aval.dtype) for v in arguments}, set(graph.outputs)
+    placed = [n for n, note in notes if note.is_of_result and n.outputs[0] in outputs]
+    new = (n.inputs[0] for n in placed if (n.in_shapes[0], n.inputs[0].aval.dtype) in alike)
+    return arguments.union(new, (n.inputs[0] for n, note in notes if note.role == "state"))
 
 
 def _resting(

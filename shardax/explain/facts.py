@@ -3,7 +3,7 @@ them.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from shardax.cost.chips import CHIPS, Chip
 from shardax.cost.network import network_of, network_of_mesh
 from shardax.explain.placed import AtRest, Placed, placed
 from shardax.explain.roofline import Estimate, Sent, Work, estimate, work
+from shardax.explain.tables import Table
 from shardax.graph.graph import Value
 from shardax.ledger.collectives import Collective, collectives, comm_bytes
 from shardax.meshes.crossing import Crossing
@@ -51,6 +52,7 @@ class Facts:
       untyped: on a mesh of Explicit axes, why JAX gave the program no types, and where; "" if it did.
       refs: the numbers of the arguments that are Refs, as leaves, and of Refs closed over, which follow. What
         they hold is an input, and in the end a result.
+      reports: what else the plan shows, each a function from the plan to a table.
       collectives: read off the crossings and `local_jaxpr` unless given.
     """
 
@@ -74,6 +76,7 @@ class Facts:
     crossings: tuple[Crossing, ...] = ()
     untyped: str = ""
     refs: tuple[int, ...] = ()
+    reports: tuple[Callable[["Facts"], Table], ...] = ()
     collectives: tuple[Collective, ...] = None  # type: ignore[assignment]
 
     def __post_init__(self):

@@ -57,6 +57,7 @@ def _sections(plan: Analysis, memory: Memory, arrays: Arrays) -> Iterator[Sectio
     program = Program(plan, arrays)
     curve, *tensors = memory_sections(memory, program.lines)
     yield from (*program.sections(), curve, *_collectives(plan, program.lines), *places(plan, arrays))
+    yield from _as_text("state", "State", (report(plan) for report in plan.reports))
     yield from _as_text("stored", "Stored otherwise", at_rest(plan))
     yield from _as_text("meshes", "Meshes", meshes(plan))
     yield from (*tensors, _estimates(plan))

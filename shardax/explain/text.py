@@ -25,6 +25,7 @@ def tables(plan: Analysis) -> list[Table]:
         meshes(plan),
         arguments(plan),
         results(plan),
+        _reports(plan),
         at_rest(plan),
         _collectives(plan),
         _totals(plan),
@@ -38,13 +39,18 @@ def tables(plan: Analysis) -> list[Table]:
 
 def summary(plan: Analysis, lines: int) -> list[Table]:
     """The plan's size and price, its memory, what is sent by kind, and the dearest lines."""
-    return [*_heading(plan), *_peak(plan), *_totals(plan), *dearest_lines(plan, lines)]
+    return [*_heading(plan), *_peak(plan), *_reports(plan), *_totals(plan), *dearest_lines(plan, lines)]
 
 
 def _peak(plan: Analysis) -> Iterator[Table]:
     memory = plan.memory()
     at = f", at {line_text(memory.line)}" if memory.line else ""
     yield Table(f"Memory on each device: {bytes_text(memory.peak)} at most{at}", ())
+
+
+def _reports(plan: Analysis) -> Iterator[Table]:
+    """What transforms have to say of the plan."""
+    return (report(plan) for report in plan.reports)
 
 
 def _heading(plan: Analysis) -> Iterator[Table]:

@@ -41,6 +41,11 @@ class Annotation:
         return Sharding(tuple(axes or () for axes in self.dims), self.owing)
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the value has that sharding from then on."""
+        return self.role in ("inside", "state")
+
+    @property
     def is_of_result(self) -> bool:
         """Whether it is from out_shardings, so that the result has to be on that very mesh."""
         return self.role == "result"
@@ -92,7 +97,7 @@ def renames(node: Node) -> bool:
     computed on, and kept, so.
     """
     note = of_node(node)
-    return note is not None and note.role != "inside" and not node.inputs[0].is_literal
+    return note is not None and not note.is_inside and not node.inputs[0].is_literal
 
 
 def shardings_of(eqn) -> Iterator[NamedSharding]:

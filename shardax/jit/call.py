@@ -24,6 +24,7 @@ from shardax.meshes.refinement import Placement
 from shardax.options import Options
 from shardax.program import Program
 from shardax.transform import primitive
+from shardax.transforms import Reporting
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +141,7 @@ class Call:
             line=self.function.line,
             untyped=self.function.refused.get(self.jaxpr, ""),
             refs=(*(i for i, x in enumerate(self.leaves) if _jax.is_ref(x)), *self.closed_refs),
+            reports=tuple(t.report for t in self.function.transforms if isinstance(t, Reporting)),
         )
         elsewhere = (
             _elsewhere("argument", plan.arguments(), resting.arguments(built)),

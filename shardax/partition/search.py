@@ -80,9 +80,9 @@ class Search:
         self.open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]] = {}
         self.left: dict[Hashable, Layouts] = {}
         self.annotated = {
-            node.outputs[0]: (*(note.dims if note.role == "inside" else ()), note.owing.unreduced)
+            node.outputs[0]: (*(note.dims if note.is_inside else ()), note.owing.unreduced)
             for node, note in completion.notes
-            if note.role == "inside" or note.owing
+            if note.is_inside or note.owing
         }
         self.reader = _only_readers(graph)
         self.tables: dict[Hashable, Any] = {}

@@ -1,0 +1,258 @@
+"""Zero: the transform by which devices that compute on different data share what they would all keep."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+
+from shardax import _jax, program
+from shardax.annotations.annotate import annotate_p, bind_annotation, describe
+from shardax.annotations.explicit import shape_of
+from shardax.explain.facts import Facts
+from shardax.explain.tables import Table
+from shardax.graph import inline
+from shardax.sharding import Axes, AxisSizes, Owing, Sharding, at_rest, entries_of, entry_axes, replicated
+from shardax.transforms import Argument, Context
+from shardax.validation import require
+from shardax.zero.inside import Inside, OfShape
+from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, resident
+from shardax.zero.rest import split_further
+from shardax.zero.roles import Roles, is_update, roles
+
+Accumulate = Literal["scattered", "unreduced"]
+
+
+@dataclass(frozen=True)
+class Zero:
+    """A transform of train steps, by which the devices along an axis that splits the batch share what each of
+    them would hold whole (ZeRO, arXiv 1910.02054, section 5).
+
+        stage   rests split over `axis`       sent per step, of the parameters' size
+        1       optimizer state               2: gradients reduce-scattered, new parameters gathered
+        2       and gradients, as made        2
+        3       and parameters                3: gathered forward and backward, in the compute dtype
+
+    The step is as for one device, its optimizer any. What is split already, over tensor or expert axes, is
+    split further. Each array is split along its largest dim that the axis divides, and stays whole where
+    there is none: the plan lists both, in bytes.
+
+    Args:
+      axis: the name of a mesh axis that splits the batch, or a tuple of several. One of several batch axes
+        alone shards within its groups, with replicas across the others (hybrid sharding).
+      stage: 1, 2 or 3.
+      accumulate: how a loop over microbatches accumulates gradients. "unreduced": each device its own, of
+        full size, reduced once per step; "scattered": each its shard, reduced for each microbatch. None:
+        "unreduced" in stage 1, else "scattered".
+      reshard_after_forward: in stage 3, gather parameters again for the backward pass. False keeps what the
+        forward pass gathered, where that sends less.
+
+    Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, and
+    for a function in which no optimizer's update is found.
+
+    >>> import jax, optax, shardax as sx
+    >>> tx = optax.sgd(1e-3, momentum=0.9)
+    >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    >>> def step(state, x_BM):
+    ...     params, moments = state
+    ...     loss, grads = jax.value_and_grad(lambda w: ((x_BM @ w) ** 2).mean())(params)
+    ...     updates, moments = tx.update(grads, moments)
+    ...     return (optax.apply_updates(params, updates), moments), loss
+    >>> how = {"mesh": mesh, "in_shardings": (None, jax.P("data")), "donate_argnums": 0}
+    >>> train = sx.shard_jit(step, transforms=[sx.zero.Zero("data", stage=1)], **how)
+    >>> params = jax.ShapeDtypeStruct((64, 32), "float32")
+    >>> state = params, jax.eval_shape(tx.init, params)
+    >>> plan = train.plan(state, jax.ShapeDtypeStruct((4096, 64), "float32"))
+    >>> [c.kind for c in plan.collectives if c.shape]
+    ['reduce_scatter', 'all_gather']
+    """
+
+    axis: str | Axes = "data"
+    stage: int = 1
+    accumulate: Accumulate | None = None
+    reshard_after_forward: bool = True
+
+    def __post_init__(self):
+        is_names = bool(self.axes) and all(isinstance(axis, str) for axis in self.axes)
+        require(is_names, "axis of Zero", self.axis, "the name of a mesh axis, or a tuple of names")
+        require(self.stage in (1, 2, 3), "stage of Zero", self.stage, "1, 2 or 3")
+        ways = (None, "scattered", "unreduced")
+        require(
+            self.accumulate in ways, "accumulate of Zero", self.accumulate, "'scattered', 'unreduced' or None"
+        )
+
+    def __str__(self):
+        return f"Zero(axis={self.axis!r}, stage={self.stage})"
+
+    @property
+    def axes(self) -> Axes:
+        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+
+    def __call__(self, jaxpr, context: Context):
+        self._check_axes(context)
+        jaxpr = _jax.dce(jaxpr)
+        found = self._roles(jaxpr, context)
+        before, sizes = self._before(jaxpr, context), context.mesh.shape
+        split = {i: self._split(before[i], context.arguments[i], found, sizes) for i in found.state}
+        kept = found.parameters if self.stage < 3 else ()
+        rests = {i: before[i] if i in kept else split[i] for i in found.state}
+        return _resting(self._inside(jaxpr, context, before, split, found), rests, found, str(self))
+
+    def resident(self, plan: Facts) -> Resident:
+        """What the state of a step that this transformed takes on each device, in bytes, with it and without;
+        `print` shows it as a table, which is part of the plan's own text too.
+        """
+        return resident(plan, str(self), self.axes, self.stage)
+
+    def report(self, plan: Facts) -> Table:
+        """What a plan shows of it."""
+        return self.resident(plan).table()
+
+    def _roles(self, jaxpr, context: Context) -> Roles:
+        graph, succeeded = inline.from_jaxpr(jaxpr), _succeeded(context)
+        found = roles(graph, succeeded)
+        if not found.parameters or not is_update(graph, succeeded):
+            raise ValueError(self._not_found(context, found))
+        return found
+
+    def _before(self, jaxpr, context: Context) -> Sequence[Sharding]:
+        """How arguments rest without ZeRO: as requested, or where other axes split something, as completion
+        has them.
+        """
+        sizes = context.mesh.shape
+        if any(size > 1 for axis, size in sizes.items() if axis not in self.axes):
+            return program.completed_arguments(jaxpr, context.mesh)
+        return [at_rest(_requested(a), a.type.shape, sizes) for a in context.arguments]
+
+    def _split(self, before: Sharding, argument: Argument, found: Roles, sizes: AxisSizes) -> Sharding:
+        shape = argument.type.shape
+        return split_further(before, shape, self.axes, sizes, last=(0,) if shape in found.scanned else ())
+
+    def _inside(
+        self, jaxpr, context: Context, before: Sequence[Sharding], split: Mapping[int, Sharding], found: Roles
+    ):
+        """The program with annotations on what it makes of the gradients, which are pending over all axes of
+        the batch.
+        """
+        batch = {axis for a in context.arguments if not a.is_state for axis in _requested(a).axes}
+        batch = tuple(axis for axis in context.mesh.shape if axis in {*batch, *self.axes})
+        shapes = {i: jaxpr.in_avals[i].shape for i in found.parameters}
+        unreduced, scattered = (
+            _of_shape([(shapes[i], _pending(s[i], batch)) for i in shapes]) for s in (before, split)
+        )
+        once = (self.accumulate or ("unreduced" if self.stage == 1 else "scattered")) == "unreduced"
+        inside = Inside(
+            source=str(self),
+            made=scattered if self.stage > 1 else {},
+            accumulated=unreduced if once else scattered,
+            accumulators=found.accumulators,
+            again=self.stage == 3 and self.reshard_after_forward,
+        )
+        known = [split[i] if self.stage == 3 and i in shapes else None for i in range(len(jaxpr.in_avals))]
+        return inside.annotated(jaxpr, known)[0]
+
+    def _check_axes(self, context: Context) -> None:
+        for axis in self.axes:
+            if axis not in context.mesh.shape:
+                raise ValueError(
+                    f"axis of Zero is {self.axis!r}, and the mesh ({describe(context.mesh)}) has no axis "
+                    f"{axis!r}: name the axis that splits the batch"
+                )
+            splits = [a for a in context.arguments if axis in _requested(a).axes]
+            arrays = (a for a in context.arguments if a.type.shape and not a.is_state)
+            others = [a for a in arrays if a.sharding is not None]
+            if splits and others and all(a.is_state for a in splits):
+                raise ValueError(
+                    f"axis of Zero is {self.axis!r}, and {axis!r} splits no batch: in_shardings give "
+                    f"{splits[0].path} {splits[0].sharding}, and {others[0].path} {others[0].sharding}. "
+                    "Devices along such an axis compute on the same data, and have nothing to share: name "
+                    "the axis that splits the batch"
+                )
+
+    def _not_found(self, context: Context, found: Roles) -> str:
+        state = sum(a.is_state for a in context.arguments)
+        return (
+            f"{self} finds no optimizer's update in this function. It looked for state (of "
+            f"{len(context.arguments)} arguments {state} come back in results), for parameters among it "
+            f"(from {len(found.parameters)} of these something is computed that is differentiated), and for "
+            "new state that is made of the old: give it the whole step, which takes and returns parameters "
+            "and optimizer state, with donate_argnums= for these, or say where the update is, with "
+            "sx.zero.shard(tx, ...) around an optax optimizer"
+        )
+
+
+def _succeeded(context: Context) -> dict[int, int]:
+    """The state, each argument with the result that succeeds it. Of what is not donated, the result of its
+    type and, where there are several, of the end of its path.
+    """
+    succeeded = {r.succeeds: number for number, r in enumerate(context.results) if r.succeeds is not None}
+    free = {number: r for number, r in enumerate(context.results) if r.succeeds is None}
+    for i, argument in enumerate(context.arguments):
+        if i not in succeeded and argument.is_state:
+            alike = [
+                number
+                for number, r in free.items()
+                if (r.type.shape, r.type.dtype) == (argument.type.shape, argument.type.dtype)
+            ]
+            tail = argument.path.partition("/")[2]
+            number = next((n for n in alike if free[n].path.endswith(tail)), next(iter(alike), None))
+            if number is not None:
+                succeeded[i] = number
+                del free[number]
+    return succeeded
+
+
+def _requested(argument: Argument) -> Sharding:
+    rank = len(argument.type.shape)
+    if argument.sharding is None:
+        return replicated(rank)
+    dims = tuple(map(entry_axes, entries_of(argument.sharding)))
+    return Sharding(dims + ((),) * (rank - len(dims)))
+
+
+def _pending(sharding: Sharding, axes: Axes) -> Sharding:
+    return Sharding(sharding.dims, Owing(tuple(axis for axis in axes if axis not in sharding.axes)))
+
+
+def _of_shape(pairs: Sequence[tuple[tuple[int, ...], Sharding]]) -> OfShape:
+    """The sharding of each shape; none for a shape that has several."""
+    several = {
+        shape for shape, sharding in pairs for other, its in pairs if shape == other and sharding != its
+    }
+    return {shape: sharding for shape, sharding in pairs if shape not in several}
+
+
+def _resting(jaxpr, rests: Mapping[int, Sharding], found: Roles, source: str):
+    """The program whose state rests so, whatever was requested of it."""
+    plain = _jax.replaced_eqns(jaxpr, list(_without_requests(jaxpr, found)))
+    role = {i: PARAMETER if i in found.parameters else OPTIMIZER for i in found.state}
+
+    def run(*args):
+        args = [
+            bind_annotation(x, rests[i].dims, f"{source}, {role[i]}", "argument") if i in rests else x
+            for i, x in enumerate(args)
+        ]
+        outs = jaxpr_as_fun(plain)(*args)
+        for i, r in found.state.items():
+            outs[r] = bind_annotation(outs[r], rests[i].dims, f"{source}, {role[i]}", "result")
+        return outs
+
+    return jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))
+
+
+def _without_requests(jaxpr, found: Roles) -> Iterator[Any]:
+    """The equations, of which those that say how the state rests say nothing any more."""
+    arguments = {jaxpr.jaxpr.invars[i] for i in found.state}
+    results = {jaxpr.jaxpr.outvars[r] for r in found.state.values()}
+    for eqn in jaxpr.jaxpr.eqns:
+        role = eqn.params["role"] if eqn.primitive is annotate_p else None
+        if (
+            role == "argument"
+            and eqn.invars[0] in arguments
+            or role in ("result", "type", "implied")
+            and eqn.outvars[0] in results
+        ):
+            open_ = {"dims": (None,) * len(eqn.params["dims"]), "role": "implied", "like": None}
+            eqn = eqn.replace(params={**eqn.params, **open_})
+        yield eqn
