@@ -240,6 +240,16 @@ def test_a_schedule_as_text():
     check("plain", mesh_of(stage=2), 2, schedule="F0 F1 - B0 B1\n- F0 B0 F1 B1")
 
 
+def test_auto_is_as_fast_as_any():
+    """Ticks of a program are locked, so forward and backward passes in turn on all stages; few are kept."""
+    loss, params = plain(8)
+    ours = sx.pipeline.value_and_grad(loss, microbatches=8, schedule="auto")
+    step = sx.shard_jit(ours, mesh=jax.sharding.AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,)))
+    plan = step.plan(params, tokens(1), tokens(2))
+    ticks = {c.trips for c in plan.collectives if c.kind == "ppermute"}
+    assert ticks == {len(sx.pipeline.make_schedule("eager-1f1b", 4, 8).ticks)}
+
+
 THREE_AXES = {"stage": 2, "data": 2, "model": 2}
 
 
@@ -395,5 +405,43 @@ def test_bad_input():
         loss=lambda p, x, y: p["in"][x].sum(),
         mesh=jax.sharding.AbstractMesh((64,), ("stage",), axis_types=(AxisType.Auto,)),
     )
+    w = P(None, "stage")
+    _raises(
+        "splits a dim over 'stage', along which", loss=lambda p, x, y: sx.annotate(p["in"][x].sum(0), w).sum()
+    )
+    marked = lambda p, x, y: jax.checkpoint(lambda h: sx.pipeline.stage(h, "head"))(p["in"][x]).sum()  # noqa: E731
+    _raises(r"stage\(x, 'head'\) at .*test_pipeline.py:\d+ stands inside a", loss=marked)
     with pytest.raises(ValueError, match="no mesh is in context"):
         sx.pipeline.value_and_grad(plain(2)[0], microbatches=4)(plain(2)[1], tokens(1), tokens(1))
+
+
+def test_annotations_inside():
+    """On axes of the stages' own; a jit inside keeps its shardings; layers that differ in their backward pass alone."""
+
+    def loss(params, x, y):
+        h = params["in"][x]
+        for i in range(4):
+            h = jax.lax.with_sharding_constraint(h + jnp.tanh(h @ params["w"][i]), P("data"))
+            h = jax.jit(jnp.sin, out_shardings=jax.NamedSharding(mesh, P("data")))(h)
+            h = _scaled_backward(i + 1.0)(h)
+        return cross_entropy(h @ params["in"].T, y)
+
+    mesh = mesh_of(stage=4, data=2)
+    params = plain(4)[1]
+    batch = tokens(1), tokens(2)
+    grad = sx.pipeline.value_and_grad(loss, microbatches=2)
+    step = sx.shard_jit(grad, mesh=mesh, in_shardings=(None, P("data"), P("data")))
+    with jax.set_mesh(mesh):
+        want = jax.jit(jax.value_and_grad(loss))(params, *batch)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), step(params, *batch), want)
+
+
+def _scaled_backward(factor: float):
+    """The identity, whose cotangent is scaled."""
+
+    @jax.custom_vjp
+    def scaled(x):
+        return x
+
+    scaled.defvjp(lambda x: (x, None), lambda _, g: (g * factor,))
+    return scaled

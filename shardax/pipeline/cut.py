@@ -19,12 +19,13 @@ import jax
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.annotations.explicit import SHARDING_PARAMS, as_at, shape_of
 from shardax.cost.network import Network, network_of
 from shardax.explain.roofline import work
+from shardax.graph import annotations
 
 _INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
 _MARK = "shardax.pipeline.stage:"
@@ -199,6 +200,7 @@ class _Program:
             depends = BATCH if _jax.has_effects(eqn) else depends
             for v in eqn.outvars:
                 self.depends[v], self.maker[v] = depends, number
+            _check_marks(eqn)
         self.parts = [
             Part(number, trip, trip + 1)
             for number, eqn in enumerate(self.jaxpr.eqns)
@@ -360,6 +362,25 @@ class _Program:
         return _rows(eqn, part.start, part.stop)
 
 
+def _check_marks(eqn) -> None:
+    """Raises ValueError where a mark stands inside a loop, a branch or a checkpoint."""
+    for inner in _inside(eqn):
+        if inner.primitive.name == "name" and inner.params["name"].startswith(_MARK):
+            name, line = inner.params["name"].removeprefix(_MARK), _jax.user_line(inner.source_info)
+            raise ValueError(
+                f"sx.pipeline.stage(x, {name!r}) at {line or 'an unknown line'} stands inside a "
+                f"{eqn.primitive.name}, where no stage can begin; mark a value before or after it "
+                "(the layers of a scan over stacked parameters are cut without marks)"
+            )
+
+
+def _inside(eqn) -> Iterator[Any]:
+    for body in jaxprs_in_params(eqn.params):
+        for inner in body.eqns:
+            yield inner
+            yield from _inside(inner)
+
+
 def _rows(eqn, start: int, stop: int) -> tuple[int, int]:
     """The rows that trips of a scan read, and write."""
     length = eqn.params["length"]
@@ -458,7 +479,7 @@ def _bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
 
 
 def evaluate(closed, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined."""
+    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined, but those with shardings."""
     env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
 
     def read(atom):
@@ -466,7 +487,7 @@ def evaluate(closed, args: Sequence[Any]) -> list[Any]:
 
     for eqn in closed.jaxpr.eqns:
         operands = list(map(read, eqn.invars))
-        if eqn.primitive.name in _INLINED:
+        if eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn)):
             with as_at(eqn):
                 inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
                 made = evaluate(_jax.closed(inner), operands)

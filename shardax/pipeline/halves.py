@@ -106,8 +106,7 @@ def halves(
         made = evaluate(whole, [*pieces, *microbatch, *rest, *held, *cotangents])
         return made[:of_pieces], made[of_pieces:]
 
-    alike = str(closed.jaxpr), len(pieces), tuple(map(id, closed.consts))
-    return Halves(forward, backward, kept_types, alike)
+    return Halves(forward, backward, kept_types, (*_identity(closed), *_identity(whole), len(pieces)))
 
 
 def forward_half(
@@ -130,7 +129,12 @@ def forward_half(
     def backward(*_):
         raise AssertionError("a schedule without backward passes runs none")
 
-    return Halves(forward, backward, (), (str(closed.jaxpr), len(pieces), tuple(map(id, closed.consts))))
+    return Halves(forward, backward, (), (*_identity(closed), len(pieces)))
+
+
+def _identity(closed) -> tuple[Any, ...]:
+    """Equal for programs that are the same, text and constants."""
+    return str(closed.jaxpr), tuple(map(id, closed.consts))
 
 
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator", "random_gamma"})

@@ -19,6 +19,9 @@ from shardax.pipeline import execute
 from shardax.pipeline.cut import cut
 from shardax.pipeline.halves import is_inexact
 from shardax.pipeline.schedules import make_schedule
+from shardax.pipeline.simulate import Costs, choose
+from shardax.pipeline.table import Schedule
+from shardax.transforms import annotations_of
 
 
 def value_and_grad(
@@ -50,7 +53,8 @@ def value_and_grad(
       axis: of the mesh, along which the stages lie.
       microbatches: how many. Microbatch i of m has rows i, i + m, i + 2 m, ..., so that the rows of each
         device stay there.
-      schedule: which instruction each stage runs when: a name, a text, or a `Schedule`.
+      schedule: which instruction each stage runs when: a name, a text, a function or a `Schedule`; "auto" is
+        the fastest of those with names, simulated with the stages' own seconds.
       chunks: pieces of the model on each stage, as "interleaved" has them; None: as the schedule wants it.
       argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
       reduce: "mean" or "sum".
@@ -81,9 +85,8 @@ def value_and_grad(
     @wraps(loss)
     def run(*args, **kwargs):
         call = _Call.of(loss, args, kwargs, numbers, axis, microbatches)
-        made = make_schedule(schedule, call.stages, microbatches, chunks)
         scale = 1 / microbatches if reduce == "mean" else 1.0
-        value, aux, gradients = call.gradients(made, scale, has_aux)
+        value, aux, gradients = call.gradients((schedule, chunks), scale, has_aux)
         gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
         return ((value, aux) if has_aux else value), gradients
 
@@ -213,8 +216,19 @@ class _Call:
 
         return jax.make_jaxpr(run)(*self.types), structure
 
+    def check_annotations(self, closed) -> None:
+        """Raises ValueError where an annotation in the function names the axis of stages."""
+        for eqn, annotation in annotations_of(closed):
+            if self.axis in (a for axes in annotation.dims for a in axes or ()):
+                line = _jax.user_line(eqn.source_info) or "an unknown line"
+                raise ValueError(
+                    f"{annotation.source} at {line} splits a dim over {self.axis!r}, along which the "
+                    "pipeline's stages lie; name another axis there, or leave it out"
+                )
+
     def results(self, schedule) -> Any:
         closed, structure = self.traced_results()
+        self.check_annotations(closed)
         stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
         values = stages.hoist(self.params, self.rest)
         _, made, _ = execute.run(stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=1.0)
@@ -247,8 +261,23 @@ class _Call:
         params, rest = ([shape_of(jax.typeof(x)) for x in leaves] for leaves in (self.params, self.rest))
         return [*params, *rows, *rest]
 
-    def gradients(self, schedule, scale: float, has_aux: bool):
+    def schedule(self, asked: Any, chunks: int | None, closed) -> Schedule:
+        """The one that was asked for; of "auto" that which takes the fewest seconds in this program, ticks as
+        long as their longest instruction. A backward pass counts as two forward ones; W does it all again.
+        """
+        count = self.batch[0].shape[0]
+        if asked != "auto":
+            return make_schedule(asked, self.stages, count, chunks)
+        pieces = self.stages * (chunks or 1)
+        each = [stage.seconds for stage in cut(closed, len(self.params), len(self.batch), pieces).stages]
+        twice = [2 * seconds for seconds in each]
+        costs = Costs(forward=each, inputs=each, weights=twice, backward=twice)
+        return choose(self.stages, count, pieces, costs, chunks=chunks or 1).schedule
+
+    def gradients(self, asked: tuple[Any, int | None], scale: float, has_aux: bool):
         closed, structure = self.traced(has_aux)
+        self.check_annotations(closed)
+        schedule = self.schedule(*asked, closed)
         stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
         moving = [is_inexact(jnp.asarray(x)) for x in self.params]
 
