@@ -12,7 +12,13 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parent.parent
 QUICK = [path for path in ROOT.glob("tests/test_*.py") if "mark.quick" in path.read_text()]
-OWN_TESTS = "completion", "graph", "ledger", "meshes"  # each of their modules is tested directly, too
+OWN_TESTS = (
+    "completion",
+    "graph",
+    "ledger",
+    "meshes",
+    "pipeline",
+)  # each of their modules is tested directly, too
 
 SAMPLE = """
 import jax, numpy, pytest
