@@ -119,13 +119,13 @@ def _chosen(program: "_Program", stages: int, network: Network) -> list[int]:
         """Of a stretch, by where it begins: its work alone, which its weights go with."""
         return time[last] - time[:last]
 
-    bound = _least(stages, spent, np.maximum)[0] * _SLACK
+    bound = _least(len(ends), stages, spent, np.maximum)[0] * _SLACK
 
     def price(last: int) -> np.ndarray:
         balance = spent(last) ** 2 / max(bound, 1e-30)
         return np.where(spent(last) <= bound, leaving[last] + 1e-3 * balance, np.inf)
 
-    return [ends[i] for i in _least(stages, price, np.add)[1]]
+    return [ends[i] for i in _least(len(ends), stages, price, np.add)[1]]
 
 
 def _places(program: "_Program", stages: int) -> list[int]:
@@ -149,30 +149,23 @@ def _places(program: "_Program", stages: int) -> list[int]:
     return found if len(found) >= stages - 1 else list(range(1, len(program.parts)))
 
 
-def _least(stages: int, price: Callable[[int], np.ndarray], join) -> tuple[float, list[int]]:
-    """The cheapest way to part 0..n into stretches: `price(last)` of those that end at place `last`, by where
-    they begin. The price of a way is that of its stretches, joined."""
-    count = 0
-    prices: list[np.ndarray] = [np.zeros(0)]
-    try:
-        while True:
-            count += 1
-            prices.append(price(count))
-    except IndexError:
-        pass
+def _least(
+    count: int, stages: int, price: Callable[[int], np.ndarray], join: Callable[..., np.ndarray]
+) -> tuple[float, list[int]]:
+    """The cheapest way to part places 0 to `count` - 1 into stretches, and where each but the first begins.
+    `price(last)`: of those that end at place `last`, by where they begin; `join` makes the price of a way of
+    those of its stretches.
+    """
     best, came = np.full(count, np.inf), []
     best[0] = 0.0
+    prices = [price(last) for last in range(1, count)]
     for _ in range(stages):
-        new, origin = np.full(count, np.inf), np.zeros(count, int)
-        for last in range(1, count):
-            options = join(best[:last], prices[last])
-            origin[last] = int(np.argmin(options))
-            new[last] = options[origin[last]]
-        came.append(origin)
-        best = new
+        options = [join(best[: last + 1], each) for last, each in enumerate(prices)]
+        came.append([0, *(int(np.argmin(each)) for each in options)])
+        best = np.array([np.inf, *(each.min() for each in options)])
     places, at = [], count - 1
-    for origin in reversed(came):
-        at = int(origin[at])
+    for origins in reversed(came):
+        at = origins[at]
         places.append(at)
     return float(best[-1]), places[::-1][1:]
 

@@ -97,11 +97,8 @@ class _Executor:
         received = [stage.received for stage in stages]
         returned = [list(filter(is_inexact, types)) for types in received]
         wires = places([*received, *returned])
-        self.wires, self.received, self.returned = (
-            wires.types,
-            wires.of[: len(stages)],
-            wires.of[len(stages) :],
-        )
+        self.wires, count = wires.types, len(stages)
+        self.received, self.returned = wires.of[:count], wires.of[count:]
         self.kept = places([half.kept for half in self.passes])
         branches, numbers = self.branches(tables)
         rows = {
