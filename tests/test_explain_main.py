@@ -169,7 +169,7 @@ def test_against_another_mesh_and_a_file(tmp_path, capsys):
         (["broken", "--mesh", "data=2"], "broken imports not_there, which is not installed"),
         pytest.param(
             ["models.gpt2", "--mesh", "data=2,expert=2"],
-            "unknown axis 'expert': the shardings of models.gpt2 know data, fsdp, model",
+            "unknown axis 'expert': the shardings of models.gpt2 know stage, data, fsdp, model",
             marks=pytest.mark.not_quick,
         ),
         (

@@ -313,8 +313,17 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.once)])
-@pytest.mark.parametrize("name", PROGRAMS)
+LONG = "blackjax", "diffrax", "lineax", "optimistix"  # to compile: on Explicit axes among the slow tests
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [(name, "Auto") for name in PROGRAMS]
+    + [
+        pytest.param(name, "Explicit", marks=pytest.mark.slow if name in LONG else pytest.mark.once)
+        for name in PROGRAMS
+    ],
+)
 def test_computes_what_one_device_does(name, kind):
     """And none of its primitives runs replicated for want of a rule: that is a warning, and an error here."""
     f, args, wanted = on_one_device(name)

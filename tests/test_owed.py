@@ -78,7 +78,7 @@ SUMS = {
     chained: [["third", "second", "first"]],
     annotated: [["first"], ["second"]],
     settled_before: [["first"], ["second"]],
-    branched: [["first"], ["second"]],
+    branched: [["second", "first"]],
     barred: [["first"], ["second"]],
     looped: [["return lax.fori_loop(0, 3, lambda i, c: c + x @ v, first)", "first"]],
 }

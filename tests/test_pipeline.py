@@ -215,12 +215,10 @@ def plain(layers: int, dim: int = M):
 
 
 CASES["plain"] = Case(partial(plain, 4))
-QUICKLY = "scanned", "unlike"  # the others are slow to compile
+QUICKLY = {"scanned": [], "unlike": [pytest.mark.once]}  # the others are slow to compile
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICKLY else pytest.mark.slow) for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=QUICKLY.get(n, [pytest.mark.slow])) for n in CASES])
 def test_programs(name):
     check(name, mesh_of(stage=4, data=2), 4)
 
@@ -230,16 +228,21 @@ SCHEDULES = "naive gpipe circular 1f1b eager-1f1b interleaved zb-h1 zb-h2 zb-eag
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(s, marks=[] if s in ("interleaved", "zbv") else pytest.mark.slow) for s in SCHEDULES],
+    [
+        pytest.param(s, marks=pytest.mark.once if s in ("interleaved", "zbv") else pytest.mark.slow)
+        for s in SCHEDULES
+    ],
 )
 def test_schedules(schedule):
     check("plain", mesh_of(stage=2, data=2), 8, schedule=schedule)
 
 
+@pytest.mark.once
 def test_a_schedule_as_text():
     check("plain", mesh_of(stage=2), 2, schedule="F0 F1 - B0 B1\n- F0 B0 F1 B1")
 
 
+@pytest.mark.once
 def test_auto_is_as_fast_as_any():
     """Ticks of a program are locked, so forward and backward passes in turn on all stages; few are kept."""
     loss, params = plain(8)
@@ -256,7 +259,7 @@ THREE_AXES = {"stage": 2, "data": 2, "model": 2}
 @pytest.mark.parametrize(
     "sizes",
     [
-        THREE_AXES,
+        pytest.param(THREE_AXES, marks=pytest.mark.once),
         *[pytest.param(s, marks=pytest.mark.slow) for s in ({"stage": 8}, {"stage": 3}, {"stage": 1})],
     ],
     ids=str,
@@ -332,6 +335,7 @@ def test_training():
     assert ours[0]["w"].sharding.spec[0] == "stage"
 
 
+@pytest.mark.once
 def test_apply_gives_the_rows_of_the_batch_in_their_order():
     loss, params = plain(5)
 

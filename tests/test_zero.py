@@ -442,7 +442,11 @@ def test_activations_are_split_by_the_batch(stage):
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-    "stage, axes, scan", [(2, {"data": 4, "model": 2}, True), (3, {"data": 4, "model": 2}, False)]
+    "stage, axes, scan",
+    [
+        pytest.param(2, {"data": 4, "model": 2}, True, marks=pytest.mark.slow),
+        (3, {"data": 4, "model": 2}, False),
+    ],
 )
 def test_gpt2(stage, axes, scan, quick_compilation):
     """On top of tensor parallelism, layers in a loop or not, and twice with the state that came back."""
