@@ -111,13 +111,13 @@ def test_speeds(capsys, tmp_path):
     [
         (
             ["--mesh", "date=4"],
-            "train: argument --mesh: 'date=4' is not of the form axis=size, with an axis of data, fsdp, "
-            "model",
+            "train: argument --mesh: 'date=4' is not of the form axis=size, with an axis of stage, "
+            "data, fsdp, model",
         ),
         (
             ["--mesh", "data=0"],
-            "train: argument --mesh: 'data=0' is not of the form axis=size, with an axis of data, fsdp, "
-            "model",
+            "train: argument --mesh: 'data=0' is not of the form axis=size, with an axis of stage, "
+            "data, fsdp, model",
         ),
         (["--mesh", "data=2,data=4"], "train: argument --mesh: axis data is named twice in 'data=2,data=4'"),
         (["--mesh", "data=8,model=2"], "train: --mesh data=8,model=2 needs 16 devices, and there are 8"),
