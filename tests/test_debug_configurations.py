@@ -257,7 +257,7 @@ FORMS_ON = [  # what is run, of which programs, on which mesh and under which co
             program,
             *on,
             id="-".join((program.__name__, form.__name__, *on)),
-            marks=[] if program in SOME or on == ["explicit", "leaks"] else [pytest.mark.once],
+            marks=[] if program in SOME else [pytest.mark.once],
         )
         for form, programs, *on in FORMS_ON
         for program in programs

@@ -313,12 +313,17 @@ PROGRAMS = {
 }
 
 
-LONG = "blackjax", "diffrax", "lineax", "optimistix"  # to compile: on Explicit axes among the slow tests
+LONG = (
+    "blackjax",
+    "diffrax",
+    "lineax",
+    "optimistix",
+)  # to compile: once, on Explicit axes among the slow tests
 
 
 @pytest.mark.parametrize(
     "name, kind",
-    [(name, "Auto") for name in PROGRAMS]
+    [pytest.param(name, "Auto", marks=[pytest.mark.once] * (name in LONG)) for name in PROGRAMS]
     + [
         pytest.param(name, "Explicit", marks=pytest.mark.slow if name in LONG else pytest.mark.once)
         for name in PROGRAMS

@@ -202,10 +202,10 @@ def both(name: str) -> tuple[Graph, Completion, Completion]:
 
 
 def programs():
-    """Random keys are made by the device; attention takes half a minute."""
+    """Random keys are made by the device; attention and remat take half a minute."""
     marks = {
         "GPT-2 and AdamW": pytest.mark.not_quick,
-        "GPT-2 with remat": pytest.mark.not_quick,
+        "GPT-2 with remat": pytest.mark.slow,
         "scanned attention": pytest.mark.slow,
     }
     return [pytest.param(name, marks=marks.get(name, ())) for name in PROGRAMS]
