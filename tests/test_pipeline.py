@@ -269,6 +269,12 @@ def test_meshes(sizes):
     check("plain" if sizes["stage"] < 8 else "scanned", mesh_of(**sizes), 4, shardings)
 
 
+@pytest.mark.once
+def test_explicit_axes():
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Explicit,) * 2)
+    check("plain", mesh, 4, {"in": P(), "w": P("stage")})
+
+
 def test_every_gradient_is_reduced_once_and_every_activation_sent_once_a_tick():
     loss, params = plain(8, 512)
     grad = sx.pipeline.value_and_grad(loss, microbatches=8, schedule="1f1b")
