@@ -425,6 +425,22 @@ def test_bad_input():
         sx.pipeline.value_and_grad(plain(2)[0], microbatches=4)(plain(2)[1], tokens(1), tokens(1))
 
 
+def test_a_key_that_is_carried_is_refused():
+    def loss(params, x, y, key):
+        def layer(carry, w):
+            h, key = carry
+            key, own = jax.random.split(key)
+            return (h + jax.random.normal(own, h.shape) * (h @ w), key), None
+
+        (h, _), _ = lax.scan(layer, (params["in"][x], key), params["w"])
+        return cross_entropy(h @ params["in"].T, y)
+
+    mesh = jax.sharding.AbstractMesh((2,), ("stage",), axis_types=(AxisType.Auto,))
+    step = sx.shard_jit(sx.pipeline.value_and_grad(loss, microbatches=4), mesh=mesh)
+    with pytest.raises(ValueError, match=r"a random key .* make it with jax.random.fold_in"):
+        step.plan(plain(4)[1], tokens(1), tokens(2), jax.random.key(0))
+
+
 def test_annotations_inside():
     """On axes of the stages' own; a jit inside keeps its shardings; layers that differ in their backward pass alone."""
 

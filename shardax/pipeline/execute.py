@@ -289,8 +289,9 @@ def _placed(values: Sequence[Array], numbers: Sequence[int], new: Sequence[Array
 def _zeros(types: Sequence[Type]) -> list[Array]:
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types):
         raise ValueError(
-            "pipeline: a random key made of the batch, or carried from layer to layer, would cross from stage "
-            "to stage; make it with jax.random.fold_in(key, number of the layer), of a key that is an argument"
+            "pipeline: a random key made of the batch, or carried from layer to layer, would be kept or sent "
+            "between stages; make it with jax.random.fold_in(key, number of the layer), of a key among the "
+            "arguments"
         )
     return [jnp.zeros(x.shape, x.dtype) for x in types]
 
