@@ -1,4 +1,4 @@
-"""Evaluates programs, equation by equation: each on its own line, in its own scopes, on the mesh in context."""
+"""Evaluates programs: each equation on its own line, in its own scopes, on the mesh in context."""
 
 from collections.abc import Sequence
 from typing import Any

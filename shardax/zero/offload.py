@@ -10,7 +10,7 @@ A value is in one of two memories, `jax.memory.Space.Device` and `.Host`, which 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,7 +146,9 @@ class _Run:
         gives = [(v, HOST) for v in segment.made if v in self.wanted]
         gives += [(v, DEVICE) for v in segment.made if self.readers[v] - inner]
         reads = segment.reads()
-        operands = [self.host[v] if v in self.host and v not in self.device else self.device[v] for v in reads]
+        operands = [
+            self.host[v] if v in self.host and v not in self.device else self.device[v] for v in reads
+        ]
         update = _Update(segment, reads, gives, self.how.on_host)
         rows = segment.shape in self.how.scanned and not self.how.on_host
         with as_at(segment.eqns[-1]):
@@ -238,7 +240,7 @@ def _scan(run: _Run, eqn, held: set[int]) -> list[Any]:
     before.
     """
     first = sum(_jax.scan_counts(eqn.params))
-    rows = {k for k in held if k >= first and not (eqn.invars[k] in run.device)}
+    rows = {k for k in held if k >= first and eqn.invars[k] not in run.device}
     operands = [run.host[v] if k in rows else run.on_device(v) for k, v in enumerate(eqn.invars)]
     return bound(_jax.with_bodies(eqn, lambda body: _bringing(body, rows)), operands)
 
