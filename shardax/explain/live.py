@@ -12,15 +12,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import jaxprs_in_params
-
 import jax
+from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
 from shardax.annotations.explicit import memory_of
 from shardax.ledger.collectives import reason_of
 from shardax.spmd_rules.registry import RULES, Entry
-
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 

@@ -24,7 +24,8 @@ class Estimate:
 
     `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM.
     `links`: what it sends. `host`: what it copies from and to the host's memory.
-    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with links and host.
+    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with links and
+      host.
     `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
     """
 

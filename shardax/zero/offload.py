@@ -59,7 +59,7 @@ def on_device(type: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 class Offload:
     """How a program reads what rests at the host.
 
-    scanned: shapes of arrays over whose first dim it goes, layer by layer.
+    scanned: shapes of arrays over whose first dim it goes, layer by layer, and so does their update.
     on_host: whether the host itself updates what rests there; it is sent what it needs for that, and sends
       what else is made of it.
     """
@@ -150,7 +150,7 @@ class _Run:
             self.host[v] if v in self.host and v not in self.device else self.device[v] for v in reads
         ]
         update = _Update(segment, reads, gives, self.how.on_host)
-        rows = segment.shape in self.how.scanned and not self.how.on_host
+        rows = segment.shape in self.how.scanned
         with as_at(segment.eqns[-1]):
             made = update.by_rows(operands) if rows else update(operands, segment.shape)
         for (v, memory), x in zip(gives, made, strict=True):

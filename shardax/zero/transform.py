@@ -89,6 +89,15 @@ class Zero:
         require(
             self.accumulate in ways, "accumulate of Zero", self.accumulate, "'scattered', 'unreduced' or None"
         )
+        kinds, update_on = self._offloaded_kinds, self.update_on
+        expected = "'optimizer', 'parameters', or a tuple of them"
+        require(set(kinds) <= {"optimizer", "parameters"}, "offload of Zero", self.offload, expected)
+        require(update_on in ("device", "host"), "update_on of Zero", update_on, "'device' or 'host'")
+        if update_on == "host" and "optimizer" not in kinds:
+            raise ValueError(
+                f"update_on of Zero is 'host', and offload is {self.offload!r}: the host updates what rests "
+                "in its memory, so give offload='optimizer' too"
+            )
 
     def __str__(self):
         offload = f", offload={self.offload!r}" if self.offload else ""
@@ -111,18 +120,24 @@ class Zero:
         return self._offloaded(made, context, found) if self.offload else made
 
     def traced_types(self, arguments: Sequence[Argument]) -> Sequence[jax.ShapeDtypeStruct]:
-        """The step computes on the device, wherever its state rests."""
+        """The step is traced as one on the device, wherever its state rests."""
         return [on_device(a.type) if self.offload else a.type for a in arguments]
 
     def _offloaded(self, jaxpr, context: Context, found: Roles):
         require_memory(context.mesh, f"offload of Zero is {self.offload!r}")
-        kinds = self.offload if isinstance(self.offload, tuple) else (self.offload,)
+        kinds = self._offloaded_kinds
         hosted = {
             **(found.optimizer if "optimizer" in kinds else {}),
             **(found.parameters if "parameters" in kinds else {}),
         }
-        how = Offload(found.scanned, self.update_on == "host")
-        return how.program(jaxpr, hosted.keys(), set(hosted.values()))
+        on_host = self.update_on == "host"
+        # XLA does not compile for TPUs what updates parameters row by row that both device and host read
+        scanned = () if on_host and "parameters" in kinds else found.scanned
+        return Offload(scanned, on_host).program(jaxpr, hosted.keys(), set(hosted.values()))
+
+    @property
+    def _offloaded_kinds(self) -> tuple[str, ...]:
+        return self.offload if isinstance(self.offload, tuple) else (self.offload,)
 
     def resident(self, plan: Facts) -> Resident:
         """What the state of a step that this transformed takes on each device, in bytes, with it and without;
