@@ -168,14 +168,14 @@ _NO_BODY = Live(0, "", [], [(0, ())])
 
 
 def _dearest(eqn, memory) -> Live:
-    """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are
-    new arrays.
+    """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes on
+    the device are new arrays; those at the host are copied from where they are.
     """
     found = []
     for body in bodies(eqn):
         jaxpr = _jax.closed(body).jaxpr
         start = sum(_jax.scan_counts(eqn.params)) if eqn.primitive.name == "scan" else len(jaxpr.invars)
-        found.append(live(jaxpr, (), jaxpr.invars[start:], memory))
+        found.append(live(jaxpr, (), jaxpr.invars[start:] if memory is DEVICE else (), memory))
     return max(found, key=lambda each: each.peak)
 
 
