@@ -1,5 +1,9 @@
 """ZeRO's offload: state rests at the host, the device holds less by just that, and results are the same."""
 
+import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -15,6 +19,7 @@ from models.devices import make_mesh
 from shardax.zero import Zero
 from shardax.zero.offload import require_memory
 from shardax.zero.segments import in_order, segments
+from tests.test_tpu import WITHOUT_TPU
 from tests.test_zero import OPTIMIZERS, SIZES, losses, quick_compilation, train_step
 
 pytestmark = [
@@ -200,3 +205,45 @@ def test_bad_input():
         ValueError, match=r"offload of Zero.*\(toy\) have no memory of kind 'pinned_host', only 'device'"
     ):
         require_memory(mesh, "offload of Zero is 'optimizer'")
+
+
+TPU_SHAPES = {"up": (24, 512, 2048), "down": (24, 2048, 512)}
+
+
+@pytest.mark.tpu
+def test_bytes_in_the_program_for_tpu():
+    """As XLA counts them: the device holds less by what moved, but for layers on their way."""
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "-m", "tests.test_zero_offload"]
+    run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    print(run.stdout)
+    found = json.loads(run.stdout.splitlines()[-1])
+    row = 2 * 2 * 512 * 2048 * 4 // 8  # the moments of one layer, of both parameters
+    for stage, offload, moved in ((1, "optimizer", 48), (3, "both", 72)):
+        before, after = found[f"{stage}"], found[f"{stage} {offload}"]
+        assert after["host"] == moved * 2**20
+        assert before["device"] - after["device"] >= moved * 2**20 - 3 * row
+
+
+def main() -> None:
+    """Prints bytes of programs for a TPU v5e-8, by ZeRO stage and what is offloaded."""
+    from jax.experimental import topologies
+
+    mesh = topologies.make_mesh(topologies.get_topology_desc("v5e:2x4", "tpu"), (8,), ("data",))
+    tx, found = adamw(), {}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in TPU_SHAPES.items()}
+    args = (params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct((1024, 512), "float32")
+    for stage, offload in ((1, ()), (1, "optimizer"), (3, ()), (3, "optimizer"), (3, BOTH)):
+        how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+        step = sx.shard_jit(stacked_step(tx), transforms=[Zero("data", stage, offload=offload)], **how)
+        compiled = step.lower(sx.abstract_state(step, *args), args[1]).compile().memory_analysis()
+        name = f"{stage} {'both' if offload is BOTH else offload or ''}".strip()
+        device = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
+        found[name] = {"device": device, "host": compiled.host_argument_size_in_bytes}
+        print(f"{name:<12}" + "".join(f"{kind} {n / 2**20:.1f} MiB  " for kind, n in found[name].items()))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
