@@ -67,7 +67,7 @@ class Stage:
     """
 
     program: Callable[..., list[Any]]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Any, ...]  # each a Piece, or one that rests where its stage is (`stacks.Held`)
     received: tuple[jax.ShapeDtypeStruct, ...]
     sent: tuple[jax.ShapeDtypeStruct, ...]
     seconds: float
@@ -243,7 +243,7 @@ class _Program:
 
                 def alone(*values, eqn=eqn, read=read):
                     of = dict(zip(read, values, strict=True))
-                    return _bound(eqn, [v.val if isinstance(v, Literal) else of[v] for v in eqn.invars])
+                    return bound(eqn, [v.val if isinstance(v, Literal) else of[v] for v in eqn.invars])
 
                 whole = jax.make_jaxpr(alone)(*(shape_of(v.aval) for v in read))
                 each = [network.compute(w.flops, w.nbytes) * w.trips for w in work(whole)]
@@ -411,7 +411,7 @@ class _Lazily:
         if atom not in self.env:
             eqn = self.program.jaxpr.eqns[self.program.maker[atom]]
             operands = list(map(self.read, eqn.invars))
-            self.env.update(zip(eqn.outvars, _bound(eqn, operands), strict=True))
+            self.env.update(zip(eqn.outvars, bound(eqn, operands), strict=True))
         return self.env[atom]
 
 
@@ -440,7 +440,7 @@ class _StageProgram:
         p, eqn, n = self.program, self.program.jaxpr.eqns[part.number], part.number
         length = p.trips(n)
         if length == 1:
-            return _bound(eqn, list(map(reader.read, eqn.invars)))
+            return bound(eqn, list(map(reader.read, eqn.invars)))
         consts, carries = _jax.scan_counts(eqn.params)
         operands = list(map(reader.read, eqn.invars[:consts]))
         operands += (
@@ -452,7 +452,7 @@ class _StageProgram:
         for v in eqn.invars[consts + carries :]:
             has = (v, mine) in rows
             operands.append(rows[v, mine] if has else lax.slice_in_dim(reader.read(v), *mine))
-        made = _bound(eqn, operands, length=part.stop - part.start)
+        made = bound(eqn, operands, length=part.stop - part.start)
         if part.start:
             before = (reader.env["rows", n, i, *_rows(eqn, 0, part.start)] for i in range(carries, len(made)))
             pairs = zip(before, made[carries:], strict=True)
@@ -460,7 +460,7 @@ class _StageProgram:
         return made
 
 
-def _bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
+def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
     """What an equation makes of operands, on its own line. The shardings that JAX notes with some are those
     of a mesh whose axes are of other types."""
     with as_at(eqn):
@@ -485,7 +485,7 @@ def evaluate(closed, args: Sequence[Any]) -> list[Any]:
                 inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
                 made = evaluate(_jax.closed(inner), operands)
         else:
-            made = _bound(eqn, operands)
+            made = bound(eqn, operands)
         env.update(zip(eqn.outvars, made, strict=True))
     return list(map(read, closed.jaxpr.outvars))
 
