@@ -127,6 +127,11 @@ class Packing:
         """The PartitionSpec of each array, for `in_shardings` and `out_shardings`."""
         return Packed([_spec(each, self.axis) for each in self.arrays], self)
 
+    def specs_of(self, tree: Any) -> Any:
+        """`specs` wherever `tree`, an optimizer's state say, has a tree like the parameters; P() elsewhere."""
+        like = partial(_is_like, self)
+        return jax.tree.map(lambda x: self.specs if like(x) else PartitionSpec(), tree, is_leaf=like)
+
     def labels(self, tree: Any) -> "Packed":
         """What is said of each leaf of the parameters, as a mask of optax is, of each array at rest.
 
