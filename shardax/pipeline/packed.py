@@ -128,7 +128,7 @@ class Packing:
         return Packed([_spec(each, self.axis) for each in self.arrays], self)
 
     def specs_of(self, tree: Any) -> Any:
-        """`specs` wherever `tree`, an optimizer's state say, has a tree like the parameters; P() elsewhere."""
+        """`specs` wherever `tree`, an optimizer's state say, has a tree like the parameters, else P()."""
         like = partial(_is_like, self)
         return jax.tree.map(lambda x: self.specs if like(x) else PartitionSpec(), tree, is_leaf=like)
 
