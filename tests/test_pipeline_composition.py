@@ -161,6 +161,26 @@ def test_remat_policies(schedule):
     compare(step, single, (sx.pipeline.pack(state, packing), state), 2, 1e-5)
 
 
+@pytest.mark.slow
+def test_other_functions_and_schedules_take_packed_weights():
+    """Which cut elsewhere: what they want on another stage is dealt out."""
+    loss, params = net(8)
+    mesh, batch = mesh_of(stage=2, data=2), (tokens(1), tokens(2))
+    packing = packing_of(sx.pipeline.value_and_grad(loss, microbatches=4, schedule="zbv"), params, mesh)
+    packed, split = sx.pipeline.pack(params, packing), (packing.specs, P("data"), P("data"))
+    grad = sx.pipeline.value_and_grad(loss, microbatches=4, schedule="interleaved")
+    got = sx.pipeline.unpack(sx.shard_jit(grad, mesh=mesh, in_shardings=split)(packed, *batch))
+    want = jax.value_and_grad(loss)(params, *batch)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+
+    def scores(params, x):
+        return loss(params, x, x) + x.sum(-1) * params["norm"][0]
+
+    scored = sx.pipeline.apply(scores, microbatches=1)
+    got = sx.shard_jit(scored, mesh=mesh, in_shardings=split[:2])(packed, batch[0])
+    np.testing.assert_allclose(got, scores(params, batch[0]), rtol=1e-5)
+
+
 @pytest.mark.once
 def test_a_checkpoint_of_four_stages_is_restored_to_two_and_to_none(tmp_path):
     """Saved plain, each leaf split over the stages; packed where it is restored. No device has all of it."""

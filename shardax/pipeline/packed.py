@@ -226,7 +226,7 @@ def pack(tree: Any, packing: Packing) -> Any:
     >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
     >>> packed = pack(layers, sx.pipeline.packing(grad, layers, x, mesh=mesh))
     >>> packed
-    Packed([0] and 3 more, array 0: float32[4, 2, 2], [1] and 3 more, array 1: float32[4, 2, 2])
+    Packed(0 and 3 more, array 0: float32[4, 2, 2], 1 and 3 more, array 1: float32[4, 2, 2])
     >>> len(unpack(packed))
     8
     """
