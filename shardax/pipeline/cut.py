@@ -66,7 +66,7 @@ class Stage:
     """
 
     program: Callable[..., list[Any]]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Any, ...]  # each a Piece, or one that rests where its stage is (`stacks.Held`)
     received: tuple[jax.ShapeDtypeStruct, ...]
     sent: tuple[jax.ShapeDtypeStruct, ...]
     seconds: float
