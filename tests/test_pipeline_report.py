@@ -15,6 +15,8 @@ from shardax.explain.reports import reports
 from shardax.explain.roofline import work
 from shardax.ledger.collectives import collectives
 from shardax.pipeline import make_schedule
+from shardax.pipeline.begins import Begin, Place
+from shardax.pipeline.report import why
 
 pytestmark = pytest.mark.quick
 
@@ -89,6 +91,18 @@ def test_why_a_stage_begins_where_it_does():
     assert [begin["here"]["crossing"] for begin in begins[1:]] == 3 * [ROWS // 8 * M * 4]
     assert begins[1]["other"] is None  # layers are dealt out evenly
     assert begins[3]["other"]["slower"] >= begins[3]["here"]["slower"]  # before the head
+
+
+@pytest.mark.parametrize(
+    "other, marked, words",
+    [
+        (Place("/a/f.py:9", (3, 8), 2048, 2e-3), False, "next best, from a/f.py:9, layer 3 of 8"),
+        (None, True, "the only place that is marked"),
+        (None, False, "the only place between those of its neighbours"),
+    ],
+)
+def test_why_in_words(other, marked, words):
+    assert words in why(Begin(Place("/a/f.py:7", None, 1024, 1e-3), other, marked))
 
 
 def test_text_fits_and_says_all():

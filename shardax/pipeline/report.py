@@ -4,6 +4,7 @@ The seconds are those of the program that each device runs: of each branch, by r
 over other axes. Bytes are those of its buffers.
 """
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -199,7 +200,13 @@ def _timeline(ran: _Local, done: Simulation) -> Table:
         f"{seconds_text(done.seconds + beside)}, of it {seconds_text(done.costs.send * ticks)} to send "
         f"{bytes_text(ran.sent())} in each of {ticks} ticks, and {seconds_text(beside)} to store and add up"
     )
-    return Table(title, (), drawing=lambda width: timeline(done, width))
+    return Table(title, (), drawing=lambda width: _wrapped(timeline(done, width), width))
+
+
+def _wrapped(drawn: str, width: int) -> str:
+    """With its first line, which is text, in as many as it takes."""
+    first, *others = drawn.splitlines()
+    return "\n".join([*textwrap.wrap(first, width, subsequent_indent="    "), *others])
 
 
 def _stages(ran: _Local, done: Simulation) -> Table:
@@ -215,7 +222,7 @@ def _stages(ran: _Local, done: Simulation) -> Table:
         crossing = bytes_text(begin.here.crossing) if begin else ""
         rows.append(Row(f"{what} from {here}", (*map(seconds_text, numbers), crossing)))
         if begin:
-            rows.append(Row(_why(begin), remark=True))
+            rows.append(Row(why(begin), remark=True))
     heads = ("forward", "backward", *("weights",) * split, "received")
     title = "Where its stages begin: a microbatch on each device, bytes received in all"
     return Table(title, (Group("", tuple(rows)),), heads)
@@ -226,7 +233,8 @@ def _place(place: Place) -> str:
     return f"{line_text(place.line) or 'an unknown line'}{layer}"
 
 
-def _why(begin: Begin) -> str:
+def why(begin: Begin) -> str:
+    """Why a stage begins where it does, in words."""
     here, other = begin.here, begin.other
     if other is None:
         return "the only place" + " that is marked" * begin.marked + " between those of its neighbours"

@@ -1,7 +1,6 @@
 """A simulated schedule as a timeline in seconds: text as wide as a terminal, and SVG for a page."""
 
 import shutil
-import textwrap
 from collections.abc import Iterator
 from html import escape
 
@@ -42,8 +41,7 @@ def timeline(simulation: Simulation, width: int | None = None) -> str:
     heads = [f"stage {d} " for d in range(schedule.stages)]
     columns = max(20, width - max(map(len, heads)) - max(map(len, ends)))
     scale = columns / simulation.seconds
-    told = textwrap.wrap(summary(simulation), width, subsequent_indent="    ")
-    lines = [*told, _axis(simulation, columns, max(map(len, heads))) + "  busy  kept"]
+    lines = [summary(simulation), _axis(simulation, columns, max(map(len, heads))) + "  busy  kept"]
     for d, (head, end) in enumerate(zip(heads, ends, strict=True)):
         cells = [IDLE] * columns
         for span in _of_stage(simulation, d):
