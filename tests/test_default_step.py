@@ -79,8 +79,9 @@ def expected() -> Counter:
             "all_gather",
             MODEL,
             (batch, options.seq // MODEL, 1),
-            2,
+            1,
         ),  # the first layer's normalization of its input
+        ("all_gather", MODEL, (batch, options.seq // MODEL), 1),  # and its other sum, before it is a column
         ("all_reduce", BOTH, (2,), 1),  # the loss, and the norm of all gradients for clipping
         *gradients(),
     ]

@@ -27,11 +27,12 @@ EVERY = (chips.NOMINAL, *chips.CHIPS.values())
 
 
 def test_nominal_prices():
-    """A nominal collective is 128 bytes and what it sends, at 20 ps each, whatever its kind and its axes."""
+    """A nominal collective is 128 bytes and what it sends, at 20 ps each, whatever its kind and its axes; an
+    all_to_all also a copy of that, read and written at 1 ps each."""
     network = network_of(SIZES)
-    assert {network.collective(kind, axes, 1000) for kind in KINDS for axes in (("x",), ("y", "z"))} == {
-        20 * 1128.0
-    }
+    for kind in KINDS:
+        prices = {network.collective(kind, axes, 1000) for axes in (("x",), ("y", "z"))}
+        assert prices == {20 * 1128.0 + 2 * 1000 * (kind == "all_to_all")}
     assert network.compute(0, 1000) == 1000.0 and network.compute(4000, 1) == 20.0
     assert network_of(network) is network
 

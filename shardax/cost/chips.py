@@ -58,10 +58,11 @@ _V6E = {"closes": 16, "network_rate": 12.5e9, "lanes": 128, "copies": 5, "host_r
 V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, **_V6E)
 H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9, host_rate=64e9)
 
-NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9, least=64e-9)
+NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9, least=64e-9, copies=1)
 """What programs are chosen for unless `Options(chip=...)` says otherwise: the ratios of v4 to v6e, all
 devices equally near. To start a collective costs next to nothing, 128 bytes, so that a small program is
-partitioned as a large one would be, and what is tried on a laptop shows what a pod will do."""
+partitioned as a large one would be, and what is tried on a laptop shows what a pod will do. An all_to_all
+takes one copy, which no chip does without: the blocks for each device have to lie together on one side."""
 
 SLOW = Chip("slow", 1e9, 32e9, 1e8, 50e9, latency=0.0, start=128 / 50e9, least=0.0)
 """A chip that computes and copies so slowly that everything is split that can be, however small: rules are

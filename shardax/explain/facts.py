@@ -12,7 +12,7 @@ import jax
 from shardax import _jax
 from shardax.annotations.annotate import describe
 from shardax.cost.chips import CHIPS, Chip
-from shardax.cost.network import network_of, network_of_mesh
+from shardax.cost.network import Network, network_of, network_of_mesh
 from shardax.explain.placed import AtRest, Placed, placed
 from shardax.explain.roofline import Estimate, Sent, Work, estimate, work
 from shardax.explain.tables import Table
@@ -175,6 +175,11 @@ class Facts:
         return estimate(
             self._work, self._sent, own if own.chip == chip else network_of_mesh(self.mesh, chip, own)
         )
+
+    @property
+    def network(self) -> Network:
+        """The axes of the local program, and the prices for which it was made."""
+        return network_of(self._sizes)
 
     @property
     def _sizes(self) -> AxisSizes:

@@ -23,7 +23,8 @@ from shardax.explain.page_arrays import Arrays
 from shardax.explain.page_memory import memory_sections
 from shardax.explain.page_places import places
 from shardax.explain.page_program import Program
-from shardax.explain.tables import Table
+from shardax.explain.reports import Report, reports
+from shardax.explain.tables import WIDTH, Table
 from shardax.explain.text import at_rest, meshes, untyped
 from shardax.ledger.collectives import Collective, array_text, comm_bytes
 from shardax.ledger.words import as_one, bytes_text, form, percent, seconds_text
@@ -58,6 +59,8 @@ def _sections(plan: Analysis, memory: Memory, arrays: Arrays) -> Iterator[Sectio
     curve, *tensors = memory_sections(memory, program.lines)
     yield from (*program.sections(), curve, *_collectives(plan, program.lines), *places(plan, arrays))
     yield from _as_text("state", "State", (report(plan) for report in plan.reports))
+    for found in reports(plan):
+        yield Section(found.name, found.tables[0].title, _report(found), found.short)
     yield from _as_text("stored", "Stored otherwise", at_rest(plan))
     yield from _as_text("meshes", "Meshes", meshes(plan))
     yield from (*tensors, _estimates(plan))
@@ -66,12 +69,29 @@ def _sections(plan: Analysis, memory: Memory, arrays: Arrays) -> Iterator[Sectio
 def _as_text(name: str, short: str, tables: Iterator[Table]) -> Iterator[Section]:
     """The section of a table of the text, as it stands there."""
     for found in tables:
-        rows = [
-            [text(row.text), *(Cell(escape(cell), kind="number") for cell in row.cells)]
-            for group in found.groups
-            for row in group.rows
-        ]
-        yield Section(name, found.title, table(("", *found.heads), rows), short)
+        yield Section(name, found.title, table(("", *found.heads), _rows(found)), short)
+
+
+def _rows(found: Table) -> list[list[Cell]]:
+    """A remark stands under the row before it."""
+    rows: list[list[Cell]] = []
+    for row in (row for group in found.groups for row in group.rows):
+        if row.remark and rows:
+            rows[-1][0] = Cell(f'{rows[-1][0].html}<div class="remark">{escape(row.text)}</div>')
+        else:
+            rows.append([text(row.text), *(Cell(escape(cell), kind="number") for cell in row.cells)])
+    return rows
+
+
+def _report(found: Report) -> str:
+    """Its figure, and its tables but for what that draws."""
+    first, *others = found.tables
+    parts = [found.figure]
+    for each in others:
+        parts.append(f"<h3>{escape(each.title)}</h3>")
+        drawn = f"<pre>{escape(each.drawing(WIDTH))}</pre>" if each.drawing else ""
+        parts.append(drawn or table(("", *each.heads), _rows(each)))
+    return "\n".join(parts)
 
 
 def _overview(plan: Analysis, memory: Memory) -> str:

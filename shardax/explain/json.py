@@ -8,6 +8,7 @@ from shardax.cost.chips import CHIPS
 from shardax.explain.analysis import Analysis
 from shardax.explain.placed import Placed
 from shardax.explain.record import record
+from shardax.explain.reports import reports
 from shardax.explain.values import intermediates
 from shardax.ledger.collectives import Collective, array_text
 
@@ -37,6 +38,7 @@ def as_dict(plan: Analysis) -> dict[str, Any]:
         ],
         "memory": asdict(plan.memory()),
         "estimates": {name: asdict(plan.estimate(chip)) for name, chip in CHIPS.items()},
+        "reports": {found.name: found.data for found in reports(plan)},
         "phases": dict(plan.phases),
     }
 

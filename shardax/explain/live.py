@@ -53,10 +53,28 @@ class Life:
         for i, eqn in enumerate(self.eqns, 1):
             for old, new in _in_place(eqn):
                 # where the equation is the last to read an array, its result takes the memory of that array
-                if not _jax.is_literal(old) and self.death[old] == i and eqn.invars.count(old) == 1:
-                    root = self.roots[new] = self.roots.get(old, old)
-                    self.death[root] = max(self.death[root], self.death.get(new, i))
-                    self.birth.pop(new, None)
+                if not _jax.is_literal(old) and self._last(old) == i and eqn.invars.count(old) == 1:
+                    self._share(i, old, new)
+            for old, new in self.views(eqn):
+                self._share(i, old, new)
+
+    def _last(self, v) -> int:
+        """When the memory of a variable is read last, as far as is known."""
+        return self.death[self.roots.get(v, v)]
+
+    def _share(self, i: int, old, new) -> None:
+        """The i-th equation makes `new` in the memory of `old`."""
+        root = self.roots[new] = self.roots.get(old, old)
+        self.death[root] = max(self.death[root], self.death.get(new, i))
+        self.birth.pop(new, None)
+
+    def views(self, eqn) -> Iterator[tuple[Any, Any]]:
+        """The stored operand of an equation of which its stored result is a view."""
+        if _entry(eqn).reads == "view" and len(eqn.invars) == 1:
+            (old,), (new,) = eqn.invars, eqn.outvars
+            stands = not _jax.is_literal(old) and old not in self.fused and new not in self.fused
+            if stands and _entry(eqn).is_view(old.aval.shape, new.aval.shape):
+                yield old, new
 
     def _see(self, i: int, eqn, users) -> None:
         fused = _is_fused(eqn, users)
@@ -195,7 +213,7 @@ def _touched(eqn, life: Life) -> int:
         return 2 * _on_device([(*eqn.invars, *eqn.outvars)[entry.in_place[1]]])
     if entry.reads == "part":
         return 2 * _on_device(eqn.outvars)
-    if entry.reads == "none" or any(True for _ in bodies(eqn)):
+    if entry.reads == "none" or any(True for _ in bodies(eqn)) or any(True for _ in life.views(eqn)):
         return 0
     return _on_device(life.reads(eqn)) + _on_device(eqn.outvars)
 

@@ -53,7 +53,7 @@ class Lines:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], kind: str = "", shown: int = SHOWN) -> str:
     """A table whose first cells name the rows, of which the first `shown` are shown unasked."""
-    numeric = [cell.number is not None for cell in rows[0]] if rows else [False] * len(heads)
+    numeric = [_is_number(cell) for cell in rows[0]] if rows else [False] * len(heads)
     head = "".join(
         f'<th scope="col"{_class("number" * is_number)}><button type="button">{escape(text)}</button></th>'
         for text, is_number in zip(heads, numeric, strict=True)
@@ -68,6 +68,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[Cell]], kind: str = "", 
         f'<div class="wide"><table class="ledger {kind}"><thead><tr>{head}</tr></thead>\n'
         f"{bodies}</table></div>"
     )
+
+
+def _is_number(cell: Cell) -> bool:
+    return cell.number is not None or cell.kind == "number"
 
 
 def _body(rows: Sequence[Sequence[Cell]], kind: str = "") -> str:

@@ -5,11 +5,14 @@ Each equation takes the longer of the times of its FLOPs and of its memory traff
 time of what is sent is added, at the prices by which programs are chosen (`shardax.cost.network`), as if
 nothing were overlapped. The FLOPs are those that the registered rules say (`register_rule`, its argument
 `flops`): of each equation that has such a rule, and of what stands in place of one. All else is bound by
-memory.
+memory. Where devices take different branches in a trip of a loop and wait for each other, as stages of a
+pipeline do, the trip counts as long as the longest branch that one of them takes.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from shardax import _jax
 from shardax.cost import noted
@@ -87,7 +90,8 @@ def estimate(works: list[Work], sent: Iterable[Sent], network: Network) -> Estim
 
 
 def work(jaxpr, trips: int = 1) -> Iterator[Work]:
-    """The work of a jaxpr; of a `while` that of one iteration, of a `cond` that of the dearest branch.
+    """The work of a jaxpr; of a `while` that of one iteration, of a `cond` that of the dearest branch, or
+    where it is noted which branches run side by side in a trip (`noted.Branches`), the dearest of those.
 
     Where a lowering has noted its FLOPs, these count, and not those of the equations that it consists of.
     """
@@ -114,6 +118,18 @@ def _inside(eqn, trips: int) -> Iterator[Work]:
     inner = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
     works = [list(work(body, inner)) for body in bodies(eqn)]
     if eqn.primitive.name == "cond":
-        works = [max(works, key=lambda one: (sum(w.flops for w in one), sum(w.nbytes for w in one)))]
+        works = [_of_cond(eqn, works)]
     for one in works:
         yield from one
+
+
+def _of_cond(eqn, works: list[list[Work]]) -> list[Work]:
+    def size(branch: int) -> tuple[float, float]:
+        return sum(w.flops for w in works[branch]), sum(w.nbytes for w in works[branch])
+
+    ranks = sorted(range(len(works)), key=size)
+    note = noted.branches_of(eqn)
+    if note is None:
+        return works[ranks[-1]]
+    parts = ((branch, Fraction(count, len(note.table))) for branch, count in note.dearest(ranks))
+    return [replace(w, trips=math.ceil(w.trips * part)) for branch, part in parts for w in works[branch]]

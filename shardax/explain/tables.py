@@ -1,7 +1,7 @@
 """The tables that a plan is made of, and how they look as plain text."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 WIDTH = 110  # columns, where there is no terminal
@@ -37,13 +37,14 @@ class Table:
     """Groups of rows under a title.
 
     `heads`: of the columns at the right. `texts`: how many of them, the first, hold text; the others hold
-    numbers.
+    numbers. `drawing`: what makes text of at most so many columns, as it is to stand under the title.
     """
 
     title: str
     groups: tuple[Group, ...]
     heads: tuple[str, ...] = ()
     texts: int = 0
+    drawing: Callable[[int], str] | None = None
 
     def sizes(self) -> tuple[int, ...]:
         """Columns that each column at the right takes."""
@@ -66,6 +67,8 @@ def plain(tables: Sequence[Table], width: int = WIDTH) -> str:
 def _lines(table: Table, width: int) -> Iterator[str]:
     sizes, left = table.sizes(), table.left(width)
     yield from _row(table.title, table.heads if any(table.heads) else (), sizes, table.texts, left)
+    if table.drawing:
+        yield from table.drawing(width).splitlines()
     for group in table.groups:
         if group.heading:
             heading = f"  {group.heading}"

@@ -42,6 +42,8 @@ def _parts(table: Table, width: int) -> list[Any]:
     from rich.text import Text
 
     title = Text(table.title, style="bold")
+    if table.drawing:
+        return [title, Rule(style="dim"), Text(table.drawing(width), no_wrap=True)]
     if not table.groups:
         return [title]
     sizes, left = table.sizes(), table.left(width)

@@ -8,6 +8,7 @@ from shardax.cost.chips import CHIPS
 from shardax.explain.analysis import Analysis
 from shardax.explain.by_line import dearest_lines, run_count
 from shardax.explain.places import arguments, results
+from shardax.explain.reports import reports
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.values import shardings
 from shardax.ledger.collectives import Collective, array_text, comm_bytes
@@ -49,8 +50,10 @@ def _peak(plan: Analysis) -> Iterator[Table]:
 
 
 def _reports(plan: Analysis) -> Iterator[Table]:
-    """What transforms have to say of the plan."""
-    return (report(plan) for report in plan.reports)
+    """What transforms have to say of the plan, and functions inside."""
+    yield from (report(plan) for report in plan.reports)
+    for found in reports(plan):
+        yield from found.tables
 
 
 def _heading(plan: Analysis) -> Iterator[Table]:

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
+from shardax.cost import noted
 from shardax.ledger import causes
 from shardax.sharding import Axes, AxisSizes, shard_count
 
@@ -23,7 +25,8 @@ class Collective:
     `devices`: how many exchange with one another; of a ppermute, how many of the mesh send.
     `nbytes`: bytes that one device sends each time that it runs (ring algorithms; of a ppermute, a device
       that sends).
-    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied.
+    `trips`: how often it runs in a call: the lengths of the scans around it, multiplied; in a branch of which
+      it is known which devices take it when, as stages of a pipeline do, how often those do that send most.
     `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one
       iteration.
     `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
@@ -121,7 +124,8 @@ def collectives(
     `folded`: the program's axes as a person names them. `line`: that of the function, for what reshards
     its arguments.
     """
-    return tuple(replace(c, axes=folded(c.axes)) for c in _walk(jaxpr, axis_sizes, line))
+    found = _walk(jaxpr, axis_sizes, line)
+    return tuple(replace(c, axes=folded(c.axes), trips=math.ceil(c.trips)) for c in found)
 
 
 def comm_bytes(ledger: Iterable[Collective]) -> int:
@@ -157,7 +161,7 @@ def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name.removesuffix("_start")
         if name in KINDS:
-            yield from _read(KINDS[name], eqn, sizes, _jax.user_line(eqn.source_info) or line)
+            yield from read(eqn, sizes, line)
         elif bodies := list(jaxprs_in_params(eqn.params)):
             eqn_line = _jax.user_line(eqn.source_info) or line
             yield from _BODIES.get(name, _all_once)(
@@ -165,7 +169,10 @@ def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
             )
 
 
-def _read(kind: str, eqn, sizes: AxisSizes, line: str) -> Iterator[Collective]:
+def read(eqn, sizes: AxisSizes, line: str = "") -> Iterator[Collective]:
+    """What a collective sends. `line`: that of what is around it, where it has none."""
+    kind = KINDS[eqn.primitive.name.removesuffix("_start")]
+    line = _jax.user_line(eqn.source_info) or line
     axes = _axes(eqn.params)
     operands = operands_of(eqn)
     devices = _devices(kind, axes, eqn.params, sizes)
@@ -227,7 +234,17 @@ def _all_once(eqn, makers, bodies) -> Iterator[Collective]:
 
 
 def _cond(eqn, makers, branches) -> Iterator[Collective]:
-    return other_branches(branches)
+    note = noted.branches_of(eqn)
+    return other_branches(branches) if note is None else _by_table(note, list(map(list, branches)))
+
+
+def _by_table(note: noted.Branches, branches: list[list[Collective]]) -> Iterator[Collective]:
+    """Those of the group of devices that sends most, each as often as that takes its branch."""
+    group = note.dearest_group(lambda branch: float(comm_bytes(branches[branch])))
+    for i, branch in enumerate(branches):
+        part = Fraction(int((note.table[:, group] == i).sum()), len(note.table))
+        for c in branch:
+            yield replace(c, trips=c.trips * part) if part else replace(c, other_branch=True)
 
 
 def _scan(eqn, makers, bodies) -> Iterator[Collective]:

@@ -6,7 +6,7 @@ look cheapest where they stand; whatever is left out is left out for all searche
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence, Set
 from typing import Any
 
 from shardax.completion.complete import Completion
@@ -36,7 +36,7 @@ _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is
 
 class Alternatives:
     """The ways of a program's nodes. `stored`: the values that stand in memory, not fused into the one that
-    reads them.
+    reads them; `views`: those that are another one there.
     """
 
     def __init__(self, graph: Graph, completion: Completion, padding: Padding):
@@ -44,6 +44,7 @@ class Alternatives:
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.stored = stored(graph)
+        self.views = views(graph, self.stored)
         self.memo: dict[Hashable, Sequence[Way]] = {}
         self.guesses: dict[Hashable, float] = {}
 
@@ -68,7 +69,7 @@ class Alternatives:
             _params_key(node) if entry.sends or entry.ways else note and (note.owing, note.role == "stack")
         )
         same = tuple(node.inputs.index(v) for v in node.inputs)
-        sizes = tuple([(v.itemsize, v in self.stored) for v in values])
+        sizes = tuple([(v.itemsize, v in self.stored, v in self.views) for v in values])
         return (
             entry.name,
             id(factors),
@@ -155,7 +156,7 @@ class Alternatives:
         products = self.network.compute(entry.flops_of(local), 0)
         price = sent + max(products, self.traffic_price(self.traffic(node, entry, candidate)))
         made = zip(node.outputs, candidate.results, strict=True)
-        memory = sum(self.nbytes(v, layout) for v, layout in made if v in self.stored)
+        memory = sum(self.nbytes(v, layout) for v, layout in made if v in self.stored and v not in self.views)
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry), memory)
 
     def traffic_price(self, nbytes: float) -> float:
@@ -169,7 +170,7 @@ class Alternatives:
         them.
         """
         values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
-        if entry.reads == "none":
+        if entry.reads == "none" or any(v in self.views for v in node.outputs):
             return 0.0
         if entry.reads == "part":
             values, layouts = 2 * values[len(node.inputs) :], 2 * layouts[len(node.inputs) :]
@@ -178,7 +179,7 @@ class Alternatives:
         pairs = zip(values, layouts, strict=True)
         return float(
             sum(
-                self.nbytes(v, lay) * (1 if v in self.stored else _FUSED)
+                self.nbytes(v, lay) * (1 if v in self.stored or v in self.views else _FUSED)
                 for v, lay in pairs
                 if not v.is_literal
             )
@@ -245,6 +246,20 @@ def stored(graph: Graph) -> set[Value]:
             readers.setdefault(v, []).append(None)
     values = {*made, *(v for one in bodies for v in one.inputs)}
     return {v for v in values if not _is_fused(made.get(v), readers.get(v, []))}
+
+
+def views(graph: Graph, kept: Set[Value]) -> set[Value]:
+    """The values that are another one in memory, without or with more dims of size 1; `kept`: those that
+    stand there."""
+    found: set[Value] = set()
+    for one in (graph, *(body for node in graph.walk() for body in node.bodies)):
+        for node in one.nodes:
+            entry = RULES.get(node.name)
+            if entry is not None and entry.reads == "view" and len(node.inputs) == 1:
+                source, (made,) = node.inputs[0], node.outputs
+                if (source in kept or source in found) and entry.is_view(source.shape, made.shape):
+                    found.add(made)
+    return found
 
 
 def _is_fused(maker: Node | None, readers: Sequence[Node | None]) -> bool:

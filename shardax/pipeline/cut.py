@@ -11,7 +11,7 @@ over layers (one that goes over rows of the parameters) each trip. A virtual sta
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from shardax.annotations.explicit import shape_of
 from shardax.cost.network import Network, network_of
 from shardax.explain.roofline import work
 from shardax.graph.evaluate import bound, evaluate
+from shardax.pipeline.begins import Begin, begins
 
 _MARK = "shardax.pipeline.stage:"
 _SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
@@ -75,10 +76,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Cut:
-    """A loss in stages. `hoist(params, rest)` gives the values of which stages read pieces."""
+    """A loss in stages. `hoist(params, rest)` gives the values of which stages read pieces. `begins`: why
+    each stage but the first begins where it does."""
 
     hoist: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     stages: tuple[Stage, ...]
+    begins: tuple[Begin, ...] = ()
 
 
 def cut(closed, params: int, batched: int, stages: int, network: Network | None = None) -> Cut:
@@ -92,8 +95,10 @@ def cut(closed, params: int, batched: int, stages: int, network: Network | None 
 
     Raises ValueError where there are more stages than parts, or stages and marks do not fit.
     """
-    program = _Program(closed, params, batched)
-    return program.cut(_chosen(program, stages, network or network_of({})))
+    program, network = _Program(closed, params, batched), network or network_of({})
+    starts = _chosen(program, stages, network)
+    why = begins(program, starts, _places(program, stages), program.seconds(network))
+    return replace(program.cut(starts), begins=tuple(why))
 
 
 # Where to cut

@@ -6,6 +6,7 @@ what they send each other inside a branch meets.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,11 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from shardax.cost import noted
+from shardax.explain import reports
 from shardax.pipeline import slots
 from shardax.pipeline.cut import Cut
 from shardax.pipeline.halves import Halves, forward_half, halves, is_inexact
+from shardax.pipeline.report import WEIGHTS, Ran
 from shardax.pipeline.routes import Routes, routes
 from shardax.pipeline.slotting import places
 from shardax.pipeline.stacks import Stacks
@@ -35,6 +40,7 @@ def run(
     *,
     axis: str,
     scale: float,
+    name: str = "the loss",
 ) -> tuple[Array, list[Array], list[Array | None]]:
     """The loss and its gradients over all microbatches; of a schedule without backward passes, all results
     of a function.
@@ -44,6 +50,7 @@ def run(
       values: what is hoisted. `microbatches`: [microbatches, ...] each. `rest`: as the loss has them.
       axis: of the mesh in context, along which the stages lie.
       scale: the cotangent of each microbatch's loss; the losses are added, times it.
+      name: of the function, for the plan.
 
     Returns the loss, the other results, [microbatches, ...] each, and the gradient of each value, None of one
     that is no inexact number. Gradients are added in float32 at least.
@@ -63,7 +70,7 @@ def run(
     def local(*args):
         own = [x[0] if held else x for x, held in zip(args, stacks.is_stacked, strict=False)]
         batch, others = args[len(specs) :][: len(microbatches)], args[len(specs) + len(microbatches) :]
-        executor = _Executor(cut, schedule, passes, stacks, own, batch, others, axis, scale)
+        executor = _Executor(cut, schedule, passes, stacks, own, batch, others, axis, scale, name)
         return jax.tree.map(lambda x: x[None], executor.run())
 
     whole = [PartitionSpec()] * (len(microbatches) + len(rest))
@@ -89,6 +96,7 @@ class _Executor:
     rest: Sequence[Array]
     axis: str
     scale: float
+    name: str = "the loss"
 
     def run(self):
         schedule, stages = self.schedule, self.cut.stages
@@ -121,7 +129,8 @@ class _Executor:
             received = [_row(x, mine["forward"]) for x in forward]
             returned = [_row(x, mine["cotangent"]) for x in cotangent]
             held = [_row(x, mine["kept"]) for x in kept]
-            made = lax.switch(mine["branch"], branches, mine["microbatch"], received, returned, held)
+            with noted.branches(numbers):
+                made = lax.switch(mine["branch"], branches, mine["microbatch"], received, returned, held)
             kept = _written(kept, made.kept, mine["keep"])
             results = _written(results, made.results, mine["result"])
             pairs = zip(gradients, made.gradients, strict=True)
@@ -141,8 +150,29 @@ class _Executor:
             jnp.zeros((), _accumulated(stages[-1].sent[0])),
             _empty(self.result_types, schedule.microbatches + 1),
         )
-        (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, (routed.kind, rows))
+        with self.reported(numbers, tables):
+            self.own = [checkpoint_name(x, f"{WEIGHTS}{i}") for i, x in enumerate(self.own)]
+            (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, (routed.kind, rows))
         return loss, [x[: schedule.microbatches] for x in results], gradients
+
+    def reported(self, numbers: np.ndarray, tables: slots.Tables) -> AbstractContextManager:
+        """What is made inside is told of in the plan."""
+        moving = [i for i, x in enumerate(self.own) if is_inexact(x)] if self.schedule.backward else ()
+        ran = Ran(
+            self.name,
+            self.axis,
+            self.schedule,
+            numbers,
+            lines=tuple(stage.first_line for stage in self.cut.stages),
+            begins=self.cut.begins,
+            sources=tuple(tuple(source.operand for source in each) for each in self.stacks.sources),
+            moving=tuple(moving),
+            kept=self.kept.of,
+            wires=len(self.wires),
+            results=len(self.result_types),
+            slots={name: getattr(tables, f"{name}_slots") for name in slots.BUFFERS},
+        )
+        return reports.scope(f"pipeline of {self.name}", ran)
 
     @property
     def moving(self) -> list[Array]:
@@ -252,7 +282,8 @@ class _Executor:
             return []
         if len(sending) == 1:
             return send(sending[0])
-        return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
+        with noted.branches(np.maximum(routed.kind - 1, 0)[:, None]):
+            return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
 
 
 class _Made(NamedTuple):

@@ -245,7 +245,9 @@ class _Call:
         self.check_annotations(closed)
         stages = self.cut(closed, schedule)
         values = stages.hoist(self.weights.arrays, self.rest)
-        _, made, _ = execute.run(stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=1.0)
+        _, made, _ = execute.run(
+            stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=1.0, name=self.name
+        )
         rows = [jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]) for x in made]
         return jax.tree.unflatten(structure[-1], rows)
 
@@ -267,6 +269,10 @@ class _Call:
             return [jnp.asarray(x) for x in flat]
 
         return jax.make_jaxpr(run)(*self.types), structure
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "the loss")
 
     @property
     def types(self) -> list[jax.ShapeDtypeStruct]:
@@ -319,7 +325,7 @@ class _Call:
 
         values, pull = jax.vjp(hoist, *(x for x, m in zip(arrays, moving, strict=True) if m))
         loss, aux, sums = execute.run(
-            stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=scale
+            stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=scale, name=self.name
         )
         cotangents = [
             np.zeros(v.shape, jax.dtypes.float0) if g is None else g.astype(v.dtype)

@@ -12,6 +12,7 @@ from shardax.rewrites.rewrite import Context, Rewrite, replaced
 from shardax.rewrites.rotations import rotations
 from shardax.rewrites.rows import scanned_rows
 from shardax.rewrites.shifts import shifts
+from shardax.rewrites.splits import unread_parts
 from shardax.rewrites.whiles import counted_whiles
 
 REWRITES: tuple[Rewrite, ...] = (
@@ -23,6 +24,7 @@ REWRITES: tuple[Rewrite, ...] = (
     scanned_rows,
     batched_indices,
     unmerged_contractions,
+    unread_parts,  # before shifts, of which slices may be a part
     shifts,
 )
 """In the order in which they run, each over the whole program."""

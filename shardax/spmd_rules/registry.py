@@ -178,7 +178,7 @@ these shapes, those of shards; None where an equation has no products. The param
 or of an equation on shards."""
 
 Fuses = Literal["none", "operands", "all"]
-Reads = Literal["all", "part", "none"]
+Reads = Literal["all", "part", "none", "view"]
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,11 @@ class Entry:
             words = f"a sequence of LINEAR(...) and MOVES(...), of operands below {len(node.inputs)}"
             require(False, f"what `passes` of {at(node)} gives", returned, words)
         return returned
+
+    def is_view(self, operand: Sequence[int], result: Sequence[int]) -> bool:
+        """Whether a result of this shape is in memory what an operand of that one is."""
+        same = [n for n in operand if n != 1] == [n for n in result if n != 1]
+        return self.reads == "view" and same
 
     def sent(self, local: Local) -> list[float]:
         """The bytes that one device sends in each collective of the lowering."""
@@ -368,7 +373,8 @@ def register_rule(
         never stored. "operands" of what takes in such operands but stores its result, as reductions do. By
         default "none".
       reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves
-        nothing.
+        nothing; "view" of what moves nothing where it adds or drops dims of size 1 alone, as `squeeze` does:
+        its result is its operand in memory.
 
     Raises:
       ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark:

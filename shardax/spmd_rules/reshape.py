@@ -144,4 +144,5 @@ register_rule(
     passes=(MOVES(0),),
     sends=halo_sends(lambda local: (request for _, request in _flat_ranges(local))),
     fuses="all",
+    reads="view",
 )

@@ -362,6 +362,7 @@ register_rule(
     passes=(MOVES(0),),
     made_anywhere=True,
     fuses="all",
+    reads="view",
 )
 register_rule(
     "concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_requests)
@@ -377,7 +378,7 @@ register_rule(
     "slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_requests), reads="part"
 )
 register_rule("split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_requests))
-register_rule("squeeze", squeeze, passes=(MOVES(0),), fuses="all")
+register_rule("squeeze", squeeze, passes=(MOVES(0),), fuses="all", reads="view")
 register_rule("stack", stack, passes=_moves_all)
 register_rule("tile", tile, _tile_local, passes=(MOVES(0),))
 register_rule("transpose", transpose, passes=(MOVES(0),), fuses="all")

@@ -1,0 +1,198 @@
+"""What a plan shows of a pipeline: seconds, bytes and places, those of the program that runs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from shardax.cost import noted
+from shardax.explain.reports import reports
+from shardax.explain.roofline import work
+from shardax.ledger.collectives import collectives
+from shardax.pipeline import make_schedule
+from shardax.pipeline.begins import Begin, Place
+from shardax.pipeline.report import why
+
+pytestmark = pytest.mark.quick
+
+MESH = AbstractMesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+M, ROWS, LAYERS = 256, 2048, 8
+
+
+def layer(x_BM, w_MM):
+    return x_BM + jnp.tanh(x_BM @ w_MM), None
+
+
+def loss(params, x_BM, y_BM):
+    out_BM, _ = jax.lax.scan(layer, x_BM, params["layers"])
+    return ((out_BM @ params["head"] - y_BM) ** 2).mean()
+
+
+def scores(params, x_BM, y_BM):
+    return jax.lax.scan(layer, x_BM, params["layers"])[0] * y_BM
+
+
+ARGS = (
+    {
+        "layers": jax.ShapeDtypeStruct((LAYERS, M, M), "float32"),
+        "head": jax.ShapeDtypeStruct((M, M), "float32"),
+    },
+    *[jax.ShapeDtypeStruct((ROWS, M), "float32")] * 2,
+)
+SHARDINGS = {"layers": P("stage"), "head": None}, P("data"), P("data")
+
+
+def planned(schedule="1f1b", microbatches=8, **options):
+    grad = sx.pipeline.value_and_grad(loss, microbatches=microbatches, schedule=schedule)
+    return sx.shard_jit(grad, mesh=MESH, in_shardings=SHARDINGS, options=sx.Options(**options)).plan(*ARGS)
+
+
+def data(plan):
+    (found,) = json.loads(plan.to_json())["reports"].values()
+    return found
+
+
+def test_bytes_and_slots_are_those_of_the_program():
+    found = data(planned())
+    microbatch, square = ROWS // 2 // 8 * M * 4, M * M * 4  # on each device
+    assert found["sent_per_tick"] == microbatch
+    memory = found["memory"]
+    assert [row["weights"] for row in memory] == [2 * square, 2 * square, 2 * square, 3 * square, 3 * square]
+    assert [row["gradients"] for row in memory] == [row["weights"] for row in memory]
+    kept = [row["saved"] for row in memory[:3]]
+    assert kept == [kept[2] // 2 * n for n in (4, 3, 2)]  # as many microbatches as there are stages before
+    assert kept[2] // 2 % microbatch == 0
+
+
+def test_the_timeline_is_that_of_the_schedule():
+    found, schedule = data(planned("zb-h1")), make_schedule("zb-h1", 4, 8)
+    assert [(d, i) for d, i, *_ in found["runs"]] == [(d, str(i)) for _, d, i in schedule.instructions()]
+    seconds = {(d, i[0]): end - start for d, i, start, end in found["runs"]}
+    for stage in found["stages"]:
+        d = stage["stage"]
+        expected = [stage[name] for name in ("forward", "inputs", "weights")]
+        np.testing.assert_allclose([seconds[d, kind] for kind in "FBW"], expected, rtol=1e-6)
+
+
+def test_a_slower_chip_takes_longer():
+    nominal, v3 = data(planned()), data(planned(chip="v3"))
+    assert v3["chip"] == "v3" and v3["seconds"] > nominal["seconds"]
+
+
+def test_why_a_stage_begins_where_it_does():
+    begins = [stage["begins"] for stage in data(planned())["stages"]]
+    assert begins[0] is None
+    assert [begin["here"]["layer"] for begin in begins[1:]] == [[2, LAYERS], [4, LAYERS], [6, LAYERS]]
+    assert [begin["here"]["crossing"] for begin in begins[1:]] == 3 * [ROWS // 8 * M * 4]
+    assert begins[1]["other"] is None  # layers are dealt out evenly
+    assert begins[3]["other"]["slower"] >= begins[3]["here"]["slower"]  # before the head
+
+
+@pytest.mark.parametrize(
+    "other, marked, words",
+    [
+        (Place("/a/f.py:9", (3, 8), 2048, 2e-3), False, "next best, from a/f.py:9, layer 3 of 8"),
+        (None, True, "the only place that is marked"),
+        (None, False, "the only place between those of its neighbours"),
+    ],
+)
+def test_why_in_words(other, marked, words):
+    assert words in why(Begin(Place("/a/f.py:7", None, 1024, 1e-3), other, marked))
+
+
+def test_text_fits_and_says_all():
+    text = planned("interleaved").text(110)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 110
+    first = next(i for i, line in enumerate(lines) if line.startswith("Pipeline of loss over stage"))
+    part = "\n".join(lines[first:])
+    for words in ("bubbles", "stage 3 ", "stage 3 chunk 1 from", "layer 7 of 8", "each holds"):
+        assert words in part
+
+
+def test_page_has_the_timeline(tmp_path):
+    planned().to_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert 'id="pipeline-loss"' in page and page.count("backward of microbatch") == 4 * 8
+    assert "next best, from" in page
+
+
+def test_forward_alone_and_several():
+    """Two pipelines in one program; none where what they make is not used."""
+
+    def both(params, x_BM, y_BM):
+        made = sx.pipeline.apply(scores, microbatches=4)(params, x_BM, y_BM)
+        value, _ = sx.pipeline.value_and_grad(loss, microbatches=8)(params, x_BM, y_BM)
+        return made, value
+
+    def of(f):
+        return [r.data["name"] for r in reports(sx.shard_jit(f, mesh=MESH).plan(*ARGS))]
+
+    assert sorted(of(both)) == ["loss", "scores"]
+    assert of(lambda *args: both(*args)[0]) == ["scores"]
+    assert of(lambda *args: jax.jit(jax.checkpoint(lambda *a: both(*a)[1]))(*args)) == ["loss"]
+
+
+def test_a_second_plan_has_it_too():
+    grad = sx.shard_jit(sx.pipeline.value_and_grad(loss, microbatches=8), mesh=MESH)
+    first, second = grad.plan(*ARGS), grad.plan(*ARGS)
+    assert data(first) == data(second)
+    derived = sx.shard_jit(lambda *args: grad(*args)[0] * 2.0, mesh=MESH).plan(*ARGS)
+    assert [r.data["name"] for r in reports(derived)] == ["loss"]
+
+
+# Branches by table
+
+
+def switched(table, big=64):
+    """A loop whose devices take branches by a table: one multiplies, one multiplies twice, one idles."""
+    branches = [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x]
+
+    def run(x):
+        def tick(x, row):
+            with noted.branches(table):
+                return jax.lax.switch(row[jax.lax.axis_index("stage")], branches, x), None
+
+        return jax.lax.scan(tick, x, jnp.asarray(table))[0]
+
+    with jax.sharding.use_abstract_mesh(MESH):
+        island = jax.shard_map(run, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False)
+        return jax.make_jaxpr(island)(jnp.ones((big, big)))
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize(
+    "table, products",
+    [
+        ([[0, 0], [1, 0], [0, 1]], 2),  # as many as the longest of each trip
+        ([[1, 2], [2, 1], [1, 1]], 5),
+        ([[0, 0], [0, 0]], 0),
+    ],
+)
+def test_a_trip_takes_as_long_as_its_longest_branch(table, products):
+    flops = sum(w.trips * w.flops for w in work(switched(np.array(table))))
+    assert flops == products * 2 * 64**3
+
+
+def test_a_branch_that_few_take_sends_as_often():
+    """Of the devices along `stage`, those count that send most."""
+    table = np.array([[0, 1], [0, 1], [1, 0], [0, 0], [0, 1]])
+
+    def run(x):
+        def tick(x, row):
+            with noted.branches(table):
+                send = [lambda x: x, lambda x: jax.lax.psum(x, "data")]
+                return jax.lax.switch(row[jax.lax.axis_index("stage")], send, x), None
+
+        return jax.lax.scan(tick, x, table)[0]
+
+    with jax.sharding.use_abstract_mesh(MESH):
+        island = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
+        jaxpr = jax.make_jaxpr(island)(jax.ShapeDtypeStruct((4,), "float32"))
+    (found,) = collectives(jaxpr, MESH.shape)
+    assert (found.kind, found.trips, found.other_branch) == ("all_reduce", 3, False)
