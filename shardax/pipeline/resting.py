@@ -178,8 +178,8 @@ class _Viewing:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _taken(flat: Array, views: tuple[_View, ...], shape: tuple[int, ...]) -> list[Array]:
-    """Arrays out of a flat one of this shape. Its gradient is theirs, each added in its place: a sum of padded
-    ones would be moved once for each."""
+    """Arrays out of a flat one of this shape. Its gradient is theirs, each added in its place: a sum of
+    padded ones would be moved once for each."""
     return [flat[view.start : view.stop].reshape(view.shape) for view in views]
 
 
