@@ -144,7 +144,7 @@ def _with_held(weights: Weights, cut: Cut, operands, held, places) -> Cut:
             for array, chain in operands.values()
         ]
 
-    return Cut(hoist, stages)
+    return replace(cut, hoist=hoist, stages=stages)
 
 
 class _View(NamedTuple):
