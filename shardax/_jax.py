@@ -615,10 +615,11 @@ def under_local_mesh(param) -> Any:
 
     A kernel that is traced outside of a shard_map remembers the mesh there, and cannot be evaluated inside.
     """
-    return replaced_eqns(param, list(map(_under_local_mesh, param.eqns))) if is_jaxpr(param) else param
+    return replaced_eqns(param, list(map(eqn_under_local_mesh, param.eqns))) if is_jaxpr(param) else param
 
 
-def _under_local_mesh(eqn):
+def eqn_under_local_mesh(eqn):
+    """An equation as if traced under the mesh in context."""
     local_mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(local_mesh):
         ctx = core.JaxprEqnContext()
@@ -824,6 +825,11 @@ def functions_of(primitive) -> list[tuple[str, Any]]:
 
 
 _LOWERED: Any = mlir.lower_fun(lambda: ()).__code__  # type: ignore[attr-defined]
+
+
+def key_impl(dtype) -> Any:
+    """The implementation of random keys of this dtype. The public reader takes keys alone."""
+    return dtype._impl
 
 
 def is_ref(x) -> bool:

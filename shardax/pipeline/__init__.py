@@ -5,11 +5,13 @@ from shardax.pipeline.loss import apply, value_and_grad
 from shardax.pipeline.packed import Packed, Packing, pack, packing, unpack
 from shardax.pipeline.schedules import make_schedule
 from shardax.pipeline.table import Instruction, Schedule
+from shardax.pipeline.transform import Pipeline
 
 __all__ = [
     "Instruction",
     "Packed",
     "Packing",
+    "Pipeline",
     "Schedule",
     "apply",
     "make_schedule",

@@ -95,23 +95,23 @@ def cut(closed, params: int, batched: int, stages: int, network: Network | None 
 
     Raises ValueError where there are more stages than parts, or stages and marks do not fit.
     """
-    program, network = _Program(closed, params, batched), network or network_of({})
-    starts = _chosen(program, stages, network)
-    why = begins(program, starts, _places(program, stages), program.seconds(network))
+    program, network = Parts(closed, params, batched), network or network_of({})
+    starts = chosen(program, stages, network)
+    why = begins(program, starts, allowed_places(program, stages), program.seconds(network))
     return replace(program.cut(starts), begins=tuple(why))
 
 
 # Where to cut
 
 
-def _chosen(program: "_Program", stages: int, network: Network) -> list[int]:
+def chosen(program: "Parts", stages: int, network: Network) -> list[int]:
     """The places, among all parts, at which stages begin."""
     if stages > len(program.parts):
         raise ValueError(
             f"pipeline: {stages} virtual stages, but the program has {len(program.parts)} part"
             f"{'s' * (len(program.parts) != 1)} that depend on the batch; take fewer stages or chunks"
         )
-    places = _places(program, stages)
+    places = allowed_places(program, stages)
     seconds = np.concatenate([[0.0], np.cumsum(program.seconds(network))])
     start = network.collective("ppermute", (), 0)  # of every send, wherever it is made
     send = [network.collective("ppermute", (), program.crossing(place)) - start for place in places]
@@ -132,7 +132,7 @@ def _chosen(program: "_Program", stages: int, network: Network) -> list[int]:
     return [ends[i] for i in _least(len(ends), stages, price, np.add)[1]]
 
 
-def _places(program: "_Program", stages: int) -> list[int]:
+def allowed_places(program: "Parts", stages: int) -> list[int]:
     """Where a stage may begin. Layers that can be dealt out evenly are: their stack rests in equal shards,
     and uneven stages would have rows of it sent in every step."""
     if marks := program.marks:
@@ -180,11 +180,11 @@ def _least(
 NEITHER, PARAMS, BATCH = range(3)
 
 
-class _Program:
+class Parts:
     """The flat jaxpr of a loss, what each value depends on, and its parts."""
 
     def __init__(self, closed, params: int, batched: int):
-        closed = _flat(closed)
+        closed = flat(closed)
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         invars = self.jaxpr.invars
         self.of_params, self.of_batch = invars[:params], invars[params : params + batched]
@@ -193,20 +193,24 @@ class _Program:
         self.depends.update(dict.fromkeys(self.of_params, PARAMS) | dict.fromkeys(self.of_batch, BATCH))
         self.maker: dict[Any, int] = {}
         for number, eqn in enumerate(self.jaxpr.eqns):
-            depends = max((self.kind(v) for v in eqn.invars), default=NEITHER)
-            depends = BATCH if _jax.has_effects(eqn) else depends
+            depends = self.depends_on(eqn)
             for v in eqn.outvars:
                 self.depends[v], self.maker[v] = depends, number
             _check_marks(eqn)
         self.parts = [
             Part(number, trip, trip + 1)
             for number, eqn in enumerate(self.jaxpr.eqns)
-            if self._is_part(eqn)
+            if self.is_part(eqn)
             for trip in range(self.trips(number))
         ]
 
-    def _is_part(self, eqn) -> bool:
-        return _jax.has_effects(eqn) or max((self.kind(v) for v in eqn.invars), default=NEITHER) == BATCH
+    def depends_on(self, eqn) -> int:
+        if _jax.has_effects(eqn):
+            return BATCH
+        return max((self.kind(v) for v in eqn.invars), default=NEITHER)
+
+    def is_part(self, eqn) -> bool:
+        return self.depends_on(eqn) == BATCH
 
     def kind(self, atom) -> int:
         return NEITHER if isinstance(atom, Literal) else self.depends[atom]
@@ -243,7 +247,7 @@ class _Program:
         for part in self.parts:
             if part.number not in of_equation:
                 eqn = self.jaxpr.eqns[part.number]
-                read = list(dict.fromkeys(_variables(eqn.invars)))
+                read = list(dict.fromkeys(variables(eqn.invars)))
 
                 def alone(*values, eqn=eqn, read=read):
                     of = dict(zip(read, values, strict=True))
@@ -272,16 +276,16 @@ class _Program:
         carry."""
         eqn = self.jaxpr.eqns[part.number]
         if not part.start:
-            return set(_variables(eqn.invars))
+            return set(variables(eqn.invars))
         consts, carries = _jax.scan_counts(eqn.params)
-        return set(_variables((*eqn.invars[:consts], *eqn.invars[consts + carries :])))
+        return set(variables((*eqn.invars[:consts], *eqn.invars[consts + carries :])))
 
     @cached_property
     def _last_read(self) -> dict[Any, int]:
         last = dict.fromkeys(self.maker, -1)
         for number, eqn in enumerate(self.jaxpr.eqns):
-            last.update(dict.fromkeys(_variables(eqn.invars), number))
-        return last | dict.fromkeys(_variables(self.jaxpr.outvars), len(self.jaxpr.eqns))
+            last.update(dict.fromkeys(variables(eqn.invars), number))
+        return last | dict.fromkeys(variables(self.jaxpr.outvars), len(self.jaxpr.eqns))
 
     def type_of(self, key: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(key, tuple):
@@ -300,14 +304,14 @@ class _Program:
         if part.stop == self.trips(n):
             return list(eqn.outvars)
         _, carries = _jax.scan_counts(eqn.params)
-        rows = [("rows", n, i, *_rows(eqn, 0, part.stop)) for i in range(carries, len(eqn.outvars))]
+        rows = [("rows", n, i, *rows_of(eqn, 0, part.stop)) for i in range(carries, len(eqn.outvars))]
         return [("carry", n, i, 0, part.stop) for i in range(carries)] + rows
 
     # Cutting
 
     def cut(self, places: Sequence[int]) -> Cut:
         bounds = [0, *places, len(self.parts)]
-        stretches = [_merged(self.parts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        stretches = [merged(self.parts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
         pieces = [self._pieces(stretch) for stretch in stretches]
         hoisted = list(dict.fromkeys(v for some in pieces for v, _ in some))
         number = {v: i for i, v in enumerate(hoisted)}
@@ -332,7 +336,7 @@ class _Program:
 
         def hoist(params, rest) -> list[Any]:
             env = dict(zip((*self.of_params, *self.rest), (*params, *rest), strict=True))
-            return [_Lazily(self, env).read(v) for v in hoisted]
+            return [Lazily(self, env).read(v) for v in hoisted]
 
         return Cut(hoist, tuple(made))
 
@@ -356,7 +360,7 @@ class _Program:
             return None
         if operand < sum(_jax.scan_counts(eqn.params)):
             return None
-        return _rows(eqn, part.start, part.stop)
+        return rows_of(eqn, part.start, part.stop)
 
 
 def _check_marks(eqn) -> None:
@@ -378,33 +382,33 @@ def _inside(eqn) -> Iterator[Any]:
             yield from _inside(inner)
 
 
-def _rows(eqn, start: int, stop: int) -> tuple[int, int]:
+def rows_of(eqn, start: int, stop: int) -> tuple[int, int]:
     """The rows that trips of a scan read, and write."""
     length = eqn.params["length"]
     return (length - stop, length - start) if eqn.params["reverse"] else (start, stop)
 
 
-def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
     return (v for v in atoms if not isinstance(v, Literal))
 
 
-def _merged(parts: Iterable[Part]) -> list[Part]:
-    merged: list[Part] = []
+def merged(parts: Iterable[Part]) -> list[Part]:
+    found: list[Part] = []
     for part in parts:
-        if merged and merged[-1].number == part.number:
-            part = Part(part.number, merged.pop().start, part.stop)
-        merged.append(part)
-    return merged
+        if found and found[-1].number == part.number and found[-1].stop == part.start:
+            part = Part(part.number, found.pop().start, part.stop)
+        found.append(part)
+    return found
 
 
 def _nbytes(type: jax.ShapeDtypeStruct) -> int:
     return math.prod(type.shape) * type.dtype.itemsize
 
 
-class _Lazily:
+class Lazily:
     """Reads variables, making those that do not depend on the batch as they are read."""
 
-    def __init__(self, program: _Program, env: dict[Any, Any]):
+    def __init__(self, program: Parts, env: dict[Any, Any]):
         self.program, self.env = program, env
 
     def read(self, atom) -> Any:
@@ -423,7 +427,7 @@ class _Lazily:
 class _StageProgram:
     """A stretch of parts, as a function; see `Stage.program`."""
 
-    program: _Program
+    program: Parts
     parts: Sequence[Part]
     pieces: tuple[tuple[Any, Any], ...]
     received: Sequence[Any]
@@ -435,12 +439,12 @@ class _StageProgram:
         rows = {key: x for key, x in zip(self.pieces, pieces, strict=True) if key[1] is not None}
         env = {key[0]: x for key, x in zip(self.pieces, pieces, strict=True) if key[1] is None}
         env.update(zip((*p.of_batch, *p.rest, *self.received), (*microbatch, *rest, *received), strict=True))
-        reader = _Lazily(p, env)
+        reader = Lazily(p, env)
         for part in self.parts:
             env.update(zip(p.writes(part), self._run(part, reader, rows), strict=True))
         return [reader.read(key) for key in (p.jaxpr.outvars if self.sent is None else self.sent)]
 
-    def _run(self, part: Part, reader: _Lazily, rows: Mapping[Any, Any]) -> list[Any]:
+    def _run(self, part: Part, reader: Lazily, rows: Mapping[Any, Any]) -> list[Any]:
         p, eqn, n = self.program, self.program.jaxpr.eqns[part.number], part.number
         length = p.trips(n)
         if length == 1:
@@ -452,18 +456,20 @@ class _StageProgram:
             if part.start
             else map(reader.read, eqn.invars[consts : consts + carries])
         )
-        mine = _rows(eqn, part.start, part.stop)
+        mine = rows_of(eqn, part.start, part.stop)
         for v in eqn.invars[consts + carries :]:
             has = (v, mine) in rows
             operands.append(rows[v, mine] if has else lax.slice_in_dim(reader.read(v), *mine))
         made = bound(eqn, operands, length=part.stop - part.start)
         if part.start:
-            before = (reader.env["rows", n, i, *_rows(eqn, 0, part.start)] for i in range(carries, len(made)))
+            before = (
+                reader.env["rows", n, i, *rows_of(eqn, 0, part.start)] for i in range(carries, len(made))
+            )
             pairs = zip(before, made[carries:], strict=True)
             made[carries:] = [lax.concatenate(x[:: -1 if eqn.params["reverse"] else 1], 0) for x in pairs]
         return made
 
 
-def _flat(closed):
+def flat(closed):
     """The jaxpr with calls of `jit` inlined."""
     return _jax.dce(jax.make_jaxpr(lambda *args: evaluate(closed, args))(*map(shape_of, closed.in_avals)))

@@ -7,8 +7,7 @@ what they send each other inside a branch meets.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,100 +19,84 @@ from jax.sharding import PartitionSpec
 from shardax.cost import noted
 from shardax.explain import reports
 from shardax.pipeline import slots
-from shardax.pipeline.cut import Cut
-from shardax.pipeline.halves import Halves, forward_half, halves, is_inexact
+from shardax.pipeline.passes import Inputs, Outputs, Program, accumulated
 from shardax.pipeline.report import WEIGHTS, Ran
 from shardax.pipeline.routes import Routes, routes
-from shardax.pipeline.slotting import places
-from shardax.pipeline.stacks import Stacks
+from shardax.pipeline.slotting import places, stored, stored_type, unstored
+from shardax.pipeline.stacks import Source, Stacks
 from shardax.pipeline.table import Schedule
 
 Type = jax.ShapeDtypeStruct
 
 
 def run(
-    cut: Cut,
+    program: Program,
     schedule: Schedule,
+    stacks: Stacks,
     values: Sequence[Array],
     microbatches: Sequence[Array],
     rest: Sequence[Array],
     *,
     axis: str,
-    scale: float,
-    name: str = "the loss",
-) -> tuple[Array, list[Array], list[Array | None]]:
-    """The loss and its gradients over all microbatches; of a schedule without backward passes, all results
-    of a function.
+) -> tuple[list[Array], list[Array]]:
+    """What the passes of all virtual stages make of all microbatches.
 
     Args:
-      cut: the loss of one microbatch, in as many stages as the schedule has virtual ones.
-      values: what is hoisted. `microbatches`: [microbatches, ...] each. `rest`: as the loss has them.
+      program: the passes, as many as the schedule has virtual stages.
+      stacks: where the pieces of `values` that the passes read lie.
+      microbatches: [microbatches, ...] each. `rest`: what every microbatch gets as it is.
       axis: of the mesh in context, along which the stages lie.
-      scale: the cotangent of each microbatch's loss; the losses are added, times it.
-      name: of the function, for the plan.
 
-    Returns the loss, the other results, [microbatches, ...] each, and the gradient of each value, None of one
-    that is no inexact number. Gradients are added in float32 at least.
+    Returns the sums, [stages, ...] each, and the rows of results, [stages, microbatches, ...] each.
     """
-    stacks = Stacks.of(cut, schedule, values)
-    operands = stacks.operands(values)
-    batch = [Type(x.shape[1:], x.dtype) for x in microbatches]
-    others = [Type(x.shape, x.dtype) for x in rest]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # JAX would note that of another
-        arguments = [(stage, stacks.piece_types(k), batch, others) for k, stage in enumerate(cut.stages)]
-        passes = [
-            halves(*each, last=each[0] is cut.stages[-1]) if schedule.backward else forward_half(*each)
-            for each in arguments
-        ]
     specs = [PartitionSpec(axis) if held else PartitionSpec() for held in stacks.is_stacked]
 
     def local(*args):
         own = [x[0] if held else x for x, held in zip(args, stacks.is_stacked, strict=False)]
         batch, others = args[len(specs) :][: len(microbatches)], args[len(specs) + len(microbatches) :]
-        executor = _Executor(cut, schedule, passes, stacks, own, batch, others, axis, scale, name)
+        executor = _Executor(program, schedule, stacks, own, batch, others, axis)
         return jax.tree.map(lambda x: x[None], executor.run())
 
     whole = [PartitionSpec()] * (len(microbatches) + len(rest))
     island = jax.shard_map(
         local, in_specs=(*specs, *whole), out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False
     )
-    loss, results, gradients = island(*operands, *microbatches, *rest)
-    last = schedule.homes[-1][0]
-    sums = stacks.gradients(gradients, values) if schedule.backward else []
-    return loss.sum(0), [x[last] for x in results], sums
+    return island(*stacks.operands(values), *microbatches, *rest)
 
 
-@dataclass
 class _Executor:
-    """One stage's part of it."""
+    """One stage's part of it. `own`: the operands of `stacks`, of this stage."""
 
-    cut: Cut
-    schedule: Schedule
-    passes: Sequence[Halves]
-    stacks: Stacks
-    own: Sequence[Array]  # operands of `stacks`, of this stage
-    batch: Sequence[Array]
-    rest: Sequence[Array]
-    axis: str
-    scale: float
-    name: str = "the loss"
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        stacks: Stacks,
+        own: Sequence[Array],
+        batch: Sequence[Array],
+        rest: Sequence[Array],
+        axis: str,
+    ):
+        self.program, self.schedule, self.stacks = program, schedule, stacks
+        self.own, self.batch, self.rest, self.axis = own, batch, rest, axis
+        self.passes, count = program.passes, len(program.passes)
+        wires = places([*(p.received for p in self.passes), *(p.returned for p in self.passes)])
+        self.wires, self.received, self.returned = wires.types, wires.of[:count], wires.of[count:]
+        self.kept = places([p.kept for p in self.passes])
+        self.held = places([p.held for p in self.passes])
 
     def run(self):
-        schedule, stages = self.schedule, self.cut.stages
+        schedule = self.schedule
         tables = slots.tables(schedule)
         routed = routes(tables)
-        received = [stage.received for stage in stages]
-        returned = [list(filter(is_inexact, types)) for types in received]
-        wires = places([*received, *returned])
-        self.wires, count = wires.types, len(stages)
-        self.received, self.returned = wires.of[:count], wires.of[count:]
-        self.kept = places([half.kept for half in self.passes])
         branches, numbers = self.branches(tables)
+        saved, kinds = tables.saved, tables.kind
         rows = {
             "branch": numbers,
             "microbatch": tables.microbatch,
-            "kept": np.maximum(tables.saved, 0),
-            "keep": _or_spare(np.where(tables.kind == slots.FORWARD, tables.saved, -1), tables.saved_slots),
+            "kept": np.maximum(saved, 0),
+            "keep": _or_spare(np.where(kinds == slots.FORWARD, saved, -1), tables.saved_slots),
+            "hold": _or_spare(np.where(kinds == slots.BACKWARD_INPUTS, saved, -1), tables.saved_slots),
             "result": _or_spare(self.result_rows(tables), [schedule.microbatches]),
             "forward": _or_spare(tables.forward, tables.forward_slots),
             "cotangent": _or_spare(tables.cotangent, tables.cotangent_slots),
@@ -125,68 +108,65 @@ class _Executor:
         def tick(state, row):
             kind, row = row
             mine = {k: lax.dynamic_index_in_dim(x, place, keepdims=False) for k, x in row.items()}
-            forward, cotangent, kept, gradients, loss, results = state
-            received = [_row(x, mine["forward"]) for x in forward]
-            returned = [_row(x, mine["cotangent"]) for x in cotangent]
-            held = [_row(x, mine["kept"]) for x in kept]
+            forward, cotangent, kept, held, sums, results = state
+            reads = (forward, "forward"), (cotangent, "cotangent"), (kept, "kept"), (held, "kept")
+            inputs = [[_row(x, mine[slot]) for x in buffers] for buffers, slot in reads]
             with noted.branches(numbers):
-                made = lax.switch(mine["branch"], branches, mine["microbatch"], received, returned, held)
-            kept = _written(kept, made.kept, mine["keep"])
-            results = _written(results, made.results, mine["result"])
-            pairs = zip(gradients, made.gradients, strict=True)
-            gradients, loss = [x + y.astype(x.dtype) for x, y in pairs], loss + made.loss
+                made = lax.switch(mine["branch"], branches, mine["microbatch"], *inputs)
+            kept, held = _written(kept, made.kept, mine["keep"]), _written(held, made.held, mine["hold"])
+            results = _written(results, made.rows, mine["result"])
+            sums = [x + y for x, y in zip(sums, made.sums, strict=True)]
             for lane, arrived in enumerate([*self.sent(made.sent, kind, routed), made.sent]):
                 if (routed.forward[..., lane] >= 0).any():
                     forward = _written(forward, arrived, mine["arriving_forward"][lane])
                 if (routed.cotangent[..., lane] >= 0).any():
                     cotangent = _written(cotangent, arrived, mine["arriving_cotangent"][lane])
-            return (forward, cotangent, kept, gradients, loss, results), None
+            return (forward, cotangent, kept, held, sums, results), None
 
+        saved_slots = max(tables.saved_slots) + 1
         state = (
             _empty(self.wires, max(tables.forward_slots) + 1),
             _empty(self.wires, max(tables.cotangent_slots) + 1),
-            _empty(self.kept.types, max(tables.saved_slots) + 1),
-            [jnp.zeros(x.shape, _accumulated(x)) for x in self.moving],
-            jnp.zeros((), _accumulated(stages[-1].sent[0])),
-            _empty(self.result_types, schedule.microbatches + 1),
+            _empty(self.kept.types, saved_slots),
+            _empty(self.held.types, saved_slots),
+            _zeros(self.sums),
+            _empty(self.program.results, schedule.microbatches + 1),
         )
         with self.reported(numbers, tables):
             self.own = [checkpoint_name(x, f"{WEIGHTS}{i}") for i, x in enumerate(self.own)]
-            (_, _, _, gradients, loss, results), _ = lax.scan(tick, state, (routed.kind, rows))
-        return loss, [x[: schedule.microbatches] for x in results], gradients
+            (*_, sums, results), _ = lax.scan(tick, state, (routed.kind, rows))
+        return sums, [x[: schedule.microbatches] for x in results]
 
     def reported(self, numbers: np.ndarray, tables: slots.Tables) -> AbstractContextManager:
         """What is made inside is told of in the plan."""
-        moving = [i for i, x in enumerate(self.own) if is_inexact(x)] if self.schedule.backward else ()
+        program, stages = self.program, range(len(self.passes))
         ran = Ran(
-            self.name,
+            program.name,
             self.axis,
             self.schedule,
             numbers,
-            lines=tuple(stage.first_line for stage in self.cut.stages),
-            begins=self.cut.begins,
+            lines=program.lines,
+            begins=program.begins,
             sources=tuple(tuple(source.operand for source in each) for each in self.stacks.sources),
-            moving=tuple(moving),
+            gradients=tuple(map(program.gradients, stages)),
             kept=self.kept.of,
+            counts=(len(self.held.types), len(program.sums), len(program.results)),
             wires=len(self.wires),
-            results=len(self.result_types),
             slots={name: getattr(tables, f"{name}_slots") for name in slots.BUFFERS},
         )
-        return reports.scope(f"pipeline of {self.name}", ran)
+        return reports.scope(f"pipeline of {program.name}", ran)
 
     @property
-    def moving(self) -> list[Array]:
-        """The operands that have gradients."""
-        return [x for x in self.own if is_inexact(x)] if self.schedule.backward else []
-
-    @property
-    def result_types(self) -> Sequence[Type]:
-        return self.cut.stages[-1].sent[self.schedule.backward :]
+    def sums(self) -> list[Type]:
+        return [Type(x.shape, accumulated(x)) for x in self.program.sums]
 
     def result_rows(self, tables: slots.Tables) -> np.ndarray:
         """The microbatch whose results a stage makes in a tick, -1 where it makes none."""
-        last = (tables.kind == slots.FORWARD) & (tables.virtual == len(self.passes) - 1)
-        return np.where(last, tables.microbatch, -1)
+        rows = np.full(tables.kind.shape, -1)
+        for place in zip(*np.nonzero(tables.kind != slots.IDLE), strict=True):
+            if self.passes[tables.virtual[place]].of[int(tables.kind[place])].rows:
+                rows[place] = tables.microbatch[place]
+        return rows
 
     # Instructions
 
@@ -197,76 +177,61 @@ class _Executor:
         numbers = np.zeros(tables.kind.shape, np.int32)
         for place in zip(*np.nonzero(tables.kind != slots.IDLE), strict=True):
             kind, k = int(tables.kind[place]), int(tables.virtual[place])
-            key = (kind, *self.alike(k))
+            key = (kind, *self.alike(k, kind))
             if key not in known:
                 known[key] = len(found)
                 found.append(self.instruction(kind, k))
             numbers[place] = known[key]
         return found, numbers
 
-    def alike(self, k: int) -> Any:
+    def alike(self, k: int, kind: int) -> Any:
         """Equal for virtual stages that run the same code on the same places."""
-        ends = k == 0, k == len(self.passes) - 1
-        following = () if ends[1] else (self.received[k + 1], self.returned[k + 1])
-        places = self.received[k], self.returned[k], self.kept.of[k], following
-        return self.passes[k].alike, self.stacks.sources[k], places, ends
+        own, held = self.passes[k].of[kind], (self.kept.of[k], self.held.of[k])
+        return own.alike, own.sums, own.rows, self.stacks.sources[k], self.wired(k), held
 
-    def instruction(self, kind: int, k: int) -> Callable[..., Any]:
-        return self.forward(k) if kind == slots.FORWARD else self.backward(k, kind)
+    def wired(self, k: int) -> tuple[Sequence[int], ...]:
+        """The places on wires of what is received, sent on, returned to this stage, and sent back."""
+        last = k == len(self.passes) - 1
+        onward = ((), ()) if last else (self.received[k + 1], self.returned[k + 1])
+        return self.received[k], *onward, self.returned[k]
 
-    def idle(self, microbatch, received, returned, held) -> "_Made":
+    def idle(self, microbatch, received, returned, kept, held) -> Outputs:
         return self.nothing()
 
-    def nothing(self) -> "_Made":
+    def nothing(self) -> Outputs:
         """What an instruction makes, as zeros. What the loop carries gets it outside of the branch: a buffer
         that goes through branches is copied in each."""
-        loss = jnp.zeros((), _accumulated(self.cut.stages[-1].sent[0]))
-        moving = [Type(x.shape, x.dtype) for x in self.moving]
-        sent, kept, gradients, results = map(_zeros, (self.wires, self.kept.types, moving, self.result_types))
-        return _Made(sent, kept, gradients, loss, results)
+        types = self.wires, self.kept.types, self.held.types, self.sums, self.program.results
+        return Outputs(*map(_zeros, types))
 
-    def forward(self, k: int):
-        """F of virtual stage k."""
-        last = k == len(self.passes) - 1
+    def instruction(self, kind: int, k: int) -> Callable[..., Any]:
+        """F, B or W of virtual stage k."""
+        own, (from_before, onward, from_after, back) = self.passes[k].of[kind], self.wired(k)
+        target = onward if kind == slots.FORWARD else back
 
-        def run(microbatch, received, returned, held) -> "_Made":
-            wires = [received[i] for i in self.received[k]]
-            results, saved = self.passes[k].forward(*self.arguments(k, microbatch), wires)
-            made = self.nothing()
-            made = made._replace(kept=_placed(made.kept, self.kept.of[k], saved))
-            if not last:
-                return made._replace(sent=_placed(made.sent, self.received[k + 1], results))
-            if self.schedule.backward:
-                loss, *results = results
-                made = made._replace(loss=loss.astype(made.loss.dtype) * self.scale)
-            return made._replace(results=results)
-
-        return run
-
-    def backward(self, k: int, kind: int):
-        """B or W of virtual stage k: what the one does not need of the whole backward pass is dead in it."""
-        last = k == len(self.passes) - 1
-
-        def run(microbatch, received, returned, held) -> "_Made":
-            types = [x for x in self.cut.stages[k].sent if is_inexact(x)]
-            cotangents = (
-                [jnp.full((), self.scale, types[0].dtype)]
-                if last
-                else [returned[i] for i in self.returned[k + 1]]
+        def run(microbatch, received, returned, kept, held) -> Outputs:
+            made = own.run(
+                Inputs(
+                    pieces=self.stacks.pieces(k, self.own),
+                    batch=[_row(x, microbatch) for x in self.batch],
+                    rest=self.rest,
+                    microbatch=microbatch,
+                    received=_picked(received, self.wires, from_before),
+                    returned=_picked(returned, self.wires, from_after),
+                    kept=_picked(kept, self.kept.types, self.kept.of[k]),
+                    held=_picked(held, self.held.types, self.held.of[k]),
+                )
             )
-            kept = [held[i] for i in self.kept.of[k]]
-            of_pieces, of_received = self.passes[k].backward(*self.arguments(k, microbatch), kept, cotangents)
-            made = self.nothing()
-            if kind != slots.BACKWARD_WEIGHTS:
-                made = made._replace(sent=_placed(made.sent, self.returned[k], of_received))
-            if kind != slots.BACKWARD_INPUTS:
-                made = made._replace(gradients=self.stacks.added(made.gradients, k, of_pieces))
-            return made
+            none = self.nothing()
+            return Outputs(
+                sent=_placed(none.sent, target, made.sent),
+                kept=_placed(none.kept, self.kept.of[k], made.kept),
+                held=_placed(none.held, self.held.of[k], made.held),
+                sums=_added(none.sums, own.sums, made.sums),
+                rows=_placed(none.rows, own.rows, made.rows),
+            )
 
         return run
-
-    def arguments(self, k: int, microbatch):
-        return self.stacks.pieces(k, self.own), [_row(x, microbatch) for x in self.batch], self.rest
 
     # Sends
 
@@ -286,17 +251,6 @@ class _Executor:
             return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
 
 
-class _Made(NamedTuple):
-    """What an instruction makes: what it sends, a row for the backward pass, summands of the gradients and of
-    the loss, a row of results."""
-
-    sent: list[Array]
-    kept: list[Array]
-    gradients: list[Array]
-    loss: Array
-    results: list[Array]
-
-
 def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """Where there is no slot, one past the last: what is written there is read by nobody."""
     return np.where(numbers < 0, max(counts), numbers).astype(np.int32)
@@ -312,25 +266,27 @@ def _written(buffers: Sequence[Array], rows: Sequence[Array], index) -> list[Arr
     return [lax.dynamic_update_index_in_dim(buffer, x, index, 0) for buffer, x in pairs]
 
 
-def _placed(values: Sequence[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
-    """The values, those of these numbers replaced."""
-    return list((dict(enumerate(values)) | dict(zip(numbers, new, strict=True))).values())
+def _placed(values: Sequence[Array], numbers: Sequence[int], new: Sequence[Any]) -> list[Array]:
+    """The values, those of these numbers replaced, where there is anything new."""
+    new = [stored(x) for x in new]
+    return list((dict(enumerate(values)) | dict(zip(numbers, new, strict=bool(new)))).values())
+
+
+def _picked(values: Sequence[Array], types: Sequence[Type], numbers: Sequence[int]) -> list[Any]:
+    return [unstored(values[i], types[i]) for i in numbers]
+
+
+def _added(values: Sequence[Array], sums: Sequence[tuple[int, Any]], new: Sequence[Array]) -> list[Array]:
+    """The values, with more added: where it has fewer rows, to the first."""
+    made = list(values)
+    for (i, source), x in zip(sums, new, strict=True):
+        made[i] = (source or Source(i, len(x) if x.ndim else None)).added(made[i], x)
+    return made
 
 
 def _zeros(types: Sequence[Type]) -> list[Array]:
-    if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types):
-        raise ValueError(
-            "pipeline: a random key made of the batch, or carried from layer to layer, would be kept or sent "
-            "between stages; make it with jax.random.fold_in(key, number of the layer), of a key among the "
-            "arguments"
-        )
-    return [jnp.zeros(x.shape, x.dtype) for x in types]
+    return [jnp.zeros(x.shape, x.dtype) for x in map(stored_type, types)]
 
 
 def _empty(types: Sequence[Type], slots: int) -> list[Array]:
     return _zeros([Type((slots, *x.shape), x.dtype) for x in types])
-
-
-def _accumulated(x) -> Any:
-    """The dtype in which numbers of this one are added up."""
-    return jnp.float32 if x.dtype.itemsize < 4 else x.dtype

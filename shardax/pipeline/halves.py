@@ -14,7 +14,10 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.graph.evaluate import evaluate
-from shardax.pipeline.cut import Stage
+from shardax.pipeline import slots
+from shardax.pipeline.cut import Cut, Stage
+from shardax.pipeline.passes import Inputs, Outputs, Pass, Passes, Program
+from shardax.pipeline.stacks import Source, Stacks
 
 Type = jax.ShapeDtypeStruct
 
@@ -37,6 +40,60 @@ class Halves:
     backward: Callable[..., tuple[list[Any], list[Any]]]
     kept: tuple[Type, ...]
     alike: Any
+
+
+def program(
+    cut: Cut, backward: bool, stacks: Stacks, batch: Sequence[Type], rest: Sequence[Type], scale: float
+) -> Program:
+    """The passes of a loss: the first sum is that of the losses, times `scale`, which is the cotangent of
+    each, the others are the gradients of the operands of `stacks` that are inexact. Without backward passes,
+    of a function: no sums.
+    """
+    moving = [i for i, x in enumerate(stacks.types) if is_inexact(x)] if backward else []
+    number = {operand: 1 + i for i, operand in enumerate(moving)}
+    found = []
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # JAX would note that of another
+        for k, stage in enumerate(cut.stages):
+            arguments = stage, stacks.piece_types(k), batch, rest
+            last = stage is cut.stages[-1]
+            half = halves(*arguments, last=last) if backward else forward_half(*arguments)
+            of = {slots.FORWARD: _forward(half, stage, last, backward, scale)}
+            gradients = tuple((number[s.operand], s) for s in stacks.sources[k] if s.operand in number)
+            for kind in (slots.BACKWARD, slots.BACKWARD_INPUTS, slots.BACKWARD_WEIGHTS):
+                of[kind] = _backward(half, stage, last, kind, gradients, scale)
+            returned = tuple(filter(is_inexact, stage.received))
+            found.append(Passes(of, stage.received, returned, half.kept))
+    losses = [cut.stages[-1].sent[0]] * backward
+    sums = (*losses, *(stacks.types[i] for i in moving))
+    lines = tuple(stage.first_line for stage in cut.stages)
+    return Program(tuple(found), sums, cut.stages[-1].sent[backward:], lines=lines)
+
+
+def _forward(half: Halves, stage: Stage, last: bool, backward: bool, scale: float) -> Pass:
+    def run(x: Inputs) -> Outputs:
+        results, kept = half.forward(x.pieces, x.batch, x.rest, x.received)
+        if not last:
+            return Outputs(sent=results, kept=kept)
+        losses = [results[0] * scale] if backward else []
+        return Outputs(kept=kept, sums=losses, rows=results[backward:])
+
+    rows = range(len(stage.sent) - backward) if last else ()
+    return Pass(run, ((0, None),) * (last and backward), tuple(rows), half.alike)
+
+
+def _backward(
+    half: Halves, stage: Stage, last: bool, kind: int, gradients: tuple[tuple[int, Source], ...], scale: float
+) -> Pass:
+    """B or W: what the one does not need of the whole backward pass is dead in it."""
+
+    def run(x: Inputs) -> Outputs:
+        cotangents = [jnp.full((), scale, stage.sent[0].dtype)] if last else x.returned
+        of_pieces, of_received = half.backward(x.pieces, x.batch, x.rest, x.kept, cotangents)
+        if kind == slots.BACKWARD_INPUTS:
+            return Outputs(sent=of_received)
+        return Outputs(sent=() if kind == slots.BACKWARD_WEIGHTS else of_received, sums=of_pieces)
+
+    return Pass(run, () if kind == slots.BACKWARD_INPUTS else gradients, (), half.alike)
 
 
 def is_inexact(x) -> bool:

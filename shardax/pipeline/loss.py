@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType  # noqa: F401  (doctests)
 from shardax import _jax
 from shardax.annotations.annotate import describe
 from shardax.annotations.explicit import shape_of
-from shardax.pipeline import execute
+from shardax.pipeline import execute, halves
 from shardax.pipeline.cut import Cut, cut
 from shardax.pipeline.halves import is_inexact
 from shardax.pipeline.packed import PACKING, Packing
@@ -23,6 +23,7 @@ from shardax.pipeline.packer import packing_of
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.schedules import make_schedule
 from shardax.pipeline.simulate import Costs, choose
+from shardax.pipeline.stacks import Stacks
 from shardax.pipeline.table import Schedule
 from shardax.transforms import annotations_of
 
@@ -245,9 +246,7 @@ class _Call:
         self.check_annotations(closed)
         stages = self.cut(closed, schedule)
         values = stages.hoist(self.weights.arrays, self.rest)
-        _, made, _ = execute.run(
-            stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=1.0, name=self.name
-        )
+        _, made, _ = self.run(stages, schedule, values, 1.0)
         rows = [jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]) for x in made]
         return jax.tree.unflatten(structure[-1], rows)
 
@@ -311,6 +310,22 @@ class _Call:
         costs = Costs(forward=each, inputs=each, weights=twice, backward=twice)
         return choose(self.stages, count, pieces, costs, chunks=chunks or 1).schedule
 
+    def run(self, stages: Cut, schedule: Schedule, values: Sequence[Array], scale: float):
+        """The loss, None of a schedule without backward passes; the other results, [microbatches, ...] each;
+        and the gradients of the values, None of one that is no inexact number."""
+        stacks = Stacks.of(stages, schedule, values)
+        batch = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
+        rest = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.rest]
+        program = halves.program(stages, schedule.backward, stacks, batch, rest, scale)
+        arguments = values, self.batch, self.rest
+        program = replace(program, name=self.name, begins=stages.begins)
+        sums, rows = execute.run(program, schedule, stacks, *arguments, axis=self.axis)
+        last = schedule.homes[-1][0]
+        results = [x[last] for x in rows]
+        if not schedule.backward:
+            return None, results, []
+        return sums[0].sum(0), results, stacks.gradients(sums[1:], values)
+
     def gradients(self, asked: tuple[Any, int | None], scale: float, has_aux: bool):
         closed, structure = self.traced(has_aux)
         self.check_annotations(closed)
@@ -324,9 +339,7 @@ class _Call:
             return stages.hoist(full, self.rest)
 
         values, pull = jax.vjp(hoist, *(x for x, m in zip(arrays, moving, strict=True) if m))
-        loss, aux, sums = execute.run(
-            stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=scale, name=self.name
-        )
+        loss, aux, sums = self.run(stages, schedule, values, scale)
         cotangents = [
             np.zeros(v.shape, jax.dtypes.float0) if g is None else g.astype(v.dtype)
             for g, v in zip(sums, values, strict=True)
@@ -336,6 +349,7 @@ class _Call:
             next(found) if m else np.zeros(np.shape(x), jax.dtypes.float0)
             for x, m in zip(arrays, moving, strict=True)
         ]
+        assert loss is not None
         value = loss.astype(closed.out_avals[0].dtype)
         return value, jax.tree.unflatten(structure[-1], aux), jax.tree.unflatten(self.weights.tree, leaves)
 

@@ -43,10 +43,10 @@ class Ran:
       lines: of each virtual stage, the first.
       begins: of each virtual stage but the first, why it begins there.
       sources: of each virtual stage, the numbers of the operands that it reads.
-      moving: the operands that have gradients.
+      gradients: of each virtual stage, the numbers of the sums that are gradients.
       kept: of each virtual stage, the numbers of the buffers of what it keeps.
-      wires, results: how many buffers there are of what arrives, each for activations and for cotangents,
-        and of results.
+      counts: how many buffers there are of what B holds for W, of sums, and of results.
+      wires: how many of what arrives, each for activations and for cotangents.
       slots: of each buffer's kind, how many each stage uses.
       chosen: how the schedule was chosen, as text; "" where it was given.
     """
@@ -58,10 +58,10 @@ class Ran:
     lines: tuple[str, ...]
     begins: tuple[Begin, ...]
     sources: tuple[tuple[int, ...], ...]
-    moving: tuple[int, ...]
+    gradients: tuple[tuple[int, ...], ...]
     kept: tuple[tuple[int, ...], ...]
+    counts: tuple[int, int, int]
     wires: int
-    results: int
     slots: dict[str, tuple[int, ...]]
     chosen: str = ""
 
@@ -105,9 +105,9 @@ class _Local:
             "forward": r.wires,
             "cotangent": r.wires,
             "saved": max((n + 1 for k in r.kept for n in k), default=0),
-            "gradients": len(r.moving),
-            "loss": 1,
-            "results": r.results,
+            "held": r.counts[0],
+            "sums": r.counts[1],
+            "results": r.counts[2],
         }
         if carries != sum(counts.values()):  # what nobody reads is gone
             del counts["results"]
@@ -262,7 +262,7 @@ def _memory_rows(ran: _Local, held) -> Iterator[tuple[str, tuple[int | None, ...
         mine = [k for k in range(s.virtual_stages) if s.homes[k][0] == d]
         read = {n for k in mine for n in r.sources[k]}
         waiting = (r.slots["forward"][d] + r.slots["cotangent"][d]) * one[0]
-        gradients = [held["gradients"][i] for i, n in enumerate(r.moving) if n in read] if held else []
+        gradients = [held["sums"][i] for i in {i for k in mine for i in r.gradients[k]}] if held else []
         kept = r.slots["saved"][d] * max(ran.slot("saved", r.kept[k]) for k in mine)
         weights = sum(ran.weights.get(n, 0) for n in read)
         cells = (weights, kept, waiting, sum(gradients)) if held else (weights, None, None, None)
@@ -271,7 +271,12 @@ def _memory_rows(ran: _Local, held) -> Iterator[tuple[str, tuple[int | None, ...
         waiting = sum(held["forward"]) + sum(held["cotangent"])
         yield (
             "each holds, one program being for all",
-            (sum(ran.weights.values()), sum(held["saved"]), waiting, sum(held["gradients"])),
+            (
+                sum(ran.weights.values()),
+                sum(held["saved"]),
+                waiting,
+                sum(held["sums"][i] for i in {i for each in r.gradients for i in each}),
+            ),
         )
 
 

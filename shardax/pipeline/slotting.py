@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from shardax import _jax
+
 Type = jax.ShapeDtypeStruct
 
 
@@ -50,3 +52,26 @@ def _numbered(types: Iterable[Type], first: dict[Any, int]) -> Iterable[int]:
 
 def _key(type: Type) -> Any:
     return tuple(type.shape), type.dtype
+
+
+# Random keys are stored as their words
+
+
+def stored_type(type: Type) -> Type:
+    """In which a value of this type is kept, and sent."""
+    if not _is_key(type):
+        return type
+    words = jax.eval_shape(jax.random.key_data, type)
+    return Type(words.shape, words.dtype)
+
+
+def stored(x) -> Any:
+    return jax.random.key_data(x) if _is_key(x) else x
+
+
+def unstored(x, type: Type) -> Any:
+    return jax.random.wrap_key_data(x, impl=_jax.key_impl(type.dtype)) if _is_key(type) else x
+
+
+def _is_key(x) -> bool:
+    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,297 @@
+"""What a step does before, for, and after its microbatches.
+
+    before   what is made of the state alone, and sums over the batch of what is made of the batch alone, as
+             the number of tokens that are not masked
+    for      the forward and the backward pass, up to what is summed over microbatches, or stacked
+    after    what is made of sums: the update, metrics, clipping, the scale of the loss
+
+What only moves, casts or adds summands is done behind the sum, once: gradients of several uses of a weight
+then meet after all microbatches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import Literal, jaxprs_in_params
+
+from shardax import _jax
+from shardax.annotations.explicit import shape_of
+from shardax.graph.evaluate import bound
+from shardax.pipeline.cut import variables
+from shardax.pipeline.region import Region
+from shardax.pipeline.virtual import Microbatch, is_sent
+
+STATE, BATCH, AFTER = range(3)
+ROWS = "rows"  # in environments, before a variable: its values, stacked
+_ADDS = frozenset({"add", "add_any", "sub"})
+_MOVES = frozenset(
+    {
+        "annotate",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "expand_dims",
+        "neg",
+        "reshape",
+    }
+    | {"squeeze", "transpose"}
+)
+_INTO_ZEROS = frozenset({"dynamic_update_slice", "pad", "scatter-add"})
+_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+
+
+@dataclass
+class Split:
+    """Equations of a step's program of one microbatch, by when they run. `summed`: what is added up over
+    microbatches, each with the variable that the sum is; `early`: those that run before; `stacked`: what is
+    stacked, [microbatches, ...] each.
+    """
+
+    program: Microbatch
+    is_param: Sequence[bool]
+    is_batch: Sequence[bool]
+    kind: dict[Any, int] = field(default_factory=dict)
+    alone: set[Any] = field(default_factory=set)  # what is made of the batch alone, cheaply
+    region: list[Any] = field(default_factory=list)
+    after: list[Any] = field(default_factory=list)
+    early: list[Any] = field(default_factory=list)
+    sums: dict[Any, None] = field(default_factory=dict)
+    rows: dict[Any, None] = field(default_factory=dict)
+
+    def __post_init__(self):
+        jaxpr = self.program.jaxpr.jaxpr
+        of_batch = zip((*self.program.is_batch, True), (*self.is_batch, True), strict=True)
+        for v, (is_split, is_batch) in zip(jaxpr.invars, of_batch, strict=True):
+            self.kind[v] = BATCH if is_split else STATE
+            if is_batch or v.aval.ndim == 0:
+                self.alone.add(v)
+        for eqn in jaxpr.eqns:
+            self._add(eqn)
+        for v in variables(jaxpr.outvars):
+            if self.kind_of(v) == BATCH:
+                self.rows[v] = None
+        self._move_behind()
+
+    def kind_of(self, atom) -> int:
+        return STATE if isinstance(atom, Literal) else self.kind.get(atom, STATE)
+
+    def _add(self, eqn) -> None:
+        kinds = {self.kind_of(v) for v in eqn.invars}
+        if is_sent(eqn):
+            self._add_sent(eqn)
+            return
+        if {BATCH, AFTER} <= kinds:
+            raise ValueError(
+                _no_sum(eqn, "reads what is made of the whole batch beside what is made of a part")
+            )
+        kind = max(kinds, default=STATE)
+        for body in jaxprs_in_params(eqn.params):
+            if (inner := _sent_inside(body)) is not None:
+                raise ValueError(
+                    _no_sum(inner, f"is done for the whole batch, inside a {eqn.primitive.name}")
+                )
+        for v in eqn.outvars:
+            self.kind[v] = kind
+        if all(isinstance(v, Literal) or v in self.alone for v in eqn.invars) and not _PRODUCTS & _names(eqn):
+            self.alone.update(eqn.outvars)
+        (self.region if kind == BATCH else self.after).append(eqn)
+
+    def _add_sent(self, eqn) -> None:
+        name = eqn.primitive.name
+        if name not in _JOINS:
+            raise ValueError(_no_sum(eqn, f"needs rows of other microbatches ({name})"))
+        is_early = all(v in self.alone for v in variables(eqn.invars))
+        for v in eqn.outvars:
+            self.kind[v] = STATE if is_early else AFTER
+            if is_early:
+                self.alone.add(v)
+        if is_early:
+            self.early.append(eqn)
+        else:
+            self.after.append(eqn)
+            (self.sums if name in _SUMS else self.rows).update(dict.fromkeys(variables(eqn.invars)))
+
+    def _move_behind(self) -> None:
+        """Moves what comes last before a sum, and is linear, behind it."""
+        read = {*self.rows, *(v for eqn in self.early for v in variables(eqn.invars))}
+        made = {v for eqn in self.region for v in eqn.outvars}
+        kept, moved = [], []
+        for eqn in reversed(self.region):
+            (v, *others) = eqn.outvars
+            if not others and v in self.sums and v not in read and self._is_linear(eqn, made):
+                moved.append(eqn)
+                del self.sums[v]
+                self.sums.update(dict.fromkeys(w for w in variables(eqn.invars) if self.kind[w] == BATCH))
+            else:
+                kept.append(eqn)
+                read.update(variables(eqn.invars))
+        self.region = kept[::-1]
+        self.after = moved[::-1] + self.after
+
+    def _is_linear(self, eqn, made: set[Any]) -> bool:
+        name, (first, *others) = eqn.primitive.name, eqn.invars
+        batch = [v for v in eqn.invars if self.kind_of(v) == BATCH]
+        if any(v not in made for v in batch):
+            return False
+        if name in _ADDS:
+            return len(batch) == 2
+        fits = batch == [first] and first.aval.size <= eqn.outvars[0].aval.size
+        if name in _MOVES:
+            return fits
+        if name == "pad":
+            return fits and isinstance(others[0], Literal) and not np.any(others[0].val)
+        return False
+
+    # Running it
+
+    def run(
+        self,
+        args: Sequence[Array],
+        count: int,
+        microbatches: Callable[[int, Array], Array],
+        pipelined: Callable[..., Any],
+    ) -> list[Array]:
+        """The step's results.
+
+        Args:
+          microbatches: gives the argument of a number, its rows of the batch by microbatches.
+          pipelined: `pipelined(region, params, batch, rest)` runs the region.
+        """
+        jaxpr, env = (
+            self.program.jaxpr.jaxpr,
+            dict(zip(self.program.jaxpr.jaxpr.constvars, self.program.jaxpr.consts, strict=True)),
+        )
+        number = jaxpr.invars[-1]
+        whole, batch = [], []
+        for i, (v, x) in enumerate(zip(jaxpr.invars[:-1], args, strict=True)):
+            if self.kind[v] == BATCH:
+                batch.append((v, microbatches(i, x)))
+            else:
+                whole.append(v)
+                env[v] = x
+        self._run_early(env, batch, number, count)
+        self._run_region(env, whole, batch, number, pipelined)
+        needed = self._needed((v for v in variables(jaxpr.outvars) if self.kind[v] != BATCH), env)
+        for eqn in needed:
+            stacks = is_sent(eqn) and eqn.primitive.name not in _SUMS
+            operands = [
+                v.val if isinstance(v, Literal) else env[(ROWS, v) if stacks else v] for v in eqn.invars
+            ]
+            made = self._joined(eqn, operands) if is_sent(eqn) else bound(eqn, operands)
+            env.update(zip(eqn.outvars, made, strict=True))
+        return [self._result(env, v, dim) for v, dim in zip(jaxpr.outvars, self.program.results, strict=True)]
+
+    def _result(self, env: dict[Any, Any], v, dim: int | None) -> Any:
+        assert (self.kind_of(v) == BATCH) == (dim is not None), (
+            "parts of results are made of those of the batch"
+        )
+        if dim is not None:
+            return _unsplit(env[ROWS, v], dim, self.program.is_numbered)
+        return v.val if isinstance(v, Literal) else env[v]
+
+    def _run_early(self, env: dict[Any, Any], batch: Sequence[Any], number, count: int) -> None:
+        for eqn in self.early:
+            wanted = list(variables(eqn.invars))
+
+            def rows(own, i, wanted=wanted):
+                inner = {**env, **dict(zip((v for v, _ in batch), own, strict=True)), number: i}
+                for e in self._needed(wanted, inner):
+                    operands = [v.val if isinstance(v, Literal) else inner[v] for v in e.invars]
+                    inner.update(zip(e.outvars, bound(e, operands), strict=True))
+                return [inner[v] for v in wanted]
+
+            made = jax.vmap(rows)([x for _, x in batch], jnp.arange(count, dtype="int32"))
+            env.update(zip(eqn.outvars, self._joined(eqn, _settled(eqn, made)), strict=True))
+
+    def _run_region(self, env, whole, batch, number, pipelined) -> None:
+        early = [v for eqn in self.early for v in eqn.outvars]
+        params = [
+            v for v, is_param in zip(self.program.jaxpr.jaxpr.invars, self.is_param, strict=False) if is_param
+        ]
+        rest = [*(v for v in whole if v not in {*params}), *early]
+        inputs = [*params, *(v for v, _ in batch), *rest, number]
+        outputs = [*self.sums, *self.rows]
+        constants = {v: env[v] for v in self.program.jaxpr.jaxpr.constvars}
+
+        def body(*args):
+            inner = {**constants, **dict(zip(inputs, args, strict=True))}
+            for e in self._needed(outputs, inner):
+                operands = [v.val if isinstance(v, Literal) else inner[v] for v in e.invars]
+                inner.update(zip(e.outvars, bound(e, operands), strict=True))
+            return [inner[v] for v in outputs]
+
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            closed = jax.make_jaxpr(body)(*(shape_of(v.aval) for v in inputs))
+        region = Region(closed, len(params), len(batch), len(self.sums))
+        sums, rows = pipelined(
+            region, [env[v] for v in params], [x for _, x in batch], [env[v] for v in rest]
+        )
+        for v, x in zip(self.sums, sums, strict=True):
+            env[v] = x.astype(v.aval.dtype)
+        env.update(zip(((ROWS, v) for v in self.rows), rows, strict=True))
+
+    def _joined(self, eqn, values: Sequence[Array]) -> list[Array]:
+        """What a collective makes of sums, or of what is stacked over microbatches."""
+        name = eqn.primitive.name
+        if name in _SUMS:
+            return [x.astype(v.aval.dtype) for x, v in zip(values, eqn.outvars, strict=True)]
+        if name in ("pmax", "pmin"):
+            return [getattr(x, name[1:])(0) for x in values]
+        dim, in_order = eqn.params["all_gather_dimension"], self.program.is_numbered
+        return [
+            _unsplit(x, dim, in_order).reshape(v.aval.shape) for x, v in zip(values, eqn.outvars, strict=True)
+        ]
+
+    def _needed(self, wanted: Iterable[Any], known: dict[Any, Any]) -> list[Any]:
+        """The equations of which these variables are made, those known excepted, in order."""
+        needed, found = {v for v in wanted if v not in known}, []
+        for eqn in reversed(self.program.jaxpr.jaxpr.eqns):
+            if any(v in needed for v in eqn.outvars):
+                found.append(eqn)
+                if not (is_sent(eqn) and eqn.primitive.name not in _SUMS):
+                    needed.update(v for v in variables(eqn.invars) if v not in known)
+        return found[::-1]
+
+
+_SUMS = frozenset({"psum", "psum_invariant"})
+_JOINS = _SUMS | {"all_gather", "pmax", "pmin"}
+
+
+def _settled(eqn, values: Sequence[Array]) -> list[Array]:
+    return [x.sum(0) for x in values] if eqn.primitive.name in _SUMS else list(values)
+
+
+def _unsplit(x: Array, dim: int, in_order: bool) -> Array:
+    """[microbatches, ..., rows, ...] -> [..., batch, ...], in whose dim the rows lie."""
+    x = jnp.moveaxis(x, 0, dim if in_order else dim + 1)
+    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def _sent_inside(body) -> Any:
+    for eqn in body.eqns:
+        found = (
+            eqn if is_sent(eqn) else next(filter(None, map(_sent_inside, jaxprs_in_params(eqn.params))), None)
+        )
+        if found is not None:
+            return found
+    return None
+
+
+def _names(eqn) -> set[str]:
+    inner = (_names(e) for body in jaxprs_in_params(eqn.params) for e in body.eqns)
+    return {eqn.primitive.name}.union(*inner)
+
+
+def _no_sum(eqn, does: str) -> str:
+    line = _jax.user_line(eqn.source_info) or "an unknown line"
+    return (
+        f"sx.pipeline.Pipeline: what {line} computes {does}: the step is no sum over microbatches, as "
+        "one with batch norm over the whole batch is none; let it use rows of the batch on their own, or "
+        "take sx.pipeline.value_and_grad, whose loss is that of each microbatch alone"
+    )

@@ -1,0 +1,157 @@
+"""Pipeline: the transform that spreads the layers of a training step, as it stands, over stages."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from shardax import _jax
+from shardax.annotations.annotate import annotate_p, bind_annotation, describe
+from shardax.annotations.explicit import shape_of
+from shardax.pipeline.split import Split
+from shardax.pipeline.virtual import microbatch
+from shardax.transforms import Context, annotations_of
+from shardax.validation import is_integer, require
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A transform of training steps, by which layers lie on the stages of a mesh axis and microbatches pass
+    them one after the other: `shardax.pipeline.value_and_grad` without any change of the step.
+
+    It finds the forward pass, the backward pass and the update in the program of the step. What it makes of
+    the batch has to be sums over its rows, as means are; what is made of them, as the update, gradient
+    clipping or a scaled loss, is done once, after all microbatches. Microbatch i of m has the i-th of m equal
+    parts of the rows; random bits are those of the step as it stands.
+
+    Args:
+      axis: of the mesh, along which the stages lie.
+      microbatches: how many.
+      schedule, chunks: as in `shardax.pipeline.value_and_grad`.
+
+    Raises ValueError: where the axis is not in the mesh, or an annotation inside names it; where no backward
+    pass is found; where the step is no sum over microbatches, with the line; where there are more stages than
+    places to cut.
+
+    >>> import shardax as sx
+    >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> def step(params, x):
+    ...     layer = lambda x, w: (jax.numpy.tanh(x @ w), None)
+    ...     loss = lambda params: (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+    ...     value, gradient = jax.value_and_grad(loss)(params)
+    ...     return params - 0.1 * gradient, value
+    >>> how = {"mesh": mesh, "in_shardings": (jax.P("stage"), None), "donate_argnums": 0}
+    >>> train = sx.shard_jit(step, transforms=[sx.pipeline.Pipeline(microbatches=8)], **how)
+    >>> params, x = jax.ShapeDtypeStruct((8, 64, 64), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")
+    >>> sorted({c.kind for c in train.plan(params, x).collectives})
+    ['all_reduce', 'ppermute']
+    """
+
+    axis: str = "stage"
+    microbatches: int = 1
+    schedule: Any = "1f1b"
+    chunks: int | None = None
+
+    def __post_init__(self):
+        require(isinstance(self.axis, str), "axis of Pipeline", self.axis, "the name of a mesh axis")
+        is_count = is_integer(self.microbatches, 1)
+        require(is_count, "microbatches of Pipeline", self.microbatches, "an int of 1 or more")
+
+    def __str__(self):
+        return f"Pipeline(axis={self.axis!r}, microbatches={self.microbatches}, schedule={self.schedule!r})"
+
+    def __call__(self, jaxpr, context: Context):
+        stages = self._stages(context.mesh)
+        self._check_annotations(jaxpr)
+        jaxpr = _jax.dce(jaxpr)
+        is_batch = self._is_batch(context)
+        program = microbatch(jaxpr, context, is_batch, self.microbatches)
+        params = [a.is_state and a.type.ndim > 0 for a in context.arguments]
+        split = Split(program, params, is_batch)
+
+        def pipelined(region, params, batch, rest):
+            if not region.flow.backward:
+                raise ValueError(
+                    f"{self}: no backward pass is found in the step (equations that JAX transposed, of the "
+                    "batch); expected a training step with jax.grad or jax.value_and_grad in it; for "
+                    "inference take sx.pipeline.apply, for a backward pass by hand sx.pipeline.value_and_grad"
+                )
+            schedule = region.schedule(self.schedule, stages, self.microbatches, self.chunks)
+            return region.run(schedule, params, batch, rest, self.axis)
+
+        arguments, results = _at_ends(jaxpr)
+
+        def microbatches(i: int, x):
+            return self._microbatches(x, arguments[i], program.is_numbered)
+
+        def run(*args):
+            args = [_annotated(x, note) for x, note in zip(args, arguments, strict=True)]
+            found = split.run(args, self.microbatches, microbatches, pipelined)
+            return [_annotated(x, note) for x, note in zip(found, results, strict=True)]
+
+        mesh = context.mesh.abstract_mesh if isinstance(context.mesh, Mesh) else context.mesh
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))
+
+    def _microbatches(self, x, note: dict[str, Any] | None, in_order: bool):
+        """[batch, ...] -> [microbatches, rows, ...]: of rows one after the other, or, where it does not
+        matter which, of rows that lie so far apart that those of each device stay there."""
+        count = self.microbatches
+        if in_order:
+            x = x.reshape(count, -1, *x.shape[1:])
+        else:
+            x = jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
+        if note is None:
+            return x
+        return _annotated(x, {**note, "dims": ((), *note["dims"]), "role": "inside", "like": None})
+
+    def _stages(self, mesh: Mesh | AbstractMesh) -> int:
+        if self.axis not in mesh.shape:
+            raise ValueError(
+                f"axis of Pipeline is {self.axis!r}, and the mesh ({describe(mesh)}) has no axis "
+                f"{self.axis!r}: name the axis along which the stages are to lie"
+            )
+        return mesh.shape[self.axis]
+
+    def _check_annotations(self, jaxpr) -> None:
+        for eqn, annotation in annotations_of(jaxpr):
+            if annotation.is_inside and self.axis in (a for axes in annotation.dims for a in axes or ()):
+                line = _jax.user_line(eqn.source_info) or "an unknown line"
+                raise ValueError(
+                    f"{annotation.source} at {line} splits a dim over {self.axis!r}, along which the "
+                    "pipeline's stages lie; name another axis there, or leave it out"
+                )
+
+    def _is_batch(self, context: Context) -> list[bool]:
+        """Of each argument, whether its first dim is that of the batch: of the first array that is no state,
+        and of those with as many rows."""
+        others = [a for a in context.arguments if not a.is_state and a.type.ndim]
+        if not others:
+            paths = ", ".join(a.path for a in context.arguments)
+            raise ValueError(
+                f"{self}: no batch is found among the arguments ({paths}); expected an array that is no "
+                "state, so that none of its type comes back"
+            )
+        rows = others[0].type.shape[0]
+        return [not a.is_state and a.type.ndim > 0 and a.type.shape[0] == rows for a in context.arguments]
+
+
+def _at_ends(jaxpr) -> tuple[list[Any], list[Any]]:
+    """The annotations of arguments and of results, None where there is none."""
+    of_arguments, of_results = {}, {}
+    for eqn in jaxpr.jaxpr.eqns:
+        if eqn.primitive is annotate_p and eqn.params["role"] not in ("inside", "state"):
+            if eqn.invars[0] in jaxpr.jaxpr.invars:
+                of_arguments[eqn.invars[0]] = eqn.params
+            elif eqn.outvars[0] in jaxpr.jaxpr.outvars:
+                of_results[eqn.outvars[0]] = eqn.params
+    return (
+        [of_arguments.get(v) for v in jaxpr.jaxpr.invars],
+        [None if _jax.is_literal(v) else of_results.get(v) for v in jaxpr.jaxpr.outvars],
+    )
+
+
+def _annotated(x, note: dict[str, Any] | None):
+    return x if note is None else bind_annotation(x, **note)

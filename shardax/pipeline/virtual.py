@@ -1,0 +1,251 @@
+"""One microbatch's program of a step, made by partitioning the step over an axis of microbatches.
+
+    split over the axis               of one microbatch
+    a pending sum, settled            accumulated over microbatches
+    the index along the axis          the number of the microbatch
+    anything else that is sent        joins microbatches: no sum over the batch
+
+So random bits, positions and masks that are made for the whole batch are exactly those of the step, and a
+batch that the microbatches do not divide has its last ones padded, and masked.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Primitive, jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType
+
+from shardax import _jax, program
+from shardax.annotations.annotate import Role, annotate_p, bind_annotation
+from shardax.annotations.explicit import as_at, shape_of
+from shardax.cost.chips import NOMINAL
+from shardax.graph import annotations
+from shardax.graph.equations import map_equations
+from shardax.graph.evaluate import bound, evaluate
+from shardax.options import Options, Refused
+from shardax.spmd_rules.registry import MOVES, register_rule
+from shardax.transforms import Context
+
+AXIS = "microbatch"
+SENDS = frozenset(
+    {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
+)
+
+_CHIP = replace(NOMINAL, name="microbatches", link_rate=1e6, start=1.0)
+"""No computation is so long that it would pay to send anything for its sake."""
+
+noted_p = Primitive("noted")
+"""noted x: the value x, with the parameters of an `annotate` over the axes of the step's own mesh."""
+
+noted_p.def_abstract_eval(lambda x, **_: x)
+register_rule(noted_p, "... -> ...", passes=(MOVES(0),), fuses="all")
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """The program of one microbatch: `jaxpr` takes the step's arguments and last the microbatch's number,
+    int32. `is_batch`: of each argument, whether it takes the rows of the microbatch alone. `results`: of each
+    result, along which dim it has the microbatch's part alone, None: it is whole.
+    """
+
+    jaxpr: Any
+    is_batch: tuple[bool, ...]
+    results: tuple[int | None, ...]
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether anything depends on the number, so that the microbatch has to be that part of the batch."""
+        jaxpr = self.jaxpr.jaxpr
+        return any(v is jaxpr.invars[-1] for eqn in jaxpr.eqns for v in eqn.invars)
+
+
+def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) -> Microbatch:
+    """Partitions the global jaxpr of a step, whose arguments `is_batch` have rows of the batch."""
+    state = {(a.type.shape, a.type.dtype) for a in context.arguments if a.is_state}
+    rows = next(a.type.shape[0] for a, split in zip(context.arguments, is_batch, strict=True) if split)
+
+    def has_rows(x) -> bool:
+        return x.ndim > 0 and x.shape[0] == rows and (x.shape, x.dtype) not in state
+
+    def run(*args):
+        flat = map_equations(jaxpr, lambda eqns: [_noting(_jax.eqn_under_local_mesh(eqn)) for eqn in eqns])
+        placed = [_along(x, split and rows % count == 0) for x, split in zip(args, is_batch, strict=True)]
+        if rows % count:  # arguments come in whole
+            placed = [_along(x, split, "inside") for x, split in zip(placed, is_batch, strict=True)]
+        results = evaluate(flat, placed)
+        return [_along(x, has_rows(x)) for x in results]
+
+    types = list(map(shape_of, jaxpr.in_avals))
+    mesh = AbstractMesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        made = _partitioned(_whole_after(jax.make_jaxpr(run)(*types), has_rows), mesh)
+        (eqn,) = made.jaxpr.jaxpr.eqns
+        local = _numbered(_jax.closed(eqn.params["jaxpr"]), count)
+    splits = [
+        [s.dims.index((AXIS,)) if (AXIS,) in s.dims else None for s in side]
+        for side in (made.in_shardings, made.out_shardings)
+    ]
+    return Microbatch(local, tuple(d is not None for d in splits[0]), tuple(splits[1]))
+
+
+def _whole_after(closed, has_rows: Callable[[Any], bool]):
+    """The program, in which all that is made of gradients, and not differentiated, is whole: the update, that
+    is, clipping and the like. Scalars, which cost next to nothing to reduce, would be made of parts of it."""
+    after: set[Any] = set()
+
+    def run(*args):
+        env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
+        for eqn in closed.jaxpr.eqns:
+            scope, operands = (
+                str(eqn.source_info.name_stack),
+                [v for v in eqn.invars if not _jax.is_literal(v)],
+            )
+            made = bound(eqn, [v.val if _jax.is_literal(v) else env[v] for v in eqn.invars])
+            if "transpose(" in scope or not after.isdisjoint(operands):
+                after.update(eqn.outvars)
+            if "jvp(" not in scope and not after.isdisjoint(eqn.outvars):
+                made = [x if has_rows(x) else _along(x, False, "inside") for x in made]
+            env.update(zip(eqn.outvars, made, strict=True))
+        return [v.val if _jax.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
+
+    return jax.make_jaxpr(run)(*map(shape_of, closed.in_avals))
+
+
+def _partitioned(jaxpr, mesh: AbstractMesh):
+    """Everything that can be split is; nothing is sent but sums, if there is such a way."""
+    for chip, strict in ((_CHIP, True), ("slow", False)):
+        options = Options(chip=chip, strict=strict, passes=("dead", "share"))
+        try:
+            return program.build(jaxpr, (None,) * len(jaxpr.in_avals), mesh, options)
+        except Refused:
+            if not strict:
+                raise
+    raise AssertionError
+
+
+def _along(x, split: bool, role: Role = "argument"):
+    dims = tuple((AXIS,) if split and d == 0 else () for d in range(x.ndim))
+    return bind_annotation(x, dims, "the pipeline's microbatches", role)
+
+
+def _noting(eqn):
+    """An annotation inside of the step, as what passes its value on; of arguments and results, as nothing."""
+    if (annotation := annotations.of_equation(eqn)) is None:
+        return eqn
+    params = eqn.params if eqn.primitive is annotate_p else annotations.as_annotation(eqn)
+    if not annotation.is_inside:
+        params = {**params, "dims": (None,) * len(params["dims"]), "role": "implied", "like": None}
+    return eqn.replace(primitive=noted_p, params=params)
+
+
+def _numbered(local, count: int):
+    """The local jaxpr, with the index along the axis as its last argument, and its annotations back."""
+
+    def restored(eqns):
+        eqns = map(_jax.eqn_under_local_mesh, eqns)
+        return [e.replace(primitive=annotate_p) if e.primitive is noted_p else e for e in eqns]
+
+    def run(*args):
+        return _evaluated(map_equations(local, restored), args[:-1], args[-1])
+
+    number = jax.ShapeDtypeStruct((), "int32")
+    with _jax.axes_in_scope({AXIS: count}):
+        return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, local.in_avals), number))
+
+
+def _evaluated(closed, args: Sequence[Any], number) -> list[Any]:
+    consts = map(_without_mesh, closed.consts)
+    env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom):
+        return _without_mesh(atom.val) if isinstance(atom, Literal) else env[atom]
+
+    filled: dict[Any, Any] = {}  # with which number
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal):
+            filled[eqn.outvars[0]] = eqn.invars[0].val
+        with as_at(eqn):
+            made = _step(eqn, list(map(read, eqn.invars)), number)
+        if eqn.primitive.name == "select_n" and _are_one(filled, eqn.invars[1:]):
+            made = [read(eqn.invars[1])]  # zeros, to which the first device adds a sum, and the others theirs
+        env.update(zip(eqn.outvars, made, strict=True))
+    return list(map(read, closed.jaxpr.outvars))
+
+
+def _are_one(filled: Mapping[Any, Any], atoms: Sequence[Any]) -> bool:
+    if any(isinstance(v, Literal) or v not in filled for v in atoms):
+        return False
+    return len({float(filled[v]) for v in atoms}) == 1
+
+
+def _without_mesh(constant):
+    """A constant, whose type JAX notes the mesh in which it was made on."""
+    is_array = isinstance(constant, np.ndarray) or hasattr(constant, "__array__")
+    return np.asarray(constant) if is_array and not isinstance(constant, jax.Array) else constant
+
+
+def _step(eqn, operands: Sequence[Any], number) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name == "axis_index":
+        return [number]
+    if eqn.primitive is annotate_p and not any(axes is not None for axes in eqn.params["dims"]):
+        return operands
+    if name in _LOOPS:  # whose bodies are of the mesh of microbatches
+        return _LOOPS[name](
+            eqn.params, operands, lambda body, args: _evaluated(_jax.closed(body), args, number)
+        )
+    has_index = any(map(_has_index, jaxprs_in_params(eqn.params)))
+    assert not has_index, f"{name} at {_jax.user_line(eqn.source_info)} reads the number of a microbatch"
+    return bound(eqn, operands)
+
+
+def _has_index(body) -> bool:
+    return any(
+        eqn.primitive.name == "axis_index" or any(map(_has_index, jaxprs_in_params(eqn.params)))
+        for eqn in body.eqns
+    )
+
+
+Evaluate = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def _scan(params, operands: Sequence[Any], evaluated: Evaluate) -> Sequence[Any]:
+    consts, carries = _jax.scan_counts(params)
+    fixed, start, rows = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+
+    def body(carry, x):
+        made = evaluated(params["jaxpr"], [*fixed, *carry, *x])
+        return made[:carries], made[carries:]
+
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = lax.scan(body, list(start), list(rows), **how)
+    return [*carry, *stacked]
+
+
+def _cond(params, operands: Sequence[Any], evaluated: Evaluate) -> Sequence[Any]:
+    index, *given = operands
+    branches = [lambda *args, body=body: evaluated(body, args) for body in params["branches"]]
+    return lax.switch(index.astype("int32"), branches, *given)
+
+
+def _while(params, operands: Sequence[Any], evaluated: Evaluate) -> Sequence[Any]:
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    tests, fixed, start = operands[: counts[0]], operands[counts[0] : sum(counts)], operands[sum(counts) :]
+    return lax.while_loop(
+        lambda carry: evaluated(params["cond_jaxpr"], [*tests, *carry])[0],
+        lambda carry: evaluated(params["body_jaxpr"], [*fixed, *carry]),
+        list(start),
+    )
+
+
+_LOOPS = {"cond": _cond, "scan": _scan, "while": _while}
+
+
+def is_sent(eqn) -> bool:
+    """Whether an equation joins what devices along the axis, microbatches that is, have."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return eqn.primitive.name in SENDS and AXIS in (axes if isinstance(axes, tuple) else (axes,))

@@ -1,0 +1,281 @@
+"""Training steps as they stand, on stages: as the plain step on one device."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+
+pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.promotes_ranks]
+
+B, S, M, V = 16, 6, 8, 11
+
+
+def mesh_of(**sizes: int):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def rand(seed: int, *shape: int):
+    return jnp.asarray(np.random.RandomState(seed).randn(*shape) / np.sqrt(shape[-1]), "float32")
+
+
+def tokens(seed: int, batch: int = B):
+    return jnp.asarray(np.random.RandomState(seed).randint(0, V, (batch, S)), "int32")
+
+
+def cross_entropy(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
+
+
+def layer(w, h):
+    return h + jnp.tanh(h @ w["w"] + w["b"][None, None])
+
+
+def stack(*lead: int):
+    return {"w": rand(1, *lead, M, M), "b": rand(2, *lead, M)}
+
+
+def scanned(layers: int = 4):
+    """Tied embeddings, stacked layers."""
+    params = {"embed": rand(0, V, M), "layers": stack(layers)}
+
+    def loss(params, x, y):
+        h, _ = lax.scan(lambda h, w: (layer(w, h), None), params["embed"][x], params["layers"])
+        return cross_entropy(h @ params["embed"].T, y).mean()
+
+    return params, loss
+
+
+def unrolled(layers: int = 4):
+    params = {"embed": rand(0, V, M), "layers": [stack() for _ in range(layers)], "head": rand(9, M, V)}
+
+    def loss(params, x, y):
+        h = params["embed"][x]
+        for w in params["layers"]:
+            h = layer(w, h)
+        return cross_entropy(h @ params["head"], y).mean()
+
+    return params, loss
+
+
+def indexed(layers: int = 4):
+    """Stacked layers, unrolled."""
+    params = {"embed": rand(0, V, M), "layers": stack(layers)}
+
+    def loss(params, x, y):
+        h = params["embed"][x]
+        for i in range(layers):
+            h = layer(jax.tree.map(lambda w, i=i: w[i], params["layers"]), h)
+        return cross_entropy(h @ params["embed"].T, y).mean()
+
+    return params, loss
+
+
+def sgd(loss, params):
+    def step(params, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step, params
+
+
+def adamw(loss, params):
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+    def step(state, *batch):
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, moments = tx.update(grads, moments, params)
+        metrics = {"loss": value, "norm": optax.tree.norm(grads)}
+        return (optax.apply_updates(params, updates), moments), metrics
+
+    return step, (params, tx.init(params))
+
+
+def scaled(loss, params):
+    """The loss scaled, and the step left out where a gradient is not finite."""
+
+    def step(state, *batch):
+        params, scale = state
+        value, grads = jax.value_and_grad(lambda p, *b: loss(p, *b) * scale)(params, *batch)
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        ok = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+        new = jax.tree.map(lambda w, g: jnp.where(ok, w - 0.1 * g, w), params, grads)
+        return (new, jnp.where(ok, scale * 2, scale / 2)), value / scale
+
+    return step, (params, jnp.float32(8.0))
+
+
+def check(step, state, batch, mesh, microbatches=4, in_shardings=None, tolerance=1e-5, **how):
+    """Two steps, as those of one device."""
+    plain = jax.jit(step)
+    pipeline = sx.pipeline.Pipeline(microbatches=microbatches, **how)
+    data = P("data") if "data" in mesh.shape else P()
+    shardings = (in_shardings, *[data if x.ndim else None for x in batch])
+    ours = sx.shard_jit(step, mesh=mesh, in_shardings=shardings, transforms=[pipeline])
+    wanted = got = state
+    close = partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    for _ in range(2):
+        wanted, value = plain(wanted, *batch)
+        got, got_value = ours(got, *batch)
+        jax.tree.map(close, (got, got_value), (wanted, value))
+    return ours
+
+
+BATCH = tokens(1), tokens(2)
+
+
+def spec_of(params):
+    return {**dict.fromkeys(params), "layers": P("stage")}
+
+
+QUICKLY = (scanned, adamw), (unrolled, scaled), (indexed, sgd)
+
+
+def steps():
+    for make in (scanned, unrolled, indexed):
+        for optimizer in (sgd, adamw, scaled):
+            marks = [] if (make, optimizer) in QUICKLY else [pytest.mark.slow]
+            yield pytest.param(make, optimizer, marks=marks, id=f"{make.__name__}-{optimizer.__name__}")
+
+
+@pytest.mark.parametrize("make, optimizer", list(steps()))
+def test_steps(make, optimizer):
+    params, loss = make()
+    check(*optimizer(loss, params), BATCH, mesh_of(stage=2, data=2))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"stage": 4, "data": 2}, {"stage": 2, "data": 2, "model": 2}, {"stage": 3}], ids=str
+)
+def test_meshes(sizes):
+    """Layers that the stages do not divide, too."""
+    params, loss = scanned(4)
+    model = "model" if "model" in sizes else None
+    specs = {
+        "embed": P(model),
+        "layers": {"w": P("stage" if sizes["stage"] < 3 else None, None, model), "b": None},
+    }
+    check(*sgd(loss, params), BATCH, mesh_of(**sizes), in_shardings=specs)
+
+
+SCHEDULES = "naive gpipe circular eager-1f1b interleaved zb-h1 zb-h2 zb-eager zbv dualpipev".split()
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(s, marks=[] if s == "zbv" else [pytest.mark.slow]) for s in SCHEDULES]
+)
+def test_schedules(schedule):
+    params, loss = scanned(8)
+    check(*sgd(loss, params), BATCH, mesh_of(stage=2, data=2), microbatches=8, schedule=schedule)
+
+
+def dropout(layers: int = 4):
+    """Masks for the whole batch at once, their bits of a key that the scan carries."""
+    params = {"embed": rand(0, V, M), "layers": stack(layers)}
+
+    def loss(params, x, y, key):
+        def body(carry, w):
+            h, key = carry
+            key, own = jax.random.split(key)
+            return (jnp.where(jax.random.bernoulli(own, 0.8, h.shape), layer(w, h), h), key), None
+
+        (h, _), _ = lax.scan(body, (params["embed"][x], key), params["layers"])
+        return cross_entropy(h @ params["embed"].T, y).mean()
+
+    return params, loss
+
+
+def test_random_bits_are_those_of_the_whole_batch():
+    params, loss = dropout()
+    check(*sgd(loss, params), (*BATCH, jax.random.key(3)), mesh_of(stage=2, data=2))
+
+
+def masked(params, loss_of):
+    def loss(params, x, y):
+        mask = (x > 2).astype("float32")
+        return (loss_of(params, x, y) * mask).sum() / mask.sum()
+
+    return params, loss
+
+
+def test_a_mean_over_what_microbatches_have_different_numbers_of():
+    """And a batch that they do not divide."""
+    params = {"embed": rand(0, V, M), "layers": stack(2)}
+
+    def losses(params, x, y):
+        h, _ = lax.scan(lambda h, w: (layer(w, h), None), params["embed"][x], params["layers"])
+        return cross_entropy(h @ params["embed"].T, y)
+
+    params, loss = masked(params, losses)
+    check(*sgd(loss, params), BATCH, mesh_of(stage=2, data=2))
+    check(*sgd(loss, params), (tokens(1, 14), tokens(2, 14)), mesh_of(stage=2))
+
+
+# What cannot be pipelined
+
+MESH = jax.sharding.AbstractMesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+
+
+def plan(step, state, batch=BATCH, mesh=MESH, **how):
+    how = {"microbatches": 4, **how}
+    return sx.shard_jit(step, mesh=mesh, transforms=[sx.pipeline.Pipeline(**how)]).plan(state, *batch)
+
+
+def test_batch_norm_over_the_whole_batch_is_no_sum():
+    params = {"in": rand(0, V, M), "out": rand(1, M, V)}
+
+    def loss(params, x, y):
+        h = params["in"][x]
+        h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1.0)
+        return cross_entropy(h @ params["out"], y).mean()
+
+    with pytest.raises(ValueError, match=r"test_pipeline_transform.py:\d+.* the step is no sum over microb"):
+        plan(*sgd(loss, params))
+
+
+def test_the_axis_has_to_be_in_the_mesh():
+    params, loss = scanned()
+    with pytest.raises(ValueError, match="axis of Pipeline is 'pipe', and the mesh .stage=2, data=2. has no"):
+        plan(*sgd(loss, params), axis="pipe")
+
+
+def test_more_stages_than_parts():
+    def loss(params, x):
+        return (x @ params).sum()
+
+    mesh = jax.sharding.AbstractMesh((64,), ("stage",), axis_types=(AxisType.Auto,))
+    with pytest.raises(ValueError, match="64 virtual stages, but the program has . parts"):
+        plan(*sgd(loss, rand(0, M, M)), (rand(1, B, M),), mesh)
+
+
+def test_nothing_to_pipeline():
+    params, loss = scanned()
+    with pytest.raises(ValueError, match="no backward pass is found .* sx.pipeline.apply"):
+        plan(lambda params, *b: (params, loss(params, *b)), params)
+    with pytest.raises(ValueError, match="no batch is found among the arguments .params"):
+        plan(*sgd(lambda w: (w**2).sum(), rand(0, M, M)), ())
+
+
+def test_an_annotation_inside_that_names_the_axis():
+    def loss(params, x):
+        return sx.annotate(jnp.tanh(x @ params), P("stage")).sum()
+
+    with pytest.raises(ValueError, match=r"annotate at .*:\d+ splits a dim over 'stage', along which"):
+        plan(*sgd(loss, rand(0, M, M)), (rand(1, B, M),))
+
+
+@pytest.mark.quick
+def test_what_it_takes():
+    with pytest.raises(ValueError, match="microbatches of Pipeline is 0"):
+        sx.pipeline.Pipeline(microbatches=0)
+    assert (
+        str(sx.pipeline.Pipeline(microbatches=4)) == "Pipeline(axis='stage', microbatches=4, schedule='1f1b')"
+    )
