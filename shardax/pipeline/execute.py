@@ -115,7 +115,7 @@ class _Executor:
                 made = lax.switch(mine["branch"], branches, mine["microbatch"], *inputs)
             kept, held = _written(kept, made.kept, mine["keep"]), _written(held, made.held, mine["hold"])
             results = _written(results, made.rows, mine["result"])
-            sums = [x + y for x, y in zip(sums, made.sums, strict=True)]
+            sums = [x + y.astype(x.dtype) for x, y in zip(sums, made.sums, strict=True)]
             for lane, arrived in enumerate([*self.sent(made.sent, kind, routed), made.sent]):
                 if (routed.forward[..., lane] >= 0).any():
                     forward = _written(forward, arrived, mine["arriving_forward"][lane])
@@ -201,7 +201,7 @@ class _Executor:
     def nothing(self) -> Outputs:
         """What an instruction makes, as zeros. What the loop carries gets it outside of the branch: a buffer
         that goes through branches is copied in each."""
-        types = self.wires, self.kept.types, self.held.types, self.sums, self.program.results
+        types = self.wires, self.kept.types, self.held.types, self.program.sums, self.program.results
         return Outputs(*map(_zeros, types))
 
     def instruction(self, kind: int, k: int) -> Callable[..., Any]:

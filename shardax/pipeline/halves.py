@@ -45,40 +45,44 @@ class Halves:
 def program(
     cut: Cut, backward: bool, stacks: Stacks, batch: Sequence[Type], rest: Sequence[Type], scale: float
 ) -> Program:
-    """The passes of a loss: the first sum is that of the losses, times `scale`, which is the cotangent of
+    """The passes of a loss: the last sum is that of the losses, times `scale`, which is the cotangent of
     each, the others are the gradients of the operands of `stacks` that are inexact. Without backward passes,
     of a function: no sums.
     """
     moving = [i for i, x in enumerate(stacks.types) if is_inexact(x)] if backward else []
-    number = {operand: 1 + i for i, operand in enumerate(moving)}
+    number = {operand: i for i, operand in enumerate(moving)}
     found = []
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # JAX would note that of another
         for k, stage in enumerate(cut.stages):
             arguments = stage, stacks.piece_types(k), batch, rest
             last = stage is cut.stages[-1]
             half = halves(*arguments, last=last) if backward else forward_half(*arguments)
-            of = {slots.FORWARD: _forward(half, stage, last, backward, scale)}
+            of = {slots.FORWARD: _forward(half, stage, last, ((len(moving), None),) * backward, scale)}
             gradients = tuple((number[s.operand], s) for s in stacks.sources[k] if s.operand in number)
             for kind in (slots.BACKWARD, slots.BACKWARD_INPUTS, slots.BACKWARD_WEIGHTS):
                 of[kind] = _backward(half, stage, last, kind, gradients, scale)
             returned = tuple(filter(is_inexact, stage.received))
             found.append(Passes(of, stage.received, returned, half.kept))
     losses = [cut.stages[-1].sent[0]] * backward
-    sums = (*losses, *(stacks.types[i] for i in moving))
+    sums = (*(stacks.types[i] for i in moving), *losses)
     lines = tuple(stage.first_line for stage in cut.stages)
     return Program(tuple(found), sums, cut.stages[-1].sent[backward:], lines=lines)
 
 
-def _forward(half: Halves, stage: Stage, last: bool, backward: bool, scale: float) -> Pass:
+def _forward(
+    half: Halves, stage: Stage, last: bool, sums: tuple[tuple[int, None], ...], scale: float
+) -> Pass:
+    """`sums`: the number of that of the losses, none of a schedule without backward passes."""
+    losses = len(sums)
+
     def run(x: Inputs) -> Outputs:
         results, kept = half.forward(x.pieces, x.batch, x.rest, x.received)
         if not last:
             return Outputs(sent=results, kept=kept)
-        losses = [results[0] * scale] if backward else []
-        return Outputs(kept=kept, sums=losses, rows=results[backward:])
+        return Outputs(kept=kept, sums=[x * scale for x in results[:losses]], rows=results[losses:])
 
-    rows = range(len(stage.sent) - backward) if last else ()
-    return Pass(run, ((0, None),) * (last and backward), tuple(rows), half.alike)
+    rows = range(len(stage.sent) - losses) if last else ()
+    return Pass(run, sums if last else (), tuple(rows), half.alike)
 
 
 def _backward(

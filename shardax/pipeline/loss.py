@@ -324,7 +324,7 @@ class _Call:
         results = [x[last] for x in rows]
         if not schedule.backward:
             return None, results, []
-        return sums[0].sum(0), results, stacks.gradients(sums[1:], values)
+        return sums[-1].sum(0), results, stacks.gradients(sums[:-1], values)
 
     def gradients(self, asked: tuple[Any, int | None], scale: float, has_aux: bool):
         closed, structure = self.traced(has_aux)
