@@ -136,13 +136,13 @@ def spec_of(params):
     return {**dict.fromkeys(params), "layers": P("stage")}
 
 
-QUICKLY = (scanned, adamw), (unrolled, scaled), (indexed, sgd)
+QUICKLY = {(scanned, adamw): [], (unrolled, scaled): [pytest.mark.once]}  # the others are slow to compile
 
 
 def steps():
     for make in (scanned, unrolled, indexed):
         for optimizer in (sgd, adamw, scaled):
-            marks = [] if (make, optimizer) in QUICKLY else [pytest.mark.slow]
+            marks = QUICKLY.get((make, optimizer), [pytest.mark.slow])
             yield pytest.param(make, optimizer, marks=marks, id=f"{make.__name__}-{optimizer.__name__}")
 
 
@@ -152,8 +152,16 @@ def test_steps(make, optimizer):
     check(*optimizer(loss, params), BATCH, mesh_of(stage=2, data=2))
 
 
+THREE_AXES = {"stage": 2, "data": 2, "model": 2}
+
+
 @pytest.mark.parametrize(
-    "sizes", [{"stage": 4, "data": 2}, {"stage": 2, "data": 2, "model": 2}, {"stage": 3}], ids=str
+    "sizes",
+    [
+        pytest.param(THREE_AXES, marks=pytest.mark.once),
+        *[pytest.param(s, marks=pytest.mark.slow) for s in ({"stage": 4, "data": 2}, {"stage": 3})],
+    ],
+    ids=str,
 )
 def test_meshes(sizes):
     """Layers that the stages do not divide, too."""
@@ -170,7 +178,8 @@ SCHEDULES = "naive gpipe circular eager-1f1b interleaved zb-h1 zb-h2 zb-eager zb
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(s, marks=[] if s == "zbv" else [pytest.mark.slow]) for s in SCHEDULES]
+    "schedule",
+    [pytest.param(s, marks=pytest.mark.once if s == "zbv" else pytest.mark.slow) for s in SCHEDULES],
 )
 def test_schedules(schedule):
     params, loss = scanned(8)
@@ -193,6 +202,7 @@ def dropout(layers: int = 4):
     return params, loss
 
 
+@pytest.mark.once
 def test_random_bits_are_those_of_the_whole_batch():
     params, loss = dropout()
     check(*sgd(loss, params), (*BATCH, jax.random.key(3)), mesh_of(stage=2, data=2))
@@ -206,6 +216,7 @@ def masked(params, loss_of):
     return params, loss
 
 
+@pytest.mark.once
 def test_a_mean_over_what_microbatches_have_different_numbers_of():
     """And a batch that they do not divide."""
     params = {"embed": rand(0, V, M), "layers": stack(2)}
@@ -279,3 +290,47 @@ def test_what_it_takes():
     assert (
         str(sx.pipeline.Pipeline(microbatches=4)) == "Pipeline(axis='stage', microbatches=4, schedule='1f1b')"
     )
+
+
+# What runs
+
+
+def dots(jaxpr) -> int:
+    """The products that run, each trip of a scan counted."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        count += eqn.primitive.name == "dot_general"
+        count += trips * sum(map(dots, jax.extend.core.jaxprs_in_params(eqn.params)))
+    return count
+
+
+def branches(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            yield from (dots(branch.jaxpr) for branch in eqn.params["branches"])
+        else:
+            for body in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from branches(body)
+
+
+def test_w_computes_nothing_again():
+    """Two layers on each of two stages: two products forward, two in B, two in W, and those of the ends."""
+    params, loss = scanned()
+    ours = plan(*sgd(loss, params), schedule="zb-h1")
+    assert sum(branches(ours.local_jaxpr.jaxpr)) == 3 * (4 + 1)
+
+
+def test_the_program_sends_what_value_and_grad_sends():
+    """One activation or cotangent a tick; gradients are reduced once."""
+    params, loss = scanned(8)
+    x = jax.ShapeDtypeStruct((4096, S), "int32")
+    params = jax.tree.map(lambda w: jax.ShapeDtypeStruct((*w.shape[:-1], 512), w.dtype), params)
+    params["layers"]["w"] = jax.ShapeDtypeStruct((8, 512, 512), "float32")
+    mesh = jax.sharding.AbstractMesh((4, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    how = {"mesh": mesh, "in_shardings": ({"embed": None, "layers": P("stage")}, P("data"), P("data"))}
+    pipeline = sx.pipeline.Pipeline(microbatches=8)
+    made = sx.shard_jit(sgd(loss, params)[0], transforms=[pipeline], **how).plan(params, x, x)
+    large = [c for c in made.collectives if c.nbytes > 20_000]
+    assert {c.operands[0].shape for c in large if c.kind == "ppermute"} == {(256, S, 512)}
+    assert {c.trips for c in large if c.kind != "ppermute"} == {1}
