@@ -23,7 +23,7 @@ from shardax.pipeline.passes import Inputs, Outputs, Program, accumulated
 from shardax.pipeline.report import WEIGHTS, Ran
 from shardax.pipeline.routes import Routes, routes
 from shardax.pipeline.slotting import places, stored, stored_type, unstored
-from shardax.pipeline.stacks import Source, Stacks
+from shardax.pipeline.stacks import Stacks
 from shardax.pipeline.table import Schedule
 
 Type = jax.ShapeDtypeStruct
@@ -276,11 +276,18 @@ def _picked(values: Sequence[Array], types: Sequence[Type], numbers: Sequence[in
     return [unstored(values[i], types[i]) for i in numbers]
 
 
-def _added(values: Sequence[Array], sums: Sequence[tuple[int, Any]], new: Sequence[Array]) -> list[Array]:
-    """The values, with more added: where it has fewer rows, to the first."""
-    made = list(values)
-    for (i, source), x in zip(sums, new, strict=True):
-        made[i] = (source or Source(i, len(x) if x.ndim else None)).added(made[i], x)
+def _added(zeros: Sequence[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
+    """Sums, zeros but for what is new: where that has fewer rows, in the first. What is all of a sum is not
+    added to zeros: where it is a sum that is owed, that would be one more place at which it might be paid.
+    """
+    made, has = list(zeros), set()
+    for i, x in zip(numbers, new, strict=True):
+        x = x.astype(made[i].dtype)
+        if x.shape != made[i].shape:
+            made[i] = made[i].at[: len(x)].add(x)
+        else:
+            made[i] = made[i] + x if i in has else x
+        has.add(i)
     return made
 
 

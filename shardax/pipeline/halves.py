@@ -17,7 +17,7 @@ from shardax.graph.evaluate import evaluate
 from shardax.pipeline import slots
 from shardax.pipeline.cut import Cut, Stage
 from shardax.pipeline.passes import Inputs, Outputs, Pass, Passes, Program
-from shardax.pipeline.stacks import Source, Stacks
+from shardax.pipeline.stacks import Stacks
 
 Type = jax.ShapeDtypeStruct
 
@@ -57,8 +57,8 @@ def program(
             arguments = stage, stacks.piece_types(k), batch, rest
             last = stage is cut.stages[-1]
             half = halves(*arguments, last=last) if backward else forward_half(*arguments)
-            of = {slots.FORWARD: _forward(half, stage, last, ((len(moving), None),) * backward, scale)}
-            gradients = tuple((number[s.operand], s) for s in stacks.sources[k] if s.operand in number)
+            of = {slots.FORWARD: _forward(half, stage, last, (len(moving),) * backward, scale)}
+            gradients = tuple(number[s.operand] for s in stacks.sources[k] if s.operand in number)
             for kind in (slots.BACKWARD, slots.BACKWARD_INPUTS, slots.BACKWARD_WEIGHTS):
                 of[kind] = _backward(half, stage, last, kind, gradients, scale)
             returned = tuple(filter(is_inexact, stage.received))
@@ -69,9 +69,7 @@ def program(
     return Program(tuple(found), sums, cut.stages[-1].sent[backward:], lines=lines)
 
 
-def _forward(
-    half: Halves, stage: Stage, last: bool, sums: tuple[tuple[int, None], ...], scale: float
-) -> Pass:
+def _forward(half: Halves, stage: Stage, last: bool, sums: tuple[int, ...], scale: float) -> Pass:
     """`sums`: the number of that of the losses, none of a schedule without backward passes."""
     losses = len(sums)
 
@@ -86,7 +84,7 @@ def _forward(
 
 
 def _backward(
-    half: Halves, stage: Stage, last: bool, kind: int, gradients: tuple[tuple[int, Source], ...], scale: float
+    half: Halves, stage: Stage, last: bool, kind: int, gradients: tuple[int, ...], scale: float
 ) -> Pass:
     """B or W: what the one does not need of the whole backward pass is dead in it."""
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from shardax.pipeline.begins import Begin
-from shardax.pipeline.stacks import Source
 
 Type = jax.ShapeDtypeStruct
 
@@ -43,13 +42,12 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """`sums`: the numbers of those in the program, each with the place in it to which a summand is added,
-    None: all, or its first rows; `rows`: the numbers of those. `alike`: equal for passes that are the same
+    """`sums`, `rows`: the numbers of those in the program. `alike`: equal for passes that are the same
     programs.
     """
 
     run: Callable[[Inputs], Outputs]
-    sums: tuple[tuple[int, Source | None], ...] = ()
+    sums: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     alike: Any = None
 
@@ -84,7 +82,7 @@ class Program:
 
     def gradients(self, k: int) -> tuple[int, ...]:
         """The numbers of the sums to which virtual stage k adds, scalars excepted."""
-        numbers = {i for each in self.passes[k].of.values() for i, _ in each.sums}
+        numbers = {i for each in self.passes[k].of.values() for i in each.sums}
         return tuple(sorted(i for i in numbers if self.sums[i].shape))
 
 

@@ -271,7 +271,7 @@ class _Traced:
             made = iter(evaluate(closed, args))
             return Outputs(*([next(made) for _ in range(n)] for n in counts))
 
-        sums = tuple((self.run.sum_places[r], None) for r in summed)
+        sums = tuple(self.run.sum_places[r] for r in summed)
         rows = tuple(self.run.row_places[r] for r in stacked)
         return Pass(run, sums, rows, (str(closed.jaxpr), *map(id, closed.consts)))
 

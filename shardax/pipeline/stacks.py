@@ -114,23 +114,6 @@ class Stacks:
         having = [i for i, type in enumerate(self.types) if jnp.issubdtype(type.dtype, jnp.inexact)]
         return {operand: i for i, operand in enumerate(having)}
 
-    def added(self, zeros: Sequence[Array], k: int, of_pieces: Sequence[Array]) -> list[Array]:
-        """The gradients of operands, zeros but for those of a virtual stage's pieces. What is the gradient of
-        a whole operand is not added to zeros: where it is a sum that is owed, that would be one more place
-        at which it might be paid.
-        """
-        gradients, number, has = list(zeros), self._inexact(), set()
-        having = [s for s in self.sources[k] if s.operand in number]
-        for source, x in zip(having, of_pieces, strict=True):
-            i = number[source.operand]
-            x = x.astype(gradients[i].dtype)
-            if x.shape != gradients[i].shape:
-                gradients[i] = gradients[i].at[: source.rows].add(x)
-            else:
-                gradients[i] = gradients[i] + x if i in has else x
-            has.add(i)
-        return gradients
-
     def gradients(self, gradients: Sequence[Array], values: Sequence[Array]) -> list[Array | None]:
         """Of each value, from those of the operands, [stages, ...] each."""
         number = self._inexact()
