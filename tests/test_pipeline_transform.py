@@ -136,7 +136,7 @@ def spec_of(params):
     return {**dict.fromkeys(params), "layers": P("stage")}
 
 
-QUICKLY = {(scanned, adamw): [], (unrolled, scaled): [pytest.mark.once]}  # the others are slow to compile
+QUICKLY = {(scanned, adamw): []}  # the others are slow to compile
 
 
 def steps():
@@ -179,7 +179,7 @@ SCHEDULES = "naive gpipe circular eager-1f1b interleaved zb-h1 zb-h2 zb-eager zb
 
 @pytest.mark.parametrize(
     "schedule",
-    [pytest.param(s, marks=pytest.mark.once if s == "zbv" else pytest.mark.slow) for s in SCHEDULES],
+    [pytest.param(s, marks=pytest.mark.slow) for s in SCHEDULES],
 )
 def test_schedules(schedule):
     params, loss = scanned(8)
