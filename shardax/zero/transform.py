@@ -130,10 +130,8 @@ class Zero:
             **(found.optimizer if "optimizer" in kinds else {}),
             **(found.parameters if "parameters" in kinds else {}),
         }
-        on_host = self.update_on == "host"
-        # XLA does not compile for TPUs what updates parameters row by row that both device and host read
-        scanned = () if on_host and "parameters" in kinds else found.scanned
-        return Offload(scanned, on_host).program(jaxpr, hosted.keys(), set(hosted.values()))
+        how = Offload(found.scanned, self.update_on == "host")
+        return how.program(jaxpr, hosted.keys(), set(hosted.values()))
 
     @property
     def _offloaded_kinds(self) -> tuple[str, ...]:
