@@ -251,6 +251,7 @@ def main() -> None:
     for stage, offload, on in [
         *((*way, "device") for way in ways),
         (1, "optimizer", "host"),
+        (3, "optimizer", "host"),
         (3, BOTH, "host"),
     ]:
         how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
@@ -261,7 +262,7 @@ def main() -> None:
         name = f"{stage} {'both' if offload is BOTH else offload or ''} {on}".removesuffix("device").strip()
         device = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
         found[name] = {"device": device, "host": compiled.host_argument_size_in_bytes}
-        print(f"{name:<12}" + "".join(f"{kind} {n / 2**20:.1f} MiB  " for kind, n in found[name].items()))
+        print(f"{name:<18}" + "".join(f"{kind} {n / 2**20:.1f} MiB  " for kind, n in found[name].items()))
     print(json.dumps(found))
 
 
