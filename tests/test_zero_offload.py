@@ -117,10 +117,10 @@ def run(zero, mesh, dtype=jnp.float32, placed=False):
 @pytest.mark.parametrize(
     "stage, offload, update_on, axes, dtype, placed",
     [
-        (1, "optimizer", "host", {"data": 4}, jnp.float32, True),
+        pytest.param(1, "optimizer", "host", {"data": 4}, jnp.float32, True, marks=pytest.mark.slow),
         (2, BOTH, "device", {"data": 2, "fsdp": 2, "model": 2}, jnp.float32, False),
-        (3, BOTH, "device", {"data": 4, "model": 2}, jnp.bfloat16, True),
-        (3, BOTH, "host", {"data": 8}, jnp.float32, False),
+        pytest.param(3, BOTH, "device", {"data": 4, "model": 2}, jnp.bfloat16, True, marks=pytest.mark.slow),
+        (3, BOTH, "host", {"data": 8}, jnp.bfloat16, True),
     ],
 )
 def test_results_are_equal(stage, offload, update_on, axes, dtype, placed, quick_compilation):
