@@ -63,6 +63,7 @@ from jax._src import (
 from jax._src import mesh as mesh_lib
 from jax._src import named_sharding as named_sharding_lib
 from jax._src import sharding_impls as sharding_lib
+from jax._src.compute_on import extend_compute_type
 from jax._src.custom_partitioning_sharding_rule import SdyShardingRule, str_to_sdy_sharding_rule
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import (
@@ -149,6 +150,12 @@ def without_mapped_axes() -> Any:
     is split over an Explicit one. No public way.
     """
     return core.remove_explicit_mesh_axis_names(core.get_axis_env().explicit_mesh_axis_names)
+
+
+def on_host(eqn) -> Any:
+    """The equation, computed by the host (as under `compute_on`; 0.12 has no public context for it)."""
+    with eqn.ctx.manager, extend_compute_type("device_host"):
+        return eqn.replace(ctx=core.JaxprEqnContext())
 
 
 def scan_counts(params) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from models.devices import make_mesh
 from shardax.zero import Zero, dealt
+from shardax.zero.whole import repeated_products
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -81,6 +82,28 @@ def test_one_matrix_per_device(stage):
     params, tx = [jax.ShapeDtypeStruct((MODEL, HIDDEN), "float32")] * LAYERS, optax.contrib.muon(0.1)
     assert flops(listed, dealt(tx), params, stage)[0] == pytest.approx(1 / 8, rel=0.01)
     assert flops(listed, tx, params, stage)[0] == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.quick
+def test_plan_says_what_is_computed_alike():
+    """The products of separate matrices, and nothing of dealt ones."""
+    params = [jax.ShapeDtypeStruct((MODEL, HIDDEN), "float32")] * LAYERS
+    mesh, x = (
+        AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,)),
+        jax.ShapeDtypeStruct((4096, MODEL), "float32"),
+    )
+    how = {
+        "mesh": mesh,
+        "in_shardings": (None, P("data")),
+        "donate_argnums": 0,
+        "transforms": [Zero("data", 1)],
+    }
+    for tx, shown in ((optax.contrib.muon(0.1), True), (dealt(optax.contrib.muon(0.1)), False)):
+        step = sx.shard_jit(step_of(listed, tx), **how)
+        plan = step.plan((params, jax.eval_shape(tx.init, params)), x)
+        assert ("computed alike on all devices along data" in str(plan)) is shown
+        found = repeated_products(plan, ("data",))
+        assert sum(found.values()) == pytest.approx(MUON if shown else 0, rel=0.01)
 
 
 @pytest.mark.quick

@@ -11,13 +11,11 @@ A value is in one of two memories, `jax.memory.Space.Device` and `.Host`, which 
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental.compute_on import compute_on
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
@@ -210,8 +208,8 @@ class _Update:
         for eqn in self.segment.eqns:
             args = [_read(env, atom, memory) for atom in eqn.invars]
             resized = {"shape": shape} if is_fill(eqn) else {}
-            with as_at(eqn), compute_on("device_host") if self.on_host else nullcontext():
-                (env[eqn.outvars[0]],) = bound(eqn, args, **resized)
+            (made,) = bound(_jax.on_host(eqn) if self.on_host else eqn, args, **resized)
+            env[eqn.outvars[0]] = made
         return [_put(env[v], to) for v, to in self.gives]
 
     def by_rows(self, operands: Sequence[Any]) -> list[Any]:

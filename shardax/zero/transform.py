@@ -1,7 +1,7 @@
 """Zero: the transform by which devices that compute on different data share what they would all keep."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -21,6 +21,7 @@ from shardax.zero.offload import Offload, on_device, require_memory
 from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, resident
 from shardax.zero.rest import split_further
 from shardax.zero.roles import Roles, is_update, roles
+from shardax.zero.whole import repeated_group
 
 Accumulate = Literal["scattered", "unreduced"]
 Offloaded = Literal["optimizer", "parameters"]
@@ -130,10 +131,8 @@ class Zero:
             **(found.optimizer if "optimizer" in kinds else {}),
             **(found.parameters if "parameters" in kinds else {}),
         }
-        on_host = self.update_on == "host"
-        # XLA does not compile for TPUs what updates parameters row by row that both device and host read
-        scanned = () if on_host and "parameters" in kinds else found.scanned
-        return Offload(scanned, on_host).program(jaxpr, hosted.keys(), set(hosted.values()))
+        how = Offload(found.scanned, self.update_on == "host")
+        return how.program(jaxpr, hosted.keys(), set(hosted.values()))
 
     @property
     def _offloaded_kinds(self) -> tuple[str, ...]:
@@ -147,7 +146,8 @@ class Zero:
 
     def report(self, plan: Facts) -> Table:
         """What a plan shows of it."""
-        return self.resident(plan).table()
+        table = self.resident(plan).table()
+        return replace(table, groups=(*table.groups, *repeated_group(plan, self.axes)))
 
     def _roles(self, jaxpr, context: Context) -> Roles:
         graph, succeeded = inline.from_jaxpr(jaxpr), _succeeded(context)
