@@ -128,7 +128,7 @@ class _Executor:
             forward, cotangent, kept, gradients, loss, results = state
             received = [_row(x, mine["forward"]) for x in forward]
             returned = [_row(x, mine["cotangent"]) for x in cotangent]
-            held = [_row(x, mine["kept"]) for x in kept]
+            held = kept, mine["kept"]  # of which the branches that need it read a row
             with noted.branches(numbers):
                 made = lax.switch(mine["branch"], branches, mine["microbatch"], received, returned, held)
             kept = _written(kept, made.kept, mine["keep"])
@@ -254,7 +254,8 @@ class _Executor:
                 if last
                 else [returned[i] for i in self.returned[k + 1]]
             )
-            kept = [held[i] for i in self.kept.of[k]]
+            rings, row = held
+            kept = [_row(rings[i], row) for i in self.kept.of[k]]
             of_pieces, of_received = self.passes[k].backward(*self.arguments(k, microbatch), kept, cotangents)
             made = self.nothing()
             if kind != slots.BACKWARD_WEIGHTS:
