@@ -66,7 +66,8 @@ def _transformer(name, what, sizes, microbatches: int, dims, published) -> Workl
         return Step(partial(gspmd_pipelined.pipelined_step, mesh, how, again), args, specs)
 
     ways = {"buffer": Way("jax.jit", buffered, bubbles=_gpipe_bubbles(stages, microbatches, 1))}
-    for name_of_way, again in ("eager-1f1b", "all"), ("remat less", "less"):
+    kept = {"eager-1f1b": "all"} | ({"remat less": "less"} if published else {})
+    for name_of_way, again in kept.items():
         ways[name_of_way] = _scheduled(partial(scheduled, again), stages, microbatches, "eager-1f1b", 1)
     axes = {"stage": stages, "x": x, "y": y}
     topology = TOPOLOGIES[stages * x * y]
