@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,6 +57,7 @@ WEIGHTS = {  # the same in all three columns: name -> dims, split
     "up": ("LMH", P(None, "x", "y")),
     "down": ("LHM", P(None, "y", "x")),
 }
+STAGED = {name: P("stage", *spec[1:]) for name, (_, spec) in WEIGHTS.items()}
 EMBEDDING = ("VM", P("y", "x"))
 
 OPTIMIZER = optax.adafactor(1e-3)
@@ -109,15 +111,17 @@ def layer(mesh: Mesh, activations: Activations, x_BSM: Array, weights) -> Array:
 
 
 def attention(mesh: Mesh, activations: Activations, weights, x_BSM: Array) -> Array:
-    q_BSND, k_BTND, v_BTND = jnp.einsum("bsm,mknd->kbsnd", x_BSM, weights["qkv"])
+    qkv_3BSND = checkpoint_name(jnp.einsum("bsm,mknd->kbsnd", x_BSM, weights["qkv"]), "qkv")
+    q_BSND, k_BTND, v_BTND = qkv_3BSND
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", q_BSND, k_BTND).astype(jnp.float32)
     scores_BNST = jax.nn.softmax(causal(scores_BNST)).astype(x_BSM.dtype)
     y_BSND = annotate(mesh, jnp.einsum("bnst,btnd->bsnd", scores_BNST, v_BTND), activations.bsnd)
-    return jnp.einsum("bsnd,ndm->bsm", y_BSND, weights["out"])
+    return checkpoint_name(jnp.einsum("bsnd,ndm->bsm", y_BSND, weights["out"]), "out")
 
 
 def feed_forward(mesh: Mesh, activations: Activations, weights, x_BSM: Array) -> Array:
-    h_BSH = annotate(mesh, jax.nn.relu(jnp.einsum("bsm,mh->bsh", x_BSM, weights["up"])), activations.bsh)
+    h_BSH = checkpoint_name(jnp.einsum("bsm,mh->bsh", x_BSM, weights["up"]), "up")
+    h_BSH = annotate(mesh, jax.nn.relu(h_BSH), activations.bsh)
     return jnp.einsum("bsh,hm->bsm", h_BSH, weights["down"])
 
 

@@ -2,7 +2,9 @@
 device sends.
 
 The compiler writes its own estimate of cycles beside most instructions, loops and collectives excepted. Loops
-are counted here with their trips, and collectives by the bytes of ring algorithms.
+are counted here with their trips, and collectives by the bytes of ring algorithms. Of a conditional the
+dearest branch counts, but of one that runs a schedule: there each tick, a trip of its loop, counts with the
+dearest of the branches that the stages run in it.
 """
 
 import re
@@ -11,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardax.cost.chips import Chip
+import numpy as np
+
+from shardax.cost.chips import V3, Chip
 from shardax.explain import hlo
 
 CLOCKS = {"v3": 0.94e9, "v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
@@ -44,13 +48,29 @@ class Cost:
         return self.cycles / CLOCKS[chip.name]
 
 
-def cost(text: str) -> Cost:
+def cost(text: str, table: np.ndarray | None = None, chip: Chip = V3) -> Cost:
     """The cost of `compiled.as_text()`, a scheduled module.
 
+    Args:
+      table: which branch of the conditional that runs a schedule each stage takes in each tick, [ticks,
+        stages]; None where there is none.
+      chip: by whose seconds branches are compared.
+
     Raises:
-      ValueError: a loop does not count up to a constant.
+      ValueError: a loop does not count up to a constant, or no loop has so many ticks and branches.
     """
-    return _Module(text).cost("ENTRY")
+    module = _Module(text, table, chip)
+    total = module.cost("ENTRY")
+    if table is not None:
+        module.scheduled()
+    return total
+
+
+def branches(text: str, table: np.ndarray, chip: Chip = V3) -> list[Cost]:
+    """Of the branches of the conditional that runs a schedule. Raises ValueError as `cost` does."""
+    module = _Module(text, table, chip)
+    module.cost("ENTRY")
+    return module.scheduled()
 
 
 @dataclass(frozen=True)
@@ -109,17 +129,46 @@ class _Module:
     its caller.
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, table: np.ndarray | None = None, chip: Chip = V3):
+        self.table, self.chip = table, chip
+        self.found: list[list[Cost]] = []
         self.head = text.split("\n", 1)[0]
         bodies = re.findall(r"^(ENTRY|%[\w.-]+) .*?\{\n(.*?)^\}", text, re.M | re.S)
         self.computations = {name: _Computation(body) for name, body in bodies}
 
-    def cost(self, name: str) -> Cost:
+    def cost(self, name: str, trips: int = 1) -> Cost:
+        """Of so many runs of a computation."""
         computation = self.computations[name]
-        total = self.own(computation)
+        total = self.own(computation) * trips
         for instruction in computation.instructions.values():
-            total += self.followed(computation, instruction)
+            known = self.branches(instruction) if instruction.opcode == "conditional" else []
+            if self.runs_schedule(known, trips):
+                self.found.append(known)
+                ticks = ([known[i] for i in {*row}] for row in self.table.tolist())  # type: ignore[union-attr]
+                total = sum(map(self.dearest, ticks), total)
+            else:
+                total += self.followed(computation, instruction) * trips
         return total
+
+    def runs_schedule(self, known: list[Cost], trips: int) -> bool:
+        return self.table is not None and (len(known), trips) == (self.table.max() + 1, len(self.table))
+
+    def scheduled(self) -> list[Cost]:
+        """The branches of the one conditional that runs the schedule."""
+        assert self.table is not None
+        if len(self.found) != 1:
+            raise ValueError(
+                f"{len(self.found)} conditionals have the schedule's {self.table.max() + 1} branches and "
+                f"{len(self.table)} ticks; expected one"
+            )
+        return self.found[0]
+
+    def branches(self, instruction: _Instruction) -> list[Cost]:
+        names = re.findall(r"%[\w.-]+", instruction.attribute(r"((?:branch|true|false)_computations?=.*)$"))
+        return [self.cost(name) for name in names if name in self.computations]
+
+    def dearest(self, known: list[Cost]) -> Cost:
+        return max(known, key=lambda branch: branch.seconds(self.chip))
 
     def own(self, computation: _Computation) -> Cost:
         """Without what its loops, branches and calls cost. An asynchronous collective stands in several
@@ -144,13 +193,9 @@ class _Module:
     def followed(self, computation: _Computation, instruction: _Instruction) -> Cost:
         match instruction.opcode:
             case "while":
-                return self.cost(instruction.called("body")) * self.trip_count(computation, instruction)
+                return self.cost(instruction.called("body"), self.trip_count(computation, instruction))
             case "conditional":
-                branches = re.findall(
-                    r"%[\w.-]+", instruction.attribute(r"((?:branch|true|false)_computations?=.*)$")
-                )
-                known = [self.cost(name) for name in branches if name in self.computations]
-                return max(known, key=lambda branch: branch.cycles)
+                return self.dearest(self.branches(instruction))
             case "call":
                 return self.cost(instruction.called("to_apply"))
         return Cost()

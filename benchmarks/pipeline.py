@@ -35,6 +35,7 @@ def main() -> None:
 
 def compare(options) -> None:
     import jax
+    import jax.numpy as jnp
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -60,7 +61,11 @@ def compare(options) -> None:
         return (out**2).mean()
 
     constrain = lambda b: jax.lax.with_sharding_constraint(b, NamedSharding(mesh, P("stage", "data")))  # noqa: E731
-    buffered = shifting_buffer(layer, options.stages, options.microbatches, constrain)
+    buffer = shifting_buffer(layer, options.stages, constrain)
+
+    def buffered(params, x):
+        x = jnp.swapaxes(x.reshape(-1, options.microbatches, options.model), 0, 1)
+        return buffer(params, x)
 
     def step(grad, params, x):
         value, grads = grad(params, x)

@@ -1,9 +1,14 @@
 """Pipelining by hand, as GSPMD (arXiv 2105.04663 §3.3) and praxis do it: a buffer that is shifted from stage
 to stage, for `jax.jit`.
 
-Stages are a dim that `jax.vmap` goes over and the mesh splits. In each of m + p - 1 ticks all stages run on
-what the buffer has for them; then it is shifted, which the partitioner turns into a permute. The backward
-pass is that of the loop, each stage under `jax.checkpoint`: GPipe's schedule.
+Stages are a dim that `jax.vmap` goes over and the mesh splits. In each tick all stages run on what the buffer
+has for them; then it is shifted, which the partitioner turns into a permute. The backward pass is that of the
+loop: GPipe's schedule, or with several repeats the circular one.
+
+    tick      0   1   2   3   4   5      3 stages, 3 microbatches, 2 repeats: stage 0 has layers 0 and 3
+    stage 0   a0  b0  c0  a3  b3  c3  .  .
+    stage 1   .   a1  b1  c1  a4  b4  c4 .
+    stage 2   .   .   a2  b2  c2  a5  b5 c5
 """
 
 from collections.abc import Callable
@@ -14,31 +19,69 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def shifting_buffer(layer: Callable[[Any, Any], Any], stages: int, microbatches: int, constrain=lambda x: x):
-    """The function of stacked layers [L, ...] and x [B, ...] that applies them all.
+def shifting_buffer(
+    layer: Callable[[Any, Any], Any],
+    stages: int,
+    constrain=lambda x: x,
+    *,
+    repeats: int = 1,
+    axis: str | None = None,
+    remat: bool = True,
+):
+    """The function of stacked layers [L, ...] and x [microbatches, rows, ...] that applies them all. Where
+    layers go round several times, there must be as many microbatches as stages.
 
     Args:
       layer: (x of a microbatch, its weights) to the next x.
-      stages: must divide L. `microbatches` must divide B.
+      stages: times `repeats` must divide L.
       constrain: what says how the buffer [stages, rows, ...] is split.
+      repeats: how often a microbatch goes round the stages. With several, the stack is in the order of
+        stages, as praxis stores it: its rows are [stages, repeats, layers].
+      axis: of the mesh, over which the stages lie, for annotations in `layer`.
+      remat: whether each stage is computed again from its inputs in the backward pass. Otherwise what
+        `layer` says counts.
     """
 
-    @jax.checkpoint
-    def run_stage(w, x):
+    def run_stage(w, x, repeat):
+        if repeats > 1:
+            w = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), w)
         return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
 
+    run_stages = jax.vmap(jax.checkpoint(run_stage) if remat else run_stage, spmd_axis_name=axis)
+    place = jnp.arange(stages)
+
     def run(layers, x):
-        of_stages = jax.tree.map(lambda w: w.reshape(stages, -1, *w.shape[1:]), layers)
-        x = jnp.swapaxes(x.reshape(-1, microbatches, *x.shape[1:]), 0, 1)
-        waiting = jnp.concatenate([x, jnp.zeros_like(x[: stages - 1])])
-        buffer = jnp.zeros((stages, *x.shape[1:]), x.dtype)
+        count = len(x)
+        if repeats > 1 and count < stages:
+            raise ValueError(f"{count} microbatches go round {stages} stages; take as many, or 1 repeat")
+        lead = (stages, repeats, -1) if repeats > 1 else (stages, -1)
+        of_stages = jax.tree.map(lambda w: w.reshape(*lead, *w.shape[1:]), layers)
+        buffer = constrain(jnp.zeros((stages, *x.shape[1:]), x.dtype))
+        ticks = jnp.arange(repeats * count + stages - 1)
 
-        def tick(buffer, entering):
-            buffer = constrain(jnp.concatenate([entering[None], buffer[:-1]]))
-            buffer = constrain(jax.vmap(run_stage)(of_stages, buffer))
-            return buffer, buffer[-1]
+        def at(stage):
+            return (place == stage).reshape(stages, *[1] * (x.ndim - 1))
 
-        _, left = lax.scan(tick, constrain(buffer), waiting)
-        return jnp.swapaxes(left[stages - 1 :], 0, 1).reshape(-1, *x.shape[2:])
+        def tick(state, t):
+            buffer, waiting = state
+            entering = lax.dynamic_index_in_dim(x, t % count, keepdims=False)[None]
+            buffer = constrain(jnp.roll(buffer, 1, 0))
+            if repeats > 1:  # what the last stage made waits at the first until its turn comes
+                row = jnp.where(t >= stages, (t - stages) % count, count)
+                waiting = lax.dynamic_update_index_in_dim(waiting, buffer, row, 0)
+                again = lax.dynamic_index_in_dim(waiting, t % count, keepdims=False)
+                entering = jnp.where(t < count, entering, constrain(again))
+            buffer = jnp.where(at(0), entering, buffer)
+            buffer = constrain(run_stages(of_stages, constrain(buffer), _repeat(t - place, count, repeats)))
+            return (buffer, waiting), jnp.where(at(stages - 1), buffer, 0).sum(0, dtype=x.dtype)
+
+        waiting = jnp.broadcast_to(buffer, (count + 1, *buffer.shape)) if repeats > 1 else ()
+        _, left = lax.scan(tick, (buffer, waiting), ticks)
+        return left[len(ticks) - count :]
 
     return run
+
+
+def _repeat(tick, count: int, repeats: int):
+    """How often what is at a stage has gone round, by the ticks since the first microbatch came there."""
+    return jnp.clip(tick // count, 0, repeats - 1)

@@ -8,7 +8,9 @@ the workloads; `all` stands for all of them. The exit status is 1 if something d
 not keep the rest from being measured.
 
 Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis,
-nothing overlapped.
+nothing overlapped. Pipelined workloads compare several programs. Ours are counted tick by tick, each as long
+as the longest of the branches that stages take in it by the schedule's table, and what all do besides; in a
+shifting buffer all stages compute in all ticks.
 """
 
 import argparse
@@ -27,8 +29,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from benchmarks.hlo_cost import Cost, cost
-from benchmarks.workloads import Published, Step, Workload, workloads
+from benchmarks import ticks
+from benchmarks.hlo_cost import Cost, branches, cost
+from benchmarks.workload import Published, Step, Way, Workload
+from benchmarks.workloads import workloads
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ppermute", "broadcast")
 WITHOUT_TPU = {
@@ -99,13 +103,12 @@ def compare(workload: Workload, keep: Path | None = None, rounds: int = 1) -> di
     """
     topology = topologies.get_topology_desc(workload.topology, "tpu")
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
-    step = workload.step(mesh)
     rounds_of: dict[str, list[Figures]] = {}
     for _ in range(rounds):
-        for name, partitioned in {"jax.jit": by_jit, "shard_jit": by_shard_jit}.items():
-            rounds_of.setdefault(name, []).append(
-                measured(workload, name, partitioned(step, mesh), step.args, keep)
-            )
+        for name, way in workload.ways.items():
+            step = way.step(mesh)
+            jitted = {"jax.jit": by_jit, "shard_jit": by_shard_jit}[way.partitioner](step, mesh)
+            rounds_of.setdefault(name, []).append(measured(workload, name, jitted, step.args, keep))
     columns = {name: medians(figures) for name, figures in rounds_of.items()}
     return columns | ({"paper": published(workload.published)} if workload.published else {})
 
@@ -127,24 +130,36 @@ def by_shard_jit(step: Step, mesh: Mesh):
     return sx.shard_jit(step.run, mesh=mesh, in_shardings=step.specs, donate_argnums=(0, 1), options=options)
 
 
-def measured(workload: Workload, partitioner: str, jitted: Any, args: tuple, keep: Path | None) -> Figures:
+def measured(workload: Workload, name: str, jitted: Any, args: tuple, keep: Path | None) -> Figures:
+    """By one of the workload's ways. Nothing where it does not compile."""
+    way, file = workload.ways[name], f"{workload.name}.{name.replace(' ', '-')}"
     jax.clear_caches()
     seconds = dict.fromkeys(map("seconds to {}".format, ("trace", "plan", "lower", "compile")), 0.0)
     timed(seconds, "trace", lambda: jitted.trace(*args))
-    if partitioner != "jax.jit":  # XLA plans while it compiles
+    if way.partitioner != "jax.jit":  # XLA plans while it compiles
         plan = timed(seconds, "plan", lambda: jitted.plan(*args))
-        keep_text(keep, f"{workload.name}.{partitioner}.plan", str(plan))
+        keep_text(keep, f"{file}.plan", str(plan))
     lowered = timed(seconds, "lower", lambda: jitted.lower(*args))
     try:
         compiled = timed(seconds, "compile", lowered.compile)
     except jax.errors.JaxRuntimeError as error:
-        print(f"{workload.name} does not compile by {partitioner}: {str(error)[:400]}", file=sys.stderr)
+        print(f"{workload.name} does not compile by {name}: {str(error)[:400]}", file=sys.stderr)
         return {}
-    keep_text(keep, f"{workload.name}.{partitioner}.hlo", compiled.as_text())
+    text = compiled.as_text()
+    keep_text(keep, f"{file}.hlo", text)
     seconds["seconds of all stages"] = sum(seconds.values())
     memory = {"peak HBM, GiB": peak_memory(compiled), "of it in use at once": in_use(compiled)}
     gigabytes = {name: nbytes / 2**30 for name, nbytes in memory.items()}
-    return figures(workload, cost(compiled.as_text())) | gigabytes | seconds
+    total = figures(workload, cost(text, way.table, workload.chip))
+    return total | idle(workload, way, text) | gigabytes | seconds
+
+
+def idle(workload: Workload, way: Way, text: str) -> Figures:
+    """Of a pipelined program: the share of time that stages wait, or compute what nobody wants."""
+    share = way.bubbles
+    if way.table is not None:
+        share = ticks.bubbles(way.table, branches(text, way.table, workload.chip), workload.chip)
+    return {"bubbles, %": 100 * share} if share is not None else {}
 
 
 def keep_text(folder: Path | None, name: str, text: str) -> None:
@@ -186,7 +201,10 @@ def figures(workload: Workload, total: Cost) -> Figures:
 
 
 def published(paper: Published) -> Figures:
-    return {"seconds": paper.seconds, "MFU, %": 100 * paper.utilization, "peak HBM, GiB": paper.memory}
+    shares = {"MFU, %": paper.utilization, "bubbles, %": paper.bubbles}
+    known = {name: 100 * share for name, share in shares.items() if share is not None}
+    memory = {} if paper.memory is None else {"peak HBM, GiB": paper.memory}
+    return {"seconds": paper.seconds, **known, **memory}
 
 
 def table(columns: Mapping[str, Figures]) -> str:

@@ -2,88 +2,28 @@
 them.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import gspmd_model, llama
+from benchmarks import gspmd_model, llama, pipelines
+from benchmarks.workload import TOPOLOGIES, Published, Step, Workload
 from models.rules import on_axes
-from shardax.cost.chips import CHIPS, Chip
-
-
-@dataclass(frozen=True)
-class Step:
-    """A train step (params, optimizer state, text) for a mesh, shapes of its arguments, and PartitionSpecs
-    for them.
-
-    The optimizer's state is None among the specs: it follows by completion.
-    """
-
-    run: Callable[..., Any]
-    args: tuple[Any, Any, Any]
-    specs: tuple[Any, None, P]
-
-
-@dataclass(frozen=True)
-class Published:
-    """Figures of a paper: seconds of a step, its share of the peak FLOP/s, and peak HBM in GiB."""
-
-    seconds: float
-    utilization: float
-    memory: float
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A train step on a TPU topology.
-
-    `topology`: as in "v3:8x8". `flops`: model FLOPs of the whole step, nothing recomputed.
-    """
-
-    name: str
-    what: str
-    topology: str
-    axes: Mapping[str, int]
-    step: Callable[[Mesh], Step]
-    flops: int
-    published: Published | None = None
-
-    @property
-    def chip(self) -> Chip:
-        return CHIPS[self.topology.split(":")[0]]
-
-    @property
-    def devices(self) -> int:
-        return math.prod(self.axes.values())
-
-    def utilization(self, seconds: float) -> float:
-        """The share of the devices' peak FLOP/s that a step of so many seconds uses."""
-        return self.flops / (seconds * self.devices * self.chip.flops)
 
 
 def workloads() -> dict[str, Workload]:
     """All of them, by name."""
     dims = gspmd_model.Dims(L=2, B=8, M=512, N=8, D=64, H=2048, S=256, V=1024)
     tiny = _gspmd("tiny", "GSPMD's model, small", (2, 4), dims, None)
-    all_workloads = [tiny, *_table_2(), *_table_3(), *_table_1(), *_llamas()]
+    unpipelined = tiny, *_table_2(), *_table_3(), *_table_1(), *_llamas()
+    all_workloads = *unpipelined, pipelines.tiny(), *pipelines.table_4(), *pipelines.table_5()
     return {workload.name: workload for workload in all_workloads}
 
-
-_V3 = {
-    8: "v3:2x2",
-    64: "v3:4x8",
-    128: "v3:8x8",
-    256: "v3:8x16",
-    512: "v3:16x16",
-    2048: "v3:32x32",
-}  # of two cores each
 
 _WIDE = gspmd_model.Dims(L=32, B=64, M=8192, N=128, D=256, H=65536)
 _NARROW = gspmd_model.Dims(L=64, B=48, M=4096, N=64, D=128, H=16384)
@@ -139,7 +79,7 @@ def _gspmd(
         )
 
     x, y = sizes
-    return Workload(name, what, _V3[x * y], {"x": x, "y": y}, step, gspmd_model.flops(dims), published)
+    return Workload(name, what, TOPOLOGIES[x * y], {"x": x, "y": y}, step, gspmd_model.flops(dims), published)
 
 
 def _llamas() -> Iterator[Workload]:

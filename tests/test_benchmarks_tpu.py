@@ -9,13 +9,20 @@ import sys
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 
-from benchmarks import tpu
-from benchmarks.hlo_cost import Cost, cost
+import shardax as sx
+from benchmarks import ticks, tpu
+from benchmarks.hlo_cost import Cost, branches, cost
+from benchmarks.shifting_buffer import shifting_buffer
 from benchmarks.workloads import workloads
 from shardax.cost.chips import V3
+from shardax.pipeline.schedules import make_schedule
 
 LOOP = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -125,6 +132,74 @@ ENTRY"""
         assert cost(text).cycles == cost(loop()).cycles + 70
 
 
+BRANCHES = "".join(
+    f"""%branch_{cycles} (p: bf16[2,64]) -> bf16[2,64] {{
+  ROOT %q_{cycles} = bf16[2,64]{{1,0}} negate(%p), backend_config={{"estimated_cycles":"{cycles}"}}
+}}
+
+"""
+    for cycles in (1, 10, 100)
+)
+SWITCH = (
+    "  %made = bf16[2,64]{1,0} conditional(%i, %x.1, %x.1, %x.1), "
+    "branch_computations={%branch_1, %branch_10, %branch_100}\n  %next ="
+)
+
+
+def scheduled() -> str:
+    before, after = loop().split("%body (", 1)
+    return before + BRANCHES + "%body (" + after.replace("  %next =", SWITCH, 1)
+
+
+def test_a_tick_is_as_long_as_its_longest_branch():
+    """32 ticks of two stages: in 5 of them one stage runs the long branch, in one both the middle one."""
+    table = np.zeros((32, 2), int)
+    table[:5, 1], table[5] = 2, 1
+    assert cost(scheduled(), table).cycles == cost(loop()).cycles + 5 * 100 + 10 + 26
+    assert cost(scheduled()).cycles == cost(loop()).cycles + 32 * 100
+    each = branches(scheduled(), table)
+    assert [branch.cycles for branch in each] == [1, 10, 100]
+    assert ticks.bubbles(table, each, V3) == pytest.approx(1 - (5 * 50.5 + 10 + 26) / 536)
+
+
+def test_a_table_that_does_not_fit():
+    table = np.zeros((31, 2), int)
+    table[0, 0] = 2
+    with pytest.raises(ValueError, match="0 conditionals have the schedule's 3 branches and 31 ticks"):
+        cost(scheduled(), table)
+
+
+@pytest.mark.parametrize(
+    "schedule, chunks", [("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
+)
+def test_branches_of_a_pipelined_program(schedule, chunks):
+    """The table has as many as the program, and each is run."""
+    table = ticks.branch_table(make_schedule(schedule, 4, 8, chunks))
+    assert set(np.unique(table)) == set(range(branch_count(schedule, chunks)))
+
+
+def branch_count(schedule: str, chunks: int) -> int:
+    mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
+
+    def loss(params, x):
+        return (lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2).mean()
+
+    grad = sx.pipeline.value_and_grad(loss, microbatches=8, schedule=schedule, chunks=chunks)
+    args = jax.ShapeDtypeStruct((16, 8, 8), "float32"), jax.ShapeDtypeStruct((16, 8), "float32")
+    with jax.sharding.use_abstract_mesh(mesh):
+        closed = jax.make_jaxpr(grad)(*args)
+    return max(switches(closed.jaxpr))
+
+
+def switches(jaxpr):
+    """The numbers of branches of all conditionals."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            yield len(eqn.params["branches"])
+        for inner in jaxprs_in_params(eqn.params):
+            yield from switches(inner)
+
+
 def test_seconds_are_cycles_over_the_clock_and_bytes_over_the_links():
     total = cost(loop())
     assert total.compute_seconds(V3) == total.cycles / 0.94e9
@@ -136,13 +211,15 @@ def test_seconds_are_cycles_over_the_clock_and_bytes_over_the_links():
 # The workloads.
 
 
-@pytest.mark.parametrize("name", [name for name, workload in workloads().items() if workload.published])
+@pytest.mark.parametrize(
+    "name", [name for name, w in workloads().items() if w.published and w.published.utilization]
+)
 def test_utilization_is_the_papers(name):
     """At its step time. It does not print its formula, and its two figures for (8, 32) contradict each
     other.
     """
     workload = workloads()[name]
-    assert workload.published is not None
+    assert workload.published is not None and workload.published.utilization is not None
     found = workload.utilization(workload.published.seconds)
     assert found == pytest.approx(
         0.241 if name == "table3-16b-8x32" else workload.published.utilization, rel=0.03
@@ -179,7 +256,7 @@ def parameters(name: str, part: str | None = None) -> int:
 
 @pytest.mark.promotes_ranks
 @pytest.mark.mixed_dtypes  # optax mixes them
-@pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-1b-accumulated"])
+@pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-1b-accumulated", "tiny-pipelined"])
 def test_a_step_gives_what_it_takes(name):
     step = abstract_step(name)
     params, state, loss = jax.eval_shape(step.run, *step.args)
@@ -198,10 +275,49 @@ def described(array) -> tuple:
     return array.shape, array.dtype
 
 
-def test_columns_of_tables_2_and_3():
-    counts = [sum(name.startswith(table) for name in workloads()) for table in ("table1", "table2", "table3")]
-    assert counts == [3, 7, 6]
-    assert {workload.devices for workload in workloads().values()} == {8, 64, 128, 256, 512, 2048}
+def test_columns_of_tables():
+    tables = "table1", "table2", "table3", "table4", "conformer"
+    assert [sum(name.startswith(table) for name in workloads()) for table in tables] == [3, 7, 6, 5, 6]
+    assert {workload.devices for workload in workloads().values()} == {8, 16, 64, 128, 256, 512, 2048}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, w in workloads().items() if w.published and w.published.bubbles]
+)
+def test_bubbles_of_the_buffer_are_the_papers(name):
+    """It measured them: about a percent less than by the formula."""
+    workload = workloads()[name]
+    assert workload.published is not None
+    assert workload.ways["buffer"].bubbles == pytest.approx(workload.published.bubbles, rel=0.15)
+    stages = workload.axes["stage"]
+    assert all(way.table is None or way.table.shape[1] == stages for way in workload.ways.values())
+
+
+@pytest.mark.parametrize("stages, repeats", [(3, 1), (3, 2), (2, 3)])
+def test_a_shifting_buffer_computes_what_its_layers_do(stages, repeats):
+    """Values and gradients; with several repeats the stack is in the order of stages."""
+    w, x = (
+        jax.random.normal(jax.random.key(i), shape) / 2 for i, shape in enumerate([(12, 4, 4), (5, 3, 4)])
+    )
+    order = np.arange(12).reshape(repeats, stages, -1).swapaxes(0, 1).reshape(-1)
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w)
+
+    def buffered(w, x):
+        return (shifting_buffer(layer, stages, repeats=repeats)(w[order], x) ** 2).sum()
+
+    def plain(w, x):
+        return (lax.scan(lambda x, w: (layer(x, w), None), x, w)[0] ** 2).sum()
+
+    found, wanted = (jax.jit(jax.value_and_grad(f, (0, 1)))(w, x) for f in (buffered, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4), found, wanted)
+
+
+def test_too_few_microbatches_for_a_buffer():
+    run = shifting_buffer(lambda x, w: x @ w, 3, repeats=2)
+    with pytest.raises(ValueError, match="2 microbatches go round 3 stages"):
+        run(jnp.ones((6, 4, 4)), jnp.ones((2, 3, 4)))
 
 
 # What is printed and written.
@@ -256,3 +372,17 @@ def test_a_small_step_compiles_for_a_tpu(tmp_path):
     assert columns["shard_jit"]["peak HBM, GiB"] <= 1.1 * columns["jax.jit"]["peak HBM, GiB"]
     for figures in columns.values():
         assert 0 < figures["of it in use at once"] <= figures["peak HBM, GiB"]
+
+
+@pytest.mark.tpu
+def test_a_small_pipelined_step_compiles_for_a_tpu(tmp_path):
+    pytest.importorskip("libtpu")
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.tpu", "tiny-pipelined", "--json", str(file)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    columns = json.loads(file.read_text())["tiny-pipelined"]
+    assert set(columns) == {"buffer", "eager-1f1b"}
+    assert columns["eager-1f1b"]["seconds"] < 1.25 * columns["buffer"]["seconds"]
+    for figures in columns.values():
+        assert 0 < figures["bubbles, %"] < 40

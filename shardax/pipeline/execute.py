@@ -5,7 +5,7 @@ it made to its neighbours. Devices at one stage take one branch, so those along 
 what they send each other inside a branch meets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -109,8 +109,11 @@ class _Executor:
             kind, row = row
             mine = {k: lax.dynamic_index_in_dim(x, place, keepdims=False) for k, x in row.items()}
             forward, cotangent, kept, held, sums, results = state
-            reads = (forward, "forward"), (cotangent, "cotangent"), (kept, "kept"), (held, "kept")
-            inputs = [[_row(x, mine[slot]) for x in buffers] for buffers, slot in reads]
+            inputs = (
+                [_row(x, mine["forward"]) for x in forward],
+                [_row(x, mine["cotangent"]) for x in cotangent],
+                (kept, held, mine["kept"]),  # of which the branches that need them read a row
+            )
             with noted.branches(numbers):
                 made = lax.switch(mine["branch"], branches, mine["microbatch"], *inputs)
             kept, held = _written(kept, made.kept, mine["keep"]), _written(held, made.held, mine["hold"])
@@ -195,7 +198,7 @@ class _Executor:
         onward = ((), ()) if last else (self.received[k + 1], self.returned[k + 1])
         return self.received[k], *onward, self.returned[k]
 
-    def idle(self, microbatch, received, returned, kept, held) -> Outputs:
+    def idle(self, microbatch, received, returned, rings) -> Outputs:
         return self.nothing()
 
     def nothing(self) -> Outputs:
@@ -209,7 +212,8 @@ class _Executor:
         own, (from_before, onward, from_after, back) = self.passes[k].of[kind], self.wired(k)
         target = onward if kind == slots.FORWARD else back
 
-        def run(microbatch, received, returned, kept, held) -> Outputs:
+        def run(microbatch, received, returned, rings) -> Outputs:
+            kept, held, row = rings
             made = own.run(
                 Inputs(
                     pieces=self.stacks.pieces(k, self.own),
@@ -218,8 +222,8 @@ class _Executor:
                     microbatch=microbatch,
                     received=_picked(received, self.wires, from_before),
                     returned=_picked(returned, self.wires, from_after),
-                    kept=_picked(kept, self.kept.types, self.kept.of[k]),
-                    held=_picked(held, self.held.types, self.held.of[k]),
+                    kept=_picked(_rows(kept, self.kept.of[k], row), self.kept.types, self.kept.of[k]),
+                    held=_picked(_rows(held, self.held.of[k], row), self.held.types, self.held.of[k]),
                 )
             )
             none = self.nothing()
@@ -272,8 +276,12 @@ def _placed(values: Sequence[Array], numbers: Sequence[int], new: Sequence[Any])
     return list((dict(enumerate(values)) | dict(zip(numbers, new, strict=bool(new)))).values())
 
 
-def _picked(values: Sequence[Array], types: Sequence[Type], numbers: Sequence[int]) -> list[Any]:
+def _picked(values: Mapping[int, Array] | Sequence[Array], types: Sequence[Type], numbers: Sequence[int]):
     return [unstored(values[i], types[i]) for i in numbers]
+
+
+def _rows(rings: Sequence[Array], numbers: Sequence[int], row) -> dict[int, Array]:
+    return {i: _row(rings[i], row) for i in numbers}
 
 
 def _added(zeros: Sequence[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
