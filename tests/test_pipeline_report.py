@@ -1,5 +1,6 @@
 """What a plan shows of a pipeline: seconds, bytes and places, those of the program that runs."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.cost import noted
+from shardax.cost.chips import CHIPS
 from shardax.explain.reports import reports
 from shardax.explain.roofline import work
 from shardax.ledger.collectives import collectives
@@ -144,6 +146,42 @@ def test_a_second_plan_has_it_too():
     assert data(first) == data(second)
     derived = sx.shard_jit(lambda *args: grad(*args)[0] * 2.0, mesh=MESH).plan(*ARGS)
     assert [r.data["name"] for r in reports(derived)] == ["loss"]
+
+
+# The choice of a schedule
+
+
+def chosen(memory=None, chip=None):
+    grad = sx.pipeline.value_and_grad(loss, microbatches=8, schedule="auto", memory=memory)
+    return sx.shard_jit(grad, mesh=MESH, in_shardings=SHARDINGS, options=sx.Options(chip=chip)).plan(*ARGS)
+
+
+def test_auto_keeps_within_memory():
+    """The fastest that fits; what is held in the end is what was allowed, or less."""
+    free, tight = data(chosen()), data(chosen(11e6))
+    assert free["schedule"]["name"] == "eager-1f1b" and "limit" not in free["chosen"]
+    assert tight["schedule"]["name"] == "1f1b" and "eager-1f1b" in tight["chosen"]
+    assert "(over the limit)" in tight["chosen"]
+    held = tight["memory"][-1]
+    batch = 2 * ROWS // 2 * M * 4
+    assert sum(held[name] for name in ("weights", "saved", "waiting", "gradients")) + batch <= 11e6
+    assert tight["seconds"] > free["seconds"]
+
+
+@pytest.mark.once
+def test_the_limit_is_the_chips_memory():
+    small = dataclasses.replace(CHIPS["v5e"], memory=11e6)
+    assert data(chosen(chip=small))["schedule"]["name"] == "1f1b"
+    assert data(chosen(chip="v5e"))["schedule"]["name"] == "eager-1f1b"
+
+
+@pytest.mark.parametrize(
+    "memory, words",
+    [(1e6, "memory is 1,000,000 bytes, and the weights of a stage"), (-1, "memory of value_")],
+)
+def test_too_little_memory(memory, words):
+    with pytest.raises(ValueError, match=words):
+        chosen(memory)
 
 
 # Branches by table

@@ -41,6 +41,7 @@ def run(
     axis: str,
     scale: float,
     name: str = "the loss",
+    told: str = "",
 ) -> tuple[Array, list[Array], list[Array | None]]:
     """The loss and its gradients over all microbatches; of a schedule without backward passes, all results
     of a function.
@@ -50,7 +51,7 @@ def run(
       values: what is hoisted. `microbatches`: [microbatches, ...] each. `rest`: as the loss has them.
       axis: of the mesh in context, along which the stages lie.
       scale: the cotangent of each microbatch's loss; the losses are added, times it.
-      name: of the function, for the plan.
+      name: of the function, and `told`: how the schedule was chosen, for the plan.
 
     Returns the loss, the other results, [microbatches, ...] each, and the gradient of each value, None of one
     that is no inexact number. Gradients are added in float32 at least.
@@ -70,7 +71,7 @@ def run(
     def local(*args):
         own = [x[0] if held else x for x, held in zip(args, stacks.is_stacked, strict=False)]
         batch, others = args[len(specs) :][: len(microbatches)], args[len(specs) + len(microbatches) :]
-        executor = _Executor(cut, schedule, passes, stacks, own, batch, others, axis, scale, name)
+        executor = _Executor(cut, schedule, passes, stacks, own, batch, others, axis, scale, name, told)
         return jax.tree.map(lambda x: x[None], executor.run())
 
     whole = [PartitionSpec()] * (len(microbatches) + len(rest))
@@ -97,6 +98,7 @@ class _Executor:
     axis: str
     scale: float
     name: str = "the loss"
+    told: str = ""
 
     def run(self):
         schedule, stages = self.schedule, self.cut.stages
@@ -171,6 +173,7 @@ class _Executor:
             wires=len(self.wires),
             results=len(self.result_types),
             slots={name: getattr(tables, f"{name}_slots") for name in slots.BUFFERS},
+            chosen=self.told,
         )
         return reports.scope(f"pipeline of {self.name}", ran)
 

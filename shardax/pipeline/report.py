@@ -292,6 +292,7 @@ def _data(ran: _Local, done: Simulation) -> dict[str, Any]:
         "seconds": done.seconds,
         "beside": ran.beside() * len(s.ticks),
         "bubble": done.bubble,
+        "chosen": r.chosen,
         "sent_per_tick": ran.sent(),
         "send_seconds": done.costs.send,
         "runs": [[run.stage, str(run.instruction), run.start, run.end] for run in done.runs],
