@@ -199,7 +199,7 @@ def test_seconds_of_passes_and_bytes_kept():
     product = 2 * 4096 * 512 * 512 / chip.flops / 2  # shared by two
     for name, products in {"forward": 2, "inputs": 2, "backward": 4}.items():
         np.testing.assert_allclose(costs.of(name)[1], products * product, rtol=1e-2)
-    assert 1.99 * product < costs.of("weights")[1] < 4 * product  # with cotangents between its layers
+    assert 1.99 * product < costs.of("weights")[1] < 4.1 * product  # with cotangents between its layers
     assert min(costs.of("saved")) + costs.boundary >= 2 * 4096 * 512 * 4 / 2  # of both layers what tanh gave
     assert "eager-1f1b" in str(choice)
 
