@@ -159,7 +159,9 @@ class _Executor:
 
     def reported(self, numbers: np.ndarray, tables: slots.Tables) -> AbstractContextManager:
         """What is made inside is told of in the plan."""
-        moving = [i for i, x in enumerate(self.own) if is_inexact(x)] if self.schedule.backward else ()
+        moving = [i for i, x in enumerate(self.own) if is_inexact(x)] if self.schedule.backward else []
+        number = {operand: i for i, operand in enumerate(moving)}
+        sources = tuple(tuple(source.operand for source in each) for each in self.stacks.sources)
         ran = Ran(
             self.name,
             self.axis,
@@ -167,11 +169,16 @@ class _Executor:
             numbers,
             lines=tuple(stage.first_line for stage in self.cut.stages),
             begins=self.cut.begins,
-            sources=tuple(tuple(source.operand for source in each) for each in self.stacks.sources),
-            moving=tuple(moving),
+            sources=sources,
+            buffers={
+                **dict.fromkeys(("forward", "cotangent"), len(self.wires)),
+                "saved": len(self.kept.types),
+                "sums": len(moving),
+                "loss": 1,
+                "results": len(self.result_types),
+            },
             kept=self.kept.of,
-            wires=len(self.wires),
-            results=len(self.result_types),
+            sums=tuple(tuple(number[n] for n in each if n in number) for each in sources),
             slots={name: getattr(tables, f"{name}_slots") for name in slots.BUFFERS},
             chosen=self.told,
         )
