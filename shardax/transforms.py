@@ -115,7 +115,8 @@ class Retyping(Protocol):
 
     def traced_types(self, arguments: Sequence[Argument], /) -> Sequence[jax.ShapeDtypeStruct]:
         """The type of each argument of the function, its own where it stays. Those given are of the call, or
-        of what the transforms after this one make of it; of what the function closes over none is told.
+        of what the transforms after this one make of it; of what the function closes over none is told. A
+        sharding in a type counts for its memory kind alone; without one, the memory stays.
 
         Everything is known of them, also what is state: that of the program which is traced with these types.
         Since it is not traced yet, this may be called several times, and must depend on its arguments alone:

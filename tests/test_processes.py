@@ -112,6 +112,39 @@ print("came to the end", flush=True)
 """
 
 
+# A pipelined step on packed weights, the stages on different processes; on each, the same on one device.
+PIPELINED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+address, me = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, 2, me, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10)
+import shardax as sx
+from jax.sharding import AxisType, PartitionSpec as P
+def loss(layers, x):
+    for w in layers:
+        x = jnp.tanh(x @ w)
+    return (x ** 2).mean()
+def step(grad, layers, x):
+    value, grads = grad(layers, x)
+    return jax.tree.map(lambda w, g: w - 0.5 * g, layers, grads), value
+layers = [np.random.RandomState(i).randn(6, 6).astype(np.float32) for i in range(4)]
+x = np.random.RandomState(9).randn(8, 6).astype(np.float32)
+mesh = jax.make_mesh((2, 2), ("stage", "data"), (AxisType.Auto,) * 2)
+grad = sx.pipeline.value_and_grad(loss, microbatches=2)
+packing = sx.pipeline.packing(grad, layers, x, mesh=mesh)
+packed = sx.shard_jit(lambda w: sx.pipeline.pack(w, packing), mesh=mesh, out_shardings=packing.specs)(layers)
+ours = sx.shard_jit(lambda w, x: step(grad, w, x), mesh=mesh, in_shardings=(packing.specs, P("data")), donate_argnums=0)
+theirs = jax.jit(lambda w, x: step(jax.value_and_grad(loss), w, x))
+for _ in range(2):
+    packed, value = ours(packed, x)
+    layers, wanted = theirs(layers, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+mine = {d.process_index for d in packed.arrays[0].sharding.device_set}
+assert mine == {0, 1} and all(s.data.shape[0] == 1 for s in packed.arrays[0].addressable_shards)
+print("came to the end", flush=True)
+"""
+
+
 def disagreeing(rates=(0.1, 0.1), rows=(5, 5), stop: str = "no") -> list[str]:
     """The errors of two processes that run the same function with other constants, or on other shapes."""
     texts = ended(WORKER, 4, *((str(rates[i]), str(rows[i]), stop) for i in (0, 1)))
@@ -135,6 +168,11 @@ def ended(program: str, devices: int, *arguments: tuple[str, ...]) -> list[tuple
 
 def test_processes_that_agree():
     assert disagreeing() == ["", ""]
+
+
+def test_stages_on_two_processes():
+    for text, error in ended(PIPELINED, 2, (), ()):
+        assert "came to the end" in text, error[-3000:]
 
 
 def test_another_constant_is_an_error_on_both():

@@ -2,8 +2,8 @@
 two cores).
 
 Sources: the product pages of Cloud TPU (memory, links, network); "How to Scale Your Model" (Austin et al.
-2025), parts 2 and 3 (about a microsecond per hop; which dims of a slice close to rings); NVIDIA's DGX H200
-(NVLink, one 400 Gb/s card per GPU).
+2025), parts 2 and 3 (about a microsecond per hop; which dims of a slice close to rings; 16 GB/s of PCIe per
+chip, 32 of v6e); NVIDIA's DGX H200 (NVLink, one 400 Gb/s card per GPU, PCIe 5 with 16 lanes).
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ class Chip:
 
     `flops`: bfloat16 FLOP/s. `memory`: bytes. `memory_rate`: bytes/s.
     `link_rate`: bytes/s that a device sends in a ring, along one dim of the torus both ways.
+    `host_rate`: bytes/s between the memory of a device and that of its host, each way.
     `torus`: dims of the torus, 0 where there is none.
     `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are.
     `least`: seconds that an operation takes, however little it reads and writes.
@@ -44,14 +45,18 @@ class Chip:
     network_rate: float = 0.0
     lanes: int = 0
     copies: float = 0.0
+    host_rate: float = 16e9
 
 
-V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, closes=32, network_rate=1.5625e9, lanes=128, copies=5)
-V4 = Chip("v4", 137.5e12, 16e9, 600e9, 90e9, 3, closes=4, network_rate=3.125e9, lanes=128, copies=5)
+_V3 = {"closes": 32, "network_rate": 1.5625e9, "lanes": 128, "copies": 5, "host_rate": 8e9}
+_V4 = {"closes": 4, "network_rate": 3.125e9, "lanes": 128, "copies": 5, "host_rate": 8e9}
+V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, **_V3)
+V4 = Chip("v4", 137.5e12, 16e9, 600e9, 90e9, 3, **_V4)
 V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2, closes=16, network_rate=3.125e9, lanes=128, copies=5)
 V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9, lanes=128, copies=5)
-V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, closes=16, network_rate=12.5e9, lanes=128, copies=5)
-H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9)
+_V6E = {"closes": 16, "network_rate": 12.5e9, "lanes": 128, "copies": 5, "host_rate": 32e9}
+V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, **_V6E)
+H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9, host_rate=64e9)
 
 NOMINAL = Chip("nominal", 200e12, 32e9, 1e12, 50e9, latency=0.0, start=128 / 50e9, least=64e-9, copies=1)
 """What programs are chosen for unless `Options(chip=...)` says otherwise: the ratios of v4 to v6e, all

@@ -12,11 +12,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
+from shardax.annotations.explicit import memory_of
 from shardax.ledger.collectives import reason_of
 from shardax.spmd_rules.registry import RULES, Entry
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 class Life:
@@ -27,10 +31,12 @@ class Life:
       jaxpr: a program, or the body of a loop.
       kept: inputs that live to the end.
       stored: inputs that count; those of a body that are the arrays outside do not.
+      memory: that whose bytes count.
     """
 
-    def __init__(self, jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()):
+    def __init__(self, jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = (), memory: Any = DEVICE):
         self.eqns = jaxpr.eqns
+        self.memory = memory
         end = len(self.eqns) + 1
         self.death: dict[Any, int] = {v: end for v in (*kept, *jaxpr.outvars) if not _jax.is_literal(v)}
         self.birth: dict[Any, int] = dict.fromkeys(stored, 0)
@@ -84,8 +90,8 @@ class Life:
         """Bytes alive at each time."""
         changes = [0] * (len(self.eqns) + 3)
         for v, birth in self.birth.items():
-            changes[birth] += nbytes(v)
-            changes[max(self.death.get(v, 0), birth) + 1] -= nbytes(v)
+            changes[birth] += nbytes(v, self.memory)
+            changes[max(self.death.get(v, 0), birth) + 1] -= nbytes(v, self.memory)
         totals, now = [], 0
         for change in changes[: len(self.eqns) + 1]:
             now += change
@@ -94,7 +100,11 @@ class Life:
 
     def alive(self, at: int) -> list[tuple[Any, str]]:
         """The variables that live at a time, each with its line."""
-        alive = [v for v, birth in self.birth.items() if birth <= at <= max(self.death.get(v, 0), birth)]
+        alive = [
+            v
+            for v, birth in self.birth.items()
+            if birth <= at <= max(self.death.get(v, 0), birth) and _memory(v) is self.memory
+        ]
         return [(v, self.line(v)) for v in alive]
 
     def line(self, v) -> str:
@@ -131,9 +141,14 @@ def _in_place(eqn) -> Iterator[tuple[Any, Any]]:
         yield from zip(eqn.invars[-len(eqn.outvars) :], eqn.outvars, strict=True)
 
 
-def nbytes(v) -> int:
-    """Bytes of a variable. What has no size, such as a token, has none."""
-    return math.prod(v.aval.shape) * v.aval.dtype.itemsize if hasattr(v.aval, "shape") else 0
+def nbytes(v, memory: Any = None) -> int:
+    """Bytes of a variable, in one memory or in any. What has no size, such as a token, has none."""
+    counts = hasattr(v.aval, "shape") and (memory is None or _memory(v) is memory)
+    return math.prod(v.aval.shape) * v.aval.dtype.itemsize if counts else 0
+
+
+def _memory(v) -> Any:
+    return memory_of(v.aval)
 
 
 class Live(NamedTuple):
@@ -150,10 +165,12 @@ class Live(NamedTuple):
     curve: list[tuple[int, tuple[Any, ...]]]
 
 
-def live(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> Live:
-    """What lives when in a program; `kept` and `stored` as in `Life`."""
-    life = Life(jaxpr, kept, stored)
-    inner = {i: _dearest(eqn) for i, eqn in enumerate(jaxpr.eqns, 1) if any(True for _ in bodies(eqn))}
+def live(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = (), memory: Any = DEVICE) -> Live:
+    """What lives when in a program, in one memory; `kept` and `stored` as in `Life`."""
+    life = Life(jaxpr, kept, stored, memory)
+    inner = {
+        i: _dearest(eqn, memory) for i, eqn in enumerate(jaxpr.eqns, 1) if any(True for _ in bodies(eqn))
+    }
     peaks, curve = [], []
     for i, total in enumerate(life.totals()):
         body, around = inner.get(i, _NO_BODY), tuple(jaxpr.eqns[i - 1 : i] if i else ())
@@ -168,15 +185,15 @@ def live(jaxpr, kept: Iterable[Any] = (), stored: Sequence[Any] = ()) -> Live:
 _NO_BODY = Live(0, "", [], [(0, ())])
 
 
-def _dearest(eqn) -> Live:
-    """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes are
-    new arrays.
+def _dearest(eqn, memory) -> Live:
+    """The dearest body of an equation, beyond the arrays that it is given. The slices that a scan takes on
+    the device are new arrays; those at the host are copied from where they are.
     """
     found = []
     for body in bodies(eqn):
         jaxpr = _jax.closed(body).jaxpr
         start = sum(_jax.scan_counts(eqn.params)) if eqn.primitive.name == "scan" else len(jaxpr.invars)
-        found.append(live(jaxpr, (), jaxpr.invars[start:]))
+        found.append(live(jaxpr, (), jaxpr.invars[start:] if memory is DEVICE else (), memory))
     return max(found, key=lambda each: each.peak)
 
 
@@ -193,12 +210,22 @@ def traffic(jaxpr) -> Iterator[tuple[Any, int]]:
 def _touched(eqn, life: Life) -> int:
     entry = _entry(eqn)
     if entry.in_place is not None:
-        return 2 * nbytes((*eqn.invars, *eqn.outvars)[entry.in_place[1]])
+        return 2 * _on_device([(*eqn.invars, *eqn.outvars)[entry.in_place[1]]])
     if entry.reads == "part":
-        return 2 * sum(map(nbytes, eqn.outvars))
+        return 2 * _on_device(eqn.outvars)
     if entry.reads == "none" or any(True for _ in bodies(eqn)) or any(True for _ in life.views(eqn)):
         return 0
-    return sum(map(nbytes, life.reads(eqn))) + sum(map(nbytes, eqn.outvars))
+    return _on_device(life.reads(eqn)) + _on_device(eqn.outvars)
+
+
+def _on_device(variables: Iterable[Any]) -> int:
+    return sum(nbytes(v, DEVICE) for v in variables)
+
+
+def between_memories(eqn) -> int:
+    """Bytes that an equation copies from one memory to the other."""
+    pairs = zip(eqn.invars, eqn.outvars, strict=True) if eqn.primitive.name == "device_put" else ()
+    return sum(nbytes(new) for old, new in pairs if _memory(old) is not _memory(new))
 
 
 def bodies(eqn) -> Iterator[Any]:

@@ -8,12 +8,12 @@ This is an estimate, read off the local jaxpr in program order (see `shardax.exp
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardax import _jax
 from shardax.explain.facts import Facts
-from shardax.explain.live import live, nbytes
+from shardax.explain.live import DEVICE, HOST, live, nbytes
 from shardax.explain.saved import saved
 from shardax.explain.tables import Group, Row, Table
 from shardax.explain.terminal import shown
@@ -50,7 +50,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on each device.
+    """Bytes on each device, and `host` of those that it has in its host's memory: at the peak, of the
+    arguments `hosted` and of results.
 
     `arguments`: by the first two keys of their paths. `saved`: for the backward pass, the largest first.
     `peak`: of the live set, at the user's `line`; `tensors` live then, the largest first. `replicated`:
@@ -67,6 +68,8 @@ class Memory:
     replicated: tuple[Tensor, ...]
     threshold: int
     curve: tuple[Moment, ...] = ()
+    hosted: dict[str, int] = field(default_factory=dict)
+    host: int = 0
 
     def __str__(self):
         return shown([self.table()])
@@ -76,13 +79,27 @@ class Memory:
         title = f"Replicated, arrays of {bytes_text(self.threshold)} and more"
         groups = (
             Group("Arguments", tuple(Row(path, ("", bytes_text(n))) for path, n in _alike(self.arguments))),
+            *self._at_host(),
             *_groups(
                 f"Saved for the backward pass: {bytes_text(sum(t.nbytes for t in self.saved))}", self.saved
             ),
             *_groups("Alive at the peak", self.tensors),
             *_groups(title, self.replicated),
         )
-        return Table(f"Memory on each device: {bytes_text(self.peak)} at most{at}", groups, ("", ""), 1)
+        return Table(f"Memory on each device: {self.text}{at}", groups, ("", ""), 1)
+
+    @property
+    def text(self) -> str:
+        """ "3.0 MiB at most", "3.0 MiB at most, and 12.0 MiB of the host's"."""
+        host = f", and {bytes_text(self.host)} of the host's" if self.host else ""
+        return f"{bytes_text(self.peak)} at most{host}"
+
+    def _at_host(self) -> Iterator[Group]:
+        if self.hosted:
+            rows = (Row(path, ("", bytes_text(n))) for path, n in _alike(self.hosted))
+            yield Group(
+                f"Arguments in the host's memory: {bytes_text(sum(self.hosted.values()))}", tuple(rows)
+            )
 
 
 def memory(plan: Facts, threshold: int) -> Memory:
@@ -104,9 +121,13 @@ def memory(plan: Facts, threshold: int) -> Memory:
 
     tensors = [*came, *(tensor(v, origins.get(v, where)) for v, where in found.alive)]
     beside = sum(t.nbytes for t in came)
+    sizes = [
+        [(path, nbytes(v, memory)) for path, v in zip(paths, inputs, strict=False)]
+        for memory in (DEVICE, HOST)
+    ]
     return Memory(
-        _by_group(list(zip(paths, map(nbytes, inputs), strict=False))),
-        sum(map(nbytes, jaxpr.outvars)),
+        _by_group(sizes[0]),
+        sum(nbytes(v, DEVICE) for v in jaxpr.outvars),
         _largest(tensor(v, line, name) for v, name, line in saved(jaxpr)),
         found.peak + beside,
         found.line or plan.line,
@@ -114,6 +135,8 @@ def memory(plan: Facts, threshold: int) -> Memory:
         _largest(_replicated(plan, threshold)),
         threshold,
         tuple(_curve(found.curve, beside, plan.line)),
+        {name: n for name, n in _by_group(sizes[1]).items() if n},
+        live(jaxpr, kept, jaxpr.invars, HOST).peak,
     )
 
 

@@ -8,9 +8,9 @@ from shardax.explain.page import Cell, Section, fold, nbytes, short, table, text
 from shardax.explain.page_arrays import Arrays
 from shardax.explain.picture import picture_of
 from shardax.explain.placed import Placed
-from shardax.explain.places import Fold, folds, passed_on
+from shardax.explain.places import Fold, folds, passed_on, resting_text
 from shardax.ledger.collectives import array_text
-from shardax.ledger.words import bytes_text, times
+from shardax.ledger.words import times
 
 HEADS = ("path", "type", "sharding", "on each device")
 Button = Callable[[Placed], str]
@@ -40,8 +40,7 @@ def places(plan: Analysis, arrays: Arrays) -> Iterator[Section]:
 
 
 def _section(side: str, found: list[Fold], rows: list[list[Cell]]) -> Section:
-    size = bytes_text(sum(each.resident for each in found))
-    title = f"{side.capitalize()} at rest: {size} on each device"
+    title = f"{side.capitalize()} at rest: {resting_text(p for each in found for p in each.places)}"
     return Section(side, title, table(HEADS, rows, "places"), side.capitalize())
 
 

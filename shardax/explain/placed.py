@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from shardax.annotations.annotate import describe
+from shardax.annotations.explicit import memory_of
 from shardax.ledger.words import spec_text
 from shardax.sharding import Sharding, from_spec, shard_count
 
@@ -28,8 +29,14 @@ class Placed:
     mesh: Any = None
 
     @property
+    def at_host(self) -> bool:
+        """Whether it rests in the memory of each device's host."""
+        return memory_of(self.aval) is jax.memory.Space.Host
+
+    @property
     def text(self) -> str:
-        return spec_text(self.sharding) + (f" on {self.on}" if self.on and self.sharding.axes else "")
+        on = f" on {self.on}" if self.on and self.sharding.axes else ""
+        return spec_text(self.sharding) + on + " in the host's memory" * self.at_host
 
 
 def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:

@@ -17,7 +17,7 @@ from fractions import Fraction
 from shardax import _jax
 from shardax.cost import noted
 from shardax.cost.network import PICO, Network
-from shardax.explain.live import bodies, traffic
+from shardax.explain.live import between_memories, bodies, traffic
 from shardax.spmd_rules.registry import RULES
 
 
@@ -26,8 +26,9 @@ class Estimate:
     """A call on one chip, in seconds.
 
     `compute`: its products at the chip's peak. `memory`: what it reads and writes in HBM.
-    `links`: what it sends.
-    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with the links.
+    `links`: what it sends. `host`: what it copies from and to the host's memory.
+    `seconds`: in all, each operation at the slower of compute and memory, nothing overlapped with links and
+      host.
     `flops`, `nbytes`: of the products, and moved in HBM, per device. `chip`: its name.
     """
 
@@ -38,28 +39,30 @@ class Estimate:
     flops: float
     nbytes: int
     chip: str
+    host: float = 0.0
 
     @property
     def bound(self) -> str:
-        """What takes longest: "compute", "HBM" or "links"."""
-        parts = {"compute": self.compute, "HBM": self.memory, "links": self.links}
+        """What takes longest: "compute", "HBM", "links" or "host"."""
+        parts = {"compute": self.compute, "HBM": self.memory, "links": self.links, "host": self.host}
         return max(parts, key=parts.__getitem__)
 
     def __str__(self):
         return (
             f"{self.seconds:.3g} s on {self.chip}, bound by {self.bound}: {self.compute:.3g} s compute "
             f"({self.flops:.3g} FLOPs), {self.memory:.3g} s HBM ({self.nbytes:.3g} bytes), {self.links:.3g} "
-            "s links"
+            "s links" + (f", {self.host:.3g} s to and from the host" if self.host else "")
         )
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one equation does, `trips` times."""
+    """What one equation does, `trips` times. `hosted`: bytes that it copies from or to the host's memory."""
 
     flops: float
     nbytes: int
     trips: int = 1
+    hosted: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,10 @@ def estimate(works: list[Work], sent: Iterable[Sent], network: Network) -> Estim
     flops, nbytes = sum(w.trips * w.flops for w in works), sum(w.trips * w.nbytes for w in works)
     slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in works)
     links = sum(s.trips * network.collective(s.kind, s.axes, s.nbytes, s.minor) for s in sent) / PICO
+    host = sum(w.trips * w.hosted for w in works) / chip.host_rate
+    seconds = slower + links + host
     return Estimate(
-        flops / chip.flops, nbytes / chip.memory_rate, links, slower + links, flops, nbytes, chip.name
+        flops / chip.flops, nbytes / chip.memory_rate, links, seconds, flops, nbytes, chip.name, host
     )
 
 
@@ -98,7 +103,7 @@ def work(jaxpr, trips: int = 1) -> Iterator[Work]:
         flops = _flops(eqn) if note is None else 0 if id(note) in seen else note.flops
         seen.add(id(note))
         if flops or traffic_of.get(id(eqn)):
-            yield Work(flops, traffic_of.get(id(eqn), 0), trips)
+            yield Work(flops, traffic_of.get(id(eqn), 0), trips, between_memories(eqn))
         for inner in _inside(eqn, trips):
             yield inner if note is None else replace(inner, flops=0)
 

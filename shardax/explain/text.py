@@ -46,7 +46,7 @@ def summary(plan: Analysis, lines: int) -> list[Table]:
 def _peak(plan: Analysis) -> Iterator[Table]:
     memory = plan.memory()
     at = f", at {line_text(memory.line)}" if memory.line else ""
-    yield Table(f"Memory on each device: {bytes_text(memory.peak)} at most{at}", ())
+    yield Table(f"Memory on each device: {memory.text}{at}", ())
 
 
 def _reports(plan: Analysis) -> Iterator[Table]:
@@ -173,12 +173,12 @@ def _totals(plan: Analysis) -> Iterator[Table]:
 
 def _estimates(plan: Analysis) -> Iterator[Table]:
     peak = plan.memory().peak
-    rows = []
-    for chip in CHIPS.values():
-        e = plan.estimate(chip)
-        seconds = map(seconds_text, (e.seconds, e.compute, e.memory, e.links))
+    found = [(chip, plan.estimate(chip)) for chip in CHIPS.values()]
+    host, rows = any(e.host for _, e in found), []
+    for chip, e in found:
+        seconds = map(seconds_text, (e.seconds, e.compute, e.memory, e.links, *[e.host] * host))
         rows.append(Row(chip.name, (e.bound, *seconds, f"{100 * peak / chip.memory:,.0f} %")))
-    heads = ("bound by", "a call", "compute", "HBM", "links", "memory")
+    heads = ("bound by", "a call", "compute", "HBM", "links", *["host"] * host, "memory")
     yield Table("Estimate by roofline, nothing overlapped", (Group("", tuple(rows)),), heads, 1)
 
 

@@ -118,7 +118,10 @@ class Call:
         built = self.built(options)
         args, kwargs = jax.tree.structure(self.traced.args_info).unflatten(self._rests(built))
         outs = jax.tree.structure(self.traced.out_info).unflatten(
-            [p.on(self.mesh) for p in built.results[: self.count]]
+            [
+                _kept(p.on(self.mesh), aval)
+                for p, aval in zip(built.results[: self.count], self.jaxpr.out_avals, strict=False)
+            ]
         )
         donated = (i for i, info in enumerate(jax.tree.leaves(self.traced.args_info)) if info.donated)
         plan = Plan(
@@ -152,8 +155,8 @@ class Call:
     def _rests(self, built: Program) -> list[NamedSharding]:
         """The sharding of each argument between calls; what enters from another mesh stays there."""
         outside = {c.number for c in self.entering}
-        pairs = enumerate(zip(self.leaves, built.arguments, strict=False))
-        return [x.sharding if i in outside else placement.on(self.mesh) for i, (x, placement) in pairs]
+        slots = enumerate(zip(self.leaves, built.arguments, self.jaxpr.in_avals, strict=False))
+        return [x.sharding if i in outside else _kept(p.on(self.mesh), aval) for i, (x, p, aval) in slots]
 
 
 def _kept(sharding: NamedSharding, aval) -> NamedSharding:

@@ -198,6 +198,7 @@ class Function:
             # under an Explicit mesh a cotangent must get back even the empty type
             always = is_explicit(mesh) and not nested
             plain = [_jax.moved_off_meshes(x) if always or explicit_sharding(x) else x for x in values]
+            plain = list(map(_in_memory, plain, jaxpr.in_avals))
             outs = primitive.bind(plain, jaxpr, mesh, self.options, of_context=self.mesh is None)
         if is_explicit(mesh) and not nested:
             rests = tuple(
@@ -468,6 +469,12 @@ def _typed(x, sharding: NamedSharding):
     x = reshard(x, sharding.update(spec=whole.without({*mesh.axis_names} - explicit).spec))
     rest = whole.settled.without(explicit)
     return jax.lax.with_sharding_constraint(x, sharding.update(spec=rest.spec)) if rest.axes else x
+
+
+def _in_memory(x, aval):
+    """An argument in the memory in which the program takes it, where transforms have changed that."""
+    memory = memory_of(aval)
+    return x if memory_of(jax.typeof(x)) is memory else jax.device_put(x, memory)
 
 
 @_jax.weakly_cached

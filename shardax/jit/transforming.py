@@ -95,8 +95,8 @@ def _retyped(arguments: tuple[Argument, ...], transform: Retyping, name: str) ->
 
 
 def _as(argument: Argument, type: jax.ShapeDtypeStruct) -> Argument:
-    """In the memory in which it comes."""
-    memory, weak = argument.type.sharding, argument.type.weak_type and type.weak_type
+    """In the memory that it names, else in the one in which it comes."""
+    memory, weak = type.sharding or argument.type.sharding, argument.type.weak_type and type.weak_type
     return replace(
         argument, type=jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=memory, weak_type=weak)
     )

@@ -22,13 +22,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
-from shardax.annotations.explicit import SHARDING_PARAMS, as_at, shape_of
+from shardax.annotations.explicit import shape_of
 from shardax.cost.network import Network, network_of
 from shardax.explain.roofline import work
-from shardax.graph import annotations
+from shardax.graph.evaluate import bound, evaluate
 from shardax.pipeline.begins import Begin, begins
 
-_INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
 _MARK = "shardax.pipeline.stage:"
 _SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
 
@@ -68,7 +67,7 @@ class Stage:
     """
 
     program: Callable[..., list[Any]]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Any, ...]  # each a Piece, or one that rests where its stage is (`stacks.Held`)
     received: tuple[jax.ShapeDtypeStruct, ...]
     sent: tuple[jax.ShapeDtypeStruct, ...]
     seconds: float
@@ -248,7 +247,7 @@ class _Program:
 
                 def alone(*values, eqn=eqn, read=read):
                     of = dict(zip(read, values, strict=True))
-                    return _bound(eqn, [v.val if isinstance(v, Literal) else of[v] for v in eqn.invars])
+                    return bound(eqn, [v.val if isinstance(v, Literal) else of[v] for v in eqn.invars])
 
                 whole = jax.make_jaxpr(alone)(*(shape_of(v.aval) for v in read))
                 each = [network.compute(w.flops, w.nbytes) * w.trips for w in work(whole)]
@@ -416,7 +415,7 @@ class _Lazily:
         if atom not in self.env:
             eqn = self.program.jaxpr.eqns[self.program.maker[atom]]
             operands = list(map(self.read, eqn.invars))
-            self.env.update(zip(eqn.outvars, _bound(eqn, operands), strict=True))
+            self.env.update(zip(eqn.outvars, bound(eqn, operands), strict=True))
         return self.env[atom]
 
 
@@ -445,7 +444,7 @@ class _StageProgram:
         p, eqn, n = self.program, self.program.jaxpr.eqns[part.number], part.number
         length = p.trips(n)
         if length == 1:
-            return _bound(eqn, list(map(reader.read, eqn.invars)))
+            return bound(eqn, list(map(reader.read, eqn.invars)))
         consts, carries = _jax.scan_counts(eqn.params)
         operands = list(map(reader.read, eqn.invars[:consts]))
         operands += (
@@ -457,42 +456,12 @@ class _StageProgram:
         for v in eqn.invars[consts + carries :]:
             has = (v, mine) in rows
             operands.append(rows[v, mine] if has else lax.slice_in_dim(reader.read(v), *mine))
-        made = _bound(eqn, operands, length=part.stop - part.start)
+        made = bound(eqn, operands, length=part.stop - part.start)
         if part.start:
             before = (reader.env["rows", n, i, *_rows(eqn, 0, part.start)] for i in range(carries, len(made)))
             pairs = zip(before, made[carries:], strict=True)
             made[carries:] = [lax.concatenate(x[:: -1 if eqn.params["reverse"] else 1], 0) for x in pairs]
         return made
-
-
-def _bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
-    """What an equation makes of operands, on its own line. The shardings that JAX notes with some are those
-    of a mesh whose axes are of other types."""
-    with as_at(eqn):
-        noted = () if eqn.primitive is _jax.sharding_constraint_p else SHARDING_PARAMS
-        own = {name: None if name in noted else x for name, x in eqn.params.items()}
-        params = eqn.primitive.get_bind_params({**own, **changed})
-        made = eqn.primitive.bind(*operands, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
-
-
-def evaluate(closed, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined, but those with shardings."""
-    env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
-
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in closed.jaxpr.eqns:
-        operands = list(map(read, eqn.invars))
-        if eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn)):
-            with as_at(eqn):
-                inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-                made = evaluate(_jax.closed(inner), operands)
-        else:
-            made = _bound(eqn, operands)
-        env.update(zip(eqn.outvars, made, strict=True))
-    return list(map(read, closed.jaxpr.outvars))
 
 
 def _flat(closed):

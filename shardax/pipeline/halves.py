@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
-from shardax.pipeline.cut import Stage, evaluate
+from shardax.graph.evaluate import evaluate
+from shardax.pipeline.cut import Stage
 
 Type = jax.ShapeDtypeStruct
 

@@ -20,10 +20,13 @@ from shardax.cost.network import Network
 from shardax.options import current
 from shardax.pipeline import execute
 from shardax.pipeline.auto import chosen
-from shardax.pipeline.cut import cut
+from shardax.pipeline.cut import Cut, cut
 from shardax.pipeline.halves import is_inexact
+from shardax.pipeline.packed import PACKING, Packing
+from shardax.pipeline.packer import packing_of
 from shardax.pipeline.schedules import make_schedule
 from shardax.pipeline.table import Schedule
+from shardax.pipeline.weights import Weights
 from shardax.transforms import annotations_of
 from shardax.validation import is_number, require
 
@@ -99,6 +102,12 @@ def value_and_grad(
         gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
         return ((value, aux) if has_aux else value), gradients
 
+    def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
+        call = _Call.of(loss, args, {}, numbers, axis, microbatches)
+        closed, _ = call.traced(has_aux)
+        return call.packing(closed, call.schedule(schedule, chunks, memory, closed)[0], said)
+
+    run.__dict__[PACKING] = packing
     return run
 
 
@@ -137,6 +146,12 @@ def apply(
         made = make_schedule(schedule, call.stages, microbatches, chunks, backward=False)
         return call.results(made)
 
+    def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
+        call = _Call.of(function, args, {}, numbers, axis, microbatches)
+        made = make_schedule(schedule, call.stages, microbatches, chunks, backward=False)
+        return call.packing(call.traced_results()[0], made, said)
+
+    run.__dict__[PACKING] = packing
     return run
 
 
@@ -155,12 +170,12 @@ def _check(loss, axis, microbatches, reduce) -> None:
 
 @dataclass(frozen=True)
 class _Call:
-    """One call: the leaves of the parameters, of the batch by microbatches, and of the rest; `restored` makes
+    """One call: the parameters, the leaves of the batch by microbatches, and of the rest; `restored` makes
     the arguments of the function of them."""
 
     function: Callable[..., Any]
-    params: list[Any]
-    trees: tuple[Any, Any]
+    weights: Weights
+    other_tree: Any
     batch: list[Array]
     rest: list[Any]
     is_batch: list[bool]
@@ -180,7 +195,7 @@ class _Call:
             if not 0 <= n < len(args):
                 raise ValueError(f"argnums has {n}, and {name} is called with {len(args)} arguments")
         stages = _stages(axis, name)
-        params, tree = jax.tree.flatten([args[n] for n in numbers])
+        weights = Weights.of([args[n] for n in numbers], stages, axis)
         others, other_tree = jax.tree.flatten([x for n, x in enumerate(args) if n not in numbers])
         others = list(map(jnp.asarray, others))
         size = next((x.shape[0] for x in others if x.ndim), 0)
@@ -193,16 +208,15 @@ class _Call:
         is_batch = [x.ndim > 0 and x.shape[0] == size for x in others]
         batch = [_microbatches(x, microbatches) for x, b in zip(others, is_batch, strict=True) if b]
         rest = [x for x, b in zip(others, is_batch, strict=True) if not b]
-        return _Call(
-            function, params, (tree, other_tree), batch, rest, is_batch, numbers, len(args), axis, stages
-        )
+        return _Call(function, weights, other_tree, batch, rest, is_batch, numbers, len(args), axis, stages)
 
     def restored(self, leaves: Sequence[Any]) -> list[Any]:
         """The arguments of the function: of leaves of parameters, of a microbatch, of the rest."""
-        own = iter(jax.tree.unflatten(self.trees[0], leaves[: len(self.params)]))
-        ends = len(self.params), len(self.params) + len(self.batch)
+        count = len(self.weights.types)
+        own = iter(jax.tree.unflatten(self.weights.plain_tree, leaves[:count]))
+        ends = count, count + len(self.batch)
         rows, left = iter(leaves[ends[0] : ends[1]]), iter(leaves[ends[1] :])
-        others = iter(jax.tree.unflatten(self.trees[1], [next(rows if b else left) for b in self.is_batch]))
+        others = iter(jax.tree.unflatten(self.other_tree, [next(rows if b else left) for b in self.is_batch]))
         return [next(own if n in self.numbers else others) for n in range(self.count)]
 
     def traced(self, has_aux: bool) -> tuple[Any, Any]:
@@ -238,8 +252,8 @@ class _Call:
     def results(self, schedule) -> Any:
         closed, structure = self.traced_results()
         self.check_annotations(closed)
-        stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
-        values = stages.hoist(self.params, self.rest)
+        stages = self.cut(closed, schedule)
+        values = stages.hoist(self.weights.arrays, self.rest)
         _, made, _ = execute.run(
             stages, schedule, values, self.batch, self.rest, axis=self.axis, scale=1.0, name=self.name
         )
@@ -273,13 +287,28 @@ class _Call:
     def types(self) -> list[jax.ShapeDtypeStruct]:
         """Of the leaves for one microbatch."""
         rows = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in self.batch]
-        params, rest = ([shape_of(jax.typeof(x)) for x in leaves] for leaves in (self.params, self.rest))
-        return [*params, *rows, *rest]
+        return [*self.weights.types, *rows, *(shape_of(jax.typeof(x)) for x in self.rest)]
+
+    def cut(self, closed, schedule: Schedule) -> Cut:
+        """In as many stages as the schedule has, which read the parameters as they rest."""
+        stages = cut(closed, len(self.weights.types), len(self.batch), schedule.virtual_stages)
+        return self.weights.placed(stages, schedule, self.rest)
+
+    def packing(self, closed, schedule: Schedule, said: tuple[Any, Any]) -> Packing:
+        """How the parameters may rest; `said`: specs and labels."""
+        if len(self.numbers) > 1:
+            raise ValueError(
+                f"argnums is {self.numbers}; expected one argument that has all parameters to pack: put "
+                "them in one tuple or dict"
+            )
+        stages = cut(closed, len(self.weights.types), len(self.batch), schedule.virtual_stages)
+        (params,) = jax.tree.unflatten(self.weights.plain_tree, self.weights.types)
+        return packing_of(stages, schedule, params, self.rest, self.axis, *said)
 
     def schedule(self, asked: Any, chunks: int | None, memory: float | None, closed) -> tuple[Schedule, str]:
         """The one that was asked for; of "auto" the fastest in this program that fits, and how it was
         chosen."""
-        count, (params, batch) = self.batch[0].shape[0], (len(self.params), len(self.batch))
+        count, (params, batch) = self.batch[0].shape[0], (len(self.weights.types), len(self.batch))
         if asked != "auto":
             return make_schedule(asked, self.stages, count, chunks), ""
         options, mesh = current(), _jax.context_mesh()
@@ -297,15 +326,15 @@ class _Call:
         closed, structure = self.traced(has_aux)
         self.check_annotations(closed)
         schedule, told = self.schedule(*asked, closed)
-        stages = cut(closed, len(self.params), len(self.batch), schedule.virtual_stages)
-        moving = [is_inexact(jnp.asarray(x)) for x in self.params]
+        stages, arrays = self.cut(closed, schedule), self.weights.arrays
+        moving = [is_inexact(jnp.asarray(x)) for x in arrays]
 
         def hoist(*moved):
             own = iter(moved)
-            full = [next(own) if m else x for x, m in zip(self.params, moving, strict=True)]
+            full = [next(own) if m else x for x, m in zip(arrays, moving, strict=True)]
             return stages.hoist(full, self.rest)
 
-        values, pull = jax.vjp(hoist, *(x for x, m in zip(self.params, moving, strict=True) if m))
+        values, pull = jax.vjp(hoist, *(x for x, m in zip(arrays, moving, strict=True) if m))
         loss, aux, sums = execute.run(
             stages,
             schedule,
@@ -324,10 +353,10 @@ class _Call:
         found = iter(pull(cotangents))
         leaves = [
             next(found) if m else np.zeros(np.shape(x), jax.dtypes.float0)
-            for x, m in zip(self.params, moving, strict=True)
+            for x, m in zip(arrays, moving, strict=True)
         ]
         value = loss.astype(closed.out_avals[0].dtype)
-        return value, jax.tree.unflatten(structure[-1], aux), jax.tree.unflatten(self.trees[0], leaves)
+        return value, jax.tree.unflatten(structure[-1], aux), jax.tree.unflatten(self.weights.tree, leaves)
 
 
 def _stages(axis: str, name: str) -> int:

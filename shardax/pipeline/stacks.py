@@ -2,9 +2,10 @@
 
 Alike pieces of several stages, rows of one stack of layers or separate arrays of one shape, are one operand
 with a dim of stages, split over the stage axis: each device holds its own. What one stage alone has, or
-several share (tied embeddings), is an operand that all have.
+several share (tied embeddings), is an operand that all have. What rests so already is an operand as it is.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,37 +21,80 @@ from shardax.pipeline.table import Schedule
 Type = jax.ShapeDtypeStruct
 
 
+class Held(NamedTuple):
+    """A piece of a value of the form [stages, ...], of which each stage reads its own: the first `count` rows
+    of that, None: all; or, where it is flat, an array of this shape from number `start` on.
+    """
+
+    value: int
+    count: int | None = None
+    start: int | None = None
+    shape: tuple[int, ...] = ()
+
+
 class Source(NamedTuple):
-    """Which operand a piece is, and how many of its rows, None: all of it."""
+    """Which operand a piece is, and how many of its rows, None: all of it; see `Held` of the others."""
 
     operand: int
     rows: int | None = None
+    start: int | None = None
+    shape: tuple[int, ...] = ()
+
+    def type(self, whole: Type) -> Type:
+        """Of the piece, `whole` being that of its stage's part of the operand."""
+        if self.start is not None:
+            return Type(self.shape, whole.dtype)
+        return whole if self.rows is None else Type((self.rows, *whole.shape[1:]), whole.dtype)
+
+    def read(self, own: Array) -> Array:
+        """The piece, of its stage's part of the operand."""
+        if self.start is not None:
+            return own[self._numbers()].reshape(self.shape)
+        return own if self.rows is None else own[: self.rows]
+
+    def added(self, gradient: Array, x: Array) -> Array:
+        """The gradient of that part, with one of the piece."""
+        x = x.astype(gradient.dtype)
+        if self.start is not None:
+            return gradient.at[self._numbers()].add(x.reshape(-1))
+        if x.shape == gradient.shape:
+            return gradient + x
+        return gradient.at[: self.rows].add(x)
+
+    def _numbers(self) -> slice:
+        start = self.start or 0
+        return slice(start, start + math.prod(self.shape))
 
 
 @dataclass(frozen=True)
 class Stacks:
     """`parts[i]`: the pieces of which operand i is made, one for each stage where it is stacked (None:
-    zeros), else one. `sources[k]`: where the pieces of virtual stage k are.
+    zeros), else one; of a value that rests so, its `Held` alone. `sources[k]`: where the pieces of virtual
+    stage k are.
     """
 
     cut: Cut
     schedule: Schedule
     types: tuple[Type, ...]
-    parts: tuple[tuple[Piece | None, ...], ...]
+    parts: tuple[tuple[Any, ...], ...]
     is_stacked: tuple[bool, ...]
     sources: tuple[tuple[Source, ...], ...]
 
     @staticmethod
     def of(cut: Cut, schedule: Schedule, values: Sequence[Any]) -> "Stacks":
-        parts: dict[tuple[Piece | None, ...], bool] = {}
+        parts: dict[tuple[Any, ...], bool] = {}
         sources = [[Source(-1)] * len(stage.pieces) for stage in cut.stages]
         for members, stacked in _groups(cut, schedule, values):
             pieces = {d: cut.stages[k].pieces[n] for d, k, n in members}
-            some = tuple(map(pieces.get, range(schedule.stages))) if stacked else (*pieces.values(),)[:1]
+            first = next(iter(pieces.values()))
+            if isinstance(first, Held):
+                some = (Held(first.value),)
+            else:
+                some = tuple(map(pieces.get, range(schedule.stages))) if stacked else (first,)
             operand = list(parts).index(some) if some in parts else len(parts)
             parts[some] = stacked
             for d, k, n in members:
-                sources[k][n] = Source(operand, _count(pieces[d]))
+                sources[k][n] = _source(operand, pieces[d])
         types = [_type(some, stacked, values) for some, stacked in parts.items()]
         return Stacks(
             cut, schedule, tuple(types), tuple(parts), tuple(parts.values()), tuple(map(tuple, sources))
@@ -58,18 +102,13 @@ class Stacks:
 
     def piece_types(self, k: int) -> list[Type]:
         """Of the pieces of a virtual stage."""
-        types = []
-        for source in self.sources[k]:
-            type = self.types[source.operand]
-            shape = type.shape if source.rows is None else (source.rows, *type.shape[1:])
-            types.append(Type(shape, type.dtype))
-        return types
+        return [source.type(self.types[source.operand]) for source in self.sources[k]]
 
     def operands(self, values: Sequence[Array]) -> list[Array]:
         """What the program takes: [stages, ...] where it is stacked."""
         return [
-            self._stack(i, values) if held else values[some[0].value]  # type: ignore[union-attr]
-            for i, (some, held) in enumerate(zip(self.parts, self.is_stacked, strict=True))
+            self._stack(i, values) if stacked and not isinstance(some[0], Held) else values[some[0].value]
+            for i, (some, stacked) in enumerate(zip(self.parts, self.is_stacked, strict=True))
         ]
 
     def _stack(self, i: int, values: Sequence[Array]) -> Array:
@@ -91,7 +130,7 @@ class Stacks:
 
     def pieces(self, k: int, own: Sequence[Array]) -> list[Array]:
         """Those of a virtual stage, of the operands as its stage has them."""
-        return [own[s.operand] if s.rows is None else own[s.operand][: s.rows] for s in self.sources[k]]
+        return [source.read(own[source.operand]) for source in self.sources[k]]
 
     # Gradients
 
@@ -106,10 +145,7 @@ class Stacks:
         having = [s for s in self.sources[k] if s.operand in number]
         for source, x in zip(having, of_pieces, strict=True):
             i = number[source.operand]
-            x = x.astype(gradients[i].dtype)
-            at = slice(None) if source.rows is None else slice(source.rows)
-            whole = x.shape == gradients[i].shape
-            gradients[i] = gradients[i] + x if whole else gradients[i].at[at].add(x)
+            gradients[i] = source.added(gradients[i], x)
         return gradients
 
     def gradients(self, gradients: Sequence[Array], values: Sequence[Array]) -> list[Array | None]:
@@ -131,7 +167,9 @@ class Stacks:
             if not mine:
                 continue
             sums = gradients[number[i]]
-            if not held:
+            if isinstance(some[0], Held):
+                whole.append(sums.reshape(value.shape))
+            elif not held:
                 whole.append(sums.sum(0))
             elif _are_all_rows(some, value):
                 whole.append(sums.reshape(value.shape))
@@ -143,6 +181,12 @@ class Stacks:
         return sum(whole[1:], whole[0]) if whole else jnp.zeros(value.shape, value.dtype)
 
 
+def _source(operand: int, piece: Piece | Held) -> Source:
+    if isinstance(piece, Held):
+        return Source(operand, piece.count, piece.start, piece.shape)
+    return Source(operand, _count(piece))
+
+
 Member = tuple[int, int, int]  # of which stage, in which virtual stage, which of its pieces
 
 
@@ -150,12 +194,16 @@ def _groups(cut: Cut, schedule: Schedule, values: Sequence[Any]) -> Iterator[tup
     """The pieces that are one operand, and whether it is stacked: the nth of a kind on each stage, chunk by
     chunk. What several virtual stages read whole, or one stage alone, is no stack.
     """
-    uses = Counter(p.value for stage in cut.stages for p in stage.pieces if p.rows is None)
+    pieces = [piece for stage in cut.stages for piece in stage.pieces if isinstance(piece, Piece)]
+    uses = Counter(piece.value for piece in pieces if piece.rows is None)
     for row in schedule.placement:
         alike: dict[Any, list[Member]] = defaultdict(list)
         for d, k in enumerate(row):
             seen: Counter[Any] = Counter()
             for n, piece in enumerate(cut.stages[k].pieces):
+                if isinstance(piece, Held):
+                    yield [(d, k, n)], True
+                    continue
                 if piece.rows is None and uses[piece.value] > 1:
                     yield [(d, k, n)], False
                     continue
@@ -182,6 +230,8 @@ def _type(some: Sequence[Piece | None], stacked: bool, values: Sequence[Any]) ->
     """Of one stage's part of an operand."""
     pieces = [piece for piece in some if piece is not None]
     value = values[pieces[0].value]
+    if isinstance(pieces[0], Held):
+        return Type(value.shape[1:], value.dtype)
     if not stacked or pieces[0].rows is None:
         return Type(value.shape, value.dtype)
     return Type((max(_count(piece) or 0 for piece in pieces), *value.shape[1:]), value.dtype)

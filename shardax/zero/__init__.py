@@ -1,6 +1,10 @@
 """ZeRO: optimizer state, gradients and parameters sharded over the devices that compute on different data."""
 
+from shardax.zero.at_host import AtHost
+from shardax.zero.dealt import dealt
+from shardax.zero.files import open_safetensors
+from shardax.zero.stream import stream
 from shardax.zero.transform import Zero
 from shardax.zero.wrapped import shard, specs
 
-__all__ = ["Zero", "shard", "specs"]
+__all__ = ["AtHost", "Zero", "dealt", "open_safetensors", "shard", "specs", "stream"]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardax.annotations.annotate import annotate_p
 from shardax.explain.facts import Facts
@@ -31,23 +31,27 @@ class Whole:
 class Resident:
     """Bytes on each device, `before` and `after`: of "parameters", "gradients" and "optimizer state".
     Gradients count at the size that a step keeps until the update. `whole`: the arrays that stay as they
-    were, the largest first.
+    were, the largest first. `hosted`: of the bytes after, those in the host's memory.
     """
 
     words: str
     before: dict[str, int]
     after: dict[str, int]
     whole: tuple[Whole, ...]
+    hosted: dict[str, int] = field(default_factory=dict)
 
     def __str__(self):
         return shown([self.table()])
 
     def table(self) -> Table:
-        total = {"in all": sum(self.before.values())}, {"in all": sum(self.after.values())}
-        before, after = ({**own, **all_} for own, all_ in zip((self.before, self.after), total, strict=True))
-        rows = [Row(name, (bytes_text(before[name]), bytes_text(after[name]))) for name in before]
-        groups = [Group("", tuple(rows)), *self._whole()]
-        return Table(f"State on each device, by {self.words}", tuple(groups), ("without", "with it"))
+        on_device = {name: n - self.hosted.get(name, 0) for name, n in self.after.items()}
+        columns = [self.before, on_device, *[self.hosted] * bool(self.hosted)]
+        summed = [{**column, "in all": sum(column.values())} for column in columns]
+        rows = [Row(name, tuple(bytes_text(c.get(name, 0)) for c in summed)) for name in summed[0]]
+        heads = ("without", "with it", *["at the host"] * bool(self.hosted))
+        return Table(
+            f"State on each device, by {self.words}", (Group("", tuple(rows)), *self._whole()), heads
+        )
 
     def _whole(self) -> Iterator[Group]:
         alike: dict[tuple[str, str], list[Whole]] = {}
@@ -69,19 +73,21 @@ class Resident:
 def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
     """Of a plan of the program that `Zero` of these axes made, in whose annotations `words` stand."""
     before: dict[str, int] = dict.fromkeys(("parameters", "gradients", OPTIMIZER), 0)
-    after, whole = dict(before), []
+    after, hosted, whole = dict(before), dict(before), []
     for place, role in _roles(plan, words):
         rests, was = place.shards, shard_count(place.sharding.without(axes).axes, place.mesh.shape)
         name, nbytes = OPTIMIZER if role == OPTIMIZER else "parameters", array_bytes(place.aval)
         before[name] += nbytes // was
         after[name] += nbytes // rests
+        hosted[name] += nbytes // rests * place.at_host
         could = _could_rest(place, axes)
         if role == PARAMETER:
             before["gradients"] += nbytes // was
             after["gradients"] += nbytes // (could if stage > 1 else was)
         if could == was and place.aval.shape and (role == OPTIMIZER or stage == 3):
             whole.append(Whole(place.named or place.path, array_text(place.aval), nbytes // rests))
-    return Resident(words, before, after, tuple(sorted(whole, key=lambda w: -w.nbytes)))
+    largest = tuple(sorted(whole, key=lambda w: -w.nbytes))
+    return Resident(words, before, after, largest, {name: n for name, n in hosted.items() if n})
 
 
 def _could_rest(place: Placed, axes: Axes) -> int:

@@ -127,7 +127,9 @@ class _Reach:
             self.gradients.update(node.outputs)
 
     def _run_bodies(self, node: Node) -> None:
-        for body, operands in zip(node.bodies, operands_of(node), strict=True):
+        island = node.name == "shard_map"  # over some of the axes
+        places = [range(len(node.inputs))] * len(node.bodies) if island else operands_of(node)
+        for body, operands in zip(node.bodies, places, strict=True):
             outside = {body.inputs[place]: node.inputs[k] for place, k in enumerate(operands)}
             self.gradients.update(inner for inner, outer in outside.items() if outer in self.gradients)
             self.run(

@@ -17,11 +17,13 @@ from shardax.sharding import Axes, AxisSizes, Owing, Sharding, at_rest, entries_
 from shardax.transforms import Argument, Context
 from shardax.validation import require
 from shardax.zero.inside import Inside, OfShape
+from shardax.zero.offload import Offload, on_device, require_memory
 from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, resident
 from shardax.zero.rest import split_further
 from shardax.zero.roles import Roles, is_update, roles
 
 Accumulate = Literal["scattered", "unreduced"]
+Offloaded = Literal["optimizer", "parameters"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,13 @@ class Zero:
         "unreduced" in stage 1, else "scattered".
       reshard_after_forward: in stage 3, gather parameters again for the backward pass. False keeps what the
         forward pass gathered, where that sends less.
+      offload: "optimizer", "parameters", or a tuple of both: what rests in the host's memory, `pinned_host`,
+        and is brought to the device where the step reads it, of stacked layers one layer at a time.
+      update_on: "device", or "host": there the host itself updates what rests in its memory, and optimizer
+        state is not brought to the device.
 
-    Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, and
-    for a function in which no optimizer's update is found.
+    Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, for
+    a function in which no optimizer's update is found, and where devices have no such memory.
 
     >>> import jax, optax, shardax as sx
     >>> tx = optax.sgd(1e-3, momentum=0.9)
@@ -72,6 +78,8 @@ class Zero:
     stage: int = 1
     accumulate: Accumulate | None = None
     reshard_after_forward: bool = True
+    offload: Offloaded | tuple[Offloaded, ...] = ()
+    update_on: Literal["device", "host"] = "device"
 
     def __post_init__(self):
         is_names = bool(self.axes) and all(isinstance(axis, str) for axis in self.axes)
@@ -81,9 +89,20 @@ class Zero:
         require(
             self.accumulate in ways, "accumulate of Zero", self.accumulate, "'scattered', 'unreduced' or None"
         )
+        kinds, update_on = self._offloaded_kinds, self.update_on
+        expected = "'optimizer', 'parameters', or a tuple of them"
+        require(set(kinds) <= {"optimizer", "parameters"}, "offload of Zero", self.offload, expected)
+        require(update_on in ("device", "host"), "update_on of Zero", update_on, "'device' or 'host'")
+        if update_on == "host" and "optimizer" not in kinds:
+            raise ValueError(
+                f"update_on of Zero is 'host', and offload is {self.offload!r}: the host updates what rests "
+                "in its memory, so give offload='optimizer' too"
+            )
 
     def __str__(self):
-        return f"Zero(axis={self.axis!r}, stage={self.stage})"
+        offload = f", offload={self.offload!r}" if self.offload else ""
+        host = f", update_on={self.update_on!r}" if self.update_on == "host" else ""
+        return f"Zero(axis={self.axis!r}, stage={self.stage}{offload}{host})"
 
     @property
     def axes(self) -> Axes:
@@ -97,7 +116,28 @@ class Zero:
         split = {i: self._split(before[i], context.arguments[i], found, sizes) for i in found.state}
         kept = found.parameters if self.stage < 3 else ()
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
-        return _resting(self._inside(jaxpr, context, before, split, found), rests, found, str(self))
+        made = _resting(self._inside(jaxpr, context, before, split, found), rests, found, str(self))
+        return self._offloaded(made, context, found) if self.offload else made
+
+    def traced_types(self, arguments: Sequence[Argument]) -> Sequence[jax.ShapeDtypeStruct]:
+        """The step is traced as one on the device, wherever its state rests."""
+        return [on_device(a.type) if self.offload else a.type for a in arguments]
+
+    def _offloaded(self, jaxpr, context: Context, found: Roles):
+        require_memory(context.mesh, f"offload of Zero is {self.offload!r}")
+        kinds = self._offloaded_kinds
+        hosted = {
+            **(found.optimizer if "optimizer" in kinds else {}),
+            **(found.parameters if "parameters" in kinds else {}),
+        }
+        on_host = self.update_on == "host"
+        # XLA does not compile for TPUs what updates parameters row by row that both device and host read
+        scanned = () if on_host and "parameters" in kinds else found.scanned
+        return Offload(scanned, on_host).program(jaxpr, hosted.keys(), set(hosted.values()))
+
+    @property
+    def _offloaded_kinds(self) -> tuple[str, ...]:
+        return self.offload if isinstance(self.offload, tuple) else (self.offload,)
 
     def resident(self, plan: Facts) -> Resident:
         """What the state of a step that this transformed takes on each device, in bytes, with it and without;

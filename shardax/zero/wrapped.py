@@ -92,7 +92,13 @@ def _annotated(tree: Any, rests: Callable[[tuple[int, ...]], PartitionSpec | Non
     return jax.tree.map(annotated, tree)
 
 
-def specs(tree: Any, mesh: Mesh | AbstractMesh, axis: str | Axes = "data", requested: Any = None) -> Any:
+def specs(
+    tree: Any,
+    mesh: Mesh | AbstractMesh,
+    axis: str | Axes = "data",
+    requested: Any = None,
+    memory_kind: str | None = None,
+) -> Any:
     """The sharding of each array as it rests under ZeRO: of optimizer state, and of parameters in stage 3.
 
     For `out_shardings=` of what makes them, and for checkpoints. Where the step is at hand,
@@ -103,6 +109,7 @@ def specs(tree: Any, mesh: Mesh | AbstractMesh, axis: str | Axes = "data", reque
       tree: a tree of arrays or of shapes.
       axis: as of `Zero`.
       requested: the shardings besides, as in in_shardings: a prefix tree of specs.
+      memory_kind: "pinned_host" of what `Zero(offload=...)` keeps there.
 
     Raises ValueError where the mesh has no such axis.
 
@@ -119,7 +126,7 @@ def specs(tree: Any, mesh: Mesh | AbstractMesh, axis: str | Axes = "data", reque
         split_further(_requested(spec, x.shape, mesh), x.shape, axes, mesh.shape)
         for x, spec in zip(leaves, broadcast_specs(requested, tree, "requested"), strict=True)
     ]
-    return structure.unflatten(NamedSharding(mesh, s.spec) for s in found)
+    return structure.unflatten(NamedSharding(mesh, s.spec, memory_kind=memory_kind) for s in found)
 
 
 def _requested(spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Sharding:

@@ -1,0 +1,42 @@
+"""Evaluates programs: each equation on its own line, in its own scopes, on the mesh in context."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from shardax import _jax
+from shardax.annotations.explicit import SHARDING_PARAMS, as_at
+from shardax.graph import annotations
+
+_INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
+
+
+def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
+    """What an equation makes of operands, on its own line. The shardings that JAX notes with some are those
+    of a mesh whose axes are of other types."""
+    with as_at(eqn):
+        noted = () if eqn.primitive is _jax.sharding_constraint_p else SHARDING_PARAMS
+        own = {name: None if name in noted else x for name, x in eqn.params.items()}
+        params = eqn.primitive.get_bind_params({**own, **changed})
+        made = eqn.primitive.bind(*operands, **params)
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def evaluate(closed, args: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined, but those with shardings."""
+    env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in closed.jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        if eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn)):
+            with as_at(eqn):
+                inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+                made = evaluate(_jax.closed(inner), operands)
+        else:
+            made = bound(eqn, operands)
+        env.update(zip(eqn.outvars, made, strict=True))
+    return list(map(read, closed.jaxpr.outvars))

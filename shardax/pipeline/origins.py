@@ -1,0 +1,136 @@
+"""What the stages of a cut loss read of the parameters: each hoisted value that is one leaf of them, cast,
+scaled, reshaped or transposed, can be made of the array in which that leaf rests.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.extend.core import Literal
+
+from shardax.annotations.explicit import shape_of
+from shardax.pipeline.cut import Cut, bound
+from shardax.pipeline.table import Schedule
+
+ELEMENTWISE = frozenset({"convert_element_type", "copy", "div", "mul", "name", "neg", "reduce_precision"})
+RESHAPING = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})  # of as many elements
+TRANSPOSING = frozenset({"transpose"})
+
+Type = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A hoisted value that is `chain`, equations of one operand, of leaf `leaf`."""
+
+    leaf: int
+    chain: tuple[Any, ...]
+    shape: tuple[int, ...]
+
+    def is_of(self, names: frozenset[str]) -> bool:
+        return all(eqn.primitive.name in names for eqn in self.chain)
+
+    @property
+    def elementwise(self) -> tuple[Any, ...]:
+        return tuple(eqn for eqn in self.chain if eqn.primitive.name in ELEMENTWISE)
+
+
+class Read(NamedTuple):
+    """A piece of a virtual stage, its `number`th; on which stage; of what the value is made."""
+
+    stage: int
+    virtual: int
+    number: int
+    rows: tuple[int, int] | None
+    origin: Origin | None
+
+
+@dataclass(frozen=True)
+class Reads:
+    """All that the stages of a cut read. `others`: the leaves of which other values are made."""
+
+    by_virtual: tuple[tuple[Read, ...], ...]
+    others: frozenset[int]
+
+    @staticmethod
+    def of(cut: Cut, schedule: Schedule, types: Sequence[Type], rest: Sequence[Any]) -> "Reads":
+        """`types`: of the leaves."""
+        rest = [shape_of(jax.typeof(x)) for x in rest]
+        jaxpr = jax.make_jaxpr(cut.hoist)(list(types), rest).jaxpr
+        makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        leaves = {v: i for i, v in enumerate(jaxpr.invars[: len(types)])}
+        origins = [_origin(v, makers, leaves) for v in jaxpr.outvars]
+        others = [v for v, origin in zip(jaxpr.outvars, origins, strict=True) if origin is None]
+        found = [
+            tuple(
+                Read(schedule.homes[k][0], k, n, piece.rows, origins[piece.value])
+                for n, piece in enumerate(stage.pieces)
+            )
+            for k, stage in enumerate(cut.stages)
+        ]
+        return Reads(tuple(found), frozenset(_leaves_of(others, makers, leaves)))
+
+    @cached_property
+    def all(self) -> tuple[Read, ...]:
+        return tuple(read for some in self.by_virtual for read in some)
+
+
+def _origin(atom, makers, leaves) -> Origin | None:
+    if isinstance(atom, Literal):
+        return None
+    chain, v = [], atom
+    while v not in leaves:
+        eqn = makers.get(v)
+        operands = [] if eqn is None else [x for x in eqn.invars if not isinstance(x, Literal)]
+        if eqn is None or len(operands) != 1 or not _is_linear(eqn):
+            return None
+        chain.append(eqn)
+        v = operands[0]
+    return Origin(leaves[v], tuple(reversed(chain)), tuple(atom.aval.shape))
+
+
+def _is_linear(eqn) -> bool:
+    """Of zeros it makes zeros, so that nothing comes of what stages lack."""
+    name = eqn.primitive.name
+    if name == "div" and isinstance(eqn.invars[0], Literal):
+        return False
+    if any(isinstance(x, Literal) and np.shape(x.val) for x in eqn.invars):
+        return False
+    same_size = eqn.outvars[0].aval.size == _operand(eqn).aval.size
+    return same_size and name in ELEMENTWISE | RESHAPING | TRANSPOSING
+
+
+def _operand(eqn):
+    return next(x for x in eqn.invars if not isinstance(x, Literal))
+
+
+def _leaves_of(atoms, makers, leaves) -> Iterator[int]:
+    seen, waiting = set(), [v for v in atoms if not isinstance(v, Literal)]
+    while waiting:
+        v = waiting.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v in leaves:
+            yield leaves[v]
+        waiting += [x for x in makers[v].invars if not isinstance(x, Literal)] if v in makers else []
+
+
+def run(chain: Sequence[Any], x: Array) -> Array:
+    """Does to an array what the chain does to a leaf."""
+    for eqn in chain:
+        (x,) = bound(eqn, [v.val if isinstance(v, Literal) else x for v in eqn.invars])
+    return x
+
+
+def text(chain: Sequence[Any]) -> str:
+    """Equal for chains that are the same."""
+    return "; ".join(
+        f"{eqn.primitive.name} {sorted((k, str(x)) for k, x in eqn.params.items())} "
+        f"{[str(v.val) if isinstance(v, Literal) else '_' for v in eqn.invars]}"
+        for eqn in chain
+    )

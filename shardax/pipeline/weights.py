@@ -1,0 +1,146 @@
+"""The weights of a cut loss, packed or not, as its stages read them.
+
+Where a hoisted value is a leaf that rests in a packed array, cast, scaled, reshaped or transposed, the same
+is done to that array, and each stage reads its part. Any other value is made of leaves, which are taken out
+of the arrays first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from shardax.annotations.explicit import shape_of
+from shardax.pipeline.cut import Cut, Piece
+from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Origin, Reads, run, text
+from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part, Resting, leaves_of
+from shardax.pipeline.stacks import Held
+from shardax.pipeline.table import Schedule
+
+Type = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters that a function is called with, packed or not.
+
+    Attributes:
+      arguments: as they are at rest.
+      arrays, tree: their leaves and structure.
+      types, plain_tree: those of the arguments that the function itself takes.
+    """
+
+    arguments: tuple[Any, ...]
+    arrays: list[Any]
+    tree: Any
+    types: list[Type]
+    plain_tree: Any
+
+    @staticmethod
+    def of(arguments: Sequence[Any], stages: int, axis: str) -> "Weights":
+        arguments = tuple(arguments)
+        for packed in _packed(arguments):
+            packed.packing.check_stages(stages, axis)
+        plain = [_types(x) for x in arguments]
+        types, plain_tree = jax.tree.flatten(plain)
+        return Weights(arguments, *jax.tree.flatten(arguments), types, plain_tree)
+
+    def plain(self, arrays: Sequence[Any]) -> list[Any]:
+        """The leaves that the function takes, of those at rest."""
+        if not _packed(self.arguments):
+            return list(arrays)
+        arguments = jax.tree.unflatten(self.tree, arrays)
+        return [
+            leaf
+            for x in arguments
+            for leaf in (leaves_of(x) if isinstance(x, Packed) else jax.tree.leaves(x))
+        ]
+
+    def placed(self, cut: Cut, schedule: Schedule, rest: Sequence[Any]) -> Cut:
+        """The cut whose stages read what rests where they are as it rests; its `hoist` takes the arrays."""
+        if not _packed(self.arguments):
+            return cut
+        places = self._places()
+        operands: dict[Any, tuple[int, tuple[Any, ...]]] = {}
+        held: dict[tuple[int, int], tuple[Any, Part, Origin]] = {}
+        for read in Reads.of(cut, schedule, self.types, rest).all:
+            if (origin := read.origin) is None:
+                continue
+            number, each, part = places.get((origin.leaf, read.rows, read.stage), (0, None, None))
+            if each and part and _may_be_read(origin, each.kind, read.rows):
+                chain = origin.elementwise if each.kind == FLAT else origin.chain
+                operands.setdefault((number, text(chain)), (number, chain))
+                held[read.virtual, read.number] = (number, text(chain)), part, origin
+        return _with_held(self, cut, operands, held, places)
+
+    def _places(self) -> dict[tuple[int, Any, int], tuple[int, Resting, Part]]:
+        """By leaf, rows and stage: which array at rest has them."""
+        found, leaf, array = {}, 0, 0
+        for x in self.arguments:
+            for number, each in enumerate(x.packing.arrays if isinstance(x, Packed) else ()):
+                for d, parts in enumerate(each.parts if each.kind != WHOLE else ()):
+                    for part in parts:
+                        found[leaf + part.leaf, part.rows, d] = array + number, each, part
+            leaf += len(jax.tree.leaves(_types(x)))
+            array += len(jax.tree.leaves(x))
+        return found
+
+
+def _packed(arguments: Sequence[Any]) -> list[Packed]:
+    return [x for x in arguments if isinstance(x, Packed)]
+
+
+def _types(argument: Any) -> Any:
+    """Of what the function itself takes."""
+    if isinstance(argument, Packed):
+        argument = jax.eval_shape(
+            lambda x: jax.tree.unflatten(x.packing.tree, leaves_of(x)),
+            jax.tree.map(lambda x: shape_of(jax.typeof(x)), argument),
+        )
+    return jax.tree.map(lambda x: shape_of(jax.typeof(x)), argument)
+
+
+def _with_held(weights: Weights, cut: Cut, operands, held, places) -> Cut:
+    """`operands`: which arrays are read, and what is done to them. `held`: by virtual stage and piece, its
+    operand, and where in it."""
+    needed = list(
+        dict.fromkeys(
+            piece.value
+            for k, stage in enumerate(cut.stages)
+            for n, piece in enumerate(stage.pieces)
+            if (k, n) not in held
+        )
+    )
+    number = {v: i for i, v in enumerate(needed)}
+    of_operand = {key: len(needed) + i for i, key in enumerate(operands)}
+    kinds = {array: each.kind for array, each, _ in places.values()}
+
+    def piece(k: int, n: int, old: Piece) -> Piece | Held:
+        if (k, n) not in held:
+            return Piece(number[old.value], old.rows)
+        key, part, origin = held[k, n]
+        if kinds[key[0]] == FLAT:
+            return Held(of_operand[key], start=part.start, shape=origin.shape)
+        return Held(of_operand[key], count=part.rows and part.rows[1] - part.rows[0])
+
+    stages = tuple(
+        replace(stage, pieces=tuple(piece(k, n, old) for n, old in enumerate(stage.pieces)))
+        for k, stage in enumerate(cut.stages)
+    )
+
+    def hoist(arrays, rest) -> list[Any]:
+        values = cut.hoist(weights.plain(arrays), rest) if needed else []
+        return [values[v] for v in needed] + [
+            jax.vmap(lambda x, chain=chain: run(chain, x))(arrays[array])
+            for array, chain in operands.values()
+        ]
+
+    return Cut(hoist, stages)
+
+
+def _may_be_read(origin: Origin, kind: str, rows: Any) -> bool:
+    """Whether what is made of a leaf can be made of the array at rest that has it."""
+    if rows is not None:
+        return origin.is_of(ELEMENTWISE)
+    return kind == STACKED or origin.is_of(ELEMENTWISE | RESHAPING)

@@ -1,0 +1,73 @@
+"""Dealt: an optimizer of matrices that updates equal ones together, each device some of them."""
+
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardax.validation import require
+from shardax.zero.wrapped import Transformation
+
+Groups = dict[str, list[int]]
+
+
+def dealt(tx: Any) -> Any:
+    """An optax optimizer that treats arrays of one shape as a stack of them, under `jax.vmap`.
+
+    An optimizer that computes with whole matrices (Muon, Shampoo, SOAP) is replicated, or split within each
+    product, where layers are separate arrays. Along a stack nothing needs to be sent: under `Zero` each
+    device gets whole matrices, as equal a number as can be, and computes with these alone. Layers that are
+    stacked already need it only if `tx` does not know stacks. The state is a dict of stacks by their type.
+
+    Args:
+      tx: an `optax.GradientTransformation` that treats each array by itself. What looks at all of them, such
+        as clipping by the global norm, belongs outside, in `optax.chain(clip, dealt(tx))`.
+
+    Raises ValueError where `tx` is no such pair of functions.
+
+    >>> import optax
+    >>> params = [jnp.ones((4, 4)), 2 * jnp.ones((4, 4)), jnp.ones(3)]
+    >>> tx = dealt(optax.scale_by_trust_ratio())  # |w| / |g| of each array
+    >>> updates, _ = tx.update([jnp.ones_like(w) for w in params], tx.init(params), params)
+    >>> [float(update.ravel()[0]) for update in updates]
+    [1.0, 2.0, 1.0]
+    """
+    require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of dealt", tx, "an optax optimizer")
+
+    def init(params: Any) -> Any:
+        return {shape: jax.vmap(tx.init)(stack) for shape, stack in _stacked(params).items()}
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        def one(grads, state, params):
+            return tx.update(grads, state, params, **extra)
+
+        stacks = _stacked(grads)
+        trained = dict.fromkeys(stacks) if params is None else _stacked(params)
+        made = {shape: jax.vmap(one)(stacks[shape], state[shape], trained[shape]) for shape in stacks}
+        updates = _unstacked({shape: new for shape, (new, _) in made.items()}, grads)
+        return updates, {shape: new for shape, (_, new) in made.items()}
+
+    kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
+    return kind(init, update)
+
+
+def _groups(leaves: list[Any]) -> Groups:
+    """The numbers of the arrays of each type, "f32[4,4]"."""
+    groups: Groups = defaultdict(list)
+    for number, x in enumerate(leaves):
+        groups[jax.typeof(x).str_short(short_dtypes=True)].append(number)
+    return groups
+
+
+def _stacked(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves(tree)
+    return {name: jnp.stack([leaves[n] for n in numbers]) for name, numbers in _groups(leaves).items()}
+
+
+def _unstacked(stacks: dict[str, Any], like: Any) -> Any:
+    leaves, tree = jax.tree.flatten(like)
+    for name, numbers in _groups(leaves).items():
+        for row, number in enumerate(numbers):
+            leaves[number] = stacks[name][row]
+    return tree.unflatten(leaves)

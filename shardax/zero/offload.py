@@ -1,0 +1,273 @@
+"""Offload: state that rests in the host's memory, brought to the device where a step reads it.
+
+    an update, elementwise in the state    array by array; where layers are scanned, layer by layer; each goes
+                                           back as soon as it is made
+    a loop over layers                     each iteration brings its own layer
+    a branch                               what it reads itself
+    anything else                          brought whole, just before
+
+A value is in one of two memories, `jax.memory.Space.Device` and `.Host`, which its type says.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.compute_on import compute_on
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardax import _jax
+from shardax.annotations.annotate import annotate_p
+from shardax.annotations.explicit import as_at, memory_of, shape_of
+from shardax.graph.evaluate import bound, evaluate
+from shardax.zero.segments import Segment, Shape, in_order, is_fill, segments
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+KIND = "pinned_host"
+
+
+def require_memory(mesh: Mesh | AbstractMesh, what: str) -> None:
+    """Raises ValueError where the devices of a mesh have no such memory of the host's."""
+    for device in mesh.local_devices[:1] if isinstance(mesh, Mesh) else ():
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if KIND not in kinds:
+            raise ValueError(
+                f"{what}, and the devices of the mesh ({device.device_kind}) have no memory of kind "
+                f"{KIND!r}, only {', '.join(map(repr, kinds))}: leave out offload="
+            )
+
+
+def at_host(aval) -> jax.ShapeDtypeStruct:
+    """The type of an array that rests in the host's memory."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return shape_of(aval, NamedSharding(mesh, PartitionSpec(), memory_kind=KIND))
+
+
+def on_device(type: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The type of an array of which a program is told that it is on the device."""
+    if memory_of(type) is DEVICE:
+        return type
+    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(), memory_kind="device")
+    return jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=sharding, weak_type=type.weak_type)
+
+
+@dataclass(frozen=True)
+class Offload:
+    """How a program reads what rests at the host.
+
+    scanned: shapes of arrays over whose first dim it goes, layer by layer, and so does their update.
+    on_host: whether the host itself updates what rests there; it is sent what it needs for that, and sends
+      what else is made of it.
+    """
+
+    scanned: Collection[Shape] = ()
+    on_host: bool = False
+
+    def program(self, closed, hosted: Collection[int], left: Collection[int]):
+        """The jaxpr that takes arguments `hosted`, and gives results `left`, in the host's memory."""
+        flat = jax.make_jaxpr(lambda *args: evaluate(closed, args))(*map(shape_of, closed.in_avals))
+        return self._of_flat(_jax.dce(flat), hosted, left)
+
+    def _of_flat(self, closed, hosted: Collection[int], left: Collection[int]):
+        def run(*args):
+            return _Run(self, closed, left).results(args)
+
+        types = [at_host(a) if i in hosted else shape_of(a) for i, a in enumerate(closed.in_avals)]
+        return jax.make_jaxpr(run)(*types)
+
+
+@dataclass
+class _Run:
+    """One evaluation of a program: values by their variables, in the memory of the device and of the host."""
+
+    how: Offload
+    closed: Any
+    left: Collection[int]
+    device: dict[Any, Any] = field(default_factory=dict)
+    host: dict[Any, Any] = field(default_factory=dict)
+
+    def results(self, args: Sequence[Any]) -> list[Any]:
+        jaxpr = self.closed.jaxpr
+        for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
+            (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
+        self.wanted = _wanted(jaxpr.eqns, {jaxpr.outvars[r] for r in self.left})
+        kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
+        self.readers = _readers(jaxpr.eqns, kept, self.wanted)
+        for part in _parts(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars):
+            if isinstance(part, Segment):
+                self._run_segment(part)
+            else:
+                with as_at(part):
+                    self._run_other(part)
+        return [self.at_host(v) if r in self.left else self.on_device(v) for r, v in enumerate(jaxpr.outvars)]
+
+    def on_device(self, atom) -> Any:
+        """The value, brought anew each time that it is read."""
+        if _jax.is_literal(atom):
+            return atom.val
+        return self.device[atom] if atom in self.device else jax.device_put(self.host[atom], DEVICE)
+
+    def at_host(self, atom) -> Any:
+        if _jax.is_literal(atom):
+            return jax.device_put(atom.val, HOST)
+        if atom not in self.host:
+            self.host[atom] = jax.device_put(self.device[atom], HOST)
+        return self.host[atom]
+
+    def _aliases(self, eqns: Sequence[Any]) -> set[Any]:
+        """The variables that are what the host has, annotated or not."""
+        found = set(self.host)
+        for eqn in eqns:
+            if eqn.primitive is annotate_p and eqn.invars[0] in found:
+                found.add(eqn.outvars[0])
+        return found
+
+    def _run_other(self, eqn) -> None:
+        held = [k for k, v in enumerate(eqn.invars) if not _jax.is_literal(v) and v in self.host]
+        name = eqn.primitive.name
+        if eqn.primitive is annotate_p and (eqn.outvars[0] in self.wanted or held):
+            self.host[eqn.outvars[0]] = bound(eqn, [self.at_host(eqn.invars[0])])[0]
+            made: Sequence[Any] = ()
+        elif held and name in _BODIES:
+            made = _BODIES[name](self, eqn, set(held))
+        else:
+            made = bound(eqn, list(map(self.on_device, eqn.invars)))
+        for v, x in zip(eqn.outvars, made or (), strict=bool(made)):
+            (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
+            if v in self.wanted:
+                self.at_host(v)
+
+    def _run_segment(self, segment: Segment) -> None:
+        inner = {id(eqn) for eqn in segment.eqns}
+        gives = [(v, HOST) for v in segment.made if v in self.wanted]
+        gives += [(v, DEVICE) for v in segment.made if self.readers[v] - inner]
+        reads = segment.reads()
+        operands = [
+            self.host[v] if v in self.host and v not in self.device else self.device[v] for v in reads
+        ]
+        update = _Update(segment, reads, gives, self.how.on_host)
+        rows = segment.shape in self.how.scanned
+        with as_at(segment.eqns[-1]):
+            made = update.by_rows(operands) if rows else update(operands, segment.shape)
+        for (v, memory), x in zip(gives, made, strict=True):
+            (self.host if memory is HOST else self.device)[v] = x
+
+
+def _parts(eqns: Sequence[Any], roots: Collection[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The segments and all other equations, each after those that make what it reads."""
+    found = segments(eqns, roots, outvars)
+    inside = {id(eqn) for segment in found for eqn in segment.eqns}
+    parts = [*found, *(eqn for eqn in eqns if id(eqn) not in inside)]
+    place = {id(eqn): n for n, eqn in enumerate(eqns)}
+
+    def task(part):
+        if isinstance(part, Segment):
+            return place[id(part.eqns[-1])], part.reads(), part.made
+        return place[id(part)], [v for v in part.invars if not _jax.is_literal(v)], part.outvars
+
+    return [parts[n] for n in in_order(list(map(task, parts)))]
+
+
+def _wanted(eqns: Sequence[Any], left: set[Any]) -> set[Any]:
+    """The variables whose values the host is to have: results, and what an annotation alone is between."""
+    wanted = {v for v in left if not _jax.is_literal(v)}
+    for eqn in reversed(eqns):
+        if eqn.primitive is annotate_p and eqn.outvars[0] in wanted:
+            wanted.add(eqn.invars[0])
+    return wanted
+
+
+def _readers(eqns: Sequence[Any], kept: Sequence[Any], wanted: set[Any]) -> Mapping[Any, set[int]]:
+    """Which equations read a variable on the device, by their `id`; 0 where it is a result there."""
+    readers = defaultdict(set)
+    for v in kept:
+        if not _jax.is_literal(v):
+            readers[v].add(0)
+    for eqn in eqns:
+        if eqn.primitive is not annotate_p or eqn.outvars[0] not in wanted:
+            for v in eqn.invars:
+                if not _jax.is_literal(v):
+                    readers[v].add(id(eqn))
+    return readers
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A segment as a function of what it reads, which gives values in one memory or the other."""
+
+    segment: Segment
+    reads: Sequence[Any]
+    gives: Sequence[tuple[Any, Any]]
+    on_host: bool
+
+    def __call__(self, operands: Sequence[Any], shape: Shape) -> list[Any]:
+        memory = HOST if self.on_host else DEVICE
+        env = {v: _put(x, memory) for v, x in zip(self.reads, operands, strict=True)}
+        for eqn in self.segment.eqns:
+            args = [_read(env, atom, memory) for atom in eqn.invars]
+            resized = {"shape": shape} if is_fill(eqn) else {}
+            with as_at(eqn), compute_on("device_host") if self.on_host else nullcontext():
+                (env[eqn.outvars[0]],) = bound(eqn, args, **resized)
+        return [_put(env[v], to) for v, to in self.gives]
+
+    def by_rows(self, operands: Sequence[Any]) -> list[Any]:
+        """Row by row of the first dim."""
+        is_row = [bool(v.aval.shape) for v in self.reads]
+
+        def step(_, rows):
+            left = iter(rows)
+            full = [next(left) if row else x for row, x in zip(is_row, operands, strict=True)]
+            return None, self(full, self.segment.shape[1:])
+
+        arrays = [x for row, x in zip(is_row, operands, strict=True) if row]
+        return lax.scan(step, None, arrays)[1]
+
+
+def _put(x, memory) -> Any:
+    return x if memory_of(jax.typeof(x)) is memory else jax.device_put(x, memory)
+
+
+def _read(env: Mapping[Any, Any], atom, memory) -> Any:
+    return atom.val if _jax.is_literal(atom) else _put(env[atom], memory)
+
+
+def _scan(run: _Run, eqn, held: set[int]) -> list[Any]:
+    """Of what a loop goes over, each iteration brings its row; what it reads in all of them is brought once,
+    before.
+    """
+    first = sum(_jax.scan_counts(eqn.params))
+    rows = {k for k in held if k >= first and eqn.invars[k] not in run.device}
+    operands = [run.host[v] if k in rows else run.on_device(v) for k, v in enumerate(eqn.invars)]
+    return bound(_jax.with_bodies(eqn, lambda body: _bringing(body, rows)), operands)
+
+
+def _bringing(body, hosted: Collection[int]):
+    """A body that takes some arguments from the host's memory."""
+    inner = _jax.closed(body)
+
+    def run(*args):
+        return evaluate(inner, [_put(x, DEVICE) for x in args])
+
+    types = [at_host(a) if i in hosted else shape_of(a) for i, a in enumerate(inner.in_avals)]
+    return _like(jax.make_jaxpr(run)(*types), body)
+
+
+def _cond(run: _Run, eqn, held: set[int]) -> list[Any]:
+    """Each branch brings what it reads."""
+    hosted = {k - 1 for k in held if k}
+    left = {r for r, v in enumerate(eqn.outvars) if v in run.wanted}
+    operands = [run.host[v] if k - 1 in hosted else run.on_device(v) for k, v in enumerate(eqn.invars)]
+    change: Callable[[Any], Any] = lambda body: _like(run.how.program(_jax.closed(body), hosted, left), body)  # noqa: E731
+    return bound(_jax.with_bodies(eqn, change), operands)
+
+
+def _like(closed, body):
+    """A closed jaxpr, open where `body` is."""
+    return closed if hasattr(body, "consts") else closed.jaxpr
+
+
+_BODIES = {"cond": _cond, "scan": _scan}

@@ -1,0 +1,122 @@
+"""Optimizers of matrices: each device computes with some of the matrices, whole, and results are the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from models.devices import make_mesh
+from shardax.zero import Zero, dealt
+
+pytestmark = [
+    pytest.mark.mixed_dtypes,
+    pytest.mark.promotes_ranks,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
+
+LAYERS, MODEL, HIDDEN = 8, 64, 128
+ITERATIONS = 5  # of Newton and Schulz
+MUON = ITERATIONS * 2 * (2 * MODEL * MODEL * HIDDEN + MODEL**3) * LAYERS  # FLOPs
+
+
+def stacked(params, x_BM):
+    def layer(h_BM, w):
+        return jnp.tanh(h_BM @ w)[:, :MODEL], None
+
+    return (jax.lax.scan(layer, x_BM, params)[0] ** 2).mean()
+
+
+def listed(params, x_BM):
+    for w in params:
+        x_BM = jnp.tanh(x_BM @ w)[:, :MODEL]
+    return (x_BM**2).mean()
+
+
+def step_of(loss, tx):
+    def step(state, x_BM):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, x_BM)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+def of_stack(count):
+    numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    tx = optax.contrib.muon(0.1, muon_weight_dimension_numbers=numbers)
+    return stacked, tx, jax.ShapeDtypeStruct((count, MODEL, HIDDEN), "float32")
+
+
+def flops(loss, tx, params, stage):
+    """Of the update alone: those of a step, without those of one of SGD."""
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((16384, MODEL), "float32")
+    how = {
+        "mesh": mesh,
+        "in_shardings": (None, P("data")),
+        "donate_argnums": 0,
+        "transforms": [Zero("data", stage)],
+    }
+
+    def plan(tx):
+        return sx.shard_jit(step_of(loss, tx), **how).plan((params, jax.eval_shape(tx.init, params)), x)
+
+    with_update, plain = plan(tx), plan(optax.sgd(0.1, momentum=0.9))
+    extra = with_update.comm_bytes - plain.comm_bytes
+    return (with_update.estimate("v5p").flops - plain.estimate("v5p").flops) / MUON, extra
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_matrix_per_device(stage):
+    """Of a stack, without a word; of a list, where it is dealt; else each device computes with all of them."""
+    size = MODEL * HIDDEN * 4 * LAYERS // 8
+    share, extra = flops(*of_stack(LAYERS), stage)
+    assert share == pytest.approx(1 / 8, rel=0.01) and extra <= 1.1 * size
+    params, tx = [jax.ShapeDtypeStruct((MODEL, HIDDEN), "float32")] * LAYERS, optax.contrib.muon(0.1)
+    assert flops(listed, dealt(tx), params, stage)[0] == pytest.approx(1 / 8, rel=0.01)
+    assert flops(listed, tx, params, stage)[0] == pytest.approx(1, rel=0.01)
+
+
+@pytest.mark.quick
+def test_uneven_stack():
+    share, _ = flops(*of_stack(12), 1)
+    assert share == pytest.approx(2 / 8, rel=0.01), "two of twelve on each device, where eight count as one"
+
+
+@pytest.mark.once
+def test_results():
+    """Two sizes and a vector, beside clipping by the norm of all."""
+    rng = np.random.default_rng(0)
+    params = [np.float32(rng.normal(size=s)) for s in ((6, 10), (6, 10), (10, 6), (6, 10), (6,))]
+
+    def loss(params, x_B6):
+        a, b, c, d, e = params
+        return ((x_B6 @ a @ c + e) ** 2).mean() + ((x_B6 @ b - x_B6 @ d) ** 2).mean()
+
+    results = []
+    for form, wrap in ((dealt, True), (lambda tx: tx, False)):
+        tx = optax.chain(optax.clip_by_global_norm(1.0), form(optax.contrib.muon(0.05, weight_decay=0.1)))
+        how = {"mesh": make_mesh({"data": 4}), "in_shardings": (None, P("data")), "donate_argnums": 0}
+        jitted = (
+            sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 1)], **how)
+            if wrap
+            else jax.jit(step_of(loss, tx))
+        )
+        state = params, jax.jit(tx.init)(params)
+        for k in range(3):
+            state, value = jitted(state, np.float32(np.random.default_rng(k).normal(size=(8, 6))))
+        results.append((state[0], value))
+    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_bad_input():
+    with pytest.raises(ValueError, match="tx of dealt is 0.1, of type float: give an optax optimizer"):
+        dealt(0.1)

@@ -1,0 +1,249 @@
+"""ZeRO's offload: state rests at the host, the device holds less by just that, and results are the same."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from models.devices import make_mesh
+from shardax.zero import Zero
+from shardax.zero.offload import require_memory
+from shardax.zero.segments import in_order, segments
+from tests.test_tpu import WITHOUT_TPU
+from tests.test_zero import OPTIMIZERS, SIZES, losses, quick_compilation, train_step
+
+pytestmark = [
+    pytest.mark.mixed_dtypes,
+    pytest.mark.promotes_ranks,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
+
+__all__ = ["quick_compilation"]
+LAYERS, MODEL, HIDDEN = 24, 64, 256
+STACKED = {"up": (LAYERS, MODEL, HIDDEN), "down": (LAYERS, HIDDEN, MODEL)}
+BOTH = ("optimizer", "parameters")
+
+
+def stacked_step(tx, dtype=jnp.float32):
+    def loss(params, x_BM):
+        def layer(h_BM, w):
+            up, down = w["up"].astype(dtype), w["down"].astype(dtype)
+            return h_BM + jnp.tanh(h_BM @ up) @ down, None
+
+        h_BM = jax.lax.scan(jax.checkpoint(layer), x_BM.astype(dtype), params)[0]
+        return jnp.mean((h_BM.astype(jnp.float32) - 1) ** 2)
+
+    def step(state, x_BM):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, x_BM)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+def adamw():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def planned(zero, devices=8):
+    mesh = AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    tx = adamw()
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in STACKED.items()}
+    args = (params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct((512, MODEL), "float32")
+    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    step = sx.shard_jit(stacked_step(tx), transforms=[zero], **how)
+    return step.plan(*args), sx.abstract_state(step, *args)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stage", [1, 3])
+def test_peak_falls_by_what_moved(stage):
+    without, _ = planned(Zero("data", stage))
+    before = without.memory()
+    assert before.host == 0
+    for offload in ("optimizer", BOTH):
+        zero = Zero("data", stage, offload=offload)
+        plan, resting = planned(zero)
+        memory, moved = plan.memory(), sum(zero.resident(plan).hosted.values())
+        assert moved == sum(
+            place.aval.size * 4 // place.shards
+            for place in plan.arguments()
+            if place.at_host and place.aval.shape
+        )
+        assert abs(before.peak - memory.peak - moved) <= 0.02 * moved
+        assert sum(memory.hosted.values()) == moved <= memory.host
+        assert plan.comm_bytes == without.comm_bytes
+        assert plan.estimate("v5p").host == pytest.approx(2 * moved / 16e9, rel=0.6)
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(resting[0])}
+        assert kinds == ({"pinned_host"} if offload is BOTH else {None, "device"} & kinds)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(resting[1]) if x.shape} == {"pinned_host"}
+        text = str(plan)
+        assert "in the host's memory" in text and "at the host" in text
+
+
+def run(zero, mesh, dtype=jnp.float32, placed=False):
+    tx, rng = optax.adamw(1e-2), np.random.default_rng(0)
+    shapes = {"up": (4, 24, 36), "down": (4, 36, 24)}
+    params = {name: np.float32(0.1 * rng.normal(size=shape)) for name, shape in shapes.items()}
+    axes = ("data", "fsdp") if "fsdp" in mesh.shape else "data"
+    specs = {"up": P(None, None, "model"), "down": P(None, "model")} if "model" in mesh.shape else None
+    how = {"mesh": mesh, "in_shardings": ((specs, None), P(axes)), "donate_argnums": 0}
+    step = sx.shard_jit(stacked_step(tx, dtype), transforms=[zero], **how)
+    state = params, jax.jit(tx.init)(params)
+    xs = [np.float32(rng.normal(size=(400, 24))) for _ in range(3)]
+    if placed:
+        state = jax.device_put(
+            state, jax.tree.map(lambda x: x.sharding, sx.abstract_state(step, state, xs[0]))
+        )
+    found = []
+    for x in xs:
+        state, loss = step(state, x)
+        found.append(float(loss))
+    return state, found
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "stage, offload, update_on, axes, dtype, placed",
+    [
+        (1, "optimizer", "host", {"data": 4}, jnp.float32, True),
+        (2, BOTH, "device", {"data": 2, "fsdp": 2, "model": 2}, jnp.float32, False),
+        (3, BOTH, "device", {"data": 4, "model": 2}, jnp.bfloat16, True),
+        (3, BOTH, "host", {"data": 8}, jnp.float32, False),
+    ],
+)
+def test_results_are_equal(stage, offload, update_on, axes, dtype, placed, quick_compilation):
+    mesh, axis = make_mesh(axes), ("data", "fsdp") if "fsdp" in axes else "data"
+    (plain, wanted) = run(Zero(axis, stage), mesh, dtype)
+    (state, found) = run(Zero(axis, stage, offload=offload, update_on=update_on), mesh, dtype, placed)
+    assert found == wanted
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding.shard_shape(x.shape) == y.sharding.shard_shape(y.shape)
+    at_host = jax.tree.map(lambda x: x.sharding.memory_kind == "pinned_host", state)
+    assert all(jax.tree.leaves(at_host[0])) == (offload is BOTH)
+    assert all(
+        h for h, x in zip(jax.tree.leaves(at_host[1]), jax.tree.leaves(state[1]), strict=True) if x.ndim
+    )
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "name",
+    [
+        "masked",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "muon", "accumulating", "injected")),
+    ],
+)
+def test_any_optimizer(name, quick_compilation):
+    """Norms of layers, branches, factored moments, matrices; sizes that nothing divides."""
+    tx, mesh = OPTIMIZERS[name](), make_mesh({"data": 4})
+    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    (state, found), (plain, wanted) = (
+        losses(sx.shard_jit(train_step(tx), transforms=[zero], **how), tx, 3)
+        for zero in (Zero("data", 3, offload=BOTH), Zero("data", 3))
+    )
+    assert found == wanted
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert {name for name, x in state[0].items() if x.sharding.memory_kind == "pinned_host"} == {
+        name for name, shape in SIZES.items() if shape
+    }
+
+
+@pytest.mark.quick
+def test_segments_are_divided_by_what_reads_all():
+    """A norm of the update comes between what makes it and what it scales; the gradient's part is made with
+    the first."""
+
+    def update(m, g, w):
+        g = 2 * g
+        m = 0.9 * m + g
+        return m, w - m * jnp.sqrt(jnp.sum(m * m)), jnp.cos(g.T)
+
+    x = jax.ShapeDtypeStruct((4, 4), "float32")
+    jaxpr = jax.make_jaxpr(update)(x, x, x).jaxpr
+    found = segments(jaxpr.eqns, {jaxpr.invars[0], jaxpr.invars[2]}, jaxpr.outvars)
+    assert [[eqn.primitive.name for eqn in s.eqns] for s in found] == [["mul", "add", "mul"], ["mul", "sub"]]
+    g = jaxpr.eqns[0].outvars[0]
+    assert g in found[0].reads() and g not in found[1].reads()
+
+
+@pytest.mark.quick
+def test_order():
+    assert in_order([(0, ["b"], ["a"]), (1, [], ["c"]), (2, ["c"], ["b"])]) == [1, 2, 0]
+
+
+@pytest.mark.quick
+def test_bad_input():
+    with pytest.raises(ValueError, match="offload of Zero is 'moments', .*: give 'optimizer', 'parameters'"):
+        Zero(offload="moments")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="update_on of Zero is 'tpu'"):
+        Zero(offload="optimizer", update_on="tpu")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="the host updates what rests in its memory, so give offload='optimizer'"
+    ):
+        Zero(offload="parameters", update_on="host")
+    device = SimpleNamespace(addressable_memories=lambda: [SimpleNamespace(kind="device")], device_kind="toy")
+
+    class Toy(Mesh):
+        local_devices = [device]
+
+    mesh = object.__new__(Toy)
+    with pytest.raises(
+        ValueError, match=r"offload of Zero.*\(toy\) have no memory of kind 'pinned_host', only 'device'"
+    ):
+        require_memory(mesh, "offload of Zero is 'optimizer'")
+
+
+TPU_SHAPES = {"up": (24, 512, 2048), "down": (24, 2048, 512)}
+
+
+@pytest.mark.tpu
+def test_bytes_in_the_program_for_tpu():
+    """As XLA counts them: the device holds less by what moved, but for layers on their way."""
+    pytest.importorskip("libtpu")
+    command = [sys.executable, "-m", "tests.test_zero_offload"]
+    run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    print(run.stdout)
+    found = json.loads(run.stdout.splitlines()[-1])
+    row = 2 * 2 * 512 * 2048 * 4 // 8  # the moments of one layer, of both parameters
+    for stage, offload, moved in ((1, "optimizer", 48), (3, "both", 72)):
+        before, after = found[f"{stage}"], found[f"{stage} {offload}"]
+        assert after["host"] == moved * 2**20
+        assert before["device"] - after["device"] >= moved * 2**20 - 3 * row
+
+
+def main() -> None:
+    """Prints bytes of programs for a TPU v5e-8, by ZeRO stage and what is offloaded."""
+    from jax.experimental import topologies
+
+    mesh = topologies.make_mesh(topologies.get_topology_desc("v5e:2x4", "tpu"), (8,), ("data",))
+    tx, found = adamw(), {}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in TPU_SHAPES.items()}
+    args = (params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct((1024, 512), "float32")
+    for stage, offload in ((1, ()), (1, "optimizer"), (3, ()), (3, "optimizer"), (3, BOTH)):
+        how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+        step = sx.shard_jit(stacked_step(tx), transforms=[Zero("data", stage, offload=offload)], **how)
+        compiled = step.lower(sx.abstract_state(step, *args), args[1]).compile().memory_analysis()
+        name = f"{stage} {'both' if offload is BOTH else offload or ''}".strip()
+        device = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
+        found[name] = {"device": device, "host": compiled.host_argument_size_in_bytes}
+        print(f"{name:<12}" + "".join(f"{kind} {n / 2**20:.1f} MiB  " for kind, n in found[name].items()))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
