@@ -24,9 +24,9 @@ from shardax.pipeline.cut import Cut, cut
 from shardax.pipeline.halves import is_inexact
 from shardax.pipeline.packed import PACKING, Packing
 from shardax.pipeline.packer import packing_of
+from shardax.pipeline.resting import Weights
 from shardax.pipeline.schedules import make_schedule
 from shardax.pipeline.table import Schedule
-from shardax.pipeline.weights import Weights
 from shardax.transforms import annotations_of
 from shardax.validation import is_number, require
 

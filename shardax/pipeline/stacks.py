@@ -5,7 +5,6 @@ with a dim of stages, split over the stage axis: each device holds its own. What
 several share (tied embeddings), is an operand that all have. What rests so already is an operand as it is.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,47 +22,18 @@ Type = jax.ShapeDtypeStruct
 
 class Held(NamedTuple):
     """A piece of a value of the form [stages, ...], of which each stage reads its own: the first `count` rows
-    of that, None: all; or, where it is flat, an array of this shape from number `start` on.
+    of that, None: all.
     """
 
     value: int
     count: int | None = None
-    start: int | None = None
-    shape: tuple[int, ...] = ()
 
 
 class Source(NamedTuple):
-    """Which operand a piece is, and how many of its rows, None: all of it; see `Held` of the others."""
+    """Which operand a piece is, and how many of its rows, None: all of it."""
 
     operand: int
     rows: int | None = None
-    start: int | None = None
-    shape: tuple[int, ...] = ()
-
-    def type(self, whole: Type) -> Type:
-        """Of the piece, `whole` being that of its stage's part of the operand."""
-        if self.start is not None:
-            return Type(self.shape, whole.dtype)
-        return whole if self.rows is None else Type((self.rows, *whole.shape[1:]), whole.dtype)
-
-    def read(self, own: Array) -> Array:
-        """The piece, of its stage's part of the operand."""
-        if self.start is not None:
-            return own[self._numbers()].reshape(self.shape)
-        return own if self.rows is None else own[: self.rows]
-
-    def added(self, gradient: Array, x: Array) -> Array:
-        """The gradient of that part, with one of the piece."""
-        x = x.astype(gradient.dtype)
-        if self.start is not None:
-            return gradient.at[self._numbers()].add(x.reshape(-1))
-        if x.shape == gradient.shape:
-            return gradient + x
-        return gradient.at[: self.rows].add(x)
-
-    def _numbers(self) -> slice:
-        start = self.start or 0
-        return slice(start, start + math.prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -88,13 +58,13 @@ class Stacks:
             pieces = {d: cut.stages[k].pieces[n] for d, k, n in members}
             first = next(iter(pieces.values()))
             if isinstance(first, Held):
-                some = (Held(first.value),)
+                some = (first._replace(count=None),)
             else:
                 some = tuple(map(pieces.get, range(schedule.stages))) if stacked else (first,)
             operand = list(parts).index(some) if some in parts else len(parts)
             parts[some] = stacked
             for d, k, n in members:
-                sources[k][n] = _source(operand, pieces[d])
+                sources[k][n] = Source(operand, _count(pieces[d]))
         types = [_type(some, stacked, values) for some, stacked in parts.items()]
         return Stacks(
             cut, schedule, tuple(types), tuple(parts), tuple(parts.values()), tuple(map(tuple, sources))
@@ -102,7 +72,12 @@ class Stacks:
 
     def piece_types(self, k: int) -> list[Type]:
         """Of the pieces of a virtual stage."""
-        return [source.type(self.types[source.operand]) for source in self.sources[k]]
+        types = []
+        for source in self.sources[k]:
+            type = self.types[source.operand]
+            shape = type.shape if source.rows is None else (source.rows, *type.shape[1:])
+            types.append(Type(shape, type.dtype))
+        return types
 
     def operands(self, values: Sequence[Array]) -> list[Array]:
         """What the program takes: [stages, ...] where it is stacked."""
@@ -130,7 +105,7 @@ class Stacks:
 
     def pieces(self, k: int, own: Sequence[Array]) -> list[Array]:
         """Those of a virtual stage, of the operands as its stage has them."""
-        return [source.read(own[source.operand]) for source in self.sources[k]]
+        return [own[s.operand] if s.rows is None else own[s.operand][: s.rows] for s in self.sources[k]]
 
     # Gradients
 
@@ -139,13 +114,21 @@ class Stacks:
         having = [i for i, type in enumerate(self.types) if jnp.issubdtype(type.dtype, jnp.inexact)]
         return {operand: i for i, operand in enumerate(having)}
 
-    def added(self, gradients: Sequence[Array], k: int, of_pieces: Sequence[Array]) -> list[Array]:
-        """The sums of gradients of operands, with those of a virtual stage's pieces."""
-        gradients, number = list(gradients), self._inexact()
+    def added(self, zeros: Sequence[Array], k: int, of_pieces: Sequence[Array]) -> list[Array]:
+        """The gradients of operands, zeros but for those of a virtual stage's pieces. What is the gradient of
+        a whole operand is not added to zeros: where it is a sum that is owed, that would be one more place
+        at which it might be paid.
+        """
+        gradients, number, has = list(zeros), self._inexact(), set()
         having = [s for s in self.sources[k] if s.operand in number]
         for source, x in zip(having, of_pieces, strict=True):
             i = number[source.operand]
-            gradients[i] = source.added(gradients[i], x)
+            x = x.astype(gradients[i].dtype)
+            if x.shape != gradients[i].shape:
+                gradients[i] = gradients[i].at[: source.rows].add(x)
+            else:
+                gradients[i] = gradients[i] + x if i in has else x
+            has.add(i)
         return gradients
 
     def gradients(self, gradients: Sequence[Array], values: Sequence[Array]) -> list[Array | None]:
@@ -179,12 +162,6 @@ class Stacks:
         if rows:
             whole.append(jnp.concatenate([x for _, x in sorted(rows, key=lambda pair: pair[0])]))
         return sum(whole[1:], whole[0]) if whole else jnp.zeros(value.shape, value.dtype)
-
-
-def _source(operand: int, piece: Piece | Held) -> Source:
-    if isinstance(piece, Held):
-        return Source(operand, piece.count, piece.start, piece.shape)
-    return Source(operand, _count(piece))
 
 
 Member = tuple[int, int, int]  # of which stage, in which virtual stage, which of its pieces
@@ -222,7 +199,9 @@ def _kind(piece: Piece, value) -> Any:
     return "rows", tuple(value.shape[1:]), value.dtype
 
 
-def _count(piece: Piece) -> int | None:
+def _count(piece: Piece | Held) -> int | None:
+    if isinstance(piece, Held):
+        return piece.count
     return None if piece.rows is None else piece.rows[1] - piece.rows[0]
 
 

@@ -5,14 +5,18 @@ is done to that array, and each stage reads its part. Any other value is made of
 of the arrays first.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
 from shardax.annotations.explicit import shape_of
-from shardax.pipeline.cut import Cut, Piece
+from shardax.pipeline.cut import Cut, Piece, Stage
 from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Origin, Reads, run, text
 from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part, Resting, leaves_of
 from shardax.pipeline.stacks import Held
@@ -116,18 +120,22 @@ def _with_held(weights: Weights, cut: Cut, operands, held, places) -> Cut:
     of_operand = {key: len(needed) + i for i, key in enumerate(operands)}
     kinds = {array: each.kind for array, each, _ in places.values()}
 
-    def piece(k: int, n: int, old: Piece) -> Piece | Held:
-        if (k, n) not in held:
-            return Piece(number[old.value], old.rows)
-        key, part, origin = held[k, n]
-        if kinds[key[0]] == FLAT:
-            return Held(of_operand[key], start=part.start, shape=origin.shape)
-        return Held(of_operand[key], count=part.rows and part.rows[1] - part.rows[0])
+    def stage(k: int, old: Stage) -> Stage:
+        """Its pieces are arrays at rest, each once, and its program takes out of them what it had."""
+        pieces, views = {}, []
+        for n, piece in enumerate(old.pieces):
+            start, shape = None, ()
+            if (k, n) not in held:
+                new = Piece(number[piece.value], piece.rows)
+            else:
+                key, part, origin = held[k, n]
+                new = Held(of_operand[key], part.rows and part.rows[1] - part.rows[0])
+                if kinds[key[0]] == FLAT:
+                    start, shape = part.start, origin.shape
+            views.append(_View(pieces.setdefault(new, len(pieces)), start, shape))
+        return replace(old, program=_Viewing(old.program, tuple(views)), pieces=tuple(pieces))
 
-    stages = tuple(
-        replace(stage, pieces=tuple(piece(k, n, old) for n, old in enumerate(stage.pieces)))
-        for k, stage in enumerate(cut.stages)
-    )
+    stages = tuple(stage(k, old) for k, old in enumerate(cut.stages))
 
     def hoist(arrays, rest) -> list[Any]:
         values = cut.hoist(weights.plain(arrays), rest) if needed else []
@@ -136,7 +144,57 @@ def _with_held(weights: Weights, cut: Cut, operands, held, places) -> Cut:
             for array, chain in operands.values()
         ]
 
-    return Cut(hoist, stages)
+    return replace(cut, hoist=hoist, stages=stages)
+
+
+class _View(NamedTuple):
+    """A piece as the program has it: piece `number`, or of a flat one the array from number `start` on."""
+
+    number: int
+    start: int | None
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return (self.start or 0) + math.prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class _Viewing:
+    """The program of a stage, of pieces that others are taken out of."""
+
+    program: Callable[..., list[Any]]
+    views: tuple[_View, ...]
+
+    def __call__(self, pieces, microbatch, rest, received) -> list[Any]:
+        found: dict[_View, Array] = {}
+        for number, piece in enumerate(pieces):
+            flat = {view for view in self.views if view.number == number and view.start is not None}
+            views = tuple(sorted(flat, key=lambda view: view.stop))
+            found.update(zip(views, _taken(piece, views, piece.shape), strict=True) if views else ())
+        own = [pieces[view.number] if view.start is None else found[view] for view in self.views]
+        return self.program(own, microbatch, rest, received)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _taken(flat: Array, views: tuple[_View, ...], shape: tuple[int, ...]) -> list[Array]:
+    """Arrays out of a flat one of this shape. Its gradient is theirs, each added in its place: a sum of
+    padded ones would be moved once for each."""
+    return [flat[view.start : view.stop].reshape(view.shape) for view in views]
+
+
+def _taken_forward(flat, views, shape):
+    return _taken(flat, views, shape), None
+
+
+def _taken_backward(views, shape, _, gradients):
+    flat = jnp.zeros(shape, gradients[0].dtype)
+    for view, x in zip(views, gradients, strict=True):
+        flat = flat.at[view.start : view.stop].add(x.reshape(-1))
+    return (flat,)
+
+
+_taken.defvjp(_taken_forward, _taken_backward)
 
 
 def _may_be_read(origin: Origin, kind: str, rows: Any) -> bool:
