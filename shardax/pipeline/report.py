@@ -199,6 +199,8 @@ def _timeline(ran: _Local, done: Simulation) -> Table:
         f"{seconds_text(done.seconds + beside)}, of it {seconds_text(done.costs.send * ticks)} to send "
         f"{bytes_text(ran.sent())} in each of {ticks} ticks, and {seconds_text(beside)} to store and add up"
     )
+    if ran.buffers() is None:  # a rewrite has changed the loop
+        title += "; what is kept is not known"
     return Table(title, (), drawing=lambda width: _wrapped(timeline(done, width), width))
 
 
