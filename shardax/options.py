@@ -1,5 +1,8 @@
 """Options: what a user may decide about how programs are made. Every field has a documented default."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,6 +74,24 @@ class Options:
         if isinstance(self.chip, str):
             return _CHIPS.get(self.chip)
         return self.chip or NOMINAL
+
+
+_IN_EFFECT: ContextVar[Options] = ContextVar("options", default=Options())  # noqa: B039
+
+
+@contextmanager
+def in_effect(options: Options) -> Iterator[None]:
+    """What is traced inside is to be sharded with these options."""
+    token = _IN_EFFECT.set(options)
+    try:
+        yield
+    finally:
+        _IN_EFFECT.reset(token)
+
+
+def current() -> Options:
+    """Those of the function that is being traced, the default ones where none is."""
+    return _IN_EFFECT.get()
 
 
 class Refused(ValueError):

@@ -1,5 +1,6 @@
 """What a plan shows of a pipeline: seconds, bytes and places, those of the program that runs."""
 
+import dataclasses
 import json
 
 import jax
@@ -11,11 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.cost import noted
+from shardax.cost.chips import CHIPS, NOMINAL
+from shardax.cost.network import Network
 from shardax.explain.reports import reports
 from shardax.explain.roofline import work
 from shardax.ledger.collectives import collectives
 from shardax.pipeline import make_schedule
+from shardax.pipeline.auto import chosen as choice_of
 from shardax.pipeline.begins import Begin, Place
+from shardax.pipeline.cut import cut
 from shardax.pipeline.report import why
 
 pytestmark = pytest.mark.quick
@@ -63,7 +68,7 @@ def test_bytes_and_slots_are_those_of_the_program():
     assert found["sent_per_tick"] == microbatch
     memory = found["memory"]
     assert [row["weights"] for row in memory] == [2 * square, 2 * square, 2 * square, 3 * square, 3 * square]
-    assert [row["gradients"] for row in memory] == [row["weights"] for row in memory]
+    assert [row["gradients"] // square * square for row in memory] == [row["weights"] for row in memory]
     kept = [row["saved"] for row in memory[:3]]
     assert kept == [kept[2] // 2 * n for n in (4, 3, 2)]  # as many microbatches as there are stages before
     assert kept[2] // 2 % microbatch == 0
@@ -144,6 +149,59 @@ def test_a_second_plan_has_it_too():
     assert data(first) == data(second)
     derived = sx.shard_jit(lambda *args: grad(*args)[0] * 2.0, mesh=MESH).plan(*ARGS)
     assert [r.data["name"] for r in reports(derived)] == ["loss"]
+
+
+# The choice of a schedule
+
+
+def chosen(memory=None, chip=None):
+    grad = sx.pipeline.value_and_grad(loss, microbatches=8, schedule="auto", memory=memory)
+    return sx.shard_jit(grad, mesh=MESH, in_shardings=SHARDINGS, options=sx.Options(chip=chip)).plan(*ARGS)
+
+
+def test_auto_keeps_within_memory():
+    """The fastest that fits; what is held in the end is what was allowed, or less."""
+    free, tight = data(chosen()), data(chosen(11e6))
+    assert free["schedule"]["name"] == "eager-1f1b" and "limit" not in free["chosen"]
+    assert tight["schedule"]["name"] == "1f1b" and "eager-1f1b" in tight["chosen"]
+    assert "(over the limit)" in tight["chosen"]
+    held = tight["memory"][-1]
+    batch = 2 * ROWS // 2 * M * 4
+    assert sum(held[name] for name in ("weights", "saved", "waiting", "gradients")) + batch <= 11e6
+    assert tight["seconds"] > free["seconds"]
+
+
+@pytest.mark.once
+def test_the_limit_is_the_chips_memory():
+    small = dataclasses.replace(CHIPS["v5e"], memory=11e6)
+    assert data(chosen(chip=small))["schedule"]["name"] == "1f1b"
+    assert data(chosen(chip="v5e"))["schedule"]["name"] == "eager-1f1b"
+
+
+@pytest.mark.parametrize(
+    "memory, words",
+    [(1e6, "memory is 1,000,000 bytes, and the weights of a stage"), (-1, "memory of value_")],
+)
+def test_too_little_memory(memory, words):
+    with pytest.raises(ValueError, match=words):
+        chosen(memory)
+
+
+def test_seconds_of_passes_and_bytes_kept():
+    """Of products: the forward pass multiplies once, the backward pass for each of inputs and weights."""
+    x = jax.ShapeDtypeStruct((4096, 512), "float32")
+    w = jax.ShapeDtypeStruct((LAYERS, 512, 512), "float32")
+    closed = jax.make_jaxpr(lambda w, x: (jax.lax.scan(layer, x, w)[0] ** 2).mean())(w, x)
+    chip = dataclasses.replace(NOMINAL, memory_rate=1e18)  # products alone count
+    network = Network({"stage": 4, "data": 2}, chip)
+    choice = choice_of(cut(closed, 1, 1, 4), 4, 8, [w], [x], [], network, "stage")
+    costs = choice.candidates[0].simulation.costs
+    product = 2 * 4096 * 512 * 512 / chip.flops / 2  # shared by two
+    for name, products in {"forward": 2, "inputs": 2, "backward": 4}.items():
+        np.testing.assert_allclose(costs.of(name)[1], products * product, rtol=1e-2)
+    assert 1.99 * product < costs.of("weights")[1] < 4.1 * product  # with cotangents between its layers
+    assert min(costs.of("saved")) + costs.boundary >= 2 * 4096 * 512 * 4 / 2  # of both layers what tanh gave
+    assert "eager-1f1b" in str(choice)
 
 
 # Branches by table

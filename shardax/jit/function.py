@@ -27,7 +27,7 @@ from shardax.jit.signature import argument_name, positional_names, shardings_by_
 from shardax.jit.transforming import traced_as, transformed
 from shardax.ledger.lines import line_text
 from shardax.meshes.crossing import Crossing, entering
-from shardax.options import Options, Refused
+from shardax.options import Options, Refused, in_effect
 from shardax.sharding import from_spec, owing_of
 from shardax.trace import Request, Traced, abstract_mesh, is_explicit
 from shardax.transform import primitive
@@ -219,7 +219,8 @@ class Function:
         types = tuple(_type_seen(x, request.mesh) for x in leaves)
         cell = _cell(self, request.mesh, static, structure, request.donated, types)
         if not cell:
-            traced, types = traced_as(request, self.transforms)
+            with in_effect(self.options):
+                traced, types = traced_as(request, self.transforms)
             context = Context(auto_mesh(request.mesh), traced.arguments, traced.results, self.options)
             made = traced, transformed(traced, types, context, self.transforms)
             self.refused[made[1]] = traced.refused

@@ -151,11 +151,18 @@ class _Executor:
             lines=program.lines,
             begins=program.begins,
             sources=tuple(tuple(source.operand for source in each) for each in self.stacks.sources),
-            gradients=tuple(map(program.gradients, stages)),
+            buffers={
+                **dict.fromkeys(("forward", "cotangent"), len(self.wires)),
+                "saved": len(self.kept.types),
+                "held": len(self.held.types),
+                "sums": len(program.sums),
+                "results": len(program.results),
+            },
             kept=self.kept.of,
-            counts=(len(self.held.types), len(program.sums), len(program.results)),
-            wires=len(self.wires),
+            held=self.held.of,
+            sums=tuple(map(program.gradients, stages)),
             slots={name: getattr(tables, f"{name}_slots") for name in slots.BUFFERS},
+            chosen=program.chosen,
         )
         return reports.scope(f"pipeline of {program.name}", ran)
 

@@ -15,17 +15,21 @@ from jax.sharding import AbstractMesh, AxisType  # noqa: F401  (doctests)
 from shardax import _jax
 from shardax.annotations.annotate import describe
 from shardax.annotations.explicit import shape_of
+from shardax.cost.chips import NOMINAL
+from shardax.cost.network import Network
+from shardax.options import current
 from shardax.pipeline import execute, halves
+from shardax.pipeline.auto import chosen
 from shardax.pipeline.cut import Cut, cut
 from shardax.pipeline.halves import is_inexact
 from shardax.pipeline.packed import PACKING, Packing
 from shardax.pipeline.packer import packing_of
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.schedules import make_schedule
-from shardax.pipeline.simulate import Costs, choose
 from shardax.pipeline.stacks import Stacks
 from shardax.pipeline.table import Schedule
 from shardax.transforms import annotations_of
+from shardax.validation import is_number, require
 
 
 def value_and_grad(
@@ -38,6 +42,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     reduce: str = "mean",
+    memory: float | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, the layers of `loss` spread over the stages of a mesh axis.
 
@@ -58,16 +63,19 @@ def value_and_grad(
       microbatches: how many. Microbatch i of m has rows i, i + m, i + 2 m, ..., so that the rows of each
         device stay there.
       schedule: which instruction each stage runs when: a name, a text, a function or a `Schedule`; "auto" is
-        the fastest of those with names, simulated with the stages' own seconds.
+        the fastest of those with names that fit into memory, simulated with the stages' own seconds.
       chunks: pieces of the model on each stage, as "interleaved" has them; None: as the schedule wants it.
       argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
       reduce: "mean" or "sum".
+      memory: of "auto", bytes that weights, their gradients, the batch and what is kept for backward passes
+        may take on each device; leave room for optimizer state. None: the HBM of the chip of
+        `Options(chip=...)`, no limit where that names none.
 
     Returns a function as `jax.value_and_grad` does. Call it inside of a `shardax.shard_jit` function, or
     where a mesh with the axis is in context.
 
     Raises ValueError: where the microbatches do not divide the batch, the axis is not in the mesh, there are
-    more stages than places to cut, or the loss is no scalar.
+    more stages than places to cut, the loss is no scalar, or no schedule fits into memory.
 
     Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules:
     `shardax.pipeline.schedules`.
@@ -84,20 +92,21 @@ def value_and_grad(
     ['all_reduce', 'ppermute']
     """
     _check(loss, axis, microbatches, reduce)
+    require(memory is None or is_number(memory, 0), "memory of value_and_grad", memory, "bytes, or None")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @wraps(loss)
     def run(*args, **kwargs):
         call = _Call.of(loss, args, kwargs, numbers, axis, microbatches)
         scale = 1 / microbatches if reduce == "mean" else 1.0
-        value, aux, gradients = call.gradients((schedule, chunks), scale, has_aux)
+        value, aux, gradients = call.gradients((schedule, chunks, memory), scale, has_aux)
         gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
         return ((value, aux) if has_aux else value), gradients
 
     def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
         call = _Call.of(loss, args, {}, numbers, axis, microbatches)
         closed, _ = call.traced(has_aux)
-        return call.packing(closed, call.schedule(schedule, chunks, closed), said)
+        return call.packing(closed, call.schedule(schedule, chunks, memory, closed)[0], said)
 
     run.__dict__[PACKING] = packing
     return run
@@ -295,22 +304,24 @@ class _Call:
         (params,) = jax.tree.unflatten(self.weights.plain_tree, self.weights.types)
         return packing_of(stages, schedule, params, self.rest, self.axis, *said)
 
-    def schedule(self, asked: Any, chunks: int | None, closed) -> Schedule:
-        """The one that was asked for; of "auto" that which takes the fewest seconds in this program, ticks as
-        long as their longest instruction. A backward pass counts as two forward ones; W does it all again.
-        """
-        count = self.batch[0].shape[0]
+    def schedule(self, asked: Any, chunks: int | None, memory: float | None, closed) -> tuple[Schedule, str]:
+        """The one that was asked for; of "auto" the fastest in this program that fits, and how it was
+        chosen."""
+        count, (params, batch) = self.batch[0].shape[0], (len(self.weights.types), len(self.batch))
         if asked != "auto":
-            return make_schedule(asked, self.stages, count, chunks)
-        pieces = self.stages * (chunks or 1)
-        each = [
-            stage.seconds for stage in cut(closed, len(self.weights.types), len(self.batch), pieces).stages
-        ]
-        twice = [2 * seconds for seconds in each]
-        costs = Costs(forward=each, inputs=each, weights=twice, backward=twice)
-        return choose(self.stages, count, pieces, costs, chunks=chunks or 1).schedule
+            return make_schedule(asked, self.stages, count, chunks), ""
+        options, mesh = current(), _jax.context_mesh()
+        network = Network(mesh.shape, options.priced_for or NOMINAL)
+        if memory is None and options.chip is not None and options.priced_for:
+            memory = options.priced_for.memory
+        pieces = cut(closed, params, batch, self.stages * (chunks or 1), network)
+        types = self.types
+        own, rows, rest = types[:params], types[params:][:batch], types[params + batch :]
+        values = jax.eval_shape(pieces.hoist, own, rest)
+        choice = chosen(pieces, self.stages, count, values, rows, rest, network, self.axis, memory)
+        return choice.schedule, str(choice)
 
-    def run(self, stages: Cut, schedule: Schedule, values: Sequence[Array], scale: float):
+    def run(self, stages: Cut, schedule: Schedule, values: Sequence[Array], scale: float, told: str = ""):
         """The loss, None of a schedule without backward passes; the other results, [microbatches, ...] each;
         and the gradients of the values, None of one that is no inexact number."""
         stacks = Stacks.of(stages, schedule, values)
@@ -318,7 +329,7 @@ class _Call:
         rest = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.rest]
         program = halves.program(stages, schedule.backward, stacks, batch, rest, scale)
         arguments = values, self.batch, self.rest
-        program = replace(program, name=self.name, begins=stages.begins)
+        program = replace(program, name=self.name, begins=stages.begins, chosen=told)
         sums, rows = execute.run(program, schedule, stacks, *arguments, axis=self.axis)
         last = schedule.homes[-1][0]
         results = [x[last] for x in rows]
@@ -326,10 +337,10 @@ class _Call:
             return None, results, []
         return sums[-1].sum(0), results, stacks.gradients(sums[:-1], values)
 
-    def gradients(self, asked: tuple[Any, int | None], scale: float, has_aux: bool):
+    def gradients(self, asked: tuple[Any, int | None, float | None], scale: float, has_aux: bool):
         closed, structure = self.traced(has_aux)
         self.check_annotations(closed)
-        schedule = self.schedule(*asked, closed)
+        schedule, told = self.schedule(*asked, closed)
         stages, arrays = self.cut(closed, schedule), self.weights.arrays
         moving = [is_inexact(jnp.asarray(x)) for x in arrays]
 
@@ -339,7 +350,7 @@ class _Call:
             return stages.hoist(full, self.rest)
 
         values, pull = jax.vjp(hoist, *(x for x, m in zip(arrays, moving, strict=True) if m))
-        loss, aux, sums = self.run(stages, schedule, values, scale)
+        loss, aux, sums = self.run(stages, schedule, values, scale, told)
         cotangents = [
             np.zeros(v.shape, jax.dtypes.float0) if g is None else g.astype(v.dtype)
             for g, v in zip(sums, values, strict=True)

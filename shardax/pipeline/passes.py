@@ -70,7 +70,7 @@ class Program:
     """All virtual stages' passes, and the types of what they add up and of a row of each result.
 
     For the plan: `name`, of the function; `lines`, the first of each virtual stage; `begins`, why each but
-    the first begins where it does.
+    the first begins where it does; `chosen`, how the schedule was.
     """
 
     passes: tuple[Passes, ...]
@@ -79,6 +79,7 @@ class Program:
     name: str = "the step"
     lines: tuple[str, ...] = ()
     begins: tuple[Begin, ...] = ()
+    chosen: str = ""
 
     def gradients(self, k: int) -> tuple[int, ...]:
         """The numbers of the sums to which virtual stage k adds, scalars excepted."""

@@ -43,12 +43,13 @@ class Ran:
       lines: of each virtual stage, the first.
       begins: of each virtual stage but the first, why it begins there.
       sources: of each virtual stage, the numbers of the operands that it reads.
-      gradients: of each virtual stage, the numbers of the sums that are gradients.
-      kept: of each virtual stage, the numbers of the buffers of what it keeps.
-      counts: how many buffers there are of what B holds for W, of sums, and of results.
-      wires: how many of what arrives, each for activations and for cotangents.
-      slots: of each buffer's kind, how many each stage uses.
+      buffers: how many of each kind the loop carries, in its order: "forward" and "cotangent" of what
+        arrives, "saved" of what F keeps, "held" of what B keeps for W, "sums" of gradients, "results" and
+        others.
+      kept, sums: of each virtual stage, the numbers of those of which it uses slots, or to which it adds.
+      slots: of "forward", "cotangent" and "saved", how many each stage uses.
       chosen: how the schedule was chosen, as text; "" where it was given.
+      held: as `kept`, of what B keeps for W.
     """
 
     name: str
@@ -58,12 +59,12 @@ class Ran:
     lines: tuple[str, ...]
     begins: tuple[Begin, ...]
     sources: tuple[tuple[int, ...], ...]
-    gradients: tuple[tuple[int, ...], ...]
+    buffers: dict[str, int]
     kept: tuple[tuple[int, ...], ...]
-    counts: tuple[int, int, int]
-    wires: int
+    sums: tuple[tuple[int, ...], ...]
     slots: dict[str, tuple[int, ...]]
     chosen: str = ""
+    held: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, plan: Facts, eqns: Sequence[Any]) -> Report:
         found = next(_loops(eqns, self.numbers), None)
@@ -101,16 +102,9 @@ class _Local:
         r = self.ran
         consts, carries = _jax.scan_counts(self.loop.params)
         sizes = list(map(nbytes, self.loop.invars[consts:][:carries]))
-        counts = {
-            "forward": r.wires,
-            "cotangent": r.wires,
-            "saved": max((n + 1 for k in r.kept for n in k), default=0),
-            "held": r.counts[0],
-            "sums": r.counts[1],
-            "results": r.counts[2],
-        }
+        counts = dict(r.buffers)
         if carries != sum(counts.values()):  # what nobody reads is gone
-            del counts["results"]
+            counts.pop("results", None)
         if carries != sum(counts.values()):
             return None
         found, at = {}, 0
@@ -121,8 +115,13 @@ class _Local:
     def slot(self, name: str, numbers: Sequence[int]) -> int:
         """Bytes of one slot of these buffers."""
         buffers = self.buffers()
-        count = max(self.ran.slots[name], default=0) + 1
+        count = max(self.ran.slots["saved" if name == "held" else name], default=0) + 1
         return sum(buffers[name][n] for n in numbers) // count if buffers else 0
+
+    def saved(self, k: int) -> int:
+        """Bytes that virtual stage k keeps of one microbatch."""
+        held = self.slot("held", self.ran.held[k]) if self.ran.held else 0
+        return self.slot("saved", self.ran.kept[k]) + held
 
     def simulated(self) -> Simulation:
         r, each = self.ran, self.branch_seconds()
@@ -133,8 +132,8 @@ class _Local:
         def of(kind: str) -> list[float]:
             return [seconds.get((kind, 0, k), 0.0) for k in range(count)]
 
-        boundary = self.slot("forward", range(r.wires))
-        saved = [max(0, self.slot("saved", r.kept[k]) - boundary) for k in range(count)]
+        boundary = self.slot("forward", range(r.buffers["forward"]))
+        saved = [max(0, self.saved(k) - boundary) for k in range(count)]
         costs = Costs(of("F"), of("B"), of("W"), of("B"), saved, self.send_seconds(), boundary)
         return simulate(s, costs)
 
@@ -200,6 +199,8 @@ def _timeline(ran: _Local, done: Simulation) -> Table:
         f"{seconds_text(done.seconds + beside)}, of it {seconds_text(done.costs.send * ticks)} to send "
         f"{bytes_text(ran.sent())} in each of {ticks} ticks, and {seconds_text(beside)} to store and add up"
     )
+    if ran.buffers() is None:  # a rewrite has changed the loop
+        title += "; what is kept is not known"
     return Table(title, (), drawing=lambda width: _wrapped(timeline(done, width), width))
 
 
@@ -245,39 +246,32 @@ def why(begin: Begin) -> str:
 
 
 def _memory(ran: _Local) -> Table:
-    held = ran.buffers()
     rows = [
         Row(name, tuple(bytes_text(n) if n is not None else "?" for n in cells))
-        for name, cells in _memory_rows(ran, held)
+        for name, cells in _memory_rows(ran)
     ]
     title = "Memory of its stages on each device"
     heads = ("weights", "kept", "waiting", "gradients")
     return Table(title, (Group("", tuple(rows)),), heads)
 
 
-def _memory_rows(ran: _Local, held) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-    r, s = ran.ran, ran.ran.schedule
-    one = ran.slot("forward", range(r.wires)), max((ran.slot("saved", k) for k in r.kept), default=0)
+def _memory_rows(ran: _Local) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    """Bytes of weights, of what is kept, of what waits, and of sums; None where it is not known."""
+    r, s, buffers = ran.ran, ran.ran.schedule, ran.buffers()
+    wire = ran.slot("forward", range(r.buffers["forward"]))
     for d in range(s.stages):
         mine = [k for k in range(s.virtual_stages) if s.homes[k][0] == d]
-        read = {n for k in mine for n in r.sources[k]}
-        waiting = (r.slots["forward"][d] + r.slots["cotangent"][d]) * one[0]
-        gradients = [held["sums"][i] for i in {i for k in mine for i in r.gradients[k]}] if held else []
-        kept = r.slots["saved"][d] * max(ran.slot("saved", r.kept[k]) for k in mine)
-        weights = sum(ran.weights.get(n, 0) for n in read)
-        cells = (weights, kept, waiting, sum(gradients)) if held else (weights, None, None, None)
-        yield f"stage {d}, {r.slots['saved'][d]} microbatches kept for the backward pass", cells
-    if held:
-        waiting = sum(held["forward"]) + sum(held["cotangent"])
-        yield (
-            "each holds, one program being for all",
-            (
-                sum(ran.weights.values()),
-                sum(held["saved"]),
-                waiting,
-                sum(held["sums"][i] for i in {i for each in r.gradients for i in each}),
-            ),
-        )
+        weights = sum(ran.weights.get(n, 0) for n in {n for k in mine for n in r.sources[k]})
+        kept = r.slots["saved"][d] * max(map(ran.saved, mine))
+        waiting = (r.slots["forward"][d] + r.slots["cotangent"][d]) * wire
+        added = {n for k in mine for n in r.sums[k]}
+        known = (kept, waiting, sum(buffers["sums"][n] for n in added)) if buffers else (None,) * 3
+        yield f"stage {d}, {r.slots['saved'][d]} microbatches kept for the backward pass", (weights, *known)
+    if buffers:
+        size = {name: sum(each) for name, each in buffers.items()}
+        kept, waiting = size["saved"] + size.get("held", 0), size["forward"] + size["cotangent"]
+        held = sum(ran.weights.values()), kept, waiting, size["sums"]
+        yield "each holds, one program being for all", held
 
 
 # As data
@@ -286,9 +280,7 @@ def _memory_rows(ran: _Local, held) -> Iterator[tuple[str, tuple[int | None, ...
 def _data(ran: _Local, done: Simulation) -> dict[str, Any]:
     r, s = ran.ran, done.schedule
     names = ("stage", "weights", "saved", "waiting", "gradients")
-    memory = [
-        dict(zip(names, (name, *cells), strict=True)) for name, cells in _memory_rows(ran, ran.buffers())
-    ]
+    memory = [dict(zip(names, (name, *cells), strict=True)) for name, cells in _memory_rows(ran)]
     return {
         "name": r.name,
         "axis": r.axis,
@@ -297,6 +289,7 @@ def _data(ran: _Local, done: Simulation) -> dict[str, Any]:
         "seconds": done.seconds,
         "beside": ran.beside() * len(s.ticks),
         "bubble": done.bubble,
+        "chosen": r.chosen,
         "sent_per_tick": ran.sent(),
         "send_seconds": done.costs.send,
         "runs": [[run.stage, str(run.instruction), run.start, run.end] for run in done.runs],
