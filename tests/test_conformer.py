@@ -79,6 +79,7 @@ def test_bfloat16_with_remat():
 
 
 @pytest.mark.promotes_ranks
+@pytest.mark.mixed_dtypes
 @pytest.mark.slow
 def test_a_hundred_steps():
     losses = {}
