@@ -109,6 +109,7 @@ def test_bad_options(tmp_path, argv, message):
     assert error.value.code == message
 
 
+@pytest.mark.slow  # `make test-kill` kills it 20 times; of several processes one is killed by default
 @pytest.mark.processes
 def test_killed_twice(tmp_path):
     *_, last = kill.survive(2, seed=0, folder=tmp_path)

@@ -39,7 +39,7 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+/20  loss ([\d.]+)", text)]
 
 
-@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_do_not_depend_on_the_processes(tmp_path, count):
     """10 rows over 4 devices rest otherwise than wanted: a process holds parts of rows."""
     alone = printed(start(1, tmp_path))
