@@ -26,8 +26,8 @@ def rand(seed: int, *shape: int):
     return jnp.asarray(np.random.RandomState(seed).randn(*shape) / np.sqrt(shape[-1]), "float32")
 
 
-def tokens(seed: int, batch: int = B):
-    return jnp.asarray(np.random.RandomState(seed).randint(0, V, (batch, S)), "int32")
+def tokens(seed: int, batch: int = B) -> np.ndarray:
+    return np.random.RandomState(seed).randint(0, V, (batch, S), "int32")
 
 
 def cross_entropy(logits, labels):
