@@ -28,8 +28,7 @@ def _run(jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _call(params, *args):
-    closed = params["jaxpr"]
-    return evaluate(closed, args)
+    return evaluate(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], args)
 
 
 def _scan(params, *args):
@@ -60,6 +59,16 @@ def _iota(params):
     return np.moveaxis(np.broadcast_to(np.arange(shape[d]), (*shape[:d], *shape[d + 1 :], shape[d])), -1, d)
 
 
+def _dynamic_slice(params, x, *starts):
+    assert all(0 <= s <= n - size for s, n, size in zip(starts, x.shape, params["slice_sizes"], strict=True))
+    return x[tuple(slice(s, s + size) for s, size in zip(starts, params["slice_sizes"], strict=True))]
+
+
+def _pad(params, x, value):
+    assert all(low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"])
+    return np.pad(x, [each[:2] for each in params["padding_config"]], constant_values=value)
+
+
 def _slice(params, x):
     strides = params["strides"] or (1,) * x.ndim
     return x[tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
@@ -73,20 +82,24 @@ RULES = {
     "concatenate": lambda params, *args: np.concatenate(args, params["dimension"]),
     "convert_element_type": lambda _, x: x,
     "copy": lambda _, x: x,
+    "custom_vjp_call": _call,
     "div": lambda _, x, y: x / y,
     "dot_general": _dot_general,
+    "dynamic_slice": _dynamic_slice,
     "expand_dims": lambda params, x: np.expand_dims(x, params["dimensions"]),
     "iota": _iota,
     "jit": _call,
     "lt": lambda _, x, y: x < y,
     "mul": lambda _, x, y: x * y,
     "neg": lambda _, x: -x,
+    "pad": _pad,
     "reduce_sum": lambda params, x: x.sum(params["axes"]),
     "reshape": lambda params, x: np.reshape(x, params["new_sizes"]),
     "scan": _scan,
     "select_n": lambda _, which, x, y: np.where(which, y, x),
     "slice": _slice,
     "squeeze": lambda params, x: np.squeeze(x, params["dimensions"]),
+    "stack": lambda params, *args: np.stack(args, params["axis"]),
     "sub": lambda _, x, y: x - y,
     "tanh": lambda _, x: np.tanh(x),
     "transpose": lambda params, x: np.transpose(x, params["permutation"]),
