@@ -12,6 +12,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.pipeline.transform import Pipeline
+from shardax.transforms import Argument, Context
+from tests.numpy_programs import evaluate
 
 pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.promotes_ranks]
 
@@ -26,8 +29,8 @@ def rand(seed: int, *shape: int):
     return jnp.asarray(np.random.RandomState(seed).randn(*shape) / np.sqrt(shape[-1]), "float32")
 
 
-def tokens(seed: int, batch: int = B):
-    return jnp.asarray(np.random.RandomState(seed).randint(0, V, (batch, S)), "int32")
+def tokens(seed: int, batch: int = B) -> np.ndarray:
+    return np.random.RandomState(seed).randint(0, V, (batch, S), "int32")
 
 
 def cross_entropy(logits, labels):
@@ -334,3 +337,54 @@ def test_the_program_sends_what_value_and_grad_sends():
     large = [c for c in made.collectives if c.nbytes > 20_000]
     assert {c.operands[0].shape for c in large if c.kind == "ppermute"} == {(256, S, 512)}
     assert {c.trips for c in large if c.kind != "ppermute"} == {1}
+
+
+# Its parts
+
+
+@pytest.mark.quick
+def test_the_batch_is_what_has_as_many_rows_as_the_first_array_that_is_no_state():
+    pipeline = Pipeline(microbatches=4)
+    types = ((8, 2), True), ((), False), ((16, 3), False), ((16,), False), ((8, 2), False)
+    arguments = tuple(
+        Argument(f"x{i}", jax.ShapeDtypeStruct(shape, "float32"), is_state=state)
+        for i, (shape, state) in enumerate(types)
+    )
+    assert pipeline._is_batch(Context(MESH, arguments, (), sx.Options())) == [False, False, True, True, False]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("in_order, first", [(True, [0, 1]), (False, [0, 4])])
+def test_rows_of_a_microbatch(in_order, first):
+    """One after the other, or, where any do, such as each of the data's devices has: of 8 rows and 4
+    microbatches on 2 devices, rows 0 and 4."""
+    made = jax.make_jaxpr(lambda x: Pipeline(microbatches=4)._microbatches(x, None, in_order))
+    (rows,) = evaluate(made(np.arange(8)), [np.arange(8)])
+    assert rows.shape == (4, 2) and rows[0].tolist() == first
+    assert sorted(rows.reshape(-1)) == list(range(8))
+
+
+@pytest.mark.quick
+def test_stages_are_counted_along_the_axis():
+    assert Pipeline(axis="data")._stages(jax.sharding.AbstractMesh((3, 5), ("stage", "data"))) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [scanned, unrolled])
+def test_one_microbatch(make):
+    """Which owes no sums."""
+    params, loss = make()
+    check(*adamw(loss, params), BATCH, mesh_of(stage=2), microbatches=1)
+
+
+@pytest.mark.slow
+def test_results_with_rows_of_a_batch_that_the_microbatches_do_not_divide():
+    def step(w, x):
+        def loss(w):
+            h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)
+            return (h**2).mean(), h[:, :2]
+
+        (value, rows), grads = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * grads, (value, rows)
+
+    check(step, rand(0, 4, M, M), (np.asarray(rand(4, 14, M)),), mesh_of(stage=2))

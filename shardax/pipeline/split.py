@@ -73,9 +73,12 @@ class Split:
                 self.alone.add(v)
         for eqn in jaxpr.eqns:
             self._add(eqn)
-        for v in variables(jaxpr.outvars):
+        for v, dim in zip(jaxpr.outvars, self.program.results, strict=True):
             if self.kind_of(v) == BATCH:
-                self.rows[v] = None
+                assert dim is not None or self.program.is_all, (
+                    "parts of results are made of those of the batch"
+                )
+                (self.sums if dim is None else self.rows)[v] = None
         self._move_behind()
 
     def kind_of(self, atom) -> int:
@@ -177,7 +180,8 @@ class Split:
                 env[v] = x
         self._run_early(env, batch, number, count)
         self._run_region(env, whole, batch, number, pipelined)
-        needed = self._needed((v for v in variables(jaxpr.outvars) if self.kind[v] != BATCH), env)
+        pairs = zip(jaxpr.outvars, self.program.results, strict=True)
+        needed = self._needed(variables(v for v, dim in pairs if dim is None), env)
         for eqn in needed:
             stacks = is_sent(eqn) and eqn.primitive.name not in _SUMS
             operands = [
@@ -188,9 +192,6 @@ class Split:
         return [self._result(env, v, dim) for v, dim in zip(jaxpr.outvars, self.program.results, strict=True)]
 
     def _result(self, env: dict[Any, Any], v, dim: int | None) -> Any:
-        assert (self.kind_of(v) == BATCH) == (dim is not None), (
-            "parts of results are made of those of the batch"
-        )
         if dim is not None:
             return _unsplit(env[ROWS, v], dim, self.program.is_numbered)
         return v.val if isinstance(v, Literal) else env[v]

@@ -49,12 +49,14 @@ register_rule(noted_p, "... -> ...", passes=(MOVES(0),), fuses="all")
 class Microbatch:
     """The program of one microbatch: `jaxpr` takes the step's arguments and last the microbatch's number,
     int32. `is_batch`: of each argument, whether it takes the rows of the microbatch alone. `results`: of each
-    result, along which dim it has the microbatch's part alone, None: it is whole.
+    result, along which dim it has the microbatch's part alone, None: it is whole. `is_all`: whether there is
+    one microbatch alone, which owes no sums.
     """
 
     jaxpr: Any
     is_batch: tuple[bool, ...]
     results: tuple[int | None, ...]
+    is_all: bool = False
 
     @property
     def is_numbered(self) -> bool:
@@ -77,7 +79,7 @@ def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) ->
         if rows % count:  # arguments come in whole
             placed = [_along(x, split, "inside") for x, split in zip(placed, is_batch, strict=True)]
         results = evaluate(flat, placed)
-        return [_along(x, has_rows(x)) for x in results]
+        return [_along(x, has_rows(x) and rows % count == 0) for x in results]
 
     types = list(map(shape_of, jaxpr.in_avals))
     mesh = AbstractMesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
@@ -89,7 +91,7 @@ def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) ->
         [s.dims.index((AXIS,)) if (AXIS,) in s.dims else None for s in side]
         for side in (made.in_shardings, made.out_shardings)
     ]
-    return Microbatch(local, tuple(d is not None for d in splits[0]), tuple(splits[1]))
+    return Microbatch(local, tuple(d is not None for d in splits[0]), tuple(splits[1]), count == 1)
 
 
 def _whole_after(closed, has_rows: Callable[[Any], bool]):
