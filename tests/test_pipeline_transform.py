@@ -240,6 +240,16 @@ def plan(step, state, batch=BATCH, mesh=MESH, **how):
     return sx.shard_jit(step, mesh=mesh, transforms=[sx.pipeline.Pipeline(**how)]).plan(state, *batch)
 
 
+def test_text_of_which_inputs_and_labels_are_both_made_is_split():
+    """Small, and read twice: computing all rows in each microbatch would spare the sums of all gradients."""
+    params, loss = unrolled(layers=4)
+
+    def of_text(params, text):
+        return loss(params, text[:, :-1], text[:, 1:])
+
+    check(*sgd(of_text, params), [tokens(1)], mesh_of(stage=2))
+
+
 def test_batch_norm_over_the_whole_batch_is_no_sum():
     params = {"in": rand(0, V, M), "out": rand(1, M, V)}
 
