@@ -262,6 +262,18 @@ def test_batch_norm_over_the_whole_batch_is_no_sum():
         plan(*sgd(loss, params))
 
 
+def test_weights_that_do_not_come_back_are_named_where_they_are_taken_as_the_batch():
+    params = {"in": rand(0, V, M), "out": rand(1, M, V)}
+
+    def step(params, frozen, x, y):
+        of = lambda params: cross_entropy(params["in"][x] @ frozen @ params["out"], y).mean()
+        value, grads = jax.value_and_grad(of)(params)
+        return jax.tree.map(jnp.add, params, grads), value
+
+    with pytest.raises(ValueError, match=r"Taken as the batch are frozen: .* return them with the state"):
+        plan(step, params, (rand(2, M, M), *BATCH))
+
+
 def test_the_axis_has_to_be_in_the_mesh():
     params, loss = scanned()
     with pytest.raises(ValueError, match="axis of Pipeline is 'pipe', and the mesh .stage=2, data=2. has no"):

@@ -36,8 +36,8 @@ SENDS = frozenset(
 )
 
 _CHIP = replace(NOMINAL, name="microbatches", flops=1e3, link_rate=1e6, start=1.0)
-"""Sends are dear, so that none pays but sums that have to be; computing is dearer, so that it pays for none of
-them to compute all microbatches' rows in each, as of text of which inputs and labels are both made.
+"""Sends are dear, so that none pays but sums that have to be; computing is dearer, so that it pays for none
+of them to compute all rows in each microbatch, as of text of which inputs and labels are both made.
 """
 
 noted_p = Primitive("noted")
