@@ -243,6 +243,16 @@ def plan(step, state, batch=BATCH, mesh=MESH, **how):
     return sx.shard_jit(step, mesh=mesh, transforms=[sx.pipeline.Pipeline(**how)]).plan(state, *batch)
 
 
+def test_text_of_which_inputs_and_labels_are_both_made_is_split():
+    """Small, and read twice: computing all rows in each microbatch would spare the sums of all gradients."""
+    params, loss = unrolled(layers=4)
+
+    def of_text(params, text):
+        return loss(params, text[:, :-1], text[:, 1:])
+
+    check(*sgd(of_text, params), [tokens(1)], mesh_of(stage=2))
+
+
 def test_batch_norm_over_the_whole_batch_is_no_sum():
     params = {"in": rand(0, V, M), "out": rand(1, M, V)}
 
@@ -253,6 +263,18 @@ def test_batch_norm_over_the_whole_batch_is_no_sum():
 
     with pytest.raises(ValueError, match=r"test_pipeline_transform.py:\d+.* the step is no sum over microb"):
         plan(*sgd(loss, params))
+
+
+def test_weights_that_do_not_come_back_are_named_where_they_are_taken_as_the_batch():
+    params = {"in": rand(0, V, M), "out": rand(1, M, V)}
+
+    def step(params, frozen, x, y):
+        of = lambda params: cross_entropy(params["in"][x] @ frozen @ params["out"], y).mean()
+        value, grads = jax.value_and_grad(of)(params)
+        return jax.tree.map(jnp.add, params, grads), value
+
+    with pytest.raises(ValueError, match=r"Taken as the batch are frozen: .* return them with the state"):
+        plan(step, params, (rand(2, M, M), *BATCH))
 
 
 def test_the_axis_has_to_be_in_the_mesh():

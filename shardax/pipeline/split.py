@@ -50,12 +50,13 @@ _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 class Split:
     """Equations of a step's program of one microbatch, by when they run. `summed`: what is added up over
     microbatches, each with the variable that the sum is; `early`: those that run before; `stacked`: what is
-    stacked, [microbatches, ...] each.
+    stacked, [microbatches, ...] each. `batch`: paths of the arguments that are taken as the batch.
     """
 
     program: Microbatch
     is_param: Sequence[bool]
     is_batch: Sequence[bool]
+    batch: Sequence[str]
     kind: dict[Any, int] = field(default_factory=dict)
     alone: set[Any] = field(default_factory=set)  # what is made of the batch alone, cheaply
     region: list[Any] = field(default_factory=list)
@@ -81,6 +82,16 @@ class Split:
                 (self.sums if dim is None else self.rows)[v] = None
         self._move_behind()
 
+    def _no_sum(self, eqn, does: str) -> str:
+        line = _jax.user_line(eqn.source_info) or "an unknown line"
+        return (
+            f"sx.pipeline.Pipeline: what {line} computes {does}: the step is no sum over microbatches, as "
+            "one with batch norm over the whole batch is none; let it use rows of the batch on their own, or "
+            "take sx.pipeline.value_and_grad, whose loss is that of each microbatch alone. Taken as the "
+            f"batch are {', '.join(self.batch)}: the first array that is no state, and those with as many "
+            "rows; if some are weights (frozen, say), return them with the state"
+        )
+
     def kind_of(self, atom) -> int:
         return STATE if isinstance(atom, Literal) else self.kind.get(atom, STATE)
 
@@ -91,13 +102,13 @@ class Split:
             return
         if {BATCH, AFTER} <= kinds:
             raise ValueError(
-                _no_sum(eqn, "reads what is made of the whole batch beside what is made of a part")
+                self._no_sum(eqn, "reads what is made of the whole batch beside what is made of a part")
             )
         kind = max(kinds, default=STATE)
         for body in jaxprs_in_params(eqn.params):
             if (inner := _sent_inside(body)) is not None:
                 raise ValueError(
-                    _no_sum(inner, f"is done for the whole batch, inside a {eqn.primitive.name}")
+                    self._no_sum(inner, f"is done for the whole batch, inside a {eqn.primitive.name}")
                 )
         for v in eqn.outvars:
             self.kind[v] = kind
@@ -108,7 +119,7 @@ class Split:
     def _add_sent(self, eqn) -> None:
         name = eqn.primitive.name
         if name not in _JOINS:
-            raise ValueError(_no_sum(eqn, f"needs rows of other microbatches ({name})"))
+            raise ValueError(self._no_sum(eqn, f"needs rows of other microbatches ({name})"))
         is_early = all(v in self.alone for v in variables(eqn.invars))
         for v in eqn.outvars:
             self.kind[v] = STATE if is_early else AFTER
@@ -287,12 +298,3 @@ def _sent_inside(body) -> Any:
 def _names(eqn) -> set[str]:
     inner = (_names(e) for body in jaxprs_in_params(eqn.params) for e in body.eqns)
     return {eqn.primitive.name}.union(*inner)
-
-
-def _no_sum(eqn, does: str) -> str:
-    line = _jax.user_line(eqn.source_info) or "an unknown line"
-    return (
-        f"sx.pipeline.Pipeline: what {line} computes {does}: the step is no sum over microbatches, as "
-        "one with batch norm over the whole batch is none; let it use rows of the batch on their own, or "
-        "take sx.pipeline.value_and_grad, whose loss is that of each microbatch alone"
-    )

@@ -69,7 +69,8 @@ class Pipeline:
         is_batch = self._is_batch(context)
         program = microbatch(jaxpr, context, is_batch, self.microbatches)
         params = [a.is_state and a.type.ndim > 0 for a in context.arguments]
-        split = Split(program, params, is_batch)
+        batch = [a.path for a, taken in zip(context.arguments, is_batch, strict=True) if taken]
+        split = Split(program, params, is_batch, batch)
 
         def pipelined(region, params, batch, rest):
             if not region.flow.backward:

@@ -35,8 +35,10 @@ SENDS = frozenset(
     {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
 )
 
-_CHIP = replace(NOMINAL, name="microbatches", link_rate=1e6, start=1.0)
-"""No computation is so long that it would pay to send anything for its sake."""
+_CHIP = replace(NOMINAL, name="microbatches", flops=1e3, link_rate=1e6, start=1.0)
+"""Sends are dear, so that none pays but sums that have to be; computing is dearer, so that it pays for none
+of them to compute all rows in each microbatch, as of text of which inputs and labels are both made.
+"""
 
 noted_p = Primitive("noted")
 """noted x: the value x, with the parameters of an `annotate` over the axes of the step's own mesh."""
