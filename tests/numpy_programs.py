@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from shardax import _jax
+
 
 def evaluate(closed, args: Sequence[Any]) -> list[Any]:
     """The results of a closed jaxpr."""
@@ -32,7 +34,7 @@ def _call(params, *args):
 
 
 def _scan(params, *args):
-    consts, carries = params["num_consts"], params["num_carry"]
+    consts, carries = _jax.scan_counts(params)
     fixed, carry, rows = args[:consts], list(args[consts : consts + carries]), args[consts + carries :]
     trips = range(params["length"])[:: -1 if params["reverse"] else 1]
     stacked = {}
@@ -92,6 +94,7 @@ RULES = {
     "lt": lambda _, x, y: x < y,
     "mul": lambda _, x, y: x * y,
     "neg": lambda _, x: -x,
+    "one_minus_square": lambda _, x: 1 - x * x,
     "pad": _pad,
     "reduce_sum": lambda params, x: x.sum(params["axes"]),
     "reshape": lambda params, x: np.reshape(x, params["new_sizes"]),

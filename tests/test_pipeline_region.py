@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from shardax import _jax
 from shardax.pipeline import slots
 from shardax.pipeline.apart import apart
 from shardax.pipeline.assign import BACKWARD, FORWARD, Assignment
@@ -76,7 +77,7 @@ def test_apart_makes_two_scans_of_the_backward_one():
     """The cotangent's product in one, the gradient's in the other, and none twice."""
     assert [dots(eqn) for eqn in scans(made())] == [1, 2]
     found = scans(apart(made()))
-    assert [(dots(eqn), eqn.params["num_carry"], eqn.params["reverse"]) for eqn in found] == [
+    assert [(dots(eqn), _jax.scan_counts(eqn.params)[1], eqn.params["reverse"]) for eqn in found] == [
         (1, 1, False),
         (1, 1, True),
         (1, 0, True),
