@@ -69,10 +69,11 @@ def test_what_is_of_several_leaves_or_no_linear_chain_has_no_origin():
         "shift": lambda p: p["a"] + 1.0,
         "inverse": lambda p: 1.0 / p["a"],
         "half": lambda p: p["a"][:1],
+        "repeated": lambda p: jnp.broadcast_to(p["a"], (4, 2, 3)),
     }
-    wanted = {"sum": {0, 1}, "shift": {0}, "inverse": {0}, "half": {0}}
+    wanted = {"sum": {0, 1}, "shift": {0}, "inverse": {0}, "half": {0}, "repeated": {0}}
     for name, make in made.items():
-        found = reads_of(lambda p, x, make=make: (x[:1, :3] * make(p)[:1]).sum(), ORIGIN, 1)
+        found = reads_of(lambda p, x, make=make: (jnp.tanh(x.sum()) * make(p)).sum(), ORIGIN, 1)
         assert [read.origin for read in found.all] == [None], name
         assert found.others == wanted[name], name
 
