@@ -120,7 +120,9 @@ def test_what_is_sent_is_sent_along_the_axis_of_microbatches():
 
 
 def split(step, *types, count: int = COUNT) -> Split:
-    return Split(of_one(step, *types, count=count), [True, *(False for _ in types[1:])], [False, True])
+    return Split(
+        of_one(step, *types, count=count), [True, *(False for _ in types[1:])], [False, True], ["x1"]
+    )
 
 
 def run(found: Split, *types, count: int = COUNT):
