@@ -17,9 +17,11 @@ from shardax.annotations.annotate import describe
 from shardax.annotations.explicit import shape_of
 from shardax.cost.chips import NOMINAL
 from shardax.cost.network import Network
+from shardax.jit.signature import argument_name
 from shardax.options import current
 from shardax.pipeline import execute, halves
 from shardax.pipeline.auto import chosen
+from shardax.pipeline.batch import check_names, of_batch
 from shardax.pipeline.cut import Cut, cut
 from shardax.pipeline.halves import is_inexact
 from shardax.pipeline.packed import PACKING, Packing
@@ -40,6 +42,7 @@ def value_and_grad(
     schedule: Any = "1f1b",
     chunks: int | None = None,
     argnums: int | Sequence[int] = 0,
+    batch_argnames: str | Sequence[str] | None = None,
     has_aux: bool = False,
     reduce: str = "mean",
     memory: float | None = None,
@@ -57,14 +60,16 @@ def value_and_grad(
 
     Args:
       loss: a function of parameters and others that returns a scalar, or with `has_aux` a pair of that and a
-        tree of arrays. Of the others, arrays whose first dim is that of the batch are cut; all else, such as
-        keys and scalars, goes to every microbatch as it is.
+        tree of arrays. Of the others, the batch is cut; all else, such as keys and scalars, goes to every
+        microbatch as it is.
       axis: of the mesh, along which the stages lie.
       microbatches: how many. Microbatch i of m has rows i, i + m, i + 2 m, ..., so that the rows of each
         device stay there.
       schedule: which instruction each stage runs when: a name, a text, a function or a `Schedule`; "auto" is
         the fastest of those with names that fit into memory, simulated with the stages' own seconds.
       chunks: pieces of the model on each stage, as "interleaved" has them; None: as the schedule wants it.
+      batch_argnames: of the arguments whose arrays have a row for each row of the batch. None: the first
+        array that is no parameter, and all with as many rows, be these rows of something else or not.
       argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
       reduce: "mean" or "sum".
       memory: of "auto", bytes that weights, their gradients, the batch and what is kept for backward passes
@@ -74,7 +79,8 @@ def value_and_grad(
     Returns a function as `jax.value_and_grad` does. Call it inside of a `shardax.shard_jit` function, or
     where a mesh with the axis is in context.
 
-    Raises ValueError: where the microbatches do not divide the batch, the axis is not in the mesh, there are
+    Raises ValueError: where the microbatches do not divide the batch, `batch_argnames` has a name of no
+    argument or arrays of different numbers of rows, the axis is not in the mesh, there are
     more stages than places to cut, the loss is no scalar, or no schedule fits into memory.
 
     Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules:
@@ -91,20 +97,21 @@ def value_and_grad(
     >>> sorted({c.kind for c in plan.collectives})
     ['all_reduce', 'ppermute']
     """
-    _check(loss, axis, microbatches, reduce)
+    _check(loss, axis, microbatches, reduce, batch_argnames)
     require(memory is None or is_number(memory, 0), "memory of value_and_grad", memory, "bytes, or None")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    how = numbers, batch_argnames, axis, microbatches
 
     @wraps(loss)
     def run(*args, **kwargs):
-        call = _Call.of(loss, args, kwargs, numbers, axis, microbatches)
+        call = _Call.of(loss, args, kwargs, *how)
         scale = 1 / microbatches if reduce == "mean" else 1.0
         value, aux, gradients = call.gradients((schedule, chunks, memory), scale, has_aux)
         gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
         return ((value, aux) if has_aux else value), gradients
 
     def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
-        call = _Call.of(loss, args, {}, numbers, axis, microbatches)
+        call = _Call.of(loss, args, {}, *how)
         closed, _ = call.traced(has_aux)
         return call.packing(closed, call.schedule(schedule, chunks, memory, closed)[0], said)
 
@@ -120,6 +127,7 @@ def apply(
     schedule: Any = "forward",
     chunks: int | None = None,
     argnums: int | Sequence[int] = 0,
+    batch_argnames: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """A function of parameters and a batch, without gradients, its layers spread over the stages of a mesh
     axis.
@@ -138,17 +146,18 @@ def apply(
     >>> jax.eval_shape(score, params, x).shape
     (256,)
     """
-    _check(function, axis, microbatches, "mean")
+    _check(function, axis, microbatches, "mean", batch_argnames)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    how = numbers, batch_argnames, axis, microbatches
 
     @wraps(function)
     def run(*args, **kwargs):
-        call = _Call.of(function, args, kwargs, numbers, axis, microbatches)
+        call = _Call.of(function, args, kwargs, *how)
         made = make_schedule(schedule, call.stages, microbatches, chunks, backward=False)
         return call.results(made)
 
     def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
-        call = _Call.of(function, args, {}, numbers, axis, microbatches)
+        call = _Call.of(function, args, {}, *how)
         made = make_schedule(schedule, call.stages, microbatches, chunks, backward=False)
         return call.packing(call.traced_results()[0], made, said)
 
@@ -156,7 +165,7 @@ def apply(
     return run
 
 
-def _check(loss, axis, microbatches, reduce) -> None:
+def _check(loss, axis, microbatches, reduce, batch_argnames) -> None:
     if not callable(loss):
         raise ValueError(f"loss is {loss!r}; expected a function, as jax.value_and_grad takes it")
     if not isinstance(axis, str):
@@ -167,6 +176,7 @@ def _check(loss, axis, microbatches, reduce) -> None:
         raise ValueError(
             f"reduce is {reduce!r}; expected 'mean' or 'sum': how losses of microbatches make the batch's"
         )
+    check_names(batch_argnames, getattr(loss, "__name__", "the loss"))
 
 
 @dataclass(frozen=True)
@@ -186,7 +196,9 @@ class _Call:
     stages: int
 
     @staticmethod
-    def of(function, args, kwargs, numbers: tuple[int, ...], axis: str, microbatches: int) -> "_Call":
+    def of(
+        function, args, kwargs, numbers: tuple[int, ...], batch_argnames, axis: str, microbatches: int
+    ) -> "_Call":
         name = getattr(function, "__name__", "the loss")
         if kwargs:
             bound = inspect.signature(function).bind(*args, **kwargs)
@@ -197,16 +209,18 @@ class _Call:
                 raise ValueError(f"argnums has {n}, and {name} is called with {len(args)} arguments")
         stages = _stages(axis, name)
         weights = Weights.of([args[n] for n in numbers], stages, axis)
-        others, other_tree = jax.tree.flatten([x for n, x in enumerate(args) if n not in numbers])
+        named = {argument_name(function, n): x for n, x in enumerate(args) if n not in numbers}
+        others, other_tree = jax.tree.flatten(list(named.values()))
         others = list(map(jnp.asarray, others))
-        size = next((x.shape[0] for x in others if x.ndim), 0)
+        names = [given for given, x in named.items() for _ in jax.tree.leaves(x)]
+        is_batch = of_batch(names, others, [True] * len(others), batch_argnames, name)
+        size = next((x.shape[0] for x, b in zip(others, is_batch, strict=True) if b), 0)
         if not size or size % microbatches:
             raise ValueError(
                 f"{name} is called with a batch of {size} rows (the first dim of the first array that is no "
-                f"parameter), which {microbatches} microbatches do not divide; take a number of microbatches "
-                "that does, or pad the batch and weigh its rows"
+                f"parameter, or of batch_argnames), which {microbatches} microbatches do not divide; take a "
+                "number of microbatches that does, or pad the batch and weigh its rows"
             )
-        is_batch = [x.ndim > 0 and x.shape[0] == size for x in others]
         batch = [_microbatches(x, microbatches) for x, b in zip(others, is_batch, strict=True) if b]
         rest = [x for x, b in zip(others, is_batch, strict=True) if not b]
         return _Call(function, weights, other_tree, batch, rest, is_batch, numbers, len(args), axis, stages)

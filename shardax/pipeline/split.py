@@ -86,10 +86,10 @@ class Split:
         line = _jax.user_line(eqn.source_info) or "an unknown line"
         return (
             f"sx.pipeline.Pipeline: what {line} computes {does}: the step is no sum over microbatches, as "
-            "one with batch norm over the whole batch is none; let it use rows of the batch on their own, or "
-            "take sx.pipeline.value_and_grad, whose loss is that of each microbatch alone. Taken as the "
-            f"batch are {', '.join(self.batch)}: the first array that is no state, and those with as many "
-            "rows; if some are weights (frozen, say), return them with the state"
+            "one with batch norm over the whole batch is none; let it use rows of the batch on their own, "
+            "or use sx.pipeline.value_and_grad, if the mean of each microbatch's own loss is meant. Taken as "
+            "the batch are "
+            f"{', '.join(self.batch)}; if some of them are none, say which are by batch_argnames="
         )
 
     def kind_of(self, atom) -> int:

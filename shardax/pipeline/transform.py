@@ -1,5 +1,6 @@
 """Pipeline: the transform that spreads the layers of a training step, as it stands, over stages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
+from shardax.pipeline.batch import check_names, of_batch
 from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import microbatch
 from shardax.transforms import Context, annotations_of
@@ -30,6 +32,8 @@ class Pipeline:
       axis: of the mesh, along which the stages lie.
       microbatches: how many.
       schedule, chunks: as in `shardax.pipeline.value_and_grad`.
+      batch_argnames: of the step's arguments whose arrays have a row for each row of the batch. None: the
+        first array that is no state, and all with as many rows.
 
     Raises ValueError: where the axis is not in the mesh, or an annotation inside names it; where no backward
     pass is found; where the step is no sum over microbatches, with the line; where there are more stages than
@@ -53,11 +57,13 @@ class Pipeline:
     microbatches: int = 1
     schedule: Any = "1f1b"
     chunks: int | None = None
+    batch_argnames: str | Sequence[str] | None = None
 
     def __post_init__(self):
         require(isinstance(self.axis, str), "axis of Pipeline", self.axis, "the name of a mesh axis")
         is_count = is_integer(self.microbatches, 1)
         require(is_count, "microbatches of Pipeline", self.microbatches, "an int of 1 or more")
+        check_names(self.batch_argnames, "Pipeline")
 
     def __str__(self):
         return f"Pipeline(axis={self.axis!r}, microbatches={self.microbatches}, schedule={self.schedule!r})"
@@ -68,8 +74,9 @@ class Pipeline:
         jaxpr = _jax.dce(jaxpr)
         is_batch = self._is_batch(context)
         program = microbatch(jaxpr, context, is_batch, self.microbatches)
-        params = [a.is_state and a.type.ndim > 0 for a in context.arguments]
-        batch = [a.path for a, taken in zip(context.arguments, is_batch, strict=True) if taken]
+        pairs = list(zip(context.arguments, is_batch, strict=True))
+        params = [a.is_state and a.type.ndim > 0 and not taken for a, taken in pairs]
+        batch = [a.path for a, taken in pairs if taken]
         split = Split(program, params, is_batch, batch)
 
         def pipelined(region, params, batch, rest):
@@ -126,17 +133,18 @@ class Pipeline:
                 )
 
     def _is_batch(self, context: Context) -> list[bool]:
-        """Of each argument, whether its first dim is that of the batch: of the first array that is no state,
-        and of those with as many rows."""
-        others = [a for a in context.arguments if not a.is_state and a.type.ndim]
-        if not others:
-            paths = ", ".join(a.path for a in context.arguments)
+        """Of each argument, whether its first dim is that of the batch."""
+        arguments = context.arguments
+        names, types = [a.path.partition("/")[0] for a in arguments], [a.type for a in arguments]
+        is_free = [not a.is_state for a in arguments]
+        found = of_batch(names, types, is_free, self.batch_argnames, "Pipeline")
+        if not any(found):
             raise ValueError(
-                f"{self}: no batch is found among the arguments ({paths}); expected an array that is no "
-                "state, so that none of its type comes back"
+                f"{self}: no batch is found among the arguments ({', '.join(a.path for a in arguments)}); "
+                "expected an array that is no state, so that none of its type comes back; if one does, say "
+                "batch_argnames="
             )
-        rows = others[0].type.shape[0]
-        return [not a.is_state and a.type.ndim > 0 and a.type.shape[0] == rows for a in context.arguments]
+        return found
 
 
 def _at_ends(jaxpr) -> tuple[list[Any], list[Any]]:

@@ -1,0 +1,56 @@
+"""Which arrays have rows of the batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardax.validation import require_argument_names
+
+
+def of_batch(
+    names: Sequence[str], types: Sequence[Any], is_free: Sequence[bool], given: Any, what: str
+) -> list[bool]:
+    """Of each array whether its first dim is that of the batch.
+
+    Args:
+      names: of the arguments that the arrays are, or are in. `types`: with shapes.
+      is_free: which may be the batch where nobody says: the first of them, and those with as many rows.
+      given: names of arguments, all of whose arrays are, scalars excepted; None: nobody says.
+      what: the function or transform that was given them.
+
+    Raises ValueError for a name that no argument has, and for arrays of different numbers of rows.
+
+    >>> import jax
+    >>> x, w = jax.ShapeDtypeStruct((8, 4), "float32"), jax.ShapeDtypeStruct((8,), "float32")
+    >>> of_batch(["x", "w"], [x, w], [True, True], None, "the loss")
+    [True, True]
+    >>> of_batch(["x", "w"], [x, w], [True, True], "x", "the loss")
+    [True, False]
+    """
+    if given is None:
+        free = zip(types, is_free, strict=True)
+        first = next((x.shape[0] for x, ok in free if ok and x.shape), None)
+        every = zip(types, is_free, strict=True)
+        return [ok and bool(x.shape) and x.shape[0] == first for x, ok in every]
+    given = (given,) if isinstance(given, str) else tuple(given)
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(
+            f"batch_argnames of {what} has {unknown[0]!r}; expected names of arguments, of which there are "
+            f"{', '.join(dict.fromkeys(names))}"
+        )
+    found = [name in given and bool(x.shape) for name, x in zip(names, types, strict=True)]
+    rows: dict[int, str] = {}
+    for name, x, ok in zip(names, types, found, strict=True):
+        if ok:
+            rows.setdefault(x.shape[0], name)
+    if len(rows) > 1:
+        several = " and ".join(f"{count} ({name})" for count, name in rows.items())
+        raise ValueError(
+            f"batch_argnames of {what} is {given}, whose arrays have {several} rows; expected one number of "
+            "rows: leave out what is no batch"
+        )
+    return found
+
+
+def check_names(given: Any, what: str) -> None:
+    """Raises ValueError unless it is a name, several, or None."""
+    require_argument_names(given, f"batch_argnames of {what}")

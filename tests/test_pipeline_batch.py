@@ -1,0 +1,102 @@
+"""What is cut into microbatches: what is taken for the batch, and what is said to be it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import shardax as sx
+from shardax.pipeline.batch import of_batch
+
+ROWS = 16
+F32 = lambda *shape: jax.ShapeDtypeStruct(shape, "float32")  # noqa: E731
+ABSTRACT = jax.sharding.AbstractMesh((2,), ("stage",), axis_types=(AxisType.Auto,))
+
+
+def rand(seed: int, *shape: int):
+    return np.float32(np.random.RandomState(seed).randn(*shape) / np.sqrt(shape[-1]))
+
+
+def loss(params, x, y, scale, w):
+    """`scale` and `w` have as many rows as the batch, and are none."""
+    for each in params:
+        x = jnp.tanh(x @ each)
+    return ((x @ w * scale.mean() - y) ** 2).mean()
+
+
+ARGS = (
+    [rand(i, ROWS, ROWS) for i in range(4)],
+    rand(5, ROWS, ROWS),
+    rand(6, ROWS, ROWS),
+    rand(7, ROWS),
+    rand(8, ROWS, ROWS),
+)
+
+
+def step(params, x, y, scale, w):
+    value, grads = jax.value_and_grad(loss)(params, x, y, scale, w)
+    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
+
+
+@pytest.mark.once
+def test_arrays_with_as_many_rows_that_are_no_batch():
+    mesh = jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Auto,))
+    grad = sx.pipeline.value_and_grad(loss, microbatches=4, batch_argnames=("x", "y"))
+    value, grads = sx.shard_jit(grad, mesh=mesh)(*ARGS)
+    pipelined = sx.shard_jit(
+        step, mesh=mesh, transforms=[sx.pipeline.Pipeline(microbatches=4, batch_argnames=("x", "y"))]
+    )
+    params, again = pipelined(*ARGS)
+    wanted, wanted_value = jax.jit(step)(*ARGS)
+    np.testing.assert_allclose([value, again], [wanted_value] * 2, rtol=1e-5)
+    for w, g, new, expected in zip(ARGS[0], grads, params, wanted, strict=True):
+        np.testing.assert_allclose(w - 0.1 * g, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(new, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.quick
+def test_a_batch_of_a_parameters_type():
+    """It looks like state, of which an array of its type comes back."""
+    shapes = jax.tree.map(lambda x: F32(*x.shape), ARGS)
+    said = sx.pipeline.Pipeline(microbatches=4, batch_argnames=("x", "y"))
+    planned = sx.shard_jit(step, mesh=ABSTRACT, transforms=[said]).plan(*shapes)
+    assert sum(c.trips for c in planned.collectives if c.kind == "ppermute") > 4
+
+
+@pytest.mark.quick
+def test_what_is_taken():
+    names, types = ["key", "x", "x", "y", "w"], [F32(), F32(8, 2), F32(8), F32(8, 3), F32(4, 4)]
+    assert of_batch(names, types, [True] * 5, None, "f") == [False, True, True, True, False]
+    assert of_batch(names, types, [True, False, False, False, True], None, "f") == [False] * 4 + [True]
+    assert of_batch(names, types, [False] * 5, ("key", "y"), "f") == [False, False, False, True, False]
+    assert of_batch(["key"], [F32()], [True], None, "f") == [False]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("z", "batch_argnames of f has 'z'; expected names of arguments, of which there are x, w$"),
+        (("x", "w"), r"batch_argnames of f is \('x', 'w'\), whose arrays have 8 \(x\) and 4 \(w\) rows"),
+    ],
+)
+def test_bad_names(given, words):
+    with pytest.raises(ValueError, match=words):
+        of_batch(["x", "w"], [F32(8, 2), F32(4)], [True] * 2, given, "f")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "make",
+    [lambda names: sx.pipeline.Pipeline(batch_argnames=names)]
+    + [
+        lambda names, f=f: f(loss, microbatches=2, batch_argnames=names)
+        for f in (sx.pipeline.value_and_grad, sx.pipeline.apply)
+    ],
+)
+def test_no_names(make):
+    with pytest.raises(
+        ValueError, match="batch_argnames of .* is 1, of type int: give the name of an argument"
+    ):
+        make(1)
