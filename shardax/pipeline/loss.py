@@ -219,7 +219,8 @@ class _Call:
             raise ValueError(
                 f"{name} is called with a batch of {size} rows (the first dim of the first array that is no "
                 f"parameter, or of batch_argnames), which {microbatches} microbatches do not divide; take a "
-                "number of microbatches that does, or pad the batch and weigh its rows"
+                "number of microbatches that does, the transform sx.pipeline.Pipeline, which takes any, or "
+                "pad the batch and weigh its rows"
             )
         batch = [_microbatches(x, microbatches) for x, b in zip(others, is_batch, strict=True) if b]
         rest = [x for x, b in zip(others, is_batch, strict=True) if not b]
