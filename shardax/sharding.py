@@ -4,7 +4,7 @@ pending reductions.
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
@@ -48,6 +48,15 @@ def in_mesh_order(
     number = {c: i for i, c in enumerate(itertools.product(*(range(sizes[a]) for a in ordered)))}
     numbers = [number[tuple(c[axes.index(a)] for a in ordered)] for c in coordinates]
     return ordered, [(numbers[s], numbers[r]) for s, r in pairs]
+
+
+def minor_most(shape: Sequence[int]) -> int:
+    """The dim along which elements lie side by side in memory: the last of size 2 or more, else the last.
+
+    >>> minor_most((4, 256, 1)), minor_most((1, 1))
+    (1, 1)
+    """
+    return next((dim for dim in reversed(range(len(shape))) if shape[dim] > 1), len(shape) - 1)
 
 
 def round_up(size: int, count: int) -> int:

@@ -30,7 +30,7 @@ UNCHECKED = {
         "annotate reshard sharding_constraint".split(),
         "an annotation: gives the sharding of its operand",
     ),
-    "noted": "is the identity: carries an annotation while shardax.pipeline partitions a step by microbatches",
+    "noted": "is the identity: carries an annotation while shardax.pipeline partitions a step",
     **dict.fromkeys("scaled_matmul scaled_matmul_wrapper".split(), "runs on GPUs alone"),
     "associative_scan": "shardax finds it in what jax.lax.associative_scan expands into",
     "associative_scan_vjp": "shardax finds it in the gradient of what jax.lax.associative_scan expands into",

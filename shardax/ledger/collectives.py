@@ -15,7 +15,7 @@ from jax.extend.core import jaxprs_in_params
 from shardax import _jax
 from shardax.cost import noted
 from shardax.ledger import causes
-from shardax.sharding import Axes, AxisSizes, shard_count
+from shardax.sharding import Axes, AxisSizes, minor_most, shard_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def read(eqn, sizes: AxisSizes, line: str = "") -> Iterator[Collective]:
         minor = None
         if kind == "reduce_scatter" and eqn.params["tiled"]:
             dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
-            minor = shape[dim] if dim == len(shape) - 1 else None
+            minor = shape[dim] if dim == minor_most(shape) else None
         yield Collective(
             kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor
         )

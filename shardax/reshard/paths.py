@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from shardax.cost.network import Network, network_of
 from shardax.reshard.steps import Counts, Edge, Space, State, canonical, with_more
-from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, minor_most, round_up, shard_count
 
 FEW = 3  # axes over which all layouts that a value may take are looked at
 MOST = 4  # dims, likewise
@@ -106,11 +106,10 @@ def _standing_for(
 ) -> tuple[Layout, Layout, tuple[int, ...]]:
     """Two layouts and a shape that stand for all that cost the same: dims have another order, and axes that
     are joined alike other names. (On a chip with lanes the minor-most dim is not like others.)"""
-    like = range(len(shape) - 1 if network.chip.lanes else len(shape))
+    apart = [minor_most(shape)] if shape and network.chip.lanes else []
+    like = [d for d in range(len(shape)) if d not in apart]
     columns = [(shape[d], src.padded[d], dst.padded[d], src.dims[d], dst.dims[d], d) for d in like]
-    order = [d for *_, d in sorted(columns) if shape[d] > 1 or src.dims[d] or dst.dims[d]] + [
-        *range(len(like), len(shape))
-    ]
+    order = [d for *_, d in sorted(columns) if shape[d] > 1 or src.dims[d] or dst.dims[d]] + apart
     used = [
         a
         for layout in (src, dst)

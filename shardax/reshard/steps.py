@@ -14,7 +14,7 @@ from typing import NamedTuple
 from shardax.cost.network import Network
 from shardax.reshard import halo
 from shardax.reshard.halo import HaloRequest
-from shardax.sharding import Axes, AxisSizes, Layout, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, minor_most, shard_count
 
 Pending = tuple[tuple[str, str], ...]
 
@@ -137,7 +137,7 @@ def _sends(
 ):
     """A collective in which each device sends so many bytes."""
     minor = None
-    if kind == "reduce_scatter" and to is not None and to == len(space.shape) - 1:
+    if kind == "reduce_scatter" and to is not None and to == minor_most(space.shape):
         minor = after.padded[to] // space.count(after.dims[to])
     return Edge(kind, axes, after, nbytes, space.network.collective(kind, axes, nbytes, minor), dim, to)
 
