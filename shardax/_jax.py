@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 80 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 83 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -11,7 +11,7 @@ parameters, have changed:
     axes_in_scope, dce, dce_open, prune, hoist_consts, closing_over, constant_values, scan_counts,
     expand_hi_primitive, is_ref, is_ref_aval, value_type, without_mesh, without_refs, without_closed_refs,
     ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp,
-    checkpoint_rule, register_dce, in_context_of.
+    checkpoint_rule, register_dce, in_context_of, eqn_under_local_mesh, on_host, key_impl.
 PartitionSpecs that owe a reduction, whose kind 0.11 has brought:
     owing_spec, reduction_of.
 Primitives that public functions bind and nothing public names:

@@ -112,6 +112,7 @@ _KERNEL = "a kernel: put the function that calls it under partition_as"
 _EXPORT = "of exported programs of unknown sizes"
 _INSIDE = "internal to JAX; programs that are differentiated and traced whole do not have it"
 NO_RULE = {
+    "compute_on": "of compute_on2; under the context manager equations keep their rules",
     **dict.fromkeys(
         """
         all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start
