@@ -180,7 +180,7 @@ def cases(*rows):
         "three-heads-legacy-keys",
         lambda: transformer(adafactor, 7, "legacy", heads=3, model=33, scan=True, dropout=0.2),
         MESHES[3],
-        pytest.mark.once,
+        pytest.mark.slow,
     ),
     (
         "dropout",
