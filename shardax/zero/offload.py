@@ -92,7 +92,7 @@ class _Run:
         jaxpr = self.closed.jaxpr
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
-        self.wanted = _wanted(jaxpr.eqns, {jaxpr.outvars[r] for r in self.left})
+        self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left])
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
         self.readers = _readers(jaxpr.eqns, kept, self.wanted)
         for part in _parts(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars):
@@ -120,7 +120,7 @@ class _Run:
         """The variables that are what the host has, annotated or not."""
         found = set(self.host)
         for eqn in eqns:
-            if eqn.primitive is annotate_p and eqn.invars[0] in found:
+            if eqn.primitive is annotate_p and not found.isdisjoint(_variables(eqn.invars)):
                 found.add(eqn.outvars[0])
         return found
 
@@ -170,12 +170,16 @@ def _parts(eqns: Sequence[Any], roots: Collection[Any], outvars: Sequence[Any]) 
     return [parts[n] for n in in_order(list(map(task, parts)))]
 
 
-def _wanted(eqns: Sequence[Any], left: set[Any]) -> set[Any]:
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [v for v in atoms if not _jax.is_literal(v)]
+
+
+def _wanted(eqns: Sequence[Any], left: Sequence[Any]) -> set[Any]:
     """The variables whose values the host is to have: results, and what an annotation alone is between."""
-    wanted = {v for v in left if not _jax.is_literal(v)}
+    wanted = set(_variables(left))
     for eqn in reversed(eqns):
         if eqn.primitive is annotate_p and eqn.outvars[0] in wanted:
-            wanted.add(eqn.invars[0])
+            wanted.update(_variables(eqn.invars))
     return wanted
 
 
