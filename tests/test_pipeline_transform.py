@@ -278,8 +278,10 @@ def test_weights_that_do_not_come_back_are_named_where_they_are_taken_as_the_bat
 
     params = [{"a": rand(0, B, 4), "b": rand(1, 4, B)} for _ in range(4)]
     batch = rand(2, B, B), rand(3, B, B), [rand(4, B, B)] * 4
-    with pytest.raises(ValueError, match=r"Taken as the batch are x, y, frozen/0.* return them with the st"):
+    with pytest.raises(ValueError, match=r"Taken as the batch are x, y, frozen/0.* by batch_argnames="):
         plan(step, params, batch)
+    planned = plan(step, params, batch, batch_argnames=("x", "y"))
+    assert any(c.kind == "ppermute" for c in planned.collectives)
 
 
 def test_the_axis_has_to_be_in_the_mesh():
