@@ -65,6 +65,29 @@ def test_a_batch_of_a_parameters_type():
 
 
 @pytest.mark.quick
+def test_weights_before_the_batch_whose_rows_microbatches_divide():
+    """Taken for the batch they are refused, and said not to be it they are weights."""
+
+    def lookup(params, frozen, x):
+        def loss(params):
+            return (jnp.tanh(params["in"][x] @ frozen) @ params["out"] ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(jnp.subtract, params, grads), value
+
+    args = {"in": F32(11, 8), "out": F32(8, 11)}, F32(8, 8), jax.ShapeDtypeStruct((16, 6), "int32")
+    plans = [
+        sx.shard_jit(
+            lookup, mesh=ABSTRACT, transforms=[sx.pipeline.Pipeline(microbatches=4, batch_argnames=names)]
+        ).plan
+        for names in (None, "x")
+    ]
+    with pytest.raises(ValueError, match="Taken as the batch are frozen; .* by batch_argnames="):
+        plans[0](*args)
+    assert any(c.kind == "ppermute" for c in plans[1](*args).collectives)
+
+
+@pytest.mark.quick
 def test_what_is_taken():
     names, types = ["key", "x", "x", "y", "w"], [F32(), F32(8, 2), F32(8), F32(8, 3), F32(4, 4)]
     assert of_batch(names, types, [True] * 5, None, "f") == [False, True, True, True, False]

@@ -88,7 +88,8 @@ def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) ->
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         made = _partitioned(_whole_after(jax.make_jaxpr(run)(*types), has_rows), mesh)
         (eqn,) = made.jaxpr.jaxpr.eqns
-        local = _numbered(_jax.closed(eqn.params["jaxpr"]), count)
+        consts = made.jaxpr.consts  # the operands before the arguments
+        local = _numbered(_jax.closed(eqn.params["jaxpr"]), consts, count)
     splits = [
         [s.dims.index((AXIS,)) if (AXIS,) in s.dims else None for s in side]
         for side in (made.in_shardings, made.out_shardings)
@@ -146,19 +147,23 @@ def _noting(eqn):
     return eqn.replace(primitive=noted_p, params=params)
 
 
-def _numbered(local, count: int):
-    """The local jaxpr, with the index along the axis as its last argument, and its annotations back."""
+def _numbered(local, consts: Sequence[Any], count: int):
+    """The local jaxpr with these as its first arguments, with the index along the axis as its last, and its
+    annotations back."""
+    first = len(consts)
+    assert [np.shape(x) for x in consts] == [x.shape for x in local.in_avals[:first]], "constants are whole"
 
     def restored(eqns):
         eqns = map(_jax.eqn_under_local_mesh, eqns)
         return [e.replace(primitive=annotate_p) if e.primitive is noted_p else e for e in eqns]
 
     def run(*args):
-        return _evaluated(map_equations(local, restored), args[:-1], args[-1])
+        whole = [*map(_without_mesh, consts), *args[:-1]]
+        return _evaluated(map_equations(local, restored), whole, args[-1])
 
     number = jax.ShapeDtypeStruct((), "int32")
     with _jax.axes_in_scope({AXIS: count}):
-        return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, local.in_avals), number))
+        return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, local.in_avals[first:]), number))
 
 
 def _evaluated(closed, args: Sequence[Any], number) -> list[Any]:
