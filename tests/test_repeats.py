@@ -230,9 +230,8 @@ def test_the_same_plan(name):
         for side, values in ((ins, made.inputs), (outs, made.outputs))
     ]
     shared, alone = choose(made, reused, *layouts), choose(made, plain, *layouts)
-    # GPT-2: 1.108, neither being proven to be the least; it was 1.076 before an all_to_all cost a copy on the nominal
-    # chip, by which what layers decide on their own is 2 % cheaper, and what they decide together 1 % dearer.
-    most = 1.11 if name.startswith("GPT-2") else 1 + 1e-6
+    # GPT-2: neither is proven to be the least; with remat the one for all is even the cheaper
+    most = 1.01 if name.startswith("GPT-2") else 1 + 1e-6
     assert shared.price <= most * alone.price
 
 

@@ -431,7 +431,9 @@ def _bodies(node: Node) -> Iterator[Graph]:
 
 class _Patterns:
     """Finds for a node in one of several alike blocks its twin: of the nodes at the same place in the others
-    the second in program order. (What the first reads may have another layout.)"""
+    the first in program order. The first block and the last have none, for their neighbours are others: in a
+    train step the last is the first that is differentiated.
+    """
 
     def __init__(self, completion: Completion):
         blocks: dict[Hashable, list[Block]] = {}
@@ -440,9 +442,10 @@ class _Patterns:
         self.twins: dict[Node, Node] = {}
         nodes, count = completion.items.nodes, completion.items.count
         for alike in blocks.values():
-            for at_place in zip(*(block.items for block in alike), strict=True) if len(alike) > 2 else ():
-                _, second, *others = sorted(item for item in at_place if item < count) or (0, 0)
-                self.twins.update((nodes[item], nodes[second]) for item in others)
+            _, *inner, _ = sorted(alike, key=lambda block: min(block.items)) if len(alike) > 3 else (0, 0)
+            for at_place in zip(*(block.items for block in inner), strict=True):
+                first, *others = sorted(item for item in at_place if item < count) or (0,)
+                self.twins.update((nodes[item], nodes[first]) for item in others)
 
     def twin(self, node: Node) -> Node | None:
         return self.twins.get(node)
