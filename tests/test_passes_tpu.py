@@ -56,6 +56,68 @@ def test_every_pair_of_dims(cut, join, axes):
     assert (eqn.params["split_axis"], eqn.params["concat_axis"]) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "shape, cut, join",
+    [
+        ((8, 64, 4, 24), 0, 3),  # narrow pieces whose rows fill the lanes
+        ((8, 3, 40), 0, 2),  # and whose rows do not
+        ((4, 256, 2048), 2, 1),  # large ones, cut from a dim and joined along another one
+        ((4, 2048, 256), 1, 2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("axes", ["y", ("x", "y")], ids=str)
+def test_large_pieces_and_narrow_ones(shape, cut, join, axes):
+    x = jnp.asarray(np.random.RandomState(0).randn(*shape), jnp.bfloat16)
+    run = on_devices(lambda x: lax.all_to_all(x, axes, cut, join, tiled=True), len(shape), axes, join)
+    shards = jnp.concatenate([x] * (8 if len(axes) == 2 else 2), join)
+    (eqn,) = same_values(run(shards), shards)
+    assert (eqn.params["split_axis"], eqn.params["concat_axis"]) == (0, 0)
+
+
+LONG_SUMS = [
+    # rows, width, indices: whether rows are put in tiles; what becomes of indices past the rows
+    (50, 256, 4096, True, "drop"),
+    (50, 256, 4096, True, "clip"),
+    (50, 256, 4096, True, "promise_in_bounds"),
+    (50, 128, 4096, False, "drop"),
+    (50, 200, 4096, False, "drop"),
+    (50, 256, 2048, False, "drop"),
+]
+
+
+@pytest.mark.parametrize("rows, width, count, tiled, mode", LONG_SUMS)
+def test_long_sums_of_rows_by_index(rows, width, count, tiled, mode):
+    """Which wait for a sum, so that all devices but one add to other zeros."""
+    rng, most = np.random.RandomState(0), rows if mode == "promise_in_bounds" else 2 * rows
+    indices = jnp.asarray(rng.randint(0, most, (4, count // 4)), "int32")
+    values = jnp.asarray(rng.randint(-4, 5, (4, count // 4, width)), "float32")
+
+    def run(indices, values):
+        zeros = jnp.zeros((rows, width), values.dtype)
+        zeros = lax.select(indices[0, 0] == 0, zeros, jnp.zeros_like(zeros))
+        return zeros.at[indices].add(values, mode=mode)
+
+    jaxpr = jax.make_jaxpr(run)(indices, values)
+    suited = tpu.suited(jaxpr)
+    (sums,) = (eqn for eqn in suited.jaxpr.eqns if eqn.primitive is lax.scatter_add_p)
+    assert sums.invars[0].aval.shape == ((rows, width // 128, 128) if tiled else (rows, width))
+    (got,), (want,) = (jax.jit(jaxpr_as_fun(j))(indices, values) for j in (suited, jaxpr))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_sums_that_stay():
+    """What is added to has values of its own, or windows are no whole rows."""
+    x, indices = jnp.ones((50, 256)), jnp.zeros(4096, "int32")
+    for run in (
+        lambda x, i: x.at[i].add(jnp.ones((4096, 256))),
+        lambda x, i: jnp.zeros((256, 50)).at[:, i].add(jnp.ones((256, 4096))),
+        lambda x, i: jnp.zeros((50, 256)).at[i, 3].add(x[0, 0]),
+    ):
+        jaxpr = jax.make_jaxpr(run)(x, indices)
+        assert tpu.suited(jaxpr) is jaxpr
+
+
 def test_in_a_loop():
     def run(x):
         def step(x, _):

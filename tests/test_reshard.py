@@ -4,6 +4,7 @@ name.
 
 import itertools
 import math
+import os
 import random
 from dataclasses import replace
 from functools import cache, partial
@@ -190,6 +191,31 @@ def test_exchanges_between_several_dims(mesh, shape, before, after):
     assert_holds(np.asarray(out), value, dst, sizes)
 
 
+SWAPS = [
+    # mesh, shape, shardings before and after
+    ("x4y2", (8, 8), ["x", "y"], ["y", "x"]),
+    ("x4y2", (7, 3, 5), ["y", "_", "x"], ["x", "_", "y"]),
+    ("x2y2z2", (8, 12), ["zx", "y"], ["y", "zx"]),
+    ("x2y2z2", (8, 12), ["x", "zy"], ["zy", "x"]),
+]
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("mesh, shape, before, after", SWAPS)
+def test_axes_of_different_sizes_change_places(mesh, shape, before, after):
+    """Each device sends its shard, in as many pieces as it goes to devices."""
+    sizes, rng = MESHES[mesh], np.random.default_rng(0)
+    padded = tuple(n if word == "_" else round_up(n, 4) for n, word in zip(shape, before, strict=True))
+    src, dst = (Layout(layout(words, shape, sizes).sharding, padded) for words in (before, after))
+    path = paths.plan(src, dst, shape, 4, sizes)
+    (step,) = path.steps
+    assert step.kind == "swap" and path.nbytes == 4 * math.prod(src.local_shape(sizes))
+    value = rng.integers(-9, 9, shape).astype("int32")
+    shards = local_shards(rng, value, src, sizes)
+    (out,) = run_paths([(path, shape, shards)], sizes)
+    assert_holds(np.asarray(out), value, dst, sizes)
+
+
 # Against an exhaustive search: all layouts over the axes that the two use, all pairs of them that one
 # collective connects
 
@@ -262,6 +288,7 @@ class Graph:
             ]
         if not lost and not won and len(differing) == 2:
             costs += [self.exchange(a, b, i, j) for i, j in itertools.permutations(differing)]
+            costs.append(self.swap(a, b, *differing))
         if not lost and not won:
             costs.append(self.exchanges(a, b))
         if lost and not won and not differing:
@@ -365,6 +392,17 @@ class Graph:
         if coming and sorted(coming) == sorted(leaving):
             k = shard_count(coming, self.sizes)
             return self.sends("all_to_all", coming, volume * (k - 1) // k)
+
+    def swap(self, a, b, i, j):
+        """Axes of two dims change places, as many pieces as the blocks of one become."""
+        shared = [len(os.path.commonprefix([a.dims[d], b.dims[d]])) for d in (i, j)]
+        here, there = (a.dims[d][n:] for d, n in zip((i, j), shared, strict=True))
+        back = [b.dims[d][n:] for d, n in zip((j, i), shared[::-1], strict=True)]
+        few, many = sorted((shard_count(here, self.sizes), shard_count(there, self.sizes)))
+        if a.padded == b.padded and here and there and back == [here, there]:
+            if few < many and many % few == 0 and many // few <= steps.PIECES:
+                moved, k = [a for a in self.sizes if a in (*here, *there)], many // few
+                return k * self.sends("ppermute", moved, self.volume(a) // k)[0], k
 
     def scatter(self, a, b, to, lost):
         axes, volume = self.arrives(a, b, to) or ((), 0)
@@ -479,6 +517,8 @@ KNOWN = [
     (["xy", "_"], [], ["x", "y"], [], X4Y2, "all_to_all y"),
     (["x", "_"], [], ["y", "_"], [], X2Y2, "ppermute x,y"),
     (["x", "y"], [], ["y", "x"], [], X2Y2, "ppermute x,y"),
+    (["x", "y"], [], ["y", "x"], [], X4Y2, "swap x,y"),
+    (["x", "_", "y"], [], ["y", "_", "x"], [], {"x": 2, "y": 16}, "swap x,y"),
     (["xy", "_"], [], ["yx", "_"], [], X4Y2, "ppermute x,y"),
     (["y", "_", "x"], [], ["_", "xy", "_"], [], X4Y2, "all_to_all x,y"),
     (["_", "x", "y"], [], ["y", "_", "x"], [], X4Y2, "all_to_all y; all_to_all x"),

@@ -5,7 +5,7 @@ The nodes are layouts, and the edges are the steps of `steps.STEPS`, each with t
 device sends (V is the bytes in the whole group of n devices; ring algorithms):
 
     all_gather, reduce_scatter   V (n-1)/n      all_to_all   (V/n) (n-1)/n      slice, crop, owe   0
-    all_reduce                  2V (n-1)/n      ppermute     the shard          halo   the rows that move
+    all_reduce                  2V (n-1)/n      ppermute, swap   the shard      halo   the rows that move
 
 The axes of an all_to_all may leave several dims at once, and come to several others. The price of a step is
 that of its collectives on the network (`shardax.cost.network`), in picoseconds; to owe a reduction costs the
@@ -32,7 +32,9 @@ from shardax.sharding import Axes, AxisSizes, Layout, Sharding, minor_most, roun
 
 FEW = 3  # axes over which all layouts that a value may take are looked at
 MOST = 4  # dims, likewise
-COLLECTIVES = frozenset({"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter"})
+COLLECTIVES = frozenset(
+    {"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter", "swap"}
+)
 
 
 @dataclass(frozen=True, slots=True)

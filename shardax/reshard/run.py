@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardax.reshard.halo import bring
+from shardax.cost.network import network_of
+from shardax.reshard.halo import bring, by_device
 from shardax.reshard.paths import Path
-from shardax.reshard.steps import next_blocks, pairs
+from shardax.reshard.steps import next_blocks, pairs, swap_of
 from shardax.sharding import Axes, AxisSizes, in_mesh_order, shard_count
 
 
@@ -61,6 +62,20 @@ def _run_exchange(x, step, sizes):
     x = lax.all_to_all(x.reshape(-1, *rows), step.axes, split_axis=0, concat_axis=0, tiled=True)
     x = lax.transpose(x.reshape(*cuts, *rows), [order.index(label) for label in _labels(leaving)])
     return x.reshape([n * shard_count(axes, sizes) for n, axes in zip(rows, leaving, strict=True)])
+
+
+def _run_swap(x, step, shape, sizes):
+    swap = swap_of(step.source, step.layout, step.dim, step.to, step.axes, network_of(sizes))
+    place, count = axis_position(swap.axes, sizes), len(swap.rounds)
+    rows, width = x.shape[swap.few] // count, x.shape[swap.many]
+    whole = lax.full(step.layout.local_shape(sizes), 0, x.dtype)
+    for permuted, sent, put in swap.rounds:
+        piece = block_of(x, by_device(sent, place), rows, swap.few)
+        piece = _permuted(piece, swap.axes, permuted, sizes)
+        starts = [np.int32(0)] * x.ndim
+        starts[swap.many] = lax.mul(by_device(put, place), np.int32(width))
+        whole = lax.dynamic_update_slice_p.bind(whole, piece, *starts)
+    return whole
 
 
 def _labels(axes):
@@ -153,6 +168,7 @@ RUN: dict[str, Callable] = {
     "slice": lambda x, step, shape, sizes: block_of(
         x, axis_position(step.axes, sizes), step.layout.local_shape(sizes)[step.to], step.to
     ),
+    "swap": _run_swap,
 }
 
 

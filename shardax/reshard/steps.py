@@ -17,6 +17,7 @@ from shardax.reshard.halo import HaloRequest
 from shardax.sharding import Axes, AxisSizes, Layout, minor_most, shard_count
 
 Pending = tuple[tuple[str, str], ...]
+PIECES = 8  # into which a swap cuts a shard at most: each is a collective of its own
 
 
 class State(NamedTuple):
@@ -284,6 +285,25 @@ def _fill(counts: tuple[int, ...], pool: Axes, network: Network) -> list[tuple[A
     ]
 
 
+def _swaps(node: State, space: Space) -> Iterator[Edge]:
+    """The axes of two dims in each other's place, which split them into k times as many blocks and into a
+    k-th: each device sends its shard in k pieces, one in each ppermute. (Where k is 1 one brings the whole
+    shard.)
+    """
+    for dim, to in itertools.combinations(space.dims, 2):
+        for here, there in itertools.product(space.movable(node, dim), space.movable(node, to)):
+            few, many = sorted((space.count(here), space.count(there)))
+            if few == many or many % few or many // few > PIECES:
+                continue
+            dims = [*node.dims]
+            dims[dim], dims[to] = dims[dim][: -len(here)] + there, dims[to][: -len(there)] + here
+            if all(node.padded[d] % space.count(dims[d]) == 0 for d in (dim, to)):
+                axes, count = tuple([a for a in space.axes if a in (*here, *there)]), many // few
+                nbytes, after = space.nbytes(node), State(tuple(dims), node.padded, node.pending)
+                price = count * space.network.collective("ppermute", axes, nbytes // count)
+                yield Edge("swap", axes, after, nbytes, price, dim, to, count)
+
+
 def _halos(node: State, space: Space) -> Iterator[Edge]:
     """Changes of the padded size of a split dim: only the rows that change device are sent."""
     for dim in space.dims:
@@ -331,6 +351,7 @@ STEPS = (
     _reduce_scatters,
     _all_reduces,
     _ppermutes,
+    _swaps,
     _halos,
     _owes,
 )
@@ -393,7 +414,7 @@ def _settle(node: State, axes: Axes) -> State:
     return node._replace(pending=_in_order(tuple(p for p in node.pending if p[0] not in axes)))
 
 
-# Who sends what: ppermute and halo
+# Who sends what: ppermute, swap and halo
 
 
 def _places(layout: Layout | State, counts: Counts) -> dict[str, tuple[int, int]]:
@@ -428,6 +449,52 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
     senders = sorted((i for i in content if i not in stay), key=lambda i: (held[i], i))
     receivers = sorted((i for i in content if i not in stay), key=lambda i: (needed[i], i))
     return sorted([*zip(senders, receivers, strict=True), *((i, i) for i in stay)])
+
+
+@dataclass(frozen=True)
+class Swap:
+    """How two dims come to be split by each other's axes, `few` blocks by k · few.
+
+    Attributes:
+      few: the dim of fewer blocks before, which a device cuts into pieces; the pieces that come to it it puts
+        side by side along `many`.
+      rounds: for each round (sender, receiver) along `axes` for each device; by device which of its pieces it
+        sends, and as which of its own it puts what comes.
+    """
+
+    few: int
+    many: int
+    axes: Axes
+    rounds: tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]], ...]
+
+
+@lru_cache(maxsize=4096)
+def swap_of(source: Layout, layout: Layout, dim: int, to: int, axes: Axes, network: Network) -> Swap:
+    """Who sends what, so that in each round each device sends one piece and gets one.
+
+    >>> from shardax.sharding import Sharding
+    >>> x, y = ("x",), ("y",)
+    >>> sides = Layout(Sharding((x, y)), (4, 4)), Layout(Sharding((y, x)), (4, 4))
+    >>> swap_of(*sides, 0, 1, ("x", "y"), Network({"x": 2, "y": 4})).rounds[0][0]
+    ((0, 0), (1, 4), (2, 1), (3, 5), (4, 2), (5, 6), (6, 3), (7, 7))
+    """
+    counts = Counts(network)
+    few, many = sorted((dim, to), key=lambda d: counts[source.dims[d]] / counts[layout.dims[d]])
+    pieces = counts[layout.dims[few]] // counts[source.dims[few]]
+    devices = [dict(zip(axes, c, strict=True)) for c in itertools.product(*(range(network[a]) for a in axes))]
+    before, after = _places(source, counts), _places(layout, counts)
+    held, needed = ([dict(_block(d, places)) for d in devices] for places in (before, after))
+    receiver = {(blocks[few], blocks[many]): i for i, blocks in enumerate(needed)}
+    rounds = []
+    for r in range(pieces):
+        sent = tuple((blocks[many] + r) % pieces for blocks in held)
+        ends = [
+            receiver[blocks[few] * pieces + piece, blocks[many] // pieces]
+            for blocks, piece in zip(held, sent, strict=True)
+        ]
+        put = tuple((blocks[few] - r) % pieces for blocks in needed)
+        rounds.append((tuple(enumerate(ends)), sent, put))
+    return Swap(few, many, axes, tuple(rounds))
 
 
 @lru_cache(maxsize=4096)
