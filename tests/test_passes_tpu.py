@@ -183,6 +183,19 @@ def test_what_others_read_too_stays(extra):
     assert tpu.suited(jaxpr) is jaxpr
 
 
+def test_what_is_scattered_is_so_before_slices_are_taken():
+    def run(x):
+        scattered = lax.psum_scatter(x, "x", scatter_dimension=1, tiled=True)
+        return lax.dynamic_slice_in_dim(scattered, lax.axis_index("y"), 1, 0)
+
+    suited = tpu.suited(jaxpr := scattered_on_devices(run))
+    names = primitives_of(suited)
+    assert names[names.index("reduce_scatter") + 1] == "optimization_barrier"
+    x = jnp.arange(64.0).reshape(8, 8)
+    (got,), (want,) = (jax.jit(jaxpr_as_fun(j))(x) for j in (suited, jaxpr))
+    np.testing.assert_array_equal(got, want)
+
+
 def test_a_literal_that_is_transposed_stays():
     jaxpr = jax.make_jaxpr(lambda x: lax.transpose_p.bind(2.0, permutation=()) * x)(1.0)
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["transpose", "mul"]

@@ -14,6 +14,9 @@ order; behind a reduce_scatter it stays there, and what a loop stacks of it (the
 copied from one order to the other. So where a product's sum is scattered and then transposed, the transpose
 goes first.
 
+A reduce_scatter of which slices are taken by device: it makes an all_reduce of it, and slices that. A barrier
+between the two keeps it.
+
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes a
 megabyte of code for a thousandth of a step. Where rows are tiles of whole lanes it adds them in the order in
 which they come, with a quarter of the code.
@@ -38,13 +41,27 @@ LONG = 4096  # indices, from which on they are sorted; 2048 are not
 
 def suited(jaxpr):
     """The same jaxpr, closed or open, each all_to_all one of leading pieces, products transposed before their
-    sums are scattered, long sums by index of rows in tiles, in bodies too.
+    sums are scattered and these before slices are taken, long sums by index of rows in tiles, in bodies too.
     """
     eqns = [_jax.with_bodies(eqn, suited) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     eqns = _transposed_first(eqns, _jax.closed(jaxpr).jaxpr.outvars)
     makers = {eqn.outvars[0]: eqn for eqn in eqns if eqn.outvars}
     eqns = [new for eqn in eqns for new in _rows_in_tiles(eqn, makers)]
+    eqns = list(_scattered_before_slices(eqns))
     return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _suited(eqn)])
+
+
+def _scattered_before_slices(eqns: Sequence[Any]) -> Iterator[Any]:
+    """A barrier behind each reduce_scatter of which slices are taken by device."""
+    slices = (eqn.invars[0] for eqn in eqns if eqn.primitive is lax.dynamic_slice_p)
+    sliced = {v for v in slices if not _jax.is_literal(v)}
+    for eqn in eqns:
+        if eqn.primitive.name != "reduce_scatter" or eqn.outvars[0] not in sliced:
+            yield eqn
+            continue
+        scattered = _jax.new_variable(eqn.outvars[0].aval)
+        yield eqn.replace(outvars=[scattered])
+        yield from equations_of(lax.optimization_barrier, [scattered], eqn.outvars, eqn)
 
 
 def _transposed_first(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
