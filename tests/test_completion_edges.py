@@ -42,6 +42,17 @@ ONE = {
     "scalars have no dims": (lambda a: a * 2, [(4,)], "a[i] -> mul[i] | first, first"),
     "moved": (jnp.transpose, [(4, 8)], "a[i j] -> transpose[j i] | first, first"),
     "taken apart": (lambda a: a.reshape(2, 4, 8), [(8, 8)], "a[ij k] -> reshape[i j k] | first, first"),
+    "cut": (lambda a: a[1:3], [(4, 8)], "a[i j] -> slice[k j] | first, first"),
+    "joined": (
+        lambda a, b: jnp.concatenate([a, b]),
+        [(4, 8), (2, 8)],
+        "a[i j], b[k j] -> concatenate[l j] | first, first",
+    ),
+    "stacked": (
+        lambda a, b: jnp.stack([a, b]),
+        [(4, 8), (4, 8)],
+        "a[i j], b[i j] -> stack[k! i j] | first, first",
+    ),
     "contracted": (
         jnp.matmul,
         [(4, 8), (8, 3)],

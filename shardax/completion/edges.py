@@ -20,6 +20,10 @@ ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
 due.
 """
 
+_OF_PARTS = {"concatenate", "pad", "slice", "split", "stack", "unstack"}
+"""These put together or take apart along some dims, and pass the others through like elementwise ones: so layers
+of a stack, wherever they are put, are split as their stack before anything is learned from what uses them."""
+
 
 @dataclass(eq=False, slots=True)
 class Edge:
@@ -65,7 +69,7 @@ def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
         return
     for operands, results in _components(factors):
         part = _part(node, factors, operands, results, OPERATOR, OPERATOR)
-        if len({dims for dims in part.factors.tensors if dims}) <= 1 or _only_permutes(part.factors):
+        if node.name in _OF_PARTS or _is_same(part.factors) or _only_permutes(part.factors):
             part.backward, part.forward = ELEMENTWISE, ELEMENTWISE
         elif node.name == "broadcast_in_dim":
             part.backward, part.forward = BROADCAST_BACKWARD, BROADCAST_FORWARD
@@ -115,6 +119,11 @@ def _part(
     return Edge(
         [node.inputs[i] for i in operands], [node.outputs[i] for i in results], part, backward, forward, node
     )
+
+
+def _is_same(factors: Factors) -> bool:
+    """Whether all tensors but scalars have the same dims."""
+    return len({dims for dims in factors.tensors if dims}) <= 1
 
 
 def _only_permutes(factors: Factors) -> bool:

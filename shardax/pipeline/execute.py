@@ -113,18 +113,18 @@ class _Executor:
                 [_row(x, mine["forward"]) for x in forward],
                 [_row(x, mine["cotangent"]) for x in cotangent],
                 (kept, held, mine["kept"]),  # of which the branches that need them read a row
+                sums,
             )
             with noted.branches(numbers):
                 made = lax.switch(mine["branch"], branches, mine["microbatch"], *inputs)
             kept, held = _written(kept, made.kept, mine["keep"]), _written(held, made.held, mine["hold"])
             results = _written(results, made.rows, mine["result"])
-            sums = [x + y.astype(x.dtype) for x, y in zip(sums, made.sums, strict=True)]
             for lane, arrived in enumerate([*self.sent(made.sent, kind, routed), made.sent]):
                 if (routed.forward[..., lane] >= 0).any():
                     forward = _written(forward, arrived, mine["arriving_forward"][lane])
                 if (routed.cotangent[..., lane] >= 0).any():
                     cotangent = _written(cotangent, arrived, mine["arriving_cotangent"][lane])
-            return (forward, cotangent, kept, held, sums, results), None
+            return (forward, cotangent, kept, held, made.sums, results), None
 
         saved_slots = max(tables.saved_slots) + 1
         state = (
@@ -205,21 +205,23 @@ class _Executor:
         onward = ((), ()) if last else (self.received[k + 1], self.returned[k + 1])
         return self.received[k], *onward, self.returned[k]
 
-    def idle(self, microbatch, received, returned, rings) -> Outputs:
-        return self.nothing()
+    def idle(self, microbatch, received, returned, rings, sums) -> Outputs:
+        return self.nothing(sums)
 
-    def nothing(self) -> Outputs:
-        """What an instruction makes, as zeros. What the loop carries gets it outside of the branch: a buffer
-        that goes through branches is copied in each."""
-        types = self.wires, self.kept.types, self.held.types, self.program.sums, self.program.results
-        return Outputs(*map(_zeros, types))
+    def nothing(self, sums: Sequence[Array]) -> Outputs:
+        """What an instruction makes that makes nothing: zeros, and the sums as they are, which a compiler
+        leaves where they lie. Rows of buffers are written outside of the branches: a buffer that goes through
+        branches of which one writes a row is copied in each."""
+        zeros = map(_zeros, (self.wires, self.kept.types, self.held.types, self.program.results))
+        sent, kept, held, rows = zeros
+        return Outputs(sent, kept, held, sums, rows)
 
     def instruction(self, kind: int, k: int) -> Callable[..., Any]:
         """F, B or W of virtual stage k."""
         own, (from_before, onward, from_after, back) = self.passes[k].of[kind], self.wired(k)
         target = onward if kind == slots.FORWARD else back
 
-        def run(microbatch, received, returned, rings) -> Outputs:
+        def run(microbatch, received, returned, rings, sums) -> Outputs:
             kept, held, row = rings
             made = own.run(
                 Inputs(
@@ -233,7 +235,7 @@ class _Executor:
                     held=_picked(_rows(held, self.held.of[k], row), self.held.types, self.held.of[k]),
                 )
             )
-            none = self.nothing()
+            none = self.nothing(sums)
             return Outputs(
                 sent=_placed(none.sent, target, made.sent),
                 kept=_placed(none.kept, self.kept.of[k], made.kept),
@@ -291,18 +293,12 @@ def _rows(rings: Sequence[Array], numbers: Sequence[int], row) -> dict[int, Arra
     return {i: _row(rings[i], row) for i in numbers}
 
 
-def _added(zeros: Sequence[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
-    """Sums, zeros but for what is new: where that has fewer rows, in the first. What is all of a sum is not
-    added to zeros: where it is a sum that is owed, that would be one more place at which it might be paid.
-    """
-    made, has = list(zeros), set()
+def _added(sums: Sequence[Array], numbers: Sequence[int], new: Sequence[Array]) -> list[Array]:
+    """The sums, what is new added to those of these numbers: where it has fewer rows, to the first."""
+    made = list(sums)
     for i, x in zip(numbers, new, strict=True):
         x = x.astype(made[i].dtype)
-        if x.shape != made[i].shape:
-            made[i] = made[i].at[: len(x)].add(x)
-        else:
-            made[i] = made[i] + x if i in has else x
-        has.add(i)
+        made[i] = made[i] + x if x.shape == made[i].shape else made[i].at[: len(x)].add(x)
     return made
 
 
