@@ -19,7 +19,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from benchmarks.gspmd_model import EMBEDDING, FINALIZED, OPTIMIZER, STAGED, annotate, layer, norm
+from benchmarks.gspmd_model import (
+    EMBEDDING,
+    FINALIZED,
+    OPTIMIZER,
+    STAGED,
+    WEIGHTS,
+    annotate,
+    layer,
+    norm,
+)
 from benchmarks.shifting_buffer import shifting_buffer
 
 POLICIES = {
@@ -35,8 +44,18 @@ def param_specs():
 
 def pipelined_step(mesh: Mesh, how: Mapping[str, Any], again: str, params, opt_state, text_BS: Array):
     """The step by `sx.pipeline`; `how`: its microbatches, schedule and chunks."""
-    grad = sx.pipeline.value_and_grad(partial(loss, mesh, again), **how)
-    return update(params, opt_state, *grad(params, text_BS))
+    return update(params, opt_state, *gradient(mesh, how, again)(params, text_BS))
+
+
+def gradient(mesh: Mesh, how: Mapping[str, Any], again: str):
+    return sx.pipeline.value_and_grad(partial(loss, mesh, again), **how)
+
+
+def packed(mesh: Mesh, how: Mapping[str, Any], again: str, params, text_BS) -> tuple[Any, Any]:
+    """Shapes and specs of parameters that rest on the stages whose chunks read them."""
+    specs = {"embedding": EMBEDDING[1], "layers": {name: spec for name, (_, spec) in WEIGHTS.items()}}
+    packing = sx.pipeline.packing(gradient(mesh, how, again), params, text_BS, mesh=mesh, specs=specs)
+    return jax.eval_shape(lambda params: sx.pipeline.pack(params, packing), params), packing.specs
 
 
 def buffered_step(mesh: Mesh, microbatches: int, repeats: int, again: str, params, opt_state, text_BS: Array):

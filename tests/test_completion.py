@@ -677,6 +677,22 @@ def test_state_speaks_to_its_own_before_data_does():
     assert weights and all(line.endswith("P('x', 'y')") for line in weights)
 
 
+def test_layers_cut_out_of_a_stack_are_split_as_it_is():
+    """A pipeline in chunks puts its stages' layers together anew. The data says y of the rows, m."""
+
+    def step(w_LMN, x_BM):
+        def loss(w_LMN):
+            picked_GLMN = jnp.stack([w_LMN[0:2], w_LMN[4:6]])
+            y_BM = lax.with_sharding_constraint(jnp.sin(x_BM), P(None, "y"))
+            return jnp.sin(jnp.einsum("bm,glmn->bgln", y_BM, picked_GLMN)).sum()
+
+        return w_LMN - jax.grad(loss)(w_LMN)
+
+    found = completed(step, (8, 16, 64), (8, 16), specs=(P(None, "x", "y"), None), donated=[0])
+    weights = [line for line in found.splitlines() if ",16,64]" in line]
+    assert len(weights) > 8 and all(line.endswith("'x', 'y')") for line in weights)
+
+
 # GSPMD's other example: a pipeline's wrapper (section 3.3): stages stacked by vmap, the stage dim annotated,
 # the others open.
 

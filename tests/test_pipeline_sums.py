@@ -1,0 +1,84 @@
+"""What a pipeline adds up: only what adds to a sum touches it, and over other axes sums are reduced once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+
+pytestmark = pytest.mark.quick
+
+M = 512
+PARAMS = {
+    "layers": jax.ShapeDtypeStruct((8, M, M), "float32"),
+    "head": jax.ShapeDtypeStruct((M, M), "float32"),
+}
+
+
+def mesh_of(**sizes: int):
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def loss(params, x_BM, y_BM):
+    out_BM, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x_BM, params["layers"])
+    return ((out_BM @ params["head"] - y_BM) ** 2).mean()
+
+
+def descent(gradient):
+    def step(params, x_BM, y_BM):
+        value, grads = gradient(params, x_BM, y_BM)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    return step
+
+
+def planned(schedule: str, rows: int, transform: bool):
+    """The plan of a step on 4 stages and 2 devices for the data."""
+    how = {"axis": "stage", "microbatches": 8, "schedule": schedule}
+    gradient = jax.value_and_grad(loss) if transform else sx.pipeline.value_and_grad(loss, **how)
+    specs = {"layers": P("stage"), "head": None}, P("data"), P("data")
+    transforms = [sx.pipeline.Pipeline(**how)] if transform else []
+    step = sx.shard_jit(
+        descent(gradient),
+        mesh=mesh_of(stage=4, data=2),
+        in_shardings=specs,
+        donate_argnums=0,
+        transforms=transforms,
+    )
+    x = jax.ShapeDtypeStruct((rows, M), "float32")
+    return step.plan(PARAMS, x, x)
+
+
+@pytest.mark.parametrize(
+    "schedule, rows, transform",
+    [("zb-h1", 8192, False), ("zb-h1", 8192, True), ("zbv", 640, False), ("1f1b", 640, True)],
+)
+def test_no_tick_sends_anything_over_the_axis_of_data(schedule, rows, transform):
+    """However small the batch, and where W makes the gradients: these stay owed until all are added up."""
+    large = [c for c in planned(schedule, rows, transform).collectives if c.nbytes > 10_000]
+    assert {c.trips for c in large if "data" in c.axes} == {1}
+    assert {c.kind for c in large if c.trips > 1} == {"ppermute"}
+
+
+def branches(jaxpr):
+    """Of all conditionals, those that are loops' bodies included."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "cond":
+            yield [branch.jaxpr for branch in eqn.params["branches"]]
+        for inner in jaxprs_in_params(eqn.params):
+            yield from branches(inner)
+
+
+def test_sums_pass_through_the_branches_that_do_not_add_to_them():
+    gradient = sx.pipeline.value_and_grad(loss, microbatches=8, schedule="1f1b")
+    x = jax.ShapeDtypeStruct((64, M), "float32")
+    with jax.sharding.use_abstract_mesh(mesh_of(stage=4)):
+        closed = jax.make_jaxpr(gradient)(PARAMS, x, x)
+    found = max(branches(closed.jaxpr), key=len)
+    passed = [sum(v in branch.invars for v in branch.outvars) for branch in found]
+    # idle; F of the first stage, of those between; of the last: the loss; B: of the last layers and head, of the
+    # others layers
+    assert passed == [3, 3, 3, 2, 1, 2, 2]
