@@ -21,8 +21,8 @@ due.
 """
 
 _OF_PARTS = {"concatenate", "pad", "slice", "split", "stack", "unstack"}
-"""These put together or take apart along some dims, and pass the others through like elementwise ones: so layers
-of a stack, wherever they are put, are split as their stack before anything is learned from what uses them."""
+"""These put together or take apart along some dims, and pass the others through like elementwise ones. So the
+layers of a stack, wherever they are put, are split as it is before what uses them says anything."""
 
 
 @dataclass(eq=False, slots=True)
