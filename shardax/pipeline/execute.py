@@ -209,8 +209,8 @@ class _Executor:
         return self.nothing(sums)
 
     def nothing(self, sums: Sequence[Array]) -> Outputs:
-        """What an instruction makes that makes nothing: zeros, and the sums as they are, which a compiler
-        leaves where they lie. Rows of buffers are written outside of the branches: a buffer that goes through
+        """What an instruction makes that makes nothing: zeros, and the sums as they are, which a compiler may
+        leave where they lie. Rows of buffers are written outside of the branches: a buffer that goes through
         branches of which one writes a row is copied in each."""
         zeros = map(_zeros, (self.wires, self.kept.types, self.held.types, self.program.results))
         sent, kept, held, rows = zeros
