@@ -15,7 +15,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.pipeline.cut import cut
+from shardax.pipeline import make_schedule
+from shardax.pipeline.region import Region
 
 B, S, M, V = 16, 6, 8, 11
 
@@ -380,8 +381,9 @@ def test_where_stages_begin():
         return (h**2).mean()
 
     def lines(loss, stages):
-        closed = jax.make_jaxpr(loss)(w, tokens(1))
-        return [stage.pieces for stage in cut(closed, 1, 1, stages).stages]
+        closed = jax.make_jaxpr(lambda w, x, _: loss(w, x))(w, tokens(1), 0)
+        region = Region(closed, 1, 1, 1, forward=True)
+        return [stage.pieces for stage in region.cut(make_schedule("forward", stages, 4)).stages]
 
     marked = lines(loss, 3)
     assert list(map(len, marked)) == [1, 4, 1]
@@ -412,7 +414,13 @@ def _raises(words: str, loss=None, mesh=None, batch=None, **how):
 
 def test_bad_input():
     mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    _raises("batch of 16 rows .* which 5 microbatches do not divide", microbatches=5)
+    _raises("batch of 16 rows .* and there are 17 microbatches; take as many", microbatches=17)
+    _raises(
+        "16 rows, which 5 microbatches do not divide, and has_aux",
+        microbatches=5,
+        has_aux=True,
+        loss=lambda p, x, y: (p["in"][x].sum(), x),
+    )
     _raises(r"the mesh \(data=2\) has no axis 'stage'", mesh=mesh)
     _raises("expected the name of a mesh axis", axis=("stage",))
     _raises("microbatches is 0; expected an int", microbatches=0)

@@ -123,3 +123,49 @@ def test_no_names(make):
         ValueError, match="batch_argnames of .* is 1, of type int: give the name of an argument"
     ):
         make(1)
+
+
+# Microbatches that do not divide the batch
+
+
+def masked(params, x, y, keep):
+    """A mean over rows that are not masked, of which microbatches have different numbers."""
+    for each in params:
+        x = jnp.tanh(x @ each)
+    return (((x - y) ** 2).mean(-1) * keep).sum() / keep.sum()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_rows_that_microbatches_do_not_divide(schedule):
+    """Fourteen in four and three: each row counts alike, be the mean over all or over some."""
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    params, x, y = ARGS[0], ARGS[1][:14], ARGS[2][:14]
+    keep = np.float32(np.arange(14) % 3 > 0)
+    for count in (4, 3):
+        grad = sx.pipeline.value_and_grad(masked, microbatches=count, schedule=schedule)
+        found = sx.shard_jit(grad, mesh=mesh)(params, x, y, keep)
+        wanted = jax.jit(jax.value_and_grad(masked))(params, x, y, keep)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+@pytest.mark.quick
+def test_a_loss_that_is_no_sum_needs_microbatches_of_one_size():
+    """Batch norm, say; the line is told, and the way out."""
+
+    def normed(params, x):
+        for w in params:
+            h = x @ w
+            x = jnp.tanh(h / jnp.sqrt((h**2).mean(0, keepdims=True)))
+        return (x**2).mean()
+
+    shapes = [F32(ROWS, ROWS)] * 4
+    grad = sx.shard_jit(sx.pipeline.value_and_grad(normed, microbatches=4), mesh=ABSTRACT)
+    assert grad.plan(shapes, F32(16, ROWS)).collectives
+    with pytest.raises(
+        ValueError, match=r"pipeline of normed: what .*test_pipeline_batch.py.* divides the 14"
+    ):
+        grad.plan(shapes, F32(14, ROWS))
+    score = sx.pipeline.apply(lambda params, x: x @ params[0], microbatches=4)
+    with pytest.raises(ValueError, match="14 rows, which 4 microbatches do not divide; take a number"):
+        sx.shard_jit(score, mesh=ABSTRACT).plan(shapes, F32(14, ROWS))

@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from shardax.pipeline.cut import Piece, cut
-from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Reads, run, text
+from shardax.pipeline.cut import Piece
+from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Origin, Reads, run, text
 from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part, leaves_of
 from shardax.pipeline.packer import packing_of
+from shardax.pipeline.region import Region
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.schedules import make_schedule
 from shardax.pipeline.stacks import Held
@@ -29,8 +30,10 @@ ORIGIN = {"a": F32((2, 3)), "b": F32((2, 3))}
 
 def cut_of(loss, params, stages: int):
     leaves, tree = jax.tree.flatten(params)
-    closed = jax.make_jaxpr(lambda *a: loss(jax.tree.unflatten(tree, a[:-1]), a[-1]))(*leaves, X)
-    return cut(closed, len(leaves), 1, stages)
+    number = jax.ShapeDtypeStruct((), "int32")
+    closed = jax.make_jaxpr(lambda *a: loss(jax.tree.unflatten(tree, a[:-2]), a[-2]))(*leaves, X, number)
+    region = Region(closed, len(leaves), 1, 1, forward=True)
+    return region.cut(make_schedule("forward", stages, 4, backward=False))
 
 
 def scanned(params, x):
@@ -69,7 +72,7 @@ def test_what_is_of_several_leaves_or_no_linear_chain_has_no_origin():
         "shift": lambda p: p["a"] + 1.0,
         "inverse": lambda p: 1.0 / p["a"],
         "half": lambda p: p["a"][:1],
-        "repeated": lambda p: jnp.broadcast_to(p["a"], (4, 2, 3)),
+        "repeated": lambda p: 2.0 * jnp.broadcast_to(p["a"], (4, 2, 3)),
     }
     wanted = {"sum": {0, 1}, "shift": {0}, "inverse": {0}, "half": {0}, "repeated": {0}}
     for name, make in made.items():
@@ -84,9 +87,9 @@ def origins(make):
 
 
 def test_a_chain_does_to_an_array_what_it_does_to_the_leaf():
-    (origin,) = origins(lambda b: (-b.T * 3.0).reshape(6))
+    (origin,) = origins(lambda b: (-b.T).reshape(6) * 3.0)
     assert origin.leaf == 1 and origin.shape == (6,)
-    assert [eqn.primitive.name for eqn in origin.chain] == ["transpose", "neg", "mul", "reshape"]
+    assert [eqn.primitive.name for eqn in origin.chain] == ["transpose", "neg", "reshape", "mul"]
     assert [eqn.primitive.name for eqn in origin.elementwise] == ["neg", "mul"]
     b = np.arange(6, dtype="float32").reshape(2, 3)
     (found,) = evaluate(jax.make_jaxpr(lambda b: run(origin.chain, b))(b), [b])
@@ -94,7 +97,7 @@ def test_a_chain_does_to_an_array_what_it_does_to_the_leaf():
 
 
 def test_chains_are_of_kinds():
-    (origin,) = origins(lambda b: (b * 3.0).reshape(6))
+    (origin,) = origins(lambda b: b.reshape(6) * 3.0)
     assert origin.is_of(ELEMENTWISE | RESHAPING) and not origin.is_of(ELEMENTWISE)
 
 
@@ -192,37 +195,47 @@ def own(values, pieces, k: int):
 
 
 @pytest.mark.parametrize("loss, params", [(scanned, PARAMS), (biased, BIASED)])
-def test_stages_compute_the_same_of_arrays_at_rest(loss, params):
-    """And they give the gradients of their parts, in place."""
+def test_stages_take_the_same_out_of_arrays_at_rest(loss, params):
     weights, types, plain, schedule = at_rest(loss, params)
     placed = weights.placed(plain, schedule, [])
 
-    def losses(made, hoisted, x):
-        received = []
-        for k, stage in enumerate(made.stages):
-            received = stage.program(own(hoisted, stage.pieces, k), [x], [], received)
-        return received[0]
+    def taken(made, hoisted):
+        return [stage.taken(own(hoisted, stage.pieces, k)) for k, stage in enumerate(made.stages)]
 
-    def resting(arrays, x):
-        return losses(placed, placed.hoist(arrays, []), x)
+    def resting(*arrays):
+        return jax.tree.leaves(taken(placed, placed.hoist(arrays, [])))
 
-    def unpacked(arrays, x):
-        packed = Packed(arrays, weights.arguments[0].packing)
-        return loss(jax.tree.unflatten(jax.tree.structure(params), leaves_of(packed)), x)
+    def unpacked(*arrays):
+        leaves = leaves_of(Packed(arrays, weights.arguments[0].packing))
+        return jax.tree.leaves(taken(plain, plain.hoist(leaves, [])))
 
     random = np.random.RandomState(0)
     arrays = [random.randn(*type.shape).astype("float32") for type in types]
-    x = random.randn(*X.shape).astype("float32")
-    found, wanted = (
-        evaluate(jax.make_jaxpr(lambda *a, f=f: f(a[:-1], a[-1]))(*arrays, x), [*arrays, x])
-        for f in (resting, unpacked)
-    )
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    found, wanted = (evaluate(jax.make_jaxpr(f)(*arrays), arrays) for f in (resting, unpacked))
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
     assert not any(
         piece.rows for stage in placed.stages for piece in stage.pieces if isinstance(piece, Piece)
     )
-    shapes = jax.eval_shape(jax.grad(resting), types, X)
-    assert [g.shape for g in shapes] == [type.shape for type in types]
+
+
+@pytest.mark.parametrize("loss, params", [(scanned, PARAMS), (biased, BIASED)])
+def test_gradients_rest_where_their_leaves_do(loss, params):
+    """Those of a stage's parts are added up in one array each, none twice; the others are packed."""
+    weights, _, _, _ = at_rest(loss, params)
+    count = len(weights.types)
+    origins = [Origin(leaf, (), tuple(type.shape)) for leaf, type in enumerate(weights.types)]
+    found = weights.accumulators(origins)
+    arrays = weights.arguments[0].packing.arrays
+    assert set(found) == {i for i, each in enumerate(arrays) if each.kind != WHOLE}
+    for number, (accumulator, chain) in found.items():
+        assert accumulator.shape == arrays[number].shape and chain == ()
+        parts = [[(p.number, p.rows, p.start) for p in some] for some in accumulator.parts]
+        assert parts == [[tuple(p) for p in some] for some in arrays[number].parts]
+    assert not weights.accumulators([None] * count)
+    leaves = [np.full(type.shape, i, "float32") for i, type in enumerate(weights.types)]
+    made = jax.eval_shape(lambda *leaves: weights.at_rest(leaves, {}), *leaves)
+    assert [x.shape for x in made] == [x.shape for x in weights.arrays]
 
 
 def test_weights_are_those_of_the_function():

@@ -210,14 +210,12 @@ def test_b_does_what_the_stage_before_waits_for():
 
 def test_a_region_has_the_schedule_that_was_asked_for():
     region = Region(made(), 2, 1, 3)
-    asked = region.schedule("1f1b", 2, 4, None)
+    asked, _ = region.schedule("1f1b", 2, 4, None)
     assert (asked.name, asked.stages, asked.microbatches, asked.backward) == ("1f1b", 2, 4, True)
-    assert (
-        not Region(jax.make_jaxpr(lambda *a: step(*a)[0])(*TYPES), 2, 1, 1)
-        .schedule("gpipe", 2, 4, None)
-        .backward
-    )
-    chosen = region.schedule("auto", 2, 4, None)
+    alone = Region(jax.make_jaxpr(lambda *a: step(*a)[0])(*TYPES), 2, 1, 1)
+    assert not alone.schedule("gpipe", 2, 4, None)[0].backward
+    chosen, told = region.schedule("auto", 2, 4, None)
+    assert f"-> {chosen.name} " in told
     assert chosen.virtual_stages == 2 and chosen.bubble <= asked.bubble
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardax.graph.evaluate import evaluate as traced
 from shardax.options import Options
+from shardax.pipeline.region import Made
 from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import AXIS, Microbatch, is_sent, microbatch
 from shardax.transforms import Argument, Context
@@ -134,9 +135,8 @@ def run(found: Split, *types, count: int = COUNT):
             for i in range(count)
         ]
         results = list(zip(*made, strict=True))
-        return [sum(xs[1:], xs[0]) for xs in results[: region.sums]], [
-            jnp.stack(xs) for xs in results[region.sums :]
-        ]
+        sums = [sum(xs[1:], xs[0]) for xs in results[: region.sums]]
+        return Made(sums, [jnp.stack(xs) for xs in results[region.sums :]], [])
 
     def microbatches(_, x):
         x = x.reshape(count, -1, *x.shape[1:])

@@ -11,7 +11,7 @@ further down than it is made goes down beside the cotangents.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -34,10 +34,13 @@ class Assignment:
     backward: Sequence[Sequence[Part]]
 
     @staticmethod
-    def of(flow: Flow, places: Sequence[int]) -> "Assignment":
+    def of(
+        flow: Flow, places: Sequence[int], pinned: Mapping[Any, Collection[int]] | None = None
+    ) -> "Assignment":
+        """`pinned`: variables that are to be made on one of these stages, if they can."""
         bounds = [0, *places, len(flow.parts)]
         forward = [merged(flow.parts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
-        found = _Backward(flow, Assignment(flow, places, forward, [[] for _ in forward]))
+        found = _Backward(flow, Assignment(flow, places, forward, [[] for _ in forward]), pinned or {})
         return Assignment(flow, places, forward, found.parts())
 
     @property
@@ -138,6 +141,7 @@ class _Backward:
 
     flow: Flow
     forward: Assignment
+    pinned: Mapping[Any, Collection[int]]
     stage: dict[Part, int] = field(default_factory=dict)
 
     def parts(self) -> list[list[Part]]:
@@ -145,7 +149,9 @@ class _Backward:
         for part in self.flow.returning:
             read = [k for operand in self.flow.operands(part) for k in self._there(operand.key, operand.rows)]
             read += map(self._reader, self.flow.pieces([part]))
-            self.stage[part] = min(read, default=len(stages) - 1)
+            last = min(read, default=len(stages) - 1)
+            wanted = {k for v in self.flow.jaxpr.eqns[part.number].outvars for k in self.pinned.get(v, ())}
+            self.stage[part] = max((k for k in wanted if k <= last), default=last)
             stages[self.stage[part]].append(part)
         return [merged(parts) for parts in stages]
 

@@ -1,6 +1,6 @@
-"""Cuts a loss into virtual stages, each a program of its own.
+"""Where a program is cut into virtual stages.
 
-The jaxpr of the loss of one microbatch is a list of *parts* in program order: an equation each, but of a scan
+The jaxpr of one microbatch is a list of *parts* in program order: an equation each, but of a scan
 over layers (one that goes over rows of the parameters) each trip. A virtual stage is a stretch of them.
 
     what a value depends on     is computed                       reaches a stage as
@@ -10,23 +10,21 @@ over layers (one that goes over rows of the parameters) each trip. A virtual sta
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.annotations.explicit import shape_of
-from shardax.cost.network import Network, network_of
+from shardax.cost.network import Network
+from shardax.explain.live import bodies, traffic
 from shardax.explain.roofline import work
 from shardax.graph.evaluate import bound, evaluate
-from shardax.pipeline.begins import Begin, begins
 
 _MARK = "shardax.pipeline.stage:"
 _SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
@@ -60,45 +58,20 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One virtual stage. `program` takes its pieces, the leaves of the microbatch, the rest of the arguments
-    (as the loss has them), and what it receives; it gives what it sends: of the last stage, the results.
-
-    `seconds`: of its forward pass, on one device, as far as its parts say.
+    """What a virtual stage reads of the parameters: `taken` makes what its passes read of its pieces, each a
+    `Piece`, or one that rests where its stage is (`stacks.Held`).
     """
 
-    program: Callable[..., list[Any]]
-    pieces: tuple[Any, ...]  # each a Piece, or one that rests where its stage is (`stacks.Held`)
-    received: tuple[jax.ShapeDtypeStruct, ...]
-    sent: tuple[jax.ShapeDtypeStruct, ...]
-    seconds: float
-    first_line: str
+    pieces: tuple[Any, ...]
+    taken: Callable[[Sequence[Any]], list[Any]] = list
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A loss in stages. `hoist(params, rest)` gives the values of which stages read pieces. `begins`: why
-    each stage but the first begins where it does."""
+    """What all stages read. `hoist(params, rest)` gives the values that their pieces are of."""
 
     hoist: Callable[[Sequence[Any], Sequence[Any]], list[Any]]
     stages: tuple[Stage, ...]
-    begins: tuple[Begin, ...] = ()
-
-
-def cut(closed, params: int, batched: int, stages: int, network: Network | None = None) -> Cut:
-    """Cuts the jaxpr of a loss, or of another function, of one microbatch.
-
-    Args:
-      closed: a ClosedJaxpr; its arguments are leaves of the parameters, leaves of the microbatch, and others.
-      params, batched: how many of each there are.
-      stages: how many virtual stages.
-      network: whose prices count.
-
-    Raises ValueError where there are more stages than parts, or stages and marks do not fit.
-    """
-    program, network = Parts(closed, params, batched), network or network_of({})
-    starts = chosen(program, stages, network)
-    why = begins(program, starts, allowed_places(program, stages), program.seconds(network))
-    return replace(program.cut(starts), begins=tuple(why))
 
 
 # Where to cut
@@ -181,7 +154,7 @@ NEITHER, PARAMS, BATCH = range(3)
 
 
 class Parts:
-    """The flat jaxpr of a loss, what each value depends on, and its parts."""
+    """The flat jaxpr of one microbatch, what each value depends on, and its parts."""
 
     def __init__(self, closed, params: int, batched: int):
         closed = flat(closed)
@@ -192,11 +165,11 @@ class Parts:
         self.depends: dict[Any, int] = dict.fromkeys((*self.rest, *self.consts), NEITHER)
         self.depends.update(dict.fromkeys(self.of_params, PARAMS) | dict.fromkeys(self.of_batch, BATCH))
         self.maker: dict[Any, int] = {}
+        check_marks(closed)
         for number, eqn in enumerate(self.jaxpr.eqns):
             depends = self.depends_on(eqn)
             for v in eqn.outvars:
                 self.depends[v], self.maker[v] = depends, number
-            _check_marks(eqn)
         self.parts = [
             Part(number, trip, trip + 1)
             for number, eqn in enumerate(self.jaxpr.eqns)
@@ -242,8 +215,9 @@ class Parts:
     # What it costs
 
     def seconds(self, network: Network) -> list[float]:
-        """Of each part."""
+        """Of each part. What is fused into what reads it is not written and read again."""
         of_equation: dict[int, float] = {}
+        traffic_of = {id(eqn): nbytes for eqn, nbytes in traffic(self.jaxpr)}
         for part in self.parts:
             if part.number not in of_equation:
                 eqn = self.jaxpr.eqns[part.number]
@@ -254,7 +228,10 @@ class Parts:
                     return bound(eqn, [v.val if isinstance(v, Literal) else of[v] for v in eqn.invars])
 
                 whole = jax.make_jaxpr(alone)(*(shape_of(v.aval) for v in read))
-                each = [network.compute(w.flops, w.nbytes) * w.trips for w in work(whole)]
+                works = list(work(whole))
+                if not any(True for _ in bodies(eqn)):
+                    works = [replace(w, nbytes=traffic_of.get(id(eqn), 0)) for w in works]
+                each = [network.compute(w.flops, w.nbytes) * w.trips for w in works]
                 of_equation[part.number] = sum(each) / 1e12
         return [of_equation[part.number] / self.trips(part.number) for part in self.parts]
 
@@ -263,13 +240,8 @@ class Parts:
         return sum(_nbytes(self.type_of(key)) for key in self.crossing_keys(place))
 
     def crossing_keys(self, place: int) -> list[Any]:
-        """What parts before a place make and later ones, or the results, read."""
-        part = self.parts[place]
-        keys = [v for v in self.maker if self.depends[v] == BATCH and self.maker[v] < part.number]
-        keys = [v for v in keys if self._last_read[v] > part.number or v in self._read_from(part)]
-        if part.start:
-            keys += self.writes(Part(part.number, 0, part.start))
-        return keys
+        """What parts before a place make and later ones read."""
+        raise NotImplementedError
 
     def _read_from(self, part: Part) -> set[Any]:
         """The variables that an equation reads from a trip on: where that is not the first, no start of a
@@ -280,13 +252,6 @@ class Parts:
         consts, carries = _jax.scan_counts(eqn.params)
         return set(variables((*eqn.invars[:consts], *eqn.invars[consts + carries :])))
 
-    @cached_property
-    def _last_read(self) -> dict[Any, int]:
-        last = dict.fromkeys(self.maker, -1)
-        for number, eqn in enumerate(self.jaxpr.eqns):
-            last.update(dict.fromkeys(variables(eqn.invars), number))
-        return last | dict.fromkeys(variables(self.jaxpr.outvars), len(self.jaxpr.eqns))
-
     def type_of(self, key: Any) -> jax.ShapeDtypeStruct:
         if not isinstance(key, tuple):
             return shape_of(key.aval)
@@ -296,83 +261,18 @@ class Parts:
             return shape_of(aval)
         return jax.ShapeDtypeStruct((stop - start, *aval.shape[1:]), aval.dtype)
 
-    # What parts read and write, by keys: variables, ("carry", equation, number, 0, trip) of a scan, and rows
-    # ("rows", equation, result, start, stop) of what it stacks
 
-    def writes(self, part: Part) -> list[Any]:
-        eqn, n = self.jaxpr.eqns[part.number], part.number
-        if part.stop == self.trips(n):
-            return list(eqn.outvars)
-        _, carries = _jax.scan_counts(eqn.params)
-        rows = [("rows", n, i, *rows_of(eqn, 0, part.stop)) for i in range(carries, len(eqn.outvars))]
-        return [("carry", n, i, 0, part.stop) for i in range(carries)] + rows
-
-    # Cutting
-
-    def cut(self, places: Sequence[int]) -> Cut:
-        bounds = [0, *places, len(self.parts)]
-        stretches = [merged(self.parts[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
-        pieces = [self._pieces(stretch) for stretch in stretches]
-        hoisted = list(dict.fromkeys(v for some in pieces for v, _ in some))
-        number = {v: i for i, v in enumerate(hoisted)}
-        wires = [[], *map(self.crossing_keys, places), None]
-        seconds = self.seconds(network_of({}))
-        made = []
-        for k, stretch in enumerate(stretches):
-            received, sent = wires[k], wires[k + 1]
-            types = (
-                [shape_of(v.aval) for v in self.jaxpr.outvars] if sent is None else map(self.type_of, sent)
-            )
-            made.append(
-                Stage(
-                    program=_StageProgram(self, stretch, tuple(pieces[k]), received, sent),
-                    pieces=tuple(Piece(number[v], rows) for v, rows in pieces[k]),
-                    received=tuple(map(self.type_of, received)),
-                    sent=tuple(types),
-                    seconds=sum(seconds[bounds[k] : bounds[k + 1]]),
-                    first_line=_jax.user_line(self.jaxpr.eqns[stretch[0].number].source_info),
+def check_marks(closed) -> None:
+    """Raises ValueError where a mark stands inside a loop, a branch or a checkpoint of a flat program."""
+    for eqn in closed.jaxpr.eqns:
+        for inner in _inside(eqn):
+            if inner.primitive.name == "name" and inner.params["name"].startswith(_MARK):
+                name, line = inner.params["name"].removeprefix(_MARK), _jax.user_line(inner.source_info)
+                raise ValueError(
+                    f"sx.pipeline.stage(x, {name!r}) at {line or 'an unknown line'} stands inside a "
+                    f"{eqn.primitive.name}, where no stage can begin; mark a value before or after it "
+                    "(the layers of a scan over stacked parameters are cut without marks)"
                 )
-            )
-
-        def hoist(params, rest) -> list[Any]:
-            env = dict(zip((*self.of_params, *self.rest), (*params, *rest), strict=True))
-            return [Lazily(self, env).read(v) for v in hoisted]
-
-        return Cut(hoist, tuple(made))
-
-    def _pieces(self, stretch: Sequence[Part]) -> list[tuple[Any, tuple[int, int] | None]]:
-        """The variables that depend on parameters alone, and which rows of them a stretch reads."""
-        found: dict[tuple[Any, Any], None] = {}
-        last = stretch[-1].number == len(self.jaxpr.eqns) - 1
-        for part in stretch:
-            eqn = self.jaxpr.eqns[part.number]
-            for i, v in enumerate(eqn.invars):
-                if self.kind(v) == PARAMS:
-                    found[v, self._rows_read(part, i)] = None
-        for v in self.jaxpr.outvars if last else ():
-            if self.kind(v) == PARAMS:
-                found[v, None] = None
-        return list(found)
-
-    def _rows_read(self, part: Part, operand: int) -> tuple[int, int] | None:
-        eqn = self.jaxpr.eqns[part.number]
-        if eqn.primitive.name != "scan" or self.trips(part.number) == 1:
-            return None
-        if operand < sum(_jax.scan_counts(eqn.params)):
-            return None
-        return rows_of(eqn, part.start, part.stop)
-
-
-def _check_marks(eqn) -> None:
-    """Raises ValueError where a mark stands inside a loop, a branch or a checkpoint."""
-    for inner in _inside(eqn):
-        if inner.primitive.name == "name" and inner.params["name"].startswith(_MARK):
-            name, line = inner.params["name"].removeprefix(_MARK), _jax.user_line(inner.source_info)
-            raise ValueError(
-                f"sx.pipeline.stage(x, {name!r}) at {line or 'an unknown line'} stands inside a "
-                f"{eqn.primitive.name}, where no stage can begin; mark a value before or after it "
-                "(the layers of a scan over stacked parameters are cut without marks)"
-            )
 
 
 def _inside(eqn) -> Iterator[Any]:
@@ -421,53 +321,6 @@ class Lazily:
             operands = list(map(self.read, eqn.invars))
             self.env.update(zip(eqn.outvars, bound(eqn, operands), strict=True))
         return self.env[atom]
-
-
-@dataclass(frozen=True, eq=False)
-class _StageProgram:
-    """A stretch of parts, as a function; see `Stage.program`."""
-
-    program: Parts
-    parts: Sequence[Part]
-    pieces: tuple[tuple[Any, Any], ...]
-    received: Sequence[Any]
-    sent: Sequence[Any] | None
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
-
-    def __call__(self, pieces, microbatch, rest, received) -> list[Any]:
-        p = self.program
-        rows = {key: x for key, x in zip(self.pieces, pieces, strict=True) if key[1] is not None}
-        env = {key[0]: x for key, x in zip(self.pieces, pieces, strict=True) if key[1] is None}
-        env.update(zip((*p.of_batch, *p.rest, *self.received), (*microbatch, *rest, *received), strict=True))
-        reader = Lazily(p, env)
-        for part in self.parts:
-            env.update(zip(p.writes(part), self._run(part, reader, rows), strict=True))
-        return [reader.read(key) for key in (p.jaxpr.outvars if self.sent is None else self.sent)]
-
-    def _run(self, part: Part, reader: Lazily, rows: Mapping[Any, Any]) -> list[Any]:
-        p, eqn, n = self.program, self.program.jaxpr.eqns[part.number], part.number
-        length = p.trips(n)
-        if length == 1:
-            return bound(eqn, list(map(reader.read, eqn.invars)))
-        consts, carries = _jax.scan_counts(eqn.params)
-        operands = list(map(reader.read, eqn.invars[:consts]))
-        operands += (
-            [reader.env["carry", n, i, 0, part.start] for i in range(carries)]
-            if part.start
-            else map(reader.read, eqn.invars[consts : consts + carries])
-        )
-        mine = rows_of(eqn, part.start, part.stop)
-        for v in eqn.invars[consts + carries :]:
-            has = (v, mine) in rows
-            operands.append(rows[v, mine] if has else lax.slice_in_dim(reader.read(v), *mine))
-        made = bound(eqn, operands, length=part.stop - part.start)
-        if part.start:
-            before = (
-                reader.env["rows", n, i, *rows_of(eqn, 0, part.start)] for i in range(carries, len(made))
-            )
-            pairs = zip(before, made[carries:], strict=True)
-            made[carries:] = [lax.concatenate(x[:: -1 if eqn.params["reverse"] else 1], 0) for x in pairs]
-        return made
 
 
 def flat(closed):

@@ -46,11 +46,12 @@ class Operand(NamedTuple):
 class Flow(Parts):
     """`parts` are those of the forward pass, `returning` those of the backward pass. The last argument is the
     microbatch's number. What is made of that and of the batch alone, `alone`, is made by each stage that
-    reads it, unless that is much to compute.
+    reads it, unless that is much to compute. `forward`: all parts are of the forward pass.
     """
 
-    def __init__(self, closed, params: int, batched: int):
+    def __init__(self, closed, params: int, batched: int, forward: bool = False):
         self.alone: set[Any] = set()
+        self.forward = forward
         super().__init__(closed, params, batched)
         self.returning = [part for part in self.parts if part.number in self.backward]
         self.parts = [part for part in self.parts if part.number not in self.backward]
@@ -72,7 +73,7 @@ class Flow(Parts):
         on one is one."""
         found: set[int] = set()
         made: set[Any] = set()
-        for number, eqn in enumerate(self.jaxpr.eqns):
+        for number, eqn in enumerate(self.jaxpr.eqns if not self.forward else ()):
             is_transposed = "transpose(" in str(eqn.source_info.name_stack)
             if self.is_part(eqn) and (is_transposed or any(v in made for v in variables(eqn.invars))):
                 found.add(number)
@@ -171,6 +172,14 @@ class Flow(Parts):
                 else:
                     found.update(dict.fromkeys((root, None) for root in self.roots(v)))
         return list(found)
+
+    def _rows_read(self, part: Part, operand: int) -> Rows | None:
+        eqn = self.jaxpr.eqns[part.number]
+        if eqn.primitive.name != "scan" or self.trips(part.number) == 1:
+            return None
+        if operand < sum(_jax.scan_counts(eqn.params)):
+            return None
+        return rows_of(eqn, part.start, part.stop)
 
     # Running them
 

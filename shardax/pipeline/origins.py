@@ -31,12 +31,21 @@ class Origin:
     chain: tuple[Any, ...]
     shape: tuple[int, ...]
 
+    @property
+    def source(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return tuple(_operand(self.chain[0]).aval.shape) if self.chain else self.shape
+
     def is_of(self, names: frozenset[str]) -> bool:
         return all(eqn.primitive.name in names for eqn in self.chain)
 
     @property
     def elementwise(self) -> tuple[Any, ...]:
         return tuple(eqn for eqn in self.chain if eqn.primitive.name in ELEMENTWISE)
+
+    @property
+    def moves(self) -> tuple[Any, ...]:
+        return tuple(eqn for eqn in self.chain if eqn.primitive.name not in ELEMENTWISE)
 
 
 class Read(NamedTuple):
@@ -63,7 +72,7 @@ class Reads:
         jaxpr = jax.make_jaxpr(cut.hoist)(list(types), rest).jaxpr
         makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         leaves = {v: i for i, v in enumerate(jaxpr.invars[: len(types)])}
-        origins = [_origin(v, makers, leaves) for v in jaxpr.outvars]
+        origins = [origin_of(v, makers, leaves) for v in jaxpr.outvars]
         others = [v for v, origin in zip(jaxpr.outvars, origins, strict=True) if origin is None]
         found = [
             tuple(
@@ -79,7 +88,9 @@ class Reads:
         return tuple(read for some in self.by_virtual for read in some)
 
 
-def _origin(atom, makers, leaves) -> Origin | None:
+def origin_of(atom, makers, leaves) -> Origin | None:
+    """Of which of `leaves`, numbers by variables, a value is made alone; None: of no one of them. `makers`:
+    equations by what they make."""
     if isinstance(atom, Literal):
         return None
     chain, v = [], atom

@@ -237,7 +237,7 @@ def pack(tree: Any, packing: Packing) -> Any:
             return x
         found.append(x)
         leaves = list(map(jnp.asarray, jax.tree.leaves(x)))
-        return Packed([_made(each, leaves) for each in packing.arrays], packing)
+        return Packed([array_of(each, leaves) for each in packing.arrays], packing)
 
     made = jax.tree.map(change, tree, is_leaf=partial(_is_like, packing))
     if not found:
@@ -276,7 +276,8 @@ def _is_like(packing: Packing, tree: Any) -> bool:
     return tuple(map(jnp.shape, jax.tree.leaves(tree))) == packing.shapes
 
 
-def _made(each: Resting, leaves: Sequence[Array]) -> Array:
+def array_of(each: Resting, leaves: Sequence[Array]) -> Array:
+    """An array at rest, of the leaves of the parameters."""
     if each.kind == WHOLE:
         return leaves[each.parts[0][0].leaf]
     dtypes = {leaves[part.leaf].dtype for parts in each.parts for part in parts}
@@ -285,7 +286,7 @@ def _made(each: Resting, leaves: Sequence[Array]) -> Array:
             f"leaves that rest in one array have dtypes {', '.join(sorted(map(str, dtypes)))}; expected one"
         )
     (dtype,) = dtypes
-    if (leaf := _in_order(each, [x.shape for x in leaves])) is not None:
+    if (leaf := _in_order(each, [np.shape(x) for x in leaves])) is not None:
         return leaves[leaf].reshape(len(each.parts), *each.shape)
     row = _flat_row if each.kind == FLAT else _stacked_row
     return jnp.stack([row(each, parts, leaves, dtype) for parts in each.parts])

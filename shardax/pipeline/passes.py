@@ -43,13 +43,14 @@ class Outputs(NamedTuple):
 @dataclass(frozen=True)
 class Pass:
     """`sums`, `rows`: the numbers of those in the program. `alike`: equal for passes that are the same
-    programs.
+    programs. `closed`: its jaxpr, of which the costs are estimated.
     """
 
     run: Callable[[Inputs], Outputs]
     sums: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
     alike: Any = None
+    closed: Any = None
 
 
 @dataclass(frozen=True)

@@ -1,61 +1,115 @@
 """Runs what a step does for each microbatch, forward and backward, on stages."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from shardax import _jax
-from shardax.cost.network import network_of
-from shardax.graph.evaluate import evaluate
-from shardax.pipeline import execute, slots
+from shardax.cost.chips import NOMINAL
+from shardax.cost.network import Network, network_of
+from shardax.options import current
+from shardax.pipeline import auto, execute
 from shardax.pipeline.apart import apart
-from shardax.pipeline.assign import BACKWARD, FORWARD, Assignment
+from shardax.pipeline.assign import Assignment
 from shardax.pipeline.begins import Begin, begins
-from shardax.pipeline.cut import Cut, Lazily, Part, Piece, Stage, allowed_places, chosen
+from shardax.pipeline.cut import Cut, Lazily, Piece, Stage, allowed_places, chosen
 from shardax.pipeline.flow import Flow
-from shardax.pipeline.passes import Inputs, Outputs, Pass, Passes, Program
+from shardax.pipeline.gathered import Accumulator, Gathered
+from shardax.pipeline.passes import Passes, Program
+from shardax.pipeline.resting import Weights
 from shardax.pipeline.schedules import make_schedule
-from shardax.pipeline.simulate import Costs, choose
 from shardax.pipeline.stacks import Stacks
 from shardax.pipeline.table import Schedule
+from shardax.pipeline.traced import Traced
 
 Type = jax.ShapeDtypeStruct
+
+
+class Made(NamedTuple):
+    """Of all microbatches: the sums, None of those in accumulators that were asked for; the other results,
+    [microbatches, ...] each; the accumulators that were asked for, [stages, ...] each, None where a part of
+    one is made on another stage.
+    """
+
+    sums: list[Array | None]
+    rows: list[Array | None]
+    accumulators: list[Array | None]
 
 
 @dataclass(frozen=True)
 class Region:
     """`closed`: a jaxpr of one microbatch. It takes `params` leaves of parameters, `batched` leaves of the
     microbatch, others, and last the microbatch's number. Its first `sums` results are added up over the
-    microbatches, the others are stacked.
+    microbatches, the others are stacked. `name`: of the function, for the plan. `forward`: whether it is all
+    one forward pass, be there gradients in it or not.
     """
 
     closed: Any
     params: int
     batched: int
     sums: int
+    name: str = "the step"
+    forward: bool = False
 
     @cached_property
     def flow(self) -> Flow:
-        return Flow(self.closed, self.params, self.batched)
+        return self._flow(self.closed)
 
-    def schedule(self, asked: Any, stages: int, microbatches: int, chunks: int | None) -> Schedule:
-        """The one that was asked for; of "auto" that which takes the fewest seconds, ticks as long as their
-        longest instruction. B and W count as much as a forward pass."""
+    def _flow(self, closed) -> Flow:
+        return Flow(closed, self.params, self.batched, self.forward)
+
+    def schedule(
+        self,
+        asked: Any,
+        stages: int,
+        microbatches: int,
+        chunks: int | None,
+        axis: str = "stage",
+        memory: float | None = None,
+    ) -> tuple[Schedule, str]:
+        """The one that was asked for; of "auto" the fastest that fits, and how it was chosen.
+
+        Args:
+          axis: of the mesh in context, along which the stages lie.
+          memory: of "auto", bytes that weights, their gradients, the batch and what is kept may take on each
+            device; None: those of the chip of `Options(chip=...)`, no limit where that names none.
+        """
         if asked != "auto":
-            return make_schedule(asked, stages, microbatches, chunks, backward=bool(self.flow.backward))
-        pieces = stages * (chunks or 1)
-        bounds = [0, *chosen(self.flow, pieces, network_of({})), len(self.flow.parts)]
-        time = np.concatenate([[0.0], np.cumsum(self.flow.seconds(network_of({})))])
-        each = [float(time[b] - time[a]) for a, b in zip(bounds, bounds[1:], strict=False)]
-        costs = Costs(forward=each, inputs=each, weights=each, backward=[2 * seconds for seconds in each])
-        return choose(stages, microbatches, pieces, costs, chunks=chunks or 1).schedule
+            return make_schedule(asked, stages, microbatches, chunks, backward=bool(self.flow.backward)), ""
+        options, mesh = current(), _jax.context_mesh()
+        sizes = mesh.shape if mesh is not None and axis in mesh.shape else {axis: stages}
+        network = Network(sizes, options.priced_for or NOMINAL)
+        if memory is None and options.chip is not None and options.priced_for:
+            memory = options.priced_for.memory
+        names = ("1f1b", "zb-h1") if (chunks or 1) == 1 else ("interleaved", "zb-eager")
+        whole, halved = (self._at(make_schedule(n, stages, microbatches, chunks)) for n in names)
+        costs = auto.costs(whole.passes(), halved.passes(), network, axis)
+        costs = auto.costs(whole.passes(), halved.passes(), network, axis)
+        batch = [v.aval for v in self.flow.of_batch]
+        choice = auto.chosen(costs, whole.schedule, whole.piece_types(), batch, network, axis, memory)
+        return choice.schedule, str(choice)
+
+    def cut(self, schedule: Schedule) -> Cut:
+        """What the stages read of the parameters; the program of each gives its pieces as they are."""
+        return self._at(schedule).cut
+
+    def _at(self, schedule: Schedule, asked: Sequence[Accumulator] = ()) -> "_Run":
+        flow = self.flow
+        if schedule.splits:
+            flow = self._flow(apart(self.closed))
+        places = chosen(flow, schedule.virtual_stages, network_of({}))
+        pinned = {
+            flow.jaxpr.outvars[part.number]: schedule.virtual_on(device)
+            for each in asked
+            for device, some in enumerate(each.parts)
+            for part in some
+            if part.rows is None
+        }
+        return _Run(self, schedule, Assignment.of(flow, places, pinned), asked)
 
     def run(
         self,
@@ -64,101 +118,96 @@ class Region:
         batch: Sequence[Array],
         rest: Sequence[Array],
         axis: str,
-    ) -> tuple[list[Array], list[Array]]:
-        """The sums over all microbatches, and the other results, [microbatches, ...] each.
+        *,
+        weights: Weights | None = None,
+        asked: Sequence[Accumulator] = (),
+        told: str = "",
+    ) -> Made:
+        """What the passes make of all microbatches.
 
         Args:
           batch: [microbatches, ...] each. `rest`: the other arguments, but the number.
           axis: of the mesh in context, along which the stages lie.
+          weights: which say how the parameters rest, if not as they are.
+          asked: accumulators; `told`: how the schedule was chosen, for the plan.
         """
-        flow = self.flow
-        if any(kind == "W" for kind, *_ in schedule.where):
-            flow = Flow(apart(self.closed), self.params, self.batched)
-        places = chosen(flow, schedule.virtual_stages, network_of({}))
-        return _Run(self, schedule, Assignment.of(flow, places)).run(params, batch, rest, axis)
-
-
-@dataclass(frozen=True)
-class _Result:
-    """A part of a result: of the `number`th, the value of `key`, which the pass makes on virtual stage
-    `stage`."""
-
-    number: int
-    key: Any
-    name: str
-    stage: int
-
-    @property
-    def rows(self) -> tuple[int, int] | None:
-        return self.key[3:] if isinstance(self.key, tuple) else None
+        return self._at(schedule, asked).run(params, batch, rest, axis, weights, told)
 
 
 class _Run:
-    def __init__(self, region: Region, schedule: Schedule, found: Assignment):
+    """A region on the stages of a schedule."""
+
+    def __init__(
+        self, region: Region, schedule: Schedule, found: Assignment, asked: Sequence[Accumulator] = ()
+    ):
         self.region, self.schedule, self.found, self.flow = region, schedule, found, found.flow
         outvars = self.flow.jaxpr.outvars
-        self.summed = self._results(outvars[: region.sums])
-        self.stacked = self._results(outvars[region.sums :])
-        self.sum_places, self.sum_types = self._places(self.summed)
-        self.row_places, self.row_types = self._places(self.stacked)
+        self.sums = Gathered(found, schedule, outvars[: region.sums], asked)
+        self.rows = Gathered(found, schedule, outvars[region.sums :])
 
-    def _results(self, variables: Sequence[Any]) -> list[_Result]:
-        """What is made of no parameters, as what is an argument, the first stage gives."""
-        of = self.found.made
+    @cached_property
+    def pieces(self) -> list[list[tuple[Any, Any]]]:
+        """What each virtual stage reads of the parameters."""
+        pairs = zip(self.found.forward, self.found.backward, strict=True)
+        return [self.flow.pieces([*forward, *backward]) for forward, backward in pairs]
+
+    @cached_property
+    def cut(self) -> Cut:
+        flow, hoisted = self.flow, list(dict.fromkeys(v for some in self.pieces for v, _ in some))
+        number = {v: i for i, v in enumerate(hoisted)}
+
+        def hoist(params, rest) -> list[Any]:
+            env = dict(zip((*flow.of_params, *flow.rest), (*params, *rest), strict=False))
+            reader = Lazily(flow, env)
+            return [reader.read(v) for v in hoisted]
+
+        def stage(pieces) -> Stage:
+            own = tuple(Piece(number[v], rows) for v, rows in pieces)
+            return Stage(own)
+
+        return Cut(hoist, tuple(map(stage, self.pieces)))
+
+    def piece_types(self) -> list[list[Type]]:
+        """Of what each virtual stage reads of the parameters."""
         return [
-            _Result(n, key, *of.get(key, (FORWARD, 0)))
-            for n, v in enumerate(variables)
-            for key in self.found.keys(v)
+            [
+                self.flow.type_of(v) if rows is None else _rows_of(self.flow.type_of(v), rows)
+                for v, rows in some
+            ]
+            for some in self.pieces
         ]
 
-    def _places(self, results: Sequence[_Result]) -> tuple[dict[_Result, int], tuple[Type, ...]]:
-        """In which accumulator each lies: those of one type share one, where they are on different devices;
-        what several devices have parts of has its own."""
-        device = {k: d for k, (d, _) in enumerate(self.schedule.homes)}
-        taken: defaultdict[Any, list[list[_Result]]] = defaultdict(list)
-        for result in results:
-            type = self.flow.type_of(result.key)
-            shape = type.shape if result.rows is None else ("rows", result.number, *type.shape[1:])
-            places = taken[shape, type.dtype]
-            free = (p for p in places if device[result.stage] not in {device[r.stage] for r in p})
-            place = next(free, None)
-            if place is None:
-                places.append(place := [])
-            place.append(result)
-        found, types = {}, []
-        for (shape, dtype), places in taken.items():
-            for place in places:
-                found.update(dict.fromkeys(place, len(types)))
-                rows = max(map(_count, place))
-                types.append(Type((rows, *shape[2:]) if shape[:1] == ("rows",) else shape, dtype))
-        return found, tuple(types)
-
-    def run(self, params, batch, rest, axis: str):
-        flow = self.flow
-        pieces = [flow.pieces([*f, *b]) for f, b in zip(self.found.forward, self.found.backward, strict=True)]
-        hoisted = list(dict.fromkeys(v for some in pieces for v, _ in some))
-        number = {v: i for i, v in enumerate(hoisted)}
-        env = dict(zip((*flow.of_params, *flow.rest), (*params, *rest), strict=False))
-        reader = Lazily(flow, env)
-        values = [reader.read(v) for v in hoisted]
-        stages = [self._stage([Piece(number[v], rows) for v, rows in some]) for some in pieces]
-        stacks = Stacks.of(Cut(_never, tuple(stages)), self.schedule, values)
-        types = [Type(x.shape[1:], x.dtype) for x in batch], [Type(x.shape, x.dtype) for x in rest]
+    def passes(self, cut: Cut | None = None, types: Sequence[Sequence[Type]] | None = None) -> list[Passes]:
+        """Of each virtual stage. `cut`, `types`: what its pieces are taken out of, None: they are as they
+        are."""
+        batch, rest = ([_type(v.aval) for v in vs] for vs in (self.flow.of_batch, self.flow.rest[:-1]))
         with jax.sharding.use_abstract_mesh(
             jax.sharding.AbstractMesh((), ())
         ):  # JAX would note that of another
-            passes = [
-                _Traced(self, k, pieces[k], (stacks.piece_types(k), *types)).passes()
-                for k in range(self.found.stages)
-            ]
+            found = []
+            for k, own in enumerate(types or self.piece_types()):
+                taken = (cut or self.cut).stages[k].taken
+                found.append(Traced(self, k, taken, (own, batch, rest)).passes())
+            return found
+
+    def run(self, params, batch, rest, axis: str, weights: Weights | None, told: str) -> Made:
+        cut = self.cut if weights is None else weights.placed(self.cut, self.schedule, rest)
+        at_rest = weights is not None and cut is not self.cut
+        values = cut.hoist(weights.arrays if weights and at_rest else params, rest)
+        stacks = Stacks.of(cut, self.schedule, values)
+        passes = self.passes(cut, [stacks.piece_types(k) for k in range(self.found.stages)])
         program = Program(
-            tuple(passes), self.sum_types, self.row_types, lines=self._lines(), begins=self._begins()
+            tuple(passes),
+            tuple(self.sums.types),
+            tuple(self.rows.types),
+            name=self.region.name,
+            lines=self._lines(),
+            begins=self._begins(),
+            chosen=told,
         )
         sums, rows = execute.run(program, self.schedule, stacks, values, batch, rest, axis=axis)
-        return (
-            self._whole(self.summed, self.sum_places, sums, 0),
-            self._whole(self.stacked, self.row_places, rows, 1),
-        )
+        accumulators = [None if place is None else sums[place] for place in self.sums.asked]
+        return Made(self.sums.whole(sums, 0), self.rows.whole(rows, 1), accumulators)
 
     def _lines(self) -> tuple[str, ...]:
         eqns = self.flow.jaxpr.eqns
@@ -168,121 +217,10 @@ class _Run:
         flow, allowed = self.flow, allowed_places(self.flow, self.found.stages)
         return tuple(begins(flow, self.found.places, allowed, flow.seconds(network_of({}))))
 
-    def _stage(self, pieces: Sequence[Piece]) -> Stage:
-        return Stage(_never, tuple(pieces), (), (), 0.0, "")
 
-    def _whole(
-        self, results: Sequence[_Result], places: dict[_Result, int], made: Sequence[Array], dim: int
-    ) -> list[Array]:
-        """Each result, of its parts, [stages, ...] each; rows lie along `dim`."""
-        parts: defaultdict[int, list[_Result]] = defaultdict(list)
-        for result in results:
-            parts[result.number].append(result)
-        return [self._joined(some, [made[places[r]] for r in some], dim) for _, some in sorted(parts.items())]
-
-    def _joined(self, some: Sequence[_Result], made: Sequence[Array], dim: int) -> Array:
-        homes = [self.schedule.homes[r.stage][0] for r in some]
-        if some[0].rows is None:
-            return made[0][homes[0]]
-        order = sorted(range(len(some)), key=lambda i: some[i].rows or ())
-        counts = [_count(some[i]) for i in order]
-        in_order = [homes[i] for i in order] == list(range(self.schedule.stages))
-        if in_order and len(set(counts)) == 1 and not dim:
-            return made[0].reshape(-1, *made[0].shape[2:])
-        slices = [
-            jax.lax.slice_in_dim(made[i][homes[i]], 0, n, axis=dim)
-            for i, n in zip(order, counts, strict=True)
-        ]
-        return jnp.concatenate(slices, dim)
+def _type(aval) -> Type:
+    return Type(aval.shape, aval.dtype)
 
 
-def _count(result: _Result) -> int:
-    return result.rows[1] - result.rows[0] if result.rows else 0
-
-
-def _never(*_):
-    raise AssertionError("a stage of a step has its passes")
-
-
-class _Traced:
-    """The passes of virtual stage `k`, as programs. `types`: of its pieces, the microbatch, the rest."""
-
-    def __init__(self, run: _Run, k: int, pieces: Sequence[tuple[Any, Any]], types: Sequence[Sequence[Type]]):
-        self.run, self.k, self.pieces, self.types = run, k, pieces, types
-        self.flow, self.found, ways = run.flow, run.found, run.found.ways
-        self.received, self.returned, self.kept = ways.received[k], ways.returned[k], ways.kept[k]
-        last = k == self.found.stages - 1
-        self.onward, self.from_after = ([], []) if last else (ways.received[k + 1], ways.returned[k + 1])
-        self.inputs, self.weights = self.found.split(k)
-        arriving = {*self.kept, *self.from_after}
-        made = {key for part in self.inputs for key in self.flow.writes(part)}
-        read = dict.fromkeys(self.found.reads(self.weights))
-        self.held = [key for key in read if key in made and key not in arriving]
-
-    def passes(self) -> Passes:
-        back, held = self.found.backward[self.k], self.held
-        of = {
-            slots.FORWARD: self.traced(FORWARD, self.found.forward[self.k], self.onward, self.kept, []),
-            slots.BACKWARD: self.traced(BACKWARD, back, self.returned, [], []),
-            slots.BACKWARD_INPUTS: self.traced(BACKWARD, self.inputs, self.returned, [], held),
-            slots.BACKWARD_WEIGHTS: self.traced(BACKWARD, self.weights, [], [], [], held),
-        }
-        types = (
-            tuple(map(self.flow.type_of, keys)) for keys in (self.received, self.returned, self.kept, held)
-        )
-        return Passes(of, *types)
-
-    def traced(
-        self,
-        name: str,
-        parts: Sequence[Part],
-        sent: Sequence[Any],
-        kept: Sequence[Any],
-        held: Sequence[Any],
-        reads_held: Sequence[Any] = (),
-    ) -> Pass:
-        summed, stacked = (self._own(results, name, parts) for results in (self.run.summed, self.run.stacked))
-        forward = name == FORWARD
-        arriving = [self.received, [], []] if forward else [[], self.from_after, self.kept]
-        keys = [*arriving, list(reads_held)]
-        lists = [
-            *self.types,
-            [Type((), "int32")],
-            *([self.flow.type_of(key) for key in some] for some in keys),
-        ]
-        wanted = [sent, kept, held, [r.key for r in summed], [r.key for r in stacked]]
-
-        def body(*args):
-            left = iter(args)
-            pieces, batch, rest, number, *values = [[next(left) for _ in types] for types in lists]
-            env, rows = self._env(pieces, batch, [*rest, *number])
-            for some, given in zip(keys, values, strict=True):
-                env.update(zip(some, given, strict=True))
-            reader = self.flow.run(parts, env, rows)
-            return [reader.value(key) for some in wanted for key in some]
-
-        closed = _jax.dce(jax.make_jaxpr(body)(*(type for types in lists for type in types)))
-        counts = list(map(len, wanted))
-
-        def run(x: Inputs) -> Outputs:
-            own = [x.received, [], []] if forward else [[], x.returned, x.kept]
-            args = [*x.pieces, *x.batch, *x.rest, x.microbatch]
-            args += [v for some in own for v in some] + list(x.held if reads_held else [])
-            made = iter(evaluate(closed, args))
-            return Outputs(*([next(made) for _ in range(n)] for n in counts))
-
-        sums = tuple(self.run.sum_places[r] for r in summed)
-        rows = tuple(self.run.row_places[r] for r in stacked)
-        return Pass(run, sums, rows, (str(closed.jaxpr), *map(id, closed.consts)))
-
-    def _own(self, results: Sequence[_Result], name: str, parts: Sequence[Part]) -> list[_Result]:
-        made = {key for part in parts for key in self.flow.writes(part)}
-        of_nobody = name == FORWARD and self.k == 0
-        return [r for r in results if r.key in made or of_nobody and r.key not in self.found.made]
-
-    def _env(self, pieces, batch, rest) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        flow = self.flow
-        pairs = list(zip(self.pieces, pieces, strict=True))
-        env = {v: x for (v, rows), x in pairs if rows is None}
-        env.update(zip((*flow.of_batch, *flow.rest), (*batch, *rest), strict=True))
-        return env, {piece: x for piece, x in pairs if piece[1] is not None}
+def _rows_of(type: Type, rows: tuple[int, int]) -> Type:
+    return Type((rows[1] - rows[0], *type.shape[1:]), type.dtype)

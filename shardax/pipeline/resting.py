@@ -6,19 +6,20 @@ of the arrays first.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.cut import Cut, Piece, Stage
-from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Origin, Reads, run, text
-from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part, Resting, leaves_of
+from shardax.pipeline.gathered import Accumulator, Summand
+from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, TRANSPOSING, Origin, Reads, run, text
+from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part, Resting, array_of, leaves_of
 from shardax.pipeline.stacks import Held
 from shardax.pipeline.table import Schedule
 
@@ -78,6 +79,39 @@ class Weights:
                 held[read.virtual, read.number] = (number, text(chain)), part, origin
         return _with_held(self, cut, operands, held, places)
 
+    # Gradients
+
+    def accumulators(
+        self, origins: Sequence[Origin | None]
+    ) -> dict[int, tuple[Accumulator, tuple[Any, ...]]]:
+        """Of arrays at rest, by their numbers, in which shape each stage may add up its part of the gradient,
+        and what is done to it then. `origins`: of which sum the gradient of each leaf is made."""
+        found, leaf, array = {}, 0, 0
+        for x in self.arguments:
+            for number, each in enumerate(x.packing.arrays if isinstance(x, Packed) else ()):
+                if (made := _accumulator(each, origins[leaf:])) is not None:
+                    found[array + number] = made
+            leaf += len(jax.tree.leaves(_types(x)))
+            array += len(jax.tree.leaves(x))
+        return found
+
+    def at_rest(self, leaves: Sequence[Any], made: Mapping[int, Array]) -> list[Any]:
+        """Gradients as the arguments rest, of those of the leaves, None where there is none; `made`: of which
+        arrays they are there."""
+        found, leaf = [], 0
+        for x in self.arguments:
+            count = len(jax.tree.leaves(_types(x)))
+            own, leaf = list(leaves[leaf : leaf + count]), leaf + count
+            if not isinstance(x, Packed):
+                found += own
+                continue
+            for each in x.packing.arrays:
+                if (there := made.get(len(found))) is None and own[_first(each)] is not None:
+                    there = array_of(each, own)
+                found.append(there)
+        pairs = zip(found, self.arrays, strict=True)
+        return [np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g for g, x in pairs]
+
     def _places(self) -> dict[tuple[int, Any, int], tuple[int, Resting, Part]]:
         """By leaf, rows and stage: which array at rest has them."""
         found, leaf, array = {}, 0, 0
@@ -89,6 +123,34 @@ class Weights:
             leaf += len(jax.tree.leaves(_types(x)))
             array += len(jax.tree.leaves(x))
         return found
+
+
+def _first(each: Resting) -> int:
+    return next(part.leaf for parts in each.parts for part in parts)
+
+
+def _accumulator(
+    each: Resting, origins: Sequence[Origin | None]
+) -> tuple[Accumulator, tuple[Any, ...]] | None:
+    """Where all its parts are of sums, to which the same is done."""
+    of_leaves = {part.leaf: origins[part.leaf] for parts in each.parts for part in parts}
+    rows = next(part.rows for parts in each.parts for part in parts)
+    linear = ELEMENTWISE if rows else ELEMENTWISE | RESHAPING | TRANSPOSING
+    own = [origin for origin in of_leaves.values() if origin and origin.is_of(linear)]
+    if each.kind == WHOLE or len(own) < len(of_leaves):
+        return None
+    chains = [origin.elementwise if each.kind == FLAT else origin.chain for origin in own]
+    if len(set(map(text, chains))) > 1:
+        return None
+    shape = own[0].source if each.kind == STACKED and rows is None else each.shape
+
+    def summand(part: Part) -> Summand:
+        origin = of_leaves[part.leaf]
+        assert origin is not None
+        return Summand(origin.leaf, part.rows, part.start, origin.moves if each.kind == FLAT else ())
+
+    parts = tuple(tuple(map(summand, some)) for some in each.parts)
+    return Accumulator(parts, shape, each.kind == FLAT), chains[0]
 
 
 def _packed(arguments: Sequence[Any]) -> list[Packed]:
@@ -121,7 +183,7 @@ def _with_held(weights: Weights, cut: Cut, operands, held, places) -> Cut:
     kinds = {array: each.kind for array, each, _ in places.values()}
 
     def stage(k: int, old: Stage) -> Stage:
-        """Its pieces are arrays at rest, each once, and its program takes out of them what it had."""
+        """Its pieces are arrays at rest, each once, out of which it takes what it had."""
         pieces, views = {}, []
         for n, piece in enumerate(old.pieces):
             start, shape = None, ()
@@ -133,7 +195,7 @@ def _with_held(weights: Weights, cut: Cut, operands, held, places) -> Cut:
                 if kinds[key[0]] == FLAT:
                     start, shape = part.start, origin.shape
             views.append(_View(pieces.setdefault(new, len(pieces)), start, shape))
-        return replace(old, program=_Viewing(old.program, tuple(views)), pieces=tuple(pieces))
+        return Stage(tuple(pieces), partial(_taken, tuple(views), old.taken))
 
     stages = tuple(stage(k, old) for k, old in enumerate(cut.stages))
 
@@ -159,42 +221,14 @@ class _View(NamedTuple):
         return (self.start or 0) + math.prod(self.shape)
 
 
-@dataclass(frozen=True, eq=False)
-class _Viewing:
-    """The program of a stage, of pieces that others are taken out of."""
-
-    program: Callable[..., list[Any]]
-    views: tuple[_View, ...]
-
-    def __call__(self, pieces, microbatch, rest, received) -> list[Any]:
-        found: dict[_View, Array] = {}
-        for number, piece in enumerate(pieces):
-            flat = {view for view in self.views if view.number == number and view.start is not None}
-            views = tuple(sorted(flat, key=lambda view: view.stop))
-            found.update(zip(views, _taken(piece, views, piece.shape), strict=True) if views else ())
-        own = [pieces[view.number] if view.start is None else found[view] for view in self.views]
-        return self.program(own, microbatch, rest, received)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _taken(flat: Array, views: tuple[_View, ...], shape: tuple[int, ...]) -> list[Array]:
-    """Arrays out of a flat one of this shape. Its gradient is theirs, each added in its place: a sum of
-    padded ones would be moved once for each."""
-    return [flat[view.start : view.stop].reshape(view.shape) for view in views]
-
-
-def _taken_forward(flat, views, shape):
-    return _taken(flat, views, shape), None
-
-
-def _taken_backward(views, shape, _, gradients):
-    flat = jnp.zeros(shape, gradients[0].dtype)
-    for view, x in zip(views, gradients, strict=True):
-        flat = flat.at[view.start : view.stop].add(x.reshape(-1))
-    return (flat,)
-
-
-_taken.defvjp(_taken_forward, _taken_backward)
+def _taken(views: Sequence[_View], taken: Callable[..., list[Any]], pieces: Sequence[Array]) -> list[Array]:
+    """The pieces of a stage, of those that hold others."""
+    own = [pieces[view.number] for view in views]
+    flat = [
+        x if view.start is None else x[view.start : view.stop].reshape(view.shape)
+        for view, x in zip(views, own, strict=True)
+    ]
+    return taken(flat)
 
 
 def _may_be_read(origin: Origin, kind: str, rows: Any) -> bool:

@@ -16,7 +16,7 @@ from shardax.pipeline.schedules import NAMES, make_schedule
 from shardax.pipeline.slots import lifetimes, sends, slot_counts
 from shardax.pipeline.table import Instruction, Key, Schedule, positive
 
-EACH = "forward", "inputs", "weights", "backward", "saved"
+EACH = "forward", "inputs", "weights", "backward", "saved", "held"
 Numbers = float | Sequence[float]
 
 
@@ -26,6 +26,7 @@ class Costs:
 
     `forward`, `inputs`, `weights`: seconds of F, B (for the inputs alone) and W. `backward`: seconds of a
     whole B; None is `inputs + weights`. `saved`: bytes that F keeps until B, or until W where it is split.
+    `held`: bytes that such a B keeps for W besides.
     `send`: seconds in which an activation or cotangent gets to the neighbour. `boundary`: its bytes, which
     are kept as input of each virtual stage, too, and while they wait.
     """
@@ -37,6 +38,7 @@ class Costs:
     saved: Numbers = 1.0
     send: float = 0.0
     boundary: float = 0.0
+    held: Numbers = 0.0
 
     def spread(self, count: int) -> "Costs":
         """A tuple of `count` numbers for each; raises ValueError where there are others."""
@@ -118,8 +120,8 @@ class Simulation:
         """
         if not self.locked:
             return max(self.peaks)
-        saved = self.costs.of("saved")
-        sizes = {"saved": max(saved) + self.costs.boundary}
+        held = max(self.costs.of("held")) if self.schedule.splits else 0.0
+        sizes = {"saved": max(self.costs.of("saved")) + held + self.costs.boundary}
         slots = slot_counts(self.schedule)
         return sum(max(slots[name]) * sizes.get(name, self.costs.boundary) for name in slots)
 
@@ -138,7 +140,7 @@ class Simulation:
         ends = {self.schedule.key(run.stage, run.instruction): run.end for run in self.runs}
         starts = {self.schedule.key(run.stage, run.instruction): run.start for run in self.runs}
         arrived = ends | {self.schedule.key(s.stage, s.instruction): s.end for s in self.sent}
-        saved, boundary = self.costs.of("saved"), self.costs.boundary
+        saved, held, boundary = self.costs.of("saved"), self.costs.of("held"), self.costs.boundary
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for name, lives in lifetimes(self.schedule).items():
             for j, virtual in lives:
@@ -149,7 +151,10 @@ class Simulation:
                 }[name]
                 last = max(ends.get((kind, j, virtual), 0.0) for kind in ("F" if name == "forward" else "BW"))
                 assert first is not None
-                found[self.schedule.homes[virtual][0]] += [(first, size), (last, -size)]
+                changes = found[self.schedule.homes[virtual][0]]
+                changes += [(first, size), (last, -size)]
+                if name == "saved" and self.schedule.splits:
+                    changes += [(starts["B", j, virtual], held[virtual]), (last, -held[virtual])]
         return found
 
     def _by_stage(self, of) -> tuple[float, ...]:

@@ -9,8 +9,10 @@ What only moves, casts or adds summands is done behind the sum, once: gradients 
 then meet after all microbatches.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -23,8 +25,9 @@ from shardax import _jax
 from shardax.annotations.explicit import shape_of
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import variables
-from shardax.pipeline.region import Region
-from shardax.pipeline.virtual import Microbatch, is_sent
+from shardax.pipeline.origins import Origin, origin_of
+from shardax.pipeline.region import Made, Region
+from shardax.pipeline.virtual import STACKED, Microbatch, is_sent
 
 STATE, BATCH, AFTER = range(3)
 ROWS = "rows"  # in environments, before a variable: its values, stacked
@@ -50,13 +53,19 @@ _PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 class Split:
     """Equations of a step's program of one microbatch, by when they run. `summed`: what is added up over
     microbatches, each with the variable that the sum is; `early`: those that run before; `stacked`: what is
-    stacked, [microbatches, ...] each. `batch`: paths of the arguments that are taken as the batch.
+    stacked, [microbatches, ...] each. `batch`: paths of the arguments that are taken as the batch. `name`: of
+    the function, `forward`: whether it has no backward pass. For errors: `who` cuts it, and `otherwise`, the
+    way out where it is no sum.
     """
 
     program: Microbatch
     is_param: Sequence[bool]
     is_batch: Sequence[bool]
     batch: Sequence[str]
+    name: str = "the step"
+    forward: bool = False
+    who: str = "sx.pipeline.Pipeline"
+    otherwise: str = "use sx.pipeline.value_and_grad"
     kind: dict[Any, int] = field(default_factory=dict)
     alone: set[Any] = field(default_factory=set)  # what is made of the batch alone, cheaply
     region: list[Any] = field(default_factory=list)
@@ -85,11 +94,10 @@ class Split:
     def _no_sum(self, eqn, does: str) -> str:
         line = _jax.user_line(eqn.source_info) or "an unknown line"
         return (
-            f"sx.pipeline.Pipeline: what {line} computes {does}: the step is no sum over microbatches, as "
+            f"{self.who}: what {line} computes {does}: {self.name} is no sum over microbatches, as "
             "one with batch norm over the whole batch is none; let it use rows of the batch on their own, "
-            "or use sx.pipeline.value_and_grad, if the mean of each microbatch's own loss is meant. Taken as "
-            "the batch are "
-            f"{', '.join(self.batch)}; if some of them are none, say which are by batch_argnames="
+            f"or {self.otherwise}, if the mean of each microbatch's own loss is meant. Taken as the batch "
+            f"are {', '.join(self.batch)}; if some of them are none, say which are by batch_argnames="
         )
 
     def kind_of(self, atom) -> int:
@@ -169,7 +177,7 @@ class Split:
         args: Sequence[Array],
         count: int,
         microbatches: Callable[[int, Array], Array],
-        pipelined: Callable[..., Any],
+        pipelined: Callable[..., Made],
     ) -> list[Array]:
         """The step's results.
 
@@ -182,30 +190,55 @@ class Split:
             dict(zip(self.program.jaxpr.jaxpr.constvars, self.program.jaxpr.consts, strict=True)),
         )
         number = jaxpr.invars[-1]
-        whole, batch = [], []
+        batch = []
         for i, (v, x) in enumerate(zip(jaxpr.invars[:-1], args, strict=True)):
             if self.kind[v] == BATCH:
                 batch.append((v, microbatches(i, x)))
             else:
-                whole.append(v)
                 env[v] = x
         self._run_early(env, batch, number, count)
-        self._run_region(env, whole, batch, number, pipelined)
+        self._run_region(env, batch, pipelined)
         pairs = zip(jaxpr.outvars, self.program.results, strict=True)
-        needed = self._needed(variables(v for v, dim in pairs if dim is None), env)
+        whole = (v for v, dim in pairs if dim is None or self.kind_of(v) != BATCH)
+        needed = self._needed(variables(whole), env)
         for eqn in needed:
             stacks = is_sent(eqn) and eqn.primitive.name not in _SUMS
             operands = [
                 v.val if isinstance(v, Literal) else env[(ROWS, v) if stacks else v] for v in eqn.invars
             ]
-            made = self._joined(eqn, operands) if is_sent(eqn) else bound(eqn, operands)
+            if any(x is None for x in operands):  # what is made elsewhere
+                made = [None] * len(eqn.outvars)
+            else:
+                made = self._joined(eqn, operands) if is_sent(eqn) else bound(eqn, operands)
             env.update(zip(eqn.outvars, made, strict=True))
-        return [self._result(env, v, dim) for v, dim in zip(jaxpr.outvars, self.program.results, strict=True)]
+        pairs = zip(jaxpr.outvars, self.program.results, strict=True)
+        return [self._result(env, v, dim, count) for v, dim in pairs]
 
-    def _result(self, env: dict[Any, Any], v, dim: int | None) -> Any:
-        if dim is not None:
-            return _unsplit(env[ROWS, v], dim, self.program.is_numbered)
-        return v.val if isinstance(v, Literal) else env[v]
+    def _result(self, env: dict[Any, Any], v, dim: int | None, count: int) -> Any:
+        if dim is None:
+            return v.val if isinstance(v, Literal) else env[v]
+        if self.kind_of(v) == BATCH:
+            x = env[ROWS, v]
+        else:
+            x = v.val if isinstance(v, Literal) else env[v]
+            x = jnp.broadcast_to(x, (count, *jnp.shape(x)))
+        return x if dim == STACKED else _unsplit(x, dim, self.program.is_numbered)
+
+    def origin(self, number: int) -> Origin | None:
+        """Of which of the sums result `number` is made after the loop, and how; None where it is of several,
+        or others are made of the same."""
+        makers = {v: eqn for eqn in self.after for v in eqn.outvars}
+        uses = Counter(variables(v for eqn in self.after for v in eqn.invars))
+        uses.update(variables(self.program.jaxpr.jaxpr.outvars))
+        v = self.program.jaxpr.jaxpr.outvars[number]
+        if v in makers and is_sent(makers[v]):
+            v = makers[v].invars[makers[v].outvars.index(v)]
+        origin = origin_of(v, makers, {v: i for i, v in enumerate(self.sums)})
+        if origin is None:
+            return None
+        source = list(self.sums)[origin.leaf]
+        through = [source, *(v for eqn in origin.chain for v in eqn.outvars)]
+        return origin if all(uses[v] == 1 for v in through) else None
 
     def _run_early(self, env: dict[Any, Any], batch: Sequence[Any], number, count: int) -> None:
         for eqn in self.early:
@@ -221,15 +254,26 @@ class Split:
             made = jax.vmap(rows)([x for _, x in batch], jnp.arange(count, dtype="int32"))
             env.update(zip(eqn.outvars, self._joined(eqn, _settled(eqn, made)), strict=True))
 
-    def _run_region(self, env, whole, batch, number, pipelined) -> None:
-        early = [v for eqn in self.early for v in eqn.outvars]
-        params = [
-            v for v, is_param in zip(self.program.jaxpr.jaxpr.invars, self.is_param, strict=False) if is_param
-        ]
-        rest = [*(v for v in whole if v not in {*params}), *early]
-        inputs = [*params, *(v for v, _ in batch), *rest, number]
+    @cached_property
+    def _inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """Of the region: parameters, leaves of the batch, the rest."""
+        invars = self.program.jaxpr.jaxpr.invars[:-1]
+        params = [v for v, is_param in zip(invars, self.is_param, strict=False) if is_param]
+        batch = [v for v in invars if self.kind[v] == BATCH]
+        others = {*params, *batch}
+        return (
+            params,
+            batch,
+            [v for v in (*invars, *(v for e in self.early for v in e.outvars)) if v not in others],
+        )
+
+    @cached_property
+    def loop(self) -> Region:
+        """What is done for each microbatch."""
+        params, batch, rest = self._inputs
+        inputs = [*params, *batch, *rest, self.program.jaxpr.jaxpr.invars[-1]]
         outputs = [*self.sums, *self.rows]
-        constants = {v: env[v] for v in self.program.jaxpr.jaxpr.constvars}
+        constants = dict(zip(self.program.jaxpr.jaxpr.constvars, self.program.jaxpr.consts, strict=True))
 
         def body(*args):
             inner = {**constants, **dict(zip(inputs, args, strict=True))}
@@ -240,13 +284,14 @@ class Split:
 
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed = jax.make_jaxpr(body)(*(shape_of(v.aval) for v in inputs))
-        region = Region(closed, len(params), len(batch), len(self.sums))
-        sums, rows = pipelined(
-            region, [env[v] for v in params], [x for _, x in batch], [env[v] for v in rest]
-        )
-        for v, x in zip(self.sums, sums, strict=True):
-            env[v] = x.astype(v.aval.dtype)
-        env.update(zip(((ROWS, v) for v in self.rows), rows, strict=True))
+        return Region(closed, len(params), len(batch), len(self.sums), self.name, self.forward)
+
+    def _run_region(self, env, batch, pipelined: Callable[..., Made]) -> None:
+        params, _, rest = self._inputs
+        made = pipelined(self.loop, [env[v] for v in params], [x for _, x in batch], [env[v] for v in rest])
+        for v, x in zip(self.sums, made.sums, strict=True):
+            env[v] = None if x is None else x.astype(v.aval.dtype)
+        env.update(zip(((ROWS, v) for v in self.rows), made.rows, strict=True))
 
     def _joined(self, eqn, values: Sequence[Array]) -> list[Array]:
         """What a collective makes of sums, or of what is stacked over microbatches."""

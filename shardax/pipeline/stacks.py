@@ -107,45 +107,6 @@ class Stacks:
         """Those of a virtual stage, of the operands as its stage has them."""
         return [own[s.operand] if s.rows is None else own[s.operand][: s.rows] for s in self.sources[k]]
 
-    # Gradients
-
-    def _inexact(self) -> dict[int, int]:
-        """The number of each operand that has a gradient, among those."""
-        having = [i for i, type in enumerate(self.types) if jnp.issubdtype(type.dtype, jnp.inexact)]
-        return {operand: i for i, operand in enumerate(having)}
-
-    def gradients(self, gradients: Sequence[Array], values: Sequence[Array]) -> list[Array | None]:
-        """Of each value, from those of the operands, [stages, ...] each."""
-        number = self._inexact()
-        found: list[Array | None] = []
-        for v, value in enumerate(values):
-            if not jnp.issubdtype(value.dtype, jnp.inexact):
-                found.append(None)
-                continue
-            found.append(self._gradient(v, value, gradients, number))
-        return found
-
-    def _gradient(self, v: int, value: Array, gradients: Sequence[Array], number: dict[int, int]) -> Array:
-        whole: list[Array] = []
-        rows: list[tuple[int, Array]] = []
-        for i, (some, held) in enumerate(zip(self.parts, self.is_stacked, strict=True)):
-            mine = [(d, piece) for d, piece in enumerate(some) if piece and piece.value == v]
-            if not mine:
-                continue
-            sums = gradients[number[i]]
-            if isinstance(some[0], Held):
-                whole.append(sums.reshape(value.shape))
-            elif not held:
-                whole.append(sums.sum(0))
-            elif _are_all_rows(some, value):
-                whole.append(sums.reshape(value.shape))
-            else:
-                whole += [sums[d] for d, piece in mine if piece.rows is None]
-                rows += [(piece.rows[0], sums[d][: _count(piece)]) for d, piece in mine if piece.rows]
-        if rows:
-            whole.append(jnp.concatenate([x for _, x in sorted(rows, key=lambda pair: pair[0])]))
-        return sum(whole[1:], whole[0]) if whole else jnp.zeros(value.shape, value.dtype)
-
 
 Member = tuple[int, int, int]  # of which stage, in which virtual stage, which of its pieces
 

@@ -92,10 +92,19 @@ class Schedule:
         """The stage and the chunk of each virtual stage."""
         return homes(self.placement)
 
+    def virtual_on(self, stage: int) -> list[int]:
+        """The virtual stages that a stage has."""
+        return [k for k, (d, _) in enumerate(self.homes) if d == stage]
+
     @cached_property
     def backward(self) -> bool:
         """Whether it has backward passes."""
         return any(kind != "F" for kind, _, _ in self.where)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether backward passes are split into B, for the inputs, and W, for the weights."""
+        return any(kind == "W" for kind, _, _ in self.where)
 
     @cached_property
     def where(self) -> Mapping[Key, int]:

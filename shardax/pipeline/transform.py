@@ -86,8 +86,8 @@ class Pipeline:
                     "batch); expected a training step with jax.grad or jax.value_and_grad in it; for "
                     "inference take sx.pipeline.apply, for a backward pass by hand sx.pipeline.value_and_grad"
                 )
-            schedule = region.schedule(self.schedule, stages, self.microbatches, self.chunks)
-            return region.run(schedule, params, batch, rest, self.axis)
+            schedule, told = region.schedule(self.schedule, stages, self.microbatches, self.chunks, self.axis)
+            return region.run(schedule, params, batch, rest, self.axis, told=told)
 
         arguments, results = _at_ends(jaxpr)
 

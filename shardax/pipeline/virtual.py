@@ -31,6 +31,7 @@ from shardax.spmd_rules.registry import MOVES, register_rule
 from shardax.transforms import Context
 
 AXIS = "microbatch"
+STACKED = -1
 SENDS = frozenset(
     {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
 )
@@ -51,7 +52,8 @@ register_rule(noted_p, "... -> ...", passes=(MOVES(0),), fuses="all")
 class Microbatch:
     """The program of one microbatch: `jaxpr` takes the step's arguments and last the microbatch's number,
     int32. `is_batch`: of each argument, whether it takes the rows of the microbatch alone. `results`: of each
-    result, along which dim it has the microbatch's part alone, None: it is whole. `is_all`: whether there is
+    result, along which dim it has the microbatch's part alone; None: it is whole; STACKED: those of all
+    microbatches are stacked. `is_all`: whether there is
     one microbatch alone, which owes no sums.
     """
 

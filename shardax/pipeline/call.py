@@ -1,0 +1,292 @@
+"""A call of a pipelined function: its arguments, the program of one microbatch, and running it."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from shardax import _jax
+from shardax.annotations.annotate import describe
+from shardax.annotations.explicit import shape_of
+from shardax.graph.evaluate import evaluate
+from shardax.jit.signature import argument_name
+from shardax.options import current
+from shardax.pipeline.batch import of_batch
+from shardax.pipeline.cut import check_marks, flat
+from shardax.pipeline.gathered import Accumulator
+from shardax.pipeline.origins import run as chained
+from shardax.pipeline.packed import Packing
+from shardax.pipeline.packer import packing_of
+from shardax.pipeline.region import Made, Region
+from shardax.pipeline.resting import Weights
+from shardax.pipeline.split import Split
+from shardax.pipeline.table import Schedule
+from shardax.pipeline.virtual import AXIS, STACKED, Microbatch, microbatch
+from shardax.transforms import Argument, Context, annotations_of
+
+Asked = tuple[Any, int | None, float | None]  # schedule, chunks, memory
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: the parameters, and the leaves of the other arguments, of which `is_batch` are the batch."""
+
+    function: Callable[..., Any]
+    weights: Weights
+    other_tree: Any
+    others: list[Any]
+    is_batch: list[bool]
+    names: list[str]
+    numbers: tuple[int, ...]
+    count: int
+    axis: str
+    stages: int
+    microbatches: int
+
+    @staticmethod
+    def of(
+        function, args, kwargs, numbers: tuple[int, ...], batch_argnames, axis: str, microbatches: int
+    ) -> "Call":
+        name = getattr(function, "__name__", "the loss")
+        if kwargs:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        for n in numbers:
+            if not 0 <= n < len(args):
+                raise ValueError(f"argnums has {n}, and {name} is called with {len(args)} arguments")
+        stages = _stages(axis, name)
+        weights = Weights.of([args[n] for n in numbers], stages, axis)
+        named = {argument_name(function, n): x for n, x in enumerate(args) if n not in numbers}
+        others, tree = jax.tree.flatten(list(named.values()))
+        others = list(map(jnp.asarray, others))
+        names = [given for given, x in named.items() for _ in jax.tree.leaves(x)]
+        is_batch = of_batch(names, others, [True] * len(others), batch_argnames, name)
+        call = Call(
+            function, weights, tree, others, is_batch, names, numbers, len(args), axis, stages, microbatches
+        )
+        if call.rows < microbatches:
+            raise ValueError(
+                f"{name} is called with a batch of {call.rows} rows (the first dim of the first array that "
+                f"is no parameter, or of batch_argnames), and there are {microbatches} microbatches; take as "
+                "many microbatches as rows at most"
+            )
+        return call
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "the loss")
+
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return next((x.shape[0] for x, b in zip(self.others, self.is_batch, strict=True) if b), 0)
+
+    @property
+    def is_even(self) -> bool:
+        return self.rows % self.microbatches == 0
+
+    def restored(self, leaves: Sequence[Any]) -> list[Any]:
+        """The arguments of the function, of the leaves of parameters and of others."""
+        count = len(self.weights.types)
+        own = iter(jax.tree.unflatten(self.weights.plain_tree, leaves[:count]))
+        others = iter(jax.tree.unflatten(self.other_tree, leaves[count:]))
+        return [next(own if n in self.numbers else others) for n in range(self.count)]
+
+    # The program of one microbatch
+
+    def of_gradients(self, reduce: str, has_aux: bool) -> tuple[Split, Any]:
+        """The sums of the loss and of the gradients, and the structure of the other results."""
+        structure: list[Any] = []
+        moving = [is_inexact(x) for x in self.weights.types]
+        scale = 1 / self.microbatches if reduce == "mean" and self.is_even else 1.0
+        summed = partial(lax.psum, axis_name=AXIS) if self.is_even else (lambda x: x)
+
+        def loss(*leaves):
+            result = self.function(*self.restored(leaves))
+            value, aux = result if has_aux else (result, ())
+            self.check_loss(value, has_aux)
+            rows, tree = jax.tree.flatten(aux)
+            structure.append(tree)
+            return [jnp.asarray(x) for x in (value, *rows)]
+
+        def run(*leaves):
+            closed = jax.make_jaxpr(loss)(*(shape_of(jax.typeof(x)) for x in leaves))
+            check_marks(flat(closed))  # in the gradient's program loops are other ones
+
+            def of_moved(moved):
+                own = iter(moved)
+                params = [next(own) if m else x for x, m in zip(leaves, moving, strict=False)]
+                value, *rows = evaluate(closed, [*params, *leaves[len(params) :]])
+                return value * scale, rows
+
+            moved = [x for x, m in zip(leaves, moving, strict=False) if m]
+            (value, rows), found = jax.value_and_grad(of_moved, has_aux=True)(moved)
+            return [*map(summed, (value, *found)), *rows]
+
+        return self.split(run, 1 + sum(moving), STACKED), structure
+
+    def check_loss(self, value, has_aux: bool) -> None:
+        if jnp.shape(value) != () or not is_inexact(jnp.asarray(value)):
+            raise ValueError(
+                f"{self.name} returns {jax.typeof(value).str_short()}; expected a scalar of floats, a mean "
+                "or sum over its microbatch" + ", and with has_aux a pair of it and others" * has_aux
+            )
+        if has_aux and not self.is_even:
+            raise ValueError(
+                f"{self.name} is called with a batch of {self.rows} rows, which {self.microbatches} "
+                "microbatches do not divide, and has_aux: there is no row of the other results for each "
+                "microbatch then; take a number of microbatches that divides the batch, or leave has_aux out"
+            )
+
+    def of_results(self) -> tuple[Split, Any]:
+        """Rows of results, and their structure."""
+        structure: list[Any] = []
+        count = self.rows // self.microbatches
+        if not self.is_even:
+            raise ValueError(
+                f"{self.name} is called with a batch of {self.rows} rows, which {self.microbatches} "
+                "microbatches do not divide; take a number of microbatches that does, or pad the batch"
+            )
+
+        def run(*leaves):
+            found, tree = jax.tree.flatten(self.function(*self.restored(leaves)))
+            structure.append(tree)
+            for x in map(jax.typeof, found):
+                if not x.shape or x.shape[0] != count:
+                    raise ValueError(
+                        f"{self.name} returns {x.str_short()} for a microbatch of {count} rows; expected "
+                        "arrays whose first dim is that of the batch; give back one number for each row"
+                    )
+            return [jnp.asarray(x) for x in found]
+
+        return self.split(run, 0, 0), structure
+
+    def split(self, function: Callable[..., list[Any]], sums: int, dim: int) -> Split:
+        """Of a function of leaves, whose first results are sums; the others have rows along `dim`."""
+        params = self.weights.types
+        others = [shape_of(jax.typeof(x)) for x in self.others]
+        is_param = [True] * len(params) + [False] * len(others)
+        is_batch = [False] * len(params) + self.is_batch
+        if self.is_even:
+            rows = self.rows // self.microbatches
+            own = [
+                jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if b else x
+                for x, b in zip(others, self.is_batch, strict=True)
+            ]
+            number = jax.ShapeDtypeStruct((), "int32")
+            with _jax.axes_in_scope({AXIS: self.microbatches}):
+                closed = jax.make_jaxpr(lambda *args: function(*args[:-1]))(*params, *own, number)
+                self.check_annotations(closed)
+                closed = flat(closed)
+            results = (None,) * sums + (dim,) * (len(closed.out_avals) - sums)
+            program = Microbatch(closed, tuple(is_batch), results)
+        else:
+            closed = jax.make_jaxpr(function)(*params, *others)
+            self.check_annotations(closed)
+            names = ["params"] * len(params) + self.names
+            pairs = zip(names, (*params, *others), is_param, strict=True)
+            arguments = tuple(Argument(name, x, is_state=is_state) for name, x, is_state in pairs)
+            context = Context(_jax.context_mesh(), arguments, (), current())
+            program = microbatch(closed, context, is_batch, self.microbatches)
+        named = [n for n, b in zip(self.names, self.is_batch, strict=True) if b]
+        way = f"take a number of microbatches that divides the {self.rows} rows of the batch"
+        who = f"pipeline of {self.name}"
+        return Split(program, is_param, is_batch, named, self.name, not sums, who, way)
+
+    def check_annotations(self, closed) -> None:
+        """Raises ValueError where an annotation in the function names the axis of stages."""
+        for eqn, annotation in annotations_of(closed):
+            if self.axis in (a for axes in annotation.dims for a in axes or ()):
+                line = _jax.user_line(eqn.source_info) or "an unknown line"
+                raise ValueError(
+                    f"{annotation.source} at {line} splits a dim over {self.axis!r}, along which the "
+                    "pipeline's stages lie; name another axis there, or leave it out"
+                )
+
+    # Running it
+
+    def results(self, asked: Asked) -> Any:
+        split, structure = self.of_results()
+        found, _ = self.run(split, asked)
+        return jax.tree.unflatten(structure[-1], found)
+
+    def gradients(self, asked: Asked, reduce: str, has_aux: bool) -> tuple[Any, Any, Any]:
+        split, structure = self.of_gradients(reduce, has_aux)
+        moving = [is_inexact(x) for x in self.weights.types]
+        numbers = {leaf: 1 + i for i, leaf in enumerate(leaf for leaf, m in enumerate(moving) if m)}
+        origins = [split.origin(numbers[leaf]) if m else None for leaf, m in enumerate(moving)]
+        places = self.weights.accumulators(origins)
+        found, accumulated = self.run(split, asked, [accumulator for accumulator, _ in places.values()])
+        made = {
+            array: jax.vmap(partial(chained, chain))(x.astype(self.weights.arrays[array].dtype))
+            for (array, (_, chain)), x in zip(places.items(), accumulated, strict=True)
+            if x is not None
+        }
+        leaves = [found[numbers[leaf]] if m else None for leaf, m in enumerate(moving)]
+        gradients = jax.tree.unflatten(self.weights.tree, self.weights.at_rest(leaves, made))
+        return found[0], jax.tree.unflatten(structure[-1], found[1 + len(numbers) :]), gradients
+
+    def run(self, split: Split, asked: Asked, accumulators: Sequence[Accumulator] = ()):
+        """The results of all microbatches, and what was added up in these accumulators."""
+        accumulated: list[Any] = []
+
+        def pipelined(region: Region, params, batch, rest) -> Made:
+            schedule, told = self.schedule(region, asked)
+            how = {"weights": self.weights, "asked": accumulators, "told": told}
+            made = region.run(schedule, params, batch, rest, self.axis, **how)
+            accumulated.extend(made.accumulators)
+            return made
+
+        def cut(number: int, x: Array) -> Array:
+            return _microbatches(x, self.microbatches)
+
+        args = [*self.weights.plain(self.weights.arrays), *self.others]
+        return split.run(args, self.microbatches, cut, pipelined), accumulated
+
+    def schedule(self, region: Region, asked: Asked) -> tuple[Schedule, str]:
+        schedule, chunks, memory = asked
+        return region.schedule(schedule, self.stages, self.microbatches, chunks, self.axis, memory)
+
+    def packing(self, split: Split, asked: Asked, said: tuple[Any, Any]) -> Packing:
+        """How the parameters may rest; `said`: specs and labels."""
+        if len(self.numbers) > 1:
+            raise ValueError(
+                f"argnums is {self.numbers}; expected one argument that has all parameters to pack: put "
+                "them in one tuple or dict"
+            )
+        region = split.loop
+        schedule, _ = self.schedule(region, asked)
+        rest = [shape_of(v.aval) for v in region.flow.rest[:-1]]
+        (params,) = jax.tree.unflatten(self.weights.plain_tree, self.weights.types)
+        return packing_of(region.cut(schedule), schedule, params, rest, self.axis, *said)
+
+
+def is_inexact(x) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _stages(axis: str, name: str) -> int:
+    mesh = _jax.context_mesh()
+    if mesh is None or axis not in mesh.shape:
+        where = (
+            f"the mesh ({describe(mesh)}) has no axis {axis!r}"
+            if mesh is not None
+            else "no mesh is in context"
+        )
+        raise ValueError(
+            f"pipeline of {name} over axis {axis!r}: {where}; call it in a function of shardax.shard_jit "
+            "on a mesh that has the axis, or under jax.set_mesh"
+        )
+    return mesh.shape[axis]
+
+
+def _microbatches(x: Array, count: int) -> Array:
+    """[batch, ...] -> [microbatches, rows, ...], of rows that lie `count` apart: where the batch is split
+    over devices, each device has its part of every microbatch."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
