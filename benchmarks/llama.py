@@ -3,8 +3,8 @@ microbatches.
 
 `fsdp` splits the batch and stores the parameters split; `model` splits heads and the hidden dim, and the
 sequence between them (Korthikanti et al. 2022); `data` splits the batch alone. Any of them may be missing
-from the mesh. Layers are stacked, scanned, and recomputed in the backward pass. Parameters are float32,
-activations bfloat16; AdamW.
+from the mesh, and without a mesh the step is that for one device. Layers are stacked, scanned, and recomputed
+in the backward pass. Parameters are float32, activations bfloat16; AdamW.
 
 Shape suffixes: L layers, A accumulated microbatches, B batch, S sequence (T: the sequence attended to), M
 model, K heads of keys and values, G heads of queries for each of them, D head, H hidden, V vocabulary.
@@ -92,12 +92,12 @@ def flops(dims: Dims) -> int:
     return 3 * A * B * (2 * weights * S + 4 * L * K * G * D * S**2)
 
 
-def train_step(mesh: Mesh, params, opt_state, text_BS: Array):
+def train_step(mesh: Mesh | None, params, opt_state, text_BS: Array):
     value, grads = jax.value_and_grad(partial(loss, mesh))(params, text_BS)
     return (*update(params, opt_state, grads), value)
 
 
-def accumulated_step(mesh: Mesh, params, opt_state, text_ABS: Array):
+def accumulated_step(mesh: Mesh | None, params, opt_state, text_ABS: Array):
     """The step of the mean loss of all microbatches, one after the other."""
 
     def accumulate(total, text_BS):
@@ -115,7 +115,7 @@ def update(params, opt_state, grads):
     return optax.apply_updates(params, updates), opt_state
 
 
-def loss(mesh: Mesh, params, text_BS: Array) -> Array:
+def loss(mesh: Mesh | None, params, text_BS: Array) -> Array:
     """The mean cross entropy of each token given those before it; the last one is read and not scored."""
     body = jax.checkpoint(partial(layer, mesh), prevent_cse=False)
     x_BSM = annotate(mesh, params["embedding"].astype(jnp.bfloat16)[text_BS], BSM)
@@ -127,14 +127,14 @@ def loss(mesh: Mesh, params, text_BS: Array) -> Array:
     return losses_BS.mean()
 
 
-def layer(mesh: Mesh, x_BSM: Array, weights) -> Array:
+def layer(mesh: Mesh | None, x_BSM: Array, weights) -> Array:
     weights = jax.tree.map(lambda w: w.astype(x_BSM.dtype), weights)
     x_BSM = annotate(mesh, x_BSM, BSM)
     x_BSM = annotate(mesh, x_BSM + attention(mesh, weights, norm(x_BSM, weights["norm_1"])), BSM)
     return annotate(mesh, x_BSM + feed_forward(mesh, weights, norm(x_BSM, weights["norm_2"])), BSM)
 
 
-def attention(mesh: Mesh, weights, x_BSM: Array) -> Array:
+def attention(mesh: Mesh | None, weights, x_BSM: Array) -> Array:
     q_BSKGD = rotated(annotate(mesh, jnp.einsum("bsm,mkgd->bskgd", x_BSM, weights["query"]), BSKGD))
     k_BTKD = rotated(annotate(mesh, jnp.einsum("btm,mkd->btkd", x_BSM, weights["key"]), BSKD))
     v_BTKD = annotate(mesh, jnp.einsum("btm,mkd->btkd", x_BSM, weights["value"]), BSKD)
@@ -146,7 +146,7 @@ def attention(mesh: Mesh, weights, x_BSM: Array) -> Array:
     return jnp.einsum("bskgd,kgdm->bsm", y_BSKGD, weights["out"])
 
 
-def feed_forward(mesh: Mesh, weights, x_BSM: Array) -> Array:
+def feed_forward(mesh: Mesh | None, weights, x_BSM: Array) -> Array:
     h_BSH = annotate(mesh, jax.nn.silu(x_BSM @ weights["gate"]) * (x_BSM @ weights["up"]), BSH)
     return h_BSH @ weights["down"]
 
@@ -169,5 +169,7 @@ def rotated(x: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def annotate(mesh: Mesh, x: Array, spec: P) -> Array:
+def annotate(mesh: Mesh | None, x: Array, spec: P) -> Array:
+    if mesh is None:
+        return x
     return gspmd_model.annotate(mesh, x, on_axes(spec, mesh.shape))

@@ -101,13 +101,18 @@ def compare(workload: Workload, keep: Path | None = None, rounds: int = 1) -> di
     """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper
     measured.
     """
-    topology = topologies.get_topology_desc(workload.topology, "tpu")
+    config = {"chip_config_name": "megacore"} if workload.topology.startswith("v4") else {}
+    topology = topologies.get_topology_desc(workload.topology, "tpu", **config)
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
     rounds_of: dict[str, list[Figures]] = {}
     for _ in range(rounds):
         for name, way in workload.ways.items():
             step = way.step(mesh)
-            jitted = {"jax.jit": by_jit, "shard_jit": by_shard_jit}[way.partitioner](step, mesh)
+            jitted = (
+                by_jit(step, mesh)
+                if way.partitioner == "jax.jit"
+                else by_shard_jit(step, mesh, way.transforms)
+            )
             rounds_of.setdefault(name, []).append(measured(workload, name, jitted, step.args, keep))
     columns = {name: medians(figures) for name, figures in rounds_of.items()}
     return columns | ({"paper": published(workload.published)} if workload.published else {})
@@ -125,9 +130,9 @@ def by_jit(step: Step, mesh: Mesh):
     return jax.jit(step.run, in_shardings=named, donate_argnums=(0, 1))
 
 
-def by_shard_jit(step: Step, mesh: Mesh):
-    options = sx.Options(chip="devices")
-    return sx.shard_jit(step.run, mesh=mesh, in_shardings=step.specs, donate_argnums=(0, 1), options=options)
+def by_shard_jit(step: Step, mesh: Mesh, transforms: Sequence[Any] = ()):
+    how = {"mesh": mesh, "in_shardings": step.specs, "donate_argnums": (0, 1), "transforms": transforms}
+    return sx.shard_jit(step.run, **how, options=sx.Options(chip="devices"))
 
 
 def measured(workload: Workload, name: str, jitted: Any, args: tuple, keep: Path | None) -> Figures:

@@ -28,12 +28,12 @@ class Step:
     """A train step (params, optimizer state, text) for a mesh, shapes of its arguments, and PartitionSpecs
     for them.
 
-    The optimizer's state is None among the specs: it follows by completion.
+    Where the optimizer's state is None among the specs, it follows by completion.
     """
 
     run: Callable[..., Any]
     args: tuple[Any, Any, Any]
-    specs: tuple[Any, None, P]
+    specs: tuple[Any, Any, P]
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,21 @@ class Way:
       partitioner: "jax.jit" or "shard_jit".
       table: of a pipelined program, which branch each stage takes in each tick, [ticks, stages].
       bubbles: of another one, the share of its ticks in which stages compute what nobody wants.
+      transforms: of the step, by shard_jit.
     """
 
     partitioner: str
     step: Callable[[Mesh], Step]
     table: np.ndarray | None = None
     bubbles: float | None = None
+    transforms: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class Workload:
     """A train step on a TPU topology.
 
-    `topology`: as in "v3:8x8". `flops`: model FLOPs of the whole step, nothing recomputed. `pipelined`: the
+    `topology`: as in "v3:8x8". `flops`: model FLOPs of the whole step, nothing recomputed. `compared`: the
     ways to compare where they are not the same program by both partitioners.
     """
 
@@ -79,12 +81,12 @@ class Workload:
     step: Callable[[Mesh], Step]
     flops: int
     published: Published | None = None
-    pipelined: Mapping[str, Way] | None = None
+    compared: Mapping[str, Way] | None = None
 
     @property
     def ways(self) -> Mapping[str, Way]:
-        """By name: the same step by both partitioners, but of pipelined ones."""
-        return self.pipelined or {name: Way(name, self.step) for name in ("jax.jit", "shard_jit")}
+        """By name: the same step by both partitioners, where nothing else is to be compared."""
+        return self.compared or {name: Way(name, self.step) for name in ("jax.jit", "shard_jit")}
 
     @property
     def chip(self) -> Chip:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import gspmd_model, llama, pipelines
+from benchmarks import fully_sharded, gspmd_model, llama, pipelines
 from benchmarks.workload import TOPOLOGIES, Published, Step, Workload
 from models.rules import on_axes
 
@@ -21,7 +21,8 @@ def workloads() -> dict[str, Workload]:
     dims = gspmd_model.Dims(L=2, B=8, M=512, N=8, D=64, H=2048, S=256, V=1024)
     tiny = _gspmd("tiny", "GSPMD's model, small", (2, 4), dims, None)
     unpipelined = tiny, *_table_2(), *_table_3(), *_table_1(), *_llamas()
-    all_workloads = *unpipelined, pipelines.tiny(), *pipelines.table_4(), *pipelines.table_5()
+    pipelined = pipelines.tiny(), *pipelines.table_4(), *pipelines.table_5()
+    all_workloads = *unpipelined, *pipelined, *fully_sharded.fully_sharded()
     return {workload.name: workload for workload in all_workloads}
 
 

@@ -49,6 +49,14 @@ def make_mesh(shape: Mapping[str, int] | None, processes: int = 1) -> Mesh:
     return jax.make_mesh(tuple(shape.values()), tuple(shape), auto, devices=devices[:needed])
 
 
+def fully_sharded(mesh: Mesh) -> Mesh:
+    """The mesh on which annotations split parameters over the axis of the batch, as stage 3 of ZeRO does: its
+    axis data is fsdp. One that has fsdp stays as it is.
+    """
+    names = tuple("fsdp" if axis == "data" else axis for axis in mesh.axis_names)
+    return mesh if "fsdp" in mesh.axis_names else Mesh(mesh.devices, names, axis_types=mesh.axis_types)
+
+
 def default_shape(count: int) -> dict[str, int]:
     """All devices, two of them to a model where they come in pairs.
 

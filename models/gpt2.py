@@ -3,6 +3,7 @@
 Shape suffixes: B batch, S sequence (T: that attended to), M model, N heads, D head, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -28,6 +29,7 @@ class Config:
     dropout: float = 0.0
     scan: bool = False  # one stacked layer under lax.scan
     remat: bool = False  # recompute each layer in the backward pass
+    between_layers: Callable[[Array], Array] | None = None  # what to make of activations there
 
     def __post_init__(self):
         if self.model % self.heads:
@@ -81,6 +83,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BSM: Array, _: None) -> tuple[Array, None]:
         c = self.config
+        x_BSM = c.between_layers(x_BSM) if c.between_layers else x_BSM
         norms = [nn.LayerNorm(dtype=c.dtype, name=f"norm_{i}") for i in (1, 2)]
         x_BSM += dropout(self, c, Attention(c, name="attention")(norms[0](x_BSM)))
         x_BSM += dropout(self, c, FeedForward(c, name="mlp")(norms[1](x_BSM)))

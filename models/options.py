@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         "--partitioner",
         choices=PARTITIONERS,
         default="shardax",
-        help="xla: jax.jit with the same shardings; both: their speeds",
+        help="xla: jax.jit with the same shardings; both: their speeds, --zero 3 beside fsdp by annotation",
     )
     add("--schedule", help="1f1b, gpipe, ...: layers lie on the stages of --mesh stage=4,data=2")
     add("--microbatches", type=_at_least(1), default=8, help="of a batch, where there is a schedule")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from models import report, text
 from models.checkpoints import Checkpoints
-from models.devices import connect, make_mesh, mesh_text
+from models.devices import connect, fully_sharded, make_mesh, mesh_text
 from models.job import Job, make_job
 from models.options import Options, parse, stop
 from models.steps import State
@@ -84,7 +84,12 @@ def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
 
 
 def make_trainer(partitioner: str, job: Job, mesh: Mesh, zero: int = 0) -> Trainer:
-    trainer = by_shardax(job, mesh, zero) if partitioner == "shardax" else by_xla(job, mesh)
+    if partitioner == "shardax":
+        return by_shardax(job, mesh, zero)
+    mesh = fully_sharded(mesh) if zero == 3 else mesh
+    if zero:
+        print(f"xla: {'FSDP by annotation' if zero == 3 else 'without ZeRO'}, mesh {mesh_text(mesh.shape)}")
+    trainer = by_xla(job, mesh)
     for line in trainer.dropped:
         print(f"xla does not split {line}")
     return trainer
@@ -178,12 +183,15 @@ def sample(trainer: Trainer, state: State, options: Options, corpus: text.Text) 
 
 
 def compare_speeds(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
-    """Both partitioners in turn, three times; between them they take the steps that were asked for."""
+    """Both partitioners in turn, three times; between them they take the steps that were asked for. The ratio
+    is the median of those of each round.
+    """
     trainers = [make_trainer(name, job, mesh, options.zero) for name in ("shardax", "xla")]
     races = [race(trainer, options, corpus) for trainer in trainers]
-    speeds = zip(*([next(r) for r in races] for _ in range(ROUNDS)), strict=True)
-    medians = [report_speed(trainer, each) for trainer, each in zip(trainers, speeds, strict=True)]
-    print(f"shardax / xla: {medians[0] / medians[1]:.3f}")
+    rounds = [[next(r) for r in races] for _ in range(ROUNDS)]
+    for trainer, speeds in zip(trainers, zip(*rounds, strict=True), strict=True):
+        report_speed(trainer, speeds)
+    print(f"shardax / xla: {statistics.median(ours / theirs for ours, theirs in rounds):.3f}")
 
 
 def race(trainer: Trainer, options: Options, corpus: text.Text) -> Iterator[float]:
@@ -200,13 +208,9 @@ def race(trainer: Trainer, options: Options, corpus: text.Text) -> Iterator[floa
         yield tokens_per_second(steps, options, time.perf_counter() - start)
 
 
-def report_speed(trainer: Trainer, speeds: Sequence[float]) -> float:
-    median = statistics.median(speeds)
-    print(
-        f"{trainer.name}: {median:,.0f} tokens/s, the median of "
-        f"{', '.join(f'{speed:,.0f}' for speed in speeds)}"
-    )
-    return median
+def report_speed(trainer: Trainer, speeds: Sequence[float]) -> None:
+    rounds = ", ".join(f"{speed:,.0f}" for speed in speeds)
+    print(f"{trainer.name}: {statistics.median(speeds):,.0f} tokens/s, the median of {rounds}")
 
 
 if __name__ == "__main__":

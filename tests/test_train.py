@@ -101,7 +101,9 @@ def test_xla_says_what_it_drops(capsys, tmp_path):
 
 @pytest.mark.once
 def test_speeds(capsys, tmp_path):
-    out = run(capsys, tmp_path, "--steps", "1", "--partitioner", "both")
+    """Of stage 3 of ZeRO beside that by annotation."""
+    out = run(capsys, tmp_path, "--steps", "1", "--partitioner", "both", "--zero", "3", "--mesh", "data=8")
+    assert "xla: FSDP by annotation, mesh fsdp=8" in out
     assert len(re.findall(r"tokens/s, the median of [\d,]+, [\d,]+, [\d,]+", out)) == 2
     assert re.search(r"^shardax / xla: \d+\.\d+$", out, re.MULTILINE)
 

@@ -1,5 +1,5 @@
-"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3 and v4, one of
-two cores).
+"""The chips that plans are estimated for: public figures, per device as JAX counts them (of v3, one of two
+cores; the two of later chips are one device).
 
 Sources: the product pages of Cloud TPU (memory, links, network); "How to Scale Your Model" (Austin et al.
 2025), parts 2 and 3 (about a microsecond per hop; which dims of a slice close to rings; 16 GB/s of PCIe per
@@ -49,9 +49,9 @@ class Chip:
 
 
 _V3 = {"closes": 32, "network_rate": 1.5625e9, "lanes": 128, "copies": 5, "host_rate": 8e9}
-_V4 = {"closes": 4, "network_rate": 3.125e9, "lanes": 128, "copies": 5, "host_rate": 8e9}
+_V4 = {"closes": 4, "network_rate": 6.25e9, "lanes": 128, "copies": 5}
 V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, **_V3)
-V4 = Chip("v4", 137.5e12, 16e9, 600e9, 90e9, 3, **_V4)
+V4 = Chip("v4", 275e12, 32e9, 1200e9, 90e9, 3, **_V4)
 V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2, closes=16, network_rate=3.125e9, lanes=128, copies=5)
 V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9, lanes=128, copies=5)
 _V6E = {"closes": 16, "network_rate": 12.5e9, "lanes": 128, "copies": 5, "host_rate": 32e9}
