@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")
     measurements: dict[str, Any] = {}
     for name in known if "all" in args.workloads else args.workloads:
-        measurements[name] = columns = compare(known[name], args.keep, args.rounds)
+        measurements[name] = columns = compare(known[name], args.keep, args.rounds, args.ways)
         print(f"{name}: {heading(known[name])}\n{table(columns)}\n", flush=True)
         if args.json:
             write(args.json, measurements)
@@ -82,7 +82,15 @@ def _parse(argv: Sequence[str] | None, known: Mapping[str, Workload]) -> argpars
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="write the compiled programs and the plans there, as text"
     )
+    parser.add_argument("--ways", metavar="NAMES", help="of the columns these two or more: 'jax.jit,zero 3'")
     args = parser.parse_args(argv)
+    args.ways = args.ways and args.ways.split(",")
+    for workload in args.workloads if args.ways else ():
+        ways = known[workload].ways if workload in known else args.ways
+        if len(args.ways) < 2 or not {*args.ways} <= {*ways}:
+            parser.error(
+                f"--ways {','.join(args.ways)}: name two or more of {', '.join(ways)}, of {workload}"
+            )
     if unknown := [name for name in args.workloads if name not in known and name != "all"]:
         parser.error(f"no such workload: {', '.join(unknown)} (--list shows them)")
     if args.rounds < 1:
@@ -97,7 +105,9 @@ def heading(workload: Workload) -> str:
     return f"{workload.what}, on {workload.topology} as {mesh}"
 
 
-def compare(workload: Workload, keep: Path | None = None, rounds: int = 1) -> dict[str, Figures]:
+def compare(
+    workload: Workload, keep: Path | None = None, rounds: int = 1, ways: Sequence[str] | None = None
+) -> dict[str, Figures]:
     """The columns: what each partitioner makes of it, nothing where it does not compile, and what a paper
     measured.
     """
@@ -106,7 +116,8 @@ def compare(workload: Workload, keep: Path | None = None, rounds: int = 1) -> di
     mesh = topologies.make_mesh(topology, tuple(workload.axes.values()), tuple(workload.axes))
     rounds_of: dict[str, list[Figures]] = {}
     for _ in range(rounds):
-        for name, way in workload.ways.items():
+        for name in ways or workload.ways:
+            way = workload.ways[name]
             step = way.step(mesh)
             jitted = (
                 by_jit(step, mesh)
