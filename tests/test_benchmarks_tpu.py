@@ -249,6 +249,11 @@ def test_llamas_sizes():
     )  # 1.24 billion, and logits that are not the embedding
 
 
+@pytest.mark.parametrize("name, billions", [("2b", 2.02), ("4b", 4.01), ("8b", 7.87), ("16b", 15.99)])
+def test_gpt2s_sizes(name, billions):
+    assert parameters(f"zero-gpt2-{name}") / 1e9 == pytest.approx(billions, rel=0.005)
+
+
 def parameters(name: str, part: str | None = None) -> int:
     params, _, _ = abstract_step(name).args
     return sum(array.size for array in jax.tree.leaves(params[part] if part else params))
@@ -256,7 +261,9 @@ def parameters(name: str, part: str | None = None) -> int:
 
 @pytest.mark.promotes_ranks
 @pytest.mark.mixed_dtypes  # optax mixes them
-@pytest.mark.parametrize("name", ["tiny", "llama-8b", "llama-1b-accumulated", "tiny-pipelined"])
+@pytest.mark.parametrize(
+    "name", ["tiny", "llama-8b", "llama-1b-accumulated", "tiny-pipelined", "zero-gpt2-4b"]
+)
 def test_a_step_gives_what_it_takes(name):
     step = abstract_step(name)
     params, state, loss = jax.eval_shape(step.run, *step.args)
@@ -278,7 +285,10 @@ def described(array) -> tuple:
 def test_columns_of_tables():
     tables = "table1", "table2", "table3", "table4", "conformer"
     assert [sum(name.startswith(table) for name in workloads()) for table in tables] == [3, 7, 6, 5, 6]
-    assert {workload.devices for workload in workloads().values()} == {8, 16, 64, 128, 256, 512, 2048}
+    of_zero = [workload for name, workload in workloads().items() if name.startswith("zero")]
+    others = [workload for workload in workloads().values() if workload not in of_zero]
+    assert {workload.devices for workload in of_zero} == {4, 8, 16, 32, 64}
+    assert {workload.devices for workload in others} == {8, 16, 64, 128, 256, 512, 2048}
 
 
 @pytest.mark.parametrize(
@@ -343,6 +353,8 @@ def test_list_and_wrong_names(capsys):
     assert tpu.main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(workloads())
     for names, message in (
+        (["zero-tiny", "--ways", "jax.jit"], "--ways jax.jit: name two or more of jax.jit, zero 3, zero 2,"),
+        (["zero-tiny", "--ways", "jax.jit,zero 4"], "--ways jax.jit,zero 4: name two or more of jax.jit"),
         (["tiny", "gpt-5"], "no such workload: gpt-5 (--list shows them)"),
         ([], "name a workload"),
     ):

@@ -1,4 +1,4 @@
-"""Ahead: a loop over layers that gathers the next layer's parameters while it computes with those of this one.
+"""Ahead: a loop over layers that gathers the next layer's parameters while it computes with this one's.
 
     carry:  the gathered parameters of this layer
 
@@ -79,7 +79,11 @@ def _dtypes_of_reader(eqn, var) -> set[Any]:
     if eqn.primitive.name == "convert_element_type":
         return {eqn.outvars[0].aval.dtype}
     bodies = [_jax.closed(body).jaxpr for body in jaxprs_in_params(eqn.params)]
-    if len(bodies) != 1 or len(bodies[0].invars) != len(eqn.invars) or eqn.primitive.name in ("scan", "while"):
+    if (
+        len(bodies) != 1
+        or len(bodies[0].invars) != len(eqn.invars)
+        or eqn.primitive.name in ("scan", "while")
+    ):
         return {var.aval.dtype}
     (body,) = bodies
     inner = (v for v, operand in zip(body.invars, eqn.invars, strict=True) if operand is var)

@@ -7,6 +7,7 @@ lies:
                   that several microbatches are added to: scattered, or not yet reduced
     parameters    cast to the compute dtype: split until a layer reads them
                   for the backward pass: split, and gathered again, one ahead of the layer that reads it
+                  of the next layer, where a loop prefetches: whole, in the loop's carry
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from jax import lax
 from shardax import _jax
 from shardax.annotations.annotate import bind_annotation
 from shardax.graph.equations import equations_like
-from shardax.sharding import Sharding
+from shardax.sharding import Axes, Sharding
+from shardax.zero.ahead import ahead
 
 Known = Sequence[Sharding | None]
 """For each of some variables: how the parameter rests of which it is a copy, maybe in another dtype; else
@@ -36,6 +38,7 @@ class Inside:
     made: gradients that a loop of the backward pass makes row by row.
     accumulated: what `accumulators` accumulate, by the `id` of a loop's equation the numbers of its carries.
     again: whether parameters are gathered again for the backward pass.
+    prefetched: the axes over which a loop gathers the parameters of the next layer, if any.
     scope: that of the equation around, where it has one; `in_loop`: whether that is a loop.
     """
 
@@ -44,6 +47,7 @@ class Inside:
     accumulated: OfShape
     accumulators: Mapping[int, Sequence[int]]
     again: bool
+    prefetched: Axes = ()
     scope: str = ""
     in_loop: bool = False
     ahead: list[Any] = field(
@@ -136,6 +140,16 @@ class Inside:
                 eqns.append(new.replace(outvars=[result]))
         return eqns
 
+    def _ahead(self, eqn, annotated, rows: Known, results: Known) -> list[Any]:
+        """The loop `annotated`, made of `eqn`, gathers rows that are known one trip before they are read."""
+        start = sum(_jax.scan_counts(eqn.params))
+        known = {k: s.without(self.prefetched) for k, s in enumerate(rows) if k >= start and s is not None}
+        if not known:
+            return [annotated]
+        others = [None if k in known else s for k, s in enumerate(rows)]
+        body = self._inner(eqn, others, lambda _: results)[0].params["jaxpr"]
+        return ahead(annotated, body, list(known), lambda x, k: self._annotation(x, known[k]))
+
     def _annotation(self, x, sharding: Sharding):
         return bind_annotation(x, sharding.dims, self.source, "state", owing=sharding.owing)
 
@@ -180,7 +194,9 @@ def _scan(inside: Inside, eqn, known: Known) -> Changed:
     rows = [*known[:consts], *[None] * carries, *map(_row, known[consts + carries :])]
     new, found = inside._inner(eqn, rows, wanted)
     stacked = [s and Sharding(((), *s.dims)) for s in found[carries:]]
-    return inside._annotated(new, [*carried, *[None] * len(stacked)]), [*[None] * carries, *stacked]
+    loop, *others = inside._annotated(new, [*carried, *[None] * len(stacked)])
+    loops = inside._ahead(eqn, loop, rows, wanted(found)) if inside.prefetched else [loop]
+    return [*loops, *others], [*[None] * carries, *stacked]
 
 
 _CHANGES = {

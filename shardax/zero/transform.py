@@ -50,6 +50,9 @@ class Zero:
         "unreduced" in stage 1, else "scattered".
       reshard_after_forward: in stage 3, gather parameters again for the backward pass. False keeps what the
         forward pass gathered, where that sends less.
+      prefetch: in stage 3, a loop over layers gathers the parameters of the next layer while it computes with
+        those of this one, in both passes: two layers' are there at once. It is unrolled by two. For where XLA
+        gathers asynchronously (see `docs/zero.md`).
       offload: "optimizer", "parameters", or a tuple of both: what rests in the host's memory, `pinned_host`,
         and is brought to the device where the step reads it, of stacked layers one layer at a time.
       update_on: "device", or "host": there the host itself updates what rests in its memory, and optimizer
@@ -79,6 +82,7 @@ class Zero:
     stage: int = 1
     accumulate: Accumulate | None = None
     reshard_after_forward: bool = True
+    prefetch: bool = False
     offload: Offloaded | tuple[Offloaded, ...] = ()
     update_on: Literal["device", "host"] = "device"
 
@@ -94,6 +98,12 @@ class Zero:
         expected = "'optimizer', 'parameters', or a tuple of them"
         require(set(kinds) <= {"optimizer", "parameters"}, "offload of Zero", self.offload, expected)
         require(update_on in ("device", "host"), "update_on of Zero", update_on, "'device' or 'host'")
+        if self.prefetch and (self.stage < 3 or "parameters" in kinds):
+            raise ValueError(
+                f"prefetch of Zero is True, stage {self.stage} and offload {self.offload!r}: it gathers ahead "
+                "the parameters that stage 3 keeps split on the devices; leave it out, or give stage=3 and no "
+                "offload='parameters'"
+            )
         if update_on == "host" and "optimizer" not in kinds:
             raise ValueError(
                 f"update_on of Zero is 'host', and offload is {self.offload!r}: the host updates what rests "
@@ -103,7 +113,8 @@ class Zero:
     def __str__(self):
         offload = f", offload={self.offload!r}" if self.offload else ""
         host = f", update_on={self.update_on!r}" if self.update_on == "host" else ""
-        return f"Zero(axis={self.axis!r}, stage={self.stage}{offload}{host})"
+        prefetch = ", prefetch=True" if self.prefetch else ""
+        return f"Zero(axis={self.axis!r}, stage={self.stage}{prefetch}{offload}{host})"
 
     @property
     def axes(self) -> Axes:
@@ -188,6 +199,7 @@ class Zero:
             accumulated=unreduced if once else scattered,
             accumulators=found.accumulators,
             again=self.stage == 3 and self.reshard_after_forward,
+            prefetched=self.axes if self.prefetch else (),
         )
         known = [split[i] if self.stage == 3 and i in shapes else None for i in range(len(jaxpr.in_avals))]
         return inside.annotated(jaxpr, known)[0]
