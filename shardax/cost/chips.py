@@ -4,6 +4,8 @@ cores; the two of later chips are one device).
 Sources: the product pages of Cloud TPU (memory, links, network); "How to Scale Your Model" (Austin et al.
 2025), parts 2 and 3 (about a microsecond per hop; which dims of a slice close to rings; 16 GB/s of PCIe per
 chip, 32 of v6e); NVIDIA's DGX H200 (NVLink, one 400 Gb/s card per GPU, PCIe 5 with 16 lanes).
+Host links are assumptions, none of them measured: the 16 GB/s for every TPU before v6e, of which v3's two
+cores have half each, and for H200 what PCIe 5 has one way.
 """
 
 from dataclasses import dataclass

@@ -100,9 +100,9 @@ class Zero:
         require(update_on in ("device", "host"), "update_on of Zero", update_on, "'device' or 'host'")
         if self.prefetch and (self.stage < 3 or "parameters" in kinds):
             raise ValueError(
-                f"prefetch of Zero is True, stage {self.stage} and offload {self.offload!r}: it gathers ahead "
-                "the parameters that stage 3 keeps split on the devices; leave it out, or give stage=3 and no "
-                "offload='parameters'"
+                f"prefetch of Zero is True, stage {self.stage} and offload {self.offload!r}: it gathers "
+                "ahead the parameters that stage 3 keeps split on the devices; leave it out, or give stage=3 "
+                "and no offload='parameters'"
             )
         if update_on == "host" and "optimizer" not in kinds:
             raise ValueError(
