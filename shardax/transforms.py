@@ -4,7 +4,7 @@ A transform gets a program and what is known of its arguments and results, and g
 found by nobody: `shard_jit(step, transforms=[...])` names it. `docs/extending.md` writes one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,6 +126,15 @@ class Retyping(Protocol):
         ...
 
     def __call__(self, jaxpr: Any, context: Context, /) -> Any: ...
+
+
+@runtime_checkable
+class Wrapping(Protocol):
+    """A transform of functions that do not take their arguments as they come, in other trees say: they are
+    called through what `wrapped` makes of them. Among `transforms`, the first one is next to the function.
+    """
+
+    def wrapped(self, function: Callable[..., Any], /) -> Callable[..., Any]: ...
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ from shardax.options import Options, Refused, in_effect
 from shardax.sharding import from_spec, owing_of
 from shardax.trace import Request, Traced, abstract_mesh, is_explicit
 from shardax.transform import primitive
-from shardax.transforms import Context, Retyping, Transform
+from shardax.transforms import Context, Retyping, Transform, Wrapping
 from shardax.validation import require_sizes
 
 
@@ -79,6 +79,12 @@ class Function:
         name = getattr(fun, "__name__", type(fun).__name__)
         return name, f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
+    @functools.cached_property
+    def wrapped(self) -> Callable[..., Any]:
+        """The function as the transforms take it, the first of them next to it."""
+        wrapping = (transform for transform in self.transforms if isinstance(transform, Wrapping))
+        return functools.reduce(lambda fun, transform: transform.wrapped(fun), wrapping, self.fun)
+
     def jitted(self, arguments_mesh: Mesh | AbstractMesh | None, out_shardings: Any = None):
         """The jax.jit of it. `arguments_mesh` is the mesh of the arguments, where nothing else gives one."""
 
@@ -86,7 +92,7 @@ class Function:
         def run(*args, **kwargs):
             eager = jax.config.jax_disable_jit or _jax.is_eager((args, kwargs))  # type: ignore[attr-defined]  # debug_nans
             if eager and not self._retypes:
-                return self.fun(*args, **kwargs)
+                return self.wrapped(*args, **kwargs)
             mesh = self.require_mesh(arguments_mesh)
             self._check_context(mesh)
             return self._run(mesh, args, kwargs)
@@ -316,7 +322,7 @@ class Function:
             full = list(args)
             for i, x in zip(dynamic, dynamic_args, strict=True):
                 full[i] = x
-            return self.fun(*full, **dynamic_kwargs, **static_kwargs)
+            return self.wrapped(*full, **dynamic_kwargs, **static_kwargs)
 
         dynamic_kwargs, argument_names = (
             {k: v for k, v in kwargs.items() if k not in static_argnames},

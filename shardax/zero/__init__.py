@@ -3,8 +3,22 @@
 from shardax.zero.at_host import AtHost
 from shardax.zero.dealt import dealt
 from shardax.zero.files import open_safetensors
+from shardax.zero.init import init, pad
+from shardax.zero.padded import Padded, unpad
 from shardax.zero.stream import stream
 from shardax.zero.transform import Zero
 from shardax.zero.wrapped import shard, specs
 
-__all__ = ["AtHost", "Zero", "dealt", "open_safetensors", "shard", "specs", "stream"]
+__all__ = [
+    "AtHost",
+    "Padded",
+    "Zero",
+    "dealt",
+    "init",
+    "open_safetensors",
+    "pad",
+    "shard",
+    "specs",
+    "stream",
+    "unpad",
+]

@@ -22,6 +22,7 @@ from shardax.annotations.annotate import bind_annotation
 from shardax.graph.equations import equations_like
 from shardax.sharding import Axes, Sharding
 from shardax.zero.ahead import ahead
+from shardax.zero.padded import is_cut
 
 Known = Sequence[Sharding | None]
 """For each of some variables: how the parameter rests of which it is a copy, maybe in another dtype; else
@@ -166,6 +167,11 @@ def _cast(inside: Inside, eqn, known: Known) -> Changed:
     return inside._annotated(eqn, known) if any(known) else [eqn], known
 
 
+def _cut(inside: Inside, eqn, known: Known) -> Changed:
+    """A parameter that rests padded, in its true shape; of other slices nothing is known."""
+    return _cast(inside, eqn, known if is_cut(eqn) else [None])
+
+
 def _annotated_before(inside: Inside, eqn, known: Known) -> Changed:
     """Where axes are Explicit, JAX types each gradient as its parameter. That it is whole does not mean that
     all of it is wanted everywhere.
@@ -205,6 +211,7 @@ _CHANGES = {
     "jit": _call,
     "pjit": _call,
     "scan": _scan,
+    "slice": _cut,
 }
 
 

@@ -1,8 +1,10 @@
 """Resident: bytes of a step's state on each device, before and after ZeRO, and what could not be split."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
 
 from shardax.annotations.annotate import annotate_p
 from shardax.explain.facts import Facts
@@ -12,6 +14,7 @@ from shardax.explain.terminal import shown
 from shardax.ledger.collectives import array_bytes, array_text
 from shardax.ledger.words import as_one, bytes_text, form, times
 from shardax.sharding import Axes, shard_count
+from shardax.zero.padded import cuts
 from shardax.zero.rest import split_further
 
 PARAMETER, OPTIMIZER = "parameter", "optimizer state"
@@ -28,10 +31,21 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Longer:
+    """An array that rests padded: `array`, as `rests`, and the bytes that this adds on each device."""
+
+    path: str
+    array: str
+    rests: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Resident:
     """Bytes on each device, `before` and `after`: of "parameters", "gradients" and "optimizer state".
     Gradients count at the size that a step keeps until the update. `whole`: the arrays that stay as they
-    were, the largest first. `hosted`: of the bytes after, those in the host's memory.
+    were, the largest first. `padded`: those that rest with a tail of zeros, which counts after, not before.
+    `hosted`: of the bytes after, those in the host's memory.
     """
 
     words: str
@@ -39,6 +53,7 @@ class Resident:
     after: dict[str, int]
     whole: tuple[Whole, ...]
     hosted: dict[str, int] = field(default_factory=dict)
+    padded: tuple[Longer, ...] = ()
 
     def __str__(self):
         return shown([self.table()])
@@ -49,45 +64,115 @@ class Resident:
         summed = [{**column, "in all": sum(column.values())} for column in columns]
         rows = [Row(name, tuple(bytes_text(c.get(name, 0)) for c in summed)) for name in summed[0]]
         heads = ("without", "with it", *["at the host"] * bool(self.hosted))
-        return Table(
-            f"State on each device, by {self.words}", (Group("", tuple(rows)), *self._whole()), heads
-        )
+        groups = filled((Group("", tuple(rows)), *self._whole(), *self._padded()), len(heads))
+        return Table(f"State on each device, by {self.words}", groups, heads)
 
     def _whole(self) -> Iterator[Group]:
-        alike: dict[tuple[str, str], list[Whole]] = {}
-        for one in self.whole:
-            alike.setdefault((form(one.path), one.array), []).append(one)
-        rows = [
-            Row(
-                f"{as_one([w.path for w in ones])} {times(len(ones))}{ones[0].array}",
-                ("", bytes_text(sum(w.nbytes for w in ones))),
-            )
-            for ones in alike.values()
-        ]
-        if rows:
-            more = [Row(f"and {len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
-            total = bytes_text(sum(w.nbytes for w in self.whole))
-            yield Group(f"whole, as the axis divides none of their dims: {total}", (*rows[:SHOWN], *more))
+        total = bytes_text(sum(w.nbytes for w in self.whole))
+        shown = [(w.path, w.array, w.nbytes) for w in self.whole]
+        yield from _group(f"whole, as the axis divides none of their dims: {total}", shown)
+
+    def _padded(self) -> Iterator[Group]:
+        total = bytes_text(sum(p.nbytes for p in self.padded))
+        shown = [(p.path, f"{p.array} as {p.rests}", p.nbytes) for p in self.padded]
+        yield from _group(f"padded, so that the axis divides one of their dims: {total}", shown)
+
+
+def filled(groups: Iterable[Group], columns: int) -> tuple[Group, ...]:
+    """Groups whose rows have so many cells, the last ones empty, if they have any."""
+    return tuple(
+        replace(
+            group,
+            rows=tuple(
+                replace(row, cells=(*row.cells, *[""] * (columns - len(row.cells)))) if row.cells else row
+                for row in group.rows
+            ),
+        )
+        for group in groups
+    )
+
+
+def _group(heading: str, arrays: Sequence[tuple[str, str, int]]) -> Iterator[Group]:
+    """Arrays by path, type and bytes, alike ones in one row; nothing where there are none."""
+    alike: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for path, array, nbytes in arrays:
+        alike.setdefault((form(path), array), []).append((path, nbytes))
+    rows = [
+        Row(
+            f"{as_one([path for path, _ in ones])} {times(len(ones))}{array}",
+            ("", bytes_text(sum(nbytes for _, nbytes in ones))),
+        )
+        for (_, array), ones in alike.items()
+    ]
+    if rows:
+        more = [Row(f"and {len(rows) - SHOWN} more")] if len(rows) > SHOWN else []
+        yield Group(heading, (*rows[:SHOWN], *more))
 
 
 def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
     """Of a plan of the program that `Zero` of these axes made, in whose annotations `words` stand."""
+    arrays = list(_arrays(plan, words, axes))
     before: dict[str, int] = dict.fromkeys(("parameters", "gradients", OPTIMIZER), 0)
     after, hosted, whole = dict(before), dict(before), []
-    for place, role in _roles(plan, words):
-        rests, was = place.shards, shard_count(place.sharding.without(axes).axes, place.mesh.shape)
-        name, nbytes = OPTIMIZER if role == OPTIMIZER else "parameters", array_bytes(place.aval)
-        before[name] += nbytes // was
-        after[name] += nbytes // rests
-        hosted[name] += nbytes // rests * place.at_host
-        could = _could_rest(place, axes)
-        if role == PARAMETER:
-            before["gradients"] += nbytes // was
-            after["gradients"] += nbytes // (could if stage > 1 else was)
-        if could == was and place.aval.shape and (role == OPTIMIZER or stage == 3):
-            whole.append(Whole(place.named or place.path, array_text(place.aval), nbytes // rests))
+    scattered = {x.true.shape: x.resting // x.true.dtype.itemsize for x in arrays if x.is_padded}
+    for x in arrays:
+        name = OPTIMIZER if x.role == OPTIMIZER else "parameters"
+        before[name] += x.nbytes // x.was
+        after[name] += x.resting
+        hosted[name] += x.resting * x.place.at_host
+        if x.role == PARAMETER:
+            before["gradients"] += x.nbytes // x.was
+            shard = scattered.get(x.true.shape, x.nbytes // x.true.dtype.itemsize // x.could)
+            after["gradients"] += x.nbytes // x.was if stage == 1 else shard * x.true.dtype.itemsize
+        if x.could == x.was and x.true.shape and (x.role == OPTIMIZER or stage == 3):
+            whole.append(Whole(x.path, array_text(x.place.aval), x.resting))
     largest = tuple(sorted(whole, key=lambda w: -w.nbytes))
-    return Resident(words, before, after, largest, {name: n for name, n in hosted.items() if n})
+    padded = sorted((x.longer for x in arrays if x.is_padded), key=lambda p: -p.nbytes)
+    return Resident(
+        words, before, after, largest, {name: n for name, n in hosted.items() if n}, tuple(padded)
+    )
+
+
+@dataclass(frozen=True)
+class _Array:
+    """One of the state: `true`, its type without padding; `was`, into how many shards it is split without the
+    axes, `could`, with them as far as they can split it.
+    """
+
+    place: Placed
+    role: str
+    true: jax.ShapeDtypeStruct
+    was: int
+    could: int
+
+    @property
+    def path(self) -> str:
+        return self.place.named or self.place.path
+
+    @property
+    def nbytes(self) -> int:
+        return array_bytes(self.true)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.true.shape != self.place.aval.shape
+
+    @property
+    def resting(self) -> int:
+        return array_bytes(self.place.aval) // self.place.shards
+
+    @property
+    def longer(self) -> Longer:
+        added = self.resting - self.nbytes // self.place.shards
+        return Longer(self.path, array_text(self.true), array_text(self.place.aval), added)
+
+
+def _arrays(plan: Facts, words: str, axes: Axes) -> Iterator[_Array]:
+    for place, role, shape in _roles(plan, words):
+        true = jax.ShapeDtypeStruct(shape, place.aval.dtype)
+        was = shard_count(place.sharding.without(axes).axes, place.mesh.shape)
+        could = place.shards if shape != place.aval.shape else _could_rest(place, axes)
+        yield _Array(place, role, true, was, could)
 
 
 def _could_rest(place: Placed, axes: Axes) -> int:
@@ -96,12 +181,16 @@ def _could_rest(place: Placed, axes: Axes) -> int:
     return math.prod(place.mesh.shape[axis] for axis in split.axes)
 
 
-def _roles(plan: Facts, words: str) -> Iterator[tuple[Placed, str]]:
-    """The arguments that are state, each with its role, as the annotations say that `Zero` made."""
+def _roles(plan: Facts, words: str) -> Iterator[tuple[Placed, str, tuple[int, ...]]]:
+    """The arguments that are state, each with its role, as the annotations say that `Zero` made, and with its
+    true shape.
+    """
+    true = cuts(plan.global_jaxpr)
     places: Sequence[Placed] = list(plan.arguments())
     numbers = {v: i for i, v in enumerate(plan.global_jaxpr.jaxpr.invars)}
     for eqn in plan.global_jaxpr.jaxpr.eqns:
         if eqn.primitive is annotate_p and eqn.params["role"] == "argument":
             said, _, role = eqn.params["source"].rpartition(", ")
             if said == words:
-                yield places[numbers[eqn.invars[0]]], role
+                number = numbers[eqn.invars[0]]
+                yield places[number], role, true[number] if number in true else places[number].aval.shape

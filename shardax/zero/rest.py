@@ -28,3 +28,47 @@ def split_further(
     if dim is None:
         return sharding
     return Sharding(tuple((*split, *axes) if d == dim else split for d, split in enumerate(sharding.dims)))
+
+
+def padded_shape(
+    sharding: Sharding, shape: tuple[int, ...], axes: Axes, sizes: AxisSizes
+) -> tuple[int, ...] | None:
+    """The shape with one dim made longer, so that `axes` divide it: of the dims that nothing splits, and over
+    which no layers can be stacked, the one for which the fewest numbers are added. None where it needs none,
+    or where no device would have less than all.
+
+    >>> padded_shape(Sharding(((), ())), (13, 7), ("data",), {"data": 4})
+    (13, 8)
+    >>> padded_shape(Sharding(((), ())), (13, 8), ("data",), {"data": 4})
+    """
+    if set(axes) & set(sharding.axes) or split_further(sharding, shape, axes, sizes) != sharding:
+        return None
+
+    def longer(dim: int) -> int:
+        parts = shard_count((*sharding.dims[dim], *axes), sizes)
+        return -(-shape[dim] // parts) * parts
+
+    def shortens(dim: int) -> bool:
+        return longer(dim) // shard_count(axes, sizes) < shape[dim]
+
+    def preference(dim: int):
+        return bool(sharding.dims[dim]), dim == 0 and len(shape) > 2, longer(dim) / shape[dim]
+
+    dim = min(filter(shortens, range(len(shape))), key=preference, default=None)
+    return None if dim is None else tuple(longer(d) if d == dim else size for d, size in enumerate(shape))
+
+
+def split_padded(
+    sharding: Sharding, padded: tuple[int, ...], shape: tuple[int, ...], axes: Axes, sizes: AxisSizes
+) -> Sharding:
+    """The sharding of an array of true shape `shape`, with `axes` added to the dim along which it is padded.
+    What that dim was split over besides goes, where it does not divide with these.
+
+    >>> split_padded(Sharding((("model",),)), (8,), (7,), ("data",), {"data": 8, "model": 2})
+    P('data')
+    """
+    dims = list(sharding.without(axes).dims)
+    dim = next(d for d, size in enumerate(shape) if padded[d] != size)
+    with_others = (*dims[dim], *axes)
+    dims[dim] = axes if padded[dim] % shard_count(with_others, sizes) else with_others
+    return Sharding(tuple(dims))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.operands import carries_of, operands_of
+from shardax.zero.padded import is_tail
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,10 @@ def is_update(graph: Graph, succeeded: Mapping[int, int]) -> bool:
 def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collection[int]) -> int:
     """The state on which other results depend than the new state, and not through that."""
     new = {graph.outputs[r] for r in numbers}
-    before = {node.inputs[0] for node in graph.nodes if node.name == "annotate" and node.outputs[0] in new}
-    reach = _Reach(new | before)
+    for node in reversed(graph.nodes):
+        if (node.name == "annotate" or is_tail(node.name, node.scope)) and node.outputs[0] in new:
+            new.add(node.inputs[0])
+    reach = _Reach(new)
     reach.run(graph, state)
     return reach.of(v for r, v in enumerate(graph.outputs) if r not in numbers)
 

@@ -1,6 +1,6 @@
 """Zero: the transform by which devices that compute on different data share what they would all keep."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,13 +13,24 @@ from shardax.annotations.explicit import shape_of
 from shardax.explain.facts import Facts
 from shardax.explain.tables import Table
 from shardax.graph import inline
-from shardax.sharding import Axes, AxisSizes, Owing, Sharding, at_rest, entries_of, entry_axes, replicated
+from shardax.sharding import (
+    Axes,
+    AxisSizes,
+    Owing,
+    Sharding,
+    at_rest,
+    entries_of,
+    entry_axes,
+    replicated,
+    shard_count,
+)
 from shardax.transforms import Argument, Context
 from shardax.validation import require
 from shardax.zero.inside import Inside, OfShape
 from shardax.zero.offload import Offload, on_device, require_memory
-from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, resident
-from shardax.zero.rest import split_further
+from shardax.zero.padded import Shape, around, cuts
+from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, filled, resident
+from shardax.zero.rest import split_further, split_padded
 from shardax.zero.roles import Roles, is_update, roles
 from shardax.zero.whole import repeated_group
 
@@ -123,13 +134,20 @@ class Zero:
     def __call__(self, jaxpr, context: Context):
         self._check_axes(context)
         jaxpr = _jax.dce(jaxpr)
+        true = self._true_shapes(jaxpr, context)
         found = self._roles(jaxpr, context)
         before, sizes = self._before(jaxpr, context), context.mesh.shape
-        split = {i: self._split(before[i], context.arguments[i], found, sizes) for i in found.state}
+        split = {
+            i: self._split(before[i], context.arguments[i], true.get(i), found, sizes) for i in found.state
+        }
         kept = found.parameters if self.stage < 3 else ()
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
-        made = _resting(self._inside(jaxpr, context, before, split, found), rests, found, str(self))
+        made = _resting(self._inside(jaxpr, context, before, split, found, true), rests, found, str(self))
         return self._offloaded(made, context, found) if self.offload else made
+
+    def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The step takes and gives true shapes, wherever its state rests padded."""
+        return around(function, self.axes, "Zero")
 
     def traced_types(self, arguments: Sequence[Argument]) -> Sequence[jax.ShapeDtypeStruct]:
         """The step is traced as one on the device, wherever its state rests."""
@@ -158,7 +176,8 @@ class Zero:
     def report(self, plan: Facts) -> Table:
         """What a plan shows of it."""
         table = self.resident(plan).table()
-        return replace(table, groups=(*table.groups, *repeated_group(plan, self.axes)))
+        repeated = filled(repeated_group(plan, self.axes), len(table.heads))
+        return replace(table, groups=(*table.groups, *repeated))
 
     def _roles(self, jaxpr, context: Context) -> Roles:
         graph, succeeded = inline.from_jaxpr(jaxpr), _succeeded(context)
@@ -176,19 +195,32 @@ class Zero:
             return program.completed_arguments(jaxpr, context.mesh)
         return [at_rest(_requested(a), a.type.shape, sizes) for a in context.arguments]
 
-    def _split(self, before: Sharding, argument: Argument, found: Roles, sizes: AxisSizes) -> Sharding:
+    def _split(
+        self, before: Sharding, argument: Argument, true: Shape | None, found: Roles, sizes: AxisSizes
+    ) -> Sharding:
         shape = argument.type.shape
+        if true is not None:
+            return split_padded(before, shape, true, self.axes, sizes)
         return split_further(before, shape, self.axes, sizes, last=(0,) if shape in found.scanned else ())
 
     def _inside(
-        self, jaxpr, context: Context, before: Sequence[Sharding], split: Mapping[int, Sharding], found: Roles
+        self,
+        jaxpr,
+        context: Context,
+        before: Sequence[Sharding],
+        split: Mapping[int, Sharding],
+        found: Roles,
+        true: Mapping[int, Shape],
     ):
         """The program with annotations on what it makes of the gradients, which are pending over all axes of
         the batch.
         """
         batch = {axis for a in context.arguments if not a.is_state for axis in _requested(a).axes}
         batch = tuple(axis for axis in context.mesh.shape if axis in {*batch, *self.axes})
-        shapes = {i: jaxpr.in_avals[i].shape for i in found.parameters}
+        shapes = {i: true[i] if i in true else jaxpr.in_avals[i].shape for i in found.parameters}
+        padded = {true[i]: split[i] for i in found.optimizer if i in true}
+        whole = [i for i in shapes if i not in true and split[i] == before[i]]  # whose gradients need not be
+        split = {**split, **{i: padded[shapes[i]] for i in whole if shapes[i] in padded}}
         unreduced, scattered = (
             _of_shape([(shapes[i], _pending(s[i], batch)) for i in shapes]) for s in (before, split)
         )
@@ -203,6 +235,20 @@ class Zero:
         )
         known = [split[i] if self.stage == 3 and i in shapes else None for i in range(len(jaxpr.in_avals))]
         return inside.annotated(jaxpr, known)[0]
+
+    def _true_shapes(self, jaxpr, context: Context) -> dict[int, Shape]:
+        """Of the arguments that rest padded, by their numbers."""
+        true, count = cuts(jaxpr), shard_count(self.axes, context.mesh.shape)
+        for i, shape in true.items():
+            argument = context.arguments[i]
+            longer = [to for to, size in zip(argument.type.shape, shape, strict=True) if to != size]
+            if longer[0] % count:
+                raise ValueError(
+                    f"{argument.path} of shape {list(shape)} is padded to {list(argument.type.shape)}, and "
+                    f"there are {count} devices along {self.axis!r} (mesh {describe(context.mesh)}): it was "
+                    "padded for another mesh; sx.zero.unpad the state, and sx.zero.pad it for this one"
+                )
+        return true
 
     def _check_axes(self, context: Context) -> None:
         for axis in self.axes:

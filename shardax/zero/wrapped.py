@@ -10,7 +10,8 @@ from shardax import _jax
 from shardax.annotations.annotate import annotate, bind_annotation, broadcast_specs, describe, dims_of
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
-from shardax.zero.rest import split_further
+from shardax.zero.padded import Padded, check_axes, has_padded, is_padded, padded_as, unpad
+from shardax.zero.rest import split_further, split_padded
 from shardax.zero.transform import Zero
 
 
@@ -30,7 +31,8 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
 
     Args:
       tx: any `optax.GradientTransformation`, or another pair `init` and `update` of that form.
-      axis, stage: as of `Zero`.
+      axis, stage: as of `Zero`. Optimizer state may rest padded, as `init` makes it, which parameters cannot
+        here.
       params: the shardings of parameters besides, as in in_shardings: a prefix tree of specs.
 
     >>> import optax, shardax as sx
@@ -46,14 +48,28 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
         return _annotated(tx.init(trained), _Rests(zero, trained, params).split)
 
     def update(grads, state, trained=None, **extra):
+        check_axes({"state": state}, zero.axes, "shard")
+        _check_not_padded({"grads": grads, "params": trained})
         rests = _Rests(zero, grads if trained is None else trained, params)
-        grads, state = _annotated(grads, rests.split), _annotated(state, rests.split)
+        state = _annotated(state, rests.split)
+        rests.pad_as(state)
+        grads = _annotated(grads, rests.split)
         trained = None if trained is None else _annotated(trained, rests.parameter)
-        updates, state = tx.update(grads, state, trained, **extra)
-        return _annotated(updates, rests.parameter), _annotated(state, rests.split)
+        updates, new = tx.update(grads, unpad(state), trained, **extra)
+        return _annotated(updates, rests.parameter), _annotated(padded_as(new, state), rests.split)
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
     return kind(init, update)
+
+
+def _check_not_padded(trees: dict[str, Any]) -> None:
+    for name, tree in trees.items():
+        if has_padded(tree):
+            raise ValueError(
+                f"{name} of the optimizer that sx.zero.shard made are padded, and it takes them in their "
+                "true shapes: let the step begin with sx.zero.unpad(params), or name Zero in transforms=, "
+                "which does"
+            )
 
 
 class _Rests:
@@ -62,18 +78,25 @@ class _Rests:
     def __init__(self, zero: Zero, params: Any, specs: Any):
         self._zero, self._mesh = zero, _jax.context_mesh()
         self._before: dict[tuple[int, ...], Sharding] = {}
+        self._padded: dict[tuple[int, ...], PartitionSpec] = {}
         if self._mesh is not None:
-            _check(zero.axes, self._mesh, "shard")
+            check_mesh(zero.axes, self._mesh, "shard")
             for x, spec in zip(
                 jax.tree.leaves(params), broadcast_specs(specs, params, "params"), strict=True
             ):
-                self._before[x.shape] = _requested(spec, x.shape, self._mesh)
+                self._before[x.shape] = requested_of(spec, x.shape, self._mesh)
+
+    def pad_as(self, state: Any) -> None:
+        """Makes gradients of a shape that rests padded in the state split as that is."""
+        for x in jax.tree.leaves(state, is_leaf=is_padded):
+            if is_padded(x) and not _jax.is_eager(x) and (spec := self.split(x.value.shape)) is not None:
+                self._padded[x.shape] = spec
 
     def parameter(self, shape: tuple[int, ...]) -> PartitionSpec | None:
-        return self.split(shape) if self._zero.stage == 3 else self._known(shape)
+        return self._known(shape, self._zero.axes if self._zero.stage == 3 else ())
 
     def split(self, shape: tuple[int, ...]) -> PartitionSpec | None:
-        return self._known(shape, self._zero.axes)
+        return self._padded.get(shape) or self._known(shape, self._zero.axes)
 
     def _known(self, shape: tuple[int, ...], axes: Axes = ()) -> PartitionSpec | None:
         if self._mesh is None or not shape:
@@ -118,24 +141,35 @@ def specs(
     >>> {name: s.spec for name, s in specs(moments, mesh).items()}
     {'b': P(None,), 'w': P(None, 'data')}
     """
-    require_mesh(mesh, "specs")
     axes = Zero(axis).axes
-    _check(axes, mesh, "specs")
-    leaves, structure = jax.tree.flatten(tree)
-    found = [
-        split_further(_requested(spec, x.shape, mesh), x.shape, axes, mesh.shape)
-        for x, spec in zip(leaves, broadcast_specs(requested, tree, "requested"), strict=True)
-    ]
-    return structure.unflatten(NamedSharding(mesh, s.spec, memory_kind=memory_kind) for s in found)
+    check_mesh(axes, mesh, "specs")
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
+
+    def named(x: Any, spec: Any) -> Any:
+        if is_padded(x):
+            return Padded(NamedSharding(mesh, split(x, spec).spec, memory_kind=memory_kind), x.shape, x.axes)
+        return NamedSharding(mesh, split(x, spec).spec, memory_kind=memory_kind)
+
+    def split(x: Any, spec: Any) -> Sharding:
+        if is_padded(x):
+            check_mesh(x.axes, mesh, "a padded array in specs")
+            before = requested_of(spec, x.value.shape, mesh)
+            return split_padded(before, x.value.shape, x.shape, x.axes, mesh.shape)
+        return split_further(requested_of(spec, x.shape, mesh), x.shape, axes, mesh.shape)
+
+    of_leaves = broadcast_specs(requested, tree, "requested")
+    return structure.unflatten(map(named, leaves, of_leaves))
 
 
-def _requested(spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Sharding:
+def requested_of(spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Sharding:
+    """How an array of this shape rests without ZeRO."""
     dims = dims_of(spec, shape, mesh, "a spec for ZeRO")
     closed = tuple(dim or () for dim in dims or ((),) * len(shape))
     return at_rest(Sharding(closed), shape, mesh.shape)
 
 
-def _check(axes: Axes, mesh: Mesh | AbstractMesh, what: str) -> None:
+def check_mesh(axes: Axes, mesh: Any, what: str) -> None:
+    require_mesh(mesh, what)
     for axis in axes:
         if axis not in mesh.shape:
             raise ValueError(
