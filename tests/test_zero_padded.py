@@ -79,15 +79,15 @@ def split_over(x, axes):
 @pytest.mark.parametrize(
     "name, stage, axes",
     [
-        ("adamw", 1, {"data": 8}),
+        pytest.param("adamw", 1, {"data": 8}, marks=pytest.mark.slow),
         pytest.param("adamw", 3, {"data": 5}, marks=pytest.mark.slow),
         ("adafactor", 3, {"data": 5}),
         pytest.param("adafactor", 2, {"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
-        pytest.param("lion", 1, {"data": 4, "model": 2}, marks=pytest.mark.slow),
+        ("lion", 2, {"data": 2, "fsdp": 2, "model": 2}),
         pytest.param("muon", 2, {"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
-        ("muon", 3, {"data": 5}),
         pytest.param("accumulating", 2, {"data": 8}, marks=pytest.mark.slow),
-        ("masked", 3, {"data": 4, "model": 2}),
+        ("masked", 3, {"data": 5}),
+        pytest.param("masked", 3, {"data": 4, "model": 2}, marks=pytest.mark.slow),
         pytest.param("masked", 1, {"data": 2, "fsdp": 2, "model": 2}, marks=pytest.mark.slow),
         pytest.param("injected", 3, {"data": 8}, marks=pytest.mark.slow),
     ],
@@ -98,10 +98,10 @@ def test_losses(name, stage, axes, quick_compilation):
     specs = {**dict.fromkeys(SIZES), "up": P(None, "model"), "down": P("model")} if "model" in axes else None
     step = sharded_step(tx, mesh, stage, axis, specs)
     before = sx.zero.init(tx, make_params(), mesh, axis, stage, requested=specs)
-    split = [[x.sharding for x in jax.tree.leaves(before)]]
+    made = [x.sharding for x in jax.tree.leaves(before)]
     state, found = run(step, before)
-    split.append([x.sharding for x in jax.tree.leaves(state)])
-    assert split[0] == split[1] or "model" in axes
+    for sharding, x in zip(made, jax.tree.leaves(state), strict=True):
+        assert sharding.is_equivalent_to(x.sharding, x.ndim) or "model" in axes
     expected, wanted = on_one_device(name)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     plain = sx.zero.unpad(state)
@@ -132,7 +132,7 @@ def mixed_precision_plan(stage, mesh, axis):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 5}, {"data": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 5}, {"data": 2, "fsdp": 2}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_formulas_within_the_padding(stage, axes):
     """Bytes at rest, 4Ψ+12Ψ/N, 2Ψ+14Ψ/N, 16Ψ/N, and sent, 2Ψ, 2Ψ, 3Ψ, of (N-1)/N: where split, Ψ is the padded size."""
@@ -280,8 +280,8 @@ def test_unpad():
 @pytest.mark.once
 def test_checkpoints_have_true_shapes(tmp_path, quick_compilation):
     """Saved by orbax from 8 devices in stage 3, restored on 5 in stage 1, and without ZeRO: losses go on as they would."""
-    tx = OPTIMIZERS["adamw"]()
-    expected, wanted = on_one_device("adamw")
+    tx = OPTIMIZERS["lion"]()
+    expected, wanted = on_one_device("lion")
     mesh, other = make_mesh({"data": 8}), make_mesh({"data": 5})
     state, found = run(sharded_step(tx, mesh, 3), sx.zero.init(tx, make_params(), mesh, stage=3), range(2))
     plain = sx.zero.unpad(state)

@@ -50,7 +50,8 @@ class Zero:
 
     The step is as for one device, its optimizer any. What is split already, over tensor or expert axes, is
     split further. Each array is split along its largest dim that the axis divides, and stays whole where
-    there is none: the plan lists both, in bytes.
+    there is none: the plan lists both, in bytes. A state that `sx.zero.init` made rests padded there, and the
+    step takes and gives it in true shapes.
 
     Args:
       axis: the name of a mesh axis that splits the batch, or a tuple of several. One of several batch axes
@@ -70,7 +71,8 @@ class Zero:
         state is not brought to the device.
 
     Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, for
-    a function in which no optimizer's update is found, and where devices have no such memory.
+    a function in which no optimizer's update is found, where devices have no such memory, and where state is
+    padded for another axis or mesh, or does not come back in the tree in which it came.
 
     >>> import jax, optax, shardax as sx
     >>> tx = optax.sgd(1e-3, momentum=0.9)
