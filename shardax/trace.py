@@ -211,10 +211,11 @@ def retyped(program, before, traced: Traced) -> Any:
             for x, slot, aval in zip(of_call, arguments, old, strict=True)
         ]
         outs = jaxpr_as_fun(program)(*annotated, *rest)
-        of_results = zip(outs, results, before.out_avals, traced.results, strict=True)
+        types = program.out_avals  # what is a number has none of its own
+        of_results = zip(outs, types, results, before.out_avals, traced.results, strict=True)
         return [
-            _annotated(x, slot, succeeded(result, x)) if other(x, aval) else x
-            for x, slot, aval, result in of_results
+            _annotated(x, slot, succeeded(result, type)) if other(type, aval) else x
+            for x, type, slot, aval, result in of_results
         ]
 
     arguments, results = traced.slots

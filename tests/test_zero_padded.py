@@ -200,13 +200,6 @@ def by_hand(state, x_BM):
     return {"w": state["w"] - 0.1 * m, "m": m}, ((y_BN**2).mean(), optax.global_norm(m))
 
 
-def unlike(w, m, x_BM):
-    """Arrays of one shape by themselves."""
-    loss, grad = jax.value_and_grad(lambda w: ((x_BM @ w) ** 2).mean())(w)
-    m = 0.9 * m + grad
-    return w - 0.1 * m, m, loss
-
-
 W, X = jax.ShapeDtypeStruct((61, 13), "float32"), jax.ShapeDtypeStruct((4096, 61), "float32")
 
 
@@ -222,21 +215,48 @@ def test_finds_parameters():
     }
 
 
+def step_on_parts(params, moments, x_BM):
+    """All of one structure: parameters, moments, gradients."""
+    loss = lambda p: ((x_BM @ p["w"] + p["b"]) ** 2).mean()  # noqa: E731
+    grads = jax.grad(loss)(params)
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+    return jax.tree.map(lambda w, m: w - m, params, moments), moments, grads
+
+
+PARTS = {"w": W, "b": jax.ShapeDtypeStruct((13,), "float32")}
+
+
 @pytest.mark.quick
-def test_parts_of_an_argument():
-    """State that comes back in other trees: each part in its own."""
-    mesh = abstract(data=4)
-    params = {"w": W, "b": jax.ShapeDtypeStruct((13,), "float32")}
+@pytest.mark.parametrize("form", ["arguments", "dict", "tuple", "arrays"])
+def test_parts_of_state(form):
+    """State in other trees than it came in: each part goes with what has its name, else in order."""
+    moments, whole = sx.zero.pad(PARTS, abstract(data=4)), (None, None, P("data"))
+    if form == "arguments":
+        step = lambda p, m, x: step_on_parts(p, m, x)[:2]  # noqa: E731
+        new = planned(step, (PARTS, moments, X), Zero("data", 1), in_shardings=whole, donate_argnums=(0, 1))
+        params, moments = new.out_shardings
+    elif form == "tuple":
+        step = lambda state, x: (0.0, *step_on_parts(*state, x)[:2])  # noqa: E731
+        _, params, moments = planned(step, ((PARTS, moments), X), Zero("data", 1)).out_shardings
+    elif form == "arrays":
 
-    def step(state, x_BM):
-        loss = lambda p: ((x_BM @ p["w"] + p["b"]) ** 2).mean()  # noqa: E731
-        grads = jax.grad(loss)(state["params"])
-        moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
-        return moments, jax.tree.map(lambda w, m: w - m, state["params"], moments), grads
+        def step(w, m, x_BM):
+            new = step_on_parts({"w": w, "b": 0.0}, {"w": m, "b": 0.0}, x_BM)
+            return [tree["w"] for tree in new[:2]]
 
-    state = {"params": params, "moments": sx.zero.pad(params, mesh)}
-    moments, new, grads = planned(step, (state, X), Zero("data", 1)).out_shardings
-    assert padded_in(moments) and not padded_in(new) and not padded_in(grads)
+        args = PARTS["w"], moments["w"], X
+        params, moments = planned(step, args, Zero("data", 1), in_shardings=whole).out_shardings
+    else:
+
+        def step(state, x_BM):
+            params, moments, grads = step_on_parts(state["params"], state["moments"], x_BM)
+            return {"params": params, "metrics": grads, "moments": moments}
+
+        state = {"params": PARTS, "moments": moments}
+        new = planned(step, (state, X), Zero("data", 1)).out_shardings
+        params, moments = new["params"], new["moments"]
+        assert not padded_in(new["metrics"])
+    assert padded_in(moments) and not padded_in(params)
 
 
 @pytest.mark.quick
@@ -255,8 +275,19 @@ def test_bad_input():
         r"\(mesh data=5\): it was padded for another mesh; sx.zero.unpad",
         mesh=abstract(data=5),
     )
-    fails("argument 1 rests padded, Padded.*, and 2 results have that shape", unlike, (W, sx.zero.pad(W, mesh), X),
-          in_shardings=(None, None, P("data")), donate_argnums=(0, 1))  # fmt: skip
+    parts, batch_last = (PARTS, sx.zero.pad(PARTS, mesh), X), (None, None, P("data"))
+    several = (
+        r"argument 0 rests padded, and 3 results have the structure and shapes of argument 0, argument 1"
+    )
+    fails(
+        several.replace("0 rests", "1 rests"),
+        step_on_parts,
+        parts,
+        in_shardings=batch_last,
+        donate_argnums=(0, 1),
+    )
+    none = r"argument 0\['m'\] rests padded, and no results have .* of argument 0\['m'\], argument 0\['w'\]:"
+    fails(none, lambda state, x_BM: by_hand(state, x_BM)[1], donate_argnums=())
     with pytest.raises(ValueError, match="axis of init names 'x', and the mesh"):
         sx.zero.init(tx, W, mesh, "x")
     with pytest.raises(ValueError, match="mesh of pad, for arrays, is"):

@@ -115,7 +115,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None, axes: Axes, what: str) -> Mesh | Abs
 
 def _padded(tree: Any, mesh: Mesh | AbstractMesh, axes: Axes, requested: Any) -> Any:
     def padded(spec, x):
-        if is_padded(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        if is_padded(x) or not jnp.shape(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return x
         shape = padded_shape(requested_of(spec, x.shape, mesh), x.shape, axes, mesh.shape)
         return x if shape is None else padded_to(x, shape, axes)

@@ -7,7 +7,7 @@ the entry of a step. Inside, the partitioner knows uneven dims: it cuts nothing,
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,6 +93,15 @@ def padded_to(x: Any, shape: Shape, axes: Axes) -> Padded:
         return Padded(lax.pad(x, jnp.zeros((), x.dtype), tail), x.shape, axes)
 
 
+class Name(NamedTuple):
+    """Of an argument or a part of it: in words, and the last key of its path, "" where that is a number or
+    unknown.
+    """
+
+    words: str
+    key: str
+
+
 def around(function: Callable[..., Any], axes: Axes, what: str) -> Callable[..., Any]:
     """The function of true shapes, as one of arguments some of which are padded. What it returns in the
     structure of such an argument, or of a part of it, is padded alike.
@@ -108,7 +117,8 @@ def around(function: Callable[..., Any], axes: Axes, what: str) -> Callable[...,
     def run(*args, **kwargs):
         if not has_padded((args, kwargs)):
             return function(*args, **kwargs)
-        named = {f"argument {i}": x for i, x in enumerate(args)} | kwargs
+        named = {Name(f"argument {i}", ""): x for i, x in enumerate(args)}
+        named |= {Name(f"argument {name}", name): x for name, x in kwargs.items()}
         check_axes(named, axes, what)
         args_, kwargs_ = unpad((args, kwargs))
         return padded_like(function(*args_, **kwargs_), named)
@@ -116,13 +126,14 @@ def around(function: Callable[..., Any], axes: Axes, what: str) -> Callable[...,
     return run
 
 
-def check_axes(named: dict[str, Any], axes: Axes, what: str) -> None:
+def check_axes(named: dict[Name, Any], axes: Axes, what: str) -> None:
     for name, tree in named.items():
         for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded):
             if is_padded(x) and set(x.axes) != set(axes):
                 raise ValueError(
-                    f"{name}{jax.tree_util.keystr(path)} is padded for {_axis(x.axes)}, and axis of {what} "
-                    f"is {_axis(axes)}: sx.zero.unpad the state, and sx.zero.pad it for that axis"
+                    f"{name.words}{jax.tree_util.keystr(path)} is padded for {_axis(x.axes)}, "
+                    f"and axis of {what} is {_axis(axes)}: sx.zero.unpad the state, and sx.zero.pad it for "
+                    "that axis"
                 )
 
 
@@ -137,46 +148,72 @@ class _Done:
         self.tree = tree
 
 
-def padded_like(results: Any, arguments: dict[str, Any]) -> Any:
+def padded_like(results: Any, arguments: dict[Name, Any]) -> Any:
     """Results, of which what has the structure of an argument is padded as that is. Where no result has it,
     the parts of the argument are looked for one by one.
 
-    Raises ValueError where none is found, or a single array is like several.
+    Of several with one structure those go together that have one name, then the others in their order.
+    Raises ValueError where that leaves open what succeeds a padded argument.
     """
-    level = {name: x for name, x in arguments.items() if has_padded(x)}
-    while level:
-        parts = {}
-        for name, like in level.items():
-            results, found = _replaced(results, like, name)
-            if not found:
-                parts.update(_parts(name, like))
+    level = arguments
+    while any(map(has_padded, level.values())):
+        alike: dict[Any, list[Name]] = {}
+        for name, x in level.items():
+            alike.setdefault(_form(x), []).append(name)
+        parts: dict[Name, Any] = {}
+        for form, names in alike.items():
+            likes = {name: level[name] for name in names}
+            if any(map(has_padded, likes.values())):
+                results, found = _replaced(results, form, likes)
+                parts |= {} if found else _parts(likes)
         level = parts
     return jax.tree.map(lambda x: x.tree if isinstance(x, _Done) else x, results)
 
 
-def _replaced(results: Any, like: Any, name: str) -> tuple[Any, bool]:
-    """The results, the first that is like an argument padded as that, and whether there is one."""
-    structure, shapes = _form(like)
+def _form(tree: Any) -> tuple[Any, tuple[Shape, ...]]:
+    """The structure and the true shapes."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
+    return structure, tuple(x.shape if is_padded(x) else jnp.shape(x) for x in leaves)
+
+
+def _replaced(results: Any, form: Any, likes: dict[Name, Any]) -> tuple[Any, bool]:
+    """The results, of which those of this form are padded as the arguments are, and whether there are any."""
 
     def matches(x: Any) -> bool:
-        return jax.tree.structure(x) == structure and [jnp.shape(y) for y in jax.tree.leaves(x)] == shapes
+        return not isinstance(x, _Done) and jax.tree.structure(x) == form[0] and _form(x) == form
 
-    leaves, tree = jax.tree.flatten(results, is_leaf=lambda x: isinstance(x, _Done) or matches(x))
-    found = [i for i, x in enumerate(leaves) if not isinstance(x, _Done) and matches(x)]
-    if is_padded(like) and len(found) != 1:
-        raise ValueError(
-            f"{name} rests padded, {like}, and {len(found) or 'no'} results have that shape: return what "
-            "succeeds it in a tree of the structure of the argument that it came in (sx.zero.unpad gives "
-            "arrays in their true shapes)"
-        )
-    if found:
-        leaves[found[0]] = _Done(padded_as(leaves[found[0]], like))
+    pairs, tree = jax.tree.flatten_with_path(results, is_leaf=lambda x: isinstance(x, _Done) or matches(x))
+    leaves = [x for _, x in pairs]
+    found = {i: _key(path) for i, (path, x) in enumerate(pairs) if matches(x)}
+    for name, i in _paired(likes, found):
+        leaves[i] = _Done(padded_as(leaves[i], likes[name]))
     return tree.unflatten(leaves), bool(found)
 
 
-def _form(like: Any) -> tuple[Any, list[Shape]]:
-    leaves, structure = jax.tree.flatten(like, is_leaf=is_padded)
-    return structure, [x.shape if is_padded(x) else jnp.shape(x) for x in leaves]
+def _key(path: Any) -> str:
+    """The last key, "" of a number: what is the second in one tuple may be the third in another."""
+    key = jax.tree_util.keystr(path[-1:], simple=True)
+    return "" if key.isdigit() else key
+
+
+def _paired(likes: dict[Name, Any], found: dict[int, str]) -> Iterator[tuple[Name, int]]:
+    """Arguments with the numbers of the results that succeed them; `found` has the last keys of these."""
+    left, free = list(likes), list(found)
+    for name in likes:
+        same = [i for i in free if name.key and found[i] == name.key]
+        if len(same) == 1:
+            yield name, same[0]
+            left.remove(name)
+            free.remove(same[0])
+    unclear = [name for name in left if is_padded(likes[name]) or free and has_padded(likes[name])]
+    if unclear and len(free) != len(left):
+        raise ValueError(
+            f"{unclear[0].words} rests padded, and {len(found) or 'no'} results have the structure and "
+            f"shapes of {', '.join(name.words for name in likes)}: return new state in the tree in which the "
+            "old one came, or in a dict with the same keys; where a function has no new state, it may begin "
+            "with sx.zero.unpad"
+        )
+    yield from zip(left, free, strict=False)
 
 
 def padded_as(tree: Any, like: Any) -> Any:
@@ -186,12 +223,14 @@ def padded_as(tree: Any, like: Any) -> Any:
     return structure.unflatten(padded_to(x, y.value.shape, y.axes) if is_padded(y) else x for x, y in pairs)
 
 
-def _parts(name: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    """The children of a node, by their paths, of which something is padded."""
-    children, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    for path, child in children:
-        if has_padded(child):
-            yield name + jax.tree_util.keystr(path), child
+def _parts(trees: dict[Name, Any]) -> dict[Name, Any]:
+    """The children of nodes in which something is padded."""
+    return {
+        Name(name.words + jax.tree_util.keystr(path), _key(path)): child
+        for name, tree in trees.items()
+        if has_padded(tree)
+        for path, child in jax.tree.leaves_with_path(tree, is_leaf=lambda x, tree=tree: x is not tree)
+    }
 
 
 def cuts(jaxpr) -> dict[int, Shape]:

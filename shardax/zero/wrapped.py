@@ -10,7 +10,7 @@ from shardax import _jax
 from shardax.annotations.annotate import annotate, bind_annotation, broadcast_specs, describe, dims_of
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
-from shardax.zero.padded import Padded, check_axes, has_padded, is_padded, padded_as, unpad
+from shardax.zero.padded import Name, Padded, check_axes, has_padded, is_padded, padded_as, unpad
 from shardax.zero.rest import split_further, split_padded
 from shardax.zero.transform import Zero
 
@@ -48,7 +48,7 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
         return _annotated(tx.init(trained), _Rests(zero, trained, params).split)
 
     def update(grads, state, trained=None, **extra):
-        check_axes({"state": state}, zero.axes, "shard")
+        check_axes({Name("state", "state"): state}, zero.axes, "shard")
         _check_not_padded({"grads": grads, "params": trained})
         rests = _Rests(zero, grads if trained is None else trained, params)
         state = _annotated(state, rests.split)
