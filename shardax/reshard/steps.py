@@ -476,7 +476,7 @@ def swap_of(source: Layout, layout: Layout, dim: int, to: int, axes: Axes, netwo
     >>> x, y = ("x",), ("y",)
     >>> sides = Layout(Sharding((x, y)), (4, 4)), Layout(Sharding((y, x)), (4, 4))
     >>> swap_of(*sides, 0, 1, ("x", "y"), Network({"x": 2, "y": 4})).rounds[0][0]
-    ((0, 0), (1, 4), (2, 1), (3, 5), (4, 2), (5, 6), (6, 3), (7, 7))
+    ((0, 0), (1, 1), (2, 4), (3, 5), (4, 2), (5, 3), (6, 6), (7, 7))
     """
     counts = Counts(network)
     few, many = sorted((dim, to), key=lambda d: counts[source.dims[d]] / counts[layout.dims[d]])
