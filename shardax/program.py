@@ -82,8 +82,15 @@ class Program:
         }
         return tuple(outside.get(i, placement).on(mesh) for i, placement in enumerate(self.results))
 
+    def taking(self, used: Sequence[bool]) -> "Program":
+        """The same without the arguments that are not `used`; `graph` and `decisions` still have them."""
+        pruned, _ = _jax.prune(self.jaxpr, [True] * len(self.results), used)
+        ins, rests = (tuple(itertools.compress(x, used)) for x in (self.in_shardings, self.arguments))
+        return replace(self, jaxpr=pruned, in_shardings=ins, arguments=rests)
+
 
 _built: weakref.WeakKeyDictionary[Any, dict[Any, Program]] = weakref.WeakKeyDictionary()
+_wholes: weakref.WeakKeyDictionary[Any, tuple[weakref.ref, tuple[bool, ...]]] = weakref.WeakKeyDictionary()
 
 
 def build(jaxpr, committed: tuple[Sharding | Placement | None, ...], mesh: AnyMesh, options=None) -> Program:
@@ -99,26 +106,45 @@ def build(jaxpr, committed: tuple[Sharding | Placement | None, ...], mesh: AnyMe
     placements = tuple(Placement(own, x) if isinstance(x, Sharding) else x for x in committed)
     key = (placements, mesh, options)  # one key, whether types or arrays say how arguments rest
     if key not in programs:
-        alike = (
-            p
-            for (other, *rest), p in programs.items()
-            if rest == [mesh, options] and _serves(p, other, placements)
-        )
-        if (serving := next(alike, None)) is None:
+        reference, used = _wholes.get(jaxpr, (None, ()))
+        whole = reference and reference()
+        if whole is not None:
+            programs[key] = _built_whole(whole, used, placements, mesh, options).taking(used)
+        elif serving := _serving(jaxpr, (True,) * len(placements), *key):
+            programs[key] = serving
+        else:
             with collector.paused():
-                serving = _build(jaxpr, placements, mesh, options)
-        programs[key] = serving
+                programs[key] = _build(jaxpr, placements, mesh, options)
     return programs[key]
 
 
-def _serves(built: Program, committed: Sequence[Any], later: Sequence[Any]) -> bool:
-    """Whether a program of arguments so committed is the one of these later ones: what was left to completion
-    comes as that chose it, so that a state which comes back placed finds its program compiled.
+def note_whole(jaxpr, whole, used: Sequence[bool]) -> None:
+    """Notes that a jaxpr is another one without the inputs that are not `used`, all results kept. It is built
+    as that one, so that a plan, which has all arguments, and what is lowered are one program, built once.
     """
-    return all(
-        new == old or old is None and new == chosen
-        for old, new, chosen in zip(committed, later, built.arguments, strict=True)
-    )
+    _wholes[jaxpr] = weakref.ref(whole), tuple(used)
+
+
+def _built_whole(whole, used: tuple[bool, ...], placements: Sequence[Any], mesh: AnyMesh, options) -> Program:
+    """The program of all inputs, given how those that are used are committed."""
+    if serving := _serving(whole, used, placements, mesh, options):
+        return serving
+    left = iter(placements)
+    return build(whole, tuple(next(left) if needed else None for needed in used), mesh, options)
+
+
+def _serving(jaxpr, used: tuple[bool, ...], later: Sequence[Any], mesh: AnyMesh, options) -> Program | None:
+    """A program that is built already, and is the one of later arguments: what was left to completion comes
+    as that chose it, so that a state which comes back placed finds its program compiled. `later`: how those
+    that are used are committed.
+    """
+    for (committed, *rest), built in _built.get(jaxpr, {}).items():
+        sides = (itertools.compress(x, used) for x in (committed, built.arguments))
+        if rest == [mesh, options] and all(
+            new == old or old is None and new == chosen for new, old, chosen in zip(later, *sides, strict=True)
+        ):
+            return built
+    return None
 
 
 def completed_results(jaxpr, mesh: AnyMesh) -> tuple[Sharding, ...]:

@@ -5,11 +5,13 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax import program
 
 
 def mesh_of(*sizes: int):
@@ -130,3 +132,22 @@ def test_shardings_of_a_jit_inside_are_annotations():
 
 def test_constants_that_rest_otherwise_than_annotated():
     same(lambda: jnp.zeros(3), [], out_shardings=P("x"))
+
+
+@pytest.mark.parametrize("stage", ["plan", "lower", "call"])
+def test_a_program_of_an_unused_argument_is_built_once(stage, monkeypatch):
+    built, build = [], program._build
+    monkeypatch.setattr(program, "_build", lambda *args: built.append(args) or build(*args))
+    f = sx.shard_jit(
+        lambda unused, x, w: jnp.tanh(x @ w), mesh=mesh_of(4, 2), in_shardings=(P("x"), P("y"), None)
+    )
+    args = ones(8), ones(9, 6), ones(6, 4)
+    if stage != "call":
+        plan = getattr(f, stage)(*args)
+    lowered = f.lower(*args)
+    result = f(*args)
+    assert len(built) == 1
+    assert len(lowered.compile().input_shardings[0]) == 3 and "tensor<8xf32>" not in lowered.as_text()
+    np.testing.assert_allclose(result, jnp.tanh(args[1] @ args[2]), rtol=1e-6)
+    if stage == "plan":
+        assert plan.phases["lower"] > 0

@@ -349,7 +349,10 @@ def _pruned(jaxpr, used_outputs: tuple[bool, ...]):
     pruned, used = _jax.prune(jaxpr, used_outputs)
     if all(used) and all(used_outputs):  # what is dead inside is left out when the program is built, once
         return None, used
-    return renumbered(pruned, used), used
+    pruned = renumbered(pruned, used)
+    if all(used_outputs):
+        program.note_whole(pruned, jaxpr, used)
+    return pruned, used
 
 
 def _where(mask, xs) -> list[Any]:
