@@ -141,7 +141,8 @@ def _serving(jaxpr, used: tuple[bool, ...], later: Sequence[Any], mesh: AnyMesh,
     for (committed, *rest), built in _built.get(jaxpr, {}).items():
         sides = (itertools.compress(x, used) for x in (committed, built.arguments))
         if rest == [mesh, options] and all(
-            new == old or old is None and new == chosen for new, old, chosen in zip(later, *sides, strict=True)
+            new == old or old is None and new == chosen
+            for new, old, chosen in zip(later, *sides, strict=True)
         ):
             return built
     return None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
@@ -76,43 +76,54 @@ def test_large_pieces_and_narrow_ones(shape, cut, join, axes):
 
 
 LONG_SUMS = [
-    # rows, width, indices: whether rows are put in tiles; what becomes of indices past the rows
-    (50, 256, 4096, True, "drop"),
-    (50, 256, 4096, True, "clip"),
-    (50, 256, 4096, True, "promise_in_bounds"),
-    (50, 128, 4096, False, "drop"),
-    (50, 200, 4096, False, "drop"),
-    (50, 256, 2048, False, "drop"),
+    # rows, width, indices, how many of them at once; what becomes of indices past the rows
+    (50, 256, (4, 1024), 2048, "drop"),
+    (50, 256, (4, 1024), 2048, "clip"),
+    (50, 128, (4096,), 2048, "promise_in_bounds"),
+    (50, 384, (8, 1023), 2046, "drop"),
+    (50, 384, (5, 1021), 1021, "drop"),
+    (50, 200, (4096,), None, "drop"),
+    (50, 256, (2048,), None, "drop"),
+    (50, 256, (4099,), None, "drop"),  # a prime number
 ]
 
 
-@pytest.mark.parametrize("rows, width, count, tiled, mode", LONG_SUMS)
-def test_long_sums_of_rows_by_index(rows, width, count, tiled, mode):
-    """Which wait for a sum, so that all devices but one add to other zeros."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows, width, shape, at_once, mode", LONG_SUMS)
+def test_long_sums_of_rows_by_index(rows, width, shape, at_once, mode, dtype):
+    """Whole numbers, whose sums bfloat16 has exactly."""
     rng, most = np.random.RandomState(0), rows if mode == "promise_in_bounds" else 2 * rows
-    indices = jnp.asarray(rng.randint(0, most, (4, count // 4)), "int32")
-    values = jnp.asarray(rng.randint(-4, 5, (4, count // 4, width)), "float32")
+    indices = jnp.asarray(rng.randint(0, most, shape), "int32")
+    values = jnp.asarray(rng.choice([-1, 0, 0, 0, 1], (*shape, width)), dtype)
+    x = jnp.asarray(rng.randint(-4, 5, (rows, width)), dtype)
 
-    def run(indices, values):
-        zeros = jnp.zeros((rows, width), values.dtype)
-        zeros = lax.select(indices[0, 0] == 0, zeros, jnp.zeros_like(zeros))
-        return zeros.at[indices].add(values, mode=mode)
+    def run(x, indices, values):
+        return x.at[indices].add(values, mode=mode)
 
-    jaxpr = jax.make_jaxpr(run)(indices, values)
+    jaxpr = jax.make_jaxpr(run)(x, indices, values)
     suited = tpu.suited(jaxpr)
-    (sums,) = (eqn for eqn in suited.jaxpr.eqns if eqn.primitive is lax.scatter_add_p)
-    assert sums.invars[0].aval.shape == ((rows, width // 128, 128) if tiled else (rows, width))
-    (got,), (want,) = (jax.jit(jaxpr_as_fun(j))(indices, values) for j in (suited, jaxpr))
+    (sums,) = (eqn for eqn in walk(suited.jaxpr) if eqn.primitive is lax.scatter_add_p)
+    assert sums.invars[1].aval.shape == ((at_once, 1) if at_once else (*shape, 1))
+    (got,), (want,) = (jax.jit(jaxpr_as_fun(j))(x, indices, values) for j in (suited, jaxpr))
     np.testing.assert_array_equal(got, want)
 
 
+def walk(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from walk(inner)
+
+
 def test_sums_that_stay():
-    """What is added to has values of its own, or windows are no whole rows."""
+    """Windows are no rows, indices come in order or once, or each row of a batch has its own."""
     x, indices = jnp.ones((50, 256)), jnp.zeros(4096, "int32")
     for run in (
-        lambda x, i: x.at[i].add(jnp.ones((4096, 256))),
         lambda x, i: jnp.zeros((256, 50)).at[:, i].add(jnp.ones((256, 4096))),
         lambda x, i: jnp.zeros((50, 256)).at[i, 3].add(x[0, 0]),
+        lambda x, i: x.at[i].add(jnp.ones((4096, 256)), indices_are_sorted=True),
+        lambda x, i: x.at[i].add(jnp.ones((4096, 256)), unique_indices=True),
+        lambda x, i: jax.vmap(lambda x, i: x.at[i].add(1.0))(x[None].repeat(2, 0), i.reshape(2, 2048)),
     ):
         jaxpr = jax.make_jaxpr(run)(x, indices)
         assert tpu.suited(jaxpr) is jaxpr
