@@ -598,3 +598,32 @@ def test_some_devices_get_padding():
     )
     x = np.random.default_rng(0).normal(size=(5, 16, 2)).astype("float32")
     np.testing.assert_allclose(columns(x), jax.vmap(scanned, -1, -1)(x), rtol=1e-5, atol=1e-5)
+
+
+SPACES = [  # shape, bytes of an element, dims that may be split, a chip with lanes or not
+    ((64, 1024, 4096), 2, (0, 1, 2), "v5p"),
+    ((12, 3, 1024), 4, (0, 2), "nominal"),
+    ((8, 48), 1, (0, 1), "v5p"),
+]
+
+
+@pytest.mark.parametrize("shape, itemsize, dims, chip", SPACES)
+def test_spaces_that_share_their_steps_price_them_as_they_would_alone(shape, itemsize, dims, chip):
+    network = Network({"x": 4, "y": 8}, chip=chips.CHIPS.get(chip, chips.NOMINAL))
+    owing = (("x", "sum"), ("y", "sum"))
+    paddings = tuple((n,) if d in dims else () for d, n in enumerate(shape))
+    fixed = (0,) * len(shape)
+    shared = paths._space(shape, itemsize, network, ("x", "y"), dims, paddings, fixed, owing)
+    alone = replace(shared, like=None, numbers={}, states=[], known={}, shards={})
+    assert shared.like is not None and alone.like is None
+    for pending in ((), owing[:1], owing):
+        start = steps.State(((),) * len(shape), shape, pending)
+        seen, queue = {start}, [start]
+        while queue:
+            node = queue.pop()
+            found, wanted = (space.edges(space.number(node)) for space in (shared, alone))
+            assert [edge for *_, edge in found] == [edge for *_, edge in wanted]
+            assert [step[:2] for step in found] == [step[:2] for step in wanted]
+            queue += {edge.after for *_, edge in found} - seen
+            seen |= {edge.after for *_, edge in found}
+        assert len(seen) > 8

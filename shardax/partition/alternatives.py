@@ -6,7 +6,8 @@ look cheapest where they stand; whatever is left out is left out for all searche
 """
 
 import math
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from functools import cache, partial
 from typing import Any
 
 from shardax.completion.complete import Completion
@@ -46,7 +47,7 @@ class Alternatives:
         self.stored = stored(graph)
         self.views = views(graph, self.stored)
         self.memo: dict[Hashable, Sequence[Way]] = {}
-        self.guesses: dict[Hashable, float] = {}
+        self.guesses: dict[Hashable, dict[Layout, float]] = {}
 
     def of(
         self, node: Node, made: Sequence[Layouts], requested: Sequence[Layout], hidden: frozenset[str]
@@ -119,7 +120,8 @@ class Alternatives:
                 ways_by_layout[way.operands, way.results] = way
         ways = list(ways_by_layout.values())
         if len(ways) > 1:
-            ways.sort(key=lambda way: self.guess(node, way, made, requested[count:]))
+            nearest = cache(partial(self.nearest, node.inputs, made))
+            ways.sort(key=lambda way: self.guess(node, way, nearest, requested[count:]))
             ways = ways[:MOST]
         return ways
 
@@ -189,24 +191,34 @@ class Alternatives:
         return math.prod(layout.local_shape(self.sizes)) * value.itemsize
 
     def guess(
-        self, node: Node, way: Way, made: Sequence[Layouts], requested: Sequence[Layout]
+        self,
+        node: Node,
+        way: Way,
+        nearest: Callable[[int, Layout], float],
+        requested: Sequence[Layout],
     ) -> tuple[float, float]:
         """About what a way costs where it stands, its operands brought and its results as requested: only to
         rank ways. Of equals those come first that take their operands as they are made."""
-        brought = sum(
-            min(self.guessed(v, source, target) for source in (sources or (target,)))
-            for v, sources, target in zip(node.inputs, made, way.operands, strict=True)
-        )
+        brought = sum([nearest(i, target) for i, target in enumerate(way.operands)])
         left = zip(node.outputs, way.results, requested, strict=True)
-        return way.price + brought + sum(self.guessed(v, have, request) for v, have, request in left), brought
+        return way.price + brought + sum(
+            self.guessed(v, [have], request) for v, have, request in left
+        ), brought
 
-    def guessed(self, value: Value, source: Layout, target: Layout) -> float:
-        if source == target or value.is_literal:
+    def nearest(self, values: Sequence[Value], made: Sequence[Layouts], which: int, target: Layout) -> float:
+        """About what it costs to bring one of several values to a layout, from any of those in which it may
+        be made."""
+        sources = made[which]
+        return 0.0 if not sources or target in sources else self.guessed(values[which], sources, target)
+
+    def guessed(self, value: Value, sources: Sequence[Layout], target: Layout) -> float:
+        if value.is_literal:
             return 0.0
-        key = (source, target, value.shape, value.itemsize)
-        if key not in self.guesses:
-            self.guesses[key] = self._guessed(value, source, target)
-        return self.guesses[key]
+        known = self.guesses.setdefault((target, value.shape, value.itemsize), {target: 0.0})
+        for source in sources:
+            if source not in known:
+                known[source] = self._guessed(value, source, target)
+        return min([known[source] for source in sources])
 
     def _guessed(self, value: Value, source: Layout, target: Layout) -> float:
         sent, network = 0.0, self.network

@@ -235,7 +235,15 @@ def _between(
 
 @lru_cache(maxsize=1 << 12)
 def _space(shape, itemsize: int, network: Network, axes: Axes, dims, paddings, fixed, owing) -> Space:
-    return Space(shape, itemsize, network, axes, dims, paddings, fixed, owing, _counts(network))
+    """Spaces of even dims that the same axes divide have the same steps: they share those of the least of
+    them, in which all bytes can be divided."""
+    counts, like = _counts(network), None
+    finest = counts[axes]
+    least = tuple([math.gcd(n, finest) if d in dims else 1 for d, n in enumerate(shape)])
+    if (shape, itemsize) != (least, finest) and all(paddings[d] in ((), (shape[d],)) for d in dims):
+        evenly = tuple([(n,) if some else () for n, some in zip(least, paddings, strict=True)])
+        like = _space(least, finest, network, axes, dims, evenly, fixed, owing)
+    return Space(shape, itemsize, network, axes, dims, paddings, fixed, owing, counts, like)
 
 
 @lru_cache

@@ -6,6 +6,7 @@ steps from each layout that was looked up, so that all paths through the same sp
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -61,7 +62,8 @@ class Space:
     """What a search may use: mesh axes, dims, padded sizes of each dim; and how many major axes of each dim
     stay in place.
 
-    `owing`: the reductions that are to be pending at the end.
+    `owing`: the reductions that are to be pending at the end. `like`: a space with the same steps, where one
+    is known, of other sizes.
     """
 
     shape: tuple[int, ...]
@@ -73,6 +75,7 @@ class Space:
     fixed: tuple[int, ...]
     owing: Pending
     counts: Counts = field(compare=False)
+    like: "Space | None" = field(default=None, compare=False)
     numbers: dict[State, int] = field(default_factory=dict, compare=False)
     states: list[State] = field(default_factory=list, compare=False)
     known: dict[int, list[tuple[float, int, int, Edge]]] = field(default_factory=dict, compare=False)
@@ -80,6 +83,8 @@ class Space:
 
     def number(self, state: State) -> int:
         """The number of a layout here, which is quicker to look up."""
+        if self.like is not None:
+            return self.like.number(State(state.dims, self.like.shape, state.pending))
         known = self.numbers.setdefault(state, len(self.states))
         if known == len(self.states):
             self.states.append(state)
@@ -89,12 +94,38 @@ class Space:
         """All steps that one can take from a layout: the price, the collectives, the number of the layout
         after it, and the step itself."""
         known = self.known.get(node)
-        if known is None:
+        if known is None and self.like is not None:
+            known = self.known[node] = list(self._scaled(node, self.like))
+        elif known is None:
             steps = (edge for step in STEPS for edge in step(self.states[node], self))
             known = self.known[node] = [
                 (edge.price, edge.count, self.number(edge.after), edge) for edge in steps
             ]
         return known
+
+    def _scaled(self, node: int, like: "Space") -> Iterator[tuple[float, int, int, Edge]]:
+        """The same steps of a space like this one: bytes are in proportion, for all dims are even in both."""
+        ours, theirs = (math.prod(space.shape) * space.itemsize for space in (self, like))
+        for _, count, number, (kind, axes, (dims, _, pending), nbytes, _, dim, to, _) in like.edges(node):
+            after, sent = State(dims, self.shape, pending), -(-nbytes * ours // theirs)
+            price = self.price(kind, axes, after, sent, to, count)
+            yield price, count, number, Edge(kind, axes, after, sent, price, dim, to, count)
+
+    def price(
+        self, kind: str, axes: Axes, after: State, nbytes: int, to: int | None = None, count: int = 1
+    ) -> float:
+        """Picoseconds of a step, which is no halo, to a layout, in which each device sends so many bytes."""
+        minor = None
+        match kind:
+            case "slice":
+                return 0.0
+            case "owe":
+                return self.network.compute(0, 2 * self.nbytes(after))
+            case "swap":
+                return count * self.network.collective("ppermute", axes, nbytes // count)
+            case "reduce_scatter" if to is not None and to == minor_most(self.shape):
+                minor = after.padded[to] // self.count(after.dims[to])
+        return self.network.collective(kind, axes, nbytes, minor)
 
     def count(self, axes: Axes) -> int:
         return self.counts[axes]
@@ -137,10 +168,7 @@ def _sends(
     to: int | None = None,
 ):
     """A collective in which each device sends so many bytes."""
-    minor = None
-    if kind == "reduce_scatter" and to is not None and to == minor_most(space.shape):
-        minor = after.padded[to] // space.count(after.dims[to])
-    return Edge(kind, axes, after, nbytes, space.network.collective(kind, axes, nbytes, minor), dim, to)
+    return Edge(kind, axes, after, nbytes, space.price(kind, axes, after, nbytes, to), dim, to)
 
 
 def _all_gathers(node: State, space: Space) -> Iterator[Edge]:
@@ -300,7 +328,7 @@ def _swaps(node: State, space: Space) -> Iterator[Edge]:
             if all(node.padded[d] % space.count(dims[d]) == 0 for d in (dim, to)):
                 axes, count = tuple([a for a in space.axes if a in (*here, *there)]), many // few
                 nbytes, after = space.nbytes(node), State(tuple(dims), node.padded, node.pending)
-                price = count * space.network.collective("ppermute", axes, nbytes // count)
+                price = space.price("swap", axes, after, nbytes, to, count)
                 yield Edge("swap", axes, after, nbytes, price, dim, to, count)
 
 
@@ -339,8 +367,8 @@ def _owes(node: State, space: Space) -> Iterator[Edge]:
     if lacking and _in_order(node.pending + lacking) == space.owing:
         axes = tuple(a for a, _ in lacking)
         if set(axes) <= set(space.free_axes(node)):
-            price = space.network.compute(0, 2 * space.nbytes(node))
-            yield Edge("owe", axes, node._replace(pending=space.owing), 0, price, count=0)
+            after = node._replace(pending=space.owing)
+            yield Edge("owe", axes, after, 0, space.price("owe", axes, after, 0), count=0)
 
 
 STEPS = (
