@@ -3,9 +3,9 @@ TPU.
 
 `python -m benchmarks.tpu WORKLOAD...` compiles each workload twice, by `jax.jit` and by `shard_jit` with the
 same annotations, and prints side by side what a device sends, the seconds that a step would take, peak HBM,
-and the processor seconds of each stage on the way. It needs the `tpu` extra, for its libtpu. `--list` shows
-the workloads; `all` stands for all of them. The exit status is 1 if something does not compile, which does
-not keep the rest from being measured.
+how large the program is, and the processor seconds of each stage on the way. It needs the `tpu` extra, for
+its libtpu. `--list` shows the workloads; `all` stands for all of them. The exit status is 1 if something does
+not compile, which does not keep the rest from being measured.
 
 Estimated seconds are the compiler's cycles over the clock, and the bytes sent over the links of one axis,
 nothing overlapped. Pipelined workloads compare several programs. Ours are counted tick by tick, each as long
@@ -167,7 +167,7 @@ def measured(workload: Workload, name: str, jitted: Any, args: tuple, keep: Path
     memory = {"peak HBM, GiB": peak_memory(compiled), "of it in use at once": in_use(compiled)}
     gigabytes = {name: nbytes / 2**30 for name, nbytes in memory.items()}
     total = figures(workload, cost(text, way.table, workload.chip))
-    return total | idle(workload, way, text) | gigabytes | seconds
+    return total | idle(workload, way, text) | gigabytes | {"code, MiB": code(compiled) / 2**20} | seconds
 
 
 def idle(workload: Workload, way: Way, text: str) -> Figures:
@@ -196,6 +196,13 @@ def peak_memory(compiled: jax.stages.Compiled) -> int:
     stats: Any = compiled.memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+
+def code(compiled: jax.stages.Compiled) -> int:
+    """Bytes of the program itself. What it takes to compile grows with them, and no other process that the
+    machine runs changes them."""
+    stats: Any = compiled.memory_analysis()
+    return stats.generated_code_size_in_bytes
 
 
 def in_use(compiled: jax.stages.Compiled) -> int:

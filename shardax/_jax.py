@@ -516,11 +516,11 @@ def has_effects(eqn) -> bool:
     return pe.has_effects(eqn)
 
 
-def prune(jaxpr, used_outputs, kept=False) -> tuple[Any, list[bool]]:
+def prune(jaxpr, used_outputs, kept: Any = None) -> tuple[Any, list[bool]]:
     """The jaxpr of some of a jaxpr's results, and which inputs they need. `kept`: for each input whether it
     stays in any case.
     """
-    pruned, used = pe.dce_jaxpr(jaxpr.jaxpr, used_outputs, kept if kept is False else [*kept])
+    pruned, used = pe.dce_jaxpr(jaxpr.jaxpr, used_outputs, False if kept is None else [*kept])
     return _closed_over(pruned, jaxpr.consts), used
 
 

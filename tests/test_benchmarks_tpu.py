@@ -388,6 +388,7 @@ def test_a_small_step_compiles_for_a_tpu(tmp_path):
     assert columns["shard_jit"]["peak HBM, GiB"] <= 1.1 * columns["jax.jit"]["peak HBM, GiB"]
     for figures in columns.values():
         assert 0 < figures["of it in use at once"] <= figures["peak HBM, GiB"]
+        assert figures["code, MiB"] > 0
 
 
 @pytest.mark.tpu
