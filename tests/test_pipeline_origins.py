@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 
 from shardax.pipeline.cut import Piece
 from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Origin, Reads, run, text
-from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part, leaves_of
+from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part
 from shardax.pipeline.packer import packing_of
 from shardax.pipeline.region import Region
-from shardax.pipeline.resting import Weights
+from shardax.pipeline.repacking import leaves_of
+from shardax.pipeline.resting import Weights, accumulators, gathered
 from shardax.pipeline.schedules import make_schedule
 from shardax.pipeline.stacks import Held
 from shardax.pipeline.table import loop
@@ -225,16 +226,16 @@ def test_gradients_rest_where_their_leaves_do(loss, params):
     weights, _, _, _ = at_rest(loss, params)
     count = len(weights.types)
     origins = [Origin(leaf, (), tuple(type.shape)) for leaf, type in enumerate(weights.types)]
-    found = weights.accumulators(origins)
-    arrays = weights.arguments[0].packing.arrays
+    packing = weights.arguments[0].packing
+    found, arrays = accumulators(packing, origins), packing.arrays
     assert set(found) == {i for i, each in enumerate(arrays) if each.kind != WHOLE}
     for number, (accumulator, chain) in found.items():
         assert accumulator.shape == arrays[number].shape and chain == ()
         parts = [[(p.number, p.rows, p.start) for p in some] for some in accumulator.parts]
         assert parts == [[tuple(p) for p in some] for some in arrays[number].parts]
-    assert not weights.accumulators([None] * count)
+    assert not accumulators(packing, [None] * count)
     leaves = [np.full(type.shape, i, "float32") for i, type in enumerate(weights.types)]
-    made = jax.eval_shape(lambda *leaves: weights.at_rest(leaves, {}), *leaves)
+    made = jax.eval_shape(lambda *leaves: gathered(packing, leaves, {}), *leaves)
     assert [x.shape for x in made] == [x.shape for x in weights.arrays]
 
 

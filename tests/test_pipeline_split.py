@@ -129,7 +129,7 @@ def split(step, *types, count: int = COUNT) -> Split:
 def run(found: Split, *types, count: int = COUNT):
     """All microbatches one after the other, in place of stages."""
 
-    def pipelined(region, params, batch, rest):
+    def pipelined(region, params, batch, rest, asked):
         made = [
             traced(region.closed, [*params, *(x[i] for x in batch), *rest, jnp.int32(i)])
             for i in range(count)

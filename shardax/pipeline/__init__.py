@@ -2,7 +2,8 @@
 
 from shardax.pipeline.cut import stage
 from shardax.pipeline.loss import apply, value_and_grad
-from shardax.pipeline.packed import Packed, Packing, pack, packing, unpack
+from shardax.pipeline.packed import Packed, Packing, packing
+from shardax.pipeline.repacking import pack, unpack
 from shardax.pipeline.schedules import make_schedule
 from shardax.pipeline.table import Instruction, Schedule
 from shardax.pipeline.transform import Pipeline

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from shardax import _jax
@@ -18,11 +19,10 @@ from shardax.jit.signature import argument_name
 from shardax.options import current
 from shardax.pipeline.batch import of_batch
 from shardax.pipeline.cut import check_marks, flat
-from shardax.pipeline.gathered import Accumulator
-from shardax.pipeline.origins import run as chained
 from shardax.pipeline.packed import Packing
 from shardax.pipeline.packer import packing_of
 from shardax.pipeline.region import Made, Region
+from shardax.pipeline.repacking import unpacked
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.split import Split
 from shardax.pipeline.table import Schedule
@@ -92,13 +92,18 @@ class Call:
         return self.rows % self.microbatches == 0
 
     def restored(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arguments of the function, of the leaves of parameters and of others."""
+        """The arguments of the function, of the leaves of parameters, not packed, and of others."""
         count = len(self.weights.types)
         own = iter(jax.tree.unflatten(self.weights.plain_tree, leaves[:count]))
         others = iter(jax.tree.unflatten(self.other_tree, leaves[count:]))
         return [next(own if n in self.numbers else others) for n in range(self.count)]
 
     # The program of one microbatch
+
+    def unpacked(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of parameters as the function takes them, and of others, of those at rest."""
+        count = len(self.weights.arrays)
+        return [*self.weights.plain(leaves[:count], unpacked), *leaves[count:]]
 
     def of_gradients(self, reduce: str, has_aux: bool) -> tuple[Split, Any]:
         """The sums of the loss and of the gradients, and the structure of the other results."""
@@ -116,6 +121,7 @@ class Call:
             return [jnp.asarray(x) for x in (value, *rows)]
 
         def run(*leaves):
+            leaves = self.unpacked(leaves)
             closed = jax.make_jaxpr(loss)(*(shape_of(jax.typeof(x)) for x in leaves))
             check_marks(flat(closed))  # in the gradient's program loops are other ones
 
@@ -127,9 +133,11 @@ class Call:
 
             moved = [x for x, m in zip(leaves, moving, strict=False) if m]
             (value, rows), found = jax.value_and_grad(of_moved, has_aux=True)(moved)
-            return [*map(summed, (value, *found)), *rows]
+            own = iter(map(summed, found))
+            gradients = [next(own) if m else jnp.zeros_like(x) for x, m in zip(leaves, moving, strict=False)]
+            return [summed(value), *self.weights.at_rest(gradients), *rows]
 
-        return self.split(run, 1 + sum(moving), STACKED), structure
+        return self.split(run, 1 + len(self.weights.arrays), STACKED), structure
 
     def check_loss(self, value, has_aux: bool) -> None:
         if jnp.shape(value) != () or not is_inexact(jnp.asarray(value)):
@@ -155,7 +163,7 @@ class Call:
             )
 
         def run(*leaves):
-            found, tree = jax.tree.flatten(self.function(*self.restored(leaves)))
+            found, tree = jax.tree.flatten(self.function(*self.restored(self.unpacked(leaves))))
             structure.append(tree)
             for x in map(jax.typeof, found):
                 if not x.shape or x.shape[0] != count:
@@ -169,7 +177,7 @@ class Call:
 
     def split(self, function: Callable[..., list[Any]], sums: int, dim: int) -> Split:
         """Of a function of leaves, whose first results are sums; the others have rows along `dim`."""
-        params = self.weights.types
+        params = [shape_of(jax.typeof(x)) for x in self.weights.arrays]
         others = [shape_of(jax.typeof(x)) for x in self.others]
         is_param = [True] * len(params) + [False] * len(others)
         is_batch = [False] * len(params) + self.is_batch
@@ -213,41 +221,31 @@ class Call:
 
     def results(self, asked: Asked) -> Any:
         split, structure = self.of_results()
-        found, _ = self.run(split, asked)
-        return jax.tree.unflatten(structure[-1], found)
+        return jax.tree.unflatten(structure[-1], self.run(split, asked))
 
     def gradients(self, asked: Asked, reduce: str, has_aux: bool) -> tuple[Any, Any, Any]:
         split, structure = self.of_gradients(reduce, has_aux)
-        moving = [is_inexact(x) for x in self.weights.types]
-        numbers = {leaf: 1 + i for i, leaf in enumerate(leaf for leaf, m in enumerate(moving) if m)}
-        origins = [split.origin(numbers[leaf]) if m else None for leaf, m in enumerate(moving)]
-        places = self.weights.accumulators(origins)
-        found, accumulated = self.run(split, asked, [accumulator for accumulator, _ in places.values()])
-        made = {
-            array: jax.vmap(partial(chained, chain))(x.astype(self.weights.arrays[array].dtype))
-            for (array, (_, chain)), x in zip(places.items(), accumulated, strict=True)
-            if x is not None
-        }
-        leaves = [found[numbers[leaf]] if m else None for leaf, m in enumerate(moving)]
-        gradients = jax.tree.unflatten(self.weights.tree, self.weights.at_rest(leaves, made))
-        return found[0], jax.tree.unflatten(structure[-1], found[1 + len(numbers) :]), gradients
+        arrays = self.weights.arrays
+        value, *found = self.run(split, asked)
+        gradients = [
+            g if is_inexact(x) else np.zeros(np.shape(x), jax.dtypes.float0)
+            for g, x in zip(found, arrays, strict=False)
+        ]
+        rows = jax.tree.unflatten(structure[-1], found[len(arrays) :])
+        return value, rows, jax.tree.unflatten(self.weights.tree, gradients)
 
-    def run(self, split: Split, asked: Asked, accumulators: Sequence[Accumulator] = ()):
-        """The results of all microbatches, and what was added up in these accumulators."""
-        accumulated: list[Any] = []
+    def run(self, split: Split, asked: Asked) -> list[Any]:
+        """The results of all microbatches."""
 
-        def pipelined(region: Region, params, batch, rest) -> Made:
+        def pipelined(region: Region, arguments, batch, rest, accumulators) -> Made:
             schedule, told = self.schedule(region, asked)
-            how = {"weights": self.weights, "asked": accumulators, "told": told}
-            made = region.run(schedule, params, batch, rest, self.axis, **how)
-            accumulated.extend(made.accumulators)
-            return made
+            weights = Weights.of(arguments, self.stages, self.axis)
+            return region.run(schedule, weights, batch, rest, self.axis, asked=accumulators, told=told)
 
         def cut(number: int, x: Array) -> Array:
             return _microbatches(x, self.microbatches)
 
-        args = [*self.weights.plain(self.weights.arrays), *self.others]
-        return split.run(args, self.microbatches, cut, pipelined), accumulated
+        return split.run([*self.weights.arrays, *self.others], self.microbatches, cut, pipelined)
 
     def schedule(self, region: Region, asked: Asked) -> tuple[Schedule, str]:
         schedule, chunks, memory = asked

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType  # noqa: F401  (doctests)
 from shardax.pipeline.batch import check_names
 from shardax.pipeline.call import Call
 from shardax.pipeline.packed import PACKING, Packing
+from shardax.pipeline.repacking import unpack
 from shardax.validation import is_number, require
 
 
@@ -92,7 +93,7 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), gradients
 
     def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
-        call = Call.of(loss, args, {}, *how)
+        call = Call.of(loss, unpack(args), {}, *how)
         return call.packing(call.of_gradients(reduce, has_aux)[0], (schedule, chunks, memory), said)
 
     run.__dict__[PACKING] = packing
@@ -137,7 +138,7 @@ def apply(
         return call.results((schedule, chunks, None))
 
     def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
-        call = Call.of(function, args, {}, *how)
+        call = Call.of(function, unpack(args), {}, *how)
         return call.packing(call.of_results()[0], (schedule, chunks, None), said)
 
     run.__dict__[PACKING] = packing

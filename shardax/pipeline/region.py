@@ -114,24 +114,23 @@ class Region:
     def run(
         self,
         schedule: Schedule,
-        params: Sequence[Array],
+        weights: Weights,
         batch: Sequence[Array],
         rest: Sequence[Array],
         axis: str,
         *,
-        weights: Weights | None = None,
         asked: Sequence[Accumulator] = (),
         told: str = "",
     ) -> Made:
         """What the passes make of all microbatches.
 
         Args:
+          weights: the parameters, as they rest.
           batch: [microbatches, ...] each. `rest`: the other arguments, but the number.
           axis: of the mesh in context, along which the stages lie.
-          weights: which say how the parameters rest, if not as they are.
           asked: accumulators; `told`: how the schedule was chosen, for the plan.
         """
-        return self._at(schedule, asked).run(params, batch, rest, axis, weights, told)
+        return self._at(schedule, asked).run(weights, batch, rest, axis, told)
 
 
 class _Run:
@@ -190,10 +189,9 @@ class _Run:
                 found.append(Traced(self, k, taken, (own, batch, rest)).passes())
             return found
 
-    def run(self, params, batch, rest, axis: str, weights: Weights | None, told: str) -> Made:
-        cut = self.cut if weights is None else weights.placed(self.cut, self.schedule, rest)
-        at_rest = weights is not None and cut is not self.cut
-        values = cut.hoist(weights.arrays if weights and at_rest else params, rest)
+    def run(self, weights: Weights, batch, rest, axis: str, told: str) -> Made:
+        cut = weights.placed(self.cut, self.schedule, rest)
+        values = cut.hoist(weights.arrays, rest)
         stacks = Stacks.of(cut, self.schedule, values)
         passes = self.passes(cut, [stacks.piece_types(k) for k in range(self.found.stages)])
         program = Program(

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import Array
 
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.cut import Cut, Piece, Stage
 from shardax.pipeline.gathered import Accumulator, Summand
 from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, TRANSPOSING, Origin, Reads, run, text
-from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part, Resting, array_of, leaves_of
+from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Packing, Part, Resting
+from shardax.pipeline.repacking import array_of, leaves_of, packed
 from shardax.pipeline.stacks import Held
 from shardax.pipeline.table import Schedule
 
@@ -45,22 +45,26 @@ class Weights:
     @staticmethod
     def of(arguments: Sequence[Any], stages: int, axis: str) -> "Weights":
         arguments = tuple(arguments)
-        for packed in _packed(arguments):
-            packed.packing.check_stages(stages, axis)
+        for each in _packed(arguments):
+            each.packing.check_stages(stages, axis)
         plain = [_types(x) for x in arguments]
         types, plain_tree = jax.tree.flatten(plain)
         return Weights(arguments, *jax.tree.flatten(arguments), types, plain_tree)
 
-    def plain(self, arrays: Sequence[Any]) -> list[Any]:
+    def plain(self, arrays: Sequence[Any], unpacked: Callable[[Packed], list[Any]] = leaves_of) -> list[Any]:
         """The leaves that the function takes, of those at rest."""
-        if not _packed(self.arguments):
-            return list(arrays)
         arguments = jax.tree.unflatten(self.tree, arrays)
         return [
-            leaf
-            for x in arguments
-            for leaf in (leaves_of(x) if isinstance(x, Packed) else jax.tree.leaves(x))
+            leaf for x in arguments for leaf in (unpacked(x) if isinstance(x, Packed) else jax.tree.leaves(x))
         ]
+
+    def at_rest(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arrays as the arguments rest, gradients say, of those of the leaves."""
+        found, left = [], iter(leaves)
+        for x in self.arguments:
+            own = [next(left) for _ in jax.tree.leaves(_types(x))]
+            found += packed(own, x.packing) if isinstance(x, Packed) else own
+        return found
 
     def placed(self, cut: Cut, schedule: Schedule, rest: Sequence[Any]) -> Cut:
         """The cut whose stages read what rests where they are as it rests; its `hoist` takes the arrays."""
@@ -79,39 +83,6 @@ class Weights:
                 held[read.virtual, read.number] = (number, text(chain)), part, origin
         return _with_held(self, cut, operands, held, places)
 
-    # Gradients
-
-    def accumulators(
-        self, origins: Sequence[Origin | None]
-    ) -> dict[int, tuple[Accumulator, tuple[Any, ...]]]:
-        """Of arrays at rest, by their numbers, in which shape each stage may add up its part of the gradient,
-        and what is done to it then. `origins`: of which sum the gradient of each leaf is made."""
-        found, leaf, array = {}, 0, 0
-        for x in self.arguments:
-            for number, each in enumerate(x.packing.arrays if isinstance(x, Packed) else ()):
-                if (made := _accumulator(each, origins[leaf:])) is not None:
-                    found[array + number] = made
-            leaf += len(jax.tree.leaves(_types(x)))
-            array += len(jax.tree.leaves(x))
-        return found
-
-    def at_rest(self, leaves: Sequence[Any], made: Mapping[int, Array]) -> list[Any]:
-        """Gradients as the arguments rest, of those of the leaves, None where there is none; `made`: of which
-        arrays they are there."""
-        found, leaf = [], 0
-        for x in self.arguments:
-            count = len(jax.tree.leaves(_types(x)))
-            own, leaf = list(leaves[leaf : leaf + count]), leaf + count
-            if not isinstance(x, Packed):
-                found += own
-                continue
-            for each in x.packing.arrays:
-                if (there := made.get(len(found))) is None and own[_first(each)] is not None:
-                    there = array_of(each, own)
-                found.append(there)
-        pairs = zip(found, self.arrays, strict=True)
-        return [np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g for g, x in pairs]
-
     def _places(self) -> dict[tuple[int, Any, int], tuple[int, Resting, Part]]:
         """By leaf, rows and stage: which array at rest has them."""
         found, leaf, array = {}, 0, 0
@@ -125,8 +96,21 @@ class Weights:
         return found
 
 
-def _first(each: Resting) -> int:
-    return next(part.leaf for parts in each.parts for part in parts)
+# Gradients
+
+
+def accumulators(
+    packing: Packing, origins: Sequence[Origin | None]
+) -> dict[int, tuple[Accumulator, tuple[Any, ...]]]:
+    """Of arrays at rest, by their numbers, in which shape each stage may add up its part of the gradient, and
+    what is done to it then. `origins`: of which sum the gradient of each leaf is made."""
+    made = ((number, _accumulator(each, origins)) for number, each in enumerate(packing.arrays))
+    return {number: found for number, found in made if found is not None}
+
+
+def gathered(packing: Packing, leaves: Sequence[Any], made: Mapping[int, Array]) -> list[Array]:
+    """Gradients as `packing` says, of those of the leaves; `made`: of which arrays they are there."""
+    return [made[n] if n in made else array_of(each, leaves) for n, each in enumerate(packing.arrays)]
 
 
 def _accumulator(

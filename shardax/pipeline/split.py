@@ -12,7 +12,7 @@ then meet after all microbatches.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,12 +25,18 @@ from shardax import _jax
 from shardax.annotations.explicit import shape_of
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import variables
+from shardax.pipeline.gathered import Accumulator
 from shardax.pipeline.origins import Origin, origin_of
+from shardax.pipeline.origins import run as chained
+from shardax.pipeline.packed import Packed
 from shardax.pipeline.region import Made, Region
+from shardax.pipeline.repacking import pack_p, unpack_p
+from shardax.pipeline.resting import accumulators, gathered
 from shardax.pipeline.virtual import STACKED, Microbatch, is_sent
 
 STATE, BATCH, AFTER = range(3)
 ROWS = "rows"  # in environments, before a variable: its values, stacked
+PACKED = "packed"  # before the id of an equation: of what it makes, what was added up so
 _ADDS = frozenset({"add", "add_any", "sub"})
 _MOVES = frozenset(
     {
@@ -183,7 +189,8 @@ class Split:
 
         Args:
           microbatches: gives the argument of a number, its rows of the batch by microbatches.
-          pipelined: `pipelined(region, params, batch, rest)` runs the region.
+          pipelined: `pipelined(region, arguments, batch, rest, accumulators)` runs the region; the arguments
+            are its parameters, packed ones as a `Packed`.
         """
         jaxpr, env = (
             self.program.jaxpr.jaxpr,
@@ -206,7 +213,9 @@ class Split:
             operands = [
                 v.val if isinstance(v, Literal) else env[(ROWS, v) if stacks else v] for v in eqn.invars
             ]
-            if any(x is None for x in operands):  # what is made elsewhere
+            if eqn.primitive is pack_p:
+                made = gathered(eqn.params["packing"], operands, env.get((PACKED, id(eqn)), {}))
+            elif any(x is None for x in operands):  # what is made elsewhere
                 made = [None] * len(eqn.outvars)
             else:
                 made = self._joined(eqn, operands) if is_sent(eqn) else bound(eqn, operands)
@@ -224,21 +233,45 @@ class Split:
             x = jnp.broadcast_to(x, (count, *jnp.shape(x)))
         return x if dim == STACKED else _unsplit(x, dim, self.program.is_numbered)
 
-    def origin(self, number: int) -> Origin | None:
-        """Of which of the sums result `number` is made after the loop, and how; None where it is of several,
-        or others are made of the same."""
-        makers = {v: eqn for eqn in self.after for v in eqn.outvars}
+    def origin(self, v) -> Origin | None:
+        """Of which of the sums a value is made after the loop, and how; None where it is of several, or
+        others are made of the same."""
+        if isinstance(v, Literal):
+            return None
+        makers = {w: eqn for eqn in self.after for w in eqn.outvars}
+        sums = {w: i for i, w in enumerate(self.sums)}
+        passed = {}  # through what joins microbatches
+        for eqn in filter(is_sent, self.after):
+            passed.update(zip(eqn.outvars, eqn.invars, strict=True))
+        for after, before in passed.items():
+            makers.pop(after)
+            for known in makers, sums:
+                known.update({after: known[before]} if before in known else {})
+        if (origin := origin_of(v, makers, sums)) is None:
+            return None
+        through = {v, list(self.sums)[origin.leaf], *(w for eqn in origin.chain for w in eqn.outvars)}
+        through |= {after for after, before in passed.items() if before in through}
+        return origin if all(self._uses[w] == 1 for w in through) else None
+
+    @cached_property
+    def _uses(self) -> Counter[Any]:
+        """How often what is made after the loop is read there."""
         uses = Counter(variables(v for eqn in self.after for v in eqn.invars))
         uses.update(variables(self.program.jaxpr.jaxpr.outvars))
-        v = self.program.jaxpr.jaxpr.outvars[number]
-        if v in makers and is_sent(makers[v]):
-            v = makers[v].invars[makers[v].outvars.index(v)]
-        origin = origin_of(v, makers, {v: i for i, v in enumerate(self.sums)})
-        if origin is None:
-            return None
-        source = list(self.sums)[origin.leaf]
-        through = [source, *(v for eqn in origin.chain for v in eqn.outvars)]
-        return origin if all(uses[v] == 1 for v in through) else None
+        return uses
+
+    @cached_property
+    def _unpacked(self) -> list[Any]:
+        """The equations that unpack arguments."""
+        invars = set(self.program.jaxpr.jaxpr.invars)
+        eqns = self.program.jaxpr.jaxpr.eqns
+        return [eqn for eqn in eqns if eqn.primitive is unpack_p and invars.issuperset(eqn.invars)]
+
+    @cached_property
+    def _packed(self) -> list[tuple[Any, dict[int, tuple[Accumulator, Any]]]]:
+        """The equations that pack sums, and in which arrays these are added up."""
+        eqns = [eqn for eqn in self.after if eqn.primitive is pack_p]
+        return [(e, accumulators(e.params["packing"], list(map(self.origin, e.invars)))) for e in eqns]
 
     def _run_early(self, env: dict[Any, Any], batch: Sequence[Any], number, count: int) -> None:
         for eqn in self.early:
@@ -259,6 +292,7 @@ class Split:
         """Of the region: parameters, leaves of the batch, the rest."""
         invars = self.program.jaxpr.jaxpr.invars[:-1]
         params = [v for v, is_param in zip(invars, self.is_param, strict=False) if is_param]
+        params += [v for eqn in self._unpacked for v in eqn.outvars]
         batch = [v for v in invars if self.kind[v] == BATCH]
         others = {*params, *batch}
         return (
@@ -288,10 +322,21 @@ class Split:
 
     def _run_region(self, env, batch, pipelined: Callable[..., Made]) -> None:
         params, _, rest = self._inputs
-        made = pipelined(self.loop, [env[v] for v in params], [x for _, x in batch], [env[v] for v in rest])
+        arguments: list[Any] = [env[v] for v in params[: sum(self.is_param)]]
+        for eqn in self._unpacked:
+            arguments.append(Packed([env[v] for v in eqn.invars], eqn.params["packing"]))
+        asked = [accumulator for _, places in self._packed for accumulator, _ in places.values()]
+        made = pipelined(self.loop, arguments, [x for _, x in batch], [env[v] for v in rest], asked)
         for v, x in zip(self.sums, made.sums, strict=True):
             env[v] = None if x is None else x.astype(v.aval.dtype)
         env.update(zip(((ROWS, v) for v in self.rows), made.rows, strict=True))
+        left = iter(made.accumulators)
+        for eqn, places in self._packed:
+            env[PACKED, id(eqn)] = {
+                array: jax.vmap(partial(chained, chain))(x.astype(eqn.outvars[array].aval.dtype))
+                for (array, (_, chain)), x in zip(places.items(), left, strict=False)
+                if x is not None
+            }
 
     def _joined(self, eqn, values: Sequence[Array]) -> list[Array]:
         """What a collective makes of sums, or of what is stacked over microbatches."""

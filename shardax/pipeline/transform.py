@@ -12,6 +12,7 @@ from shardax import _jax
 from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.batch import check_names, of_batch
+from shardax.pipeline.resting import Weights
 from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import microbatch
 from shardax.transforms import Context, annotations_of
@@ -79,7 +80,7 @@ class Pipeline:
         batch = [a.path for a, taken in pairs if taken]
         split = Split(program, params, is_batch, batch)
 
-        def pipelined(region, params, batch, rest):
+        def pipelined(region, arguments, batch, rest, asked):
             if not region.flow.backward:
                 raise ValueError(
                     f"{self}: no backward pass is found in the step (equations that JAX transposed, of the "
@@ -87,7 +88,8 @@ class Pipeline:
                     "inference take sx.pipeline.apply, for a backward pass by hand sx.pipeline.value_and_grad"
                 )
             schedule, told = region.schedule(self.schedule, stages, self.microbatches, self.chunks, self.axis)
-            return region.run(schedule, params, batch, rest, self.axis, told=told)
+            weights = Weights.of(arguments, stages, self.axis)
+            return region.run(schedule, weights, batch, rest, self.axis, asked=asked, told=told)
 
         arguments, results = _at_ends(jaxpr)
 

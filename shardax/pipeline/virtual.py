@@ -9,6 +9,7 @@ So random bits, positions and masks that are made for the whole batch are exactl
 batch that the microbatches do not divide has its last ones padded, and masked.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from shardax.graph import annotations
 from shardax.graph.equations import map_equations
 from shardax.graph.evaluate import bound, evaluate
 from shardax.options import Options, Refused
+from shardax.pipeline.repacking import PROGRAMS, types_of
 from shardax.spmd_rules.registry import MOVES, register_rule
 from shardax.transforms import Context
 
@@ -46,6 +48,24 @@ noted_p = Primitive("noted")
 
 noted_p.def_abstract_eval(lambda x, **_: x)
 register_rule(noted_p, "... -> ...", passes=(MOVES(0),), fuses="all")
+
+kept_p = Primitive("kept")
+kept_p.multiple_results = True
+"""kept *xs: the results of the equation `repacked`, pack or unpack, of whole operands: it stays one."""
+
+kept_p.def_abstract_eval(lambda *xs, repacked, **params: types_of(repacked, *xs, **params))
+
+
+def _whole(node) -> str:
+    """No dim is split, and nothing may be pending."""
+    names = map("d{}!".format, itertools.count())
+    sides = [
+        [" ".join(itertools.islice(names, len(v.shape))) for v in vs] for vs in (node.inputs, node.outputs)
+    ]
+    return " -> ".join(", ".join(side) for side in sides)
+
+
+register_rule(kept_p, _whole)
 
 
 @dataclass(frozen=True)
@@ -140,7 +160,10 @@ def _along(x, split: bool, role: Role = "argument"):
 
 
 def _noting(eqn):
-    """An annotation inside of the step, as what passes its value on; of arguments and results, as nothing."""
+    """An annotation inside of the step, as what passes its value on; of arguments and results, as nothing.
+    What packs and unpacks, as what stays so."""
+    if eqn.primitive in PROGRAMS:
+        return eqn.replace(primitive=kept_p, params={**eqn.params, "repacked": eqn.primitive})
     if (annotation := annotations.of_equation(eqn)) is None:
         return eqn
     params = eqn.params if eqn.primitive is annotate_p else annotations.as_annotation(eqn)
@@ -157,7 +180,7 @@ def _numbered(local, consts: Sequence[Any], count: int):
 
     def restored(eqns):
         eqns = map(_jax.eqn_under_local_mesh, eqns)
-        return [e.replace(primitive=annotate_p) if e.primitive is noted_p else e for e in eqns]
+        return list(map(_restored, eqns))
 
     def run(*args):
         whole = [*map(_without_mesh, consts), *args[:-1]]
@@ -166,6 +189,13 @@ def _numbered(local, consts: Sequence[Any], count: int):
     number = jax.ShapeDtypeStruct((), "int32")
     with _jax.axes_in_scope({AXIS: count}):
         return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, local.in_avals[first:]), number))
+
+
+def _restored(eqn):
+    if eqn.primitive is kept_p:
+        params = {name: x for name, x in eqn.params.items() if name != "repacked"}
+        return eqn.replace(primitive=eqn.params["repacked"], params=params)
+    return eqn.replace(primitive=annotate_p) if eqn.primitive is noted_p else eqn
 
 
 def _evaluated(closed, args: Sequence[Any], number) -> list[Any]:
