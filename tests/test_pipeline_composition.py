@@ -106,6 +106,29 @@ def test_zero_and_clipping(stage):
     assert axes == ({"stage", "data"} if stage else {"stage"})
 
 
+def test_the_transform_takes_packed_weights():
+    """On three axes, in a schedule with W."""
+    loss, params = net(4)
+    tx, mesh = optax.adamw(1e-2), mesh_of(stage=2, data=2, model=2)
+    packing = packing_of(sx.pipeline.value_and_grad(loss, microbatches=4, schedule="zb-h1"), params, mesh)
+    state = params, tx.init(params)
+
+    def of_packed(params, x, y):
+        return loss(sx.pipeline.unpack(params), x, y)
+
+    step = sx.shard_jit(
+        train_step(jax.value_and_grad(of_packed), tx),
+        mesh=mesh,
+        in_shardings=((packing.specs, None), P("data"), P("data")),
+        donate_argnums=0,
+        transforms=[sx.pipeline.Pipeline(microbatches=4, schedule="zb-h1")],
+    )
+    single = jax.jit(train_step(jax.value_and_grad(loss), tx))
+    packed, _ = compare(step, single, (sx.pipeline.pack(state, packing), state), 2, 1e-5)
+    specs = [x.sharding.spec for x in jax.tree.leaves(packed) if x.ndim]
+    assert specs == 3 * specs[: len(packing.arrays)] and specs[0] == P("stage", None, "model")
+
+
 @pytest.mark.once
 def test_loss_scaling_skips_steps_that_overflow():
     """In bfloat16 on three axes; the scale is an argument of the loss, the update a branch."""

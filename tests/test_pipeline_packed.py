@@ -1,6 +1,7 @@
 """Weights at rest where their stages are: what rests where, what a step sends, and the way back; on shapes."""
 
 import math
+from collections import Counter
 from functools import partial
 
 import jax
@@ -82,6 +83,52 @@ def test_unrolled_layers_rest_on_their_stages_and_stay_there(layers):
     reduced = [c for c in plan.collectives if c.axes == ("data",)]
     assert {(c.kind, c.trips) for c in reduced} == {("all_reduce", 1)}
     assert len(reduced) <= len(jax.tree.leaves(packed)) + 1
+
+
+def adam_step(grad):
+    import optax
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(state, x, y):
+        params, moments = state
+        value, grads = grad(params, x, y)
+        updates, moments = tx.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    return step, tx.init
+
+
+@pytest.mark.mixed_dtypes
+@pytest.mark.parametrize(
+    "loss, shapes, schedule",
+    [
+        (loss, params(8), "1f1b"),
+        pytest.param(loss, params(7), "zb-h1", marks=pytest.mark.once),
+        (scanned, {"in": F32((64, M)), "w": F32((16, M, M))}, "interleaved"),
+    ],
+)
+def test_the_transform_leaves_state_where_its_stage_is(loss, shapes, schedule):
+    """Parameters and moments alike; it sends what `value_and_grad` sends."""
+    pipeline = sx.pipeline.Pipeline(microbatches=8, schedule=schedule)
+    grad = grad_of(loss, schedule=schedule)
+    packing = packing_of(grad, shapes)
+    step, init = adam_step(grad)
+    state = jax.eval_shape(lambda p: (p, init(p)), shapes)
+    packed = jax.eval_shape(partial(sx.pipeline.pack, packing=packing), state)
+    how = {"mesh": MESH, "in_shardings": (packing.specs_of(state), P("data"), P("data")), "donate_argnums": 0}
+    wanted = sx.shard_jit(step, **how).plan(packed, X, X)
+    step, _ = adam_step(jax.value_and_grad(lambda p, *batch: loss(sx.pipeline.unpack(p), *batch)))
+    plan = sx.shard_jit(step, transforms=[pipeline], **how).plan(packed, X, X)
+    sent, as_sent = (
+        Counter((c.kind, c.axes, c.shape, c.trips) for c in p.collectives) for p in (plan, wanted)
+    )
+    assert sent == as_sent and sum(sent.values())
+    assert resident(plan, packed) == resident(wanted, packed)
+    if loss is not scanned:  # whose embeddings are tied
+        assert resident(plan, packed) < 0.27 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(packed))
+        over_stages = {c.kind for c in plan.collectives if "stage" in c.axes and c.nbytes > 100}
+        assert over_stages == {"ppermute"}
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zbv"])

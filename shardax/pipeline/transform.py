@@ -27,7 +27,8 @@ class Pipeline:
     It finds the forward pass, the backward pass and the update in the program of the step. What it makes of
     the batch has to be sums over its rows, as means are; what is made of them, as the update, gradient
     clipping or a scaled loss, is done once, after all microbatches. Microbatch i of m has the i-th of m equal
-    parts of the rows; random bits are those of the step as it stands.
+    parts of the rows; random bits are those of the step as it stands. Of packed parameters the loss has
+    `sx.pipeline.unpack`, which sends nothing: each stage reads its own.
 
     Args:
       axis: of the mesh, along which the stages lie.
