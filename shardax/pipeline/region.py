@@ -22,6 +22,7 @@ from shardax.pipeline.gathered import Accumulator, Gathered
 from shardax.pipeline.passes import Passes, Program
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.schedules import make_schedule
+from shardax.pipeline.simulate import Choice
 from shardax.pipeline.stacks import Stacks
 from shardax.pipeline.table import Schedule
 from shardax.pipeline.traced import Traced
@@ -80,6 +81,13 @@ class Region:
         """
         if asked != "auto":
             return make_schedule(asked, stages, microbatches, chunks, backward=bool(self.flow.backward)), ""
+        choice = self.choice(stages, microbatches, chunks, axis, memory)
+        return choice.schedule, str(choice)
+
+    def choice(
+        self, stages: int, microbatches: int, chunks: int | None, axis: str, memory: float | None
+    ) -> Choice:
+        """What "auto" compares, and takes."""
         options, mesh = current(), _jax.context_mesh()
         sizes = mesh.shape if mesh is not None and axis in mesh.shape else {axis: stages}
         network = Network(sizes, options.priced_for or NOMINAL)
@@ -88,10 +96,8 @@ class Region:
         names = ("1f1b", "zb-h1") if (chunks or 1) == 1 else ("interleaved", "zb-eager")
         whole, halved = (self._at(make_schedule(n, stages, microbatches, chunks)) for n in names)
         costs = auto.costs(whole.passes(), halved.passes(), network, axis)
-        costs = auto.costs(whole.passes(), halved.passes(), network, axis)
         batch = [v.aval for v in self.flow.of_batch]
-        choice = auto.chosen(costs, whole.schedule, whole.piece_types(), batch, network, axis, memory)
-        return choice.schedule, str(choice)
+        return auto.chosen(costs, whole.schedule, whole.piece_types(), batch, network, axis, memory)
 
     def cut(self, schedule: Schedule) -> Cut:
         """What the stages read of the parameters; the program of each gives its pieces as they are."""
