@@ -175,7 +175,7 @@ def choice(memory=None, chip=None):
         return found[0].choice(4, 8, None, "stage", memory)
 
 
-LIMITS = [(None, None), (11e6, None), (15e6, None), (None, dataclasses.replace(CHIPS["v5e"], memory=11e6))]
+LIMITS = [(None, None), (11e6, None), (12e6, None), (None, dataclasses.replace(CHIPS["v5e"], memory=11e6))]
 
 
 @pytest.mark.parametrize("memory, chip", LIMITS)
