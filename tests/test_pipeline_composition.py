@@ -130,6 +130,32 @@ def test_the_transform_takes_packed_weights():
 
 
 @pytest.mark.once
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_a_stage_uses_twice(dtype):
+    """Cast and scaled; of gradients that rest packed, and of those that do not."""
+
+    def loss(params, x, y):
+        h = params["in"][x]
+        for w in params["layers"]:
+            w = w.astype(dtype) * 0.5
+            h = sx.pipeline.stage(h + jnp.tanh(h.astype(dtype) @ w) @ w.T)
+        return cross_entropy(h.astype("float32") @ params["out"], y)
+
+    _, params = net(2)
+    params = {"in": params["in"], "layers": [w["up"] for w in params["layers"]], "out": params["out"]}
+    grad, mesh = sx.pipeline.value_and_grad(loss, microbatches=4), mesh_of(stage=2, data=2)
+    packing, batch = packing_of(grad, params, mesh), (tokens(1), tokens(2))
+    split = packing.specs, P("data"), P("data")
+    got = sx.shard_jit(grad, mesh=mesh, in_shardings=split)(sx.pipeline.pack(params, packing), *batch)
+    pipeline = sx.pipeline.Pipeline(microbatches=4)
+    step = sx.shard_jit(jax.value_and_grad(loss), mesh=mesh, transforms=[pipeline])
+    want, tolerance = jax.value_and_grad(loss)(params, *batch), 1e-5 if dtype == "float32" else 3e-2
+    check = partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance)
+    jax.tree.map(check, sx.pipeline.unpack(got), want)
+    jax.tree.map(check, step(params, *batch), want)
+
+
+@pytest.mark.once
 def test_loss_scaling_skips_steps_that_overflow():
     """In bfloat16 on three axes; the scale is an argument of the loss, the update a branch."""
     loss, params = net(2, "bfloat16")

@@ -84,6 +84,17 @@ def test_no_accumulator_of_what_is_made_elsewhere(accumulator):
     assert sums.asked == [None] and len(sums.types) == 3
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_summands_are_added_up_in_one_place_where_one_stage_makes_them(stages):
+    """On two stages each has its own, which share one as ever."""
+    together = Accumulator(((Summand(FIRST), Summand(LAST)),), (M, M), anywhere=True)
+    sums = on_stages(asked=[together], stages=stages).sums
+    assert len(sums.types) == 3 and (sums.asked == [None]) == (stages > 1)
+    made = [F32((stages, *type.shape)) for type in sums.types]
+    added = jax.eval_shape(lambda *made: [x for x in sums.accumulated(made) if x is not None], *made)
+    assert [x.shape for x in added] == [(M, M)] * (stages == 1)
+
+
 # traced
 
 
@@ -160,13 +171,13 @@ def test_a_call_sums_over_microbatches_of_any_size(rows, is_even):
             [params, x, scale]
         )
         split, _ = call.of_gradients("mean", has_aux=False)
-        found.append((split.loop, split.origin(split.program.jaxpr.jaxpr.outvars[1])))
+        found.append((split.loop, split.adding.origins(split.program.jaxpr.jaxpr.outvars[1])))
         return x
 
     with jax.sharding.use_abstract_mesh(mesh):
         jax.make_jaxpr(run)({"w": F32((M, M))}, F32((rows, M)), F32(()))
-    ((region, origin),) = found
+    ((region, origins),) = found
     assert region.sums == 2 and region.flow.backward
-    assert not is_even or origin is not None and origin.shape == (M, M)
+    assert not is_even or [origin.shape for origin in origins] == [(M, M)]
     batch = [v.aval.shape for v in region.flow.of_batch]
     assert batch == ([(2, M)] if is_even else [])  # else cut by its number

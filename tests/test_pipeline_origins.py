@@ -225,7 +225,7 @@ def test_gradients_rest_where_their_leaves_do(loss, params):
     """Those of a stage's parts are added up in one array each, none twice; the others are packed."""
     weights, _, _, _ = at_rest(loss, params)
     count = len(weights.types)
-    origins = [Origin(leaf, (), tuple(type.shape)) for leaf, type in enumerate(weights.types)]
+    origins = [[Origin(leaf, (), tuple(type.shape))] for leaf, type in enumerate(weights.types)]
     packing = weights.arguments[0].packing
     found, arrays = accumulators(packing, origins), packing.arrays
     assert set(found) == {i for i, each in enumerate(arrays) if each.kind != WHOLE}
@@ -233,7 +233,7 @@ def test_gradients_rest_where_their_leaves_do(loss, params):
         assert accumulator.shape == arrays[number].shape and chain == ()
         parts = [[(p.number, p.rows, p.start) for p in some] for some in accumulator.parts]
         assert parts == [[tuple(p) for p in some] for some in arrays[number].parts]
-    assert not accumulators(packing, [None] * count)
+    assert not accumulators(packing, [[]] * count)
     leaves = [np.full(type.shape, i, "float32") for i, type in enumerate(weights.types)]
     made = jax.eval_shape(lambda *leaves: gathered(packing, leaves, {}), *leaves)
     assert [x.shape for x in made] == [x.shape for x in weights.arrays]

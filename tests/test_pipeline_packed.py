@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.explain.reports import reports
 from shardax.pipeline.packed import FLAT, STACKED, WHOLE
 
 pytestmark = pytest.mark.quick
@@ -165,6 +166,26 @@ def test_unlike_layers_rest_flat():
     )
     plan, packed = packed_plan(grad_of(unlike), UNLIKE)
     assert {c.kind for c in plan.collectives if "stage" in c.axes and c.nbytes > 100} == {"ppermute"}
+
+
+def used_twice(params, x, y):
+    h = jax.nn.one_hot(x, M)
+    for w in params:
+        h = sx.pipeline.stage(jnp.tanh(jnp.tanh(h @ w) @ w.T))
+    return (h**2).mean()
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_gradients_of_two_uses_on_one_stage_are_added_up_in_one_place(is_packed):
+    shapes = [F32((M, M))] * 4
+    if is_packed:
+        plan, _ = packed_plan(grad_of(used_twice), shapes)
+        assert {c.kind for c in plan.collectives if "stage" in c.axes and c.nbytes > 100} == {"ppermute"}
+    else:
+        how = {"mesh": MESH, "in_shardings": (None, P("data"), P("data"))}
+        transform = sx.pipeline.Pipeline(microbatches=8)
+        plan = sx.shard_jit(jax.value_and_grad(used_twice), transforms=[transform], **how).plan(shapes, X, X)
+    assert reports(plan)[0].data["memory"][-1]["gradients"] == M * M * 4 + 4  # and the loss
 
 
 def test_what_other_axes_split_rests_in_no_flat_array():

@@ -38,8 +38,8 @@ class Result:
 
 
 class Summand(NamedTuple):
-    """Sum `number`, or rows of it, as a part of an array at rest; of a flat one from number `start` on, after
-    `moves`, equations that move its elements."""
+    """Sum `number`, or rows of it, as a part of an array at rest, after `moves`, equations that move its
+    elements; of a flat one from number `start` on."""
 
     number: int
     rows: Rows | None = None
@@ -50,11 +50,13 @@ class Summand(NamedTuple):
 @dataclass(frozen=True)
 class Accumulator:
     """An array [stages, *shape] to which sums are added where their stages are. `parts`: for each stage those
-    that it has. `flat`: whether it is a flat one."""
+    that it has. `flat`: whether it is a flat one. `anywhere`: it is one of [*shape], on the stage that has
+    all sums of its one part, whichever that is."""
 
     parts: tuple[tuple[Summand, ...], ...]
     shape: tuple[int, ...]
     flat: bool = False
+    anywhere: bool = False
 
 
 class Gathered:
@@ -79,8 +81,7 @@ class Gathered:
         self.parts: dict[Result, Summand] = {}  # of accumulators that are asked for
         self.flat: set[int] = set()  # places of flat ones
         self.types: list[Type] = []
-        self.asked = self._place_asked(asked)
-        self._place_others()
+        self.accumulators, self.asked = asked, self._place_asked(asked)
 
     def device(self, result: Result) -> int:
         return self.schedule.homes[result.stage][0]
@@ -103,20 +104,27 @@ class Gathered:
             if sum(fits) == sum(some is not None for some in parts):
                 break
             parts = [some if fit else None for some, fit in zip(parts, fits, strict=True)]
-        places: list[int | None] = []
         for accumulator, some in zip(asked, parts, strict=True):
-            places.append(None if some is None else len(self.types))
-            if some is not None:
-                dtype = self.flow.type_of(next(iter(some)).key).dtype
+            self.parts.update(some or {})
+            if some is not None and not accumulator.anywhere:
                 self.places.update(dict.fromkeys(some, len(self.types)))
-                self.parts.update(some)
                 self.flat.update({len(self.types)} if accumulator.flat else ())
-                self.types.append(Type(accumulator.shape, dtype))
-        return places
+                self.types.append(Type(accumulator.shape, self._dtype(some)))
+        self._place_others(
+            [
+                (list(some), accumulator.shape)
+                for accumulator, some in zip(asked, parts, strict=True)
+                if some is not None and accumulator.anywhere
+            ]
+        )
+        return [None if some is None else self.places[next(iter(some))] for some in parts]
+
+    def _dtype(self, results: Iterable[Result]) -> Any:
+        return self.flow.type_of(next(iter(results)).key).dtype
 
     def _parts_of(self, accumulator: Accumulator) -> dict[Result, Summand] | None:
         found: dict[Result, Summand] = {}
-        for device, parts in enumerate(accumulator.parts):
+        for device, parts in self._on_devices(accumulator):
             for part in parts:
                 own = [r for r in self.by_number[part.number] if r.rows == part.rows]
                 if not own or any(self.device(r) != device for r in own):
@@ -124,23 +132,36 @@ class Gathered:
                 found.update(dict.fromkeys(own, part))
         return found if len({self.flow.type_of(r.key).dtype for r in found}) == 1 else None
 
+    def _on_devices(self, accumulator: Accumulator) -> Iterator[tuple[int, tuple[Summand, ...]]]:
+        if not accumulator.anywhere:
+            yield from enumerate(accumulator.parts)
+            return
+        (parts,) = accumulator.parts
+        yield self.device(self.by_number[parts[0].number][0]), parts
+
     def _with_all(self, results: Iterable[Result]) -> set[Result]:
         """They, and all other parts of the same sums."""
         return {r for number in {r.number for r in results} for r in self.by_number[number]}
 
-    def _place_others(self) -> None:
-        taken: defaultdict[Any, list[list[Result]]] = defaultdict(list)
+    def _place_others(self, together: Sequence[tuple[list[Result], tuple[int, ...]]]) -> None:
+        """Those of one type on different devices in one place; `together`: those that are added up in one,
+        and its shape."""
+        placed = {*self.places, *(result for some, _ in together for result in some)}
+        units: list[tuple[list[Result], tuple[Any, ...]]] = [*together]
         for result in self.results:
-            if result in self.places:
-                continue
-            type = self.flow.type_of(result.key)
-            shape = type.shape if result.rows is None else ("rows", result.number, *type.shape[1:])
-            places = taken[shape, type.dtype]
-            free = (p for p in places if self.device(result) not in set(map(self.device, p)))
+            if result not in placed:
+                shape = self.flow.type_of(result.key).shape
+                units.append(
+                    ([result], shape if result.rows is None else ("rows", result.number, *shape[1:]))
+                )
+        taken: defaultdict[Any, list[list[Result]]] = defaultdict(list)
+        for some, shape in units:
+            places = taken[shape, self._dtype(some)]
+            free = (p for p in places if self.device(some[0]) not in set(map(self.device, p)))
             place = next(free, None)
             if place is None:
                 places.append(place := [])
-            place.append(result)
+            place += some
         for (shape, dtype), places in taken.items():
             for place in places:
                 self.places.update(dict.fromkeys(place, len(self.types)))
@@ -158,16 +179,28 @@ class Gathered:
         """Where each of these goes, and as what: those of a flat accumulator together."""
         flat: dict[int, Any] = {}
         for result, x in zip(results, values, strict=True):
-            place = self.places[result]
+            place, part = self.places[result], self.parts.get(result)
+            moved = run(part.moves, x) if part else x
             if place not in self.flat:
-                yield place, x
+                yield place, moved
                 continue
-            own, part = flat.get(place, jnp.zeros(self.types[place].shape, x.dtype)), self.parts[result]
-            moved = run(part.moves, x).reshape(-1)
-            flat[place] = own.at[part.start : part.start + x.size].add(moved)
+            assert part is not None
+            own = flat.get(place, jnp.zeros(self.types[place].shape, x.dtype))
+            flat[place] = own.at[part.start : part.start + x.size].add(moved.reshape(-1))
         yield from flat.items()
 
     # After the loop
+
+    def accumulated(self, made: Sequence[Array]) -> list[Array | None]:
+        """What was added up in the accumulators that were asked for."""
+        found = []
+        for accumulator, place in zip(self.accumulators, self.asked, strict=True):
+            x = None if place is None else made[place]
+            if x is not None and accumulator.anywhere:
+                ((device, _),) = self._on_devices(accumulator)
+                x = x[device]
+            found.append(x)
+        return found
 
     def whole(self, made: Sequence[Array], dim: int) -> list[Array | None]:
         """Each result, of its parts, [stages, ...] each; rows lie along `dim`. None: it is in accumulators

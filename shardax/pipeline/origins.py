@@ -19,6 +19,7 @@ from shardax.pipeline.table import Schedule
 ELEMENTWISE = frozenset({"convert_element_type", "copy", "div", "mul", "name", "neg", "reduce_precision"})
 RESHAPING = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})  # of as many elements
 TRANSPOSING = frozenset({"transpose"})
+ADDING = frozenset({"add", "add_any"})
 
 Type = jax.ShapeDtypeStruct
 
@@ -91,17 +92,33 @@ class Reads:
 def origin_of(atom, makers, leaves) -> Origin | None:
     """Of which of `leaves`, numbers by variables, a value is made alone; None: of no one of them. `makers`:
     equations by what they make."""
+    found = origins_of(atom, makers, leaves)
+    return found[0] if len(found) == 1 else None
+
+
+def origins_of(atom, makers, leaves) -> list[Origin]:
+    """Of which of them it is the sum, each cast, scaled, reshaped or transposed; empty where it is none."""
     if isinstance(atom, Literal):
-        return None
+        return []
     chain, v = [], atom
     while v not in leaves:
         eqn = makers.get(v)
+        if eqn is not None and eqn.primitive.name in ADDING:
+            return _of_summands(eqn, chain[::-1], makers, leaves)
         operands = [] if eqn is None else [x for x in eqn.invars if not isinstance(x, Literal)]
         if eqn is None or len(operands) != 1 or not _is_linear(eqn):
-            return None
+            return []
         chain.append(eqn)
         v = operands[0]
-    return Origin(leaves[v], tuple(reversed(chain)), tuple(atom.aval.shape))
+    return [Origin(leaves[v], tuple(reversed(chain)), tuple(atom.aval.shape))]
+
+
+def _of_summands(eqn, chain: Sequence[Any], makers, leaves) -> list[Origin]:
+    each = [origins_of(x, makers, leaves) for x in eqn.invars]
+    if not all(each):
+        return []
+    shape = tuple(chain[-1].outvars[0].aval.shape) if chain else tuple(eqn.outvars[0].aval.shape)
+    return [Origin(x.leaf, (*x.chain, *chain), shape) for some in each for x in some]
 
 
 def _is_linear(eqn) -> bool:
@@ -136,6 +153,17 @@ def run(chain: Sequence[Any], x: Array) -> Array:
     for eqn in chain:
         (x,) = bound(eqn, [v.val if isinstance(v, Literal) else x for v in eqn.invars])
     return x
+
+
+def settled(chain: Sequence[Any], x: Array, dtype: Any) -> Array:
+    """Does to a sum what the chain does; it comes in the dtype in which it was added up, and stays in that,
+    if nothing is computed that wants another."""
+    if any(eqn.primitive.name not in _ANY_DTYPE for eqn in chain):
+        x = x.astype(_operand(chain[0]).aval.dtype)
+    return run(chain, x).astype(dtype)
+
+
+_ANY_DTYPE = RESHAPING | TRANSPOSING | {"convert_element_type", "copy", "name", "neg"}
 
 
 def text(chain: Sequence[Any]) -> str:

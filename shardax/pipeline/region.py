@@ -32,8 +32,8 @@ Type = jax.ShapeDtypeStruct
 
 class Made(NamedTuple):
     """Of all microbatches: the sums, None of those in accumulators that were asked for; the other results,
-    [microbatches, ...] each; the accumulators that were asked for, [stages, ...] each, None where a part of
-    one is made on another stage.
+    [microbatches, ...] each; the accumulators that were asked for, None where a part of one is made on
+    another stage.
     """
 
     sums: list[Array | None]
@@ -111,7 +111,7 @@ class Region:
         pinned = {
             flow.jaxpr.outvars[part.number]: schedule.virtual_on(device)
             for each in asked
-            for device, some in enumerate(each.parts)
+            for device, some in enumerate(() if each.anywhere else each.parts)
             for part in some
             if part.rows is None
         }
@@ -210,8 +210,7 @@ class _Run:
             chosen=told,
         )
         sums, rows = execute.run(program, self.schedule, stacks, values, batch, rest, axis=axis)
-        accumulators = [None if place is None else sums[place] for place in self.sums.asked]
-        return Made(self.sums.whole(sums, 0), self.rows.whole(rows, 1), accumulators)
+        return Made(self.sums.whole(sums, 0), self.rows.whole(rows, 1), self.sums.accumulated(sums))
 
     def _lines(self) -> tuple[str, ...]:
         eqns = self.flow.jaxpr.eqns

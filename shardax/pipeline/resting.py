@@ -100,10 +100,11 @@ class Weights:
 
 
 def accumulators(
-    packing: Packing, origins: Sequence[Origin | None]
+    packing: Packing, origins: Sequence[Sequence[Origin]]
 ) -> dict[int, tuple[Accumulator, tuple[Any, ...]]]:
     """Of arrays at rest, by their numbers, in which shape each stage may add up its part of the gradient, and
-    what is done to it then. `origins`: of which sum the gradient of each leaf is made."""
+    what is done to it then. `origins`: of which sums the gradient of each leaf is made, none: of no sums
+    alone."""
     made = ((number, _accumulator(each, origins)) for number, each in enumerate(packing.arrays))
     return {number: found for number, found in made if found is not None}
 
@@ -114,26 +115,29 @@ def gathered(packing: Packing, leaves: Sequence[Any], made: Mapping[int, Array])
 
 
 def _accumulator(
-    each: Resting, origins: Sequence[Origin | None]
+    each: Resting, origins: Sequence[Sequence[Origin]]
 ) -> tuple[Accumulator, tuple[Any, ...]] | None:
-    """Where all its parts are of sums, to which the same is done."""
+    """Where all its parts are of sums, to which the same is done. What moves elements is done before they are
+    added up where leaves are of several sums, or rest flat; else once, after."""
     of_leaves = {part.leaf: origins[part.leaf] for parts in each.parts for part in parts}
     rows = next(part.rows for parts in each.parts for part in parts)
+    own = [origin for some in of_leaves.values() for origin in some]
     linear = ELEMENTWISE if rows else ELEMENTWISE | RESHAPING | TRANSPOSING
-    own = [origin for origin in of_leaves.values() if origin and origin.is_of(linear)]
-    if each.kind == WHOLE or len(own) < len(of_leaves):
+    if each.kind == WHOLE or not all(of_leaves.values()) or not all(o.is_of(linear) for o in own):
         return None
-    chains = [origin.elementwise if each.kind == FLAT else origin.chain for origin in own]
+    before = each.kind == FLAT or len(own) > len(of_leaves)
+    chains = [origin.elementwise if before else origin.chain for origin in own]
     if len(set(map(text, chains))) > 1:
         return None
-    shape = own[0].source if each.kind == STACKED and rows is None else each.shape
-
-    def summand(part: Part) -> Summand:
-        origin = of_leaves[part.leaf]
-        assert origin is not None
-        return Summand(origin.leaf, part.rows, part.start, origin.moves if each.kind == FLAT else ())
-
-    parts = tuple(tuple(map(summand, some)) for some in each.parts)
+    shape = each.shape if before or rows else own[0].source
+    parts = tuple(
+        tuple(
+            Summand(origin.leaf, part.rows, part.start, origin.moves if before else ())
+            for part in some
+            for origin in of_leaves[part.leaf]
+        )
+        for some in each.parts
+    )
     return Accumulator(parts, shape, each.kind == FLAT), chains[0]
 
 

@@ -9,7 +9,6 @@ What only moves, casts or adds summands is done behind the sum, once: gradients 
 then meet after all microbatches.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -24,14 +23,13 @@ from jax.extend.core import Literal, jaxprs_in_params
 from shardax import _jax
 from shardax.annotations.explicit import shape_of
 from shardax.graph.evaluate import bound
+from shardax.pipeline.adding import Adding
 from shardax.pipeline.cut import variables
-from shardax.pipeline.gathered import Accumulator
-from shardax.pipeline.origins import Origin, origin_of
-from shardax.pipeline.origins import run as chained
+from shardax.pipeline.origins import settled
 from shardax.pipeline.packed import Packed
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import pack_p, unpack_p
-from shardax.pipeline.resting import accumulators, gathered
+from shardax.pipeline.resting import gathered
 from shardax.pipeline.virtual import STACKED, Microbatch, is_sent
 
 STATE, BATCH, AFTER = range(3)
@@ -233,33 +231,6 @@ class Split:
             x = jnp.broadcast_to(x, (count, *jnp.shape(x)))
         return x if dim == STACKED else _unsplit(x, dim, self.program.is_numbered)
 
-    def origin(self, v) -> Origin | None:
-        """Of which of the sums a value is made after the loop, and how; None where it is of several, or
-        others are made of the same."""
-        if isinstance(v, Literal):
-            return None
-        makers = {w: eqn for eqn in self.after for w in eqn.outvars}
-        sums = {w: i for i, w in enumerate(self.sums)}
-        passed = {}  # through what joins microbatches
-        for eqn in filter(is_sent, self.after):
-            passed.update(zip(eqn.outvars, eqn.invars, strict=True))
-        for after, before in passed.items():
-            makers.pop(after)
-            for known in makers, sums:
-                known.update({after: known[before]} if before in known else {})
-        if (origin := origin_of(v, makers, sums)) is None:
-            return None
-        through = {v, list(self.sums)[origin.leaf], *(w for eqn in origin.chain for w in eqn.outvars)}
-        through |= {after for after, before in passed.items() if before in through}
-        return origin if all(self._uses[w] == 1 for w in through) else None
-
-    @cached_property
-    def _uses(self) -> Counter[Any]:
-        """How often what is made after the loop is read there."""
-        uses = Counter(variables(v for eqn in self.after for v in eqn.invars))
-        uses.update(variables(self.program.jaxpr.jaxpr.outvars))
-        return uses
-
     @cached_property
     def _unpacked(self) -> list[Any]:
         """The equations that unpack arguments."""
@@ -268,10 +239,9 @@ class Split:
         return [eqn for eqn in eqns if eqn.primitive is unpack_p and invars.issuperset(eqn.invars)]
 
     @cached_property
-    def _packed(self) -> list[tuple[Any, dict[int, tuple[Accumulator, Any]]]]:
-        """The equations that pack sums, and in which arrays these are added up."""
-        eqns = [eqn for eqn in self.after if eqn.primitive is pack_p]
-        return [(e, accumulators(e.params["packing"], list(map(self.origin, e.invars)))) for e in eqns]
+    def adding(self) -> Adding:
+        """Where sums are added up."""
+        return Adding(self.after, list(self.sums), self.program.jaxpr.jaxpr.outvars)
 
     def _run_early(self, env: dict[Any, Any], batch: Sequence[Any], number, count: int) -> None:
         for eqn in self.early:
@@ -285,7 +255,7 @@ class Split:
                 return [inner[v] for v in wanted]
 
             made = jax.vmap(rows)([x for _, x in batch], jnp.arange(count, dtype="int32"))
-            env.update(zip(eqn.outvars, self._joined(eqn, _settled(eqn, made)), strict=True))
+            env.update(zip(eqn.outvars, self._joined(eqn, _rows_joined(eqn, made)), strict=True))
 
     @cached_property
     def _inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -325,18 +295,23 @@ class Split:
         arguments: list[Any] = [env[v] for v in params[: sum(self.is_param)]]
         for eqn in self._unpacked:
             arguments.append(Packed([env[v] for v in eqn.invars], eqn.params["packing"]))
-        asked = [accumulator for _, places in self._packed for accumulator, _ in places.values()]
+        packed, together = self.adding.packed, self.adding.together
+        asked = [accumulator for _, places in packed for accumulator, _ in places.values()]
+        asked += [accumulator for _, accumulator, _ in together]
         made = pipelined(self.loop, arguments, [x for _, x in batch], [env[v] for v in rest], asked)
         for v, x in zip(self.sums, made.sums, strict=True):
             env[v] = None if x is None else x.astype(v.aval.dtype)
         env.update(zip(((ROWS, v) for v in self.rows), made.rows, strict=True))
         left = iter(made.accumulators)
-        for eqn, places in self._packed:
+        for eqn, places in packed:
             env[PACKED, id(eqn)] = {
-                array: jax.vmap(partial(chained, chain))(x.astype(eqn.outvars[array].aval.dtype))
+                array: jax.vmap(partial(settled, chain, dtype=eqn.outvars[array].aval.dtype))(x)
                 for (array, (_, chain)), x in zip(places.items(), left, strict=False)
                 if x is not None
             }
+        for v, _, chain in together:
+            if (x := next(left, None)) is not None:
+                env[v] = settled(chain, x, v.aval.dtype)
 
     def _joined(self, eqn, values: Sequence[Array]) -> list[Array]:
         """What a collective makes of sums, or of what is stacked over microbatches."""
@@ -365,7 +340,7 @@ _SUMS = frozenset({"psum", "psum_invariant"})
 _JOINS = _SUMS | {"all_gather", "pmax", "pmin"}
 
 
-def _settled(eqn, values: Sequence[Array]) -> list[Array]:
+def _rows_joined(eqn, values: Sequence[Array]) -> list[Array]:
     return [x.sum(0) for x in values] if eqn.primitive.name in _SUMS else list(values)
 
 
