@@ -47,10 +47,18 @@ class Call:
     axis: str
     stages: int
     microbatches: int
+    at: tuple[str, ...] = ()
 
     @staticmethod
     def of(
-        function, args, kwargs, numbers: tuple[int, ...], batch_argnames, axis: str, microbatches: int
+        function,
+        args,
+        kwargs,
+        numbers: tuple[int, ...],
+        batch_argnames,
+        axis: str,
+        microbatches: int,
+        at: tuple[str, ...] = (),
     ) -> "Call":
         name = getattr(function, "__name__", "the loss")
         if kwargs:
@@ -68,7 +76,18 @@ class Call:
         names = [given for given, x in named.items() for _ in jax.tree.leaves(x)]
         is_batch = of_batch(names, others, [True] * len(others), batch_argnames, name)
         call = Call(
-            function, weights, tree, others, is_batch, names, numbers, len(args), axis, stages, microbatches
+            function,
+            weights,
+            tree,
+            others,
+            is_batch,
+            names,
+            numbers,
+            len(args),
+            axis,
+            stages,
+            microbatches,
+            at,
         )
         if call.rows < microbatches:
             raise ValueError(
@@ -205,7 +224,7 @@ class Call:
         named = [n for n, b in zip(self.names, self.is_batch, strict=True) if b]
         way = f"take a number of microbatches that divides the {self.rows} rows of the batch"
         who = f"pipeline of {self.name}"
-        return Split(program, is_param, is_batch, named, self.name, not sums, who, way)
+        return Split(program, is_param, is_batch, named, self.name, not sums, who, way, self.at)
 
     def check_annotations(self, closed) -> None:
         """Raises ValueError where an annotation in the function names the axis of stages."""

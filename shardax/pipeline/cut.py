@@ -25,6 +25,7 @@ from shardax.cost.network import Network
 from shardax.explain.live import bodies, traffic
 from shardax.explain.roofline import work
 from shardax.graph.evaluate import bound, evaluate
+from shardax.pipeline import scopes
 
 _MARK = "shardax.pipeline.stage:"
 _SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
@@ -108,6 +109,8 @@ def chosen(program: "Parts", stages: int, network: Network) -> list[int]:
 def allowed_places(program: "Parts", stages: int) -> list[int]:
     """Where a stage may begin. Layers that can be dealt out evenly are: their stack rests in equal shards,
     and uneven stages would have rows of it sent in every step."""
+    if program.at:
+        return _of_modules(program, stages)
     if marks := program.marks:
         if len(marks) < stages - 1:
             names = ", ".join(program.mark_names)
@@ -124,6 +127,25 @@ def allowed_places(program: "Parts", stages: int) -> list[int]:
         if even or part.start == 0:
             found.append(place)
     return found if len(found) >= stages - 1 else list(range(1, len(program.parts)))
+
+
+def _of_modules(program: "Parts", stages: int) -> list[int]:
+    found, names = program.marks, scopes.names_of([program.jaxpr.eqns[part.number] for part in program.parts])
+    if len(found) >= stages - 1:
+        return found
+    at = " and ".join(map(repr, program.at))
+    if not found:
+        told = f"has scopes {', '.join(names)}" if names else "has no named scopes, as Flax nnx makes none"
+        raise ValueError(
+            f"pipeline: at is {at}, and nothing that begins after the start of the program matches it, which "
+            f"{told}; name modules of it, put jax.named_scope around them, or mark places with "
+            "sx.pipeline.stage"
+        )
+    raise ValueError(
+        f"pipeline: {stages} virtual stages need {stages - 1} places to begin at least, and modules that "
+        f"match {at} begin at {len(found)} ({', '.join(program.mark_names)}), not counting the start of the "
+        "program; name more modules, or take fewer stages"
+    )
 
 
 def _least(
@@ -154,9 +176,11 @@ NEITHER, PARAMS, BATCH = range(3)
 
 
 class Parts:
-    """The flat jaxpr of one microbatch, what each value depends on, and its parts."""
+    """The flat jaxpr of one microbatch, what each value depends on, and its parts. `at`: patterns of the
+    modules before which it may be cut."""
 
-    def __init__(self, closed, params: int, batched: int):
+    def __init__(self, closed, params: int, batched: int, at: Sequence[str] = ()):
+        self.at = at
         closed = flat(closed)
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         invars = self.jaxpr.invars
@@ -199,7 +223,7 @@ class Parts:
 
     @property
     def marks(self) -> list[int]:
-        """The places of the parts that are marks."""
+        """The places of the parts that are marks, or at which modules begin that are named."""
         return [place for place, _ in self._marked()]
 
     @property
@@ -207,6 +231,18 @@ class Parts:
         return [name or "unnamed" for _, name in self._marked()]
 
     def _marked(self) -> Iterator[tuple[int, str]]:
+        yield from sorted({**dict(self._begun()), **dict(self._named())}.items())
+
+    def _begun(self) -> Iterator[tuple[int, str]]:
+        """Where modules begin: at their first parts, and where layers of a scan are some, at each layer."""
+        seen: set[Any] = {None}
+        for place, part in enumerate(self.parts if self.at else ()):
+            module = scopes.modules(self.jaxpr.eqns[part.number], self.at)
+            if place and (module not in seen or module and self.trips(part.number) > 1):
+                yield place, (module or ("",))[-1]
+            seen.add(module)
+
+    def _named(self) -> Iterator[tuple[int, str]]:
         for place, part in enumerate(self.parts):
             eqn = self.jaxpr.eqns[part.number]
             if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK) and place:

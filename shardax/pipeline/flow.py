@@ -49,10 +49,10 @@ class Flow(Parts):
     reads it, unless that is much to compute. `forward`: all parts are of the forward pass.
     """
 
-    def __init__(self, closed, params: int, batched: int, forward: bool = False):
+    def __init__(self, closed, params: int, batched: int, forward: bool = False, at: Sequence[str] = ()):
         self.alone: set[Any] = set()
         self.forward = forward
-        super().__init__(closed, params, batched)
+        super().__init__(closed, params, batched, at)
         self.returning = [part for part in self.parts if part.number in self.backward]
         self.parts = [part for part in self.parts if part.number not in self.backward]
 

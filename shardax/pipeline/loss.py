@@ -12,6 +12,7 @@ from shardax.pipeline.batch import check_names
 from shardax.pipeline.call import Call
 from shardax.pipeline.packed import PACKING, Packing
 from shardax.pipeline.repacking import unpack
+from shardax.pipeline.scopes import patterns
 from shardax.validation import is_number, require
 
 
@@ -27,6 +28,7 @@ def value_and_grad(
     has_aux: bool = False,
     reduce: str = "mean",
     memory: float | None = None,
+    at: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, the layers of `loss` spread over the stages of a mesh axis.
 
@@ -36,8 +38,8 @@ def value_and_grad(
 
     `loss` is not changed for it. It is cut where its stages take equally long and send little: between any
     two computations, and between the layers of a `jax.lax.scan` over stacked parameters;
-    `sx.pipeline.stage(x)` in it says where instead. What only the parameters go into, such as casts, is done
-    once, before.
+    `sx.pipeline.stage(x)` in it, or `at`, says where instead. What only the parameters go into, such as
+    casts, is done once, before.
 
     Args:
       loss: a function of parameters and others that returns a scalar, or with `has_aux` a pair of that and a
@@ -57,14 +59,16 @@ def value_and_grad(
       memory: of "auto", bytes that weights, their gradients, the batch and what is kept for backward passes
         may take on each device; leave room for optimizer state. None: the HBM of the chip of
         `Options(chip=...)`, no limit where that names none.
+      at: a pattern, or several, of modules, such as "Block_*": stages begin where one of these does. They are
+        the named scopes that Flax linen makes, or `jax.named_scope`; of nested ones the outermost counts.
 
     Returns a function as `jax.value_and_grad` does. Call it inside of a `shardax.shard_jit` function, or
     where a mesh with the axis is in context.
 
     Raises ValueError: where there are more microbatches than rows, or they do not divide the batch and the
     loss is no sum over its rows or has other results, `batch_argnames` has a name of no argument or arrays of
-    different numbers of rows, the axis is not in the mesh, there are more stages than places to cut, the loss
-    is no scalar, or no schedule fits into memory.
+    different numbers of rows, the axis is not in the mesh, there are more stages than places to cut, `at`
+    matches nothing, the loss is no scalar, or no schedule fits into memory.
 
     Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules:
     `shardax.pipeline.schedules`.
@@ -83,7 +87,7 @@ def value_and_grad(
     _check(loss, axis, microbatches, reduce, batch_argnames)
     require(memory is None or is_number(memory, 0), "memory of value_and_grad", memory, "bytes, or None")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    how = numbers, batch_argnames, axis, microbatches
+    how = numbers, batch_argnames, axis, microbatches, patterns(at, "value_and_grad")
 
     @wraps(loss)
     def run(*args, **kwargs):
@@ -109,6 +113,7 @@ def apply(
     chunks: int | None = None,
     argnums: int | Sequence[int] = 0,
     batch_argnames: str | Sequence[str] | None = None,
+    at: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """A function of parameters and a batch, without gradients, its layers spread over the stages of a mesh
     axis.
@@ -130,7 +135,7 @@ def apply(
     """
     _check(function, axis, microbatches, "mean", batch_argnames)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    how = numbers, batch_argnames, axis, microbatches
+    how = numbers, batch_argnames, axis, microbatches, patterns(at, "apply")
 
     @wraps(function)
     def run(*args, **kwargs):

@@ -46,7 +46,7 @@ class Region:
     """`closed`: a jaxpr of one microbatch. It takes `params` leaves of parameters, `batched` leaves of the
     microbatch, others, and last the microbatch's number. Its first `sums` results are added up over the
     microbatches, the others are stacked. `name`: of the function, for the plan. `forward`: whether it is all
-    one forward pass, be there gradients in it or not.
+    one forward pass, be there gradients in it or not. `at`: patterns of the modules before which it is cut.
     """
 
     closed: Any
@@ -55,13 +55,14 @@ class Region:
     sums: int
     name: str = "the step"
     forward: bool = False
+    at: tuple[str, ...] = ()
 
     @cached_property
     def flow(self) -> Flow:
         return self._flow(self.closed)
 
     def _flow(self, closed) -> Flow:
-        return Flow(closed, self.params, self.batched, self.forward)
+        return Flow(closed, self.params, self.batched, self.forward, self.at)
 
     def schedule(
         self,

@@ -59,7 +59,7 @@ class Split:
     microbatches, each with the variable that the sum is; `early`: those that run before; `stacked`: what is
     stacked, [microbatches, ...] each. `batch`: paths of the arguments that are taken as the batch. `name`: of
     the function, `forward`: whether it has no backward pass. For errors: `who` cuts it, and `otherwise`, the
-    way out where it is no sum.
+    way out where it is no sum. `at`: of the region.
     """
 
     program: Microbatch
@@ -70,6 +70,7 @@ class Split:
     forward: bool = False
     who: str = "sx.pipeline.Pipeline"
     otherwise: str = "use sx.pipeline.value_and_grad"
+    at: tuple[str, ...] = ()
     kind: dict[Any, int] = field(default_factory=dict)
     alone: set[Any] = field(default_factory=set)  # what is made of the batch alone, cheaply
     region: list[Any] = field(default_factory=list)
@@ -288,7 +289,7 @@ class Split:
 
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed = jax.make_jaxpr(body)(*(shape_of(v.aval) for v in inputs))
-        return Region(closed, len(params), len(batch), len(self.sums), self.name, self.forward)
+        return Region(closed, len(params), len(batch), len(self.sums), self.name, self.forward, self.at)
 
     def _run_region(self, env, batch, pipelined: Callable[..., Made]) -> None:
         params, _, rest = self._inputs

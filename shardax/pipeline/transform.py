@@ -13,6 +13,7 @@ from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.batch import check_names, of_batch
 from shardax.pipeline.resting import Weights
+from shardax.pipeline.scopes import patterns
 from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import microbatch
 from shardax.transforms import Context, annotations_of
@@ -36,6 +37,7 @@ class Pipeline:
       schedule, chunks: as in `shardax.pipeline.value_and_grad`.
       batch_argnames: of the step's arguments whose arrays have a row for each row of the batch. None: the
         first array that is no state, and all with as many rows.
+      at: as in `shardax.pipeline.value_and_grad`.
 
     Raises ValueError: where the axis is not in the mesh, or an annotation inside names it; where no backward
     pass is found; where the step is no sum over microbatches, with the line; where there are more stages than
@@ -60,12 +62,14 @@ class Pipeline:
     schedule: Any = "1f1b"
     chunks: int | None = None
     batch_argnames: str | Sequence[str] | None = None
+    at: str | Sequence[str] | None = None
 
     def __post_init__(self):
         require(isinstance(self.axis, str), "axis of Pipeline", self.axis, "the name of a mesh axis")
         is_count = is_integer(self.microbatches, 1)
         require(is_count, "microbatches of Pipeline", self.microbatches, "an int of 1 or more")
         check_names(self.batch_argnames, "Pipeline")
+        patterns(self.at, "Pipeline")
 
     def __str__(self):
         return f"Pipeline(axis={self.axis!r}, microbatches={self.microbatches}, schedule={self.schedule!r})"
@@ -79,7 +83,7 @@ class Pipeline:
         pairs = list(zip(context.arguments, is_batch, strict=True))
         params = [a.is_state and a.type.ndim > 0 and not taken for a, taken in pairs]
         batch = [a.path for a, taken in pairs if taken]
-        split = Split(program, params, is_batch, batch)
+        split = Split(program, params, is_batch, batch, at=patterns(self.at, "Pipeline"))
 
         def pipelined(region, arguments, batch, rest, asked):
             if not region.flow.backward:
