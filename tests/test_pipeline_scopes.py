@@ -99,7 +99,7 @@ def test_both_forms_begin_there():
     (one, two) = (stages[1]["begins"] for stages in (first, second))
     assert one["marked"] and two["marked"]
     assert [one["here"][k] for k in ("line", "crossing")] == [two["here"][k] for k in ("line", "crossing")]
-    assert 2.5 < first[1]["forward"] / first[0]["forward"]  # three blocks and the head to one block
+    assert 1.5 < first[1]["forward"] / first[0]["forward"]  # three blocks and the head to one block
 
 
 def test_nothing_matches():
