@@ -25,7 +25,7 @@ from shardax.partition.candidates import (
     suggest,
     waits,
 )
-from shardax.partition.sites import Layouts, Way
+from shardax.partition.sites import Layouts, Way, left_pending
 from shardax.sharding import Axes, AxisSizes, Layout, Padding
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
@@ -95,7 +95,8 @@ class Alternatives:
                     result.sharding.without(note.owing.unreduced), node.outputs[0].shape
                 )
             splits = project_all([result], factors.results, factors, self.sizes)
-            sums = [p for lay in made[0] if (p := _sums(lay, result))] if note.role == "stack" else []
+            left = (left_pending(result, lay, partly=True) for lay in made[0] if note.role == "stack")
+            sums = [lay.pending for lay in left if lay]
             each = [
                 candidate_of(factors, splits, (0,) if p else (), p) for p in dict.fromkeys([pending, *sums])
             ]
@@ -280,11 +281,6 @@ def _is_fused(maker: Node | None, readers: Sequence[Node | None]) -> bool:
         return False
     reader = RULES.get(readers[0].name)
     return reader is not None and reader.fuses != "none"
-
-
-def _sums(layout: Layout, result: Layout) -> tuple[tuple[str, str], ...]:
-    """The sums that are pending in a layout, as far as a result that splits dims can owe them."""
-    return tuple(p for p in layout.pending if p[1] == "sum" and p[0] not in result.sharding.axes)
 
 
 def _params_key(node: Node) -> Hashable:

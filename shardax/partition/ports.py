@@ -17,7 +17,7 @@ from shardax.cost.network import Network
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.maps import LAST, REDUCED, Carry, carries_of_map, has_open_loop, reads
-from shardax.partition.sites import Layouts, Site, Way
+from shardax.partition.sites import Layouts, Site, Way, left_pending
 from shardax.sharding import (
     Axes,
     AxisSizes,
@@ -172,7 +172,7 @@ def _cond(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Po
         search.body(body, runs / len(node.bodies), hidden)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
-        settled, *owed = _owing(search.requested(outer, hidden), owing, outer)
+        settled, *owed = _owing(search.requested(outer, hidden), owing)
         ways = [
             Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
             for layout in (*owed, settled)
@@ -212,7 +212,7 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
         stack = from_spec(spec, len(spec)).dims
         layouts = dict.fromkeys(
             [
-                *_owing(search.requested(inner, inside), search.made(inner), inner),
+                *_owing(search.requested(inner, inside), search.made(inner)),
                 *search.at_hand(inner, inside),
             ]
         )
@@ -245,7 +245,7 @@ def _operand(
 ) -> Site:
     """What bodies take and keep: in a layout in which nothing is owed, but where they run once."""
     requested = [search.requested(v, hidden) for v in (outer, *inners)]
-    owing = [lay for v in requested for lay in _owing(v, search.made(outer), outer)[1:]] if may_owe else []
+    owing = [lay for v in requested for lay in _owing(v, search.made(outer))[1:]] if may_owe else []
     layouts = [*search.at_hand(outer, hidden), *requested, *owing]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, runs))
@@ -313,7 +313,7 @@ def _stack(
     """
     requested = search.requested(inner, hidden)
     stack = search.requested(outer, hidden)
-    layouts = dict.fromkeys([*_owing(requested, search.made(inner), inner), *search.at_hand(inner, hidden)])
+    layouts = dict.fromkeys([*_owing(requested, search.made(inner)), *search.at_hand(inner, hidden)])
     ways = []
     for lay in layouts:
         keeps = [None] if split else [_kept_block(search, lay, outer, stack), None]
@@ -340,16 +340,12 @@ def _kept_block(search: Search, layout: Layout, stack: Value, requested: Layout)
     return Split(requested.dims[0], requested.padded[0])
 
 
-def _owing(requested: Layout, made: Iterable[Layout], value: Value) -> Layouts:
+def _owing(requested: Layout, made: Iterable[Layout]) -> Layouts:
     """The requested layout, and that owing the sums that were left, unless they are over axes that it is
     split over.
     """
-    layouts = [requested]
-    for lay in made:
-        sums = tuple(p for p in lay.pending if p[1] == "sum")
-        if sums and not any(axis in requested.sharding.axes for axis, _ in sums):
-            layouts.append(Layout(requested.sharding, requested.padded, sums))
-    return tuple(dict.fromkeys(layouts))
+    left = (lay for each in made if (lay := left_pending(requested, each)))
+    return tuple(dict.fromkeys([requested, *left]))
 
 
 _LAY_OUT = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -20,7 +20,7 @@ from shardax.graph.graph import Graph, Node, Value
 from shardax.partition import copies
 from shardax.partition.alternatives import Alternatives
 from shardax.partition.ports import Ports, iteration_splits, lay_out
-from shardax.partition.sites import Layouts, Site, Way
+from shardax.partition.sites import Layouts, Site, Way, left_pending
 from shardax.partition.tables import Problem, Solution, solve
 from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, replicated_layout
@@ -207,11 +207,10 @@ class Search:
         requested = self.requested(taken, hidden)
         back = []
         for lay in self.made(returned):
-            sums = tuple(p for p in lay.pending if p[1] == "sum")
             if not lay.pending:
                 back.append(lay)
-            elif sums and may_owe and not any(axis in requested.sharding.axes for axis, _ in sums):
-                back.append(Layout(requested.sharding, requested.padded, sums))
+            elif may_owe and (left := left_pending(requested, lay)):
+                back.append(left)
         known = {way.results[0] for way in port.ways}
         self.left[key] = tuple(
             dict.fromkeys([*self.returned.get(key, ()), *(lay for lay in back if lay not in known)])
