@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardax.graph.evaluate import evaluate as traced
 from shardax.options import Options
+from shardax.pipeline.adding import Adding
 from shardax.pipeline.region import Made
 from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import AXIS, Microbatch, is_sent, microbatch
@@ -173,6 +174,28 @@ def test_summands_are_added_behind_their_sums():
     assert {"transpose", "add_any"} <= behind
     inside = [eqn for eqn in found.region if eqn.outvars[0].aval.shape == (M, M)]
     assert {eqn.primitive.name for eqn in inside} == {"dot_general"}
+
+
+def test_summands_of_one_gradient_are_to_be_added_up_in_one_place():
+    """Where one stage makes both; one of them is transposed first."""
+    found = split(twice, W, X)
+    assert isinstance(found.adding, Adding) and not found.adding.packed
+    ((value, accumulator, chain),) = found.adding.together
+    (parts,) = accumulator.parts
+    numbers = [i for i, v in enumerate(found.sums) if v.aval.shape]
+    assert accumulator.anywhere and sorted(part.number for part in parts) == numbers and chain == ()
+    assert sorted(len(part.moves) % 2 for part in parts) == [0, 1] and value.aval.shape == (M, M)
+    assert not split(gradient, W, X).adding.together
+
+
+def test_a_sum_that_is_read_twice_is_added_up_alone():
+    def step(w, x):
+        loss = lambda v, w: (jnp.tanh(x @ v) @ w.T).sum()  # noqa: E731
+        first, second = jax.grad(loss, argnums=(0, 1))(w, w)
+        return w - (first + second), first
+
+    adding = split(step, W, X).adding
+    assert not adding.together
 
 
 def test_sums_of_the_batch_alone_run_before():
