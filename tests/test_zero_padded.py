@@ -97,7 +97,7 @@ def test_losses(name, stage, axes, quick_compilation):
     tx, mesh, axis = OPTIMIZERS[name](), make_mesh(axes), ("data", "fsdp") if "fsdp" in axes else "data"
     specs = {**dict.fromkeys(SIZES), "up": P(None, "model"), "down": P("model")} if "model" in axes else None
     step = sharded_step(tx, mesh, stage, axis, specs)
-    before = sx.zero.init(tx, make_params(), mesh, axis, stage, requested=specs)
+    before = sx.zero.init(tx, make_params(), mesh, axis, stage, requested=specs, bucket=0)
     made = [x.sharding for x in jax.tree.leaves(before)]
     state, found = run(step, before)
     for sharding, x in zip(made, jax.tree.leaves(state), strict=True):
@@ -160,7 +160,8 @@ def test_plan_says_what_rests_padded():
 
 
 @pytest.mark.quick
-def test_explicit_form():
+@pytest.mark.parametrize("bucket, elements", [(0, 2 * 61 * 128), (2**20, 2 * 61 * 127 + 2)])
+def test_explicit_form(bucket, elements):
     """`sx.zero.shard(tx)` takes padded state too, and the program sends what `Zero` sends."""
     shape = partial(jax.ShapeDtypeStruct, dtype="float32")
     params, x_BM, tx = {"w": shape((61, 127)), "v": shape((127, 61))}, shape((4096, 61)), optax.adamw(1e-3)
@@ -175,14 +176,11 @@ def test_explicit_form():
 
         return step
 
-    state = sx.zero.init(tx, params, abstract(data=4))
+    state = sx.zero.init(tx, params, abstract(data=4), bucket=bucket)
     found = planned(step_of(tx), (state, x_BM), Zero("data", 1))
     wrapped = planned(step_of(sx.zero.shard(tx, "data", 1)), (state, x_BM), None)
-    assert (
-        sent(wrapped)
-        == sent(found)
-        == dict.fromkeys(("reduce_scatter", "all_gather"), 2 * 4 * 61 * 128 * 3 // 4)
-    )
+    part = 4 * elements * 3 // 4
+    assert sent(wrapped) == sent(found) == {"reduce_scatter": part, "all_gather": part}
     for left, right in [
         (wrapped.in_shardings, found.in_shardings),
         (wrapped.out_shardings, found.out_shardings),

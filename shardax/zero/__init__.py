@@ -1,6 +1,7 @@
 """ZeRO: optimizer state, gradients and parameters sharded over the devices that compute on different data."""
 
 from shardax.zero.at_host import AtHost
+from shardax.zero.bucket import Bucketed
 from shardax.zero.dealt import dealt
 from shardax.zero.files import open_safetensors
 from shardax.zero.init import init, pad
@@ -11,6 +12,7 @@ from shardax.zero.wrapped import shard, specs
 
 __all__ = [
     "AtHost",
+    "Bucketed",
     "Padded",
     "Zero",
     "dealt",

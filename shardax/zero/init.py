@@ -1,5 +1,7 @@
 """init, pad: a state of which nothing is replicated along an axis, however large its arrays are."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,13 +9,16 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardax import _jax
-from shardax.annotations.annotate import broadcast_specs, is_spec
+from shardax.annotations.annotate import broadcast_specs
 from shardax.sharding import Axes
 from shardax.validation import require
-from shardax.zero.padded import is_padded, padded_to
-from shardax.zero.rest import padded_shape
+from shardax.zero.bucket import bucketed, is_bucketed, is_part
+from shardax.zero.padded import padded_to
+from shardax.zero.rest import padded_shape, split_further
 from shardax.zero.transform import Zero
 from shardax.zero.wrapped import check_mesh, requested_of, specs
+
+SMALL = 2**20  # bytes
 
 
 def init(
@@ -23,10 +28,12 @@ def init(
     axis: str | Axes = "data",
     stage: int = 1,
     requested: Any = None,
+    bucket: int = SMALL,
 ) -> tuple[Any, Any]:
     """The state `(params, tx.init(params))` as it rests under `Zero(axis, stage)`. Each array of the
     optimizer's state, and in stage 3 of the parameters, is split: what the axis divides along no dim is a
-    `Padded`.
+    `Padded`, or where there are several small ones in a tree like that of the parameters, a part of a bucket:
+    that tree is a `Bucketed`.
 
     A step with `Zero(axis, stage)` in its transforms takes and returns it, and sees true shapes. No device
     ever holds more of the optimizer's state than its shards.
@@ -38,47 +45,53 @@ def init(
       axis, stage: as of `Zero`.
       requested: the shardings of parameters besides, as in in_shardings: a prefix tree of specs. What has the
         shape of a parameter in the optimizer's state is split alike.
+      bucket: the bytes that an array may have at most to rest in a bucket, 0 for no buckets. By itself it
+        would need a collective for its gradient, and one for its new value; in a bucket it is copied there
+        and back. By default a MiB, which a TPU copies in about the time in which a collective starts.
 
     Raises ValueError where the mesh has no such axis, or has no devices for arrays.
 
     >>> import optax
     >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
-    >>> params = {"w": shape(13, 101), "b": shape(101)}
+    >>> params = {"w": shape(1300, 1001), "b": shape(1001), "scale": shape(13)}
     >>> params, (adam, _) = init(optax.adam(1e-3), params, AbstractMesh((8,), ("data",)))
-    >>> adam.mu
-    {'b': Padded(float32[101] as [104]), 'w': Padded(float32[13, 101] as [13, 104])}
+    >>> adam.mu.rest["w"], adam.mu.buckets["float32"]
+    (Padded(float32[1300, 1001] as [1304, 1001]), Padded(float32[1014] as [1016]))
     """
     zero = Zero(axis, stage)
     require(hasattr(tx, "init"), "tx of init", tx, "an optax optimizer")
-    mesh = _mesh(mesh, zero.axes, "init")
+    require(isinstance(bucket, int), "bucket of init", bucket, "a number of bytes")
+    rests = _Rests(_mesh(mesh, zero.axes, "init"), zero.axes, params, bucket)
     of_params = broadcast_specs(requested, params, "requested")
     by_shape = {x.shape: spec for x, spec in zip(jax.tree.leaves(params), of_params, strict=True)}
-    of_state = jax.tree.map(lambda x: by_shape.get(x.shape), jax.eval_shape(tx.init, params))
-    of_params = jax.tree.structure(params).unflatten(of_params)
+    of_state = [by_shape.get(x.shape) for x in jax.tree.leaves(jax.eval_shape(tx.init, params))]
 
     def make(params):
-        rests = _padded(params, mesh, zero.axes, of_params) if stage == 3 else params
-        return rests, _padded(tx.init(params), mesh, zero.axes, of_state)
+        trained = rests.made(params, of_params) if stage == 3 else params
+        return trained, rests.made(tx.init(params), of_state)
 
-    def rest(made):
-        params, state = made
+    def placed():
+        state = rests.shardings(jax.eval_shape(tx.init, params), of_state)
         if stage == 3:
-            params = specs(params, mesh, zero.axes, of_params)
-        else:
-            leaves = zip(jax.tree.leaves(params), jax.tree.leaves(of_params, is_leaf=is_spec), strict=True)
-            whole = [NamedSharding(mesh, requested_of(spec, x.shape, mesh).spec) for x, spec in leaves]
-            params = jax.tree.structure(params).unflatten(whole)
-        return params, specs(state, mesh, zero.axes, of_state)
+            return rests.shardings(params, of_params), state
+        leaves = zip(jax.tree.leaves(params), of_params, strict=True)
+        whole = [NamedSharding(rests.mesh, requested_of(s, x.shape, rests.mesh).spec) for x, s in leaves]
+        return jax.tree.structure(params).unflatten(whole), state
 
-    return _placed(make, rest, params, mesh, "init")
+    return _placed(make, placed, params, rests.mesh, "init")
 
 
 def pad(
-    tree: Any, mesh: Mesh | AbstractMesh | None = None, axis: str | Axes = "data", requested: Any = None
+    tree: Any,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis: str | Axes = "data",
+    requested: Any = None,
+    params: Any = None,
+    bucket: int = SMALL,
 ) -> Any:
     """A tree of true shapes as it rests split: what the axis divides along no dim is a `Padded`, with one dim
-    longer, which takes the fewest zeros; of three dims and more not the first, over which layers may be
-    stacked. Arrays of one number stay as they are.
+    longer, which takes the fewest zeros; the first of three dims and more, over which layers may be stacked,
+    only where this saves an eighth of the array. Arrays of one number stay as they are.
 
     For a state that no optax optimizer made, and for one that was restored from a checkpoint. Inside a
     function that makes a state, `specs` of what `jax.eval_shape` gives are its `out_shardings`.
@@ -86,6 +99,9 @@ def pad(
     Args:
       tree: arrays, which are placed as `specs` says; or shapes; or, under `jax.jit`, what is being traced.
       mesh, axis, requested: as of `init`; `requested` is a prefix of `tree`.
+      params: the parameters, or their shapes: parts of `tree` that are like this tree, or like it but for
+        some leaves, have their small arrays in buckets, as `init` makes them. Without it nothing is in one.
+      bucket: as of `init`.
 
     Raises ValueError where the mesh has no such axis, or has no devices for arrays.
 
@@ -95,13 +111,14 @@ def pad(
     ({'m': Padded(float32[7, 3] as [8, 3])}, P('data', None))
     """
     axes = Zero(axis).axes
-    mesh = _mesh(mesh, axes, "pad")
-    of_leaves = jax.tree.structure(tree).unflatten(broadcast_specs(requested, tree, "requested"))
+    require(isinstance(bucket, int), "bucket of pad", bucket, "a number of bytes")
+    rests = _Rests(_mesh(mesh, axes, "pad"), axes, params, bucket)
+    of_leaves = broadcast_specs(requested, tree, "requested")
     return _placed(
-        lambda tree: _padded(tree, mesh, axes, of_leaves),
-        lambda made: specs(made, mesh, axes, of_leaves),
+        lambda tree: rests.made(tree, of_leaves),
+        lambda: rests.shardings(tree, of_leaves),
         tree,
-        mesh,
+        rests.mesh,
         "pad",
     )
 
@@ -113,18 +130,73 @@ def _mesh(mesh: Mesh | AbstractMesh | None, axes: Axes, what: str) -> Mesh | Abs
     return mesh
 
 
-def _padded(tree: Any, mesh: Mesh | AbstractMesh, axes: Axes, requested: Any) -> Any:
-    def padded(spec, x):
-        if is_padded(x) or not jnp.shape(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+class _Rests:
+    """How trees rest: what is padded, and what is in buckets."""
+
+    def __init__(self, mesh: Mesh | AbstractMesh, axes: Axes, params: Any, most: int):
+        self.mesh, self._axes, self._most = mesh, axes, most
+        self._paths = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
+
+    def made(self, tree: Any, requested: Sequence[Any]) -> Any:
+        """The tree as it rests; `requested` has a spec for each of its leaves."""
+        return self._with_requested(tree, requested)[0]
+
+    def shardings(self, tree: Any, requested: Sequence[Any]) -> Any:
+        made, wanted = self._with_requested(jax.eval_shape(lambda: tree), requested)
+        return specs(made, self.mesh, self._axes, wanted)
+
+    def _with_requested(self, tree: Any, requested: Sequence[Any]) -> tuple[Any, Any]:
+        """The tree as it rests, and such a tree of specs."""
+        parts, structure = jax.tree.flatten(tree, is_leaf=self._is_like_params)
+        left, made, wanted = iter(requested), [], []
+        for part in parts:
+            its = list(itertools.islice(left, len(jax.tree.leaves(part))))
+            in_buckets, its = self._in_buckets(part, its) if self._is_like_params(part) else (part, its)
+            made.append(
+                jax.tree.unflatten(
+                    jax.tree.structure(in_buckets), map(self._padded, jax.tree.leaves(in_buckets), its)
+                )
+            )
+            wanted.append(jax.tree.unflatten(jax.tree.structure(made[-1]), its))
+        return structure.unflatten(made), structure.unflatten(wanted)
+
+    def _is_like_params(self, part: Any) -> bool:
+        """Whether this node has leaves where parameters have some, and no others."""
+        leaves = jax.tree.leaves_with_path(part)
+        return len(leaves) > 1 and all(jax.tree_util.keystr(path) in self._paths for path, _ in leaves)
+
+    def _in_buckets(self, tree: Any, requested: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """A tree with its small arrays in buckets, and the specs of its leaves."""
+        small = [self._is_small(x, s) for x, s in zip(jax.tree.leaves(tree), requested, strict=True)]
+        made = bucketed(tree, small, self._axes)
+        if not is_bucketed(made):
+            return made, list(requested)
+        places = jax.tree.leaves(made.rest, is_leaf=is_part)
+        rest = [spec for x, spec in zip(places, requested, strict=True) if not is_part(x)]
+        return made, [*rest, *[None] * len(made.buckets)]
+
+    def _is_small(self, x: Any, spec: Any) -> bool:
+        """Whether it may rest in a bucket: what the axes divide along no dim, and nothing else splits."""
+        if not _is_array(x) or x.size < 2 or x.size * x.dtype.itemsize > self._most:
+            return False
+        before = requested_of(spec, x.shape, self.mesh)
+        return not before.axes and split_further(before, x.shape, self._axes, self.mesh.shape) == before
+
+    def _padded(self, x: Any, spec: Any) -> Any:
+        if not _is_array(x):
             return x
-        shape = padded_shape(requested_of(spec, x.shape, mesh), x.shape, axes, mesh.shape)
-        return x if shape is None else padded_to(x, shape, axes)
+        before = requested_of(spec, x.shape, self.mesh)
+        shape = padded_shape(before, x.shape, self._axes, self.mesh.shape)
+        return x if shape is None else padded_to(x, shape, self._axes)
 
-    return jax.tree.map(padded, requested, tree, is_leaf=is_spec)
+
+def _is_array(x: Any) -> bool:
+    """Whether it has numbers that can be padded: no scalar, no keys."""
+    return bool(jnp.shape(x)) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _placed(make, rest, tree: Any, mesh: Mesh | AbstractMesh, what: str) -> Any:
-    """`make(tree)`, of arrays on their devices as `rest` says of its shapes."""
+def _placed(make, shardings, tree: Any, mesh: Mesh | AbstractMesh, what: str) -> Any:
+    """`make(tree)`, of arrays on their devices, in the `shardings`."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
         return jax.eval_shape(make, tree)
     if not _jax.is_eager(tree):
@@ -132,4 +204,4 @@ def _placed(make, rest, tree: Any, mesh: Mesh | AbstractMesh, what: str) -> Any:
     require(
         isinstance(mesh, Mesh), f"mesh of {what}, for arrays,", mesh, "one with devices, or give it shapes"
     )
-    return jax.jit(make, out_shardings=rest(jax.eval_shape(make, tree)))(tree)
+    return jax.jit(make, out_shardings=shardings())(tree)

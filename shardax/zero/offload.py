@@ -167,7 +167,9 @@ def _parts(eqns: Sequence[Any], roots: Collection[Any], outvars: Sequence[Any]) 
             return place[id(part.eqns[-1])], part.reads(), part.made
         return place[id(part)], [v for v in part.invars if not _jax.is_literal(v)], part.outvars
 
-    return [parts[n] for n in in_order(list(map(task, parts)))]
+    order = in_order(list(map(task, parts)))
+    assert len(order) == len(parts), "segments depend on each other"
+    return [parts[n] for n in order]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,8 @@ from jax import lax
 
 from shardax import _jax
 from shardax.sharding import Axes
+from shardax.zero.branches import buckets_in
+from shardax.zero.bucket import Bucketed, is_bucketed, is_part, joined
 
 Shape = tuple[int, ...]
 
@@ -57,12 +59,17 @@ def is_padded(x: Any) -> bool:
     return isinstance(x, Padded)
 
 
+def is_resting(x: Any) -> bool:
+    """Whether it is in another form than functions have it: an array that is padded, a tree with buckets."""
+    return is_padded(x) or is_bucketed(x)
+
+
 def has_padded(tree: Any) -> bool:
-    return any(map(is_padded, jax.tree.leaves(tree, is_leaf=is_padded)))
+    return any(map(is_resting, jax.tree.leaves(tree, is_leaf=is_resting)))
 
 
 def unpad(tree: Any) -> Any:
-    """The tree with arrays in their true shapes; what is not padded stays.
+    """The tree with arrays in their true shapes, those in buckets too; what is not padded stays.
 
     This is the tree that a checkpoint should have. What was padded is whole on each device then; of
     `jax.device_get(tree)` it makes NumPy arrays. Takes shapes (`jax.ShapeDtypeStruct`) too.
@@ -71,7 +78,8 @@ def unpad(tree: Any) -> Any:
     >>> jax.tree.map(jnp.shape, unpad(state), is_leaf=lambda x: hasattr(x, "shape"))
     {'count': (), 'w': (13, 4)}
     """
-    return jax.tree.map(lambda x: _cut(x) if is_padded(x) else x, tree, is_leaf=is_padded)
+    cut = jax.tree.map(lambda x: _cut(x) if is_padded(x) else x, tree, is_leaf=is_padded)
+    return jax.tree.map(lambda x: x.tree() if is_bucketed(x) else x, cut, is_leaf=is_bucketed)
 
 
 def _cut(x: Padded) -> Any:
@@ -128,8 +136,8 @@ def around(function: Callable[..., Any], axes: Axes, what: str) -> Callable[...,
 
 def check_axes(named: dict[Name, Any], axes: Axes, what: str) -> None:
     for name, tree in named.items():
-        for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_padded):
-            if is_padded(x) and set(x.axes) != set(axes):
+        for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_resting):
+            if is_resting(x) and set(x.axes) != set(axes):
                 raise ValueError(
                     f"{name.words}{jax.tree_util.keystr(path)} is padded for {_axis(x.axes)}, "
                     f"and axis of {what} is {_axis(axes)}: sx.zero.unpad the state, and sx.zero.pad it for "
@@ -172,8 +180,9 @@ def padded_like(results: Any, arguments: dict[Name, Any]) -> Any:
 
 def _form(tree: Any) -> tuple[Any, tuple[Shape, ...]]:
     """The structure and the true shapes."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
-    return structure, tuple(x.shape if is_padded(x) else jnp.shape(x) for x in leaves)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), getattr(x, "dtype", "float32")), tree)
+    leaves, structure = jax.tree.flatten(unpad(types))
+    return structure, tuple(x.shape for x in leaves)
 
 
 def _replaced(results: Any, form: Any, likes: dict[Name, Any]) -> tuple[Any, bool]:
@@ -205,7 +214,7 @@ def _paired(likes: dict[Name, Any], found: dict[int, str]) -> Iterator[tuple[Nam
             yield name, same[0]
             left.remove(name)
             free.remove(same[0])
-    unclear = [name for name in left if is_padded(likes[name]) or free and has_padded(likes[name])]
+    unclear = [name for name in left if is_resting(likes[name]) or free and has_padded(likes[name])]
     if unclear and len(free) != len(left):
         raise ValueError(
             f"{unclear[0].words} rests padded, and {len(found) or 'no'} results have the structure and "
@@ -217,10 +226,27 @@ def _paired(likes: dict[Name, Any], found: dict[int, str]) -> Iterator[tuple[Nam
 
 
 def padded_as(tree: Any, like: Any) -> Any:
-    """A tree of true shapes, padded as one of its structure is."""
-    leaves, structure = jax.tree.flatten(like, is_leaf=is_padded)
-    pairs = zip(jax.tree.leaves(tree), leaves, strict=True)
-    return structure.unflatten(padded_to(x, y.value.shape, y.axes) if is_padded(y) else x for x, y in pairs)
+    """A tree of true shapes, padded and in buckets as one of its structure is."""
+
+    def rests(like: Any, x: Any) -> Any:
+        if is_padded(like):
+            return padded_to(x, like.value.shape, like.axes)
+        return _bucketed_as(x, like) if is_bucketed(like) else x
+
+    return jax.tree.map(rests, like, tree, is_leaf=is_resting)
+
+
+def _bucketed_as(tree: Any, like: Bucketed) -> Bucketed:
+    places, structure = jax.tree.flatten(like.rest, is_leaf=lambda x: is_part(x) or is_padded(x))
+    rest, parts = jax.tree.leaves(tree), {dtype: [] for dtype in like.buckets}
+    for i, place in enumerate(places):
+        if is_part(place):
+            parts[place.dtype].append(rest[i])
+            rest[i] = place
+        else:
+            rest[i] = padded_as(rest[i], place)
+    buckets = {dtype: padded_as(joined(parts[dtype]), x) for dtype, x in like.buckets.items()}
+    return Bucketed(structure.unflatten(rest), buckets, like.axes)
 
 
 def _parts(trees: dict[Name, Any]) -> dict[Name, Any]:
@@ -234,7 +260,7 @@ def _parts(trees: dict[Name, Any]) -> dict[Name, Any]:
 
 
 def cuts(jaxpr) -> dict[int, Shape]:
-    """By the number of an argument of a closed jaxpr that is padded its true shape."""
+    """By the number of an argument of a closed jaxpr that is padded, or is a bucket, its true shape."""
     numbers = {v: i for i, v in enumerate(jaxpr.jaxpr.invars)}
     found = {}
     for eqn in jaxpr.jaxpr.eqns:
@@ -245,7 +271,8 @@ def cuts(jaxpr) -> dict[int, Shape]:
             found[number] = eqn.outvars[0].aval.shape
         elif eqn.primitive.name in ("annotate", "device_put"):
             numbers[eqn.outvars[0]] = number
-    return found
+    whole = buckets_in(jaxpr.jaxpr.eqns).cut
+    return found | {numbers[v]: v.aval.shape for v in whole if v in numbers}
 
 
 def is_cut(eqn) -> bool:

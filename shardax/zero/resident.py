@@ -1,7 +1,8 @@
 """Resident: bytes of a step's state on each device, before and after ZeRO, and what could not be split."""
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -14,7 +15,7 @@ from shardax.explain.terminal import shown
 from shardax.ledger.collectives import array_bytes, array_text
 from shardax.ledger.words import as_one, bytes_text, form, times
 from shardax.sharding import Axes, shard_count
-from shardax.zero.padded import cuts
+from shardax.zero.padded import Shape, cuts
 from shardax.zero.rest import split_further
 
 PARAMETER, OPTIMIZER = "parameter", "optimizer state"
@@ -115,6 +116,7 @@ def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
     before: dict[str, int] = dict.fromkeys(("parameters", "gradients", OPTIMIZER), 0)
     after, hosted, whole = dict(before), dict(before), []
     scattered = {x.true.shape: x.resting // x.true.dtype.itemsize for x in arrays if x.is_padded}
+    in_bucket = _in_bucket(arrays, scattered)
     for x in arrays:
         name = OPTIMIZER if x.role == OPTIMIZER else "parameters"
         before[name] += x.nbytes // x.was
@@ -123,6 +125,7 @@ def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
         if x.role == PARAMETER:
             before["gradients"] += x.nbytes // x.was
             shard = scattered.get(x.true.shape, x.nbytes // x.true.dtype.itemsize // x.could)
+            shard = in_bucket.get(x.path, shard)
             after["gradients"] += x.nbytes // x.was if stage == 1 else shard * x.true.dtype.itemsize
         if x.could == x.was and x.true.shape and (x.role == OPTIMIZER or stage == 3):
             whole.append(Whole(x.path, array_text(x.place.aval), x.resting))
@@ -131,6 +134,26 @@ def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
     return Resident(
         words, before, after, largest, {name: n for name, n in hosted.items() if n}, tuple(padded)
     )
+
+
+def _in_bucket(arrays: "Sequence[_Array]", scattered: Mapping[Shape, int]) -> dict[str, int]:
+    """By its path the share in elements that a device has of the gradient of each parameter that rests whole,
+    where the optimizer's state has all of these in one bucket.
+    """
+    whole = [
+        x
+        for x in arrays
+        if x.role == PARAMETER and x.could == x.was and x.true.size > 1 and x.true.shape not in scattered
+    ]
+    total = sum(x.true.size for x in whole)
+    buckets = (x for x in arrays if x.role == OPTIMIZER and x.true.shape == (total,))
+    bucket = next(buckets, None)
+    if bucket is None or len(whole) < 2:
+        return {}
+    shard = bucket.resting // bucket.true.dtype.itemsize
+    ends = [0, *itertools.accumulate(x.true.size for x in whole)]
+    cuts = [shard * end // total for end in ends]
+    return {x.path: end - start for x, start, end in zip(whole, cuts[:-1], cuts[1:], strict=True)}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from collections.abc import Collection
 
 from shardax.sharding import Axes, AxisSizes, Sharding, shard_count
 
+STACKED = 1 / 8  # of an array: so much padding more is taken rather than to split layers
+
 
 def split_further(
     sharding: Sharding, shape: tuple[int, ...], axes: Axes, sizes: AxisSizes, last: Collection[int] = ()
@@ -33,13 +35,16 @@ def split_further(
 def padded_shape(
     sharding: Sharding, shape: tuple[int, ...], axes: Axes, sizes: AxisSizes
 ) -> tuple[int, ...] | None:
-    """The shape with one dim made longer, so that `axes` divide it: of the dims that nothing splits, and over
-    which no layers can be stacked, the one for which the fewest numbers are added. None where it needs none,
-    or where no device would have less than all.
+    """The shape with one dim made longer, so that `axes` divide it: of the dims that nothing splits the one
+    for which the fewest numbers are added. The first of three and more, over which layers may be stacked,
+    counts as if it took an eighth of the array more. None where it needs none, or where no device would have
+    less than all.
 
     >>> padded_shape(Sharding(((), ())), (13, 7), ("data",), {"data": 4})
     (13, 8)
     >>> padded_shape(Sharding(((), ())), (13, 8), ("data",), {"data": 4})
+    >>> [padded_shape(Sharding(((),) * 3), x, ("data",), {"data": 8}) for x in ((12, 101, 509), (127, 3, 5))]
+    [(12, 101, 512), (128, 3, 5)]
     """
     if set(axes) & set(sharding.axes) or split_further(sharding, shape, axes, sizes) != sharding:
         return None
@@ -52,7 +57,8 @@ def padded_shape(
         return longer(dim) // shard_count(axes, sizes) < shape[dim]
 
     def preference(dim: int):
-        return bool(sharding.dims[dim]), dim == 0 and len(shape) > 2, longer(dim) / shape[dim]
+        stacked = dim == 0 and len(shape) > 2
+        return bool(sharding.dims[dim]), longer(dim) / shape[dim] + STACKED * stacked
 
     dim = min(filter(shortens, range(len(shape))), key=preference, default=None)
     return None if dim is None else tuple(longer(d) if d == dim else size for d, size in enumerate(shape))
@@ -67,8 +73,12 @@ def split_padded(
     >>> split_padded(Sharding((("model",),)), (8,), (7,), ("data",), {"data": 8, "model": 2})
     P('data')
     """
-    dims = list(sharding.without(axes).dims)
-    dim = next(d for d, size in enumerate(shape) if padded[d] != size)
+    dims, dim = list(sharding.without(axes).dims), padded_dim(padded, shape)
     with_others = (*dims[dim], *axes)
     dims[dim] = axes if padded[dim] % shard_count(with_others, sizes) else with_others
     return Sharding(tuple(dims))
+
+
+def padded_dim(padded: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """The dim along which an array is padded; the one of a bucket that needs no padding."""
+    return next((dim for dim, size in enumerate(shape) if padded[dim] != size), 0)

@@ -30,8 +30,9 @@ from shardax.zero.inside import Inside, OfShape
 from shardax.zero.offload import Offload, on_device, require_memory
 from shardax.zero.padded import Shape, around, cuts
 from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, filled, resident
-from shardax.zero.rest import split_further, split_padded
+from shardax.zero.rest import padded_dim, split_further, split_padded
 from shardax.zero.roles import Roles, is_update, roles
+from shardax.zero.together import together
 from shardax.zero.whole import repeated_group
 
 Accumulate = Literal["scattered", "unreduced"]
@@ -137,6 +138,7 @@ class Zero:
         self._check_axes(context)
         jaxpr = _jax.dce(jaxpr)
         true = self._true_shapes(jaxpr, context)
+        jaxpr = together(jaxpr)
         found = self._roles(jaxpr, context)
         before, sizes = self._before(jaxpr, context), context.mesh.shape
         split = {
@@ -239,16 +241,16 @@ class Zero:
         return inside.annotated(jaxpr, known)[0]
 
     def _true_shapes(self, jaxpr, context: Context) -> dict[int, Shape]:
-        """Of the arguments that rest padded, by their numbers."""
+        """Of the arguments that rest padded or are buckets, by their numbers."""
         true, count = cuts(jaxpr), shard_count(self.axes, context.mesh.shape)
         for i, shape in true.items():
             argument = context.arguments[i]
-            longer = [to for to, size in zip(argument.type.shape, shape, strict=True) if to != size]
-            if longer[0] % count:
+            padded = argument.type.shape
+            if padded[padded_dim(padded, shape)] % count:
                 raise ValueError(
-                    f"{argument.path} of shape {list(shape)} is padded to {list(argument.type.shape)}, and "
-                    f"there are {count} devices along {self.axis!r} (mesh {describe(context.mesh)}): it was "
-                    "padded for another mesh; sx.zero.unpad the state, and sx.zero.pad it for this one"
+                    f"{argument.path} of shape {list(shape)} is padded to {list(padded)}, and there are "
+                    f"{count} devices along {self.axis!r} (mesh {describe(context.mesh)}): it was padded for "
+                    "another mesh; sx.zero.unpad the state, and sx.zero.pad it for this one"
                 )
         return true
 

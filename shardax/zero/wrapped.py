@@ -10,8 +10,10 @@ from shardax import _jax
 from shardax.annotations.annotate import annotate, bind_annotation, broadcast_specs, describe, dims_of
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
+from shardax.zero.bucket import has_buckets, is_part
 from shardax.zero.padded import Name, Padded, check_axes, has_padded, is_padded, padded_as, unpad
 from shardax.zero.rest import split_further, split_padded
+from shardax.zero.together import around_buckets
 from shardax.zero.transform import Zero
 
 
@@ -50,13 +52,17 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
     def update(grads, state, trained=None, **extra):
         check_axes({Name("state", "state"): state}, zero.axes, "shard")
         _check_not_padded({"grads": grads, "params": trained})
-        rests = _Rests(zero, grads if trained is None else trained, params)
-        state = _annotated(state, rests.split)
-        rests.pad_as(state)
-        grads = _annotated(grads, rests.split)
-        trained = None if trained is None else _annotated(trained, rests.parameter)
-        updates, new = tx.update(grads, unpad(state), trained, **extra)
-        return _annotated(updates, rests.parameter), _annotated(padded_as(new, state), rests.split)
+
+        def run(grads, state, trained):
+            rests = _Rests(zero, grads if trained is None else trained, params)
+            state = _annotated(state, rests.split)
+            rests.pad_as(state)
+            grads = _annotated(grads, rests.split)
+            trained = None if trained is None else _annotated(trained, rests.parameter)
+            updates, new = tx.update(grads, unpad(state), trained, **extra)
+            return _annotated(updates, rests.parameter), _annotated(padded_as(new, state), rests.split)
+
+        return (around_buckets(run) if has_buckets(state) else run)(grads, state, trained)
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
     return kind(init, update)
@@ -78,7 +84,7 @@ class _Rests:
     def __init__(self, zero: Zero, params: Any, specs: Any):
         self._zero, self._mesh = zero, _jax.context_mesh()
         self._before: dict[tuple[int, ...], Sharding] = {}
-        self._padded: dict[tuple[int, ...], PartitionSpec] = {}
+        self._padded: dict[tuple[int, ...], PartitionSpec | None] = {}
         if self._mesh is not None:
             check_mesh(zero.axes, self._mesh, "shard")
             for x, spec in zip(
@@ -87,16 +93,21 @@ class _Rests:
                 self._before[x.shape] = requested_of(spec, x.shape, self._mesh)
 
     def pad_as(self, state: Any) -> None:
-        """Makes gradients of a shape that rests padded in the state split as that is."""
+        """Makes gradients of a shape that rests padded in the state split as that is, and leaves those open
+        that have a place in a bucket.
+        """
         for x in jax.tree.leaves(state, is_leaf=is_padded):
             if is_padded(x) and not _jax.is_eager(x) and (spec := self.split(x.value.shape)) is not None:
                 self._padded[x.shape] = spec
+        for x in jax.tree.leaves(state, is_leaf=is_part):  # what is in buckets has no leaves, but is one here
+            if is_part(x):
+                self._padded[x.shape] = None
 
     def parameter(self, shape: tuple[int, ...]) -> PartitionSpec | None:
         return self._known(shape, self._zero.axes if self._zero.stage == 3 else ())
 
     def split(self, shape: tuple[int, ...]) -> PartitionSpec | None:
-        return self._padded.get(shape) or self._known(shape, self._zero.axes)
+        return self._padded[shape] if shape in self._padded else self._known(shape, self._zero.axes)
 
     def _known(self, shape: tuple[int, ...], axes: Axes = ()) -> PartitionSpec | None:
         if self._mesh is None or not shape:

@@ -1,0 +1,144 @@
+"""Branches: a `cond` that takes all parts of a bucket, or gives them, takes or gives the bucket.
+
+    a, b = cond(ok, update, keep, a, b, g)        bucket = cond(ok, update', keep', bucket, g)
+
+An optimizer that skips steps, or updates in some of them, has its update in there.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardax import _jax
+from shardax.annotations.explicit import as_at, shape_of
+from shardax.graph.evaluate import bound, evaluate
+from shardax.zero.bucket import BUCKET, joined, parts_of
+
+Members = tuple[Any, ...]  # variables
+Kind = tuple[Any, tuple[tuple[int, ...], ...]]  # of a bucket: the dtype, and the shapes of its parts
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The buckets of a jaxpr, each variable with those of its parts: `cut` are taken apart, `joined` are
+    made.
+    """
+
+    cut: Mapping[Any, Members]
+    joined: Mapping[Any, Members]
+
+
+def is_of_bucket(eqn) -> bool:
+    return BUCKET in str(eqn.source_info.name_stack)
+
+
+def buckets_in(eqns: Sequence[Any]) -> Cuts:
+    reshaped = {eqn.invars[0]: eqn for eqn in eqns if _is_named(eqn, "reshape")}
+    flattened = {eqn.outvars[0]: eqn for eqn in eqns if _is_named(eqn, "reshape")}
+    parts: dict[Any, dict[int, Any]] = {}
+    for eqn in eqns:
+        if _is_named(eqn, "slice"):
+            (v,), (start,) = eqn.outvars, eqn.params["start_indices"]
+            parts.setdefault(eqn.invars[0], {})[start] = reshaped[v].outvars[0] if v in reshaped else v
+    cut = {whole: tuple(v for _, v in sorted(found.items())) for whole, found in parts.items()}
+    made = {
+        eqn.outvars[0]: tuple(flattened[v].invars[0] if v in flattened else v for v in eqn.invars)
+        for eqn in eqns
+        if _is_named(eqn, "concatenate")
+    }
+    return Cuts({w: vs for w, vs in cut.items() if sum(v.aval.size for v in vs) == w.aval.size}, made)
+
+
+def _is_named(eqn, name: str) -> bool:
+    return eqn.primitive.name == name and is_of_bucket(eqn)
+
+
+def with_whole_buckets(closed, change: Callable[[Any], Any]) -> Any:
+    """The program, buckets whole in and out of branches, which become what `change` makes of them."""
+    found, eqns = buckets_in(closed.jaxpr.eqns), closed.jaxpr.eqns
+    kinds = {_kind(members) for members in (*found.cut.values(), *found.joined.values())}
+    if not kinds or not any(eqn.primitive.name == "cond" for eqn in eqns):
+        return closed
+
+    def run(*args):
+        jaxpr = closed.jaxpr
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
+
+        def read(atom):
+            return atom.val if _jax.is_literal(atom) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands, is_cond = list(map(read, eqn.invars)), eqn.primitive.name == "cond"
+            made = _cond(eqn, operands, kinds, found, change) if is_cond else bound(eqn, operands)
+            env.update(zip(eqn.outvars, made, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, closed.in_avals)))
+
+
+def _kind(members: Members) -> Kind:
+    return members[0].aval.dtype, tuple(v.aval.shape for v in members)
+
+
+def _groups(atoms: Sequence[Any], kinds: Collection[Kind], known: Iterable[Members] = ()) -> list[list[int]]:
+    """The numbers of those that may be together in a bucket of some kind: what is `known` to be, and of the
+    others in turn as many of each shape, since trees that are alike have one order.
+    """
+    numbers = {v: n for n, v in enumerate(atoms) if not _jax.is_literal(v)}
+    groups = [[numbers[v] for v in members] for members in known if numbers.keys() >= set(members)]
+    done = {n for group in groups for n in group}
+    for dtype, shapes in kinds:
+        left = {
+            shape: [n for n in numbers.values() if n not in done and _is(atoms[n], dtype, shape)]
+            for shape in shapes
+        }
+        for _ in range(min(len(left[shape]) // shapes.count(shape) for shape in shapes)):
+            groups.append([left[shape].pop(0) for shape in shapes])
+    return groups
+
+
+def _is(v, dtype, shape: tuple[int, ...]) -> bool:
+    return v.aval.shape == shape and v.aval.dtype == dtype
+
+
+def _cond(
+    eqn, operands: Sequence[Any], kinds: Collection[Kind], found: Cuts, change: Callable[[Any], Any]
+) -> list[Any]:
+    """The results of the `cond`, which takes and gives buckets of these kinds, of all that may be in one."""
+    taken = _groups(eqn.invars[1:], kinds, found.cut.values())
+    given = _groups(eqn.outvars, kinds, found.joined.values())
+    with as_at(eqn):
+        branches = tuple(_branch(branch, taken, given, change) for branch in eqn.params["branches"])
+        flats = [joined([operands[n + 1] for n in numbers]) for numbers in taken]
+    made = bound(eqn, [*operands, *flats], branches=branches)
+    results = made[: len(eqn.outvars)]
+    with as_at(eqn):
+        for flat, numbers in zip(made[len(results) :], given, strict=True):
+            _put(results, numbers, flat)
+    return results
+
+
+def _put(arrays: list[Any], numbers: Sequence[int], flat: Any) -> None:
+    """Puts the parts of a bucket in the places of arrays."""
+    for n, x in zip(numbers, parts_of(flat, [arrays[n].shape for n in numbers]), strict=True):
+        arrays[n] = x
+
+
+def _branch(
+    branch, taken: Sequence[Sequence[int]], given: Sequence[Sequence[int]], change: Callable[[Any], Any]
+) -> Any:
+    """The branch, which takes buckets besides its operands, and gives some besides its results."""
+    branch = _jax.closed(branch)
+    types = list(map(shape_of, branch.in_avals))
+    flats = [jax.eval_shape(joined, [types[n] for n in numbers]) for numbers in taken]
+
+    def run(*args):
+        operands = list(args[: len(types)])
+        for flat, numbers in zip(args[len(types) :], taken, strict=True):
+            _put(operands, numbers, flat)
+        results = evaluate(branch, operands)
+        return [*results, *(joined([results[n] for n in numbers]) for numbers in given)]
+
+    return change(jax.make_jaxpr(run)(*types, *flats))
