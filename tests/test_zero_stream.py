@@ -154,6 +154,13 @@ def test_bad_input(tmp_path):
     path = file_of(tmp_path, {"w": np.zeros(2, np.float32)}, {"float32": "F4"})
     with pytest.raises(ValueError, match="w in .* is of dtype F4: known are BOOL, I8"):
         open_safetensors(path)
+    path = file_of(tmp_path, {"w": np.zeros(2, np.float32)}, {"float32": "F64"})
+    with pytest.raises(ValueError, match=r"w in .* is float64\[2\], and has the bytes 0 to 8 of 8: the file"):
+        open_safetensors(path)
+    path = file_of(tmp_path, {"w": np.zeros(2, np.float32)}, {"float32": "F32"})
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="has the bytes 0 to 8 of 4: the file is damaged"):
+        open_safetensors(path)
     mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="argument of AtHost is 'params', and .* its arguments are x"):
         sx.shard_jit(lambda x: 2 * x, mesh=mesh, transforms=[AtHost("params")]).plan(

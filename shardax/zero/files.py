@@ -1,6 +1,7 @@
 """Files: weights on disk as arrays that are mapped into memory, read where and when they are used."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -27,9 +28,12 @@ def open_safetensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
     """The arrays of a safetensors file by their names, mapped into memory: nothing is read before it is used.
 
     The format (https://huggingface.co/docs/safetensors): eight bytes, the length n of the header, little
-    endian; n bytes of JSON, by name the dtype, the shape and the place behind the header; the data.
+    endian; n bytes of JSON, by name the dtype, the shape and the place behind the header; the data. It is
+    read here, and not by the package `safetensors`, since what that gives is not mapped: of 0.8, `get_tensor`
+    of a `safe_open` copies the whole array into memory of the process, and `get_slice` gives no array.
 
-    Raises ValueError for what is no such file, and for dtypes that JAX has not.
+    Raises ValueError for what is no such file, for dtypes that JAX has not, and where the bytes of an array
+    are not those of its shape.
 
     >>> import struct, tempfile
     >>> header = b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
@@ -63,6 +67,11 @@ def _mapped(path: str | os.PathLike, name: str, entry: dict, start: int) -> np.n
         tuple(entry["shape"]),
         entry["data_offsets"],
     )
+    if end - first != math.prod(shape) * dtype.itemsize or first < 0 or start + end > os.path.getsize(path):
+        raise ValueError(
+            f"open_safetensors: {name} in {path} is {dtype}{list(shape)}, and has the bytes {first} to {end} "
+            f"of {os.path.getsize(path) - start}: the file is damaged, or was not written to its end"
+        )
     if end == first:
         return np.zeros(shape, dtype)
     return np.memmap(path, dtype, "r", start + first, shape)
