@@ -25,7 +25,7 @@ def test_the_page_is_current():
 def test_every_primitive_of_this_jax_is_there():
     told = set(re.findall(r"`([\w-]+)`", TEXT.partition("\n## ")[2]))
     assert told == primitives()
-    ours = {"abstract_state", "annotate", "partition_as", "shard_jit"}
+    ours = {"abstract_state", "annotate", "pack", "partition_as", "shard_jit", "unpack"}
     assert fresh_names() - told - ours == set()
 
 
