@@ -97,6 +97,44 @@ def test_what_is_taken():
 
 
 @pytest.mark.quick
+def test_rows_are_at_least_as_many_as_microbatches():
+    """A key of an old kind is an array of two numbers."""
+    names, types = ["key", "x", "y"], [F32(2), F32(8, 3), F32(8)]
+    assert of_batch(names, types, [True] * 3, None, "f", 4) == [False, True, True]
+    assert of_batch(names, types, [True] * 3, None, "f", 9) == [True, False, False]  # and is refused
+
+
+def planned(microbatches=2, **how):
+    """`value_and_grad` of a loss of weights, frozen layers, and a batch: a plan."""
+
+    def loss(head, frozen, x, y):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, frozen)
+        return ((x @ head - y) ** 2).mean()
+
+    grad = sx.pipeline.value_and_grad(loss, microbatches=microbatches, **how)
+    return sx.shard_jit(grad, mesh=ABSTRACT).plan(F32(4, 4), F32(6, 4, 4), F32(8, 4), F32(8, 4))
+
+
+@pytest.mark.quick
+def test_frozen_layers_are_no_batch():
+    """Half of them for each half of the batch would be a loss, and a wrong one."""
+    with pytest.raises(ValueError, match=r"arrays of 6 \(frozen\) and 8 \(x\) rows .* by batch_argnames="):
+        planned()
+    assert any(c.kind == "ppermute" for c in planned(batch_argnames=("x", "y")).collectives)
+    assert any(c.kind == "ppermute" for c in planned(microbatches=8).collectives)  # more than layers
+
+
+@pytest.mark.quick
+def test_a_batch_that_is_differentiated():
+    with pytest.raises(ValueError, match="loss has 'x', which argnums says is differentiated; .*Pipeline"):
+        planned(argnums=(0, 2), batch_argnames=("x", "y"))
+    with pytest.raises(TypeError, match="incompatible shapes") as raised:
+        planned(argnums=(0, 1, 2))
+    wanted = "with one of 2 microbatches: 4 rows of y, and all else whole; batch_argnames= says what is cut"
+    assert any(wanted in note for note in raised.value.__notes__)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "given, words",
     [

@@ -7,7 +7,12 @@ from shardax.validation import require_argument_names
 
 
 def of_batch(
-    names: Sequence[str], types: Sequence[Any], is_free: Sequence[bool], given: Any, what: str
+    names: Sequence[str],
+    types: Sequence[Any],
+    is_free: Sequence[bool],
+    given: Any,
+    what: str,
+    least: int = 1,
 ) -> list[bool]:
     """Of each array whether its first dim is that of the batch.
 
@@ -16,6 +21,7 @@ def of_batch(
       is_free: which may be the batch where nobody says: the first of them, and those with as many rows.
       given: names of arguments, all of whose arrays are, scalars excepted; None: nobody says.
       what: the function or transform that was given them.
+      least: rows that a batch has, where nobody says: one for each microbatch.
 
     Raises ValueError for a name that no argument has, and for arrays of different numbers of rows.
 
@@ -27,10 +33,9 @@ def of_batch(
     [True, False]
     """
     if given is None:
-        free = zip(types, is_free, strict=True)
-        first = next((x.shape[0] for x, ok in free if ok and x.shape), None)
-        every = zip(types, is_free, strict=True)
-        return [ok and bool(x.shape) and x.shape[0] == first for x, ok in every]
+        sizes = [x.shape[0] if ok and x.shape else 0 for x, ok in zip(types, is_free, strict=True)]
+        first = next((n for n in sizes if n >= least), next(filter(None, sizes), None))
+        return [n == first for n in sizes]
     given = (given,) if isinstance(given, str) else tuple(given)
     if unknown := [name for name in given if name not in names]:
         raise ValueError(
@@ -49,6 +54,23 @@ def of_batch(
             "rows: leave out what is no batch"
         )
     return found
+
+
+def check_one_batch(names: Sequence[str], types: Sequence[Any], what: str, least: int) -> None:
+    """Raises ValueError where arrays of `least` rows or more have different numbers of them, so that it is a
+    guess which are the batch.
+    """
+    rows: dict[int, str] = {}
+    for name, x in zip(names, types, strict=True):
+        if x.shape and x.shape[0] >= least:
+            rows.setdefault(x.shape[0], name)
+    if len(rows) > 1:
+        several = " and ".join(f"{count} ({name})" for count, name in rows.items())
+        raise ValueError(
+            f"{what} is called with arrays of {several} rows that are no parameters, and what is cut into "
+            "microbatches would be a guess; say by batch_argnames= which arguments have a row for each row "
+            "of the batch"
+        )
 
 
 def check_names(given: Any, what: str) -> None:

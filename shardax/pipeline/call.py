@@ -1,7 +1,8 @@
 """A call of a pipelined function: its arguments, the program of one microbatch, and running it."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from shardax.annotations.explicit import shape_of
 from shardax.graph.evaluate import evaluate
 from shardax.jit.signature import argument_name
 from shardax.options import current
-from shardax.pipeline.batch import of_batch
+from shardax.pipeline.batch import check_one_batch, of_batch
 from shardax.pipeline.cut import check_marks, flat
 from shardax.pipeline.packed import Packing
 from shardax.pipeline.packer import packing_of
@@ -71,10 +72,13 @@ class Call:
         stages = _stages(axis, name)
         weights = Weights.of([args[n] for n in numbers], stages, axis)
         named = {argument_name(function, n): x for n, x in enumerate(args) if n not in numbers}
+        _check_apart(batch_argnames, [argument_name(function, n) for n in numbers], name)
         others, tree = jax.tree.flatten(list(named.values()))
         others = list(map(jnp.asarray, others))
         names = [given for given, x in named.items() for _ in jax.tree.leaves(x)]
-        is_batch = of_batch(names, others, [True] * len(others), batch_argnames, name)
+        if batch_argnames is None:
+            check_one_batch(names, others, name, microbatches)
+        is_batch = of_batch(names, others, [True] * len(others), batch_argnames, name, microbatches)
         call = Call(
             function,
             weights,
@@ -207,7 +211,7 @@ class Call:
                 for x, b in zip(others, self.is_batch, strict=True)
             ]
             number = jax.ShapeDtypeStruct((), "int32")
-            with _jax.axes_in_scope({AXIS: self.microbatches}):
+            with _jax.axes_in_scope({AXIS: self.microbatches}), self._noting_rows(rows):
                 closed = jax.make_jaxpr(lambda *args: function(*args[:-1]))(*params, *own, number)
                 self.check_annotations(closed)
                 closed = flat(closed)
@@ -225,6 +229,19 @@ class Call:
         way = f"take a number of microbatches that divides the {self.rows} rows of the batch"
         who = f"pipeline of {self.name}"
         return Split(program, is_param, is_batch, named, self.name, not sums, who, way, self.at)
+
+    @contextmanager
+    def _noting_rows(self, rows: int) -> Iterator[None]:
+        """What the function itself raises tells which shapes it was called with."""
+        try:
+            yield
+        except Exception as error:
+            cut = dict.fromkeys(n for n, b in zip(self.names, self.is_batch, strict=True) if b)
+            error.add_note(
+                f"{self.name} is called here with one of {self.microbatches} microbatches: {rows} rows of "
+                f"{', '.join(cut) or 'nothing'}, and all else whole; batch_argnames= says what is cut"
+            )
+            raise
 
     def check_annotations(self, closed) -> None:
         """Raises ValueError where an annotation in the function names the axis of stages."""
@@ -282,6 +299,16 @@ class Call:
         rest = [shape_of(v.aval) for v in region.flow.rest[:-1]]
         (params,) = jax.tree.unflatten(self.weights.plain_tree, self.weights.types)
         return packing_of(region.cut(schedule), schedule, params, rest, self.axis, *said)
+
+
+def _check_apart(batch_argnames: Any, of_params: Sequence[str], name: str) -> None:
+    given = (batch_argnames,) if isinstance(batch_argnames, str) else batch_argnames or ()
+    if both := [argument for argument in given if argument in of_params]:
+        raise ValueError(
+            f"batch_argnames of {name} has {both[0]!r}, which argnums says is differentiated; expected one "
+            "or the other: what is differentiated goes to each microbatch whole; give the rows of a batch of "
+            "which gradients are wanted to sx.pipeline.Pipeline, in a step with jax.value_and_grad"
+        )
 
 
 def is_inexact(x) -> bool:

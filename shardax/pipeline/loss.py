@@ -52,8 +52,9 @@ def value_and_grad(
       schedule: which instruction each stage runs when: a name, a text, a function or a `Schedule`; "auto" is
         the fastest of those with names that fit into memory, simulated with the stages' own seconds.
       chunks: pieces of the model on each stage, as "interleaved" has them; None: as the schedule wants it.
-      batch_argnames: of the arguments whose arrays have a row for each row of the batch. None: the first
-        array that is no parameter, and all with as many rows, be these rows of something else or not.
+      batch_argnames: of the arguments whose arrays have a row for each row of the batch. None: all arrays
+        that are no parameters and have as many rows as there are microbatches, or more; where they have
+        different numbers of rows, it has to be said.
       argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
       reduce: "mean" or "sum".
       memory: of "auto", bytes that weights, their gradients, the batch and what is kept for backward passes
@@ -67,8 +68,8 @@ def value_and_grad(
 
     Raises ValueError: where there are more microbatches than rows, or they do not divide the batch and the
     loss is no sum over its rows or has other results, `batch_argnames` has a name of no argument or arrays of
-    different numbers of rows, the axis is not in the mesh, there are more stages than places to cut, `at`
-    matches nothing, the loss is no scalar, or no schedule fits into memory.
+    different numbers of rows, or has to say which are meant, the axis is not in the mesh, there are more
+    stages than places to cut, `at` matches nothing, the loss is no scalar, or no schedule fits into memory.
 
     Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules:
     `shardax.pipeline.schedules`.

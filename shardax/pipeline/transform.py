@@ -36,7 +36,7 @@ class Pipeline:
       microbatches: how many.
       schedule, chunks: as in `shardax.pipeline.value_and_grad`.
       batch_argnames: of the step's arguments whose arrays have a row for each row of the batch. None: the
-        first array that is no state, and all with as many rows.
+        first array that is no state and has a row for each microbatch, and all with as many rows.
       at: as in `shardax.pipeline.value_and_grad`.
 
     Raises ValueError: where the axis is not in the mesh, or an annotation inside names it; where no backward
@@ -144,7 +144,7 @@ class Pipeline:
         arguments = context.arguments
         names, types = [a.path.partition("/")[0] for a in arguments], [a.type for a in arguments]
         is_free = [not a.is_state for a in arguments]
-        found = of_batch(names, types, is_free, self.batch_argnames, "Pipeline")
+        found = of_batch(names, types, is_free, self.batch_argnames, "Pipeline", self.microbatches)
         if not any(found):
             raise ValueError(
                 f"{self}: no batch is found among the arguments ({', '.join(a.path for a in arguments)}); "
