@@ -23,8 +23,10 @@ def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
     return list(made) if eqn.primitive.multiple_results else [made]
 
 
-def evaluate(closed, args: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined, but those with shardings."""
+def evaluate(closed, args: Sequence[Any], callers: tuple[Any, ...] = ()) -> list[Any]:
+    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined, but those with shardings. What
+    has no line of the user's own is on that of the innermost of its `callers` that has one.
+    """
     env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
 
     def read(atom):
@@ -32,11 +34,17 @@ def evaluate(closed, args: Sequence[Any]) -> list[Any]:
 
     for eqn in closed.jaxpr.eqns:
         operands = list(map(read, eqn.invars))
+        eqn = _on_users_line(eqn, callers) if callers else eqn
         if eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn)):
             with as_at(eqn):
                 inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-                made = evaluate(_jax.closed(inner), operands)
+                made = evaluate(_jax.closed(inner), operands, (eqn, *callers))
         else:
             made = bound(eqn, operands)
         env.update(zip(eqn.outvars, made, strict=True))
     return list(map(read, closed.jaxpr.outvars))
+
+
+def _on_users_line(eqn, callers: Sequence[Any]) -> Any:
+    traceback = _jax.with_user_frame(eqn, callers).traceback
+    return eqn.replace(source_info=eqn.source_info.replace(traceback=traceback))
