@@ -307,6 +307,30 @@ def test_nothing_to_pipeline():
         plan(*sgd(lambda w: (w**2).sum(), rand(0, M, M)), ())
 
 
+def test_a_backward_pass_in_a_loop():
+    params, loss = scanned()
+
+    def accumulated(params, x, y):
+        def part(sums, batch):
+            return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, *batch)), None
+
+        parts = x.reshape(4, -1, *x.shape[1:]), y.reshape(4, -1, *y.shape[1:])
+        return jax.lax.scan(part, jax.tree.map(jnp.zeros_like, params), parts)[0]
+
+    where = r"the backward pass, at .*test_pipeline_transform.py:\d+, stands inside a scan, .* more microb"
+    with pytest.raises(ValueError, match=where):
+        plan(accumulated, params)
+
+
+def test_two_pipelines():
+    params, loss = scanned()
+    step = sx.pipeline.value_and_grad(loss, microbatches=4)
+    with pytest.raises(
+        ValueError, match=r"has a jax.shard_map over 'stage' already, at .*; keep one of them"
+    ):
+        plan(lambda *args: step(*args)[::-1], params)
+
+
 def test_an_annotation_inside_that_names_the_axis():
     def loss(params, x):
         return sx.annotate(jnp.tanh(x @ params), P("stage")).sum()

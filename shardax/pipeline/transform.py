@@ -1,11 +1,12 @@
 """Pipeline: the transform that spreads the layers of a training step, as it stands, over stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
@@ -18,6 +19,8 @@ from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import microbatch
 from shardax.transforms import Context, annotations_of
 from shardax.validation import is_integer, require
+
+_LOOPS = frozenset({"cond", "scan", "while"})
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Pipeline:
         stages = self._stages(context.mesh)
         self._check_annotations(jaxpr)
         jaxpr = _jax.dce(jaxpr)
+        self._check_equations(jaxpr)
         is_batch = self._is_batch(context)
         program = microbatch(jaxpr, context, is_batch, self.microbatches)
         pairs = list(zip(context.arguments, is_batch, strict=True))
@@ -87,11 +91,7 @@ class Pipeline:
 
         def pipelined(region, arguments, batch, rest, asked):
             if not region.flow.backward:
-                raise ValueError(
-                    f"{self}: no backward pass is found in the step (equations that JAX transposed, of the "
-                    "batch); expected a training step with jax.grad or jax.value_and_grad in it; for "
-                    "inference take sx.pipeline.apply, for a backward pass by hand sx.pipeline.value_and_grad"
-                )
+                raise ValueError(self._no_backward_pass())
             schedule, told = region.schedule(self.schedule, stages, self.microbatches, self.chunks, self.axis)
             weights = Weights.of(arguments, stages, self.axis)
             return region.run(schedule, weights, batch, rest, self.axis, asked=asked, told=told)
@@ -139,6 +139,35 @@ class Pipeline:
                     "pipeline's stages lie; name another axis there, or leave it out"
                 )
 
+    def _check_equations(self, jaxpr) -> None:
+        """Raises ValueError where there is a pipeline already, or no backward pass that can be cut."""
+        equations = list(_with_loops(jaxpr.jaxpr))
+        for eqn, _ in equations:
+            if self.axis in eqn.params.get("newly_manual_axes", ()):
+                line = _jax.user_line(eqn.source_info) or "an unknown line"
+                raise ValueError(
+                    f"{self}: the step has a jax.shard_map over {self.axis!r} already, at {line}, as "
+                    "sx.pipeline.value_and_grad and another Pipeline make one; keep one of them"
+                )
+        found = [(eqn, loop) for eqn, loop in equations if "transpose(" in str(eqn.source_info.name_stack)]
+        if not found:
+            raise ValueError(self._no_backward_pass())
+        eqn, loop = found[0]
+        if loop is not None and all(other is not None for _, other in found):
+            line = _jax.user_line(_jax.with_user_frame(eqn, [loop])) or "an unknown line"
+            raise ValueError(
+                f"{self}: the backward pass, at {line}, stands inside a {loop.primitive.name}, and one loop "
+                "has to run all microbatches; where the loop adds up gradients of parts of the batch, leave "
+                "it out and give Pipeline more microbatches; else call sx.pipeline.value_and_grad in it"
+            )
+
+    def _no_backward_pass(self) -> str:
+        return (
+            f"{self}: no backward pass is found in the step (equations that JAX transposed, of the batch); "
+            "expected a training step with jax.grad or jax.value_and_grad in it; for inference take "
+            "sx.pipeline.apply, for a backward pass by hand sx.pipeline.value_and_grad"
+        )
+
     def _is_batch(self, context: Context) -> list[bool]:
         """Of each argument, whether its first dim is that of the batch."""
         arguments = context.arguments
@@ -152,6 +181,15 @@ class Pipeline:
                 "batch_argnames="
             )
         return found
+
+
+def _with_loops(jaxpr, loop: Any = None) -> Iterator[tuple[Any, Any]]:
+    """The equations, those in bodies too, each with the outermost loop or branch that it is in, or None."""
+    for eqn in jaxpr.eqns:
+        yield eqn, loop
+        own = loop or (eqn if eqn.primitive.name in _LOOPS else None)
+        for body in jaxprs_in_params(eqn.params):
+            yield from _with_loops(body, own)
 
 
 def _at_ends(jaxpr) -> tuple[list[Any], list[Any]]:
