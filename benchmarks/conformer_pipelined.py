@@ -1,8 +1,9 @@
 """The Conformer of GSPMD's Table 5, `models.conformer` at its size, its layers on stages, in two ways.
 
 By a shifting buffer for `jax.jit`, what is outside of the layers data parallel over the stages, as the paper
-has it; and by `sx.pipeline.value_and_grad`, where the first and the last stage do it. The buffer's program
-drops batch norm's statistics. An utterance has 512 frames after subsampling, which the paper does not say.
+has it; and by `sx.pipeline.value_and_grad`, where what is in front of them is so too, and the last stage has
+the head. The buffer's program drops batch norm's statistics. An utterance has 512 frames after
+subsampling, which the paper does not say.
 """
 
 from collections.abc import Mapping

@@ -137,7 +137,7 @@ def loss(c: Config, params, features_BRF: Array, labels_BS: Array, running=None)
 def apply(c: Config, params, features_BRF: Array, running=None) -> tuple[Array, Any]:
     """Logits, float32[B, S, P], and the statistics as in `loss`."""
     body = jax.checkpoint(partial(layer, c), prevent_cse=False) if c.remat else partial(layer, c)
-    x_BSM = subsampled(c, params["front"], features_BRF)
+    x_BSM = sx.pipeline.outside(subsampled)(c, params["front"], features_BRF)
     x_BSM, statistics = lax.scan(lambda x, each: body(x, *each), x_BSM, (params["layers"], running))
     return (x_BSM @ params["head"].astype(c.dtype)).astype(jnp.float32), statistics
 

@@ -2,6 +2,7 @@
 
 from shardax.pipeline.cut import stage
 from shardax.pipeline.loss import apply, value_and_grad
+from shardax.pipeline.outside import outside
 from shardax.pipeline.packed import Packed, Packing, packing
 from shardax.pipeline.repacking import pack, unpack
 from shardax.pipeline.schedules import make_schedule
@@ -16,6 +17,7 @@ __all__ = [
     "Schedule",
     "apply",
     "make_schedule",
+    "outside",
     "pack",
     "packing",
     "stage",

@@ -118,7 +118,10 @@ class _Executor:
             with noted.branches(numbers):
                 made = lax.switch(mine["branch"], branches, mine["microbatch"], *inputs)
             kept, held = _written(kept, made.kept, mine["keep"]), _written(held, made.held, mine["hold"])
-            results = _written(results, made.rows, mine["result"])
+            results = [
+                _written([x], [row], i)[0]
+                for x, row, i in zip(results, made.rows, mine["result"], strict=True)
+            ]
             for lane, arrived in enumerate([*self.sent(made.sent, kind, routed), made.sent]):
                 if (routed.forward[..., lane] >= 0).any():
                     forward = _written(forward, arrived, mine["arriving_forward"][lane])
@@ -171,11 +174,12 @@ class _Executor:
         return [Type(x.shape, accumulated(x)) for x in self.program.sums]
 
     def result_rows(self, tables: slots.Tables) -> np.ndarray:
-        """The microbatch whose results a stage makes in a tick, -1 where it makes none."""
-        rows = np.full(tables.kind.shape, -1)
+        """The microbatch whose results a stage makes in a tick, -1 where it makes none: [ticks, stages,
+        results]. A forward pass makes others than a backward pass."""
+        rows = np.full((*tables.kind.shape, len(self.program.results)), -1)
         for place in zip(*np.nonzero(tables.kind != slots.IDLE), strict=True):
-            if self.passes[tables.virtual[place]].of[int(tables.kind[place])].rows:
-                rows[place] = tables.microbatch[place]
+            made = self.passes[tables.virtual[place]].of[int(tables.kind[place])].rows
+            rows[place][list(made)] = tables.microbatch[place]
         return rows
 
     # Instructions

@@ -189,6 +189,11 @@ class Gathered:
             flat[place] = own.at[part.start : part.start + x.size].add(moved.reshape(-1))
         yield from flat.items()
 
+    def padded(self, result: Result, x: Array) -> Array:
+        """Rows of a result as many as its place has, where another stage makes more."""
+        missing = self.types[self.places[result]].shape[0] - result.count if result.rows else 0
+        return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
+
     # After the loop
 
     def accumulated(self, made: Sequence[Array]) -> list[Array | None]:

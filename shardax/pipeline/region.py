@@ -1,7 +1,7 @@
 """Runs what a step does for each microbatch, forward and backward, on stages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from shardax.pipeline.begins import Begin, begins
 from shardax.pipeline.cut import Cut, Lazily, Piece, Stage, allowed_places, chosen
 from shardax.pipeline.flow import Flow
 from shardax.pipeline.gathered import Accumulator, Gathered
+from shardax.pipeline.outside import Outside
 from shardax.pipeline.passes import Passes, Program
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.schedules import make_schedule
@@ -64,6 +65,19 @@ class Region:
     def _flow(self, closed) -> Flow:
         return Flow(closed, self.params, self.batched, self.forward, self.at)
 
+    @cached_property
+    def outside(self) -> Outside | None:
+        return Outside.of(self.flow)
+
+    @cached_property
+    def staged(self) -> "Region":
+        """What the stages run."""
+        found = self.outside
+        if found is None:
+            return self
+        batched, sums = len(found.batch) + len(found.entering), found.staged_sums(self.sums)
+        return replace(self, closed=found.closed, batched=batched, sums=sums)
+
     def schedule(
         self,
         asked: Any,
@@ -105,6 +119,8 @@ class Region:
         return self._at(schedule).cut
 
     def _at(self, schedule: Schedule, asked: Sequence[Accumulator] = ()) -> "_Run":
+        if self.outside is not None:
+            return self.staged._at(schedule, asked)
         flow = self.flow
         if schedule.splits:
             flow = self._flow(apart(self.closed))
@@ -137,7 +153,38 @@ class Region:
           axis: of the mesh in context, along which the stages lie.
           asked: accumulators; `told`: how the schedule was chosen, for the plan.
         """
+        if self.outside is not None:
+            how: dict[str, Any] = {"asked": asked, "told": told}
+            return self._run_outside(self.outside, schedule, weights, batch, rest, axis, how)
         return self._at(schedule, asked).run(weights, batch, rest, axis, told)
+
+    def _run_outside(
+        self,
+        found: Outside,
+        schedule: Schedule,
+        weights: Weights,
+        batch,
+        rest,
+        axis: str,
+        how: dict[str, Any],
+    ) -> Made:
+        accumulators = [found.accumulator(each) for each in how["asked"]]
+        how["asked"] = [each for each in accumulators if each is not None]
+        made: list[Made] = []
+
+        def on_stages(batch: list[Array]) -> list[Array | None]:
+            made.append(self.staged.run(schedule, weights, batch, rest, axis, **how))
+            return made[0].rows[-len(found.leaving) :] if found.leaving else []
+
+        params = weights.plain(weights.arrays)
+        sums, rows = found.run(self.sums, params, batch, rest, on_stages, (axis, schedule.stages))
+        (staged,) = made
+        accumulated = iter(staged.accumulators)
+        return Made(
+            found.joined(staged.sums, sums, 0, self.sums),
+            found.joined(staged.rows, rows, self.sums, len(self.flow.jaxpr.outvars)),
+            [None if each is None else next(accumulated) for each in accumulators],
+        )
 
 
 class _Run:

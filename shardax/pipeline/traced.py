@@ -80,6 +80,7 @@ class Traced:
             places[:] = [place for place, _ in sums]
             wanted = [*sent, *kept, *held], [r.key for r in stacked]
             first, last = ([reader.value(key) for key in some] for some in wanted)
+            last = [self.run.rows.padded(r, x) for r, x in zip(stacked, last, strict=True)]
             return [*first, *(x for _, x in sums), *last]
 
         closed = _jax.dce(jax.make_jaxpr(body)(*(type for types in lists for type in types)))
