@@ -201,7 +201,7 @@ class _Executor:
     def alike(self, k: int, kind: int) -> Any:
         """Equal for virtual stages that run the same code on the same places."""
         own, held = self.passes[k].of[kind], (self.kept.of[k], self.held.of[k])
-        return own.alike, own.sums, own.rows, self.stacks.sources[k], self.wired(k), held
+        return own.alike, own.sums, own.totals, own.rows, self.stacks.sources[k], self.wired(k), held
 
     def wired(self, k: int) -> tuple[Sequence[int], ...]:
         """The places on wires of what is received, sent on, returned to this stage, and sent back."""
@@ -237,6 +237,7 @@ class _Executor:
                     returned=_picked(returned, self.wires, from_after),
                     kept=_picked(_rows(kept, self.kept.of[k], row), self.kept.types, self.kept.of[k]),
                     held=_picked(_rows(held, self.held.of[k], row), self.held.types, self.held.of[k]),
+                    totals=[sums[i] for i in own.totals],
                 )
             )
             none = self.nothing(sums)
@@ -244,7 +245,7 @@ class _Executor:
                 sent=_placed(none.sent, target, made.sent),
                 kept=_placed(none.kept, self.kept.of[k], made.kept),
                 held=_placed(none.held, self.held.of[k], made.held),
-                sums=_added(none.sums, own.sums, made.sums),
+                sums=_added(_placed(none.sums, own.totals, made.totals), own.sums, made.sums),
                 rows=_placed(none.rows, own.rows, made.rows),
             )
 

@@ -5,7 +5,7 @@ Values have *keys*: variables of the flat jaxpr, and of a scan whose trips lie o
 stretch of its trips stacked.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.graph.evaluate import bound
+from shardax.pipeline.in_place import adding
 from shardax.pipeline.cut import BATCH, NEITHER, PARAMS, Lazily, Part, Parts, rows_of, variables
 
 MOVES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"})
@@ -183,18 +184,26 @@ class Flow(Parts):
 
     # Running them
 
-    def run(self, parts: Sequence[Part], env: dict[Any, Any], rows: dict[Any, Any]) -> "Reader":
+    def run(
+        self,
+        parts: Sequence[Part],
+        env: dict[Any, Any],
+        rows: dict[Any, Any],
+        totals: Mapping[Any, Any] | None = None,
+    ) -> "Reader":
         """Adds what the parts make to `env`, by keys; `rows` has the pieces that are rows, by variable and
-        rows."""
+        rows. `totals`: by the keys of what trips stack, sums to which it is added, which it is then."""
         reader = Reader(self, env, rows)
         for part in parts:
             eqn = self.jaxpr.eqns[part.number]
+            keys, length = self.writes(part), part.stop - part.start
             if self.trips(part.number) == 1:
                 made = bound(eqn, list(map(reader.value, eqn.invars)))
             else:
                 operands = [reader.operand(part, i) for i in range(len(eqn.invars))]
-                made = bound(eqn, operands, length=part.stop - part.start)
-            env.update(zip(self.writes(part), made, strict=True))
+                own = {n: totals[key] for n, key in enumerate(keys) if totals and key in totals}
+                made = adding(eqn, operands, length, own) if own else bound(eqn, operands, length=length)
+            env.update(zip(keys, made, strict=True))
         return reader
 
 

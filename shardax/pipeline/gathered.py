@@ -13,6 +13,7 @@ from jax import Array
 from shardax.pipeline.assign import FORWARD, Assignment
 from shardax.pipeline.flow import Rows
 from shardax.pipeline.origins import run
+from shardax.pipeline.passes import accumulated
 from shardax.pipeline.table import Schedule
 
 Type = jax.ShapeDtypeStruct
@@ -193,6 +194,17 @@ class Gathered:
         """Rows of a result as many as its place has, where another stage makes more."""
         missing = self.types[self.places[result]].shape[0] - result.count if result.rows else 0
         return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
+
+    def takes_rows(self, result: Result) -> bool:
+        """Whether the first rows of its place are those of the result, as it is made."""
+        place, type, part = self.places[result], self.flow.type_of(result.key), self.parts.get(result)
+        if place in self.flat or part and part.moves:
+            return False
+        return self.types[place].shape[1:] == type.shape[1:]
+
+    def total(self, place: int) -> Type:
+        """What is added up there."""
+        return Type(self.types[place].shape, accumulated(self.types[place]))
 
     # After the loop
 

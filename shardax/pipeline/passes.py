@@ -26,11 +26,13 @@ class Inputs(NamedTuple):
     returned: Sequence[Any]
     kept: Sequence[Any]
     held: Sequence[Any]
+    totals: Sequence[Any] = ()
 
 
 class Outputs(NamedTuple):
     """What a pass makes: for the next stage, or of a backward pass for the one before; for its own backward
-    pass; of B for W; summands; rows of results. A list that is empty where it could have elements: none.
+    pass; of B for W; summands; rows of results; the sums to which it has added. A list that is empty where it
+    could have elements: none.
     """
 
     sent: Sequence[Any] = ()
@@ -38,12 +40,14 @@ class Outputs(NamedTuple):
     held: Sequence[Any] = ()
     sums: Sequence[Any] = ()
     rows: Sequence[Any] = ()
+    totals: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
 class Pass:
-    """`sums`, `rows`: the numbers of those in the program. `alike`: equal for passes that are the same
-    programs. `closed`: its jaxpr, of which the costs are estimated.
+    """`sums`, `rows`: the numbers of those in the program, `totals`: of the sums to which it adds by itself.
+    `alike`: equal for passes that are the same programs. `closed`: its jaxpr, of which the costs are
+    estimated.
     """
 
     run: Callable[[Inputs], Outputs]
@@ -51,6 +55,7 @@ class Pass:
     rows: tuple[int, ...] = ()
     alike: Any = None
     closed: Any = None
+    totals: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Program:
 
     def gradients(self, k: int) -> tuple[int, ...]:
         """The numbers of the sums to which virtual stage k adds, scalars excepted."""
-        numbers = {i for each in self.passes[k].of.values() for i in each.sums}
+        numbers = {i for each in self.passes[k].of.values() for i in (*each.sums, *each.totals)}
         return tuple(sorted(i for i in numbers if self.sums[i].shape))
 
 

@@ -1,5 +1,6 @@
 """The passes of one virtual stage, traced: what each reads, makes, keeps and sends."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from shardax.graph.evaluate import evaluate
 from shardax.pipeline import slots
 from shardax.pipeline.assign import BACKWARD, FORWARD
 from shardax.pipeline.cut import Part
+from shardax.pipeline.gathered import Result
 from shardax.pipeline.passes import Inputs, Outputs, Pass, Passes
 
 Type = jax.ShapeDtypeStruct
@@ -19,13 +21,20 @@ class Traced:
     """The passes of virtual stage `k`, as programs.
 
     Args:
-      run: the region on its stages.
+      run: the region on its stages. `adds`: whether scans over layers add their rows to sums by themselves.
       taken: gives its pieces of the parameters, of what it reads at rest.
       types: of what it reads at rest, of the microbatch, of the rest.
     """
 
-    def __init__(self, run: Any, k: int, taken: Callable[..., list[Any]], types: Sequence[Sequence[Type]]):
-        self.run, self.k, self.taken, self.types = run, k, taken, types
+    def __init__(
+        self,
+        run: Any,
+        k: int,
+        taken: Callable[..., list[Any]],
+        types: Sequence[Sequence[Type]],
+        adds: bool = False,
+    ):
+        self.run, self.k, self.taken, self.types, self.adds = run, k, taken, types, adds
         self.flow, self.found, ways = run.flow, run.found, run.found.ways
         self.received, self.returned, self.kept = ways.received[k], ways.returned[k], ways.kept[k]
         last = k == self.found.stages - 1
@@ -59,6 +68,10 @@ class Traced:
     ) -> Pass:
         made = {key for part in parts for key in self.flow.writes(part)}
         summed, stacked = (some.of_pass(self.k, name, made) for some in (self.run.sums, self.run.rows))
+        read = {*self.found.reads(parts), *sent, *kept, *held, *(r.key for r in stacked)}
+        added = self._added(summed, read) if self.adds else []
+        summed = [r for r in summed if r not in added]
+        totals = tuple(self.run.sums.places[r] for r in added)
         forward = name == FORWARD
         arriving = [self.received, [], []] if forward else [[], self.from_after, self.kept]
         keys = [*arriving, list(reads_held)]
@@ -66,36 +79,49 @@ class Traced:
             *self.types,
             [Type((), "int32")],
             *([self.flow.type_of(key) for key in some] for some in keys),
+            [self.run.sums.total(place) for place in totals],
         ]
         places: list[int] = []
 
         def body(*args):
             left = iter(args)
-            pieces, batch, rest, number, *values = [[next(left) for _ in types] for types in lists]
+            pieces, batch, rest, number, *values, sums = [[next(left) for _ in types] for types in lists]
             env, rows = self._env(self.taken(pieces), batch, [*rest, *number])
             for some, given in zip(keys, values, strict=True):
                 env.update(zip(some, given, strict=True))
-            reader = self.flow.run(parts, env, rows)
+            reader = self.flow.run(parts, env, rows, dict(zip((r.key for r in added), sums, strict=True)))
             sums = list(self.run.sums.values(summed, [reader.value(r.key) for r in summed]))
             places[:] = [place for place, _ in sums]
             wanted = [*sent, *kept, *held], [r.key for r in stacked]
             first, last = ([reader.value(key) for key in some] for some in wanted)
             last = [self.run.rows.padded(r, x) for r, x in zip(stacked, last, strict=True)]
-            return [*first, *(x for _, x in sums), *last]
+            return [*first, *(x for _, x in sums), *last, *(env[r.key] for r in added)]
 
         closed = _jax.dce(jax.make_jaxpr(body)(*(type for types in lists for type in types)))
-        counts = [len(sent), len(kept), len(held), len(places), len(stacked)]
+        counts = [len(sent), len(kept), len(held), len(places), len(stacked), len(totals)]
 
         def run(x: Inputs) -> Outputs:
             own = [x.received, [], []] if forward else [[], x.returned, x.kept]
             args = [*x.pieces, *x.batch, *x.rest, x.microbatch]
             args += [v for some in own for v in some] + list(x.held if reads_held else [])
+            args += list(x.totals)
             made = iter(evaluate(closed, args))
             return Outputs(*([next(made) for _ in range(n)] for n in counts))
 
         rows = tuple(self.run.rows.places[r] for r in stacked)
         alike = str(closed.jaxpr), *map(id, closed.consts)
-        return Pass(run, tuple(places), rows, alike, closed)
+        return Pass(run, tuple(places), rows, alike, closed, totals)
+
+    def _added(self, summed: Sequence[Result], read: set[Any]) -> list[Result]:
+        """Of what is summed, what a scan stacks and nobody else reads."""
+        sums = self.run.sums
+        keys, places = (Counter(map(of, summed)) for of in (lambda r: r.key, sums.places.get))
+        return [
+            r
+            for r in summed
+            if r.rows and r.key not in read and keys[r.key] == places[sums.places[r]] == 1
+            if sums.takes_rows(r)
+        ]
 
     def _env(self, pieces, batch, rest) -> tuple[dict[Any, Any], dict[Any, Any]]:
         flow = self.flow
