@@ -89,14 +89,24 @@ def test_as_on_one_device(schedule):
         close(step(params, *args[1:]), wanted(params))
 
 
-@pytest.mark.quick
-def test_what_enters_is_gathered_once_and_its_cotangents_scattered():
-    def loss(params, x_B, y_BM):
-        front = sx.pipeline.outside(lambda params, x_B: jnp.tanh(params["ends"][x_B] @ params["front"]))
-        x_BM, _ = lax.scan(layer, front(params, x_B), params["layers"])
-        return ((x_BM - y_BM) ** 2).mean()
+def embedded_loss(params, x_B, y_BM):
+    front = sx.pipeline.outside(lambda params, x_B: jnp.tanh(params["ends"][x_B] @ params["front"]))
+    x_BM, _ = lax.scan(layer, front(params, x_B), params["layers"])
+    return ((x_BM - y_BM) ** 2).mean()
 
-    plan = plan_of(loss)
+
+def plain_step(params, x_B, y_BM):
+    value, grads = jax.value_and_grad(embedded_loss)(params, x_B, y_BM)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("form", ["value_and_grad", "Pipeline"])
+def test_what_enters_is_gathered_once_and_its_cotangents_scattered(form):
+    if form == "Pipeline":
+        plan = plan_of(plain_step, transforms=[sx.pipeline.Pipeline(microbatches=4)], donate_argnums=0)
+    else:
+        plan = plan_of(sx.pipeline.value_and_grad(embedded_loss, microbatches=4))
     found = [(c.kind, c.trips) for c in plan.collectives if c.shape[-2:] == (6, M)]
     assert sorted(each for each in found if each[0] != "ppermute") == [
         ("all_gather", 1),
@@ -117,10 +127,9 @@ def test_forward_alone():
     assert [(c.axes, c.shape[-2:]) for c in sends if c.nbytes > 256] == [(("stage",), (3, M))]
 
 
-def plan_of(loss):
+def plan_of(function, **how):
     mesh = AbstractMesh((4,), ("stage",), axis_types=AXES[:1])
-    grad = sx.pipeline.value_and_grad(loss, microbatches=4)
-    return sx.shard_jit(grad, mesh=mesh, in_shardings=(specs(TYPES[0]), P(), P())).plan(*TYPES)
+    return sx.shard_jit(function, mesh=mesh, in_shardings=(specs(TYPES[0]), P(), P()), **how).plan(*TYPES)
 
 
 @pytest.mark.quick
@@ -130,7 +139,7 @@ def test_behind_layers_is_an_error():
         return sx.pipeline.outside(lambda x_BM: ((x_BM - y_BM) ** 2).mean())(x_BM)
 
     with pytest.raises(ValueError, match="outside at .*reads what .*computes, which runs on the stages"):
-        plan_of(loss)
+        plan_of(sx.pipeline.value_and_grad(loss, microbatches=4))
 
 
 @pytest.mark.quick
@@ -141,4 +150,4 @@ def test_in_a_loop_is_an_error():
         return ((x_BM - y_BM) ** 2).mean()
 
     with pytest.raises(ValueError, match="stands inside a scan.*call it before the loop"):
-        plan_of(loss)
+        plan_of(sx.pipeline.value_and_grad(loss, microbatches=4))
