@@ -14,6 +14,7 @@ from shardax.pipeline.apart import apart
 from shardax.pipeline.assign import BACKWARD, FORWARD, Assignment
 from shardax.pipeline.cut import Part, merged
 from shardax.pipeline.flow import Flow
+from shardax.pipeline.outside import outside
 from shardax.pipeline.passes import Outputs, Pass, Passes, Program, accumulated
 from shardax.pipeline.region import Region
 from tests.numpy_programs import evaluate
@@ -236,3 +237,26 @@ def test_gradients_are_the_sums_with_dims():
 )
 def test_narrow_floats_are_added_up_in_wider_ones(dtype, wanted):
     assert jnp.dtype(accumulated(jax.ShapeDtypeStruct((3,), dtype))) == wanted
+
+
+def test_what_is_outside_is_no_part_of_the_stages():
+    """Neither what stands in front, nor its backward pass: of both stages, tanh and products of layers alone."""
+
+    def front(ends, x_BM):
+        return jnp.sin(x_BM @ ends)
+
+    def step(ends, layers, x_BM, number):
+        def loss(ends, layers):
+            x = outside(front)(ends, x_BM)
+            return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0].sum()
+
+        return jax.value_and_grad(loss, (0, 1))(ends, layers)
+
+    value_and_grads = jax.make_jaxpr(lambda *args: jax.tree.leaves(step(*args)))(*TYPES)
+    region = Region(value_and_grads, 2, 1, 3)
+    found = region.outside
+    assert found is not None and region.staged.sums == 2
+    assert [v.aval.shape for v in (*found.entering, *found.leaving)] == [(B, M)] * 2
+    of_stages = {e.primitive.name for e in found.closed.jaxpr.eqns}
+    assert "scan" in of_stages and not of_stages & {"sin", "cos", "dot_general"}
+    assert [found.joined("ab", "c", 0, 3)] == [["a", "c", "b"]]
