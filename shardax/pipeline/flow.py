@@ -14,8 +14,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.graph.evaluate import bound
-from shardax.pipeline.in_place import adding
 from shardax.pipeline.cut import BATCH, NEITHER, PARAMS, Lazily, Part, Parts, rows_of, variables
+from shardax.pipeline.in_place import adding
 
 MOVES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"})
 _DEAR = frozenset(
