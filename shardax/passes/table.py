@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jax.sharding import AbstractMesh, Mesh
+
 from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
@@ -53,8 +55,11 @@ PASSES: dict[str, Pass] = {
 }
 """Those that run where a program is planned."""
 
-ON_PLATFORM: dict[str, Callable[[Any], Any]] = {"cpu": cpu.suited, "tpu": tpu.suited}
-"""Those that run where it is lowered for a platform of that name."""
+ON_PLATFORM: dict[str, Callable[[Any, Mesh | AbstractMesh], Any]] = {
+    "cpu": lambda jaxpr, mesh: cpu.suited(jaxpr),
+    "tpu": tpu.suited,
+}
+"""Those that run where it is lowered for a platform of that name, with the mesh whose axes it names."""
 
 
 def planned(jaxpr, context: PassContext) -> Any:
@@ -68,11 +73,11 @@ def planned(jaxpr, context: PassContext) -> Any:
     return jaxpr
 
 
-def lowered(jaxpr, options: Options, platforms: tuple[str, ...]) -> Any:
-    """The local program as it is lowered for these platforms."""
+def lowered(jaxpr, options: Options, platforms: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
+    """The local program, which names the axes of `mesh`, as it is lowered for these platforms."""
     for platform, suited in ON_PLATFORM.items():
         if platform in platforms and platform in options.passes:
-            jaxpr = suited(jaxpr)
+            jaxpr = suited(jaxpr, mesh)
     return jaxpr
 
 

@@ -17,6 +17,8 @@ goes first.
 A reduce_scatter of which slices are taken by device: it makes an all_reduce of it, and slices that. A barrier
 between the two keeps it.
 
+Collectives over all dims of a torus: see `passes/torus.py`.
+
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
 fifteenth of the code, which takes a thirtieth of the time to compile.
@@ -27,12 +29,15 @@ Done where the program is lowered for TPUs: the plan and other chips have one al
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
 from shardax.graph.equations import equations_of
+from shardax.passes import torus
 
 LANES = 128
 LARGE = 128 << 10  # bytes of a piece, next to which a trip of a loop is nothing
@@ -40,14 +45,17 @@ LONG = 4096  # indices, from which on they are sorted; 2048 are not
 FEWEST = 256  # of them in a trip of a loop
 
 
-def suited(jaxpr):
+def suited(jaxpr, mesh: Mesh | AbstractMesh | None = None):
     """The same jaxpr, closed or open, each all_to_all one of leading pieces, products transposed before their
-    sums are scattered and these before slices are taken, long sums by index in parts, in bodies too.
+    sums are scattered and these before slices are taken, long sums by index in parts, collectives over all
+    dims of the torus of `mesh` in two, in bodies too.
     """
-    eqns = [_jax.with_bodies(eqn, suited) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
+    within = partial(suited, mesh=mesh)
+    eqns = [_jax.with_bodies(eqn, within) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     eqns = _transposed_first(eqns, _jax.closed(jaxpr).jaxpr.outvars)
     eqns = [new for eqn in eqns for new in _summed_in_parts(eqn)]
     eqns = list(_scattered_before_slices(eqns))
+    eqns = [new for eqn in eqns for new in torus.in_two(eqn, mesh)]
     return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _suited(eqn)])
 
 

@@ -187,13 +187,14 @@ def _lower(ctx, *operands, jaxpr, mesh, options, witness):
     built = build(jaxpr, at_rest, mesh, options)
     if isinstance(mesh, Mesh):
         check_agreement(built, mesh)
-    local = lowered(built.jaxpr, options, tuple(ctx.module_context.platforms))
+    refined = sites.refined_mesh(mesh, built.refinement, concrete=True)
+    local = lowered(built.jaxpr, options, tuple(ctx.module_context.platforms), refined)
     run = functools.partial(_run, built, local, mesh)
     if not _owes(built):  # the types of a mesh in context name its axes, which the program may have refined
         ctx = ctx.replace(avals_in=[_jax.without_mesh(a) for a in ctx.avals_in])
     with (
         program.timed(built.phases, "lower"),
-        _jax.lowering_on(sites.refined_mesh(mesh, built.refinement, concrete=True)),
+        _jax.lowering_on(refined),
     ):
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
