@@ -24,6 +24,7 @@ from shardax.partition.candidates import (
     project_all,
     suggest,
     waits,
+    whole,
 )
 from shardax.partition.sites import Layouts, Way, left_pending
 from shardax.sharding import Axes, AxisSizes, Layout, Padding
@@ -142,11 +143,11 @@ class Alternatives:
         operands = [(*have, request) for have, request in zip(made, requested, strict=False)]
         results = [(request,) for request in requested[count:]]
         offer = Offer(idle, reduced=True)
-        suggested = suggest(
-            results + operands, factors.results + factors.operands, factors, self.padding, offer
-        )
+        layouts, tensors = results + operands, factors.results + factors.operands
+        options = options_of(suggest(layouts, tensors, factors, self.padding, offer), factors, self.padding)
+        each = partial(whole, layouts, tensors, factors, self.sizes)
         ways = list(waits(entry.passes_of(node), made))
-        for splits in assignments(options_of(suggested, factors, self.padding), factors, self.sizes):
+        for splits in assignments(options, factors, self.sizes, each):
             for group, pending in ways:
                 if compatible(factors, splits, pending):
                     yield candidate_of(factors, splits, group, pending)

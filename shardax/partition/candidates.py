@@ -3,8 +3,9 @@ suggest.
 """
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
@@ -147,9 +148,27 @@ def _blocks(
     return [Split(axes, p) for p in dict.fromkeys((*own, *others))]
 
 
-def assignments(options: Options, factors: Factors, sizes: AxisSizes) -> Iterator[dict[str, Split]]:
+def whole(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, sizes: AxisSizes) -> list[Splits]:
+    """The splits that each layout of each tensor suggests by itself, but for windowed factors, which are
+    split together.
+    """
+    windowed = {factor for group in factors.window_groups for factor in group}
+    found = [
+        project_all([layout], [dims], factors, sizes)
+        for alternatives, dims in zip(layouts, tensors, strict=True)
+        for layout in alternatives
+    ]
+    splittable = [{f: s for f, s in splits.items() if factors.type_of(f) != UNSPLIT} for splits in found]
+    return [splits for splits in splittable if splits and windowed.isdisjoint(splits)]
+
+
+def assignments(
+    options: Options, factors: Factors, sizes: AxisSizes, each: Callable[[], Sequence[Splits]]
+) -> Iterator[dict[str, Split]]:
     """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then
-    every way, the fullest first, as far as there is patience; last, none."""
+    every way, the fullest first, as far as there is patience; last, none. Where there is none for all, those
+    of `each` come before.
+    """
     greedy: dict[str, Split] = {}
     for ways in options:
         for way in ways:
@@ -158,6 +177,8 @@ def assignments(options: Options, factors: Factors, sizes: AxisSizes) -> Iterato
                 greedy = more
                 break
     yield greedy
+    if math.prod(len(ways) + 1 for ways in options) > _MOST_CANDIDATES:
+        yield from (s for s in each() if compatible(factors, s, ()) and fits(factors, s, sizes))
     for chosen in itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES):
         splits = {f: split for way in chosen for f, split in way.items()}
         if compatible(factors, splits, ()) and fits(factors, splits, sizes):
