@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from models import gpt2, gpt2_sharding
 from models.devices import make_mesh
-from models.steps import State, make_init, make_step
+from models.steps import State, adamw, make_init, make_step
 from shardax.zero import Zero
 
 pytestmark = [
@@ -102,6 +102,21 @@ def test_elements_that_are_sent(stage, gathered, over):
     part = 2 * PSI * 7 // 8
     assert sent == {("all_gather", "bfloat16"): gathered * part, ("reduce_scatter", "bfloat16"): part}
     assert times["all_gather"] == over
+
+
+@pytest.mark.quick
+def test_beside_tensor_parallelism_stage_1_sends_no_more_than_none():
+    """Gradients of biases are summed where they are made, though their moments rest split over both axes."""
+    config, tx = replace(gpt2.SIZES["default"], layers=1), adamw(1e-3, 20, 200)
+    state = jax.eval_shape(make_init(partial(gpt2.init_params, config), tx), jax.random.key(0))
+    step = make_step(lambda params, text_BS, _: gpt2.loss(config, params, text_BS), tx)
+    text_BS = jax.ShapeDtypeStruct((16, 129), "int32")
+    without, sent = (
+        gpt2_sharding.sharded_step(step, state, abstract(data=4, model=2), stage).plan(state, text_BS)
+        for stage in (0, 1)
+    )
+    assert sent.comm_bytes <= 1.02 * without.comm_bytes
+    assert [c for c in sent.collectives if c.kind == "all_to_all" and "data" in c.axes] == []
 
 
 SIZES = {

@@ -11,11 +11,16 @@ def split_further(
     sharding: Sharding, shape: tuple[int, ...], axes: Axes, sizes: AxisSizes, last: Collection[int] = ()
 ) -> Sharding:
     """The sharding with `axes` added to the largest dim that they divide: one that nothing splits yet, if
-    there is any; those in `last`, over which layers are scanned, only where no other can. The same, where
-    none can.
+    there is any; the minor-most, and those in `last`, over which layers are scanned, only where no other can.
+    The same, where none can.
+
+    Parts of the minor-most dim are no contiguous memory, and the TPU compiler makes some reduce_scatters along
+    it all_reduces (of bfloat16[4096, 14336] over 16 devices), which send twice as much.
 
     >>> split_further(Sharding(((), ("model",))), (64, 256), ("data",), {"data": 4, "model": 2})
     P('data', 'model')
+    >>> split_further(Sharding(((), ())), (64, 256), ("data",), {"data": 4})
+    P('data')
     """
     if set(axes) & set(sharding.axes):
         return sharding
@@ -24,7 +29,7 @@ def split_further(
         return shape[dim] > 0 and shape[dim] % shard_count((*sharding.dims[dim], *axes), sizes) == 0
 
     def preference(dim: int):
-        return dim in last, bool(sharding.dims[dim]), -shape[dim]
+        return dim in last, bool(sharding.dims[dim]), 0 < dim == len(shape) - 1, -shape[dim]
 
     dim = min(filter(divides, range(len(shape))), key=preference, default=None)
     if dim is None:

@@ -50,9 +50,9 @@ class Zero:
         3       and parameters                3: gathered forward and backward, in the compute dtype
 
     The step is as for one device, its optimizer any. What is split already, over tensor or expert axes, is
-    split further. Each array is split along its largest dim that the axis divides, and stays whole where
-    there is none: the plan lists both, in bytes. A state that `sx.zero.init` made rests padded there, and the
-    step takes and gives it in true shapes.
+    split further. Each array is split along the largest dim that the axis divides, the minor-most only where
+    it divides no other, and stays whole where there is none: the plan lists both, in bytes. A state that
+    `sx.zero.init` made rests padded there, and the step takes and gives it in true shapes.
 
     Args:
       axis: the name of a mesh axis that splits the batch, or a tuple of several. One of several batch axes
