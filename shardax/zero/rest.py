@@ -14,8 +14,8 @@ def split_further(
     there is any; the minor-most, and those in `last`, over which layers are scanned, only where no other can.
     The same, where none can.
 
-    Parts of the minor-most dim are no contiguous memory, and the TPU compiler makes some reduce_scatters along
-    it all_reduces (of bfloat16[4096, 14336] over 16 devices), which send twice as much.
+    Parts of the minor-most dim are no contiguous memory, and the TPU compiler makes some reduce_scatters
+    along it all_reduces (of bfloat16[4096, 14336] over 16 devices), which send twice as much.
 
     >>> split_further(Sharding(((), ("model",))), (64, 256), ("data",), {"data": 4, "model": 2})
     P('data', 'model')
