@@ -104,7 +104,6 @@ def test_elements_that_are_sent(stage, gathered, over):
     assert times["all_gather"] == over
 
 
-@pytest.mark.quick
 def test_beside_tensor_parallelism_stage_1_sends_no_more_than_none():
     """Gradients of biases are summed where they are made, though their moments rest split over both axes."""
     config, tx = replace(gpt2.SIZES["default"], layers=1), adamw(1e-3, 20, 200)
