@@ -20,7 +20,7 @@ def split_further(
     >>> split_further(Sharding(((), ("model",))), (64, 256), ("data",), {"data": 4, "model": 2})
     P('data', 'model')
     >>> split_further(Sharding(((), ())), (64, 256), ("data",), {"data": 4})
-    P('data')
+    P('data', None)
     """
     if set(axes) & set(sharding.axes):
         return sharding
