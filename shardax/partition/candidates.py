@@ -164,7 +164,7 @@ def whole(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, sizes:
 
 def assignments(
     options: Options, factors: Factors, sizes: AxisSizes, each: Callable[[], Sequence[Splits]]
-) -> Iterator[dict[str, Split]]:
+) -> Iterator[Splits]:
     """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then
     every way, the fullest first, as far as there is patience; last, none. Where there is none for all, those
     of `each` come before.
