@@ -13,6 +13,7 @@ from models import gpt2, gpt2_sharding
 from models.devices import make_mesh
 from models.steps import State, make_init, make_step
 from tests.test_pipeline import V, encoder_decoder, unlike
+from tests.test_zero_training import losses
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.promotes_ranks,
 ]
 
-STEPS, BATCH, SEQ = 100, 24, 6
+BATCH, SEQ = 24, 6
 PIPELINES = {  # a mesh, the schedule, chunks on each stage, microbatches: of which 7 do not divide the batch
     "1f1b": ({"stage": 2, "data": 2, "model": 2}, "1f1b", 1, 6),
     "zb-h1": ({"stage": 3, "data": 2}, "zb-h1", 1, 7),
@@ -63,14 +64,6 @@ MODELS = {
 
 def optimizer():
     return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3, eps=1e-5))
-
-
-def losses(step, state, batch):
-    found = []
-    for number in range(STEPS):
-        state, loss = step(state, batch(number % 8))
-        found.append(float(loss))
-    return found
 
 
 @cache

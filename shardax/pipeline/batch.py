@@ -43,12 +43,7 @@ def of_batch(
             f"{', '.join(dict.fromkeys(names))}"
         )
     found = [name in given and bool(x.shape) for name, x in zip(names, types, strict=True)]
-    rows: dict[int, str] = {}
-    for name, x, ok in zip(names, types, found, strict=True):
-        if ok:
-            rows.setdefault(x.shape[0], name)
-    if len(rows) > 1:
-        several = " and ".join(f"{count} ({name})" for count, name in rows.items())
+    if several := _several(names, types, found):
         raise ValueError(
             f"batch_argnames of {what} is {given}, whose arrays have {several} rows; expected one number of "
             "rows: leave out what is no batch"
@@ -60,12 +55,7 @@ def check_one_batch(names: Sequence[str], types: Sequence[Any], what: str, least
     """Raises ValueError where arrays of `least` rows or more have different numbers of them, so that it is a
     guess which are the batch.
     """
-    rows: dict[int, str] = {}
-    for name, x in zip(names, types, strict=True):
-        if x.shape and x.shape[0] >= least:
-            rows.setdefault(x.shape[0], name)
-    if len(rows) > 1:
-        several = " and ".join(f"{count} ({name})" for count, name in rows.items())
+    if several := _several(names, types, [bool(x.shape) and x.shape[0] >= least for x in types]):
         raise ValueError(
             f"{what} is called with arrays of {several} rows that are no parameters, and what is cut into "
             "microbatches would be a guess; say by batch_argnames= which arguments have a row for each row "
@@ -76,3 +66,12 @@ def check_one_batch(names: Sequence[str], types: Sequence[Any], what: str, least
 def check_names(given: Any, what: str) -> None:
     """Raises ValueError unless it is a name, several, or None."""
     require_argument_names(given, f"batch_argnames of {what}")
+
+
+def _several(names: Sequence[str], types: Sequence[Any], among: Sequence[bool]) -> str:
+    """The numbers of rows of the arrays among these, each with a name; empty where all have one."""
+    rows: dict[int, str] = {}
+    for name, x, counts in zip(names, types, among, strict=True):
+        if counts:
+            rows.setdefault(x.shape[0], name)
+    return " and ".join(f"{count} ({name})" for count, name in rows.items()) if len(rows) > 1 else ""

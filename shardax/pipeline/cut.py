@@ -301,7 +301,7 @@ class Parts:
 def check_marks(closed) -> None:
     """Raises ValueError where a mark stands inside a loop, a branch or a checkpoint of a flat program."""
     for eqn in closed.jaxpr.eqns:
-        for inner in _inside(eqn):
+        for inner in inside(eqn):
             if inner.primitive.name == "name" and inner.params["name"].startswith(_MARK):
                 name, line = inner.params["name"].removeprefix(_MARK), _jax.user_line(inner.source_info)
                 raise ValueError(
@@ -311,11 +311,12 @@ def check_marks(closed) -> None:
                 )
 
 
-def _inside(eqn) -> Iterator[Any]:
+def inside(eqn) -> Iterator[Any]:
+    """The equations of its bodies, at all depths."""
     for body in jaxprs_in_params(eqn.params):
         for inner in body.eqns:
             yield inner
-            yield from _inside(inner)
+            yield from inside(inner)
 
 
 def rows_of(eqn, start: int, stop: int) -> tuple[int, int]:

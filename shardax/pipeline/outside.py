@@ -10,7 +10,7 @@ data parallelism over the axis of stages:
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from shardax import _jax
 from shardax.annotations.explicit import shape_of
 from shardax.graph.evaluate import bound
-from shardax.pipeline.cut import BATCH, PARAMS, Lazily, variables
+from shardax.pipeline.cut import BATCH, PARAMS, Lazily, inside, variables
 from shardax.pipeline.flow import Flow
 from shardax.pipeline.gathered import Accumulator
 from shardax.pipeline.passes import accumulated
@@ -286,19 +286,12 @@ def _is_marked(eqn) -> bool:
 
 def _check_loops(eqns: Sequence[Any]) -> None:
     for eqn in eqns:
-        for inner in () if _is_marked(eqn) else _inside(eqn):
+        for inner in () if _is_marked(eqn) else inside(eqn):
             if _is_marked(inner):
                 raise ValueError(
                     f"sx.pipeline.outside at {_line(inner)} stands inside a {eqn.primitive.name}, no part of "
                     "which can run outside of the pipeline alone; call it before the loop"
                 )
-
-
-def _inside(eqn) -> Iterator[Any]:
-    for body in jaxprs_in_params(eqn.params):
-        for inner in body.eqns:
-            yield inner
-            yield from _inside(inner)
 
 
 def _line(eqn) -> str:
