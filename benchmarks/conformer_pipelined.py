@@ -25,7 +25,15 @@ from models import conformer
 FRAMES = 4 * 512
 
 
-def config(layers: int) -> conformer.Config:
+AGAIN = {
+    "all": (),
+    "less": ("down", "up"),
+    "least": ("down", "gated", "out", "qkv", "up"),
+}
+"""Which products of a layer the backward pass does not compute again: none, the largest, all."""
+
+
+def config(layers: int, again: str = "all") -> conformer.Config:
     return conformer.Config(
         layers=layers,
         model=3072,
@@ -36,6 +44,7 @@ def config(layers: int) -> conformer.Config:
         phones=1024,
         dtype=jnp.bfloat16,
         remat=True,
+        kept=AGAIN[again],
     )
 
 
@@ -55,10 +64,19 @@ def abstract_args(c: conformer.Config, batch: int) -> tuple[Any, Any, Any]:
 
 
 def pipelined_step(c: conformer.Config, how: Mapping[str, Any], params, opt_state, batch):
-    grad = sx.pipeline.value_and_grad(partial(conformer.loss, c), has_aux=True, **how)
-    (value, statistics), grads = grad(params, *batch)
+    (value, statistics), grads = gradient(c, how)(params, *batch)
     running = jax.tree.map(lambda x: x.mean(0), statistics)
     return *update(params, opt_state, grads), (value, running)
+
+
+def gradient(c: conformer.Config, how: Mapping[str, Any]):
+    return sx.pipeline.value_and_grad(partial(conformer.loss, c), has_aux=True, **how)
+
+
+def packed(mesh: Mesh, c: conformer.Config, how: Mapping[str, Any], params, batch) -> tuple[Any, Any]:
+    """Shapes and specs of parameters that rest on the stages whose chunks read them."""
+    packing = sx.pipeline.packing(gradient(c, how), params, *batch, mesh=mesh)
+    return jax.eval_shape(lambda params: sx.pipeline.pack(params, packing), params), packing.specs
 
 
 def buffered_step(mesh: Mesh, c: conformer.Config, repeats: int, params, opt_state, batch):
@@ -74,16 +92,18 @@ def update(params, opt_state, grads):
 def buffered_loss(mesh: Mesh, c: conformer.Config, repeats: int, params, features_BRF, labels_BS) -> Array:
     """Of microbatches of one utterance."""
 
+    policy = jax.checkpoint_policies.save_only_these_names(*c.kept)
+
     def layer(x_BSM: Array, w) -> Array:
         return conformer.layer(c, x_BSM, w, None)[0]
 
     run = shifting_buffer(
-        layer if repeats > 1 else jax.checkpoint(layer, prevent_cse=False),
+        layer if repeats > 1 else jax.checkpoint(layer, prevent_cse=False, policy=policy),
         mesh.shape["stage"],
         lambda x: annotate(mesh, x, P("stage")),
         repeats=repeats,
         axis="stage",
-        remat=repeats > 1,
+        remat=policy if repeats > 1 else None,
     )
     of_batch = partial(annotate, mesh, spec=P("stage"))
     x_BSM = of_batch(conformer.subsampled(c, params["front"], of_batch(features_BRF)))

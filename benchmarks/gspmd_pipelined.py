@@ -85,7 +85,7 @@ def buffered_loss(mesh: Mesh, microbatches: int, repeats: int, again: str, param
         lambda x: annotate(mesh, x, split),
         repeats=repeats,
         axis="stage",
-        remat=False,
+        remat=None,
     )
     text_ABS = jnp.swapaxes(text_BS.reshape(-1, microbatches, text_BS.shape[1]), 0, 1)
     text_ABS = annotate(mesh, text_ABS, P(None, "x"))

@@ -4,7 +4,8 @@ device sends.
 The compiler writes its own estimate of cycles beside most instructions, loops and collectives excepted. Loops
 are counted here with their trips, and collectives by the bytes of ring algorithms. Of a conditional the
 dearest branch counts, but of one that runs a schedule: there each tick, a trip of its loop, counts with the
-dearest of the branches that the stages run in it.
+dearest of the branches that the stages run in it. An instruction of a schedule may have parts in several
+conditionals; which branches they are, the names of their scopes say (`shardax.cost.noted`).
 """
 
 import re
@@ -67,7 +68,7 @@ def cost(text: str, table: np.ndarray | None = None, chip: Chip = V3) -> Cost:
 
 
 def branches(text: str, table: np.ndarray, chip: Chip = V3) -> list[Cost]:
-    """Of the branches of the conditional that runs a schedule. Raises ValueError as `cost` does."""
+    """Of the instructions of a schedule, as the table numbers them. Raises ValueError as `cost` does."""
     module = _Module(text, table, chip)
     module.cost("ENTRY")
     return module.scheduled()
@@ -140,21 +141,31 @@ class _Module:
         """Of so many runs of a computation."""
         computation = self.computations[name]
         total = self.own(computation) * trips
+        parts: list[list[Cost]] = []
         for instruction in computation.instructions.values():
-            known = self.branches(instruction) if instruction.opcode == "conditional" else []
-            if self.runs_schedule(known, trips):
-                self.found.append(known)
-                ticks = ([known[i] for i in {*row}] for row in self.table.tolist())  # type: ignore[union-attr]
-                total = sum(map(self.dearest, ticks), total)
+            if own := self.scheduled_part(instruction, trips):
+                parts.append(own)
             else:
                 total += self.followed(computation, instruction) * trips
+        if parts and self.table is not None:
+            known = [sum(some, Cost()) for some in zip(*parts, strict=True)]
+            self.found.append(known)
+            ticks = ([known[i] for i in {*row}] for row in self.table.tolist())
+            total = sum(map(self.dearest, ticks), total)
         return total
 
-    def runs_schedule(self, known: list[Cost], trips: int) -> bool:
-        return self.table is not None and (len(known), trips) == (self.table.max() + 1, len(self.table))
+    def scheduled_part(self, instruction: _Instruction, trips: int) -> list[Cost]:
+        """What a conditional costs, by instructions of the schedule; empty where it is no part of them."""
+        if self.table is None or instruction.opcode != "conditional" or trips != len(self.table):
+            return []
+        count = self.table.max() + 1
+        named = instruction.attribute(r'op_name="[^"]*/branches ([\d.]+) by table/cond"')
+        taken = [*map(int, named.split("."))] if named else [*range(count)]
+        known = self.branches(instruction)
+        return [known[i] for i in taken] if (len(taken), max(taken)) == (count, len(known) - 1) else []
 
     def scheduled(self) -> list[Cost]:
-        """The branches of the one conditional that runs the schedule."""
+        """The instructions of the one loop that runs the schedule."""
         assert self.table is not None
         if len(self.found) != 1:
             raise ValueError(
@@ -164,7 +175,9 @@ class _Module:
         return self.found[0]
 
     def branches(self, instruction: _Instruction) -> list[Cost]:
-        names = re.findall(r"%[\w.-]+", instruction.attribute(r"((?:branch|true|false)_computations?=.*)$"))
+        """In the order of their numbers."""
+        both = [instruction.called(f"{which}_computation") for which in ("false", "true")]
+        names = re.findall(r"%[\w.-]+", instruction.attribute(r"branch_computations=(.*)$")) or both
         return [self.cost(name) for name in names if name in self.computations]
 
     def dearest(self, known: list[Cost]) -> Cost:

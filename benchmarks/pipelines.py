@@ -3,6 +3,7 @@ buffer and by schedules.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,20 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import conformer_pipelined, gspmd_model, gspmd_pipelined
+from benchmarks.conformer_pipelined import AGAIN
 from benchmarks.ticks import branch_table
 from benchmarks.workload import TOPOLOGIES, Published, Step, Way, Workload
 from models import conformer
 from shardax.pipeline.schedules import make_schedule
 
 Run = Callable[..., tuple[Any, Any, Any]]
+
+CONFORMERS = {
+    "interleaved": ("interleaved", 4, "least"),
+    "remat all": ("interleaved", 4, "all"),
+    "eager-1f1b": ("eager-1f1b", 1, "all"),
+}
+"""Beside the buffer: schedule, chunks, and what of a layer is computed again."""
 
 NARROW = gspmd_model.Dims(L=64, B=1024, M=4096, N=64, D=128, H=16384)
 
@@ -91,20 +100,30 @@ def _conformer(
         for part, leaves in args[0].items()
     }
 
-    def buffered(mesh: Mesh) -> Step:
-        run = partial(conformer_pipelined.buffered_step, mesh, c, repeats)
+    def buffered(again: str, mesh: Mesh) -> Step:
+        run = partial(conformer_pipelined.buffered_step, mesh, replace(c, kept=AGAIN[again]), repeats)
         return Step(run, args, (layers_on_stages, None, P("stage")))
 
-    def scheduled(how: Mapping[str, Any], mesh: Mesh) -> Step:
-        run = partial(conformer_pipelined.pipelined_step, c, how)
-        return Step(run, args, (layers_on_stages, None, P()))
+    def scheduled(again: str, how: Mapping[str, Any], mesh: Mesh) -> Step:
+        own = replace(c, kept=AGAIN[again])
+        run = partial(conformer_pipelined.pipelined_step, own, how)
+        if how["chunks"] == 1:
+            return Step(run, args, (layers_on_stages, None, P()))
+        params, specs = conformer_pipelined.packed(mesh, own, how, args[0], args[2])
+        return Step(
+            run, (params, jax.eval_shape(gspmd_model.OPTIMIZER.init, params), args[2]), (specs, None, P())
+        )
 
-    ways = {"buffer": Way("jax.jit", buffered, bubbles=_gpipe_bubbles(stages, microbatches, repeats))}
-    how = ("eager-1f1b", 1) if repeats == 1 else ("interleaved", repeats)
-    ways[how[0]] = _scheduled(scheduled, stages, microbatches, *how)
+    bubbles = _gpipe_bubbles(stages, microbatches, repeats)
+    ways = {"buffer": Way("jax.jit", partial(buffered, "all"), bubbles=bubbles)}
+    for name_of_way, (schedule, chunks, again) in CONFORMERS.items():
+        ways[name_of_way] = _scheduled(partial(scheduled, again), stages, microbatches, schedule, chunks)
+    ways["buffer remat less"] = Way("jax.jit", partial(buffered, "less"), bubbles=bubbles)
     flops = conformer_pipelined.flops(c, microbatches)
     what = "the Conformer of GSPMD's Table 5"
-    return Workload(name, what, TOPOLOGIES[stages], {"stage": stages}, buffered, flops, published, ways)
+    return Workload(
+        name, what, TOPOLOGIES[stages], {"stage": stages}, partial(buffered, "all"), flops, published, ways
+    )
 
 
 def _scheduled(step: Callable[..., Step], stages: int, microbatches: int, schedule: str, chunks: int) -> Way:

@@ -26,7 +26,7 @@ def shifting_buffer(
     *,
     repeats: int = 1,
     axis: str | None = None,
-    remat: bool = True,
+    remat: Callable[..., Any] | None = jax.checkpoint_policies.nothing_saveable,
 ):
     """The function of stacked layers [L, ...] and x [microbatches, rows, ...] that applies them all. Where
     layers go round several times, there must be as many microbatches as stages.
@@ -38,8 +38,8 @@ def shifting_buffer(
       repeats: how often a microbatch goes round the stages. With several, the stack is in the order of
         stages, as praxis stores it: its rows are [stages, repeats, layers].
       axis: of the mesh, over which the stages lie, for annotations in `layer`.
-      remat: whether each stage is computed again from its inputs in the backward pass. Otherwise what
-        `layer` says counts.
+      remat: what of each stage is kept for its backward pass, a policy of `jax.checkpoint`; the rest is
+        computed again from the stage's inputs. None: what `layer` says counts.
     """
 
     def run_stage(w, x, repeat):
@@ -47,7 +47,9 @@ def shifting_buffer(
             w = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, repeat, keepdims=False), w)
         return lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]
 
-    run_stages = jax.vmap(jax.checkpoint(run_stage) if remat else run_stage, spmd_axis_name=axis)
+    if remat:
+        run_stage = jax.checkpoint(run_stage, policy=remat)
+    run_stages = jax.vmap(run_stage, spmd_axis_name=axis)
     place = jnp.arange(stages)
 
     def run(layers, x):

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
@@ -43,6 +44,7 @@ class Config:
     momentum: float = 0.95  # of the running statistics
     dtype: Any = jnp.float32  # of activations; parameters, statistics and softmax stay float32
     remat: bool = False  # compute each layer again in the backward pass
+    kept: tuple[str, ...] = ()  # of its products, those that are not
 
     def __post_init__(self):
         if self.model % (2 * self.heads):
@@ -136,10 +138,17 @@ def loss(c: Config, params, features_BRF: Array, labels_BS: Array, running=None)
 
 def apply(c: Config, params, features_BRF: Array, running=None) -> tuple[Array, Any]:
     """Logits, float32[B, S, P], and the statistics as in `loss`."""
-    body = jax.checkpoint(partial(layer, c), prevent_cse=False) if c.remat else partial(layer, c)
+    body = rematted(c)
     x_BSM = sx.pipeline.outside(subsampled)(c, params["front"], features_BRF)
     x_BSM, statistics = lax.scan(lambda x, each: body(x, *each), x_BSM, (params["layers"], running))
     return (x_BSM @ params["head"].astype(c.dtype)).astype(jnp.float32), statistics
+
+
+def rematted(c: Config) -> Callable[..., tuple[Array, Any]]:
+    """A layer, of which the backward pass computes again what is not kept."""
+    policy = jax.checkpoint_policies.save_only_these_names(*c.kept)
+    own = partial(layer, c)
+    return jax.checkpoint(own, prevent_cse=False, policy=policy) if c.remat else own
 
 
 def subsampled(c: Config, w, features_BRF: Array) -> Array:
@@ -163,23 +172,26 @@ def layer(c: Config, x_BSM: Array, w, running) -> tuple[Array, Any]:
 
 
 def feed_forward(w, x_BSM: Array) -> Array:
-    return jax.nn.silu(norm(x_BSM, w["norm"]) @ w["up"]) @ w["down"]
+    h_BSH = checkpoint_name(norm(x_BSM, w["norm"]) @ w["up"], "up")
+    return checkpoint_name(jax.nn.silu(h_BSH) @ w["down"], "down")
 
 
 def attention(w, x_BSM: Array) -> Array:
-    q_BSND, k_BTND, v_BTND = jnp.einsum("bsm,mknd->kbsnd", norm(x_BSM, w["norm"]), w["qkv"])
+    qkv_3BSND = checkpoint_name(jnp.einsum("bsm,mknd->kbsnd", norm(x_BSM, w["norm"]), w["qkv"]), "qkv")
+    q_BSND, k_BTND, v_BTND = qkv_3BSND
     scores_BNST = jnp.einsum("bsnd,btnd->bnst", rotated(q_BSND), rotated(k_BTND))
     scores_BNST = scores_BNST.astype(jnp.float32) * q_BSND.shape[-1] ** -0.5
     y_BSND = jnp.einsum("bnst,btnd->bsnd", jax.nn.softmax(scores_BNST).astype(x_BSM.dtype), v_BTND)
-    return jnp.einsum("bsnd,ndm->bsm", y_BSND, w["out"])
+    return checkpoint_name(jnp.einsum("bsnd,ndm->bsm", y_BSND, w["out"]), "out")
 
 
 def convolution(c: Config, w, x_BSM: Array, running) -> tuple[Array, Any]:
     """Gated linear unit, depthwise convolution, batch norm, swish; and the statistics."""
-    value_BSM, gate_BSM = jnp.einsum("bsm,mkn->kbsn", norm(x_BSM, w["norm"]), w["gated"])
+    gated_2BSM = checkpoint_name(jnp.einsum("bsm,mkn->kbsn", norm(x_BSM, w["norm"]), w["gated"]), "gated")
+    value_BSM, gate_BSM = gated_2BSM
     x_BSM = depthwise(w["depthwise"], value_BSM * jax.nn.sigmoid(gate_BSM))
     x_BSM, statistics = batch_norm(w["scale"], w["shift"], x_BSM, running)
-    return jax.nn.silu(x_BSM) @ w["out"], statistics
+    return checkpoint_name(jax.nn.silu(x_BSM) @ w["out"], "out"), statistics
 
 
 def depthwise(w_KM: Array, x_BSM: Array) -> Array:

@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 83 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 84 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -17,8 +17,9 @@ PartitionSpecs that owe a reduction, whose kind 0.11 has brought:
 Primitives that public functions bind and nothing public names:
     sharding_constraint_p, UNSPECIFIED.
 Source lines and errors as JAX shows them: which frame is the user's, which are hidden, what a tree lacks:
-    EMPTY_NAME_STACK, scope_names, marked, innermost_mark, user_line, is_users_file, current_line,
-    with_user_frame, lines_of_their_own, hide_frames, boundary, prefix_error, infer_argnums_and_argnames.
+    EMPTY_NAME_STACK, scope_names, without_scopes, marked, innermost_mark, user_line, is_users_file,
+    current_line, with_user_frame, lines_of_their_own, hide_frames, boundary, prefix_error,
+    infer_argnums_and_argnames.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
     context_mesh, without_mapped_axes, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes,
@@ -42,6 +43,7 @@ import sysconfig
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
@@ -83,6 +85,12 @@ EMPTY_NAME_STACK = source_info_util.NameStack()
 def scope_names(name_stack) -> list[str]:
     """The names of the scopes and transformations of a name stack, outermost first, as they were given."""
     return [part.name for part in name_stack.stack if not isinstance(part, _Mark)]
+
+
+def without_scopes(name_stack, which: Callable[[str], bool]) -> Any:
+    """The name stack without the scopes and transformations whose names are such."""
+    kept = [part for part in name_stack.stack if isinstance(part, _Mark) or not which(part.name)]
+    return type(name_stack)(tuple(kept))
 
 
 class _Mark(NamedTuple):

@@ -19,7 +19,7 @@ from shardax.jit.signature import check_arguments, check_no_device
 from shardax.meshes.crossing import Crossing
 from shardax.options import Options, Refused
 from shardax.trace import is_explicit
-from shardax.transforms import Transform
+from shardax.transforms import Transform, in_order
 
 
 @_jax.boundary
@@ -59,7 +59,7 @@ def shard_jit(
         as for `jax.jit`.
       device, backend: refused; the mesh says which devices run.
       transforms: functions (global jaxpr, `Context`) -> global jaxpr, applied in order before the program is
-        partitioned; see `Transform`.
+        partitioned, `sx.zero.Zero` behind `sx.pipeline.Pipeline` in any case; see `Transform`.
       options: see `Options`.
 
     Raises ValueError for bad input, when the function is first called on arguments of these types.
@@ -99,7 +99,16 @@ def shard_jit(
     )
     of_jit = {"keep_unused": keep_unused, "inline": inline, "compiler_options": compiler_options}
     function = Function(
-        fun, named_mesh, by, in_shardings, out_shardings, static, donated, tuple(transforms), options, of_jit
+        fun,
+        named_mesh,
+        by,
+        in_shardings,
+        out_shardings,
+        static,
+        donated,
+        in_order(transforms),
+        options,
+        of_jit,
     )
     return ShardJit(function)
 

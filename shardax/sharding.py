@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from jax.sharding import PartitionSpec
 
@@ -285,11 +286,23 @@ class Layout:
         return tuple([p // shard_count(axes, sizes) if axes else p for p, axes in dims])
 
     def settled(self) -> "Layout":
-        return Layout(self.sharding, self.padded)
+        return Layout(self.sharding, self.padded) if self.pending else self
 
     def __repr__(self):
         pending = "".join(f" pending {reduction} over {axis}" for axis, reduction in self.pending)
         return f"{self.sharding}@{list(self.padded)}{pending}"
+
+
+@lru_cache(maxsize=1 << 16)
+def layout_of(
+    dims: tuple[Axes, ...], padded: tuple[int, ...], pending: tuple[tuple[str, str], ...] = ()
+) -> Layout:
+    """The layout of these parts; the same object each time, which is quick to make and to compare.
+
+    >>> layout_of((("x",), ()), (8, 3)) is layout_of((("x",), ()), (8, 3))
+    True
+    """
+    return Layout(Sharding(dims), padded, pending)
 
 
 def layout_at_rest(sharding: Sharding, shape: tuple[int, ...]) -> Layout:
@@ -307,7 +320,7 @@ def replicated_layout(shape: tuple[int, ...]) -> Layout:
     >>> replicated_layout((3, 4))
     P(None, None)@[3, 4]
     """
-    return Layout(replicated(len(shape)), tuple(shape))
+    return layout_of(((),) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -342,4 +355,7 @@ class Padding:
         self, sharding: Sharding, shape: tuple[int, ...], pending: tuple[tuple[str, str], ...] = ()
     ) -> Layout:
         """The layout of a value of this shape under `sharding`."""
-        return Layout(sharding, tuple(map(self.padded, shape, sharding.dims)), pending)
+        padded = tuple(map(self.padded, shape, sharding.dims))
+        return (
+            Layout(sharding, padded, pending) if sharding.owing else layout_of(sharding.dims, padded, pending)
+        )

@@ -144,6 +144,38 @@ class Reporting(Protocol):
     def report(self, plan: Any, /) -> Any: ...
 
 
+@runtime_checkable
+class Resting(Protocol):
+    """A transform that says how state rests. It is applied behind those that lay state on stages (`Staging`),
+    wherever it stands: it splits further what each stage has. `rests_state` is True."""
+
+    rests_state: bool
+
+
+@runtime_checkable
+class Staging(Protocol):
+    """A transform that lays parts of the program, with their state, on the devices along an axis of its own.
+    `lays_on_stages` is True."""
+
+    lays_on_stages: bool
+
+
+def in_order(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+    """The transforms in the order in which they are applied: as they stand, but each `Resting` one behind the
+    last `Staging` one.
+
+    >>> import shardax as sx
+    >>> zero, pipeline = sx.zero.Zero("data", stage=1), sx.pipeline.Pipeline("stage", microbatches=8)
+    >>> in_order([zero, pipeline]) == (pipeline, zero)
+    True
+    """
+    count = max((i + 1 for i, t in enumerate(transforms) if isinstance(t, Staging)), default=0)
+    early, others = transforms[:count], transforms[count:]
+    waiting = [isinstance(t, Resting) for t in early]
+    ahead, behind = ([t for t, w in zip(early, waiting, strict=True) if w == late] for late in (False, True))
+    return (*ahead, *behind, *others)
+
+
 def annotations_of(jaxpr: Any) -> Iterator[tuple[Any, Annotation]]:
     """The annotations in a jaxpr and the bodies in it: each equation, of one operand and one result, and what
     it requests of the result.

@@ -66,6 +66,14 @@ def _dynamic_slice(params, x, *starts):
     return x[tuple(slice(s, s + size) for s, size in zip(starts, params["slice_sizes"], strict=True))]
 
 
+def _dynamic_update_slice(params, x, update, *starts):
+    place = tuple(slice(s, s + size) for s, size in zip(starts, update.shape, strict=True))
+    assert x[place].shape == update.shape
+    updated = np.array(x)
+    updated[place] = update
+    return updated
+
+
 def _pad(params, x, value):
     assert all(low >= 0 and high >= 0 and not inner for low, high, inner in params["padding_config"])
     return np.pad(x, [each[:2] for each in params["padding_config"]], constant_values=value)
@@ -88,6 +96,7 @@ RULES = {
     "div": lambda _, x, y: x / y,
     "dot_general": _dot_general,
     "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
     "expand_dims": lambda params, x: np.expand_dims(x, params["dimensions"]),
     "iota": _iota,
     "jit": _call,

@@ -117,6 +117,10 @@ def test_too_few_specs(mesh):
             "options={'strict': True} of shard_jit: must be shardax.Options, such as ",
         ),
         ({"transforms": identity}, " of shard_jit: must be a tuple of functions of a jaxpr"),
+        (
+            {"transforms": [sx.zero.Zero]},
+            "must be a tuple of functions of a jaxpr, such as (shardax.zero.Zero('data'),)",
+        ),
         ({"fun": MESH}, ", not a function: give shardings and the mesh by their names"),
     ],
 )

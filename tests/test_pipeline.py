@@ -424,6 +424,8 @@ def test_bad_input():
     _raises(r"the mesh \(data=2\) has no axis 'stage'", mesh=mesh)
     _raises("expected the name of a mesh axis", axis=("stage",))
     _raises("microbatches is 0; expected an int", microbatches=0)
+    _raises("microbatches is True; expected an int", microbatches=True)
+    _raises("argnums of value_and_grad is 'params', of type str: give the number", argnums="params")
     _raises("reduce is 'max'; expected 'mean' or 'sum'", reduce="max")
     _raises("schedule is 'gpip'; expected one of", schedule="gpip")
     _raises("returns float32.*expected a scalar of floats", loss=lambda p, x, y: p["in"][x].mean(-1))
@@ -440,6 +442,10 @@ def test_bad_input():
     _raises(r"stage\(x, 'head'\) at .*test_pipeline.py:\d+ stands inside a", loss=marked)
     with pytest.raises(ValueError, match="no mesh is in context"):
         sx.pipeline.value_and_grad(plain(2)[0], microbatches=4)(plain(2)[1], tokens(1), tokens(1))
+    with pytest.raises(ValueError, match="name of stage is 3, of type int: give a text"):
+        sx.pipeline.stage(jnp.ones(2), 3)
+    with pytest.raises(ValueError, match="packing of pack is None.* what sx.pipeline.packing returns"):
+        sx.pipeline.pack([jnp.ones(2)], None)
 
 
 @pytest.mark.once

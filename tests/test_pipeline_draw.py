@@ -102,3 +102,9 @@ def test_commands(tmp_path, capsys, monkeypatch):
 
     assert main(["draw", "no-such", "--out", "x.png"]) == 1
     assert "error: schedule is 'no-such'; expected one of naive," in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written(capsys, tmp_path):
+    out = str(tmp_path / "none" / "a.png")
+    assert main(["draw", "1f1b", "--stages", "2", "--microbatches", "2", "--out", out]) == 1
+    assert "a.png cannot be written: No such file or directory" in capsys.readouterr().err

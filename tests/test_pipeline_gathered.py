@@ -111,7 +111,10 @@ def passed(run, args, halved: bool):
         stage = run.cut.stages[k]
         pieces = [values[p.value][slice(*(p.rows or (None,)))] for p in stage.pieces]
         own = passes[k].of[kind]
-        made = own.run(Inputs(pieces, [batch], [], number, received, returned, kept.get(k, []), held))
+        totals = [sums[place][k] for place in own.totals]
+        made = own.run(Inputs(pieces, [batch], [], number, received, returned, kept.get(k, []), held, totals))
+        for place, x in zip(own.totals, made.totals, strict=True):
+            sums[place][k] = x
         for place, x in zip(own.sums, made.sums, strict=True):
             sums[place][k] = sums[place][k] + x
         for place, x in zip(own.rows, made.rows, strict=True):

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType
@@ -196,13 +197,60 @@ def test_what_other_axes_split_rests_in_no_flat_array():
     ]
     assert flat and all(name.endswith("/1") for name in flat)
     specs = jax.tree.leaves(packing.specs, is_leaf=lambda x: isinstance(x, P))
-    assert specs.count(P(None, "data")) == len(UNLIKE)
+    assert specs.count(P("stage", None, "data")) == len(UNLIKE)
     stacked = packing_of(
         grad_of(scanned),
         {"in": F32((64, M)), "w": F32((8, M, M))},
         specs={"in": P("data"), "w": P(None, None, "data")},
     )
     assert stacked.specs.arrays == (P("stage", None, None, "data"), P("data"))
+
+
+def test_split_leaves_of_one_stage_rest_there():
+    """However few stages have one of a shape: where other axes split them they fit into no flat array."""
+    mesh = AbstractMesh((2, 2, 2), ("stage", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    shapes, grad = params(4), grad_of(loss)
+    specs = jax.tree.map(lambda x: P(None, "model") if len(x.shape) == 2 else P(), shapes)
+    packing = sx.pipeline.packing(grad, shapes, X, X, mesh=mesh, specs=specs)
+    assert {each.kind for each in packing.arrays} == {FLAT, STACKED}
+    packed = jax.eval_shape(partial(sx.pipeline.pack, packing=packing), shapes)
+    plan = sx.shard_jit(grad, mesh=mesh, in_shardings=(packing.specs, P("data"), P("data"))).plan(
+        packed, X, X
+    )
+    assert {c.kind for c in plan.collectives if "stage" in c.axes and c.nbytes > 1000} == {"ppermute"}
+
+
+@pytest.mark.not_quick
+@pytest.mark.parametrize("form", ["value_and_grad", "Pipeline"])
+def test_one_microbatch(form):
+    """Nothing is summed over microbatches."""
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
+    rows = jax.random.normal(jax.random.key(1), (8, 6))
+    weights = {"layers": list(jax.random.normal(jax.random.key(0), (4, 6, 6))), "head": jnp.ones((6, 3))}
+
+    def unrolled(params, x_BM):
+        for w in params["layers"]:
+            x_BM = x_BM + jnp.tanh(x_BM @ w)
+        return ((x_BM @ params["head"]) ** 2).mean()
+
+    grad = sx.pipeline.value_and_grad(unrolled, microbatches=1)
+    packing = sx.pipeline.packing(grad, weights, rows, mesh=mesh)
+    assert {STACKED} < {each.kind for each in packing.arrays}
+    transforms = []
+    if form == "Pipeline":
+        grad = jax.value_and_grad(lambda packed, x_BM: unrolled(sx.pipeline.unpack(packed), x_BM))
+        transforms = [sx.pipeline.Pipeline(microbatches=1)]
+
+    def step(packed, x_BM):
+        value, grads = grad(packed, x_BM)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, packed, grads), value
+
+    how = {"mesh": mesh, "in_shardings": (packing.specs, P("data")), "transforms": transforms}
+    new, value = sx.shard_jit(step, **how)(sx.pipeline.pack(weights, packing), rows)
+    expected, grads = jax.value_and_grad(unrolled)(weights, rows)
+    wanted = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), sx.pipeline.unpack(new), wanted)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
 def test_labels_are_those_of_all_leaves_of_an_array():

@@ -234,14 +234,21 @@ def test_seconds_of_passes_and_bytes_kept():
 # Branches by table
 
 
-def switched(table, big=64):
-    """A loop whose devices take branches by a table: one multiplies, one multiplies twice, one idles."""
+def switched(table, big=64, apart=False):
+    """A loop whose devices take branches by a table: one multiplies, one multiplies twice, one idles. `apart`:
+    the dearest in a cond of its own."""
     branches = [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x]
+    once, twice = ([0, 1, 0], [0, 0, 1]) if apart else ([0, 1, 2], [])
 
     def run(x):
         def tick(x, row):
-            with noted.branches(table):
-                return jax.lax.switch(row[jax.lax.axis_index("stage")], branches, x), None
+            mine = row[jax.lax.axis_index("stage")]
+            with noted.branches(table, once):
+                x = jax.lax.switch(jnp.asarray(once)[mine], branches[: max(once) + 1], x)
+            if twice:
+                with noted.branches(table, twice):
+                    x = jax.lax.switch(jnp.asarray(twice)[mine], branches[::2], x)
+            return x, None
 
         return jax.lax.scan(tick, x, jnp.asarray(table))[0]
 
@@ -256,11 +263,12 @@ def switched(table, big=64):
     [
         ([[0, 0], [1, 0], [0, 1]], 2),  # as many as the longest of each trip
         ([[1, 2], [2, 1], [1, 1]], 5),
-        ([[0, 0], [0, 0]], 0),
+        ([[0, 0], [0, 0], [0, 0], [0, 2]], 2),
     ],
 )
-def test_a_trip_takes_as_long_as_its_longest_branch(table, products):
-    flops = sum(w.trips * w.flops for w in work(switched(np.array(table))))
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_trip_takes_as_long_as_its_longest_branch(table, products, apart):
+    flops = sum(w.trips * w.flops for w in work(switched(np.array(table), apart=apart)))
     assert flops == products * 2 * 64**3
 
 

@@ -87,7 +87,7 @@ def normed(w, x):
 def test_one_microbatch_has_its_rows_and_owes_sums():
     found = of_one(gradient, W, X)
     assert [aval.shape for aval in found.jaxpr.in_avals] == [(M, M), (ROWS // COUNT, M), ()]
-    assert found.is_batch == (False, True) and found.results == (None, None) and not found.is_numbered
+    assert found.is_batch == (False, True) and found.results == (None, None) and not found.is_in_order
     assert {name for name, _ in sent(found)} <= {"psum", "psum_invariant"}
     assert sorted(shape for _, shape in sent(found)) == [(), (M, M)]
 
@@ -97,14 +97,14 @@ def test_results_that_have_rows_stay_split():
 
 
 def test_what_depends_on_the_place_in_the_batch_reads_the_number():
-    assert of_one(positions, W, X).is_numbered
-    assert not of_one(masked, W, X).is_numbered
+    assert of_one(positions, W, X).is_in_order
+    assert not of_one(masked, W, X).is_in_order
 
 
 def test_a_batch_that_the_microbatches_do_not_divide_comes_in_whole():
     found = of_one(gradient, W, X, count=3)
     assert [aval.shape for aval in found.jaxpr.in_avals] == [(M, M), (ROWS, M), ()]
-    assert found.is_batch == (False, False) and found.is_numbered
+    assert found.is_batch == (False, False) and found.is_in_order
 
 
 def test_what_is_sent_is_sent_along_the_axis_of_microbatches():
@@ -141,7 +141,7 @@ def run(found: Split, *types, count: int = COUNT):
 
     def microbatches(_, x):
         x = x.reshape(count, -1, *x.shape[1:])
-        if found.program.is_numbered:
+        if found.program.is_in_order:
             return x
         return jnp.swapaxes(x.reshape(-1, count, *x.shape[2:]), 0, 1)
 

@@ -265,6 +265,49 @@ def test_batch_norm_over_the_whole_batch_is_no_sum():
         plan(*sgd(loss, params))
 
 
+def paired(h, y):
+    """Neighbours, as an image beside its caption."""
+    h = h.reshape(-1, 2, *h.shape[1:])
+    return h[:, 0] - h[:, 1] - y[::2]
+
+
+def halves(h, y):
+    """A view of the batch whose first dim is smaller than the number of microbatches."""
+    return h.reshape(2, -1, *h.shape[1:]) - y.reshape(2, -1, *y.shape[1:])
+
+
+def fewer_labels(h, y):
+    return h - jnp.repeat(y, 2, axis=0)
+
+
+@pytest.mark.parametrize(
+    "compared, rows, labels", [(paired, 16, 16), (halves, 16, 16), (fewer_labels, 12, 6)]
+)
+def test_rows_that_are_computed_together_stay_together(compared, rows, labels):
+    """Pairs are those of the step, not of rows that lie apart; a reshape may cut the batch as it likes."""
+    params = [rand(i, M, M) for i in range(4)]
+
+    def loss(params, x, y):
+        for w in params:
+            x = jnp.sin(x @ w)
+        return (compared(x, y) ** 2).mean()
+
+    check(*sgd(loss, params), (rand(5, rows, M), rand(6, labels, M)), mesh_of(stage=2))
+
+
+def test_pairs_across_microbatches_are_no_sum():
+    params = [rand(i, M, M) for i in range(4)]
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.sin(x @ w)
+        first, second = x.reshape(2, -1, M)
+        return ((first - second) ** 2).mean()
+
+    with pytest.raises(ValueError, match=r"test_pipeline_transform.py:\d+.* the step is no sum over microb"):
+        plan(*sgd(loss, params), (rand(5, 16, M),))
+
+
 def test_weights_that_do_not_come_back_are_named_where_they_are_taken_as_the_batch():
     def step(params, x, y, frozen):
         def loss(params):
@@ -320,6 +363,12 @@ def test_a_backward_pass_in_a_loop():
     where = r"the backward pass, at .*test_pipeline_transform.py:\d+, stands inside a scan, .* more microb"
     with pytest.raises(ValueError, match=where):
         plan(accumulated, params)
+
+
+@pytest.mark.quick
+def test_numbers_of_numpy():
+    """Programs are memoized by what is equal, as numpy's number and Python's are, and types differ in them."""
+    assert type(Pipeline(microbatches=np.int64(4)).microbatches) is int  # type: ignore[arg-type]
 
 
 def test_two_pipelines():

@@ -20,7 +20,7 @@ from shardax.cost import chips
 from shardax.cost.network import Network
 from shardax.reshard import paths, run, steps
 from shardax.reshard.halo import exchange_of
-from shardax.sharding import Layout, Sharding, round_up, shard_count
+from shardax.sharding import Layout, Sharding, minor_most, round_up, shard_count
 
 pytestmark = pytest.mark.quick
 
@@ -600,30 +600,43 @@ def test_some_devices_get_padding():
     np.testing.assert_allclose(columns(x), jax.vmap(scanned, -1, -1)(x), rtol=1e-5, atol=1e-5)
 
 
-SPACES = [  # shape, bytes of an element, dims that may be split, a chip with lanes or not
-    ((64, 1024, 4096), 2, (0, 1, 2), "v5p"),
-    ((12, 3, 1024), 4, (0, 2), "nominal"),
-    ((8, 48), 1, (0, 1), "v5p"),
+SPACES = [  # shape, bytes of an element, dims that may be split, one of them padded otherwise, a chip with lanes or not
+    ((64, 1024, 4096), 2, (0, 1, 2), {}, "v5p"),
+    ((12, 3, 1024), 4, (0, 2), {}, "nominal"),
+    ((8, 48), 1, (0, 1), {}, "v5p"),
+    ((9, 3, 48), 2, (0, 2), {0: (12, 16)}, "v5p"),
+    ((48, 9), 2, (0, 1), {1: (9, 12, 32)}, "v5p"),
 ]
 
 
-@pytest.mark.parametrize("shape, itemsize, dims, chip", SPACES)
-def test_spaces_that_share_their_steps_price_them_as_they_would_alone(shape, itemsize, dims, chip):
+@pytest.mark.parametrize("shape, itemsize, dims, uneven, chip", SPACES)
+def test_values_that_share_a_space_pay_what_they_would_alone(shape, itemsize, dims, uneven, chip):
     network = Network({"x": 4, "y": 8}, chip=chips.CHIPS.get(chip, chips.NOMINAL))
-    owing = (("x", "sum"), ("y", "sum"))
-    paddings = tuple((n,) if d in dims else () for d, n in enumerate(shape))
-    fixed = (0,) * len(shape)
-    shared = paths._space(shape, itemsize, network, ("x", "y"), dims, paddings, fixed, owing)
-    alone = replace(shared, like=None, numbers={}, states=[], known={}, shards={})
-    assert shared.like is not None and alone.like is None
+    axes, owing, fixed = ("x", "y"), (("x", "sum"), ("y", "sum")), (0,) * len(shape)
+    paddings = tuple(uneven.get(d, (n,)) if d in dims else () for d, n in enumerate(shape))
+    minor = minor_most(shape) if network.chip.lanes else None
+    shared = paths._value(shape, itemsize, axes, dims, paddings, fixed, minor, network, owing)
+    counts = steps.Counts(network)
+    alone = steps.Space(shape, itemsize, network, axes, dims, paddings, fixed, owing, minor, counts)
+    least, prices = shared.scale.space, steps.Scale(alone, 1, 1, 1)
+    assert math.prod(least.shape) < math.prod(shape)
     for pending in ((), owing[:1], owing):
         start = steps.State(((),) * len(shape), shape, pending)
         seen, queue = {start}, [start]
         while queue:
             node = queue.pop()
-            found, wanted = (space.edges(space.number(node)) for space in (shared, alone))
-            assert [edge for *_, edge in found] == [edge for *_, edge in wanted]
-            assert [step[:2] for step in found] == [step[:2] for step in wanted]
-            queue += {edge.after for *_, edge in found} - seen
-            seen |= {edge.after for *_, edge in found}
+            found, wanted = least.edges(shared.number(node)), alone.edges(alone.number(node))
+            for (tariff, count, after, edge), (own, *_, step) in zip(found, wanted, strict=True):
+                assert (edge.kind, edge.axes, edge.dim, edge.to, count) == (
+                    step.kind,
+                    step.axes,
+                    step.dim,
+                    step.to,
+                    step.count,
+                )
+                assert shared.state(after) == step.after
+                assert shared.scale.bytes(edge.nbytes) == step.nbytes
+                assert shared.scale[tariff] == prices[own]
+            queue += {edge.after for *_, edge in wanted} - seen
+            seen |= {edge.after for *_, edge in wanted}
         assert len(seen) > 8

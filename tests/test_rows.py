@@ -3,6 +3,7 @@ function.
 """
 
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax import _jax
 from shardax.check import ramp
+from shardax.cost import noted
 from shardax.rewrites.driver import rewritten
 from shardax.rewrites.rows import scanned_rows
 from tests.graph_text import after, graph_of
@@ -348,6 +350,18 @@ def test_what_no_row_is_stays(f, n):
     for scan in (node for node in graph.walk() if node.name == "scan"):
         consts, carries = _jax.scan_counts(scan.params)
         assert (n, 16) in [v.shape for v in scan.inputs[consts : consts + carries]]
+
+
+@pytest.mark.parametrize("around, carried", [(noted.in_place, True), (nullcontext, False)])
+def test_what_is_noted_to_be_written_in_place_stays(around, carried):
+    def f(x, y):
+        with around():
+            return added(x, y)
+
+    graph = rewritten(graph_of(f, ramp(8, 16), ramp(8, 16)), [scanned_rows])
+    (scan,) = (node for node in graph.walk() if node.name == "scan")
+    consts, carries = _jax.scan_counts(scan.params)
+    assert ((8, 16) in [v.shape for v in scan.inputs[consts : consts + carries]]) == carried
 
 
 def test_a_recurrence_gathers_once():

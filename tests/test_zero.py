@@ -15,6 +15,7 @@ import shardax as sx
 from models import gpt2, gpt2_sharding
 from models.devices import make_mesh
 from models.steps import State, adamw, make_init, make_step
+from shardax import _jax
 from shardax.zero import Zero
 
 pytestmark = [
@@ -365,6 +366,12 @@ def test_gathered_again(again):
     plan = planned(layers, ((params, params), x), Zero("data", 3, reshard_after_forward=again))
     part = 256 * 256 * 2 * 3 // 4
     assert sent(plan) == {"all_gather": (4 + 3 * again) * part, "reduce_scatter": 4 * part}
+    (eqn,) = (eqn for eqn in plan.local_jaxpr.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    eqns = _jax.closed(eqn.params["jaxpr"]).jaxpr.eqns
+    read = {v for eqn in eqns for v in eqn.invars if not _jax.is_literal(v)}
+    barriers = [eqn for eqn in eqns if eqn.primitive is jax.lax.optimization_barrier_p]
+    assert len(barriers) == 3 * again
+    assert all(v in read for eqn in barriers for v in eqn.outvars), "or XLA drops it from the barrier"
 
 
 @pytest.mark.quick
@@ -426,10 +433,14 @@ def test_bad_input():
         donate_argnums=(),
     )
     fails("new state that is made of the old", step=jax.grad(loss), donate_argnums=())
+    fails("new state that is made of the old", step=lambda state, x_BM: (state, loss(state, x_BM)))
     with pytest.raises(ValueError, match="stage of Zero is 4, of type int: give 1, 2 or 3"):
         Zero(stage=4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="axis of Zero is"):
-        Zero(axis=())
+    with pytest.raises(ValueError, match="stage of Zero is True, of type bool"):
+        Zero(stage=True)  # type: ignore[arg-type]
+    for axis in (), ("data", "data"):
+        with pytest.raises(ValueError, match="axis of Zero is"):
+            Zero(axis=axis)
     with pytest.raises(ValueError, match="axis of specs names 'x'"):
         sx.zero.specs(STATE, abstract(data=4), "x")
 

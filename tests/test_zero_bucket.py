@@ -226,6 +226,20 @@ def test_packs_that_depend_on_each_other():
 
 
 @pytest.mark.quick
+def test_other_packs_stay():
+    """What is alike before and behind those that depend on each other is computed of buckets."""
+
+    def change(a, g):
+        new = jax.tree.map(lambda a, g: jnp.tanh(a + g), a, g)
+        norm = jnp.sin(new["norm"] + jnp.sin(new["bias"]).sum())
+        new = {"bias": jnp.sin(new["bias"]), "norm": norm, "scale": jnp.sin(new["scale"] + norm.sum())}
+        return jax.tree.map(jnp.cos, new)
+
+    found = flats(on_bucket(change))
+    assert [name for name in found if name != "concatenate"] == ["add", "tanh", "cos"]
+
+
+@pytest.mark.quick
 def test_bad_input():
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
 

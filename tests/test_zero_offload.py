@@ -11,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from models.devices import make_mesh
+from shardax import _jax
+from shardax.passes.overwrite import overwriting
 from shardax.zero import Zero
-from shardax.zero.offload import require_memory
+from shardax.zero.offload import at_host, require_memory
 from shardax.zero.segments import in_order, segments
 from tests.test_tpu import WITHOUT_TPU
 from tests.test_zero import OPTIMIZERS, SIZES, losses, quick_compilation, train_step
@@ -193,6 +196,44 @@ def test_segments_are_divided_by_what_reads_all():
     assert g in found[0].reads() and g not in found[1].reads()
 
 
+def streamed(m, w, g):
+    """Row by row, `m` at the host; what else it gives keeps no array from being overwritten."""
+
+    def row(_, rows):
+        m, w, g = rows
+        m = 0.9 * jax.device_put(m, jax.memory.Space.Device) + g
+        return None, (jax.device_put(m, jax.memory.Space.Host), w - m)
+
+    return jax.lax.scan(row, None, (m, w, g), reverse=True)[1]
+
+
+@pytest.mark.parametrize("read_later, place", [((), 1), ((1,), 2), ((1, 2), None)])
+def test_rows_take_the_place_of_what_is_read(read_later, place):
+    """Of the argument that a caller may donate, else of another array, of none that is read later."""
+
+    def update(*args):
+        return *streamed(*args), *(jnp.sin(args[k]) for k in read_later)
+
+    with jax.sharding.use_abstract_mesh(make_mesh({"data": 1}).abstract_mesh):
+        x = jax.ShapeDtypeStruct((4, 8), "float32")
+        closed = jax.make_jaxpr(update)(at_host(x), x, x)
+    jaxpr = closed.jaxpr
+    eqns = list(overwriting(jaxpr.eqns, [jaxpr.invars[1]], jaxpr.outvars))
+    (scan,) = (eqn for eqn in eqns if eqn.primitive.name == "scan")
+    consts, carries = _jax.scan_counts(scan.params)
+    carried = [v for v in scan.invars[consts : consts + carries] if v in jaxpr.invars]
+    assert carried == ([] if place is None else [jaxpr.invars[place]])
+    rng = np.random.default_rng(0)
+    m, w, g = (np.float32(rng.normal(size=(4, 8))) for _ in range(3))
+    m = jax.device_put(m, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    new = _jax.replaced_eqns(closed, eqns)
+    for one, other in zip(
+        jax.jit(jaxpr_as_fun(new))(m, w, g), jax.jit(jaxpr_as_fun(closed))(m, w, g), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+        assert one.sharding == other.sharding
+
+
 @pytest.mark.quick
 def test_order():
     assert in_order([(0, ["b"], ["a"]), (1, [], ["c"]), (2, ["c"], ["b"])]) == [1, 2, 0]
@@ -220,23 +261,27 @@ def test_bad_input():
         require_memory(mesh, "offload of Zero is 'optimizer'")
 
 
-TPU_SHAPES = {"up": (24, 512, 2048), "down": (24, 2048, 512)}
+TPU_LAYERS, TPU_MODEL, TPU_HIDDEN = 24, 2048, 8192  # an array of a shard does not fit into VMEM
 
 
 @pytest.mark.tpu
 def test_bytes_in_the_program_for_tpu():
-    """As XLA counts them: the device holds less by what moved, but for layers on their way."""
+    """As XLA counts them: the device holds less by what moved."""
     pytest.importorskip("libtpu")
     command = [sys.executable, "-m", "tests.test_zero_offload"]
     run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
     print(run.stdout)
     found = json.loads(run.stdout.splitlines()[-1])
-    row = 2 * 2 * 512 * 2048 * 4 // 8  # the moments of one layer, of both parameters
-    for stage, offload, moved in ((1, "optimizer", 48), (3, "both", 72)):
+    array = TPU_LAYERS * 2 * TPU_MODEL * TPU_HIDDEN * 4 // 8
+    for stage, offload, moved in (
+        (1, "optimizer", 2 * array),
+        (3, "optimizer", 2 * array),
+        (3, "both", 3 * array),
+    ):
         before, after = found[f"{stage}"], found[f"{stage} {offload}"]
-        assert after["host"] == moved * 2**20
-        assert before["device"] - after["device"] >= moved * 2**20 - 3 * row
+        assert after["host"] == moved
+        assert before["device"] - after["device"] >= 0.98 * moved
 
 
 def main() -> None:
@@ -245,8 +290,9 @@ def main() -> None:
 
     mesh = topologies.make_mesh(topologies.get_topology_desc("v5e:2x4", "tpu"), (8,), ("data",))
     tx, found = adamw(), {}
-    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in TPU_SHAPES.items()}
-    args = (params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct((1024, 512), "float32")
+    shapes = {"up": (TPU_LAYERS, TPU_MODEL, TPU_HIDDEN), "down": (TPU_LAYERS, TPU_HIDDEN, TPU_MODEL)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    args = (params, jax.eval_shape(tx.init, params)), jax.ShapeDtypeStruct((1024, TPU_MODEL), "float32")
     ways = [(1, ()), (1, "optimizer"), (3, ()), (3, "optimizer"), (3, BOTH)]
     for stage, offload, on in [
         *((*way, "device") for way in ways),

@@ -20,7 +20,7 @@ ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
 due.
 """
 
-_OF_PARTS = {"concatenate", "pad", "slice", "split", "stack", "unstack"}
+OF_PARTS = {"concatenate", "pad", "slice", "split", "stack", "unstack"}
 """These put together or take apart along some dims, and pass the others through like elementwise ones. So the
 layers of a stack, wherever they are put, are split as it is before what uses them says anything."""
 
@@ -69,7 +69,7 @@ def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
         return
     for operands, results in _components(factors):
         part = _part(node, factors, operands, results, OPERATOR, OPERATOR)
-        if node.name in _OF_PARTS or _is_same(part.factors) or _only_permutes(part.factors):
+        if node.name in OF_PARTS or _is_same(part.factors) or _only_permutes(part.factors):
             part.backward, part.forward = ELEMENTWISE, ELEMENTWISE
         elif node.name == "broadcast_in_dim":
             part.backward, part.forward = BROADCAST_BACKWARD, BROADCAST_FORWARD

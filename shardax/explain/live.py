@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
@@ -69,12 +70,13 @@ class Life:
         self.birth.pop(new, None)
 
     def views(self, eqn) -> Iterator[tuple[Any, Any]]:
-        """The stored operand of an equation of which its stored result is a view."""
-        if _entry(eqn).reads == "view" and len(eqn.invars) == 1:
-            (old,), (new,) = eqn.invars, eqn.outvars
-            stands = not _jax.is_literal(old) and old not in self.fused and new not in self.fused
-            if stands and _entry(eqn).is_view(old.aval.shape, new.aval.shape):
-                yield old, new
+        """The stored operands of an equation of which its stored results are views, as a barrier's are."""
+        barrier = eqn.primitive is lax.optimization_barrier_p
+        if barrier or _entry(eqn).reads == "view" and len(eqn.invars) == 1:
+            for old, new in zip(eqn.invars, eqn.outvars, strict=True):
+                stands = not _jax.is_literal(old) and old not in self.fused and new not in self.fused
+                if stands and (barrier or _entry(eqn).is_view(old.aval.shape, new.aval.shape)):
+                    yield old, new
 
     def _see(self, i: int, eqn, users) -> None:
         fused = _is_fused(eqn, users)

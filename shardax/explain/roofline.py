@@ -10,9 +10,10 @@ pipeline do, the trip counts as long as the longest branch that one of them take
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from shardax import _jax
 from shardax.cost import noted
@@ -98,13 +99,14 @@ def work(jaxpr, trips: int = 1) -> Iterator[Work]:
     jaxpr = _jax.closed(jaxpr).jaxpr
     traffic_of = {id(eqn): nbytes for eqn, nbytes in traffic(jaxpr)}
     seen: set[int] = set()
+    tabled = dict(_of_tables(jaxpr.eqns, trips))
     for eqn in jaxpr.eqns:
         note = noted.of(eqn.source_info.name_stack)
         flops = _flops(eqn) if note is None else 0 if id(note) in seen else note.flops
         seen.add(id(note))
         if flops or traffic_of.get(id(eqn)):
             yield Work(flops, traffic_of.get(id(eqn), 0), trips, between_memories(eqn))
-        for inner in _inside(eqn, trips):
+        for inner in tabled[id(eqn)] if id(eqn) in tabled else _inside(eqn, trips):
             yield inner if note is None else replace(inner, flops=0)
 
 
@@ -118,18 +120,28 @@ def _inside(eqn, trips: int) -> Iterator[Work]:
     inner = trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
     works = [list(work(body, inner)) for body in bodies(eqn)]
     if eqn.primitive.name == "cond":
-        works = [_of_cond(eqn, works)]
+        works = [max(works, key=_size)]
     for one in works:
         yield from one
 
 
-def _of_cond(eqn, works: list[list[Work]]) -> list[Work]:
-    def size(branch: int) -> tuple[float, float]:
-        return sum(w.flops for w in works[branch]), sum(w.nbytes for w in works[branch])
+def _size(works: Sequence[Work]) -> tuple[float, float]:
+    return sum(w.flops for w in works), sum(w.nbytes for w in works)
 
-    ranks = sorted(range(len(works)), key=size)
-    note = noted.branches_of(eqn)
-    if note is None:
-        return works[ranks[-1]]
-    parts = ((branch, Fraction(count, len(note.table))) for branch, count in note.dearest(ranks))
-    return [replace(w, trips=math.ceil(w.trips * part)) for branch, part in parts for w in works[branch]]
+
+def _of_tables(eqns: Sequence[Any], trips: int) -> Iterator[tuple[int, list[Work]]]:
+    """The work of conds of which it is noted which branches run, by their ids."""
+    for conds in noted.parts(eqns):
+        notes = [note for note in map(noted.branches_of, conds) if note is not None]
+        works = [[list(work(body, trips)) for body in bodies(cond)] for cond in conds]
+        instructions = [
+            [each[branch] for each, branch in zip(works, taken, strict=True)]
+            for taken in zip(*(note.taken.tolist() for note in notes), strict=True)
+        ]
+        ranks = sorted(
+            range(len(instructions)), key=lambda n: _size([w for some in instructions[n] for w in some])
+        )
+        shares = [(n, Fraction(count, len(notes[0].table))) for n, count in notes[0].dearest(ranks)]
+        for i, cond in enumerate(conds):
+            own = ((w, share) for n, share in shares for w in instructions[n][i])
+            yield id(cond), [replace(w, trips=math.ceil(w.trips * share)) for w, share in own]

@@ -30,8 +30,11 @@ def check_arguments(
             f"mesh={mesh!r} of shard_jit is no mesh: give one, such as jax.make_mesh((4, 2), ('data', "
             "'model'))"
         )
-    if not isinstance(transforms, Sequence) or not all(map(callable, transforms)):
-        raise ValueError(f"transforms={transforms!r} of shard_jit: must be a tuple of functions of a jaxpr")
+    if not isinstance(transforms, Sequence) or not all(map(_is_transform, transforms)):
+        raise ValueError(
+            f"transforms={transforms!r} of shard_jit: must be a tuple of functions of a jaxpr, such as "
+            "(shardax.zero.Zero('data'),)"
+        )
     if not isinstance(options, Options):
         raise ValueError(
             f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)"
@@ -40,6 +43,10 @@ def check_arguments(
         require_argument_numbers(argument, f"{name} of shard_jit")
     for name, argument in by_name.items():
         require_argument_names(argument, f"{name} of shard_jit")
+
+
+def _is_transform(x: Any) -> bool:
+    return callable(x) and not isinstance(x, type)
 
 
 def check_no_device(given: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -158,10 +158,13 @@ def _walk(jaxpr, sizes: AxisSizes, line: str) -> Iterator[Collective]:
     """The collectives of a body. `line` is that of the innermost equation around the body that has one."""
     jaxpr = _jax.closed(jaxpr).jaxpr
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    tabled = dict(_by_tables(jaxpr.eqns, sizes, line))
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name.removesuffix("_start")
         if name in KINDS:
             yield from read(eqn, sizes, line)
+        elif id(eqn) in tabled:
+            yield from tabled[id(eqn)]
         elif bodies := list(jaxprs_in_params(eqn.params)):
             eqn_line = _jax.user_line(eqn.source_info) or line
             yield from _BODIES.get(name, _all_once)(
@@ -234,15 +237,34 @@ def _all_once(eqn, makers, bodies) -> Iterator[Collective]:
 
 
 def _cond(eqn, makers, branches) -> Iterator[Collective]:
-    note = noted.branches_of(eqn)
-    return other_branches(branches) if note is None else _by_table(note, list(map(list, branches)))
+    return other_branches(branches)
 
 
-def _by_table(note: noted.Branches, branches: list[list[Collective]]) -> Iterator[Collective]:
-    """Those of the group of devices that sends most, each as often as that takes its branch."""
-    group = note.dearest_group(lambda branch: float(comm_bytes(branches[branch])))
+def _by_tables(eqns: Sequence[Any], sizes: AxisSizes, line: str) -> Iterator[tuple[int, list[Collective]]]:
+    """Of conds of which it is noted who takes which branch when, by their ids: the collectives of the group
+    of devices that sends most, each as often as that takes its branch.
+    """
+    for conds in noted.parts(eqns):
+        notes = [note for note in map(noted.branches_of, conds) if note is not None]
+        lines = (_jax.user_line(cond.source_info) or line for cond in conds)
+        found = [
+            [list(_walk(body, sizes, own)) for body in jaxprs_in_params(cond.params)]
+            for cond, own in zip(conds, lines, strict=True)
+        ]
+        parts = list(zip(notes, found, strict=True))
+        sent = [
+            sum(comm_bytes(branches[note.taken[n]]) for note, branches in parts)
+            for n in range(len(notes[0].taken))
+        ]
+        group = notes[0].dearest_group(sent)
+        for cond, (note, branches) in zip(conds, parts, strict=True):
+            yield id(cond), list(_taken(note, group, branches))
+
+
+def _taken(note: noted.Branches, group: int, branches: list[list[Collective]]) -> Iterator[Collective]:
+    taken = note.taken[note.table[:, group]]
     for i, branch in enumerate(branches):
-        part = Fraction(int((note.table[:, group] == i).sum()), len(note.table))
+        part = Fraction(int((taken == i).sum()), len(note.table))
         for c in branch:
             yield replace(c, trips=c.trips * part) if part else replace(c, other_branch=True)
 

@@ -26,7 +26,7 @@ from shardax.partition.candidates import (
     waits,
     whole,
 )
-from shardax.partition.sites import Layouts, Way, left_pending
+from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.sharding import Axes, AxisSizes, Layout, Padding
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
@@ -49,6 +49,7 @@ class Alternatives:
         self.views = views(graph, self.stored)
         self.memo: dict[Hashable, Sequence[Way]] = {}
         self.guesses: dict[Hashable, dict[Layout, float]] = {}
+        self.elements: dict[Layout, int] = {}
 
     def of(
         self, node: Node, made: Sequence[Layouts], requested: Sequence[Layout], hidden: frozenset[str]
@@ -96,8 +97,9 @@ class Alternatives:
                     result.sharding.without(note.owing.unreduced), node.outputs[0].shape
                 )
             splits = project_all([result], factors.results, factors, self.sizes)
-            left = (left_pending(result, lay, partly=True) for lay in made[0] if note.role == "stack")
-            sums = [lay.pending for lay in left if lay]
+            split = result.sharding.axes
+            left = (sums_left(lay) for lay in made[0] if note.role == "stack")
+            sums = [owed for p in left if (owed := tuple(p for p in p if p[0] not in split))]
             each = [
                 candidate_of(factors, splits, (0,) if p else (), p) for p in dict.fromkeys([pending, *sums])
             ]
@@ -149,7 +151,7 @@ class Alternatives:
         ways = list(waits(entry.passes_of(node), made))
         for splits in assignments(options, factors, self.sizes, each):
             for group, pending in ways:
-                if compatible(factors, splits, pending):
+                if not pending or compatible(factors, splits, pending):
                     yield candidate_of(factors, splits, group, pending)
 
     # Prices
@@ -190,7 +192,10 @@ class Alternatives:
         )
 
     def nbytes(self, value: Value, layout: Layout) -> int:
-        return math.prod(layout.local_shape(self.sizes)) * value.itemsize
+        elements = self.elements.get(layout)
+        if elements is None:
+            elements = self.elements[layout] = math.prod(layout.local_shape(self.sizes))
+        return elements * value.itemsize
 
     def guess(
         self,
@@ -216,7 +221,8 @@ class Alternatives:
     def guessed(self, value: Value, sources: Sequence[Layout], target: Layout) -> float:
         if value.is_literal:
             return 0.0
-        known = self.guesses.setdefault((target, value.shape, value.itemsize), {target: 0.0})
+        key = target, value.shape, value.itemsize
+        known = self.guesses.get(key) or self.guesses.setdefault(key, {target: 0.0})
         for source in sources:
             if source not in known:
                 known[source] = self._guessed(value, source, target)

@@ -179,17 +179,35 @@ def assignments(
     yield greedy
     if math.prod(len(ways) + 1 for ways in options) > _MOST_CANDIDATES:
         yield from (s for s in each() if compatible(factors, s, ()) and fits(factors, s, sizes))
-    for chosen in itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES):
-        splits = {f: split for way in chosen for f, split in way.items()}
-        if compatible(factors, splits, ()) and fits(factors, splits, sizes):
-            yield splits
+        every = itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES)
+        each_way = ({f: split for way in chosen for f, split in way.items()} for chosen in every)
+        found = (splits for splits in each_way if compatible(factors, splits, ()))
+    else:
+        found = _compatible_choices(options, factors, {})
+    yield from (splits for splits in found if fits(factors, splits, sizes))
     yield {}
+
+
+def _compatible_choices(options: Options, factors: Factors, chosen: Splits) -> Iterator[Splits]:
+    """Each way of each factor with each of the others, or none, in order; what is incompatible already does
+    not go on."""
+    if not options:
+        yield chosen
+        return
+    for way in options[0]:
+        more = {**chosen, **way}
+        if compatible(factors, more, ()):
+            yield from _compatible_choices(options[1:], factors, more)
+    yield from _compatible_choices(options[1:], factors, chosen)
 
 
 def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:
     """Whether no tensor is split twice by one axis, and no axis over which a result owes a reduction splits
     it too.
     """
+    once = [a for split in splits.values() for a in split.axes] + [axis for axis, _ in pending]
+    if len(set(once)) == len(once) and not factors.has_diagonals:
+        return True
     owed = [axis for axis, _ in (*reduced_pending(factors, splits), *pending)]
     if len(set(owed)) != len(owed):
         return False

@@ -34,7 +34,9 @@ class Copies:
 
     def maker_table(self, made: Sequence[Layout]) -> np.ndarray:
         """0 where the maker's way makes the value in the layout of the state."""
-        return np.array([[0.0 if m == have else np.inf for m, _ in self.states] for have in made])
+        number = {layout: i for i, layout in enumerate(dict.fromkeys(made))}
+        ways, states = ([number[layout] for layout in side] for side in (made, [m for m, _ in self.states]))
+        return np.where(np.equal.outer(ways, states), 0.0, np.inf)
 
     def reader_table(self, targets: Sequence[Layout]) -> np.ndarray:
         """What each way of a reader pays in each state."""
@@ -51,13 +53,14 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
       price: of a reshard from one layout to another.
     """
     read = list(dict.fromkeys(itertools.chain(*readers)))
+    place = {layout: i for i, layout in enumerate(read)}
     prices = np.array([[price(m, t) for t in read] for m in made])
-    parts = np.array([[price(copy, t) if is_cut(copy, t) else np.inf for t in read] for copy in read])
-    cut = np.isfinite(parts)
-    uses = [
-        sum(any(cut[c, read.index(t)] for t in dict.fromkeys(targets)) for targets in readers)
-        for c in range(len(read))
-    ]
+    cut = np.array([[is_cut(copy, t) for t in read] for copy in read])
+    parts = np.full(cut.shape, np.inf)
+    for c, t in np.argwhere(cut).tolist():
+        parts[c, t] = price(read[c], read[t])
+    wanted = [[place[t] for t in dict.fromkeys(targets)] for targets in readers]
+    uses = np.sum([cut[:, targets].any(axis=1) for targets in wanted], axis=0)
     states, making, reading = [], [], []
     for m, row in zip(made, prices, strict=True):
         paid = [c for c in range(len(read)) if row[c] > 0 and uses[c] > 1]

@@ -17,7 +17,7 @@ from shardax.cost.network import Network
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.maps import LAST, REDUCED, Carry, carries_of_map, has_open_loop, reads
-from shardax.partition.sites import Layouts, Site, Way, left_pending
+from shardax.partition.sites import Layouts, Site, Way
 from shardax.sharding import (
     Axes,
     AxisSizes,
@@ -68,6 +68,7 @@ class Search(Protocol):
     def close_carry(self, port: Site) -> None: ...
     def made(self, value: Value) -> Layouts: ...
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]: ...
+    def owing(self, requested: Layout, value: Value, made: Iterable[Layout]) -> Layouts: ...
     def requested(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout: ...
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None: ...
 
@@ -172,7 +173,7 @@ def _cond(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Po
         search.body(body, runs / len(node.bodies), hidden)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
-        settled, *owed = _owing(search.requested(outer, hidden), owing)
+        settled, *owed = search.owing(search.requested(outer, hidden), outer, owing)
         ways = [
             Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
             for layout in (*owed, settled)
@@ -212,7 +213,7 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
         stack = from_spec(spec, len(spec)).dims
         layouts = dict.fromkeys(
             [
-                *_owing(search.requested(inner, inside), search.made(inner)),
+                *search.owing(search.requested(inner, inside), inner, search.made(inner)),
                 *search.at_hand(inner, inside),
             ]
         )
@@ -245,7 +246,9 @@ def _operand(
 ) -> Site:
     """What bodies take and keep: in a layout in which nothing is owed, but where they run once."""
     requested = [search.requested(v, hidden) for v in (outer, *inners)]
-    owing = [lay for v in requested for lay in _owing(v, search.made(outer))[1:]] if may_owe else []
+    owing = (
+        [lay for v in requested for lay in search.owing(v, outer, search.made(outer))[1:]] if may_owe else []
+    )
     layouts = [*search.at_hand(outer, hidden), *requested, *owing]
     ways = [Way((lay,), (lay,) * len(inners)) for lay in dict.fromkeys(layouts)]
     return search.add(Site([outer], inners, ways, runs))
@@ -290,17 +293,16 @@ def _slices(
 ) -> Site:
     """The layouts of one iteration's part of a stacked value: that of the stack, or as completion
     requests."""
-    axes = split.axes if split else ()
-    laid = [
-        Layout(Sharding(lay.dims[1:]), lay.padded[1:])
-        for lay in search.at_hand(outer, hidden.difference(axes))
-        if hidden.isdisjoint(Sharding(lay.dims[1:]).axes)
-    ]
+    rows = [Layout(Sharding(lay.dims[1:]), lay.padded[1:], lay.pending) for lay in search.made(outer)]
+    rows = [row for row in rows if hidden.isdisjoint({*row.sharding.axes, *row.pending_axes})]
     reader = search.reader.get(inner)
     annotated = (
         [search.requested(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
     )
-    layouts = dict.fromkeys([*annotated, search.requested(inner, hidden), *laid])
+    requested = search.requested(inner, hidden)
+    layouts = dict.fromkeys(
+        [*annotated, *search.owing(requested, inner, rows), *(r for r in rows if not r.pending)]
+    )
     ways = [Way((_stacked(lay, outer, split),), (lay,)) for lay in layouts]
     return search.add(Site([outer], [inner], ways, runs))
 
@@ -313,7 +315,9 @@ def _stack(
     """
     requested = search.requested(inner, hidden)
     stack = search.requested(outer, hidden)
-    layouts = dict.fromkeys([*_owing(requested, search.made(inner)), *search.at_hand(inner, hidden)])
+    layouts = dict.fromkeys(
+        [*search.owing(requested, inner, search.made(inner)), *search.at_hand(inner, hidden)]
+    )
     ways = []
     for lay in layouts:
         keeps = [None] if split else [_kept_block(search, lay, outer, stack), None]
@@ -338,14 +342,6 @@ def _kept_block(search: Search, layout: Layout, stack: Value, requested: Layout)
     if not requested.dims[0] or not even or not used.isdisjoint(requested.dims[0]):
         return None
     return Split(requested.dims[0], requested.padded[0])
-
-
-def _owing(requested: Layout, made: Iterable[Layout]) -> Layouts:
-    """The requested layout, and that owing the sums that were left, unless they are over axes that it is
-    split over.
-    """
-    left = (lay for each in made if (lay := left_pending(requested, each)))
-    return tuple(dict.fromkeys([requested, *left]))
 
 
 _LAY_OUT = {"cond": _cond, "scan": _scan, "shard_map": _island, "while": _while}

@@ -6,7 +6,7 @@ in which it is read (`copies.py`). All prices are picoseconds, times the trip co
 `tables.py` finds the cheapest choice of all sites together.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -14,13 +14,14 @@ import numpy as np
 
 from shardax.completion.blocks import Block
 from shardax.completion.complete import Completion
+from shardax.cost import noted
 from shardax.cost.network import network_of
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.partition import copies
 from shardax.partition.alternatives import Alternatives
 from shardax.partition.ports import Ports, iteration_splits, lay_out
-from shardax.partition.sites import Layouts, Site, Way, left_pending
+from shardax.partition.sites import Layouts, Site, Way, sums_left
 from shardax.partition.tables import Problem, Solution, solve
 from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, replicated_layout
@@ -77,6 +78,7 @@ class Search:
         self.times: dict[Value, int] = {}
         self.reading: list[tuple[Value, Site, int]] = []
         self.patterns = _Patterns(completion)
+        self.whole_sums = False
         self.open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]] = {}
         self.left: dict[Hashable, Layouts] = {}
         self.annotated = {
@@ -86,6 +88,7 @@ class Search:
         }
         self.reader = _only_readers(graph)
         self.tables: dict[Hashable, Any] = {}
+        self.prices: dict[Hashable, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
         self.interned: dict[Layouts, Layouts] = {}
 
@@ -111,7 +114,9 @@ class Search:
     def add_node(self, node: Node, runs: float, hidden: frozenset[str]) -> None:
         self.scope.update(dict.fromkeys(node.outputs, runs))
         if node.bodies:
+            around, self.whole_sums = self.whole_sums, self.whole_sums or noted.keeps_whole_sums(node.scope)
             self.ports[node] = lay_out(self, node, runs, hidden)
+            self.whole_sums = around
         else:
             self.site_of[node] = self.node(node, runs, hidden)
 
@@ -205,12 +210,10 @@ class Search:
         key, hidden, may_owe = self.open_carries[port]
         taken, returned = port.makes[0], port.reads[1]
         requested = self.requested(taken, hidden)
-        back = []
-        for lay in self.made(returned):
-            if not lay.pending:
-                back.append(lay)
-            elif may_owe and (left := left_pending(requested, lay)):
-                back.append(left)
+        made = self.made(returned)
+        back = [lay for lay in made if not lay.pending]
+        if may_owe:
+            back += self.owing(requested, taken, made)[1:]
         known = {way.results[0] for way in port.ways}
         self.left[key] = tuple(
             dict.fromkeys([*self.returned.get(key, ()), *(lay for lay in back if lay not in known)])
@@ -249,6 +252,18 @@ class Search:
         """The layout that completion requests for a value, as far as axes are not hidden."""
         sharding = self.completion.sharding(value)
         return self.padding.layout(sharding.without(hidden) if hidden else sharding, value.shape)
+
+    def owing(self, requested: Layout, value: Value, made: Iterable[Layout]) -> Layouts:
+        """The layout that is requested of a value, and those that owe the sums that are left as it is made:
+        unless they are over axes that it is split over, for it would take more memory; but in loops that may
+        keep sums whole.
+        """
+        left = dict.fromkeys([requested])
+        for owed in dict.fromkeys(sums_left(lay) for lay in made):
+            sharding = requested.sharding.without([a for a, _ in owed])
+            if owed and (self.whole_sums or sharding == requested.sharding):
+                left[self.padding.layout(sharding, value.shape, owed)] = None
+        return tuple(left)
 
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None:
         """How the iterations of a scan are split in this search."""
@@ -384,6 +399,13 @@ class Search:
             if table is not None:
                 self._add(problem, [copy, site], table * weight)
 
+    def _prices(self, value: Value, strict: bool) -> copies.Price:
+        """`price` of a value, and of all that are like it."""
+        key = (value.shape, value.itemsize, value in self.anywhere, strict)
+        if key not in self.prices:
+            self.prices[key] = cache(partial(self.price, value, strict=strict))
+        return self.prices[key]
+
     def _layouts_of(self, site: Site, place: int, made: bool) -> Layouts:
         """The layouts that the ways of a site give to one of its results, or operands; equal ones are one
         object.
@@ -395,24 +417,31 @@ class Search:
         return self.columns[key]
 
     def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
-        price = cache(partial(self.price, value, strict=strict))
-        sources = list(dict.fromkeys(made))
-        paying = [any(price(m, t) > 0 for m in sources for t in dict.fromkeys(ts)) for ts in targets]
+        price = self._prices(value, strict)
+        sources = _Distinct(made)
+        readers = [_Distinct(ts) for ts in targets]
+        tables = [np.array([[price(m, t) for t in ts.layouts] for m in sources.layouts]) for ts in readers]
+        paying = [bool((table > 0).any()) for table in tables]
         if not any(paying):
             return None
         if sum(paying) == 1:
-            return (
-                None,
-                None,
-                [
-                    np.array([[price(m, t) for t in ts] for m in made]) if pays else None
-                    for ts, pays in zip(targets, paying, strict=True)
-                ],
+            whole = (
+                table[np.ix_(sources.places, ts.places)] for ts, table in zip(readers, tables, strict=True)
             )
-        readers = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
-        shared = copies.copies_of(sources, readers, price)
-        tables = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        return shared.making, shared.maker_table(made), tables
+            return None, None, [table if pays else None for table, pays in zip(whole, paying, strict=True)]
+        some = [ts.layouts for ts, pays in zip(readers, paying, strict=True) if pays]
+        shared = copies.copies_of(sources.layouts, some, price)
+        read = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+        return shared.making, shared.maker_table(made), read
+
+
+class _Distinct:
+    """The layouts among some that differ, and the place of each of them all among these."""
+
+    def __init__(self, layouts: Layouts):
+        numbers: dict[Layout, int] = {}
+        self.places = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
+        self.layouts = list(numbers)
 
 
 def _inside(node: Node) -> Iterator[Node]:

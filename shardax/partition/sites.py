@@ -21,21 +21,14 @@ from shardax.sharding import Layout
 Layouts = tuple[Layout, ...]
 
 
-def left_pending(wanted: Layout, made: Layout, partly: bool = False) -> Layout | None:
-    """The layout that is wanted, owing the sums that a value owes as it is made: None where there are none,
-    or some are over axes that it is split over. `partly`: those over other axes are left all the same.
+def sums_left(made: Layout) -> tuple[tuple[str, str], ...]:
+    """The sums that a value owes as it is made.
 
     >>> from shardax.sharding import Sharding
-    >>> wanted = Layout(Sharding((("x",),)), (8,))
-    >>> made = Layout(Sharding(((),)), (8,), (("x", "sum"), ("y", "sum")))
-    >>> left_pending(wanted, made), left_pending(wanted, made, partly=True).pending
-    (None, (('y', 'sum'),))
+    >>> sums_left(Layout(Sharding(((),)), (8,), (("x", "sum"), ("y", "max"))))
+    (('x', 'sum'),)
     """
-    sums = tuple(p for p in made.pending if p[1] == "sum")
-    left = tuple(p for p in sums if p[0] not in wanted.sharding.axes)
-    if not left or left != sums and not partly:
-        return None
-    return Layout(wanted.sharding, wanted.padded, left)
+    return tuple(p for p in made.pending if p[1] == "sum")
 
 
 @dataclass(eq=False, frozen=True, slots=True)

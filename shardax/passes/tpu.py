@@ -17,7 +17,7 @@ goes first.
 A reduce_scatter of which slices are taken by device: it makes an all_reduce of it, and slices that. A barrier
 between the two keeps it.
 
-Collectives over all dims of a torus: see `passes/torus.py`.
+Collectives over all dims of a torus: see `passes/torus.py`. Updates row by row: see `passes/overwrite.py`.
 
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
@@ -38,6 +38,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.graph.equations import equations_of
 from shardax.passes import torus
+from shardax.passes.overwrite import overwriting
 
 LANES = 128
 LARGE = 128 << 10  # bytes of a piece, next to which a trip of a loop is nothing
@@ -52,7 +53,9 @@ def suited(jaxpr, mesh: Mesh | AbstractMesh | None = None):
     """
     within = partial(suited, mesh=mesh)
     eqns = [_jax.with_bodies(eqn, within) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
-    eqns = _transposed_first(eqns, _jax.closed(jaxpr).jaxpr.outvars)
+    opened = _jax.closed(jaxpr).jaxpr
+    eqns = list(overwriting(eqns, opened.invars, opened.outvars))
+    eqns = _transposed_first(eqns, opened.outvars)
     eqns = [new for eqn in eqns for new in _summed_in_parts(eqn)]
     eqns = list(_scattered_before_slices(eqns))
     eqns = [new for eqn in eqns for new in torus.in_two(eqn, mesh)]

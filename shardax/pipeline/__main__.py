@@ -59,7 +59,10 @@ def _draw(options: argparse.Namespace) -> Iterator[str]:
     schedule = _schedule(options.schedule, options)
     yield grid(schedule, options.width)
     file = options.out or re.sub(r"[^\w-]+", "_", schedule.name) + ".png"
-    draw(schedule, file)
+    try:
+        draw(schedule, file)
+    except OSError as error:
+        raise ValueError(f"--out {file} cannot be written: {error.strerror}") from None
     yield f"\nwrote {file}"
 
 

@@ -20,6 +20,7 @@ from shardax.jit.signature import argument_name
 from shardax.options import current
 from shardax.pipeline.batch import check_one_batch, of_batch
 from shardax.pipeline.cut import check_marks, flat
+from shardax.pipeline.flipped import unflipped
 from shardax.pipeline.packed import Packing
 from shardax.pipeline.packer import packing_of
 from shardax.pipeline.region import Made, Region
@@ -214,7 +215,7 @@ class Call:
             with _jax.axes_in_scope({AXIS: self.microbatches}), self._noting_rows(rows):
                 closed = jax.make_jaxpr(lambda *args: function(*args[:-1]))(*params, *own, number)
                 self.check_annotations(closed)
-                closed = flat(closed)
+                closed = unflipped(flat(closed))
             results = (None,) * sums + (dim,) * (len(closed.out_avals) - sums)
             program = Microbatch(closed, tuple(is_batch), results)
         else:

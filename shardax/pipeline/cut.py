@@ -26,6 +26,7 @@ from shardax.explain.live import bodies, traffic
 from shardax.explain.roofline import work
 from shardax.graph.evaluate import bound, evaluate
 from shardax.pipeline import scopes
+from shardax.validation import require
 
 _MARK = "shardax.pipeline.stage:"
 _SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
@@ -39,6 +40,7 @@ def stage(x, name: str = ""):
     >>> jax.grad(lambda x: stage(jnp.sin(x), "head"))(0.0)
     Array(1., dtype=float32, weak_type=True)
     """
+    require(isinstance(name, str), "name of stage", name, "a text, such as 'decoder'")
     return checkpoint_name(x, _MARK + name)
 
 

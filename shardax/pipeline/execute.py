@@ -3,10 +3,15 @@
 In each tick a stage looks its instruction up in a table, runs it as a branch of `lax.switch`, and sends what
 it made to its neighbours. Devices at one stage take one branch, so those along other axes never part, and
 what they send each other inside a branch meets.
+
+Instructions that add to sums in place, in a loop over layers, are each a `lax.cond` of its own behind the
+switch: where several branches write in place to one buffer, XLA copies the buffer in each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -89,10 +94,12 @@ class _Executor:
         schedule = self.schedule
         tables = slots.tables(schedule)
         routed = routes(tables)
-        branches, numbers = self.branches(tables)
+        branches = self.branches(tables)
+        numbers = branches.numbers
         saved, kinds = tables.saved, tables.kind
         rows = {
             "branch": numbers,
+            "switched": branches.taken[numbers],
             "microbatch": tables.microbatch,
             "kept": np.maximum(saved, 0),
             "keep": _or_spare(np.where(kinds == slots.FORWARD, saved, -1), tables.saved_slots),
@@ -110,13 +117,12 @@ class _Executor:
             mine = {k: lax.dynamic_index_in_dim(x, place, keepdims=False) for k, x in row.items()}
             forward, cotangent, kept, held, sums, results = state
             inputs = (
+                mine["microbatch"],
                 [_row(x, mine["forward"]) for x in forward],
                 [_row(x, mine["cotangent"]) for x in cotangent],
                 (kept, held, mine["kept"]),  # of which the branches that need them read a row
-                sums,
             )
-            with noted.branches(numbers):
-                made = lax.switch(mine["branch"], branches, mine["microbatch"], *inputs)
+            made = branches.run(mine["branch"], mine["switched"], inputs, sums)
             kept, held = _written(kept, made.kept, mine["keep"]), _written(held, made.held, mine["hold"])
             results = [
                 _written([x], [row], i)[0]
@@ -140,7 +146,8 @@ class _Executor:
         )
         with self.reported(numbers, tables):
             self.own = [checkpoint_name(x, f"{WEIGHTS}{i}") for i, x in enumerate(self.own)]
-            (*_, sums, results), _ = lax.scan(tick, state, (routed.kind, rows))
+            with noted.whole_sums():  # of this stage's weights alone
+                (*_, sums, results), _ = lax.scan(tick, state, (routed.kind, rows))
         return sums, [x[: schedule.microbatches] for x in results]
 
     def reported(self, numbers: np.ndarray, tables: slots.Tables) -> AbstractContextManager:
@@ -184,19 +191,27 @@ class _Executor:
 
     # Instructions
 
-    def branches(self, tables: slots.Tables) -> tuple[list[Callable[..., Any]], np.ndarray]:
+    def branches(self, tables: slots.Tables) -> "_Branches":
         """The branches, alike instructions being one, and the number of each instruction's."""
         known: dict[Any, int] = {None: 0}
-        found: list[Callable[..., Any]] = [self.idle]
+        found: list[Callable[..., Outputs]] = [self.idle]
+        adding: dict[int, tuple[int, ...]] = {0: ()}
+        in_place = set()
         numbers = np.zeros(tables.kind.shape, np.int32)
         for place in zip(*np.nonzero(tables.kind != slots.IDLE), strict=True):
             kind, k = int(tables.kind[place]), int(tables.virtual[place])
             key = (kind, *self.alike(k, kind))
             if key not in known:
-                known[key] = len(found)
+                number = known[key] = len(found)
                 found.append(self.instruction(kind, k))
+                own = self.passes[k].of[kind]
+                adding[number] = own.sums
+                in_place.update([number] if own.totals else [])
             numbers[place] = known[key]
-        return found, numbers
+        together = [n for n in range(len(found)) if n not in in_place]
+        added = {i for n in together for i in adding[n]}
+        is_added = [i in added for i in range(len(self.program.sums))]
+        return _Branches(found, self.nothing, numbers, together, is_added)
 
     def alike(self, k: int, kind: int) -> Any:
         """Equal for virtual stages that run the same code on the same places."""
@@ -209,8 +224,8 @@ class _Executor:
         onward = ((), ()) if last else (self.received[k + 1], self.returned[k + 1])
         return self.received[k], *onward, self.returned[k]
 
-    def idle(self, microbatch, received, returned, rings, sums) -> Outputs:
-        return self.nothing(sums)
+    def idle(self, microbatch, received, returned, rings, none: Outputs) -> Outputs:
+        return none
 
     def nothing(self, sums: Sequence[Array]) -> Outputs:
         """What an instruction makes that makes nothing: zeros, and the sums as they are, which a compiler may
@@ -221,11 +236,11 @@ class _Executor:
         return Outputs(sent, kept, held, sums, rows)
 
     def instruction(self, kind: int, k: int) -> Callable[..., Any]:
-        """F, B or W of virtual stage k."""
+        """F, B or W of virtual stage k; of what it does not make, it gives what is in `none`."""
         own, (from_before, onward, from_after, back) = self.passes[k].of[kind], self.wired(k)
         target = onward if kind == slots.FORWARD else back
 
-        def run(microbatch, received, returned, rings, sums) -> Outputs:
+        def run(microbatch, received, returned, rings, none: Outputs) -> Outputs:
             kept, held, row = rings
             made = own.run(
                 Inputs(
@@ -237,10 +252,9 @@ class _Executor:
                     returned=_picked(returned, self.wires, from_after),
                     kept=_picked(_rows(kept, self.kept.of[k], row), self.kept.types, self.kept.of[k]),
                     held=_picked(_rows(held, self.held.of[k], row), self.held.types, self.held.of[k]),
-                    totals=[sums[i] for i in own.totals],
+                    totals=[none.sums[i] for i in own.totals],
                 )
             )
-            none = self.nothing(sums)
             return Outputs(
                 sent=_placed(none.sent, target, made.sent),
                 kept=_placed(none.kept, self.kept.of[k], made.kept),
@@ -253,7 +267,7 @@ class _Executor:
 
     # Sends
 
-    def sent(self, made: list[Array], kind, routed: Routes) -> list[list[Array]]:
+    def sent(self, made: Sequence[Array], kind, routed: Routes) -> list[list[Array]]:
         """What arrives by each lane in a tick of this kind. All stages are at the same kind of tick."""
 
         def send(lanes):
@@ -267,6 +281,48 @@ class _Executor:
             return send(sending[0])
         with noted.branches(np.maximum(routed.kind - 1, 0)[:, None]):
             return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """What stages run, by the `numbers` of [ticks, stages]; 0: nothing. Those `together` are one switch;
+    `is_added`: to which sums they add. The others add to sums in place. `nothing`: what is made where nothing
+    is, with the sums.
+    """
+
+    all: Sequence[Callable[..., Outputs]]
+    nothing: Callable[[Sequence[Any]], Outputs]
+    numbers: np.ndarray
+    together: Sequence[int]
+    is_added: Sequence[bool]
+
+    @cached_property
+    def taken(self) -> np.ndarray:
+        """Of each number, the branch of the switch; 0 for those that are not in it."""
+        places = (self.together.index(n) if n in self.together else 0 for n in range(len(self.all)))
+        return np.array([*places], np.int32)
+
+    def run(self, number: Array, switched: Array, inputs: Sequence[Any], sums: Sequence[Array]) -> Outputs:
+        def branch(n: int) -> Callable[..., Outputs]:
+            return lambda inputs, sums: self.all[n](*inputs, self.nothing(sums))
+
+        own = [x if added else None for x, added in zip(sums, self.is_added, strict=True)]
+        with noted.branches(self.numbers, self.taken.tolist()):
+            made = lax.switch(switched, list(map(branch, self.together)), inputs, own)
+        made = made._replace(sums=[x if y is None else y for x, y in zip(sums, made.sums, strict=True)])
+        for n in range(len(self.all)):
+            if n not in self.together:
+                made = self._alone(n, number, inputs, made)
+        return made
+
+    def _alone(self, n: int, number: Array, inputs: Sequence[Any], made: Outputs) -> Outputs:
+        """What instruction n makes, or what is `made` where another one runs."""
+
+        def run(made: Outputs, inputs: Sequence[Any]) -> Outputs:
+            return self.all[n](*inputs, made)
+
+        with noted.branches(self.numbers, [int(i == n) for i in range(len(self.all))]):
+            return lax.switch((number == n).astype("int32"), [lambda made, _: made, run], made, inputs)
 
 
 def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:

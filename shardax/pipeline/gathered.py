@@ -230,9 +230,10 @@ class Gathered:
             return self._part(some[0], made, dim)
         order = sorted(some, key=lambda r: r.rows or ())
         counts, place = {r.count for r in order}, self.places[order[0]]
-        in_order = list(map(self.device, order)) == list(range(self.schedule.stages))
-        if in_order and counts == {self.types[place].shape[0]} and not dim:
-            return made[place].reshape(-1, *made[place].shape[2:])
+        devices, stages = list(map(self.device, order)), list(range(self.schedule.stages))
+        if devices in (stages, stages[::-1]) and counts == {self.types[place].shape[0]} and not dim:
+            x = made[place] if devices == stages else jax.lax.rev(made[place], (0,))
+            return x.reshape(-1, *x.shape[2:])
         return jnp.concatenate([self._part(r, made, dim) for r in order], dim)
 
     def _part(self, result: Result, made: Sequence[Array], dim: int) -> Array:

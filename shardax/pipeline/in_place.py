@@ -17,6 +17,7 @@ from jax import lax
 
 from shardax import _jax
 from shardax.annotations.explicit import as_at
+from shardax.cost import noted
 from shardax.graph.evaluate import evaluate
 
 
@@ -41,7 +42,8 @@ def adding(eqn, operands: Sequence[Any], length: int, totals: Mapping[int, Any])
     with as_at(eqn):
         numbers = jnp.arange(length, dtype="int32")
         state = list(start), dict(totals)
-        (carry, sums), stacked = lax.scan(trip, state, [numbers, *rows], length=length, **how)
+        with noted.in_place():
+            (carry, sums), stacked = lax.scan(trip, state, [numbers, *rows], length=length, **how)
     others = iter([*carry, *stacked])
     return [sums[n] if n in sums else next(others) for n in range(len(eqn.outvars))]
 

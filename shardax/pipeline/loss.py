@@ -13,7 +13,8 @@ from shardax.pipeline.call import Call
 from shardax.pipeline.packed import PACKING, Packing
 from shardax.pipeline.repacking import unpack
 from shardax.pipeline.scopes import patterns
-from shardax.validation import is_number, require
+from shardax.pipeline.table import positive
+from shardax.validation import is_number, require, require_argument_numbers
 
 
 def value_and_grad(
@@ -87,14 +88,14 @@ def value_and_grad(
     """
     _check(loss, axis, microbatches, reduce, batch_argnames)
     require(memory is None or is_number(memory, 0), "memory of value_and_grad", memory, "bytes, or None")
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    how = numbers, batch_argnames, axis, microbatches, patterns(at, "value_and_grad")
+    numbers = _numbers(argnums, "value_and_grad")
+    how = numbers, batch_argnames, axis, int(microbatches), patterns(at, "value_and_grad")
 
     @wraps(loss)
     def run(*args, **kwargs):
         call = Call.of(loss, args, kwargs, *how)
         value, aux, gradients = call.gradients((schedule, chunks, memory), reduce, has_aux)
-        gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
+        gradients = tuple(gradients) if isinstance(argnums, Sequence) else gradients[0]
         return ((value, aux) if has_aux else value), gradients
 
     def packing(args: Sequence[Any], said: tuple[Any, Any]) -> Packing:
@@ -135,8 +136,8 @@ def apply(
     (256,)
     """
     _check(function, axis, microbatches, "mean", batch_argnames)
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    how = numbers, batch_argnames, axis, microbatches, patterns(at, "apply")
+    numbers = _numbers(argnums, "apply")
+    how = numbers, batch_argnames, axis, int(microbatches), patterns(at, "apply")
 
     @wraps(function)
     def run(*args, **kwargs):
@@ -151,13 +152,17 @@ def apply(
     return run
 
 
+def _numbers(argnums: int | Sequence[int], what: str) -> tuple[int, ...]:
+    require_argument_numbers(argnums, f"argnums of {what}", or_none=False)
+    return tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+
+
 def _check(loss, axis, microbatches, reduce, batch_argnames) -> None:
     if not callable(loss):
         raise ValueError(f"loss is {loss!r}; expected a function, as jax.value_and_grad takes it")
     if not isinstance(axis, str):
         raise ValueError(f"axis is {axis!r}; expected the name of a mesh axis, such as 'stage'")
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches!r}; expected an int of 1 or more")
+    positive("microbatches", microbatches)
     if reduce not in ("mean", "sum"):
         raise ValueError(
             f"reduce is {reduce!r}; expected 'mean' or 'sum': how losses of microbatches make the batch's"

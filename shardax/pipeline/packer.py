@@ -143,12 +143,12 @@ class _Packer:
             seen[kind, d] += 1
         stacked, flat = [], defaultdict(lambda: defaultdict(list))
         for members in groups.values():
-            if 2 * len(members) > self.stages or (len(members) > 1 and not self._is_flat(members, reads)):
+            if 2 * len(members) > self.stages or not self._is_flat(members, reads):
                 stacked.append(self._stacked({d: Part(leaf) for d, leaf in members.items()}))
-            elif self._is_flat(members, reads):
-                for d, leaf in members.items():
-                    origin = reads[leaf][0].origin
-                    flat[(*self._kind(leaf), text(origin.elementwise) if origin else "")][d].append(leaf)
+                continue
+            for d, leaf in members.items():
+                origin = reads[leaf][0].origin
+                flat[(*self._kind(leaf), text(origin.elementwise) if origin else "")][d].append(leaf)
         return stacked + [self._flat(by_stage) for by_stage in flat.values() if len(by_stage) > 1]
 
     def _is_flat(self, members: dict[int, int], reads: dict[int, list[Read]]) -> bool:

@@ -234,10 +234,9 @@ class _Run:
         self,
         cut: Cut | None = None,
         types: Sequence[Sequence[Type]] | None = None,
-        adds: bool = False,
     ) -> list[Passes]:
         """Of each virtual stage. `cut`, `types`: what its pieces are taken out of, None: they are as they
-        are. `adds`: as of `Traced`."""
+        are."""
         batch, rest = ([_type(v.aval) for v in vs] for vs in (self.flow.of_batch, self.flow.rest[:-1]))
         with jax.sharding.use_abstract_mesh(
             jax.sharding.AbstractMesh((), ())
@@ -245,7 +244,7 @@ class _Run:
             found = []
             for k, own in enumerate(types or self.piece_types()):
                 taken = (cut or self.cut).stages[k].taken
-                found.append(Traced(self, k, taken, (own, batch, rest), adds).passes())
+                found.append(Traced(self, k, taken, (own, batch, rest)).passes())
             return found
 
     def run(self, weights: Weights, batch, rest, axis: str, told: str) -> Made:
@@ -253,7 +252,7 @@ class _Run:
         values = cut.hoist(weights.arrays, rest)
         stacks = Stacks.of(cut, self.schedule, values)
         types = [stacks.piece_types(k) for k in range(self.found.stages)]
-        passes = self.passes(cut, types, adds=_is_alone(axis))
+        passes = self.passes(cut, types)
         program = Program(
             tuple(passes),
             tuple(self.sums.types),
@@ -273,13 +272,6 @@ class _Run:
     def _begins(self) -> tuple[Begin, ...]:
         flow, allowed = self.flow, allowed_places(self.flow, self.found.stages)
         return tuple(begins(flow, self.found.places, allowed, flow.seconds(network_of({}))))
-
-
-def _is_alone(axis: str) -> bool:
-    """Whether no other axis of the mesh splits anything. Else a gradient may be a part of a sum over devices,
-    which is taken once, behind the loop; in a row of a carry it would be taken in each tick."""
-    mesh = _jax.context_mesh()
-    return mesh is not None and all(size == 1 for name, size in mesh.shape.items() if name != axis)
 
 
 def _type(aval) -> Type:

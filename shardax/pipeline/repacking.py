@@ -23,6 +23,7 @@ from jax.sharding import AxisType
 
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Packing, Part, Resting
+from shardax.validation import require
 
 
 def pack(tree: Any, packing: Packing) -> Any:
@@ -52,6 +53,7 @@ def pack(tree: Any, packing: Packing) -> Any:
     >>> len(unpack(packed))
     8
     """
+    require(isinstance(packing, Packing), "packing of pack", packing, "what sx.pipeline.packing returns")
     found = []
 
     def change(x):

@@ -5,7 +5,7 @@ over other axes. Bytes are those of its buffers.
 """
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -84,9 +84,9 @@ class Ran:
 class _Local:
     """The loop of a pipeline in the program that each device runs."""
 
-    def __init__(self, ran: Ran, plan: Facts, eqns: Sequence[Any], found: tuple[Any, Any]):
+    def __init__(self, ran: Ran, plan: Facts, eqns: Sequence[Any], found: tuple[Any, list[Any]]):
         self.ran, self.network = ran, plan.network
-        self.loop, self.cond = found
+        self.loop, self.conds = found
         self.weights = {
             int(e.params["name"].removeprefix(WEIGHTS)): nbytes(e.outvars[0])
             for e in eqns
@@ -94,7 +94,16 @@ class _Local:
         }
 
     def branch_seconds(self) -> list[float]:
-        return [_seconds(branch, self.network) for branch in self.cond.params["branches"]]
+        return self.of_branches(lambda branch: _seconds(branch, self.network))
+
+    def of_branches(self, seconds: Callable[[Any], float]) -> list[float]:
+        """Of each instruction, which may have parts in several conds."""
+        total = np.zeros(self.ran.numbers.max() + 1)
+        for cond in self.conds:
+            note = noted.branches_of(cond)
+            assert note is not None
+            total += np.array(list(map(seconds, cond.params["branches"])))[note.taken]
+        return total.tolist()
 
     def buffers(self) -> dict[str, list[int]] | None:
         """Bytes of each buffer of the loop: of all slots. None where the loop has not those that were
@@ -142,7 +151,7 @@ class _Local:
         """What stages send to each other in a tick: of those that send by several ways, the dearest."""
         kinds = [[]]
         for eqn in _jax.closed(self.loop.params["jaxpr"]).jaxpr.eqns:
-            if eqn.primitive.name == "cond" and eqn is not self.cond:
+            if eqn.primitive.name == "cond" and not any(eqn is cond for cond in self.conds):
                 kinds += [list(collectives(branch, self.network)) for branch in eqn.params["branches"]]
             elif KINDS.get(eqn.primitive.name) == "ppermute":
                 kinds[0] += read(eqn, self.network)
@@ -160,18 +169,18 @@ class _Local:
         added."""
         ticks = len(self.ran.schedule.ticks)
         whole = _priced(work(self.loop.params["jaxpr"], ticks), self.network) / ticks
-        each = [_priced(work(branch), self.network) for branch in self.cond.params["branches"]]
+        each = self.of_branches(lambda branch: _priced(work(branch), self.network))
         return max(0.0, whole - float(np.array(each)[self.ran.numbers].max(1).mean()))
 
 
-def _loops(eqns: Sequence[Any], numbers: np.ndarray) -> Iterator[tuple[Any, Any]]:
-    """The loop over ticks, and the `cond` in it that runs the instructions."""
+def _loops(eqns: Sequence[Any], numbers: np.ndarray) -> Iterator[tuple[Any, list[Any]]]:
+    """The loop over ticks, and the conds in it that run the instructions."""
     for loop in eqns:
         if loop.primitive.name == "scan":
-            for eqn in _jax.closed(loop.params["jaxpr"]).jaxpr.eqns:
-                note = noted.branches_of(eqn)
+            for conds in noted.parts(_jax.closed(loop.params["jaxpr"]).jaxpr.eqns):
+                note = noted.branches_of(conds[0])
                 if note is not None and np.array_equal(note.table, numbers):
-                    yield loop, eqn
+                    yield loop, conds
 
 
 def _seconds(jaxpr, network: Network) -> float:

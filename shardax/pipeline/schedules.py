@@ -43,6 +43,7 @@ def make_schedule(
     positive("microbatches", microbatches)
     if chunks is not None:
         positive("chunks", chunks)
+        chunks = int(chunks)
     if isinstance(schedule, str) and all(map(is_word, schedule.split()[:1])):
         made = parse(schedule, "the schedule", chunks, latency=latency)
     elif isinstance(schedule, str):
@@ -59,7 +60,10 @@ def make_schedule(
         )
     for what, given in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if given is not None and getattr(made, what) != given:
-            raise ValueError(f"{made.name} has {getattr(made, what)} {what}; expected {given}")
+            raise ValueError(
+                f"{made.name} has {getattr(made, what)} {what}; expected {given}: write it for "
+                f"{given}, or take another number of {what}"
+            )
     return made if backward or not made.backward else forward_only(made)
 
 
@@ -81,7 +85,11 @@ def _named(name: str, stages: int, microbatches: int, chunks: int | None, latenc
     kind = NAMES[name]
     chunks = chunks or kind.chunks
     if not kind.any_chunks and chunks != kind.chunks:
-        raise ValueError(f"{name} has chunks={kind.chunks} on each stage; got chunks={chunks}")
+        several = ", ".join(other for other, kind in NAMES.items() if kind.any_chunks)
+        raise ValueError(
+            f"{name} has chunks={kind.chunks} on each stage; got chunks={chunks}: leave chunks out, or "
+            f"take one of {several}"
+        )
     orders = [kind.order(d, stages, microbatches, chunks) for d in range(stages)]
     return pack(name, orders, chunks, kind.placement(stages, chunks), latency, kind.aligned)
 

@@ -30,7 +30,7 @@ from shardax.pipeline.packed import Packed
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import pack_p, unpack_p
 from shardax.pipeline.resting import gathered
-from shardax.pipeline.virtual import STACKED, Microbatch, is_sent
+from shardax.pipeline.virtual import STACKED, Microbatch, is_sent, joins_all
 
 STATE, BATCH, AFTER = range(3)
 ROWS = "rows"  # in environments, before a variable: its values, stacked
@@ -101,7 +101,8 @@ class Split:
         return (
             f"{self.who}: what {line} computes {does}: {self.name} is no sum over microbatches, as "
             "one with batch norm over the whole batch is none; let it use rows of the batch on their own, "
-            f"or {self.otherwise}, if the mean of each microbatch's own loss is meant. Taken as the batch "
+            "take fewer microbatches, if it uses a few neighbours together, as pairs, or "
+            f"{self.otherwise}, if the mean of each microbatch's own loss is meant. Taken as the batch "
             f"are {', '.join(self.batch)}; if some of them are none, say which are by batch_argnames="
         )
 
@@ -131,7 +132,7 @@ class Split:
 
     def _add_sent(self, eqn) -> None:
         name = eqn.primitive.name
-        if name not in _JOINS:
+        if name not in _JOINS or not joins_all(eqn):
             raise ValueError(self._no_sum(eqn, f"needs rows of other microbatches ({name})"))
         is_early = all(v in self.alone for v in variables(eqn.invars))
         for v in eqn.outvars:
@@ -171,6 +172,8 @@ class Split:
         fits = batch == [first] and first.aval.size <= eqn.outvars[0].aval.size
         if name in _MOVES:
             return fits
+        if name == "mul":
+            return len(batch) == 1 and all(v is batch[0] or not v.aval.shape for v in eqn.invars)
         if name == "pad":
             return fits and isinstance(others[0], Literal) and not np.any(others[0].val)
         return False
@@ -230,7 +233,7 @@ class Split:
         else:
             x = v.val if isinstance(v, Literal) else env[v]
             x = jnp.broadcast_to(x, (count, *jnp.shape(x)))
-        return x if dim == STACKED else _unsplit(x, dim, self.program.is_numbered)
+        return x if dim == STACKED else _unsplit(x, dim, self.program.is_in_order)
 
     @cached_property
     def _unpacked(self) -> list[Any]:
@@ -321,7 +324,7 @@ class Split:
             return [x.astype(v.aval.dtype) for x, v in zip(values, eqn.outvars, strict=True)]
         if name in ("pmax", "pmin"):
             return [getattr(x, name[1:])(0) for x in values]
-        dim, in_order = eqn.params["all_gather_dimension"], self.program.is_numbered
+        dim, in_order = eqn.params["all_gather_dimension"], self.program.is_in_order
         return [
             _unsplit(x, dim, in_order).reshape(v.aval.shape) for x, v in zip(values, eqn.outvars, strict=True)
         ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from shardax.pipeline.cut import Cut, Piece
 from shardax.pipeline.table import Schedule
@@ -91,6 +91,8 @@ class Stacks:
         whole = values[some[0].value] if some[0] else None
         if whole is not None and _are_all_rows(some, whole):
             return whole.reshape(len(some), *type.shape)
+        if whole is not None and _are_all_rows(some[::-1], whole):
+            return lax.rev(whole.reshape(len(some), *type.shape), (0,))
         rows = []
         for piece in some:
             if piece is None:

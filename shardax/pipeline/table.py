@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardax.validation import is_integer
+
 KINDS = "FBW"
 Placement = tuple[tuple[int, ...], ...]
 Key = tuple[str, int, int]  # kind, microbatch, virtual stage
@@ -203,7 +205,7 @@ def grid(schedule: Schedule, width: int) -> str:
 
 
 def positive(what: str, number: int) -> None:
-    if not isinstance(number, int) or number < 1:
+    if not is_integer(number, 1):
         raise ValueError(f"{what} is {number!r}; expected an int of 1 or more")
 
 

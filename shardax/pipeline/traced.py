@@ -21,7 +21,7 @@ class Traced:
     """The passes of virtual stage `k`, as programs.
 
     Args:
-      run: the region on its stages. `adds`: whether scans over layers add their rows to sums by themselves.
+      run: the region on its stages.
       taken: gives its pieces of the parameters, of what it reads at rest.
       types: of what it reads at rest, of the microbatch, of the rest.
     """
@@ -32,9 +32,8 @@ class Traced:
         k: int,
         taken: Callable[..., list[Any]],
         types: Sequence[Sequence[Type]],
-        adds: bool = False,
     ):
-        self.run, self.k, self.taken, self.types, self.adds = run, k, taken, types, adds
+        self.run, self.k, self.taken, self.types = run, k, taken, types
         self.flow, self.found, ways = run.flow, run.found, run.found.ways
         self.received, self.returned, self.kept = ways.received[k], ways.returned[k], ways.kept[k]
         last = k == self.found.stages - 1
@@ -69,7 +68,7 @@ class Traced:
         made = {key for part in parts for key in self.flow.writes(part)}
         summed, stacked = (some.of_pass(self.k, name, made) for some in (self.run.sums, self.run.rows))
         read = {*self.found.reads(parts), *sent, *kept, *held, *(r.key for r in stacked)}
-        added = self._added(summed, read) if self.adds else []
+        added = self._added(summed, read)
         summed = [r for r in summed if r not in added]
         totals = tuple(self.run.sums.places[r] for r in added)
         forward = name == FORWARD

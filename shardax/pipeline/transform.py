@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -66,11 +66,15 @@ class Pipeline:
     chunks: int | None = None
     batch_argnames: str | Sequence[str] | None = None
     at: str | Sequence[str] | None = None
+    lays_on_stages: ClassVar[bool] = True
 
     def __post_init__(self):
         require(isinstance(self.axis, str), "axis of Pipeline", self.axis, "the name of a mesh axis")
         is_count = is_integer(self.microbatches, 1)
         require(is_count, "microbatches of Pipeline", self.microbatches, "an int of 1 or more")
+        object.__setattr__(
+            self, "microbatches", int(self.microbatches)
+        )  # of numpy's, programs have other types
         check_names(self.batch_argnames, "Pipeline")
         patterns(self.at, "Pipeline")
 
@@ -99,7 +103,7 @@ class Pipeline:
         arguments, results = _at_ends(jaxpr)
 
         def microbatches(i: int, x):
-            return self._microbatches(x, arguments[i], program.is_numbered)
+            return self._microbatches(x, arguments[i], program.is_in_order)
 
         def run(*args):
             args = [_annotated(x, note) for x, note in zip(args, arguments, strict=True)]

@@ -10,11 +10,13 @@ batch that the microbatches do not divide has its last ones padded, and masked.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Primitive, jaxprs_in_params
@@ -28,8 +30,12 @@ from shardax.graph import annotations
 from shardax.graph.equations import map_equations
 from shardax.graph.evaluate import bound, evaluate
 from shardax.options import Options, Refused
+from shardax.partition.decisions import Decisions
+from shardax.pipeline.flipped import unflipped
 from shardax.pipeline.repacking import PROGRAMS, types_of
+from shardax.sharding import Axes, AxisSizes
 from shardax.spmd_rules.registry import MOVES, register_rule
+from shardax.spmd_rules.rule import KEEP, REDUCTIONS, Factors
 from shardax.transforms import Context
 
 AXIS = "microbatch"
@@ -73,20 +79,22 @@ class Microbatch:
     """The program of one microbatch: `jaxpr` takes the step's arguments and last the microbatch's number,
     int32. `is_batch`: of each argument, whether it takes the rows of the microbatch alone. `results`: of each
     result, along which dim it has the microbatch's part alone; None: it is whole; STACKED: those of all
-    microbatches are stacked. `is_all`: whether there is
-    one microbatch alone, which owes no sums.
+    microbatches are stacked. `is_all`: whether there is one microbatch alone, which owes no sums.
+    `mixes_rows`: whether rows are computed with others of the microbatch, as pairs are.
     """
 
     jaxpr: Any
     is_batch: tuple[bool, ...]
     results: tuple[int | None, ...]
     is_all: bool = False
+    mixes_rows: bool = False
 
     @property
-    def is_numbered(self) -> bool:
-        """Whether anything depends on the number, so that the microbatch has to be that part of the batch."""
+    def is_in_order(self) -> bool:
+        """Whether the microbatch has to be the part of the batch that its number says; else any rows do."""
         jaxpr = self.jaxpr.jaxpr
-        return any(v is jaxpr.invars[-1] for eqn in jaxpr.eqns for v in eqn.invars)
+        is_numbered = any(v is jaxpr.invars[-1] for eqn in jaxpr.eqns for v in eqn.invars)
+        return self.mixes_rows or is_numbered
 
 
 def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) -> Microbatch:
@@ -108,15 +116,32 @@ def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) ->
     types = list(map(shape_of, jaxpr.in_avals))
     mesh = AbstractMesh((count,), (AXIS,), axis_types=(AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        made = _partitioned(_whole_after(jax.make_jaxpr(run)(*types), has_rows), mesh)
+        made = _partitioned(_whole_after(unflipped(jax.make_jaxpr(run)(*types)), has_rows), mesh)
         (eqn,) = made.jaxpr.jaxpr.eqns
         consts = made.jaxpr.consts  # the operands before the arguments
-        local = _numbered(_jax.closed(eqn.params["jaxpr"]), consts, count)
+        local = _numbered(_jax.closed(eqn.params["jaxpr"]), consts, made.refinement.sizes)
     splits = [
-        [s.dims.index((AXIS,)) if (AXIS,) in s.dims else None for s in side]
+        [s.dims.index((AXIS,)) if (AXIS,) in s.dims else None for s in map(made.refinement.shown, side)]
         for side in (made.in_shardings, made.out_shardings)
     ]
-    return Microbatch(local, tuple(d is not None for d in splits[0]), tuple(splits[1]), count == 1)
+    is_split = tuple(d is not None for d in splits[0])
+    return Microbatch(local, is_split, tuple(splits[1]), count == 1, _mixes_rows(made.decisions, rows))
+
+
+def _mixes_rows(decisions: Decisions, rows: int) -> bool:
+    """Whether any operation needs the rows of the batch in their order: whether it splits anything but whole
+    rows, which it keeps or reduces over, as a window, a stride or pairs of rows do."""
+    return any(
+        decision.factors is not None and _splits_rows(decision.factors, factor, rows)
+        for _, decision in decisions.pairs()
+        for factor, split in decision.splits.items()
+        if split.axes
+    ) or any(_mixes_rows(body, rows) for _, decision in decisions.pairs() for body in decision.bodies)
+
+
+def _splits_rows(factors: Factors, factor: str, rows: int) -> bool:
+    is_alike = factors.type_of(factor) in (KEEP, *REDUCTIONS) and "~" not in factor
+    return not is_alike or factors.sizes[factor] % rows > 0
 
 
 def _whole_after(closed, has_rows: Callable[[Any], bool]):
@@ -172,9 +197,9 @@ def _noting(eqn):
     return eqn.replace(primitive=noted_p, params=params)
 
 
-def _numbered(local, consts: Sequence[Any], count: int):
+def _numbered(local, consts: Sequence[Any], sizes: AxisSizes):
     """The local jaxpr with these as its first arguments, with the index along the axis as its last, and its
-    annotations back."""
+    annotations back. `sizes`: of the axis, or of its parts, where a reshape has cut it."""
     first = len(consts)
     assert [np.shape(x) for x in consts] == [x.shape for x in local.in_avals[:first]], "constants are whole"
 
@@ -184,11 +209,18 @@ def _numbered(local, consts: Sequence[Any], count: int):
 
     def run(*args):
         whole = [*map(_without_mesh, consts), *args[:-1]]
-        return _evaluated(map_equations(local, restored), whole, args[-1])
+        return _evaluated(map_equations(local, restored), whole, _places(args[-1], sizes))
 
     number = jax.ShapeDtypeStruct((), "int32")
-    with _jax.axes_in_scope({AXIS: count}):
+    with _jax.axes_in_scope({**sizes, AXIS: math.prod(sizes.values())}):
         return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, local.in_avals[first:]), number))
+
+
+def _places(number, sizes: AxisSizes) -> dict[str, Any]:
+    """Along each part of the axis, of which the first is the major one."""
+    if len(sizes) == 1:
+        return dict.fromkeys(sizes, number)
+    return dict(zip(sizes, jnp.unravel_index(number, tuple(sizes.values())), strict=True))
 
 
 def _restored(eqn):
@@ -198,7 +230,7 @@ def _restored(eqn):
     return eqn.replace(primitive=annotate_p) if eqn.primitive is noted_p else eqn
 
 
-def _evaluated(closed, args: Sequence[Any], number) -> list[Any]:
+def _evaluated(closed, args: Sequence[Any], places: Mapping[str, Any]) -> list[Any]:
     consts = map(_without_mesh, closed.consts)
     env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*consts, *args), strict=True))
 
@@ -210,7 +242,7 @@ def _evaluated(closed, args: Sequence[Any], number) -> list[Any]:
         if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal):
             filled[eqn.outvars[0]] = eqn.invars[0].val
         with as_at(eqn):
-            made = _step(eqn, list(map(read, eqn.invars)), number)
+            made = _step(eqn, list(map(read, eqn.invars)), places)
         if eqn.primitive.name == "select_n" and _are_one(filled, eqn.invars[1:]):
             made = [read(eqn.invars[1])]  # zeros, to which the first device adds a sum, and the others theirs
         env.update(zip(eqn.outvars, made, strict=True))
@@ -229,19 +261,27 @@ def _without_mesh(constant):
     return np.asarray(constant) if is_array and not isinstance(constant, jax.Array) else constant
 
 
-def _step(eqn, operands: Sequence[Any], number) -> Sequence[Any]:
+def _step(eqn, operands: Sequence[Any], places: Mapping[str, Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if name == "axis_index":
-        return [number]
+        return [places[eqn.params["axis_name"]]]
     if eqn.primitive is annotate_p and not any(axes is not None for axes in eqn.params["dims"]):
         return operands
     if name in _LOOPS:  # whose bodies are of the mesh of microbatches
         return _LOOPS[name](
-            eqn.params, operands, lambda body, args: _evaluated(_jax.closed(body), args, number)
+            eqn.params, operands, lambda body, args: _evaluated(_jax.closed(body), args, places)
         )
     has_index = any(map(_has_index, jaxprs_in_params(eqn.params)))
     assert not has_index, f"{name} at {_jax.user_line(eqn.source_info)} reads the number of a microbatch"
-    return bound(eqn, operands)
+    return bound(_over_all(eqn, tuple(places)), operands)
+
+
+def _over_all(eqn, parts: Axes):
+    """What joins all parts of the axis, as what joins all along it."""
+    named = next((name for name in _AXES if name in eqn.params), None)
+    if named is None or _axes_of(eqn) != parts:
+        return eqn
+    return eqn.replace(params={**eqn.params, named: (AXIS,)})
 
 
 def _has_index(body) -> bool:
@@ -286,7 +326,23 @@ def _while(params, operands: Sequence[Any], evaluated: Evaluate) -> Sequence[Any
 _LOOPS = {"cond": _cond, "scan": _scan, "while": _while}
 
 
+_AXES = ("axes", "axis_name")  # as collectives name the parameter
+
+
+def _axes_of(eqn) -> Axes:
+    axes = next((eqn.params[name] for name in _AXES if name in eqn.params), ())
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
 def is_sent(eqn) -> bool:
     """Whether an equation joins what devices along the axis, microbatches that is, have."""
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return eqn.primitive.name in SENDS and AXIS in (axes if isinstance(axes, tuple) else (axes,))
+    return eqn.primitive.name in SENDS and any(_is_of_axis(axis) for axis in _axes_of(eqn))
+
+
+def joins_all(eqn) -> bool:
+    """Whether it joins what all of them have, and not of parts of the axis."""
+    return _axes_of(eqn) == (AXIS,)
+
+
+def _is_of_axis(axis: Any) -> bool:
+    return isinstance(axis, str) and axis.partition(".")[0] == AXIS

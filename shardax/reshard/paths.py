@@ -21,20 +21,24 @@ cases.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from shardax.cost.network import Network, network_of
-from shardax.reshard.steps import Counts, Edge, Space, State, canonical, with_more
-from shardax.sharding import Axes, AxisSizes, Layout, Sharding, minor_most, round_up, shard_count
+from shardax.reshard.steps import Counts, Edge, Scale, Space, State, canonical, in_order, with_more
+from shardax.sharding import Axes, AxisSizes, Layout, Sharding, minor_most, round_up
 
 FEW = 3  # axes over which all layouts that a value may take are looked at
 MOST = 4  # dims, likewise
 COLLECTIVES = frozenset(
     {"all_gather", "all_reduce", "all_to_all", "halo", "ppermute", "reduce_scatter", "swap"}
 )
+
+
+Cost = tuple[float, int, int]
+"""Of a path, in the order in which paths are compared: its price, its collectives, its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +101,11 @@ def price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes
 
 @lru_cache(maxsize=1 << 18)
 def _price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> float:
-    first, last = (_without_trivial_axes(canonical(layout), shape, network) for layout in (src, dst))
-    return sum(
-        [edge.price for edge in _route(*_standing_for(first, last, shape, network), itemsize, network).edges]
-    )
-
-
-def _standing_for(
-    src: Layout, dst: Layout, shape: tuple[int, ...], network: Network
-) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Two layouts and a shape that stand for all that cost the same: dims have another order, and axes that
-    are joined alike other names. (On a chip with lanes the minor-most dim is not like others.)"""
-    apart = [minor_most(shape)] if shape and network.chip.lanes else []
-    like = [d for d in range(len(shape)) if d not in apart]
-    columns = [(shape[d], src.padded[d], dst.padded[d], src.dims[d], dst.dims[d], d) for d in like]
-    order = [d for *_, d in sorted(columns) if shape[d] > 1 or src.dims[d] or dst.dims[d]] + apart
-    used = [
-        a
-        for layout in (src, dst)
-        for axes in (*(layout.dims[d] for d in order), layout.pending_axes)
-        for a in axes
-    ]
-    standing: dict[str, str] = {}  # for each axis the first of those joined alike that none before it has
-    for axis in dict.fromkeys(used):
-        joined = network[axis], network.lines[axis]
-        alike = (a for a in network if (network[a], network.lines[a]) == joined)
-        standing[axis] = next(a for a in alike if a not in standing.values())
-    layouts = []
-    for layout in (src, dst):
-        dims = tuple([tuple([standing[a] for a in layout.dims[d]]) for d in order])
-        pending = tuple([(standing[a], reduction) for a, reduction in layout.pending])
-        layouts.append(canonical(Layout(Sharding(dims), tuple([layout.padded[d] for d in order]), pending)))
-    return layouts[0], layouts[1], tuple([shape[d] for d in order])
+    first, last = (_state(_without_trivial_axes(layout, shape, network)) for layout in (src, dst))
+    if _only_slices(first, last):
+        return 0.0
+    first, last, shape, _, _ = _within_blocks(first, last, shape, network)
+    return _search(first, last, shape, itemsize, network, standing=True).price()
 
 
 @lru_cache(maxsize=1 << 16)
@@ -142,57 +119,73 @@ def _plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netwo
         return Path((Step("crop", (), src, dst, 0.0),), 0.0)
     route = _route(first, last, shape, itemsize, network)
     steps = [Step("crop", (), src, first, 0.0), *_steps(first, route), Step("crop", (), last, dst, 0.0)]
-    nbytes, price = sum(e.nbytes for e in route.edges), sum(e.price for e in route.edges)
-    return Path(tuple(s for s in steps if s.source != s.layout), float(nbytes), float(price))
+    nbytes = sum(e.nbytes for e in route.edges)
+    return Path(tuple(s for s in steps if s.source != s.layout), float(nbytes), route.price)
 
 
 class _Route(NamedTuple):
-    """Edges between two layouts. `staying`: the major axes of each dim that both have and that stay in place,
-    which the edges leave out; `blocks`: into how many pieces these split the dims."""
+    """Edges between two layouts, and their price. `staying`: the major axes of each dim that both have and
+    that stay in place, which the edges leave out; `blocks`: into how many pieces these split the dims."""
 
     edges: Sequence[Edge]
+    price: float
     staying: tuple[Axes, ...]
     blocks: tuple[int, ...]
 
 
 @lru_cache(maxsize=1 << 16)
 def _route(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> _Route:
-    """The cheapest way from one layout to another.
-
-    What both split alike is left out, where the blocks are as good as a value of their own: all of them full,
-    and such that any axes split them evenly.
-    """
+    """The cheapest way from one layout to another."""
     first, last = _state(src), _state(dst)
-    sides = zip(first.dims, first.padded, last.dims, last.padded, strict=True)
-    only_slices = all(b[: len(a)] == a and (not a or p == q) for a, p, b, q in sides)
-    if first.pending == last.pending and only_slices:
-        return _Route(list(_sliced(first, last)), ((),) * len(shape), (1,) * len(shape))
-    axes = _axes(first, last, network)
-    counts = _counts(network)
-    staying = tuple(
-        shared
-        if p == q == n and not n % (counts[shared] * counts[tuple([a for a in axes if a not in shared])])
-        else ()
-        for n, p, q, shared in zip(
-            shape, first.padded, last.padded, map(_common_prefix, first.dims, last.dims), strict=True
-        )
-    )
-    blocks = tuple([counts[axes] for axes in staying])
-    shape = tuple(n // count for n, count in zip(shape, blocks, strict=True))
-    first, last = _inside(first, staying, blocks), _inside(last, staying, blocks)
-    return _Route(_between(first, last, shape, itemsize, network), staying, blocks)
+    if _only_slices(first, last):
+        return _Route(list(_sliced(first, last)), 0.0, ((),) * len(shape), (1,) * len(shape))
+    first, last, shape, staying, blocks = _within_blocks(first, last, shape, network)
+    price, edges = _search(first, last, shape, itemsize, network).path()
+    return _Route(edges, price, staying, blocks)
 
 
 def _state(layout: Layout) -> State:
-    return State(layout.dims, layout.padded, layout.pending)
+    return State(layout.sharding.dims, layout.padded, in_order(layout.pending))
+
+
+def _only_slices(first: State, last: State) -> bool:
+    if first.pending != last.pending:
+        return False
+    sides = zip(first.dims, first.padded, last.dims, last.padded, strict=True)
+    return all([b[: len(a)] == a and (not a or p == q) for a, p, b, q in sides])
+
+
+def _within_blocks(
+    first: State, last: State, shape: tuple[int, ...], network: Network
+) -> tuple[State, State, tuple[int, ...], tuple[Axes, ...], tuple[int, ...]]:
+    """Two layouts and a shape without what both split alike; the axes that do, and into how many blocks:
+    where these are as good as a value of their own, all of them full, and such that any axes split them
+    evenly.
+    """
+    axes, counts = _axes(first, last, network), _counts(network)
+    sides = zip(shape, first.padded, last.padded, first.dims, last.dims, strict=True)
+    staying = tuple(
+        [
+            shared
+            if p == q == n
+            and (shared := _common_prefix(a, b))
+            and not n % (counts[shared] * counts[tuple([x for x in axes if x not in shared])])
+            else ()
+            for n, p, q, a, b in sides
+        ]
+    )
+    if not any(staying):
+        return first, last, shape, staying, (1,) * len(shape)
+    blocks = tuple([counts[axes] for axes in staying])
+    shape = tuple([n // count for n, count in zip(shape, blocks, strict=True)])
+    return _inside(first, staying, blocks), _inside(last, staying, blocks), shape, staying, blocks
 
 
 def _inside(state: State, staying: Sequence[Axes], blocks: Sequence[int]) -> State:
     """A layout as that of one block."""
-    dims = tuple(axes[len(shared) :] for axes, shared in zip(state.dims, staying, strict=True))
-    return State(
-        dims, tuple(p // count for p, count in zip(state.padded, blocks, strict=True)), state.pending
-    )
+    dims = tuple([axes[len(shared) :] for axes, shared in zip(state.dims, staying, strict=True)])
+    padded = tuple([p // count for p, count in zip(state.padded, blocks, strict=True)])
+    return State(dims, padded, state.pending)
 
 
 def _axes(src: State, dst: State, network: Network) -> Axes:
@@ -216,34 +209,203 @@ def _steps(source: Layout, route: _Route) -> Iterator[Step]:
         source = layout
 
 
-def _between(
-    src: State, dst: State, shape: tuple[int, ...], itemsize: int, network: Network
-) -> Sequence[Edge]:
-    """The edges of the cheapest path. Over one or two axes those to all targets of a source are found
-    together.
-    """
+def _search(
+    src: State,
+    dst: State,
+    shape: tuple[int, ...],
+    itemsize: int,
+    network: Network,
+    standing: bool = False,
+) -> "_Search":
+    """`standing`: only the price is wanted, so that another value may stand for this one."""
     axes = _axes(src, dst, network)
-    paddings = tuple(_paddings(n, d, src, dst, axes, network) for d, n in enumerate(shape))
-    dims = _dims(src, dst, shape, paddings, few=len(axes) > FEW)
+    few = len(axes) <= FEW
+    counts = _counts(network)
+    sides = zip(shape, src.dims, src.padded, dst.dims, dst.padded, strict=True)
+    paddings = tuple([_paddings(n, p if a else 0, q if b else 0, axes, counts) for n, a, p, b, q in sides])
+    dims = _dims(src, dst, shape, paddings, few=not few)
     fixed = (0,) * len(shape)
-    if len(axes) > FEW:  # major axes that both layouts have stay in place
+    if not few:  # major axes that both layouts have stay in place
         sides = zip(src.dims, dst.dims, src.padded, dst.padded, strict=True)
-        fixed = tuple(len(_common_prefix(a, b)) if p == q else 0 for a, b, p, q in sides)
-    space = _space(shape, itemsize, network, axes, dims, paddings, fixed, dst.pending)
-    return _shortest(src, dst, space) if len(axes) > FEW else _reach(src, space).to(dst)
+        fixed = tuple([len(_common_prefix(a, b)) if p == q else 0 for a, b, p, q in sides])
+    minor = minor_most(shape) if shape and network.chip.lanes else None
+    problem = _Problem(src, dst, shape, itemsize, axes, dims, paddings, fixed, minor)
+    if standing:
+        problem = _standing_for(problem, network)
+    src, dst = problem.src, problem.dst
+    value = _value(*problem[2:], network, dst.pending)
+    return _Search(value.number(src), value.number(dst), value, few)
+
+
+class _Search(NamedTuple):
+    """Between two layouts of a value, by their numbers. Over a `few` axes the prices from one to all others
+    are found together; over many there are very many layouts."""
+
+    first: int
+    last: int
+    value: "_Value"
+    few: bool
+
+    def price(self) -> float:
+        if self.few:
+            return _reach(self.first, self.value.scale).to(self.last)
+        return self.path()[0]
+
+    def path(self) -> tuple[float, list[Edge]]:
+        """Its price and its steps."""
+        left = _nothing if self.few else _bound(self.last, self.value)
+        price, via = _shortest(self.first, self.last, self.value.scale, left)
+        node, edges = self.last, list[Edge]()
+        while node != self.first:
+            before, edge = via[node]
+            sent = self.value.scale.bytes(edge.nbytes)
+            edges.append(edge._replace(after=self.value.state(node), nbytes=sent))
+            node = before
+        return price, edges[::-1]
+
+
+def _nothing(node: int) -> Cost:
+    return 0.0, 0, 0
+
+
+class _Problem(NamedTuple):
+    """Two layouts, and between which others paths are looked for."""
+
+    src: State
+    dst: State
+    shape: tuple[int, ...]
+    itemsize: int
+    axes: Axes
+    dims: tuple[int, ...]
+    paddings: tuple[tuple[int, ...], ...]
+    fixed: tuple[int, ...]
+    minor: int | None
+
+
+def _standing_for(problem: _Problem, network: Network) -> _Problem:
+    """One that stands for all that cost the same: dims have another order, those that are never split are
+    part of the elements, and axes that are joined alike have other names."""
+    src, dst, shape, itemsize, axes, dims, paddings, fixed, minor = problem
+    columns, counts = [], _counts(network)
+    for d, n in enumerate(shape):
+        if d not in dims or not paddings[d]:
+            itemsize *= n
+        elif paddings[d] == (n,):
+            columns.append((d == minor, _least(n, axes, counts), (), src.dims[d], dst.dims[d], d))
+        else:
+            padded = (*paddings[d], src.padded[d], dst.padded[d])
+            columns.append((d == minor, n, padded, src.dims[d], dst.dims[d], d))
+    order = [column[-1] for column in sorted(columns)]
+    first, last = (
+        State(tuple([side.dims[d] for d in order]), tuple([side.padded[d] for d in order]), side.pending)
+        for side in (src, dst)
+    )
+    if names := _standing_names(first, last, network):
+        first, last = _renamed(first, names), _renamed(last, names)
+        axes = tuple([a for a in network if a in names.values()])
+    return _Problem(
+        first,
+        last,
+        tuple([shape[d] for d in order]),
+        itemsize,
+        axes,
+        tuple(range(len(order))),
+        tuple([paddings[d] for d in order]),
+        tuple([fixed[d] for d in order]),
+        order.index(minor) if minor in order else None,
+    )
+
+
+def _standing_names(src: State, dst: State, network: Network) -> dict[str, str]:
+    """For each axis, in the order in which it is used, the first of those joined alike that none before it
+    has; nothing where none are."""
+    alike = _joined_alike(network)
+    if len(alike) == len(network):
+        return {}
+    used = dict.fromkeys(a for side in (src, dst) for axes in (*side.dims, side.pending_axes) for a in axes)
+    names: dict[str, str] = {}
+    for axis in used:
+        group = next(group for group in alike if axis in group)
+        names[axis] = next(a for a in group if a not in names.values())
+    return names
+
+
+@lru_cache
+def _joined_alike(network: Network) -> list[Axes]:
+    groups: dict[Hashable, list[str]] = {}
+    for axis in network:
+        groups.setdefault((network[axis], network.lines[axis]), []).append(axis)
+    return [tuple(group) for group in groups.values()]
+
+
+def _renamed(state: State, names: Mapping[str, str]) -> State:
+    dims = tuple([tuple([names[a] for a in axes]) for axes in state.dims])
+    return State(dims, state.padded, in_order(tuple([(names[a], kind) for a, kind in state.pending])))
+
+
+class _Value(NamedTuple):
+    """A value as one of a space, in which even dims are as short as they can be; `even`: these."""
+
+    scale: Scale
+    shape: tuple[int, ...]
+    itemsize: int
+    even: tuple[bool, ...]
+
+    def number(self, state: State) -> int:
+        return self.scale.space.number(self._with(state, self.scale.space.shape))
+
+    def state(self, number: int) -> State:
+        return self._with(self.scale.space.states[number], self.shape)
+
+    def _with(self, state: State, shape: tuple[int, ...]) -> State:
+        sizes = zip(shape, state.padded, self.even, strict=True)
+        return State(state.dims, tuple([n if even else p for n, p, even in sizes]), state.pending)
 
 
 @lru_cache(maxsize=1 << 12)
-def _space(shape, itemsize: int, network: Network, axes: Axes, dims, paddings, fixed, owing) -> Space:
-    """Spaces of even dims that the same axes divide have the same steps: they share those of the least of
-    them, in which all bytes can be divided."""
-    counts, like = _counts(network), None
+def _value(
+    shape, itemsize: int, axes: Axes, dims, paddings, fixed, minor: int | None, network: Network, owing
+) -> _Value:
+    """Values that the same axes divide share the space of the least of them, in which all bytes can be
+    divided: there the dims that are split evenly are as short as they can be.
+    """
+    counts = _counts(network)
     finest = counts[axes]
-    least = tuple([math.gcd(n, finest) if d in dims else 1 for d, n in enumerate(shape)])
-    if (shape, itemsize) != (least, finest) and all(paddings[d] in ((), (shape[d],)) for d in dims):
-        evenly = tuple([(n,) if some else () for n, some in zip(least, paddings, strict=True)])
-        like = _space(least, finest, network, axes, dims, evenly, fixed, owing)
-    return Space(shape, itemsize, network, axes, dims, paddings, fixed, owing, counts, like)
+    even = tuple([d not in dims or paddings[d] in ((), (n,)) for d, n in enumerate(shape)])
+    least = tuple(
+        [
+            n if not evenly else _least(n, axes, counts) if d in dims and paddings[d] else 1
+            for d, (n, evenly) in enumerate(zip(shape, even, strict=True))
+        ]
+    )
+    padded = tuple(
+        [
+            paddings[d] if not evenly else (n,) if d in dims and paddings[d] else ()
+            for d, (n, evenly) in enumerate(zip(least, even, strict=True))
+        ]
+    )
+    minor = minor if minor in dims else None
+    space = _space(least, finest, network, axes, dims, padded, fixed, owing, minor)
+    ours, theirs = math.prod(shape) * itemsize, math.prod(least) * finest
+    shared = math.gcd(ours, theirs)
+    stretch = 1 if minor is None else shape[minor] // least[minor]
+    return _Value(_scale(space, ours // shared, theirs // shared, stretch), shape, itemsize, even)
+
+
+@lru_cache(maxsize=1 << 12)
+def _least(size: int, axes: Axes, counts: Counts) -> int:
+    """The least size that the same of these axes divide."""
+    return math.lcm(*[count for count in _counts_of_subsets(axes, counts) if not size % count])
+
+
+@lru_cache(maxsize=1 << 12)
+def _space(shape, itemsize: int, network: Network, axes: Axes, dims, paddings, fixed, owing, minor) -> Space:
+    within = shape, itemsize, network, axes, dims, paddings, fixed
+    like = _space(*within, (), minor) if owing else None
+    return Space(*within, owing, minor, _counts(network), like)
+
+
+_scale = lru_cache(maxsize=1 << 12)(Scale)
 
 
 @lru_cache
@@ -251,16 +413,20 @@ def _counts(network: Network) -> Counts:
     return Counts(network)
 
 
-def _paddings(size: int, dim: int, src: State, dst: State, axes: Axes, sizes: AxisSizes) -> tuple[int, ...]:
-    """The sizes to which a dim may be padded: as given, and so that axes make no more blocks of it than it
-    has rows, or had.
+@lru_cache(maxsize=1 << 14)
+def _paddings(size: int, before: int, after: int, axes: Axes, counts: Counts) -> tuple[int, ...]:
+    """The sizes to which a dim may be padded: as it is before and after, 0 where it is not split, and so that
+    axes make no more blocks of it than it has rows, or had.
     """
-    present = [state.padded[dim] for state in (dst, src) if state.dims[dim]]
+    most, split = max(size, before, after), {before, after} - {0}
+    rounded = {round_up(size, count) for count in _counts_of_subsets(axes, counts) if count <= most}
+    return tuple(sorted(split | rounded))
+
+
+@lru_cache
+def _counts_of_subsets(axes: Axes, counts: Counts) -> list[int]:
     subsets = itertools.chain.from_iterable(itertools.combinations(axes, k) for k in range(1, len(axes) + 1))
-    counts = {shard_count(some, sizes) for some in subsets}
-    return tuple(
-        sorted({*present, *(round_up(size, count) for count in counts if count <= max([size, *present]))})
-    )
+    return sorted({counts[some] for some in subsets})
 
 
 def _dims(
@@ -303,88 +469,64 @@ def _sliced(node: State, dst: State) -> Iterator[Edge]:
     for dim, (have, target) in enumerate(zip(node.dims, dst.dims, strict=True)):
         if have != target:
             node = with_more(node, dim, target[len(have) :], dst.padded[dim])
-            yield Edge("slice", target[len(have) :], node, 0, 0.0, to=dim, count=0)
-
-
-class _Cost(NamedTuple):
-    """Of a path, in the order in which paths are compared."""
-
-    price: float
-    collectives: int
-    steps: int
-
-    def and_then(self, more: "_Cost") -> "_Cost":
-        return _Cost(self[0] + more[0], self[1] + more[1], self[2] + more[2])
+            yield Edge("slice", target[len(have) :], node, 0, 0, to=dim, count=0)
 
 
 class _Reach:
-    """How to get from one layout to others, found in the order of their price, as far as was needed
+    """The prices of the ways from one layout to others, found in rising order, as far as was needed
     (Dijkstra).
     """
 
-    def __init__(self, src: State, space: Space):
-        self.src, self.space = space.number(src), space
-        self.best: dict[int, tuple[float, int, int]] = {self.src: (0.0, 0, 0)}  # as a _Cost, but quicker
-        self.via: dict[int, tuple[int, Edge]] = {}
-        self.done: set[int] = set()
-        self.order = itertools.count()
-        self.queue = [(self.best[self.src], next(self.order), self.src)]
+    def __init__(self, src: int, scale: Scale):
+        self.scale, self.best, self.done = scale, {src: 0.0}, dict[int, float]()
+        self.queue = [(0.0, src)]
 
-    def to(self, dst: State) -> list[Edge]:
-        last = self.space.number(dst)
-        while last not in self.done:
-            assert self.queue, f"no path from {self.space.states[self.src]} to {dst}"
-            so_far, _, node = heapq.heappop(self.queue)
-            if node not in self.done:
-                self.done.add(node)
-                self.leave(node, so_far)
-        return _backtrack(self.via, self.src, last)
-
-    def leave(self, node: int, so_far: tuple[float, int, int]) -> None:
-        best, (price, collectives, steps) = self.best, so_far
-        for more, count, after, edge in self.space.edges(node):
-            cost = (price + more, collectives + count, steps + 1)
-            known = best.get(after)
-            if known is None or cost < known:
-                best[after], self.via[after] = cost, (node, edge)
-                heapq.heappush(self.queue, (cost, next(self.order), after))
+    def to(self, goal: int) -> float:
+        done, best, queue, prices, space = self.done, self.best, self.queue, self.scale, self.scale.space
+        while goal not in done:
+            assert queue, f"no path to {space.states[goal]}"
+            so_far, node = heapq.heappop(queue)
+            if node in done:
+                continue
+            done[node] = so_far
+            for tariff, _, after, _ in space.edges(node):
+                price = so_far + prices[tariff]
+                if price < best.get(after, math.inf):
+                    best[after] = price
+                    heapq.heappush(queue, (price, after))
+        return done[goal]
 
 
 _reach = lru_cache(maxsize=1 << 12)(_Reach)
 
 
-def _shortest(src: State, dst: State, space: Space) -> list[Edge]:
-    """The same for one target, by A*: over many axes there are very many layouts."""
-    left, first, last = _bound(dst, space), space.number(src), space.number(dst)
-    best: dict[int, _Cost] = {first: _Cost(0.0, 0, 0)}
+def _shortest(
+    first: int, last: int, prices: Scale, left: Callable[[int], Cost]
+) -> tuple[float, Mapping[int, tuple[int, Edge]]]:
+    """The price of the path from one layout to another, and for each layout that before it with the step
+    between, by A*: `left` bounds the cost that is left from below."""
+    best: dict[int, Cost] = {first: (0.0, 0, 0)}
     via: dict[int, tuple[int, Edge]] = {}
     order = itertools.count()
-    queue = [(left(src), next(order), best[first], first)]
+    queue = [(left(first), next(order), best[first], first)]
     while queue:
         _, _, so_far, node = heapq.heappop(queue)
         if node == last:
-            return _backtrack(via, first, last)
+            return so_far[0], via
         if so_far != best[node]:
             continue
-        for price, count, after, edge in space.edges(node):
-            cost = so_far.and_then(_Cost(price, count, 1))
+        for tariff, count, after, edge in prices.space.edges(node):
+            cost = (so_far[0] + prices[tariff], so_far[1] + count, so_far[2] + 1)
             if after not in best or cost < best[after]:
-                estimate = cost.and_then(left(edge.after))
+                more = left(after)
+                estimate = (cost[0] + more[0], cost[1] + more[1], cost[2] + more[2])
                 if last not in best or estimate < best[last]:
                     best[after], via[after] = cost, (node, edge)
                     heapq.heappush(queue, (estimate, next(order), cost, after))
-    raise AssertionError(f"no path from {src} to {dst}")
+    raise AssertionError(f"no path to {prices.space.states[last]}")
 
 
-def _backtrack(via: Mapping[int, tuple[int, Edge]], src: int, node: int) -> list[Edge]:
-    edges = []
-    while node != src:
-        node, edge = via[node]
-        edges.append(edge)
-    return edges[::-1]
-
-
-def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
+def _bound(goal: int, value: _Value) -> Callable[[int], Cost]:
     """A lower bound on the cost that is left: of as many bytes, over the fastest links, as some device must
     still get.
 
@@ -393,18 +535,19 @@ def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
     on c devices, which takes n + c - 2 messages, and so many elements over the number of devices are sent by
     one of them.
     """
+    space, shape, dst = value.scale.space, value.shape, value.state(goal)
     devices = [{a: int(a == one) for a in space.axes} for one in (None, *space.axes)]
-    blocks = [_block_of(d, dst, space) for d in devices]
+    blocks = [_block_of(d, dst, shape, space) for d in devices]
     target = list(zip(*blocks, strict=True))
     volumes = [math.prod(end - first for first, end in block) for block in blocks]
-    count, elements = space.count(space.axes), math.prod(space.shape)
+    count, elements = space.count(space.axes), math.prod(shape)
     copies = count // math.prod(map(space.count, dst.dims))
     overlaps: dict[tuple[int, Axes, int], list[int]] = {}
 
     def overlap(dim: int, axes: Axes, padded: int) -> list[int]:
         """How much of what each device needs of a dim it holds."""
         block = padded // space.count(axes)
-        held = (_rows(d, axes, block, space.shape[dim], space) for d in devices)
+        held = (_rows(d, axes, block, shape[dim], space) for d in devices)
         return [max(0, min(e, f) - max(a, b)) for (a, e), (b, f) in zip(held, target[dim], strict=True)]
 
     def missing(node: State) -> int:
@@ -413,27 +556,28 @@ def _bound(dst: State, space: Space) -> Callable[[State], _Cost]:
             messages = 0 if dst.pending else -(-elements * (parts + copies - 2) // count)
             return max(*volumes, messages)
         held = [1] * len(devices)
-        for key in zip(range(len(space.shape)), node.dims, node.padded, strict=True):
+        for key in zip(range(len(shape)), node.dims, node.padded, strict=True):
             rows = overlaps.get(key) or overlaps.setdefault(key, overlap(*key))
             held = [h * n for h, n in zip(held, rows, strict=True)]
         return max(v - h for v, h in zip(volumes, held, strict=True))
 
-    def left(node: State) -> _Cost:
-        if node == dst:
-            return _Cost(0.0, 0, 0)
-        rows = missing(node)
-        return (
-            _Cost(space.network.least(space.axes, rows * space.itemsize), 1, 1) if rows else _Cost(0.0, 0, 1)
-        )
+    @cache
+    def left(node: int) -> Cost:
+        rows = 0 if node == goal else missing(value.state(node))
+        if not rows:
+            return 0.0, 0, int(node != goal)
+        return space.network.least(space.axes, rows * value.itemsize), 1, 1
 
     return left
 
 
-def _block_of(device: dict[str, int], node: State, space: Space) -> list[tuple[int, int]]:
+def _block_of(
+    device: dict[str, int], node: State, shape: tuple[int, ...], space: Space
+) -> list[tuple[int, int]]:
     """The true rows of each dim that a device holds, as (first, end)."""
     return [
         _rows(device, axes, padded // space.count(axes), size, space)
-        for size, axes, padded in zip(space.shape, node.dims, node.padded, strict=True)
+        for size, axes, padded in zip(shape, node.dims, node.padded, strict=True)
     ]
 
 

@@ -2,20 +2,22 @@
 to.
 
 A `Space` limits between which layouts: which axes, which dims, and how these may be padded. It keeps the
-steps from each layout that was looked up, so that all paths through the same space share them.
+steps from each layout that was looked up, so that all paths through the same space share them. What a step
+costs depends on the bytes of the value: its `Scale` has the prices.
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from shardax.cost.network import Network
 from shardax.reshard import halo
 from shardax.reshard.halo import HaloRequest
-from shardax.sharding import Axes, AxisSizes, Layout, minor_most, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 
 Pending = tuple[tuple[str, str], ...]
 PIECES = 8  # into which a swap cuts a shard at most: each is a collective of its own
@@ -34,20 +36,45 @@ class State(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A step to `after`. `price`: in picoseconds. `count`: of collectives."""
+    """A step to `after`, in which a device sends `nbytes` in `count` collectives. `tariff`: the number of
+    what it costs, in its space.
+    """
 
     kind: str
     axes: Axes
     after: State
     nbytes: int
-    price: float
+    tariff: int
     dim: int | None = None
     to: int | None = None
     count: int = 1
 
 
+class Tariff(NamedTuple):
+    """What the price of a step depends on: its collectives, the axes that they run over, and the bytes that a
+    device sends in each. `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each
+    device is left with.
+    """
+
+    kind: str
+    axes: Axes = ()
+    sent: tuple[int, ...] = ()
+    minor: int | None = None
+
+
+FREE = Tariff("slice")
+Leaving = tuple[int, int, int, Edge]
+"""A step from a layout: its tariff, its collectives, the number of the layout after it, the step itself."""
+
+
 class Counts(dict[Axes, int]):
     """The number of pieces into which axes split a dim."""
+
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def __init__(self, sizes: AxisSizes):
         self.sizes = sizes
@@ -57,13 +84,14 @@ class Counts(dict[Axes, int]):
         return count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Space:
     """What a search may use: mesh axes, dims, padded sizes of each dim; and how many major axes of each dim
     stay in place.
 
-    `owing`: the reductions that are to be pending at the end. `like`: a space with the same steps, where one
-    is known, of other sizes.
+    `owing`: the reductions that are to be pending at the end; `like`: the space in which nothing is. `minor`:
+    the minor-most dim, on a chip with lanes. Steps have no prices here, but tariffs: values of other sizes
+    that have the same steps share a space, each at its `Scale`.
     """
 
     shape: tuple[int, ...]
@@ -74,58 +102,43 @@ class Space:
     paddings: tuple[tuple[int, ...], ...]
     fixed: tuple[int, ...]
     owing: Pending
-    counts: Counts = field(compare=False)
-    like: "Space | None" = field(default=None, compare=False)
-    numbers: dict[State, int] = field(default_factory=dict, compare=False)
-    states: list[State] = field(default_factory=list, compare=False)
-    known: dict[int, list[tuple[float, int, int, Edge]]] = field(default_factory=dict, compare=False)
-    shards: dict[State, int] = field(default_factory=dict, compare=False)
+    minor: int | None
+    counts: Counts
+    like: "Space | None" = None
+    known: dict[int, list[Leaving]] = field(default_factory=dict)
+    numbers: dict[State, int] = field(default_factory=dict)
+    states: list[State] = field(default_factory=list)
+    shards: dict[State, int] = field(default_factory=dict)
+    tariffs: dict[Tariff, int] = field(default_factory=dict)
+    shared: dict[tuple[int, bool], list[Leaving]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for name in ("numbers", "states", "shards", "tariffs", "shared") if self.like else ():
+            object.__setattr__(self, name, getattr(self.like, name))
 
     def number(self, state: State) -> int:
         """The number of a layout here, which is quicker to look up."""
-        if self.like is not None:
-            return self.like.number(State(state.dims, self.like.shape, state.pending))
         known = self.numbers.setdefault(state, len(self.states))
         if known == len(self.states):
             self.states.append(state)
         return known
 
-    def edges(self, node: int) -> list[tuple[float, int, int, Edge]]:
-        """All steps that one can take from a layout: the price, the collectives, the number of the layout
-        after it, and the step itself."""
+    def edges(self, node: int) -> list[Leaving]:
+        """All steps that one can take from a layout."""
         known = self.known.get(node)
-        if known is None and self.like is not None:
-            known = self.known[node] = list(self._scaled(node, self.like))
-        elif known is None:
-            steps = (edge for step in STEPS for edge in step(self.states[node], self))
-            known = self.known[node] = [
-                (edge.price, edge.count, self.number(edge.after), edge) for edge in steps
-            ]
+        if known is None:
+            state = self.states[node]
+            key = node, bool(self.owing and state.pending)
+            if key not in self.shared:
+                self.shared[key] = [self._leaving(edge) for step in STEPS for edge in step(state, self)]
+            known = self.known[node] = self.shared[key] + [self._leaving(e) for e in _owes(state, self)]
         return known
 
-    def _scaled(self, node: int, like: "Space") -> Iterator[tuple[float, int, int, Edge]]:
-        """The same steps of a space like this one: bytes are in proportion, for all dims are even in both."""
-        ours, theirs = (math.prod(space.shape) * space.itemsize for space in (self, like))
-        for _, count, number, (kind, axes, (dims, _, pending), nbytes, _, dim, to, _) in like.edges(node):
-            after, sent = State(dims, self.shape, pending), -(-nbytes * ours // theirs)
-            price = self.price(kind, axes, after, sent, to, count)
-            yield price, count, number, Edge(kind, axes, after, sent, price, dim, to, count)
+    def _leaving(self, edge: Edge) -> Leaving:
+        return edge.tariff, edge.count, self.number(edge.after), edge
 
-    def price(
-        self, kind: str, axes: Axes, after: State, nbytes: int, to: int | None = None, count: int = 1
-    ) -> float:
-        """Picoseconds of a step, which is no halo, to a layout, in which each device sends so many bytes."""
-        minor = None
-        match kind:
-            case "slice":
-                return 0.0
-            case "owe":
-                return self.network.compute(0, 2 * self.nbytes(after))
-            case "swap":
-                return count * self.network.collective("ppermute", axes, nbytes // count)
-            case "reduce_scatter" if to is not None and to == minor_most(self.shape):
-                minor = after.padded[to] // self.count(after.dims[to])
-        return self.network.collective(kind, axes, nbytes, minor)
+    def tariff(self, kind: str, axes: Axes = (), sent: tuple[int, ...] = (), minor: int | None = None) -> int:
+        return self.tariffs.setdefault(Tariff(kind, axes, sent, minor), len(self.tariffs))
 
     def count(self, axes: Axes) -> int:
         return self.counts[axes]
@@ -158,6 +171,40 @@ class Space:
         return (p for p in paddings if p % count == 0)
 
 
+class Scale(dict[int, float]):
+    """The prices of the tariffs of a space, in picoseconds, for a value that has `ours` bytes where the
+    space has `theirs`, and is `stretch` times as long along the minor-most dim.
+    """
+
+    __slots__ = ("space", "ours", "theirs", "stretch", "tariffs")
+    __eq__ = object.__eq__
+    __ne__ = object.__ne__
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __init__(self, space: Space, ours: int, theirs: int, stretch: int):
+        self.space, self.ours, self.theirs, self.stretch = space, ours, theirs, stretch
+        self.tariffs: list[Tariff] = []
+
+    def __missing__(self, number: int) -> float:
+        if number >= len(self.tariffs):
+            self.tariffs = list(self.space.tariffs)
+        kind, axes, sent, minor = self.tariffs[number]
+        network = self.space.network
+        if kind == "owe":
+            price = network.compute(0, 2 * self.bytes(*sent))
+        else:
+            left = None if minor is None else minor * self.stretch
+            price = float(sum([network.collective(kind, axes, self.bytes(n), left) for n in sent]))
+        self[number] = price
+        return price
+
+    def bytes(self, nbytes: int) -> int:
+        """As many as these are of the space."""
+        return -(-nbytes * self.ours // self.theirs)
+
+
 def _sends(
     space: Space,
     kind: str,
@@ -168,7 +215,10 @@ def _sends(
     to: int | None = None,
 ):
     """A collective in which each device sends so many bytes."""
-    return Edge(kind, axes, after, nbytes, space.price(kind, axes, after, nbytes, to), dim, to)
+    minor = None
+    if kind == "reduce_scatter" and to is not None and to == space.minor:
+        minor = after.padded[to] // space.count(after.dims[to])
+    return Edge(kind, axes, after, nbytes, space.tariff(kind, axes, (nbytes,), minor), dim, to)
 
 
 def _all_gathers(node: State, space: Space) -> Iterator[Edge]:
@@ -182,7 +232,8 @@ def _slices(node: State, space: Space) -> Iterator[Edge]:
     for dim in space.dims:
         for axis in space.free_axes(node):
             for padded in space.room(node, dim, (axis,)):
-                yield Edge("slice", (axis,), with_more(node, dim, (axis,), padded), 0, 0.0, to=dim, count=0)
+                after = with_more(node, dim, (axis,), padded)
+                yield Edge("slice", (axis,), after, 0, space.tariff(*FREE), to=dim, count=0)
 
 
 def _all_to_alls(node: State, space: Space) -> Iterator[Edge]:
@@ -198,6 +249,8 @@ def _exchanges(node: State, space: Space) -> Iterator[Edge]:
     """One all_to_all of axes that leave any dims and come to any others, in any order: what `_all_to_alls`
     has not.
     """
+    if sum(map(len, node.dims)) < 2:
+        return
     ways = [[(), *space.movable(node, dim)] if dim in space.dims else [()] for dim in range(len(node.dims))]
     for leaving in itertools.product(*ways):
         targets = tuple(dim for dim in space.dims if not leaving[dim])
@@ -328,8 +381,8 @@ def _swaps(node: State, space: Space) -> Iterator[Edge]:
             if all(node.padded[d] % space.count(dims[d]) == 0 for d in (dim, to)):
                 axes, count = tuple([a for a in space.axes if a in (*here, *there)]), many // few
                 nbytes, after = space.nbytes(node), State(tuple(dims), node.padded, node.pending)
-                price = space.price("swap", axes, after, nbytes, to, count)
-                yield Edge("swap", axes, after, nbytes, price, dim, to, count)
+                tariff = space.tariff("ppermute", axes, (nbytes // count,) * count)
+                yield Edge("swap", axes, after, nbytes, tariff, dim, to, count)
 
 
 def _halos(node: State, space: Space) -> Iterator[Edge]:
@@ -347,10 +400,9 @@ def _halo(node: State, dim: int, padded: int, space: Space) -> Edge:
     old, after = node.padded[dim] // count, with_more(node, dim, (), padded)
     sent = _rows_sent(old, padded // count, count, space.shape[dim])
     row = space.nbytes(node) // old
-    price = sum(space.network.collective("ppermute", axes, row * rows) for rows in sent)
-    return Edge(
-        "halo" if sent else "crop", axes if sent else (), after, row * sum(sent), price, dim, count=len(sent)
-    )
+    tariff = space.tariff("ppermute", axes, tuple([row * rows for rows in sent]))
+    kind = "halo" if sent else "crop"
+    return Edge(kind, axes if sent else (), after, row * sum(sent), tariff, dim, count=len(sent))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -364,11 +416,11 @@ def _owes(node: State, space: Space) -> Iterator[Edge]:
     write zeros.
     """
     lacking = tuple(p for p in space.owing if p not in node.pending)
-    if lacking and _in_order(node.pending + lacking) == space.owing:
+    if lacking and in_order(node.pending + lacking) == space.owing:
         axes = tuple(a for a, _ in lacking)
         if set(axes) <= set(space.free_axes(node)):
             after = node._replace(pending=space.owing)
-            yield Edge("owe", axes, after, 0, space.price("owe", axes, after, 0), count=0)
+            yield Edge("owe", axes, after, 0, space.tariff("owe", (), (space.nbytes(after),)), count=0)
 
 
 STEPS = (
@@ -381,8 +433,7 @@ STEPS = (
     _ppermutes,
     _swaps,
     _halos,
-    _owes,
-)
+)  # and `_owes`
 
 
 def with_more(node: State, dim: int, axes: Axes, padded: int) -> State:
@@ -421,11 +472,11 @@ def _padded_nbytes(node: State, dim: int, padded: int, space: Space) -> int:
 
 
 def canonical(layout: Layout) -> Layout:
-    pending = _in_order(layout.pending)
+    pending = in_order(layout.pending)
     return layout if pending == layout.pending else Layout(layout.sharding, layout.padded, pending)
 
 
-def _in_order(pending: Pending) -> Pending:
+def in_order(pending: Pending) -> Pending:
     if len(pending) < 2:
         return pending
     return tuple(p for _, run in itertools.groupby(pending, key=lambda p: p[1]) for p in sorted(run))
@@ -439,7 +490,7 @@ def _settleable(node: State) -> tuple[Axes, str | None]:
 
 
 def _settle(node: State, axes: Axes) -> State:
-    return node._replace(pending=_in_order(tuple(p for p in node.pending if p[0] not in axes)))
+    return node._replace(pending=in_order(tuple(p for p in node.pending if p[0] not in axes)))
 
 
 # Who sends what: ppermute, swap and halo
@@ -509,19 +560,23 @@ def swap_of(source: Layout, layout: Layout, dim: int, to: int, axes: Axes, netwo
     counts = Counts(network)
     few, many = sorted((dim, to), key=lambda d: counts[source.dims[d]] / counts[layout.dims[d]])
     pieces = counts[layout.dims[few]] // counts[source.dims[few]]
-    devices = [dict(zip(axes, c, strict=True)) for c in itertools.product(*(range(network[a]) for a in axes))]
-    before, after = _places(source, counts), _places(layout, counts)
-    held, needed = ([dict(_block(d, places)) for d in devices] for places in (before, after))
-    receiver = {(blocks[few], blocks[many]): i for i, blocks in enumerate(needed)}
+    coordinates = dict(zip(axes, np.indices([network[a] for a in axes]).reshape(len(axes), -1), strict=True))
+
+    def numbers(layout: Layout, dim: int) -> np.ndarray:
+        """Which block of a dim each device holds."""
+        stood = {a: stride for a, (d, stride) in _places(layout, counts).items() if d == dim}
+        return np.sum([coordinates[a] * stood[a] for a in axes if a in stood], axis=0)
+
+    held_few, held_many, needed_few, needed_many = (
+        numbers(lay, d) for lay in (source, layout) for d in (few, many)
+    )
+    receiver = np.empty((held_few.max() * pieces + pieces, held_many.max() // pieces + 1), int)
+    receiver[needed_few, needed_many] = np.arange(len(needed_few))
     rounds = []
     for r in range(pieces):
-        sent = tuple((blocks[many] + r) % pieces for blocks in held)
-        ends = [
-            receiver[blocks[few] * pieces + piece, blocks[many] // pieces]
-            for blocks, piece in zip(held, sent, strict=True)
-        ]
-        put = tuple((blocks[few] - r) % pieces for blocks in needed)
-        rounds.append((tuple(enumerate(ends)), sent, put))
+        sent, put = (held_many + r) % pieces, (needed_few - r) % pieces
+        ends = receiver[held_few * pieces + sent, held_many // pieces]
+        rounds.append((tuple(enumerate(ends.tolist())), tuple(sent.tolist()), tuple(put.tolist())))
     return Swap(few, many, axes, tuple(rounds))
 
 

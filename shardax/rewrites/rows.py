@@ -23,6 +23,7 @@ from jax import lax
 from jax.core import ShapedArray
 
 from shardax import _jax
+from shardax.cost import noted
 from shardax.cost.chips import NOMINAL
 from shardax.graph import static_updates
 from shardax.graph.graph import Graph, Node, Value, without_unread
@@ -36,12 +37,12 @@ from shardax.rewrites.row_reads import Reading, places_read
 
 def scanned_rows(graph: Graph, context: Context) -> Replacements:
     """The scans over rows that they read and write at their index, with what puts these side by side before
-    them, and into their array after them.
+    them, and into their array after them. What is noted to be written in place stays so.
     """
     makers, new, same = {}, {}, {}  # `same`: what carries are that nothing changes and nothing reads
     for node in graph.nodes:
         made = [node]
-        if node.name == "scan":
+        if node.name == "scan" and not noted.is_in_place(node.scope):
             index = Index(context.affines, context.affines.iterations[node])
             loop = _loop(reading(node, same), index, context.in_loop)
             if _goes_over_rows(loop, makers):

@@ -11,7 +11,7 @@ from jax import lax
 
 from shardax.cost import noted
 from shardax.reshard.run import identity
-from shardax.sharding import Axes, AxisSizes, Layout, Sharding, round_up, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, layout_of, round_up, shard_count
 from shardax.spmd_rules.claims import noting, require_promised
 from shardax.spmd_rules.registry import Entry, Local, Split, at
 from shardax.spmd_rules.rule import DimFactors, Factors, TensorFactors
@@ -30,11 +30,16 @@ def tensor_layout(dims: TensorFactors, factors: Factors, splits: Splits, pending
     >>> tensor_layout(factors.operands[0], factors, {"h": Split(("x",), 8)})
     P('x')@[32]
     """
-    axes = tuple(tuple(a for f in dim if f in splits for a in splits[f].axes) for dim in dims)
-    padded = tuple(
-        math.prod(splits[f].padded if f in splits else factors.sizes[f] for f in dim) for dim in dims
-    )
-    return Layout(Sharding(axes), padded, pending)
+    sizes, axes, padded = factors.sizes, list[Axes](), list[int]()
+    for dim in dims:
+        if len(dim) == 1:
+            split = splits.get(dim[0])
+            axes.append(split.axes if split else ())
+            padded.append(split.padded if split else sizes[dim[0]])
+        else:
+            axes.append(tuple([a for f in dim if f in splits for a in splits[f].axes]))
+            padded.append(math.prod([splits[f].padded if f in splits else sizes[f] for f in dim]))
+    return layout_of(tuple(axes), tuple(padded), pending)
 
 
 def project(dim: DimFactors, axes: Axes, padded: int, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:

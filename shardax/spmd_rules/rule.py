@@ -73,6 +73,12 @@ class Factors:
         return self.operands + self.results
 
     @cached_property
+    def has_diagonals(self) -> bool:
+        """Whether a factor stands twice on one tensor."""
+        each = ([f for dim in tensor for f in dim] for tensor in self.tensors)
+        return any(len(set(factors)) < len(factors) for factors in each)
+
+    @cached_property
     def window_groups(self) -> tuple[tuple[str, ...], ...]:
         """The groups of windowed factors that are split over the same axes."""
         groups: dict[str, list[str]] = {}

@@ -1,15 +1,19 @@
 """Dealt: an optimizer of matrices that updates equal ones together, each device some of them."""
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
+from shardax import _jax
 from shardax.validation import require
 from shardax.zero.wrapped import Transformation
 
 Groups = dict[str, list[int]]
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def dealt(tx: Any) -> Any:
@@ -19,6 +23,8 @@ def dealt(tx: Any) -> Any:
     product, where layers are separate arrays. Along a stack nothing needs to be sent: under `Zero` each
     device gets whole matrices, as equal a number as can be, and computes with these alone. Layers that are
     stacked already need it only if `tx` does not know stacks. The state is a dict of stacks by their type.
+    What of it no array has a part in, as a count of steps, is computed once for a stack, so that a `lax.cond`
+    on it, as of a new basis every few steps, computes one branch.
 
     Args:
       tx: an `optax.GradientTransformation` that treats each array by itself. What looks at all of them, such
@@ -44,12 +50,56 @@ def dealt(tx: Any) -> Any:
 
         stacks = _stacked(grads)
         trained = dict.fromkeys(stacks) if params is None else _stacked(params)
-        made = {shape: jax.vmap(one)(stacks[shape], state[shape], trained[shape]) for shape in stacks}
+        made = {x: _updated(tx.init, one, stacks[x], state[x], trained[x]) for x in stacks}
         updates = _unstacked({shape: new for shape, (new, _) in made.items()}, grads)
         return updates, {shape: new for shape, (_, new) in made.items()}
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
     return kind(init, update)
+
+
+def _updated(init: Callable[..., Any], update: Update, grads: Array, state: Any, params: Any) -> Any:
+    """The updates and the new state of a stack."""
+    leaves, tree = jax.tree.flatten(state)
+    types = jax.tree.map(_row, (grads, state, params))
+    alike = _alike(init, update, *types)
+    axes = tree.unflatten([None if x else 0 for x in alike])
+    rows = tree.unflatten([x[0] if is_alike else x for x, is_alike in zip(leaves, alike, strict=True)])
+    updates, new = jax.vmap(update, (0, axes, 0), (0, axes))(grads, rows, params)
+    whole = [
+        jnp.broadcast_to(x, (len(grads), *x.shape)) if is_alike else x
+        for x, is_alike in zip(tree.flatten_up_to(new), alike, strict=True)
+    ]
+    return updates, tree.unflatten(whole)
+
+
+def _alike(init: Callable[..., Any], update: Update, grads: Any, state: Any, params: Any) -> list[bool]:
+    """Of each leaf of the state, whether all rows have the same: neither when it is made nor in any update an
+    array has a part in it.
+    """
+    made = jax.make_jaxpr(init)(grads if params is None else params)
+    program = jax.make_jaxpr(update)(grads, state, params)
+    depends = _depend(made, [True])
+    while True:
+        known = [True, *depends, *([] if params is None else [True])]
+        _, *new = _depend(program, known)
+        grown = [a or b for a, b in zip(depends, new, strict=True)]
+        if grown == depends:
+            return [not x for x in depends]
+        depends = grown
+
+
+def _depend(program: Any, inputs: Sequence[bool]) -> list[bool]:
+    """Of each result, whether it depends on any of these arguments."""
+    found = {v for v, depends in zip(program.jaxpr.invars, inputs, strict=True) if depends}
+    for eqn in program.jaxpr.eqns:
+        if any(not _jax.is_literal(v) and v in found for v in eqn.invars):
+            found.update(eqn.outvars)
+    return [not _jax.is_literal(v) and v in found for v in program.jaxpr.outvars]
+
+
+def _row(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
 def _groups(leaves: list[Any]) -> Groups:

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardax import _jax
 from shardax.annotations.annotate import broadcast_specs
 from shardax.sharding import Axes
-from shardax.validation import require
+from shardax.validation import is_integer, require
 from shardax.zero.bucket import bucketed, is_bucketed, is_part
 from shardax.zero.padded import padded_to
 from shardax.zero.rest import padded_shape, split_further
@@ -60,7 +60,7 @@ def init(
     """
     zero = Zero(axis, stage)
     require(hasattr(tx, "init"), "tx of init", tx, "an optax optimizer")
-    require(isinstance(bucket, int), "bucket of init", bucket, "a number of bytes")
+    require(is_integer(bucket, 0), "bucket of init", bucket, "a number of bytes")
     rests = _Rests(_mesh(mesh, zero.axes, "init"), zero.axes, params, bucket)
     of_params = broadcast_specs(requested, params, "requested")
     by_shape = {x.shape: spec for x, spec in zip(jax.tree.leaves(params), of_params, strict=True)}
@@ -111,7 +111,7 @@ def pad(
     ({'m': Padded(float32[7, 3] as [8, 3])}, P('data', None))
     """
     axes = Zero(axis).axes
-    require(isinstance(bucket, int), "bucket of pad", bucket, "a number of bytes")
+    require(is_integer(bucket, 0), "bucket of pad", bucket, "a number of bytes")
     rests = _Rests(_mesh(mesh, axes, "pad"), axes, params, bucket)
     of_leaves = broadcast_specs(requested, tree, "requested")
     return _placed(

@@ -11,16 +11,16 @@ lies:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from shardax import _jax
 from shardax.annotations.annotate import bind_annotation
 from shardax.graph.equations import equations_like
 from shardax.sharding import Axes, Sharding
+from shardax.zero.again import gathered_again
 from shardax.zero.ahead import ahead
 from shardax.zero.padded import is_cut
 
@@ -51,15 +51,21 @@ class Inside:
     prefetched: Axes = ()
     scope: str = ""
     in_loop: bool = False
-    ahead: list[Any] = field(
-        default_factory=list
-    )  # the operands of the last equation that parameters were gathered for
 
     def annotated(self, jaxpr, known: Known) -> tuple[Any, Known]:
         """The jaxpr, closed or open, and what is known of its results; `known` is of its arguments."""
         opened = _jax.closed(jaxpr).jaxpr
         env = {v: s for v, s in zip(opened.invars, known, strict=True) if s is not None}
-        eqns = [new for eqn in opened.eqns for new in self._around(eqn)._changed(eqn, env)]
+        eqns: list[Any] = []
+        reading: dict[int, Known] = {}
+        for eqn in opened.eqns:
+            inside = self._around(eqn)
+            if inside._gathers_again(eqn, env):
+                reading[len(eqns)] = [_known(v, env) for v in eqn.invars]
+                eqns.append(eqn)
+            else:
+                eqns.extend(inside._changed(eqn, env))
+        eqns = gathered_again(eqns, reading, self._annotation)
         return _jax.replaced_eqns(jaxpr, eqns), [_known(v, env) for v in opened.outvars]
 
     def _around(self, eqn) -> "Inside":
@@ -76,38 +82,22 @@ class Inside:
             eqns, found = change(self, eqn, known)
             env.update((v, s) for v, s in zip(eqn.outvars, found, strict=True) if s is not None)
             yield from eqns
-        elif (
-            any(known)
-            and self.again
-            and self._in_backward_pass
-            and not self.in_loop
-            and not _jax.has_bodies(eqn)
-        ):
-            yield from self._gathered_again(eqn, known)
         else:
             yield eqn
 
-    def _gathered_again(self, eqn, known: Known) -> list[Any]:
-        """The equation reads copies that can be made once the operands of the one before it are there."""
-        others = [v for v, s in zip(eqn.invars, known, strict=True) if s is None and not _jax.is_literal(v)]
-        copied = [v for v, s in zip(eqn.invars, known, strict=True) if s is not None]
-        after, self.ahead[:] = list(self.ahead) or others, others
-        shardings = [s for s in known if s is not None]
-
-        def copies(*operands):
-            behind = lax.optimization_barrier(operands)
-            return [self._annotation(x, s) for x, s in zip(behind, shardings, strict=False)]
-
-        new, made = equations_like(eqn, copies, [*copied, *after])
-        instead = dict(zip(copied, made, strict=True))
-        return [
-            *new,
-            eqn.replace(invars=[v if _jax.is_literal(v) else instead.get(v, v) for v in eqn.invars]),
-        ]
+    def _gathers_again(self, eqn, env: Mapping[Any, Sharding]) -> bool:
+        return (
+            self.again
+            and self._in_backward_pass
+            and not self.in_loop
+            and eqn.primitive.name not in _CHANGES
+            and not _jax.has_bodies(eqn)
+            and any(_known(v, env) for v in eqn.invars)
+        )
 
     def _inner(self, eqn, known: Known, wanted=None) -> tuple[Any, Known]:
         """An equation with one body, its results annotated as `wanted` has it of what is known of them."""
-        inner, found = replace(self, in_loop=self.in_loop or wanted is not None, ahead=[]), []
+        inner, found = replace(self, in_loop=self.in_loop or wanted is not None), []
 
         def change(jaxpr):
             new, results = inner.annotated(jaxpr, known)

@@ -150,7 +150,9 @@ class _Run:
         update = _Update(segment, reads, gives, self.how.on_host)
         rows = segment.shape in self.how.scanned
         with as_at(segment.eqns[-1]):
+            operands = lax.optimization_barrier(operands)  # or the forward pass brings the first rows already
             made = update.by_rows(operands) if rows else update(operands, segment.shape)
+            made = lax.optimization_barrier(made)  # or what follows overtakes the last rows
         for (v, memory), x in zip(gives, made, strict=True):
             (self.host if memory is HOST else self.device)[v] = x
 

@@ -283,3 +283,8 @@ def is_cut(eqn) -> bool:
 def is_tail(name: str, scope: Any) -> bool:
     """Whether a primitive of this name in this scope makes a padded array."""
     return name == "pad" and CUT in str(scope)
+
+
+def is_cut_or_tail(name: str, scope: Any) -> bool:
+    """Whether it takes an array out of one that is padded, or makes one."""
+    return name in ("pad", "slice") and CUT in str(scope)

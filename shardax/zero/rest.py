@@ -8,11 +8,16 @@ STACKED = 1 / 8  # of an array: so much padding more is taken rather than to spl
 
 
 def split_further(
-    sharding: Sharding, shape: tuple[int, ...], axes: Axes, sizes: AxisSizes, last: Collection[int] = ()
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    axes: Axes,
+    sizes: AxisSizes,
+    last: Collection[int] = (),
+    mixed: Collection[int] = (),
 ) -> Sharding:
     """The sharding with `axes` added to the largest dim that they divide: one that nothing splits yet, if
-    there is any; the minor-most, and those in `last`, over which layers are scanned, only where no other can.
-    The same, where none can.
+    there is any; the minor-most, those in `mixed`, along which an update needs it whole, and those in `last`,
+    over which layers are scanned, only where no other can. The same, where none can.
 
     Parts of the minor-most dim are no contiguous memory, and the TPU compiler makes some reduce_scatters
     along it all_reduces (of bfloat16[4096, 14336] over 16 devices), which send twice as much.
@@ -29,7 +34,8 @@ def split_further(
         return shape[dim] > 0 and shape[dim] % shard_count((*sharding.dims[dim], *axes), sizes) == 0
 
     def preference(dim: int):
-        return dim in last, bool(sharding.dims[dim]), 0 < dim == len(shape) - 1, -shape[dim]
+        is_minor = 0 < dim == len(shape) - 1
+        return dim in last, dim in mixed, bool(sharding.dims[dim]), is_minor, -shape[dim]
 
     dim = min(filter(divides, range(len(shape))), key=preference, default=None)
     if dim is None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.operands import carries_of, operands_of
-from shardax.zero.padded import is_tail
+from shardax.zero.mixed import mixed_dims
+from shardax.zero.padded import is_cut_or_tail, is_tail
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,14 @@ class Roles:
     """Numbers of arguments: `parameters`, `optimizer` state, each with the number of the result that succeeds
     it; `scanned`, the shapes of the parameters over whose first dim a loop goes, layer by layer;
     `accumulators`: scans, by the `id` of their equations, with those of their carries that gradients are
-    added to.
+    added to; `mixed`: of optimizer state the dims along which the update needs it whole.
     """
 
     parameters: Mapping[int, int]
     optimizer: Mapping[int, int]
     scanned: frozenset[tuple[int, ...]]
     accumulators: Mapping[int, Sequence[int]]
+    mixed: Mapping[int, Collection[int]]
 
     @property
     def state(self) -> Mapping[int, int]:
@@ -49,7 +51,8 @@ def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
     parameters = {i: r for i, r in succeeded.items() if read >> i & 1}
     scanned = {graph.inputs[i].shape for i in parameters} & reach.scanned
     optimizer = {i: r for i, r in succeeded.items() if i not in parameters}
-    return Roles(parameters, optimizer, frozenset(scanned), dict(_accumulators(graph, reach)))
+    accumulators = dict(_accumulators(graph, reach))
+    return Roles(parameters, optimizer, frozenset(scanned), accumulators, mixed_dims(graph, optimizer))
 
 
 def is_update(graph: Graph, succeeded: Mapping[int, int]) -> bool:
@@ -57,7 +60,17 @@ def is_update(graph: Graph, succeeded: Mapping[int, int]) -> bool:
     made = {v for node in graph.nodes if "jvp(" in str(node.scope) for v in node.outputs}
     reach = _Reach(end=made, through=True)
     reach.run(graph, {graph.inputs[i]: 1 for i in succeeded})
-    return bool(reach.of(graph.outputs[r] for r in succeeded.values()))
+    unchanged = _passed_on(graph)
+    return bool(reach.of(v for r in succeeded.values() if (v := graph.outputs[r]) not in unchanged))
+
+
+def _passed_on(graph: Graph) -> set[Value]:
+    """The arguments, as they are: annotated, cut to their true shapes, or padded again."""
+    found = set(graph.inputs)
+    for node in graph.nodes:
+        if (node.name == "annotate" or is_cut_or_tail(node.name, node.scope)) and node.inputs[0] in found:
+            found.update(node.outputs)
+    return found
 
 
 def _read_by_others(graph: Graph, state: Mapping[Value, int], numbers: Collection[int]) -> int:

@@ -49,7 +49,7 @@ class Pack:
 
 def together(jaxpr):
     """The program, which has buckets in the argument and result of `joined` and `parts_of`; the same, where
-    there are none, or where packs would depend on each other.
+    there are none. Of packs that depend on each other some are computed apart.
     """
     if not any(map(is_of_bucket, jaxpr.jaxpr.eqns)) or _jax.ordered_effects(jaxpr.jaxpr):
         return jaxpr
@@ -57,10 +57,7 @@ def together(jaxpr):
     plain = _jax.dce(jax.make_jaxpr(lambda *args: evaluate(jaxpr, args))(*types))
     plain = with_whole_buckets(plain, together)
     packs = _Packs(plain.jaxpr)
-    tasks = [*map(packs.task, range(len(plain.jaxpr.eqns))), *map(packs.task_of, packs.all)]
-    order = in_order(tasks)
-    if len(order) < len(tasks):
-        return jaxpr
+    order = packs.order()
     return _jax.dce(jax.make_jaxpr(lambda *args: packs.run(plain, order, args))(*types))
 
 
@@ -90,6 +87,7 @@ class _Packs:
         self.of: dict[Any, tuple[Pack, int]] = {}
         self._cut: dict[Any, tuple[Pack, int]] = {}  # by each variable that is cut out of a bucket
         self.spread: list[Pack] = []  # scalars
+        self.apart: set[Pack] = set()  # whose members are computed one by one, and joined
         self.joins: dict[Any, Pack] = {}  # by the variable of the bucket that is made
         self._known: dict[Members, Pack] = {}
         self._same = _scalars(self.eqns)
@@ -179,6 +177,24 @@ class _Packs:
                 return eqn.outvars[0]
         return None
 
+    def order(self) -> list[int]:
+        """The numbers of equations, then of packs, each after what it reads. While packs depend on each other
+        one more of them is set apart.
+        """
+        while True:
+            tasks = [*map(self.task, range(len(self.eqns))), *map(self.task_of, self.all)]
+            order = in_order(tasks)
+            if len(order) == len(tasks):
+                return order
+            left = {*range(len(self.eqns), len(tasks))}.difference(order)
+            stuck = (self.all[n - len(self.eqns)] for n in sorted(left))
+            self._set_apart(next(pack for pack in stuck if pack.made and pack not in self.apart))
+
+    def _set_apart(self, pack: Pack) -> None:
+        self.apart.add(pack)
+        for v in pack.members:
+            del self.of[v]
+
     def task(self, number: int) -> tuple[int, list[Any], list[Any]]:
         """An equation, as `in_order` takes it: its place, what it reads, and what it makes."""
         eqn = self.eqns[number]
@@ -192,7 +208,8 @@ class _Packs:
 
     def task_of(self, pack: Pack) -> tuple[int, list[Any], list[Any]]:
         place = max((self.maker.get(v, 0) for v in pack.members if not _jax.is_literal(v)), default=0)
-        reads = pack.operands if pack.made else [pack.whole] if pack.whole is not None else pack.members
+        is_made = pack.made and pack not in self.apart
+        reads = pack.operands if is_made else [pack.whole] if pack.whole is not None else pack.members
         return place, [self._read(v) for v in reads if not _jax.is_literal(v)], [pack]
 
     def _read(self, v) -> Any:
@@ -215,7 +232,7 @@ class _Packs:
         for n in order:
             if n >= len(self.eqns):
                 pack = self.all[n - len(self.eqns)]
-                env[pack] = _made(pack, read)
+                env[pack] = _joined_of(pack, read) if pack in self.apart else _made(pack, read)
             elif not all(v in self.of for v in self.eqns[n].outvars):
                 eqn = self.eqns[n]
                 env.update(zip(eqn.outvars, self._results(eqn, env, read), strict=True))
@@ -266,14 +283,18 @@ def _made(pack: Pack, read) -> Any:
     if pack.whole is not None:
         return read(pack.whole)
     if not pack.made:
-        pairs = zip(pack.members, pack.sizes, strict=False)
-        filled = [lax.full((n,), read(v), v.aval.dtype) for v, n in pairs]
-        return joined(filled or list(map(read, pack.members)))
+        return _joined_of(pack, read)
     eqn, operands = pack.made[0], list(map(read, pack.operands))
     if is_fill(eqn):
         with as_at(eqn):
             return lax.broadcast(operands[0], (sum(map(math.prod, pack.shapes)),))
     return bound(eqn, operands)[0]
+
+
+def _joined_of(pack: Pack, read) -> Any:
+    pairs = zip(pack.members, pack.sizes, strict=False)
+    filled = [lax.full((n,), read(v), v.aval.dtype) for v, n in pairs]
+    return joined(filled or list(map(read, pack.members)))
 
 
 def _scalars(eqns: Sequence[Any]) -> dict[Any, Any]:

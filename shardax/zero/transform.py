@@ -1,8 +1,9 @@
 """Zero: the transform by which devices that compute on different data share what they would all keep."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -10,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from shardax import _jax, program
 from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
+from shardax.cost import noted
 from shardax.explain.facts import Facts
 from shardax.explain.tables import Table
 from shardax.graph import inline
@@ -25,7 +27,7 @@ from shardax.sharding import (
     shard_count,
 )
 from shardax.transforms import Argument, Context
-from shardax.validation import require
+from shardax.validation import is_integer, is_number, require
 from shardax.zero.inside import Inside, OfShape
 from shardax.zero.offload import Offload, on_device, require_memory
 from shardax.zero.padded import Shape, around, cuts
@@ -34,6 +36,7 @@ from shardax.zero.rest import padded_dim, split_further, split_padded
 from shardax.zero.roles import Roles, is_update, roles
 from shardax.zero.together import together
 from shardax.zero.whole import repeated_group
+from shardax.zero.within import Way, choice_group, fastest
 
 Accumulate = Literal["scattered", "unreduced"]
 Offloaded = Literal["optimizer", "parameters"]
@@ -50,8 +53,9 @@ class Zero:
         3       and parameters                3: gathered forward and backward, in the compute dtype
 
     The step is as for one device, its optimizer any. What is split already, over tensor or expert axes, is
-    split further. Each array is split along the largest dim that the axis divides, the minor-most only where
-    it divides no other, and stays whole where there is none: the plan lists both, in bytes. A state that
+    split further. Each array is split along the largest dim that the axis divides, the minor-most, and those
+    along which the update needs whole matrices, only where it divides no other, and stays whole where there
+    is none: the plan lists both, in bytes. A state that
     `sx.zero.init` made rests padded there, and the step takes and gives it in true shapes.
 
     Args:
@@ -60,9 +64,9 @@ class Zero:
       stage: 1, 2 or 3.
       accumulate: how a loop over microbatches accumulates gradients. "unreduced": each device its own, of
         full size, reduced once per step; "scattered": each its shard, reduced for each microbatch. None:
-        "unreduced" in stage 1, else "scattered".
+        "unreduced" in stage 1 and in a pipeline, else "scattered".
       reshard_after_forward: in stage 3, gather parameters again for the backward pass. False keeps what the
-        forward pass gathered, where that sends less.
+        forward pass gathered, where that sends less. None: True.
       prefetch: in stage 3, a loop over layers gathers the parameters of the next layer while it computes with
         those of this one, in both passes: two layers' are there at once. It is unrolled by two. For where XLA
         gathers asynchronously (see `docs/zero.md`).
@@ -70,6 +74,9 @@ class Zero:
         and is brought to the device where the step reads it, of stacked layers one layer at a time.
       update_on: "device", or "host": there the host itself updates what rests in its memory, and optimizer
         state is not brought to the device.
+      memory: bytes that the step may take on each device, by `Plan.memory().peak`. Of `accumulate` and
+        `reshard_after_forward` those that are None are chosen then: each combination is planned, and the
+        fastest that fits is taken, by the plan's estimate for the chip of `Options`. The plan lists them.
 
     Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, for
     a function in which no optimizer's update is found, where devices have no such memory, and where state is
@@ -95,18 +102,25 @@ class Zero:
     axis: str | Axes = "data"
     stage: int = 1
     accumulate: Accumulate | None = None
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     prefetch: bool = False
     offload: Offloaded | tuple[Offloaded, ...] = ()
     update_on: Literal["device", "host"] = "device"
+    memory: float | None = None
+    rests_state: ClassVar[bool] = True
 
     def __post_init__(self):
         is_names = bool(self.axes) and all(isinstance(axis, str) for axis in self.axes)
-        require(is_names, "axis of Zero", self.axis, "the name of a mesh axis, or a tuple of names")
-        require(self.stage in (1, 2, 3), "stage of Zero", self.stage, "1, 2 or 3")
+        is_names = is_names and len(set(self.axes)) == len(self.axes)
+        require(is_names, "axis of Zero", self.axis, "the name of a mesh axis, or a tuple of several")
+        is_stage = is_integer(self.stage, 1) and self.stage <= 3
+        require(is_stage, "stage of Zero", self.stage, "1, 2 or 3")
         ways = (None, "scattered", "unreduced")
         require(
             self.accumulate in ways, "accumulate of Zero", self.accumulate, "'scattered', 'unreduced' or None"
+        )
+        require(
+            self.memory is None or is_number(self.memory, 0), "memory of Zero", self.memory, "bytes, or None"
         )
         kinds, update_on = self._offloaded_kinds, self.update_on
         expected = "'optimizer', 'parameters', or a tuple of them"
@@ -128,7 +142,8 @@ class Zero:
         offload = f", offload={self.offload!r}" if self.offload else ""
         host = f", update_on={self.update_on!r}" if self.update_on == "host" else ""
         prefetch = ", prefetch=True" if self.prefetch else ""
-        return f"Zero(axis={self.axis!r}, stage={self.stage}{prefetch}{offload}{host})"
+        memory = f", memory={self.memory!r}" if self.memory is not None else ""
+        return f"Zero(axis={self.axis!r}, stage={self.stage}{memory}{prefetch}{offload}{host})"
 
     @property
     def axes(self) -> Axes:
@@ -139,15 +154,38 @@ class Zero:
         jaxpr = _jax.dce(jaxpr)
         true = self._true_shapes(jaxpr, context)
         jaxpr = together(jaxpr)
+        scattering = noted.without_whole_sums(jaxpr)  # another one where it is a pipeline
         found = self._roles(jaxpr, context)
         before, sizes = self._before(jaxpr, context), context.mesh.shape
         split = {
-            i: self._split(before[i], context.arguments[i], true.get(i), found, sizes) for i in found.state
+            i: self._split(before[i], context.arguments[i].type.shape, true.get(i), found, i, sizes)
+            for i in found.state
         }
         kept = found.parameters if self.stage < 3 else ()
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
-        made = _resting(self._inside(jaxpr, context, before, split, found, true), rests, found, str(self))
-        return self._offloaded(made, context, found) if self.offload else made
+
+        def made(way: Way, scope: AbstractContextManager):
+            own, roles = jaxpr, found
+            if way.accumulate == "scattered" and scattering is not jaxpr:
+                own, roles = scattering, self._roles(scattering, context)
+            inside = self._inside(own, context, before, split, roles, true, way)
+            resting = _resting(inside, rests, roles, str(self), scope)
+            return self._offloaded(resting, context, roles) if self.offload else resting
+
+        ways = self._ways(found, scattering is not jaxpr)
+        if self.memory is None:
+            return made(ways[0], nullcontext())
+        return fastest(ways, made, context, self.memory, str(self))
+
+    def _ways(self, found: Roles, in_pipeline: bool) -> list[Way]:
+        """Those that are said; without a limit of memory, or where they are one program, the default one."""
+        ways: list[Accumulate] = ["unreduced", "scattered"]
+        default, other = ways if self.stage == 1 or in_pipeline else ways[::-1]
+        open_ = self.memory is not None and (in_pipeline or bool(found.accumulators))
+        accumulate = [self.accumulate or default, *[other] * (open_ and self.accumulate is None)]
+        keeps = self.memory is not None and self.stage == 3 and self.reshard_after_forward is None
+        again = [self.reshard_after_forward is not False, *[False] * keeps] if self.stage == 3 else [None]
+        return [Way(a, g) for a in accumulate for g in again]
 
     def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The step takes and gives true shapes, wherever its state rests padded."""
@@ -180,8 +218,8 @@ class Zero:
     def report(self, plan: Facts) -> Table:
         """What a plan shows of it."""
         table = self.resident(plan).table()
-        repeated = filled(repeated_group(plan, self.axes), len(table.heads))
-        return replace(table, groups=(*table.groups, *repeated))
+        more = (*choice_group(plan), *repeated_group(plan, self.axes))
+        return replace(table, groups=(*table.groups, *filled(more, len(table.heads))))
 
     def _roles(self, jaxpr, context: Context) -> Roles:
         graph, succeeded = inline.from_jaxpr(jaxpr), _succeeded(context)
@@ -200,12 +238,12 @@ class Zero:
         return [at_rest(_requested(a), a.type.shape, sizes) for a in context.arguments]
 
     def _split(
-        self, before: Sharding, argument: Argument, true: Shape | None, found: Roles, sizes: AxisSizes
+        self, before: Sharding, shape: Shape, true: Shape | None, found: Roles, number: int, sizes: AxisSizes
     ) -> Sharding:
-        shape = argument.type.shape
         if true is not None:
             return split_padded(before, shape, true, self.axes, sizes)
-        return split_further(before, shape, self.axes, sizes, last=(0,) if shape in found.scanned else ())
+        last, mixed = (0,) if shape in found.scanned else (), found.mixed.get(number, ())
+        return split_further(before, shape, self.axes, sizes, last, mixed)
 
     def _inside(
         self,
@@ -215,6 +253,7 @@ class Zero:
         split: Mapping[int, Sharding],
         found: Roles,
         true: Mapping[int, Shape],
+        way: Way,
     ):
         """The program with annotations on what it makes of the gradients, which are pending over all axes of
         the batch.
@@ -228,13 +267,12 @@ class Zero:
         unreduced, scattered = (
             _of_shape([(shapes[i], _pending(s[i], batch)) for i in shapes]) for s in (before, split)
         )
-        once = (self.accumulate or ("unreduced" if self.stage == 1 else "scattered")) == "unreduced"
         inside = Inside(
             source=str(self),
             made=scattered if self.stage > 1 else {},
-            accumulated=unreduced if once else scattered,
+            accumulated=unreduced if way.accumulate == "unreduced" else scattered,
             accumulators=found.accumulators,
-            again=self.stage == 3 and self.reshard_after_forward,
+            again=bool(way.again),
             prefetched=self.axes if self.prefetch else (),
         )
         known = [split[i] if self.stage == 3 and i in shapes else None for i in range(len(jaxpr.in_avals))]
@@ -325,16 +363,17 @@ def _of_shape(pairs: Sequence[tuple[tuple[int, ...], Sharding]]) -> OfShape:
     return {shape: sharding for shape, sharding in pairs if shape not in several}
 
 
-def _resting(jaxpr, rests: Mapping[int, Sharding], found: Roles, source: str):
-    """The program whose state rests so, whatever was requested of it."""
+def _resting(jaxpr, rests: Mapping[int, Sharding], found: Roles, source: str, scope: AbstractContextManager):
+    """The program whose state rests so, whatever was requested of it; arguments are annotated in `scope`."""
     plain = _jax.replaced_eqns(jaxpr, list(_without_requests(jaxpr, found)))
     role = {i: PARAMETER if i in found.parameters else OPTIMIZER for i in found.state}
 
     def run(*args):
-        args = [
-            bind_annotation(x, rests[i].dims, f"{source}, {role[i]}", "argument") if i in rests else x
-            for i, x in enumerate(args)
-        ]
+        with scope:
+            args = [
+                bind_annotation(x, rests[i].dims, f"{source}, {role[i]}", "argument") if i in rests else x
+                for i, x in enumerate(args)
+            ]
         outs = jaxpr_as_fun(plain)(*args)
         for i, r in found.state.items():
             outs[r] = bind_annotation(outs[r], rests[i].dims, f"{source}, {role[i]}", "result")

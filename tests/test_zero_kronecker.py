@@ -1,0 +1,109 @@
+"""Shampoo and SOAP under ZeRO: the losses of one device, of a GPT-2 whose sizes nothing divides; what is sent."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from models import gpt2
+from models.devices import make_mesh
+from models.steps import State, make_init, make_step
+from shardax.zero import Zero, dealt
+from tests import test_zero
+from tests.kronecker import root_by_newton, shampoo, soap
+from tests.test_zero import abstract
+from tests.test_zero_dealt import HIDDEN, LAYERS, MODEL, listed, step_of
+
+pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.promotes_ranks]
+
+quick_compilation = test_zero.quick_compilation
+
+STEPS = 5
+OPTIMIZERS = {
+    "shampoo": lambda: shampoo(0.002),
+    "by newton": lambda: shampoo(0.002, root_by_newton),
+    "soap": lambda: soap(0.01),
+}
+
+
+def run(step, state):
+    losses = []
+    for number in range(STEPS):
+        text_BS = np.random.default_rng(number % 3).integers(0, 31, (20, 12)).astype("int32")
+        state, loss = step(state, text_BS)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "name, form, stage, count",
+    [
+        ("soap", "as it is", 1, 8),
+        ("shampoo", "padded", 3, 5),
+        pytest.param("by newton", "as it is", 2, 5, marks=pytest.mark.slow),
+        pytest.param("by newton", "dealt", 3, 8, marks=pytest.mark.slow),
+        pytest.param("shampoo", "as it is", 1, 8, marks=pytest.mark.slow),
+        pytest.param("shampoo", "padded", 2, 8, marks=pytest.mark.slow),
+        pytest.param("soap", "as it is", 3, 5, marks=pytest.mark.slow),
+        pytest.param("soap", "dealt", 1, 2, marks=pytest.mark.slow),
+        pytest.param("soap", "padded", 1, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_losses(name, form, stage, count, quick_compilation):
+    """Unlike matrices, of two to four dims, and vectors, each dim with a matrix of its own."""
+    tx, mesh = OPTIMIZERS[name](), make_mesh({"data": count})
+    tx = dealt(tx) if form == "dealt" else tx
+    config = gpt2.Config(layers=1 + (form == "dealt"), heads=2, model=18, seq=11, vocab=31)
+    init = make_init(partial(gpt2.init_params, config), tx)
+    step = make_step(lambda params, text_BS, _: gpt2.loss(config, params, text_BS), tx)
+    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    sharded = sx.shard_jit(step, transforms=[Zero("data", stage)], **how)
+    wanted = run(jax.jit(step), jax.jit(init)(jax.random.key(0)))
+    state = jax.jit(init)(jax.random.key(0))
+    if form == "padded":
+        state = State(*sx.zero.init(tx, state.params, mesh, "data", stage), state.step)
+    np.testing.assert_allclose(run(sharded, state), wanted, rtol=1e-5)
+    assert wanted[-1] < wanted[0]
+
+
+def planned(tx, params, stage):
+    """By whole matrices: the activations are as many as make gathered gradients dearer than scattered ones."""
+    x_BM = jax.ShapeDtypeStruct((16384, MODEL), "float32")
+    how = {"mesh": abstract(data=8), "in_shardings": (None, P("data")), "donate_argnums": 0}
+    step = sx.shard_jit(step_of(listed, tx), transforms=[Zero("data", stage)], **how)
+    return step.plan((params, jax.eval_shape(tx.init, params)), x_BM)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("make", [shampoo, soap])
+def test_dealt_state_rests_where_it_is_computed_with(make, stage):
+    """Statistics, bases and moments are whole matrices on their devices, and never sent: gradients come, and
+    updates go, as with SGD. In stage 3 parameters rest otherwise.
+    """
+    params = [jax.ShapeDtypeStruct((MODEL, HIDDEN), "float32")] * LAYERS
+    plain = planned(optax.sgd(0.1, momentum=0.9), params, stage)
+    tx = make(0.1, largest=HIDDEN)
+    alone, shared = planned(tx, params, stage), planned(dealt(tx), params, stage)
+    specs = [x.spec for x in jax.tree.leaves(shared.in_shardings[0][1])]
+    assert set(specs) <= {P("data"), P("data", None), P("data", None, None)}
+    one = LAYERS * MODEL * HIDDEN * 4 // 8
+    assert shared.comm_bytes - plain.comm_bytes < (1.1 if stage == 1 else 2.1) * one
+    assert alone.comm_bytes - plain.comm_bytes > 3 * LAYERS * one
+    own, all_of_them = (p.estimate("v5p").flops - plain.estimate("v5p").flops for p in (shared, alone))
+    assert own < all_of_them / 3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("make", [shampoo, soap])
+def test_dealt_conditions_stay(make):
+    """A count of steps is one for all matrices: what is done every few steps is not done in each and dropped."""
+    params = [jax.ShapeDtypeStruct((4, 6), "float32")] * 3
+    tx = dealt(make(0.1))
+    update = jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params)
+    assert [eqn.primitive.name for eqn in update.eqns].count("cond") == 1
