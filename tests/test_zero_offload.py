@@ -162,7 +162,7 @@ def test_the_host_computes_the_update():
         *(pytest.param(n, marks=pytest.mark.slow) for n in ("adafactor", "muon", "accumulating", "injected")),
     ],
 )
-def test_any_optimizer(name, quick_compilation):
+def test_any_optimizer(name):
     """Norms of layers, branches, factored moments, matrices; sizes that nothing divides."""
     tx, mesh = OPTIMIZERS[name](), make_mesh({"data": 4})
     how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
