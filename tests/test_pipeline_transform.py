@@ -308,6 +308,52 @@ def test_pairs_across_microbatches_are_no_sum():
         plan(*sgd(loss, params), (rand(5, 16, M),))
 
 
+def of_one_array(compared):
+    """A step whose one array of weights has fewer arrays beside it than the batch, and is not donated."""
+
+    def loss(w, x, y):
+        h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)
+        return (compared(h, y) ** 2).mean()
+
+    return sgd(loss, rand(0, 4, M, M))
+
+
+@pytest.mark.parametrize("compared", [paired, lambda h, y: h[::2] * h[1::2]])
+def test_one_array_of_weights_beside_two_of_the_batch(compared):
+    check(*of_one_array(compared), (rand(5, 16, M), rand(6, 16, M)), mesh_of(stage=2, data=2))
+
+
+@pytest.mark.parametrize(
+    "compared",
+    [
+        lambda h, y: h[:8] * h[8:],
+        lambda h, y: h * h[::-1],
+        lambda h, y: h * jnp.roll(h, 1, 0),
+        lambda h, y: jnp.sort(h, 0),
+        lambda h, y: h @ h.T,
+        lambda h, y: jnp.cumsum(h, 0),
+        lambda h, y: h.reshape(2, 8, M).sum(0),
+    ],
+)
+def test_the_line_that_mixes_rows_of_microbatches_is_named(compared):
+    batch = rand(5, 16, M), rand(6, 16, M)
+    line = compared.__code__.co_firstlineno
+    with pytest.raises(ValueError, match=rf"what .*test_pipeline_transform.py:{line} computes .* the step is no sum"):
+        plan(*of_one_array(compared), batch)
+
+
+def test_weights_taken_as_the_batch():
+    """Nothing of their type comes back, and they have a row for each microbatch."""
+    step, w = of_one_array(lambda h, y: h - y)
+
+    def without_update(w, x, y):
+        new, value = step(w, x, y)
+        return value, (new**2).sum()
+
+    with pytest.raises(ValueError, match="nothing in the forward pass depends on .* w is taken; .* by batch_"):
+        plan(without_update, w, (rand(5, 16, M), rand(6, 16, M)))
+
+
 def test_weights_that_do_not_come_back_are_named_where_they_are_taken_as_the_batch():
     def step(params, x, y, frozen):
         def loss(params):

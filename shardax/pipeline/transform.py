@@ -1,7 +1,7 @@
 """Pipeline: the transform that spreads the layers of a training step, as it stands, over stages."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
@@ -72,9 +72,8 @@ class Pipeline:
         require(isinstance(self.axis, str), "axis of Pipeline", self.axis, "the name of a mesh axis")
         is_count = is_integer(self.microbatches, 1)
         require(is_count, "microbatches of Pipeline", self.microbatches, "an int of 1 or more")
-        object.__setattr__(
-            self, "microbatches", int(self.microbatches)
-        )  # of numpy's, programs have other types
+        # programs that are made with numpy's numbers have other types
+        object.__setattr__(self, "microbatches", int(self.microbatches))
         check_names(self.batch_argnames, "Pipeline")
         patterns(self.at, "Pipeline")
 
@@ -86,14 +85,17 @@ class Pipeline:
         self._check_annotations(jaxpr)
         jaxpr = _jax.dce(jaxpr)
         self._check_equations(jaxpr)
+        context = _knowing_state(context)
         is_batch = self._is_batch(context)
         program = microbatch(jaxpr, context, is_batch, self.microbatches)
         pairs = list(zip(context.arguments, is_batch, strict=True))
         params = [a.is_state and a.type.ndim > 0 and not taken for a, taken in pairs]
-        batch = [a.path for a, taken in pairs if taken]
-        split = Split(program, params, is_batch, batch, at=patterns(self.at, "Pipeline"))
+        names = [a.path for a, taken in pairs if taken]
+        split = Split(program, params, is_batch, names, at=patterns(self.at, "Pipeline"))
 
         def pipelined(region, arguments, batch, rest, asked):
+            if not region.flow.parts:
+                raise ValueError(self._nothing_of_the_batch(names))
             if not region.flow.backward:
                 raise ValueError(self._no_backward_pass())
             schedule, told = region.schedule(self.schedule, stages, self.microbatches, self.chunks, self.axis)
@@ -172,6 +174,12 @@ class Pipeline:
             "sx.pipeline.apply, for a backward pass by hand sx.pipeline.value_and_grad"
         )
 
+    def _nothing_of_the_batch(self, names: Sequence[str]) -> str:
+        return (
+            f"{self}: nothing in the forward pass depends on the batch, as which {', '.join(names)} is taken; "
+            "say by batch_argnames= which arguments have a row for each row of the batch"
+        )
+
     def _is_batch(self, context: Context) -> list[bool]:
         """Of each argument, whether its first dim is that of the batch."""
         arguments = context.arguments
@@ -185,6 +193,20 @@ class Pipeline:
                 "batch_argnames="
             )
         return found
+
+
+def _knowing_state(context: Context) -> Context:
+    """With state: where no argument counts as state, as one array of weights beside several of a batch does
+    not that nobody donates, those are that come back. For a step with a backward pass has some.
+    """
+    if any(a.is_state for a in context.arguments):
+        return context
+    results = {(r.type.shape, r.type.dtype) for r in context.results}
+    arguments = tuple(
+        replace(a, is_state=a.type.ndim > 0 and (a.type.shape, a.type.dtype) in results)
+        for a in context.arguments
+    )
+    return replace(context, arguments=arguments)
 
 
 def _with_loops(jaxpr, loop: Any = None) -> Iterator[tuple[Any, Any]]:
