@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr
 
 from shardax import _jax
 from shardax.graph.equations import equations_of, instead_of
+from tests.numpy_programs import evaluate
 
 pytestmark = pytest.mark.quick
 
@@ -52,6 +54,29 @@ def test_several_follow_each_other_and_end_in_the_results():
     assert first.invars == mul.outvars
     assert first.outvars == last.invars
     assert last.outvars == tanh.outvars
+
+
+def given_back(x, y):
+    double = 2 * x
+    return x, double, y, double, x, 2.0
+
+
+def carried_unchanged(x, y):
+    (x, y), rows = jax.lax.scan(lambda c, row: ((c[0], c[1] + c[0]), row), (x[0], x[1]), y)
+    return x, y, rows
+
+
+@pytest.mark.parametrize("fun", [given_back, carried_unchanged])
+def test_an_equation_makes_each_result(fun):
+    """Also what the function, or JAX, gives back as it is."""
+    wanted = jax.make_jaxpr(fun)(X, X)
+    operands, (like, *_) = wanted.jaxpr.invars, made().eqns
+    results = [_jax.new_variable(x) for x in wanted.out_avals]
+    jaxpr = wanted.jaxpr.replace(eqns=equations_of(fun, operands, results, like), outvars=results)
+    for one, other in zip(
+        evaluate(ClosedJaxpr(jaxpr, wanted.consts), (X, 3 * X)), evaluate(wanted, (X, 3 * X)), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_new_results_and_literals():

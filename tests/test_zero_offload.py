@@ -214,6 +214,23 @@ def streamed(m, w, g):
     return jax.lax.scan(row, None, (m, w, g), reverse=True)[1]
 
 
+def overwritten(closed, argument: int) -> list:
+    """The equations of a program of arrays, the first at the host, in which a caller may donate an argument;
+    the results are those of the program before.
+    """
+    jaxpr = closed.jaxpr
+    eqns = list(overwriting(jaxpr.eqns, [jaxpr.invars[argument]], jaxpr.outvars))
+    rng = np.random.default_rng(0)
+    m, *others = (np.asarray(rng.normal(size=x.shape), x.dtype) for x in closed.in_avals)
+    m = jax.device_put(m, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    new = _jax.replaced_eqns(closed, eqns)
+    got, wanted = (jax.jit(jaxpr_as_fun(x))(m, *others) for x in (new, closed))
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.sharding == other.sharding
+    return eqns
+
+
 @pytest.mark.parametrize("read_later, place", [((), 1), ((1,), 2), ((1, 2), None)])
 def test_rows_take_the_place_of_what_is_read(read_later, place):
     """Of the argument that a caller may donate, else of another array, of none that is read later."""
@@ -225,20 +242,34 @@ def test_rows_take_the_place_of_what_is_read(read_later, place):
         x = jax.ShapeDtypeStruct((4, 8), "float32")
         closed = jax.make_jaxpr(update)(at_host(x), x, x)
     jaxpr = closed.jaxpr
-    eqns = list(overwriting(jaxpr.eqns, [jaxpr.invars[1]], jaxpr.outvars))
-    (scan,) = (eqn for eqn in eqns if eqn.primitive.name == "scan")
+    (scan,) = (eqn for eqn in overwritten(closed, 1) if eqn.primitive.name == "scan")
     consts, carries = _jax.scan_counts(scan.params)
     carried = [v for v in scan.invars[consts : consts + carries] if v in jaxpr.invars]
     assert carried == ([] if place is None else [jaxpr.invars[place]])
-    rng = np.random.default_rng(0)
-    m, w, g = (np.float32(rng.normal(size=(4, 8))) for _ in range(3))
-    m = jax.device_put(m, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
-    new = _jax.replaced_eqns(closed, eqns)
-    for one, other in zip(
-        jax.jit(jaxpr_as_fun(new))(m, w, g), jax.jit(jaxpr_as_fun(closed))(m, w, g), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
-        assert one.sharding == other.sharding
+
+
+def test_what_a_scan_carries_unchanged():
+    """JAX gives it back as it is, and makes no result of the new scan."""
+
+    def update(m, w, c):
+        def row(c, rows):
+            m, w = rows
+            m = c * jax.device_put(m, jax.memory.Space.Device)
+            return c + 1, (jax.device_put(m, jax.memory.Space.Host), w - m)
+
+        return jax.lax.scan(row, c, (m, w))
+
+    def unchanged(eqns):
+        (scan,) = eqns
+        body = scan.params["jaxpr"].jaxpr
+        body = body.replace(outvars=[body.invars[0], *body.outvars[1:]])
+        return [scan.replace(params={**scan.params, "jaxpr": scan.params["jaxpr"].replace(jaxpr=body)})]
+
+    with jax.sharding.use_abstract_mesh(make_mesh({"data": 1}).abstract_mesh):
+        x, c = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((), "float32")
+        closed = jax.make_jaxpr(update)(at_host(x), x, c)
+    closed = _jax.replaced_eqns(closed, unchanged(closed.jaxpr.eqns))
+    assert [eqn.primitive.name for eqn in overwritten(closed, 1)] == ["scan", "copy"]
 
 
 @pytest.mark.quick

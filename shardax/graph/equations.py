@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import source_info_util
 
 from shardax import _jax
@@ -40,12 +41,20 @@ def equations_of(
     fun: Callable[..., Any], operands: Sequence[Any], results: Sequence[Any] | None, like
 ) -> list[Any]:
     """The equations of a function of these operands, on the line of `like`, which make these results, or else
-    new ones.
+    new ones. What the function gives back as it took it, gives twice, or has as a number, is copied: an
+    equation has to make each result. (A scan gives what it carries unchanged back without an equation.)
     """
     eqns, made = equations_like(like, fun, operands)
     if results is None:
         return eqns
-    atoms = dict(zip(made, results, strict=True))
+    taken = {v for v in operands if not _jax.is_literal(v)}
+    atoms: dict[Any, Any] = {}
+    for atom, result in zip(made, results, strict=True):
+        if _jax.is_literal(atom) or atom in taken or atom in atoms:
+            (copy,), _ = equations_like(like, lax.copy_p.bind, [atom])
+            eqns.append(copy.replace(outvars=[result]))
+        else:
+            atoms[atom] = result
 
     def read(atom):
         return atom if _jax.is_literal(atom) else atoms.get(atom, atom)
