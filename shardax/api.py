@@ -19,7 +19,7 @@ from shardax.jit.signature import check_arguments, check_no_device
 from shardax.meshes.crossing import Crossing
 from shardax.options import Options, Refused
 from shardax.trace import is_explicit
-from shardax.transforms import Transform, in_order
+from shardax.transforms import Transform, staging_first
 
 
 @_jax.boundary
@@ -106,7 +106,7 @@ def shard_jit(
         out_shardings,
         static,
         donated,
-        in_order(transforms),
+        staging_first(transforms),
         options,
         of_jit,
     )

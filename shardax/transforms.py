@@ -92,7 +92,8 @@ class Retyping(Protocol):
 
     Among `transforms`, the last one is next to the call, the first next to the function. `traced_types` of
     the last is asked first, each one before it of what that gave; the programs are made from the first on.
-    So `[rests_in_bfloat16, rests_padded]` pads what is in bfloat16.
+    So `[rests_in_bfloat16, rests_padded]` pads what is in bfloat16. (Only those that lay parts of the program
+    on stages may be applied earlier than they stand: `staging_first`.)
 
     Thirteen numbers that rest as sixteen, in equal shards, and a mean that does not count the others:
 
@@ -144,36 +145,38 @@ class Reporting(Protocol):
     def report(self, plan: Any, /) -> Any: ...
 
 
-@runtime_checkable
 class Resting(Protocol):
-    """A transform that says how state rests. It is applied behind those that lay state on stages (`Staging`),
-    wherever it stands: it splits further what each stage has. `rests_state` is True."""
+    """A transform that says how state rests, where `rests_state` is True. Those that lay state on stages
+    (`Staging`) are applied before it, wherever they stand: it splits further what each stage has.
+    """
 
     rests_state: bool
 
 
-@runtime_checkable
 class Staging(Protocol):
-    """A transform that lays parts of the program, with their state, on the devices along an axis of its own.
-    `lays_on_stages` is True."""
+    """A transform that lays parts of the program, with their state, on the devices along an axis of its own,
+    where `lays_on_stages` is True.
+    """
 
     lays_on_stages: bool
 
 
-def in_order(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
-    """The transforms in the order in which they are applied: as they stand, but each `Resting` one behind the
-    last `Staging` one.
+def staging_first(transforms: Sequence[Transform]) -> tuple[Transform, ...]:
+    """The transforms in the order in which they are applied: as they stand, but each `Staging` one before the
+    first `Resting` one.
+
+    All others keep their order, a `Retyping` and a `Resting` one among them, which may be one itself: that
+    decides in which types the call takes the arguments.
 
     >>> import shardax as sx
     >>> zero, pipeline = sx.zero.Zero("data", stage=1), sx.pipeline.Pipeline("stage", microbatches=8)
-    >>> in_order([zero, pipeline]) == (pipeline, zero)
+    >>> staging_first([zero, pipeline]) == (pipeline, zero)
     True
     """
-    count = max((i + 1 for i, t in enumerate(transforms) if isinstance(t, Staging)), default=0)
-    early, others = transforms[:count], transforms[count:]
-    waiting = [isinstance(t, Resting) for t in early]
-    ahead, behind = ([t for t, w in zip(early, waiting, strict=True) if w == late] for late in (False, True))
-    return (*ahead, *behind, *others)
+    first = next((i for i, t in enumerate(transforms) if getattr(t, "rests_state", False)), len(transforms))
+    ahead, behind = transforms[:first], transforms[first:]
+    late = [t for t in behind if getattr(t, "lays_on_stages", False)]
+    return (*ahead, *late, *(t for t in behind if not getattr(t, "lays_on_stages", False)))
 
 
 def annotations_of(jaxpr: Any) -> Iterator[tuple[Any, Annotation]]:

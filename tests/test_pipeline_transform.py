@@ -338,7 +338,9 @@ def test_one_array_of_weights_beside_two_of_the_batch(compared):
 def test_the_line_that_mixes_rows_of_microbatches_is_named(compared):
     batch = rand(5, 16, M), rand(6, 16, M)
     line = compared.__code__.co_firstlineno
-    with pytest.raises(ValueError, match=rf"what .*test_pipeline_transform.py:{line} computes .* the step is no sum"):
+    with pytest.raises(
+        ValueError, match=rf"what .*test_pipeline_transform.py:{line} computes .* the step is no sum"
+    ):
         plan(*of_one_array(compared), batch)
 
 
@@ -350,7 +352,9 @@ def test_weights_taken_as_the_batch():
         new, value = step(w, x, y)
         return value, (new**2).sum()
 
-    with pytest.raises(ValueError, match="nothing in the forward pass depends on .* w is taken; .* by batch_"):
+    with pytest.raises(
+        ValueError, match="nothing in the forward pass depends on .* w is taken; .* by batch_"
+    ):
         plan(without_update, w, (rand(5, 16, M), rand(6, 16, M)))
 
 

@@ -1,8 +1,10 @@
 """Transforms: what they are told, what they may give back, and how it is refused otherwise."""
 
 import functools
+import itertools
 import math
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import jax
 import jax.monitoring
@@ -14,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.transforms import Argument, Result
+from shardax.transforms import Argument, Result, staging_first
 
 pytestmark = pytest.mark.promotes_ranks
 
@@ -102,6 +104,22 @@ def test_in_order():
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     f = sx.shard_jit(lambda x: x, mesh=mesh, in_shardings=P("x"), transforms=[times(2), times(3)])
     np.testing.assert_array_equal(f(jnp.arange(8)), 3 * (2 * np.arange(8) + 1) + 1)
+
+
+@pytest.mark.parametrize("values", [(True, True), (True, False), (False, True), (False, False)])
+def test_those_that_lay_on_stages_come_before_what_rests_state(values):
+    """Whatever stands between, as a Retyping; what has an attribute that is False counts as any other."""
+    rests, lays = values
+    resting = [SimpleNamespace(name=f"resting {i}", rests_state=rests) for i in range(2)]
+    staging = [SimpleNamespace(name=f"staging {i}", lays_on_stages=lays) for i in range(2)]
+    for given in itertools.permutations([*resting, *staging, Rests("bfloat16")]):
+        got = staging_first(given)
+        assert [t for t in got if t in staging] == [t for t in given if t in staging]
+        assert [t for t in got if t not in staging] == [t for t in given if t not in staging]
+        if rests and lays:
+            assert max(map(got.index, staging)) < min(map(got.index, resting))
+        else:
+            assert got == given
 
 
 class Rests:

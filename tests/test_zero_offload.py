@@ -21,7 +21,7 @@ from shardax import _jax
 from shardax.passes.overwrite import overwriting
 from shardax.zero import Zero
 from shardax.zero.offload import at_host, require_memory
-from shardax.zero.segments import in_order, segments
+from shardax.zero.segments import segments, topological_order
 from tests.test_tpu import WITHOUT_TPU
 from tests.test_zero import OPTIMIZERS, SIZES, losses, quick_compilation, train_step
 
@@ -274,7 +274,7 @@ def test_what_a_scan_carries_unchanged():
 
 @pytest.mark.quick
 def test_order():
-    assert in_order([(0, ["b"], ["a"]), (1, [], ["c"]), (2, ["c"], ["b"])]) == [1, 2, 0]
+    assert topological_order([(0, ["b"], ["a"]), (1, [], ["c"]), (2, ["c"], ["b"])]) == [1, 2, 0]
 
 
 @pytest.mark.quick

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Resting:
+class PackedArray:
     """One array at rest.
 
     Attributes:
@@ -114,7 +114,7 @@ class Packing:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
     names: tuple[str, ...]
-    arrays: tuple[Resting, ...]
+    arrays: tuple[PackedArray, ...]
     axis: str
     stages: int
 
@@ -146,7 +146,7 @@ class Packing:
         said = self.tree.flatten_up_to(tree)
         return Packed([self._label(each, said) for each in self.arrays], self)
 
-    def _label(self, each: Resting, said: Sequence[Any]) -> Any:
+    def _label(self, each: PackedArray, said: Sequence[Any]) -> Any:
         leaves = [part.leaf for parts in each.parts for part in parts]
         for leaf in leaves:
             if said[leaf] != said[leaves[0]]:
@@ -173,7 +173,7 @@ class Packing:
             )
 
 
-def _spec(each: Resting, axis: str) -> PartitionSpec:
+def _spec(each: PackedArray, axis: str) -> PartitionSpec:
     if each.kind == WHOLE:
         return each.spec
     if each.kind == FLAT:

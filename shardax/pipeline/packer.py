@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.cut import Cut
 from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Read, Reads, text
-from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packing, Part, Resting
+from shardax.pipeline.packed import FLAT, STACKED, WHOLE, PackedArray, Packing, Part
 from shardax.pipeline.table import Schedule
 
 Type = jax.ShapeDtypeStruct
@@ -70,7 +70,7 @@ class _Packer:
     reads: Reads
     schedule: Schedule
 
-    def arrays(self) -> list[Resting]:
+    def arrays(self) -> list[PackedArray]:
         reads: dict[int, list[Read]] = defaultdict(list)
         for read in self.reads.all:
             if read.origin is not None:
@@ -85,9 +85,9 @@ class _Packer:
     def stages(self) -> int:
         return self.schedule.stages
 
-    def _whole(self, leaf: int) -> Resting:
+    def _whole(self, leaf: int) -> PackedArray:
         type = self.types[leaf]
-        return Resting(WHOLE, ((Part(leaf),),), type.shape, type.dtype, self.specs[leaf])
+        return PackedArray(WHOLE, ((Part(leaf),),), type.shape, type.dtype, self.specs[leaf])
 
     def _kind(self, leaf: int) -> Kind:
         type = self.types[leaf]
@@ -105,7 +105,7 @@ class _Packer:
         ends = [0, *(stop for _, stop, _ in rows)]
         return [start for start, _, _ in rows] == ends[:-1] and ends[-1] == self.types[leaf].shape[0]
 
-    def _layers(self, leaves: set[int]) -> Iterator[Resting]:
+    def _layers(self, leaves: set[int]) -> Iterator[PackedArray]:
         """An array for the nth of a kind on each stage, chunk by chunk."""
         for row in self.schedule.placement:
             alike: dict[Any, dict[int, Part]] = defaultdict(dict)
@@ -118,14 +118,14 @@ class _Packer:
                     seen[kind] += 1
             yield from map(self._stacked, alike.values())
 
-    def _stacked(self, by_stage: dict[int, Part]) -> Resting:
+    def _stacked(self, by_stage: dict[int, Part]) -> PackedArray:
         parts = tuple((by_stage[d],) if d in by_stage else () for d in range(self.stages))
         leaf, rows = next(iter(by_stage.values()))[:2]
         shape, dtype = self.types[leaf].shape, self.types[leaf].dtype
         if rows:
             counts = [part.rows[1] - part.rows[0] for part in by_stage.values() if part.rows]
             shape = (max(counts), *shape[1:])
-        return Resting(STACKED, parts, shape, dtype, self.specs[leaf])
+        return PackedArray(STACKED, parts, shape, dtype, self.specs[leaf])
 
     # What one stage alone reads
 
@@ -133,7 +133,7 @@ class _Packer:
         whole = all(read.rows is None for read in reads) and leaf not in self.reads.others
         return whole and len({read.stage for read in reads}) == 1
 
-    def _alone(self, reads: dict[int, list[Read]]) -> list[Resting]:
+    def _alone(self, reads: dict[int, list[Read]]) -> list[PackedArray]:
         """Of one shape on most stages, an array each; the others in flat ones, where it saves room."""
         groups: dict[Any, dict[int, int]] = defaultdict(dict)
         seen: Counter[Any] = Counter()
@@ -158,7 +158,7 @@ class _Packer:
         origins = [read.origin for leaf in members.values() for read in reads[leaf]]
         return all(origin is not None and origin.is_of(ELEMENTWISE | RESHAPING) for origin in origins)
 
-    def _flat(self, by_stage: dict[int, list[int]]) -> Resting:
+    def _flat(self, by_stage: dict[int, list[int]]) -> PackedArray:
         parts, sizes = [], []
         for d in range(self.stages):
             leaves = by_stage.get(d, [])
@@ -166,4 +166,4 @@ class _Packer:
             parts.append(tuple(Part(leaf, None, end) for leaf, end in zip(leaves, ends, strict=False)))
             sizes.append(ends[-1])
         first = next(leaf for leaves in by_stage.values() for leaf in leaves)
-        return Resting(FLAT, tuple(parts), (max(sizes),), self.types[first].dtype, PartitionSpec())
+        return PackedArray(FLAT, tuple(parts), (max(sizes),), self.types[first].dtype, PartitionSpec())

@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from shardax.annotations.explicit import shape_of
-from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Packing, Part, Resting
+from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, PackedArray, Packing, Part
 from shardax.validation import require
 
 
@@ -94,7 +94,7 @@ def _described(packing: Packing) -> str:
     ) + (", ..." if len(packing.names) > 3 else "")
 
 
-def array_of(each: Resting, leaves: Sequence[Array]) -> Array:
+def array_of(each: PackedArray, leaves: Sequence[Array]) -> Array:
     """An array at rest, of the leaves of the parameters."""
     if each.kind == WHOLE:
         return leaves[each.parts[0][0].leaf]
@@ -110,13 +110,13 @@ def array_of(each: Resting, leaves: Sequence[Array]) -> Array:
     return jnp.stack([row(each, parts, leaves, dtype) for parts in each.parts])
 
 
-def _flat_row(each: Resting, parts, leaves, dtype) -> Array:
+def _flat_row(each: PackedArray, parts, leaves, dtype) -> Array:
     flat = [leaves[part.leaf].reshape(-1) for part in parts]
     missing = each.shape[0] - sum(x.size for x in flat)
     return jnp.concatenate([*flat, jnp.zeros(missing, dtype)])
 
 
-def _stacked_row(each: Resting, parts, leaves, dtype) -> Array:
+def _stacked_row(each: PackedArray, parts, leaves, dtype) -> Array:
     if not parts:
         return jnp.zeros(each.shape, dtype)
     leaf = leaves[parts[0].leaf]
@@ -127,7 +127,7 @@ def _stacked_row(each: Resting, parts, leaves, dtype) -> Array:
     return jnp.pad(own, [(0, missing)] + [(0, 0)] * (own.ndim - 1)) if missing else own
 
 
-def _in_order(each: Resting, shapes: Sequence[tuple[int, ...]]) -> int | None:
+def _in_order(each: PackedArray, shapes: Sequence[tuple[int, ...]]) -> int | None:
     """The leaf that an array is all rows of, in their order and in equal shares; None: it is none such."""
     parts = [part for parts in each.parts for part in parts]
     leaf = parts[0].leaf
@@ -158,7 +158,7 @@ def leaves_of(packed: Packed) -> list[Array]:
     return leaves
 
 
-def _part(each: Resting, x: Array, d: int, part: Part, shape: tuple[int, ...]) -> Array:
+def _part(each: PackedArray, x: Array, d: int, part: Part, shape: tuple[int, ...]) -> Array:
     if each.kind == WHOLE:
         return x
     if each.kind == FLAT:

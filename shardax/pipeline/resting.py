@@ -18,7 +18,7 @@ from shardax.annotations.explicit import shape_of
 from shardax.pipeline.cut import Cut, Piece, Stage
 from shardax.pipeline.gathered import Accumulator, Summand
 from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, TRANSPOSING, Origin, Reads, run, text
-from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Packing, Part, Resting
+from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, PackedArray, Packing, Part
 from shardax.pipeline.repacking import array_of, leaves_of, packed
 from shardax.pipeline.stacks import Held
 from shardax.pipeline.table import Schedule
@@ -83,7 +83,7 @@ class Weights:
                 held[read.virtual, read.number] = (number, text(chain)), part, origin
         return _with_held(self, cut, operands, held, places)
 
-    def _places(self) -> dict[tuple[int, Any, int], tuple[int, Resting, Part]]:
+    def _places(self) -> dict[tuple[int, Any, int], tuple[int, PackedArray, Part]]:
         """By leaf, rows and stage: which array at rest has them."""
         found, leaf, array = {}, 0, 0
         for x in self.arguments:
@@ -115,7 +115,7 @@ def gathered(packing: Packing, leaves: Sequence[Any], made: Mapping[int, Array])
 
 
 def _accumulator(
-    each: Resting, origins: Sequence[Sequence[Origin]]
+    each: PackedArray, origins: Sequence[Sequence[Origin]]
 ) -> tuple[Accumulator, tuple[Any, ...]] | None:
     """Where all its parts are of sums, to which the same is done. What moves elements is done before they are
     added up where leaves are of several sums, or rest flat; else once, after."""

@@ -176,8 +176,8 @@ class Pipeline:
 
     def _nothing_of_the_batch(self, names: Sequence[str]) -> str:
         return (
-            f"{self}: nothing in the forward pass depends on the batch, as which {', '.join(names)} is taken; "
-            "say by batch_argnames= which arguments have a row for each row of the batch"
+            f"{self}: nothing in the forward pass depends on the batch, as which {', '.join(names)} is taken; say "
+            "by batch_argnames= which arguments have a row for each row of the batch"
         )
 
     def _is_batch(self, context: Context) -> list[bool]:

@@ -27,7 +27,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from shardax.cost.network import Network, network_of
-from shardax.reshard.steps import Counts, Edge, Scale, Space, State, canonical, in_order, with_more
+from shardax.reshard.steps import Counts, Edge, Scale, Space, State, canonical, canonical_pending, with_more
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, minor_most, round_up
 
 FEW = 3  # axes over which all layouts that a value may take are looked at
@@ -145,7 +145,7 @@ def _route(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netw
 
 
 def _state(layout: Layout) -> State:
-    return State(layout.sharding.dims, layout.padded, in_order(layout.pending))
+    return State(layout.sharding.dims, layout.padded, canonical_pending(layout.pending))
 
 
 def _only_slices(first: State, last: State) -> bool:
@@ -340,7 +340,9 @@ def _joined_alike(network: Network) -> list[Axes]:
 
 def _renamed(state: State, names: Mapping[str, str]) -> State:
     dims = tuple([tuple([names[a] for a in axes]) for axes in state.dims])
-    return State(dims, state.padded, in_order(tuple([(names[a], kind) for a, kind in state.pending])))
+    return State(
+        dims, state.padded, canonical_pending(tuple([(names[a], kind) for a, kind in state.pending]))
+    )
 
 
 class _Value(NamedTuple):

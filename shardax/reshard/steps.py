@@ -416,7 +416,7 @@ def _owes(node: State, space: Space) -> Iterator[Edge]:
     write zeros.
     """
     lacking = tuple(p for p in space.owing if p not in node.pending)
-    if lacking and in_order(node.pending + lacking) == space.owing:
+    if lacking and canonical_pending(node.pending + lacking) == space.owing:
         axes = tuple(a for a, _ in lacking)
         if set(axes) <= set(space.free_axes(node)):
             after = node._replace(pending=space.owing)
@@ -472,11 +472,11 @@ def _padded_nbytes(node: State, dim: int, padded: int, space: Space) -> int:
 
 
 def canonical(layout: Layout) -> Layout:
-    pending = in_order(layout.pending)
+    pending = canonical_pending(layout.pending)
     return layout if pending == layout.pending else Layout(layout.sharding, layout.padded, pending)
 
 
-def in_order(pending: Pending) -> Pending:
+def canonical_pending(pending: Pending) -> Pending:
     if len(pending) < 2:
         return pending
     return tuple(p for _, run in itertools.groupby(pending, key=lambda p: p[1]) for p in sorted(run))
@@ -490,7 +490,7 @@ def _settleable(node: State) -> tuple[Axes, str | None]:
 
 
 def _settle(node: State, axes: Axes) -> State:
-    return node._replace(pending=in_order(tuple(p for p in node.pending if p[0] not in axes)))
+    return node._replace(pending=canonical_pending(tuple(p for p in node.pending if p[0] not in axes)))
 
 
 # Who sends what: ppermute, swap and halo

@@ -22,7 +22,7 @@ from shardax import _jax
 from shardax.annotations.annotate import annotate_p
 from shardax.annotations.explicit import as_at, memory_of, shape_of
 from shardax.graph.evaluate import bound, evaluate
-from shardax.zero.segments import Segment, Shape, in_order, is_fill, segments
+from shardax.zero.segments import Segment, Shape, is_fill, segments, topological_order
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 KIND = "pinned_host"
@@ -169,7 +169,7 @@ def _parts(eqns: Sequence[Any], roots: Collection[Any], outvars: Sequence[Any]) 
             return place[id(part.eqns[-1])], part.reads(), part.made
         return place[id(part)], [v for v in part.invars if not _jax.is_literal(v)], part.outvars
 
-    order = in_order(list(map(task, parts)))
+    order = topological_order(list(map(task, parts)))
     assert len(order) == len(parts), "segments depend on each other"
     return [parts[n] for n in order]
 

@@ -128,7 +128,7 @@ def is_fill(eqn) -> bool:
     return filled and eqn.invars[0].aval.shape == () != eqn.outvars[0].aval.shape
 
 
-def in_order(tasks: Sequence[tuple[int, Iterable[Any], Iterable[Any]]]) -> list[int]:
+def topological_order(tasks: Sequence[tuple[int, Iterable[Any], Iterable[Any]]]) -> list[int]:
     """The numbers of tasks (place, variables read, variables made), each after those that make what it reads,
     else by their places; fewer, where some depend on each other.
     """

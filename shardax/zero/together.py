@@ -26,7 +26,7 @@ from shardax.annotations.explicit import as_at, shape_of
 from shardax.graph.evaluate import bound, evaluate
 from shardax.zero.branches import Members, buckets_in, is_of_bucket, with_whole_buckets
 from shardax.zero.bucket import joined, parts_of
-from shardax.zero.segments import in_order, is_elementwise, is_fill
+from shardax.zero.segments import is_elementwise, is_fill, topological_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ class _Packs:
         """
         while True:
             tasks = [*map(self.task, range(len(self.eqns))), *map(self.task_of, self.all)]
-            order = in_order(tasks)
+            order = topological_order(tasks)
             if len(order) == len(tasks):
                 return order
             left = {*range(len(self.eqns), len(tasks))}.difference(order)
@@ -196,7 +196,7 @@ class _Packs:
             del self.of[v]
 
     def task(self, number: int) -> tuple[int, list[Any], list[Any]]:
-        """An equation, as `in_order` takes it: its place, what it reads, and what it makes."""
+        """An equation, as `topological_order` takes it: its place, what it reads, and what it makes."""
         eqn = self.eqns[number]
         if all(v in self.of for v in eqn.outvars):
             return number, [], []
