@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.explain.live import live
+from shardax.explain.live import live, traffic
 from shardax.explain.values import intermediates
+from shardax.spmd_rules.registry import RULES, Entry
 
 pytestmark = [pytest.mark.promotes_ranks, pytest.mark.quick]
 
@@ -209,6 +211,26 @@ def test_the_operands_of_what_is_fused_live_on():
         return kept + b
 
     assert peak(f, 256) == 4 * KIB
+
+
+pass_p = Primitive("pass_on")
+pass_p.multiple_results = True
+pass_p.def_abstract_eval(lambda *xs: list(xs))
+
+
+@pytest.mark.parametrize("primitive", [lax.optimization_barrier_p, pass_p])
+def test_the_results_of_what_moves_nothing_are_its_operands(monkeypatch, primitive):
+    """As the registry says, of those of users too."""
+    monkeypatch.setitem(RULES, "pass_on", Entry("pass_on", "..., ... -> ..., ...", reads="none"))
+
+    def f(x):
+        x, y = primitive.bind(lax.sort(x), lax.sort(x[::-1]))
+        return lax.sort(x) @ lax.sort(y)
+
+    through = [
+        nbytes for eqn, nbytes in traffic(jax.make_jaxpr(f)(shape(256)).jaxpr) if eqn.primitive is primitive
+    ]
+    assert peak(f, 256) == 4 * KIB and through == [0]
 
 
 def test_bodies_add_what_they_make():

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
@@ -71,11 +70,11 @@ class Life:
 
     def views(self, eqn) -> Iterator[tuple[Any, Any]]:
         """The stored operands of an equation of which its stored results are views, as a barrier's are."""
-        barrier = eqn.primitive is lax.optimization_barrier_p
-        if barrier or _entry(eqn).reads == "view" and len(eqn.invars) == 1:
+        entry = _entry(eqn)
+        if entry.reads in ("none", "view") and len(eqn.invars) == len(eqn.outvars):
             for old, new in zip(eqn.invars, eqn.outvars, strict=True):
                 stands = not _jax.is_literal(old) and old not in self.fused and new not in self.fused
-                if stands and (barrier or _entry(eqn).is_view(old.aval.shape, new.aval.shape)):
+                if stands and entry.is_view(_shape(old), _shape(new)):
                     yield old, new
 
     def _see(self, i: int, eqn, users) -> None:
@@ -147,6 +146,11 @@ def nbytes(v, memory: Any = None) -> int:
     """Bytes of a variable, in one memory or in any. What has no size, such as a token, has none."""
     counts = hasattr(v.aval, "shape") and (memory is None or _memory(v) is memory)
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize if counts else 0
+
+
+def _shape(v) -> tuple[int, ...]:
+    """Of a token: none."""
+    return getattr(v.aval, "shape", ())
 
 
 def _memory(v) -> Any:

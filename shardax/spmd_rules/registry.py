@@ -244,7 +244,9 @@ class Entry:
         return returned
 
     def is_view(self, operand: Sequence[int], result: Sequence[int]) -> bool:
-        """Whether a result of this shape is in memory what an operand of that one is."""
+        """Whether a result of this shape is in memory what the operand in its place, of that one, is."""
+        if self.reads == "none":
+            return tuple(operand) == tuple(result)
         same = [n for n in operand if n != 1] == [n for n in result if n != 1]
         return self.reads == "view" and same
 
@@ -373,8 +375,8 @@ def register_rule(
         never stored. "operands" of what takes in such operands but stores its result, as reductions do. By
         default "none".
       reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves
-        nothing; "view" of what moves nothing where it adds or drops dims of size 1 alone, as `squeeze` does:
-        its result is its operand in memory.
+        nothing, as `optimization_barrier`: results, where there are as many, are the operands in memory;
+        "view" of what does so where it adds or drops dims of size 1 alone, as `squeeze`.
 
     Raises:
       ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark:
