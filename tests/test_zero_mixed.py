@@ -1,9 +1,12 @@
 """Along which dims an update needs the state whole."""
 
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import shardax as sx
 from shardax.graph import inline
 from shardax.zero.mixed import mixed_dims
 
@@ -20,6 +23,16 @@ def elementwise(m, g):
 def orthogonalized(m, g):
     x = m + g
     return x + jnp.einsum("lmn,lkn,lko->lmo", x, x, x)
+
+
+@sx.partition_as("l m n+, l k n+ -> l m k", flops=lambda ins, outs: 2 * ins[0][-1] * np.prod(outs[0]))
+def products_of_users(x, y):
+    return jnp.einsum("lmn,lkn->lmk", x, y)
+
+
+@sx.partition_as("l m n+ -> l m")
+def sum_of_users(x):
+    return x.sum(-1)
 
 
 def decomposed(m, g):
@@ -48,6 +61,8 @@ def separate(m, g):
     [
         (elementwise, set()),
         (orthogonalized, {1, 2}),
+        (lambda m, g: jnp.linalg.norm(m) * products_of_users(g, m) @ g, {1, 2}),
+        (lambda m, g: m * sum_of_users(m)[..., None], set()),
         (decomposed, {1}),
         (under_cond, {1, 2}),
         (in_while, {1, 2}),

@@ -16,6 +16,7 @@ from shardax.completion.complete import UPDATED_AT_REST, Origin
 from shardax.explain.facts import Facts
 from shardax.explain.values import Story
 from shardax.graph import annotations
+from shardax.graph.differentiated import is_differentiated, is_transposed
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
 from shardax.ledger.collectives import AS_WRITTEN, Collective, array_text
@@ -116,7 +117,7 @@ def _last_of_lines(nodes: Iterable[Node]) -> Iterator[Value]:
         if (
             before is not None
             and (node is None or node.line != before.line)
-            and "jvp(" not in str(before.scope)
+            and not is_differentiated(before.scope)
         ):
             yield from before.outputs
         before = node
@@ -151,7 +152,7 @@ class _Teller:
         if variable and value in self.all.last:
             return variable
         made = f"{variable}'s {node.name}" if variable else node.name
-        gradient = "transpose(" in str(node.scope)
+        gradient = is_transposed(node.scope)
         return (f"the gradient's {node.name}" if gradient else made) + self.place(node)
 
     def path(self, value: Value) -> str:

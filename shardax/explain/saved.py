@@ -10,6 +10,7 @@ from typing import Any
 
 from shardax import _jax
 from shardax.explain.live import Life, nbytes
+from shardax.graph.differentiated import is_transposed
 from shardax.ledger.collectives import reason_of
 
 
@@ -29,7 +30,7 @@ def saved(jaxpr) -> Iterator[tuple[Any, str, str]]:
 
 
 def _is_backward(eqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)
+    return is_transposed(eqn.source_info.name_stack)
 
 
 def _name(v, makers) -> str:

@@ -17,6 +17,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.annotations.explicit import as_at, shape_of
+from shardax.graph.differentiated import is_transposed
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import variables
 
@@ -41,7 +42,7 @@ def apart(closed):
 
 def _late(eqn) -> list[Any]:
     """The equations in the body of a backward scan that no carry depends on, if products are among them."""
-    if eqn.primitive.name != "scan" or "transpose(" not in str(eqn.source_info.name_stack):
+    if eqn.primitive.name != "scan" or not is_transposed(eqn.source_info.name_stack):
         return []
     _, carries = _jax.scan_counts(eqn.params)
     body = eqn.params["jaxpr"].jaxpr

@@ -13,6 +13,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
+from shardax.graph.differentiated import is_transposed
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import BATCH, NEITHER, PARAMS, Lazily, Part, Parts, rows_of, variables
 from shardax.pipeline.in_place import adding
@@ -75,8 +76,8 @@ class Flow(Parts):
         found: set[int] = set()
         made: set[Any] = set()
         for number, eqn in enumerate(self.jaxpr.eqns if not self.forward else ()):
-            is_transposed = "transpose(" in str(eqn.source_info.name_stack)
-            if self.is_part(eqn) and (is_transposed or any(v in made for v in variables(eqn.invars))):
+            depends = any(v in made for v in variables(eqn.invars))
+            if self.is_part(eqn) and (depends or is_transposed(eqn.source_info.name_stack)):
                 found.add(number)
                 made.update(eqn.outvars)
         return found

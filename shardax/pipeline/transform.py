@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
+from shardax.graph.differentiated import is_transposed
 from shardax.pipeline.batch import check_names, of_batch
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.scopes import patterns
@@ -155,7 +156,7 @@ class Pipeline:
                     f"{self}: the step has a jax.shard_map over {self.axis!r} already, at {line}, as "
                     "sx.pipeline.value_and_grad and another Pipeline make one; keep one of them"
                 )
-        found = [(eqn, loop) for eqn, loop in equations if "transpose(" in str(eqn.source_info.name_stack)]
+        found = [(eqn, loop) for eqn, loop in equations if is_transposed(eqn.source_info.name_stack)]
         if not found:
             raise ValueError(self._no_backward_pass())
         eqn, loop = found[0]
@@ -176,8 +177,8 @@ class Pipeline:
 
     def _nothing_of_the_batch(self, names: Sequence[str]) -> str:
         return (
-            f"{self}: nothing in the forward pass depends on the batch, as which {', '.join(names)} is taken; say "
-            "by batch_argnames= which arguments have a row for each row of the batch"
+            f"{self}: nothing in the forward pass depends on the batch, as which {', '.join(names)} is "
+            "taken; say by batch_argnames= which arguments have a row for each row of the batch"
         )
 
     def _is_batch(self, context: Context) -> list[bool]:

@@ -27,6 +27,7 @@ from shardax.annotations.annotate import Role, annotate_p, bind_annotation
 from shardax.annotations.explicit import as_at, shape_of
 from shardax.cost.chips import NOMINAL
 from shardax.graph import annotations
+from shardax.graph.differentiated import is_differentiated, is_transposed
 from shardax.graph.equations import map_equations
 from shardax.graph.evaluate import bound, evaluate
 from shardax.options import Options, Refused
@@ -152,14 +153,11 @@ def _whole_after(closed, has_rows: Callable[[Any], bool]):
     def run(*args):
         env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
         for eqn in closed.jaxpr.eqns:
-            scope, operands = (
-                str(eqn.source_info.name_stack),
-                [v for v in eqn.invars if not _jax.is_literal(v)],
-            )
+            scope = eqn.source_info.name_stack
             made = bound(eqn, [v.val if _jax.is_literal(v) else env[v] for v in eqn.invars])
-            if "transpose(" in scope or not after.isdisjoint(operands):
+            if is_transposed(scope) or any(not _jax.is_literal(v) and v in after for v in eqn.invars):
                 after.update(eqn.outvars)
-            if "jvp(" not in scope and not after.isdisjoint(eqn.outvars):
+            if not is_differentiated(scope) and not after.isdisjoint(eqn.outvars):
                 made = [x if has_rows(x) else _along(x, False, "inside") for x in made]
             env.update(zip(eqn.outvars, made, strict=True))
         return [v.val if _jax.is_literal(v) else env[v] for v in closed.jaxpr.outvars]

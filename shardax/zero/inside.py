@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from shardax import _jax
 from shardax.annotations.annotate import bind_annotation
+from shardax.graph.differentiated import is_transposed
 from shardax.graph.equations import equations_like
 from shardax.sharding import Axes, Sharding
 from shardax.zero.again import gathered_again
@@ -73,7 +74,7 @@ class Inside:
 
     @property
     def _in_backward_pass(self) -> bool:
-        return "transpose(" in self.scope
+        return is_transposed(self.scope)
 
     def _changed(self, eqn, env: dict[Any, Sharding]) -> Iterator[Any]:
         known = [_known(v, env) for v in eqn.invars]

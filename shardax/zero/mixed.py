@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from shardax.completion.edges import OF_PARTS, Edge, edges_of
+from shardax.graph.differentiated import is_differentiated
 from shardax.graph.graph import Graph, Node, Value
+from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import UNSPLIT, TensorFactors
 
 Dim = tuple[int, int]  # of an argument, by its number
@@ -51,7 +53,7 @@ def _before(graph: Graph, values: set[Value]) -> list[Edge]:
     """The edges of what these values are made of, up to the gradients."""
     found: list[Node] = []
     for node in reversed(graph.nodes):
-        if not values.isdisjoint(node.outputs) and not _is_differentiated(node):
+        if not values.isdisjoint(node.outputs) and not is_differentiated(node.scope):
             values.update(node.inputs)
             found.append(node)
     return _of_update(found)
@@ -59,11 +61,7 @@ def _before(graph: Graph, values: set[Value]) -> list[Edge]:
 
 def _of_update(nodes: Iterable[Node]) -> list[Edge]:
     edges = chain.from_iterable(map(edges_of, nodes))
-    return [edge for edge in edges if not _is_differentiated(edge.node)]
-
-
-def _is_differentiated(node: Node) -> bool:
-    return "jvp(" in str(node.scope)
+    return [edge for edge in edges if not is_differentiated(edge.node.scope)]
 
 
 def _operands(edge: Edge) -> Side:
@@ -112,6 +110,7 @@ def _by_factor(side: Side, bits: Bits) -> dict[str, int]:
 def _mixes(edge: Edge, name: str) -> bool:
     if edge.node.name in OF_PARTS:
         return False
-    is_product = edge.node.name in ("conv_general_dilated", "dot_general")
     is_whole = "~" in name or edge.factors.types.get(name) == UNSPLIT
+    entry = RULES.get(edge.node.name)
+    is_product = entry is not None and entry.has_flops(edge.node)
     return is_whole or is_product and name in edge.factors.reduced

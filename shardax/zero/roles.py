@@ -16,6 +16,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardax.graph.differentiated import is_differentiated, is_transposed
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.operands import carries_of, operands_of
 from shardax.zero.mixed import mixed_dims
@@ -57,7 +58,7 @@ def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
 
 def is_update(graph: Graph, succeeded: Mapping[int, int]) -> bool:
     """Whether any new state is made of state, and not by a backward pass alone, as gradients are."""
-    made = {v for node in graph.nodes if "jvp(" in str(node.scope) for v in node.outputs}
+    made = {v for node in graph.nodes if is_differentiated(node.scope) for v in node.outputs}
     reach = _Reach(end=made, through=True)
     reach.run(graph, {graph.inputs[i]: 1 for i in succeeded})
     unchanged = _passed_on(graph)
@@ -89,7 +90,7 @@ def _accumulators(graph: Graph, reach: "_Reach") -> Iterator[tuple[int, list[int
     differentiated.
     """
     for node in graph.walk():
-        if node.name == "scan" and "jvp(" not in str(node.scope):
+        if node.name == "scan" and not is_differentiated(node.scope):
             (body,), carries = node.bodies, carries_of(node)
             inner = _Reach()
             inner.run(
@@ -135,11 +136,11 @@ class _Reach:
         if node.name == "scan":
             rows = node.inputs[carries_of(node).stop :]
             self.scanned.update(v.shape for v in rows if self.bits.get(v))
-        if "jvp(" in str(node.scope):
+        if is_differentiated(node.scope):
             self.differentiated |= self.of(node.inputs)
         else:
             self._run_bodies(node)
-        if "transpose(" in str(node.scope) or not self.gradients.isdisjoint(node.inputs):
+        if is_transposed(node.scope) or not self.gradients.isdisjoint(node.inputs):
             self.gradients.update(node.outputs)
 
     def _run_bodies(self, node: Node) -> None:
