@@ -17,6 +17,7 @@ from models.devices import make_mesh
 from models.steps import State, adamw, make_init, make_step
 from shardax import _jax
 from shardax.zero import Zero
+from tests.zero_steps import layers, step_of, two_products
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -148,13 +149,7 @@ def mlp_batch(number: int):
 
 
 def train_step(tx):
-    def step(state, batch):
-        params, opt_state = state
-        loss, grads = jax.value_and_grad(mlp_loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    return step
+    return step_of(mlp_loss, tx)
 
 
 OPTIMIZERS = {
@@ -342,21 +337,6 @@ def test_replicas_of_shards():
     }
 
 
-def layers(state, x_BM):
-    """Unrolled, computed in bfloat16."""
-
-    def loss(params):
-        h_BM = x_BM.astype(jnp.bfloat16)
-        for w in params:
-            h_BM = jnp.tanh(h_BM @ w.astype(jnp.bfloat16))
-        return (h_BM.astype(jnp.float32) ** 2).mean()
-
-    params, moments = state
-    value, grads = jax.value_and_grad(loss)(params)
-    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
-    return (jax.tree.map(lambda w, m: w - 0.1 * m, params, moments), moments), value
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("again", [True, False])
 def test_gathered_again(again):
@@ -397,20 +377,10 @@ def test_explicit_form(stage):
     """An optimizer that says itself how its state rests makes a program that sends the same."""
     params = {"w": W, "v": jax.ShapeDtypeStruct((128, 64), "float32")}
 
-    def step_of(tx):
-        def step(state, x_BM):
-            params, opt_state = state
-            loss = lambda p: ((jnp.tanh(x_BM @ p["w"]) @ p["v"]) ** 2).mean()  # noqa: E731
-            value, grads = jax.value_and_grad(loss)(params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), value
-
-        return step
-
     tx = optax.adamw(1e-3)
     state = params, jax.eval_shape(tx.init, params)
-    found = planned(step_of(tx), (state, X), Zero("data", stage, reshard_after_forward=False))
-    wrapped = planned(step_of(sx.zero.shard(tx, "data", stage)), (state, X), None)
+    found = planned(step_of(two_products, tx), (state, X), Zero("data", stage, reshard_after_forward=False))
+    wrapped = planned(step_of(two_products, sx.zero.shard(tx, "data", stage)), (state, X), None)
     assert wrapped.in_shardings == found.in_shardings and wrapped.out_shardings == found.out_shardings
     assert sent(wrapped) == sent(found)
     moments = sx.zero.specs(state[1], abstract(data=4))

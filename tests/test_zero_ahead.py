@@ -14,6 +14,7 @@ import shardax as sx
 from models.devices import make_mesh
 from shardax.zero import Zero
 from shardax.zero.ahead import read_as
+from tests.zero_steps import step_of
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -34,13 +35,7 @@ def train_step(tx, remat: bool, dtype=jnp.bfloat16):
         body = jax.checkpoint(layer, prevent_cse=False) if remat else layer
         return jnp.mean((jax.lax.scan(body, x_BM, params)[0] - 1) ** 2)
 
-    def step(state, x_BM):
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, x_BM)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    return step
+    return step_of(loss, tx)
 
 
 def state_of(tx, layers: int):

@@ -25,6 +25,7 @@ from tests.test_zero_padded import (
     sharded_step,
     split_over,
 )
+from tests.zero_steps import step_of
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -94,21 +95,11 @@ def loss(p, x_BM):
     )
 
 
-def step_of(tx):
-    def step(state, x_BM):
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, x_BM)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    return step
-
-
-def plan_of(tx, stage, mesh=None, step=step_of):
-    mesh = mesh or abstract(data=8)
+def plan_of(tx, stage):
+    mesh = abstract(data=8)
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
     state = sx.zero.init(tx, params, mesh, "data", stage)
-    return planned(step(tx), (state, X), Zero("data", stage), mesh=mesh)
+    return planned(step_of(loss, tx), (state, X), Zero("data", stage), mesh=mesh)
 
 
 @pytest.mark.quick
@@ -247,7 +238,7 @@ def test_bad_input():
         tx = optax.trace(0.9)
         state = sx.zero.init(tx, params, made_for)
         with pytest.raises(ValueError, match=words):
-            planned(step_of(tx), (state, X), Zero(axis), mesh=mesh)
+            planned(step_of(loss, tx), (state, X), Zero(axis), mesh=mesh)
 
     fails(
         "trace is padded for 'data', and axis of Zero is 'fsdp'",

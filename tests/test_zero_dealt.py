@@ -12,6 +12,7 @@ import shardax as sx
 from models.devices import make_mesh
 from shardax.zero import Zero, dealt
 from shardax.zero.whole import repeated_products
+from tests.zero_steps import step_of
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -35,16 +36,6 @@ def listed(params, x_BM):
     for w in params:
         x_BM = jnp.tanh(x_BM @ w)[:, :MODEL]
     return (x_BM**2).mean()
-
-
-def step_of(loss, tx):
-    def step(state, x_BM):
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, x_BM)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    return step
 
 
 def of_stack(count):

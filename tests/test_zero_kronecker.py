@@ -16,7 +16,8 @@ from shardax.zero import Zero, dealt
 from tests import test_zero
 from tests.kronecker import root_by_newton, shampoo, soap
 from tests.test_zero import abstract
-from tests.test_zero_dealt import HIDDEN, LAYERS, MODEL, listed, step_of
+from tests.test_zero_dealt import HIDDEN, LAYERS, MODEL, listed
+from tests.zero_steps import step_of
 
 pytestmark = [pytest.mark.mixed_dtypes, pytest.mark.promotes_ranks]
 

@@ -1,6 +1,5 @@
 """Along which dims an update needs the state whole."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -24,6 +24,7 @@ from shardax.zero.offload import at_host, require_memory
 from shardax.zero.segments import segments, topological_order
 from tests.test_tpu import WITHOUT_TPU
 from tests.test_zero import OPTIMIZERS, SIZES, losses, quick_compilation, train_step
+from tests.zero_steps import step_of
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -46,13 +47,7 @@ def stacked_step(tx, dtype=jnp.float32):
         h_BM = jax.lax.scan(jax.checkpoint(layer), x_BM.astype(dtype), params)[0]
         return jnp.mean((h_BM.astype(jnp.float32) - 1) ** 2)
 
-    def step(state, x_BM):
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, x_BM)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    return step
+    return step_of(loss, tx)
 
 
 def adamw():

@@ -15,6 +15,7 @@ from models.devices import make_mesh
 from shardax.zero import Padded, Zero
 from tests import test_zero
 from tests.test_zero import abstract, mixed_precision_step, planned, sent, shapes, train_step
+from tests.zero_steps import step_of, two_products
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -166,19 +167,9 @@ def test_explicit_form(bucket, elements):
     shape = partial(jax.ShapeDtypeStruct, dtype="float32")
     params, x_BM, tx = {"w": shape((61, 127)), "v": shape((127, 61))}, shape((4096, 61)), optax.adamw(1e-3)
 
-    def step_of(tx):
-        def step(state, x_BM):
-            params, opt_state = state
-            loss = lambda p: ((jnp.tanh(x_BM @ p["w"]) @ p["v"]) ** 2).mean()  # noqa: E731
-            value, grads = jax.value_and_grad(loss)(params)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), value
-
-        return step
-
     state = sx.zero.init(tx, params, abstract(data=4), bucket=bucket)
-    found = planned(step_of(tx), (state, x_BM), Zero("data", 1))
-    wrapped = planned(step_of(sx.zero.shard(tx, "data", 1)), (state, x_BM), None)
+    found = planned(step_of(two_products, tx), (state, x_BM), Zero("data", 1))
+    wrapped = planned(step_of(two_products, sx.zero.shard(tx, "data", 1)), (state, x_BM), None)
     part = 4 * elements * 3 // 4
     assert sent(wrapped) == sent(found) == {"reduce_scatter": part, "all_gather": part}
     for left, right in [

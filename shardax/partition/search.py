@@ -215,6 +215,8 @@ class Search:
         if may_owe:
             back += self.owing(requested, taken, made)[1:]
         known = {way.results[0] for way in port.ways}
+        # a key is of one carry of one node, and so of all that holds around it, `whole_sums` for one
+        assert key not in self.left, "each node is laid out once, also for those that run as it does"
         self.left[key] = tuple(
             dict.fromkeys([*self.returned.get(key, ()), *(lay for lay in back if lay not in known)])
         )[:8]

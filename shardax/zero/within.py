@@ -124,5 +124,6 @@ def choice_group(facts: Facts) -> Iterator[Group]:
 
 
 def _row(x: Planned, choice: Choice) -> Row:
-    verdict = "taken" if x is choice.taken else "slower" if x.peak <= choice.limit else "does not fit"
+    fits = x.peak <= choice.limit
+    verdict = "taken" if x is choice.taken else "not faster" if fits else "does not fit"
     return Row(f"{x.way}: {verdict}", (seconds_text(x.seconds), bytes_text(x.peak)))
