@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.graph.inline import from_jaxpr
 from shardax.graph.maps import carries_of_map
-from tests.test_program import mesh_of, same
+from tests.test_program import assert_same, mesh_of
 
 
 def array(*shape):
@@ -134,7 +134,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_loops_give_what_they_give_on_one_device(name):
     f, args, specs = PROGRAMS[name]
-    same(f, args, specs)
+    assert_same(f, args, specs)
 
 
 def sent(f, args, specs):
@@ -197,7 +197,7 @@ def averaged(x, means):
 def test_what_the_next_trip_settles_anew_does_not_wait():
     args, specs = (array(16, 4), array(3, 4)), (P("x"), P())
     assert sent(averaged, args, specs) == {("all_reduce", ("x",), 4): 1, ("all_reduce", ("x",), 1): 1}
-    same(averaged, args, specs)
+    assert_same(averaged, args, specs)
 
 
 def test_a_sum_rides_a_while_whose_condition_does_not_read_it():
@@ -207,7 +207,7 @@ def test_a_sum_rides_a_while_whose_condition_does_not_read_it():
 def test_branches_that_all_owe_a_sum_leave_it_to_who_reads_it():
     args, specs = (np.int32(1), array(8, 8), array(8, 6)), (P(), P(None, "x"), P("x"))
     assert sent(branches, args, specs) == {("all_reduce", ("x",), 1): 1}
-    same(branches, args, specs)
+    assert_same(branches, args, specs)
 
 
 def test_loops_that_are_long_on_garbage_are_not_split_unevenly():

@@ -23,7 +23,7 @@ def mesh_of(*sizes: int):
     )
 
 
-def same(f, args, specs=None, mesh=(4, 2), **how):
+def assert_same(f, args, specs=None, mesh=(4, 2), **how):
     """Calls f under shard_jit and under jax.jit; floats differ by rounding only, all else not at all."""
     wanted = jax.jit(f)(*args)
     got = sx.shard_jit(f, mesh=mesh_of(*mesh), in_shardings=specs, **how)(*args)
@@ -45,11 +45,11 @@ def ones(*shape, dtype="float32"):
 
 def test_gradient_of_a_scan_with_unused_cotangents():
     f = lambda x: lax.cond(x.sum() > 99, lambda x: jnp.sin(x), lambda x: jnp.tanh(x).sum() + 0 * x, x)  # noqa: E731
-    same(jax.grad(lambda x: f(x).sum()), [ones(5)], P("x"))
+    assert_same(jax.grad(lambda x: f(x).sum()), [ones(5)], P("x"))
 
 
 def test_booleans_that_are_pending_beside_others_that_are_not():
-    same(
+    assert_same(
         lambda x, i: jnp.where((x > 0)[i], (x > 1)[i], False),
         [ones(9, 4), np.array([1, 8, 3])],
         (P("x"), P("y")),
@@ -57,16 +57,16 @@ def test_booleans_that_are_pending_beside_others_that_are_not():
 
 
 def test_arguments_without_elements():
-    same(jax.grad(lambda x: (x * jnp.arange(6.0)[:0]).sum()), [ones(0)], P("x"))
+    assert_same(jax.grad(lambda x: (x * jnp.arange(6.0)[:0]).sum()), [ones(0)], P("x"))
 
 
 def test_while_under_vmap_each_until_its_own_end():
     halve = lambda x: lax.while_loop(lambda c: c.max() > 1, lambda c: c / 2, x)  # noqa: E731
-    same(jax.vmap(halve), [ones(8, 4)], P("x"))
+    assert_same(jax.vmap(halve), [ones(8, 4)], P("x"))
 
 
 def test_results_without_elements_need_no_lowering():
-    same(
+    assert_same(
         lambda x: (jnp.cumsum(x, 1), jnp.tile(x, 2), jnp.sort(x, 0), x[:, ::-1], x.sum(1)),
         [ones(4, 0)],
         P(None, "x"),
@@ -80,13 +80,13 @@ def test_mutable_arrays_inside():
         ref[...] += 1
         return ref[...]
 
-    same(f, [ones(5, 4)], P("x"))
+    assert_same(f, [ones(5, 4)], P("x"))
 
 
 def test_branches_for_platforms():
     never = lambda x: jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)  # noqa: E731
     allow = sx.Options(allow=("ffi_call",))
-    same(
+    assert_same(
         lambda x: lax.platform_dependent(x, cpu=lambda x: x * 2, tpu=never),
         [ones(5, 4)],
         P("x"),
@@ -95,11 +95,11 @@ def test_branches_for_platforms():
 
 
 def test_high_words_of_products():
-    same(lambda i: lax.mulhi(i << 20, i << 28), [ones(5, 4, dtype="int32")], P("x"))
+    assert_same(lambda i: lax.mulhi(i << 20, i << 28), [ones(5, 4, dtype="int32")], P("x"))
 
 
 def test_positions_of_sorted_values():
-    same(lambda x, y: jnp.searchsorted(jnp.sort(x), y), [ones(5), ones(9)], (P("x"), P("y")))
+    assert_same(lambda x, y: jnp.searchsorted(jnp.sort(x), y), [ones(5), ones(9)], (P("x"), P("y")))
 
 
 def test_roots():
@@ -111,13 +111,13 @@ def test_roots():
             lambda x: x**3 - a, jnp.ones_like(a), newton, lambda g, y: y / g(jnp.ones_like(y))
         )
 
-    same(cubic, [1 + ones(5)], P("x"))
-    same(jax.grad(lambda a: cubic(a).sum()), [1 + ones(5)], P("x"))
+    assert_same(cubic, [1 + ones(5)], P("x"))
+    assert_same(jax.grad(lambda a: cubic(a).sum()), [1 + ones(5)], P("x"))
 
 
 def test_scatter_of_one_place_into_a_slice():
     f = lambda x: x.at[:, jnp.array([2])].multiply(7, unique_indices=True)  # noqa: E731
-    same(f, [np.arange(125, dtype="uint16")[None]], P(None, "x"))
+    assert_same(f, [np.arange(125, dtype="uint16")[None]], P(None, "x"))
 
 
 def test_shardings_of_a_jit_inside_are_annotations():
@@ -127,11 +127,11 @@ def test_shardings_of_a_jit_inside_are_annotations():
     )
     plan = sx.shard_jit(lambda x: inner(x + 1), mesh=mesh).plan(ones(16, 8))
     assert (plan.in_shardings[0].spec, plan.out_shardings.spec) == (P("x", "y"), P("y", "x"))
-    same(lambda x: inner(x + 1), [ones(16, 8)])
+    assert_same(lambda x: inner(x + 1), [ones(16, 8)])
 
 
 def test_constants_that_rest_otherwise_than_annotated():
-    same(lambda: jnp.zeros(3), [], out_shardings=P("x"))
+    assert_same(lambda: jnp.zeros(3), [], out_shardings=P("x"))
 
 
 @pytest.mark.parametrize("stage", ["plan", "lower", "call"])

@@ -57,7 +57,7 @@ def program(one, other, wsc=jax.lax.with_sharding_constraint):
     return run
 
 
-def same(got, want, rtol=1e-5):
+def assert_same(got, want, rtol=1e-5):
     compare = partial(np.testing.assert_allclose, rtol=rtol, atol=rtol)
     jax.tree.map(lambda a, b: compare(np.asarray(a, "float32"), np.asarray(b, "float32")), got, want)
 
@@ -70,7 +70,7 @@ def plain(x, w):
 def check(name, rows, dtype, tolerance):
     one, other = MESHES[name]
     x, w, f = X[:rows].astype(dtype), W.astype(dtype), sx.shard_jit(program(one, other), mesh=one)
-    same(f(x, w), jax.jit(plain)(x, w), tolerance)
+    assert_same(f(x, w), jax.jit(plain)(x, w), tolerance)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -93,8 +93,10 @@ def test_gradient(name):
         return (half**2).sum() + jnp.sin(total).sum()
 
     want = jax.grad(partial(loss, plain), (0, 1))(X, W)
-    same(jax.grad(partial(loss, f), (0, 1))(X, W), want, 1e-3)
-    same(sx.shard_jit(jax.grad(partial(loss, program(one, other)), (0, 1)), mesh=one)(X, W), want, 1e-3)
+    assert_same(jax.grad(partial(loss, f), (0, 1))(X, W), want, 1e-3)
+    assert_same(
+        sx.shard_jit(jax.grad(partial(loss, program(one, other)), (0, 1)), mesh=one)(X, W), want, 1e-3
+    )
 
 
 SENT = {
@@ -138,14 +140,14 @@ def test_results_are_on_the_users_meshes(other):
         for sharding, result, want in zip(wanted, got, (np.sin(X), X * 2), strict=True):
             named(sharding, result)
             np.testing.assert_allclose(result, want, rtol=1e-6)
-    same(jax.jit(f)(X), (np.sin(X), X * 2))
+    assert_same(jax.jit(f)(X), (np.sin(X), X * 2))
 
 
 def test_arguments_on_several_meshes_rest_there():
     specs = NamedSharding(A, P("x", None)), NamedSharding(B, P("x", None))
     f = sx.shard_jit(jnp.add, in_shardings=specs)
     placed = [jax.device_put(X, s) for s in specs]
-    same(f(*placed), X + X)
+    assert_same(f(*placed), X + X)
     plan = f.plan(*placed)
     assert plan.in_shardings == specs and not plan.collectives
     assert "P('x') on (x=4, y=2)" in str(plan) and "x is x y.0; y is y.1" in str(plan)
@@ -158,7 +160,7 @@ def test_committed_elsewhere_needs_no_annotation():
     f = sx.shard_jit(lambda x: x * 2, mesh=A)
     x = jax.device_put(X, NamedSharding(B, P("x")))
     assert f.plan(x).in_shardings == (NamedSharding(B, P("x", None)),) and not f.plan(x).collectives
-    same(f(x), X * 2)
+    assert_same(f(x), X * 2)
 
 
 @pytest.mark.parametrize("other", [REVERSED, TRANSPOSED], ids=["reversed", "transposed"])
@@ -166,9 +168,9 @@ def test_arguments_in_another_order_are_brought(other):
     x = jax.device_put(X, NamedSharding(other, P(other.axis_names[0])))
     f = sx.shard_jit(lambda x, y: jnp.sin(x) + y, mesh=A, in_shardings=(None, P("x")))
     for _ in range(2):
-        same(f(x, X), np.sin(X) + X)
-    same(f(X, X), np.sin(X) + X)
-    same(f(x, X), np.sin(X) + X)
+        assert_same(f(x, X), np.sin(X) + X)
+    assert_same(f(X, X), np.sin(X) + X)
+    assert_same(f(x, X), np.sin(X) + X)
 
 
 def heads(count, x, p):
@@ -194,7 +196,7 @@ def test_heads_inside_an_axis(name):
     )
     options = sx.Options(chip="slow")  # on others so little is gathered
     f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs, options=options)
-    same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
+    assert_same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
     plan = f.plan(x, p)
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
     assert plan.refinement.sizes["model.0"] == count and "all_reduce over model of" in str(plan)
@@ -218,7 +220,7 @@ def test_the_scores_of_long_sequences_are_not_reduced():
     x = np.random.RandomState(9).randn(4, 128, 32).astype("float32")
     specs = P(), {**dict.fromkeys("qkv", P(None, "model")), "o": P("model")}
     f = sx.shard_jit(partial(heads, count), mesh=mesh, in_shardings=specs)
-    same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
+    assert_same(f(x, p), jax.jit(partial(heads, count))(x, p), 1e-4)
     plan = f.plan(x, p)
     assert (4, 1, 128, 128) not in [c.shape for c in plan.collectives]
     assert (
@@ -246,7 +248,7 @@ def test_islands_keep_their_names():
         lambda x: sx.annotate(mapped(sx.annotate(x, NamedSharding(B, P("x")))), NamedSharding(B, P("y"))),
         mesh=A,
     )
-    same(f(X), jax.jit(mapped)(X))
+    assert_same(f(X), jax.jit(mapped)(X))
 
 
 def test_names_on_differently_factored_meshes():
@@ -257,8 +259,8 @@ def test_names_on_differently_factored_meshes():
 
     got = sx.shard_jit(f, mesh=A)(X)
     named(NamedSharding(FLAT, P(None, "z")), got)
-    same(got, X * 2 + 1)
-    same(f(X), X * 2 + 1)
+    assert_same(got, X * 2 + 1)
+    assert_same(f(X), X * 2 + 1)
     with pytest.raises(ValueError, match="uses 'x' of the mesh .x=4, y=2. twice"):
         sx.shard_jit(lambda x: sx.mesh_split(x, B, [0, 0]), mesh=A)(X)
 
@@ -282,8 +284,10 @@ def test_calls_inside_on_another_mesh(name, meshes):
     s, t = NamedSharding(other, P(other.axis_names[0])), NamedSharding(other, P(None, other.axis_names[1]))
     f = sx.shard_jit(lambda x: INSIDE[name](x, s, t) + 1, mesh=one, in_shardings=P("x"))
     for rows in (24, 48) if name != "shard_jit" else (64, 37):  # JAX refuses uneven sizes in the others
-        same(f(X[:rows]), np.sin(X[:rows]) @ X[:rows].T + 1, 1e-4)
-    same(jax.grad(lambda x: f(x).sum())(X[:48]), jax.grad(lambda x: (jnp.sin(x) @ x.T).sum())(X[:48]), 1e-4)
+        assert_same(f(X[:rows]), np.sin(X[:rows]) @ X[:rows].T + 1, 1e-4)
+    assert_same(
+        jax.grad(lambda x: f(x).sum())(X[:48]), jax.grad(lambda x: (jnp.sin(x) @ x.T).sum())(X[:48]), 1e-4
+    )
     assert {"shard_jit": "in_shardings"}.get(name, name) in str(f.plan(X[:48]))
 
 
