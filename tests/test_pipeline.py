@@ -438,6 +438,15 @@ def test_bad_input():
     _raises(
         "splits a dim over 'stage', along which", loss=lambda p, x, y: sx.annotate(p["in"][x].sum(0), w).sum()
     )
+    _raises(
+        r"differentiates <lambda> by argument 1, in .* no array of floats; .* argnums=",
+        argnums=1,
+        batch_argnames="y",
+        loss=lambda p, x, y: 0.0,
+    )
+    _raises(
+        r"no array that has rows .* besides the parameters \(arguments 0, 1, 2, as argn", argnums=(0, 1, 2)
+    )
     marked = lambda p, x, y: jax.checkpoint(lambda h: sx.pipeline.stage(h, "head"))(p["in"][x]).sum()  # noqa: E731
     _raises(r"stage\(x, 'head'\) at .*test_pipeline.py:\d+ stands inside a", loss=marked)
     with pytest.raises(ValueError, match="no mesh is in context"):

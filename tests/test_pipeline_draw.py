@@ -104,6 +104,14 @@ def test_commands(tmp_path, capsys, monkeypatch):
     assert "error: schedule is 'no-such'; expected one of naive," in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["list", "draw", "simulate"])
+def test_of_bad_sizes_nothing_is_printed_but_the_error(capsys, command):
+    schedule = ["1f1b"] if command != "list" else []
+    assert main([command, *schedule, "--stages", "0"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: stages is 0; expected an int") and not printed.out
+
+
 def test_a_file_that_cannot_be_written(capsys, tmp_path):
     out = str(tmp_path / "none" / "a.png")
     assert main(["draw", "1f1b", "--stages", "2", "--microbatches", "2", "--out", out]) == 1

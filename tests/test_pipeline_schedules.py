@@ -263,7 +263,9 @@ def test_errors_of_tables():
 def test_errors_of_names_and_sizes():
     with pytest.raises(ValueError, match="schedule='auto' needs costs"):
         make_schedule("auto", 2, 2)
-    with pytest.raises(ValueError, match="schedule is 'one'; expected one of naive, gpipe"):
+    with pytest.raises(
+        ValueError, match="schedule is 'one'; expected one of naive, gpipe.*, auto, or a text"
+    ):
         make_schedule("one", 2, 2)
     with pytest.raises(
         ValueError, match="zbv has chunks=2 .*; got chunks=3: leave chunks out, or take .*circular"
@@ -282,6 +284,26 @@ def test_errors_of_buffers():
         match="gpipe: stage 0 keeps 5 results for backward passes in tick 4, with that for F4; 4 are allowed. Run a backward",
     ):
         check_buffers(make_schedule("gpipe", 4, 16), {"saved": 4})
+
+
+@pytest.mark.parametrize(
+    "maker, words",
+    [
+        (lambda p: "F0", r"schedule is <lambda>\(p\), which cannot be .* \(too many positional"),
+        (lambda p, m, v, *, last: "F0", "missing a required .*argument: 'last'"),
+    ],
+)
+def test_a_function_that_does_not_take_three_numbers(maker, words):
+    with pytest.raises(ValueError, match=words + ".* expected a function of stages, micro"):
+        make_schedule(maker, 1, 1)
+
+
+def test_what_a_function_raises_comes_through():
+    def maker(stages, microbatches, chunks):
+        return stages + "F0"
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        make_schedule(maker, 1, 1)
 
 
 def test_functions_and_texts_are_schedules():

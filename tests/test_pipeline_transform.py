@@ -428,6 +428,11 @@ def test_two_pipelines():
         ValueError, match=r"has a jax.shard_map over 'stage' already, at .*; keep one of them"
     ):
         plan(lambda *args: step(*args)[::-1], params)
+    first = Pipeline(microbatches=4)
+    with pytest.raises(
+        ValueError, match="is pipelined over 'stage' already, as by another Pipeline; keep one"
+    ):
+        sx.shard_jit(sgd(loss, params)[0], mesh=MESH, transforms=[first, first]).plan(params, *BATCH)
 
 
 def test_an_annotation_inside_that_names_the_axis():

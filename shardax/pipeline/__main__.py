@@ -39,14 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _list(options: argparse.Namespace) -> Iterator[str]:
     """Every schedule with a name, of these sizes."""
     p, m = options.stages, options.microbatches
+    made = {name: make_schedule(name, p, m) for name in NAMES}  # errors come first
     yield f"{p} stages, {m} microbatches\n"
     yield f"{'schedule':12} {'chunks':>6} {'ticks':>6} {'idle':>7} {'waits':>6} {'keeps':>6}"
-    for name, kind in NAMES.items():
-        schedule = make_schedule(name, p, m)
+    for name, schedule in made.items():
         kept = max(tables(schedule).saved_slots)
         yield (
             f"{name:12} {schedule.chunks:6} {len(schedule.ticks):6} {100 * schedule.bubble:5.1f} % "
-            f"{max(schedule.waits):6} {kept:6}  {kind.about}"
+            f"{max(schedule.waits):6} {kept:6}  {NAMES[name].about}"
         )
     yield (
         "\nIdle: of all ticks of all stages. Waits: the most idle ticks of a stage between its first "

@@ -94,6 +94,12 @@ class Call:
             microbatches,
             at,
         )
+        if not any(is_batch):
+            raise ValueError(
+                f"{name} is called with no array that has rows of a batch, besides the parameters (argument"
+                f"{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}, as argnums says); give it a "
+                "batch, which is cut into microbatches, in an argument of its own"
+            )
         if call.rows < microbatches:
             raise ValueError(
                 f"{name} is called with a batch of {call.rows} rows (the first dim of the first array that "
@@ -133,6 +139,13 @@ class Call:
         """The sums of the loss and of the gradients, and the structure of the other results."""
         structure: list[Any] = []
         moving = [is_inexact(x) for x in self.weights.types]
+        if not any(moving):
+            raise ValueError(
+                f"sx.pipeline.value_and_grad differentiates {self.name} by argument"
+                f"{'s' * (len(self.numbers) != 1)} {', '.join(map(str, self.numbers))}, in which there is no "
+                "array of floats; give the parameters there, or name their arguments by argnums=; without "
+                "gradients, take sx.pipeline.apply"
+            )
         scale = 1 / self.microbatches if reduce == "mean" and self.is_even else 1.0
         summed = partial(lax.psum, axis_name=AXIS) if self.is_even else (lambda x: x)
 

@@ -7,9 +7,11 @@ They are in `NAMES`, at the end. `python -m shardax.pipeline list` prints them w
 they keep.
 """
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardax.pipeline.packing import is_word, pack, parse
 from shardax.pipeline.table import Instruction, Placement, Schedule, loop, positive, zigzag
@@ -50,13 +52,14 @@ def make_schedule(
         made = _named(schedule, stages, microbatches, chunks, latency)
     elif callable(schedule):
         name = getattr(schedule, "__name__", "the schedule")
+        _check_maker(schedule)
         found = schedule(stages, microbatches, chunks or 1)
         made = parse(found, name, chunks, latency=latency) if isinstance(found, str) else found
     else:
         made = schedule
     if not isinstance(made, Schedule):
         raise ValueError(
-            f"schedule is {made!r}; expected a name ({', '.join(NAMES)}), a text, a function or a Schedule"
+            f"schedule is {made!r}; expected a name ({_names()}), a text, a function or a Schedule"
         )
     for what, given in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if given is not None and getattr(made, what) != given:
@@ -74,13 +77,32 @@ def forward_only(schedule: Schedule) -> Schedule:
     return pack(name, orders, schedule.chunks, schedule.placement, schedule.latency)
 
 
+def _check_maker(schedule: Callable[..., Any]) -> None:
+    """Raises ValueError unless a function can be called with three numbers."""
+    try:
+        signature = inspect.signature(schedule)
+    except ValueError:  # of what is compiled none is known
+        return
+    try:
+        signature.bind(0, 0, 0)
+    except TypeError as error:
+        name = getattr(schedule, "__name__", "the function")
+        raise ValueError(
+            f"schedule is {name}{signature}, which cannot be called with three numbers ({error}); expected "
+            "a function of stages, microbatches and chunks: give it three parameters, also if it needs fewer"
+        ) from None
+
+
+def _names() -> str:
+    return ", ".join([*NAMES, "auto"])
+
+
 def _named(name: str, stages: int, microbatches: int, chunks: int | None, latency: int) -> Schedule:
     if name == "auto":
         raise ValueError("schedule='auto' needs costs to choose by; use `shardax.pipeline.simulate.choose`")
     if name not in NAMES:
         raise ValueError(
-            f"schedule is {name!r}; expected one of {', '.join(NAMES)}, or a text with a line per stage (F0 "
-            "F1 B0)"
+            f"schedule is {name!r}; expected one of {_names()}, or a text with a line per stage (F0 F1 B0)"
         )
     kind = NAMES[name]
     chunks = chunks or kind.chunks

@@ -151,11 +151,14 @@ class Pipeline:
         equations = list(_with_loops(jaxpr.jaxpr))
         for eqn, _ in equations:
             if self.axis in eqn.params.get("newly_manual_axes", ()):
-                line = _jax.user_line(eqn.source_info) or "an unknown line"
-                raise ValueError(
-                    f"{self}: the step has a jax.shard_map over {self.axis!r} already, at {line}, as "
-                    "sx.pipeline.value_and_grad and another Pipeline make one; keep one of them"
+                line = _jax.user_line(eqn.source_info)
+                already = (
+                    f"has a jax.shard_map over {self.axis!r} already, at {line}, as "
+                    "sx.pipeline.value_and_grad makes one"
                 )
+                if not line:
+                    already = f"is pipelined over {self.axis!r} already, as by another Pipeline"
+                raise ValueError(f"{self}: the step {already}; keep one of them")
         found = [(eqn, loop) for eqn, loop in equations if is_transposed(eqn.source_info.name_stack)]
         if not found:
             raise ValueError(self._no_backward_pass())
