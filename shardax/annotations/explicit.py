@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardax import _jax
 from shardax.annotations.annotate import TYPE_OF_ANNOTATION, Dims, bind_annotation
+from shardax.differentiated import is_transposed
 from shardax.sharding import Axes, Owing, Sharding, entries_of, from_spec, owing_of
 
 
@@ -75,9 +76,13 @@ SHARDING_PARAMS = (
 )  # parameters by which primitives pass on the out_sharding= of JAX's functions
 
 
-def without_explicit_types(jaxpr) -> Any:
+def without_explicit_types(jaxpr, backward: bool = False) -> Any:
     """A closed jaxpr without Explicit types. What the user requested with `reshard` and `out_sharding=`
-    stays, as annotations; the types that follow from it do not. Call it where the Auto mesh is in context."""
+    stays, as annotations; the types that follow from it do not. Call it where the Auto mesh is in context.
+
+    backward: whether it is a body of the backward pass. There JAX itself gives `out_sharding` to what it
+    transposes, the type of what that is the cotangent of: nobody requested that a sum be settled there.
+    """
     opened, consts = _jax.hoist_consts(_jax.closed(jaxpr))
     is_array = [not _jax.is_ref(x) for x in consts]  # arrays may have types, and come back as constants
     arrays = [x for x, keep in zip(consts, is_array, strict=True) if keep]
@@ -86,7 +91,7 @@ def without_explicit_types(jaxpr) -> Any:
     def run(*args):
         held = iter(args[count:])
         closed_over = [next(held) if keep else x for x, keep in zip(consts, is_array, strict=True)]
-        return _evaluate(opened, (*args[:count], *closed_over))
+        return _evaluate(opened, (*args[:count], *closed_over), backward)
 
     types = [*opened.in_avals[:count], *map(jax.typeof, arrays)]
     return _jax.closing_over(jax.make_jaxpr(run)(*map(shape_of, types)), arrays)
@@ -107,7 +112,7 @@ def as_at(eqn) -> Iterator[None]:
         yield
 
 
-def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
+def _evaluate(closed, args: Sequence[Any], backward: bool) -> list[Any]:
     env = dict(zip((*closed.jaxpr.invars, *closed.jaxpr.constvars), (*args, *closed.consts), strict=True))
 
     def read(atom):
@@ -115,12 +120,13 @@ def _evaluate(closed, args: Sequence[Any]) -> list[Any]:
 
     for eqn in closed.jaxpr.eqns:
         with as_at(eqn):
-            env.update(zip(eqn.outvars, _bind(eqn, list(map(read, eqn.invars))), strict=True))
+            env.update(zip(eqn.outvars, _bind(eqn, list(map(read, eqn.invars)), backward), strict=True))
     return list(map(read, closed.jaxpr.outvars))
 
 
-def _bind(eqn, args: list[Any]) -> Sequence[Any]:
+def _bind(eqn, args: list[Any], backward: bool) -> Sequence[Any]:
     name, params = eqn.primitive.name, eqn.params
+    backward = backward or is_transposed(eqn.source_info.name_stack)
     if TYPE_OF_ANNOTATION in str(eqn.source_info.name_stack):
         return args
     if name == "mesh_cast" or name == "reshard" and params["dst_sharding"].mesh.empty:
@@ -128,19 +134,39 @@ def _bind(eqn, args: list[Any]) -> Sequence[Any]:
     if name == "reshard":
         return [_annotated(args[0], params["dst_sharding"], "reshard", eqn)]
     if name == "shard_map" and any(map(owing_of, (*params["in_specs"], *params["out_specs"]))):
-        return _island(params, args)
-    kept = {"jaxpr": params["jaxpr"]} if name == "shard_map" else _rules(eqn)  # in a shard_map all is local
+        return _island(params, args, backward)
+    kept = (
+        {"jaxpr": params["jaxpr"]} if name == "shard_map" else _rules(eqn, backward)
+    )  # in a shard_map all is local
     bind_params = eqn.primitive.get_bind_params(
-        {key: kept[key] if key in kept else _param_without_types(key, value) for key, value in params.items()}
+        {
+            key: kept[key] if key in kept else _param_without_types(key, value, backward)
+            for key, value in params.items()
+        }
     )
     results = eqn.primitive.bind(*args, **bind_params)
-    if not any(isinstance(params.get(key), NamedSharding) for key in SHARDING_PARAMS):
+    requested = any(isinstance(params.get(key), NamedSharding) for key in SHARDING_PARAMS)
+    if not requested or backward and _settles(eqn):
         return results if eqn.primitive.multiple_results else [results]
     (result,) = eqn.outvars  # under vmap the parameter may have more dims than it
     return [_annotated(results, result.aval.sharding, f"out_sharding of {name}", eqn)]
 
 
-def _island(params: dict[str, Any], args: list[Any]) -> list[Any]:
+def _settles(eqn) -> bool:
+    """Whether an axis splits what an equation takes, not what it gives: by type, a sum over it is taken."""
+    taken, given = (
+        {axis for v in side for axis in _axes_of(v.aval.sharding.spec)}
+        for side in ([v for v in eqn.invars if not _jax.is_literal(v)], eqn.outvars)
+    )
+    return not taken <= given
+
+
+def _axes_of(spec: PartitionSpec) -> Axes:
+    sharding = from_spec(spec, len(spec))
+    return (*(axis for axes in sharding.dims for axis in axes or ()), *owing_of(spec).unreduced)
+
+
+def _island(params: dict[str, Any], args: list[Any], backward: bool) -> list[Any]:
     """A shard_map, some of whose specs are unreduced or reduced, which values on Auto axes cannot be: it
     takes and gives settled values, and makes of them what its body takes.
     """
@@ -150,7 +176,7 @@ def _island(params: dict[str, Any], args: list[Any]) -> list[Any]:
 
     def run(*shards):
         taken = [_owing(x, owing, types) for x, owing in zip(shards, ins, strict=True)]
-        given = _evaluate(_jax.closed(params["jaxpr"]), taken)
+        given = _evaluate(_jax.closed(params["jaxpr"]), taken, backward)
         return tuple(_owed(x, owing, types) for x, owing in zip(given, outs, strict=True))
 
     manual = params["newly_manual_axes"]
@@ -215,39 +241,36 @@ def dims_of_type(sharding: NamedSharding, rank: int) -> Dims | None:
     return tuple(dim or None for dim in dims) if any(dims) or requested.owing else None
 
 
-def _rules(eqn) -> dict[str, Any]:
+def _rules(eqn, backward: bool) -> dict[str, Any]:
     """The rules of a custom derivative, which JAX traces when it differentiates."""
+    change = _without_types_in_context(backward)
     if "fwd_jaxpr_thunk" in eqn.params:
-        return _jax.lazy_vjp(eqn, _without_types_in_context())
+        return _jax.lazy_vjp(eqn, change)
     if "jvp_jaxpr_fun" in eqn.params:
-        return {
-            "jvp_jaxpr_fun": _jax.lazy_derivative(
-                eqn.params["jvp_jaxpr_fun"], eqn.ctx, _without_types_in_context()
-            )
-        }
+        return {"jvp_jaxpr_fun": _jax.lazy_derivative(eqn.params["jvp_jaxpr_fun"], eqn.ctx, change)}
     return {}
 
 
-def _param_without_types(key: str, value):
+def _param_without_types(key: str, value, backward: bool):
     if key in SHARDING_PARAMS and isinstance(value, NamedSharding):
         return None
     if isinstance(value, Mesh | AbstractMesh):
         return auto_mesh(value)
     if hasattr(value, "eqns"):
-        made = without_explicit_types(_jax.closed(value))
+        made = without_explicit_types(_jax.closed(value), backward)
         return made if hasattr(value, "consts") else made.jaxpr
     if isinstance(value, tuple) and any(hasattr(v, "eqns") for v in value):
-        made = [_param_without_types("", v) for v in value]
+        made = [_param_without_types("", v, backward) for v in value]
         return tuple(made) if type(value) is tuple else type(value)(*made)  # a linear solve has named ones
     return value
 
 
-def _without_types_in_context():
+def _without_types_in_context(backward: bool):
     """`without_explicit_types`, later, in the context of now."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def change(jaxpr):
         with jax.sharding.use_abstract_mesh(mesh):
-            return without_explicit_types(jaxpr)
+            return without_explicit_types(jaxpr, backward)
 
     return change

@@ -13,10 +13,10 @@ from typing import Any
 
 from shardax import _jax
 from shardax.completion.complete import UPDATED_AT_REST, Origin
+from shardax.differentiated import is_differentiated, is_transposed
 from shardax.explain.facts import Facts
 from shardax.explain.values import Story
 from shardax.graph import annotations
-from shardax.graph.differentiated import is_differentiated, is_transposed
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
 from shardax.ledger.collectives import AS_WRITTEN, Collective, array_text

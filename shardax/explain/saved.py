@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardax import _jax
+from shardax.differentiated import is_transposed
 from shardax.explain.live import Life, nbytes
-from shardax.graph.differentiated import is_transposed
 from shardax.ledger.collectives import reason_of
 
 

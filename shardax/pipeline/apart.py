@@ -17,7 +17,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
 from shardax.annotations.explicit import as_at, shape_of
-from shardax.graph.differentiated import is_transposed
+from shardax.differentiated import is_transposed
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import variables
 

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from shardax import _jax
-from shardax.graph.differentiated import is_transposed
+from shardax.differentiated import is_transposed
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import BATCH, NEITHER, PARAMS, Lazily, Part, Parts, rows_of, variables
 from shardax.pipeline.in_place import adding

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
-from shardax.graph.differentiated import is_transposed
+from shardax.differentiated import is_transposed
 from shardax.pipeline.batch import check_names, of_batch
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.scopes import patterns

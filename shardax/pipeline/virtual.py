@@ -26,8 +26,8 @@ from shardax import _jax, program
 from shardax.annotations.annotate import Role, annotate_p, bind_annotation
 from shardax.annotations.explicit import as_at, shape_of
 from shardax.cost.chips import NOMINAL
+from shardax.differentiated import is_differentiated, is_transposed
 from shardax.graph import annotations
-from shardax.graph.differentiated import is_differentiated, is_transposed
 from shardax.graph.equations import map_equations
 from shardax.graph.evaluate import bound, evaluate
 from shardax.options import Options, Refused

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from shardax import _jax
 from shardax.annotations.annotate import bind_annotation
-from shardax.graph.differentiated import is_transposed
+from shardax.differentiated import is_transposed
 from shardax.graph.equations import equations_like
 from shardax.sharding import Axes, Sharding
 from shardax.zero.again import gathered_again

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 from shardax.completion.edges import OF_PARTS, Edge, edges_of
-from shardax.graph.differentiated import is_differentiated
+from shardax.differentiated import is_differentiated
 from shardax.graph.graph import Graph, Node, Value
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import UNSPLIT, TensorFactors

@@ -16,7 +16,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardax.graph.differentiated import is_differentiated, is_transposed
+from shardax.differentiated import is_differentiated, is_transposed
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.operands import carries_of, operands_of
 from shardax.zero.mixed import mixed_dims
