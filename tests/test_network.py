@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 import shardax as sx
 from shardax.cost import chips
-from shardax.cost.network import Line, Network, assumed, network_of, network_of_mesh
+from shardax.cost.network import Line, Network, assumed, network_of, network_of_mesh, reaches_far
 from shardax.reshard import paths
 from shardax.sharding import Layout, Sharding
 
@@ -47,10 +47,22 @@ def test_nominal_prices():
         ("all_to_all", ("y",), 100_000, 1 + 1 + COPIED),
         ("all_to_all", ("x",), 100_000, 8 + 4 + COPIED),  # four links on average
         ("ppermute", ("x",), 100_000, 1 + 1),
+        ("ppermute far", ("x",), 100_000, 8 + 4),  # as far as an all_to_all, and nothing is rearranged
+        ("ppermute far", ("x", "y"), 100_000, 8 + 1 + 4),
     ],
 )
 def test_prices_on_a_torus(kind, axes, nbytes, microseconds):
-    assert Network(SIZES, chips.V5E).collective(kind, axes, nbytes) == round(microseconds * 1e6)
+    """To start any collective takes one microsecond more."""
+    price = Network(SIZES, chips.V5E).collective(kind.split()[0], axes, nbytes, far=kind.endswith("far"))
+    assert price == round((1 + microseconds) * 1e6)
+
+
+def test_to_neighbours_or_further():
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+    assert not reaches_far(ring, (8,)) and not reaches_far(ring, (2, 4)) and not reaches_far([], ())
+    assert reaches_far([(i, 7 - i) for i in range(8)], (8,))
+    swapped = [(4 * i + j, 4 * j + i) for i in range(4) for j in range(4)]
+    assert reaches_far(swapped, (4, 4)) and not reaches_far(swapped, (16 // 8, 2, 2, 2))
 
 
 def test_short_reduce_scatter():

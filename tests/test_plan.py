@@ -11,11 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardax.cost import chips
-from shardax.cost.network import Network
+from shardax.cost.network import Message, Network
 from shardax.explain.by_line import sent_by_line
 from shardax.explain.placed import AtRest, placed
 from shardax.explain.plan import Plan
-from shardax.explain.roofline import Sent, estimate, work
+from shardax.explain.roofline import estimate, work
 from shardax.explain.tables import MOST, Group, Row, Table, plain
 from shardax.explain.terminal import rich_text
 from shardax.explain.text import tables
@@ -298,11 +298,11 @@ def test_slices_and_updates_move_only_their_part():
 def test_estimate():
     jaxpr = jax.make_jaxpr(jnp.matmul)(*[jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)] * 2)
     result = estimate(
-        list(work(jaxpr)), [Sent("ppermute", ("x",), 10**8, trips=10)], Network({"x": 16}, chips.V5E)
+        list(work(jaxpr)), [(10, Message("ppermute", ("x",), 10**8))], Network({"x": 16}, chips.V5E)
     )
     assert result.compute == pytest.approx(2 * 8192**3 / 197e12)
     assert result.memory == pytest.approx(3 * 2 * 8192**2 / 819e9)
-    assert result.links == pytest.approx(0.01 + 10e-6)
+    assert result.links == pytest.approx(0.01 + 10 * 2e-6)  # each starts, and goes one hop
     assert result.seconds == pytest.approx(result.compute + result.links)
     assert str(result) == (
         "0.0156 s on v5e, bound by links: 0.00558 s compute (1.1e+12 FLOPs), 0.000492 s HBM (4.03e+08 "
@@ -314,7 +314,7 @@ def test_estimate_of_a_plan():
     plan = make_plan()
     assert plan.estimate(chips.V5E) == plan.estimate("v5e")
     assert plan.estimate("v5e").links > plan.comm_bytes / 100e9
-    free = dataclasses.replace(chips.V5E, latency=0.0, lanes=0)
+    free = dataclasses.replace(chips.V5E, latency=0.0, start=0.0, lanes=0)
     assert plan.estimate(free).links == pytest.approx(plan.comm_bytes / 100e9)
     with pytest.raises(ValueError, match="there is no such chip; give one of v3, v4, v5e, v5p, v6e, H200"):
         plan.estimate("v7")

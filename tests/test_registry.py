@@ -112,7 +112,12 @@ FUNCTIONS = [
     ),
     (
         dict(sends=lambda local: 4096),
-        "gives is 4096, of type int: give the bytes of each collective, such as [4096]",
+        "gives is 4096, of type int: give (kind, axes, bytes) of each collective, such as [('all_gather', ('x',), "
+        "4096)], or its bytes alone",
+    ),
+    (
+        dict(sends=lambda local: [("all_gather", ("rows",), 4096)]),
+        "gives is [('all_gather', ('rows',), 4096)], of type list: give (kind, axes, bytes) of each collective",
     ),
     (
         dict(flops=lambda params, ins, outs: -1),

@@ -301,8 +301,12 @@ class Graph:
             costs.append((self.network.compute(0, 2 * self.volume(a)), 0))
         return min((c for c in costs if c is not None), default=None)
 
-    def sends(self, kind, axes, nbytes, minor=None):
-        return self.network.collective(kind, tuple(axes), nbytes, minor), 1
+    def sends(self, kind, axes, nbytes, minor=None, far=False):
+        return self.network.collective(kind, tuple(axes), nbytes, minor, far), 1
+
+    def permutes(self, axes, nbytes):
+        """From any device to any other: in a ring of four there are two that are no neighbours."""
+        return self.sends("ppermute", axes, nbytes, far=any(self.sizes[a] > 3 for a in axes))
 
     def volume(self, layout):
         return math.prod(layout.local_shape(self.sizes))
@@ -312,7 +316,7 @@ class Graph:
             self.held[b]
         ):
             moved = [axis for axis in self.sizes if self.place(a, axis) != self.place(b, axis)]
-            return (0, 0) if self.held[a] == self.held[b] else self.sends("ppermute", moved, self.volume(a))
+            return (0, 0) if self.held[a] == self.held[b] else self.permutes(moved, self.volume(a))
 
     def place(self, layout, axis):
         """The dim that an axis splits, the pending axes counting as one more, and its stride there."""
@@ -352,11 +356,15 @@ class Graph:
             return None
         old, new = a.local_shape(self.sizes)[dim], b.local_shape(self.sizes)[dim]
         count = shard_count(a.dims[dim], self.sizes)
-        sent = exchange_of(
+        exchange = exchange_of(
             steps.next_blocks(dim, a.dims[dim], old, new, count, self.shape[dim])
-        ).sent  # see test_halo.py
-        row = self.volume(a) // old
-        return sum(self.sends("ppermute", a.dims[dim], row * rows)[0] for rows in sent), len(sent)
+        )  # see test_halo.py
+        row, far = self.volume(a) // old, exchange.reaches_far(tuple(self.sizes[x] for x in a.dims[dim]))
+        prices = [
+            self.sends("ppermute", a.dims[dim], row * rows, far=f)[0]
+            for rows, f in zip(exchange.sent, far, strict=True)
+        ]
+        return sum(prices), len(prices)
 
     def arrives(self, a, b, dim):
         """The axes that b adds as minor-most to `dim`, and a's elements with `dim` padded for them; None if
@@ -402,7 +410,7 @@ class Graph:
         if a.padded == b.padded and here and there and back == [here, there]:
             if few < many and many % few == 0 and many // few <= steps.PIECES:
                 moved, k = [a for a in self.sizes if a in (*here, *there)], many // few
-                return k * self.sends("ppermute", moved, self.volume(a) // k)[0], k
+                return k * self.permutes(moved, self.volume(a) // k)[0], k
 
     def scatter(self, a, b, to, lost):
         axes, volume = self.arrives(a, b, to) or ((), 0)

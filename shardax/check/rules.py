@@ -9,14 +9,17 @@ For each equation that has a rule, each factor that may be split is over one axi
 padding to spare, and over two; each pair of factors over one axis each; each claim of `passes` is tried with
 operands that are really pending. Operands are laid out with garbage in their padding, `run_local` runs under
 shard_map, what is pending is settled, the result cropped. Integers, booleans, keys and random bits must be
-equal, floats close. All splits of one function share one compilation, so prefer one function with a few
-equations of interest to many functions, and small sizes: 5 and 6 rather than 64.
+equal, floats close; and the lowering must send what `sends` says, by which splits are priced. All splits
+of one function share one compilation, so prefer one function with a few equations of interest to many
+functions, and small sizes: 5 and 6 rather than 64.
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +35,7 @@ from shardax.check.missing import Missing, missing
 from shardax.check.shards import difference, is_key, with_garbage, words
 from shardax.graph.graph import Node
 from shardax.graph.inline import from_jaxpr
+from shardax.ledger.collectives import collectives
 from shardax.reshard.run import identity
 from shardax.sharding import Layout, round_up, shard_count
 from shardax.spmd_rules.localize import Splits, fits, reduced_pending, run_local, tensor_layout
@@ -226,7 +230,8 @@ def _attempt(i: int, trial: _Trial, local: Local, shards, problems: list[str]):
     expected = [(local.out_shape(j), v.aval.dtype) for j, v in enumerate(trial.case.node.outputs)]
     try:
         with trial.case.node.eqn.ctx.manager:
-            results = run_local(trial.case.entry, local, trial.case.factors, shards)
+            run = partial(run_local, trial.case.entry, local, trial.case.factors)
+            results, problems[i] = run(shards), _sent_otherwise(trial.case.entry, local, run, shards)
     except Exception as error:
         problems[i] = f"{type(error).__name__}: {str(error)[:300]}"
         results = []
@@ -238,6 +243,24 @@ def _attempt(i: int, trial: _Trial, local: Local, shards, problems: list[str]):
             for v, (shape, _) in zip(trial.case.outputs, expected, strict=True)
         ]
     return [_settle(result, layout) for result, layout in zip(results, local.results, strict=True)]
+
+
+def _sent_otherwise(entry: Entry, local: Local, run: Callable, shards: Sequence[Any]) -> str:
+    """How what a lowering sends differs from what `sends` says, or ""."""
+    made = collectives(jax.make_jaxpr(run)(shards), local.sizes)
+    sent, said = (
+        Counter((m.kind, frozenset(m.axes), math.ceil(m.nbytes), m.far) for m in messages if m.nbytes)
+        for messages in ((c.message._replace(nbytes=c.total) for c in made), entry.sent(local))
+    )
+    return "" if sent == said else f"sends {_told(sent)}, and its `sends` says {_told(said)}"
+
+
+def _told(messages: Counter) -> str:
+    told = (
+        f"{count} x {kind} over {','.join(sorted(axes))} of {nbytes} bytes{' far' * far}"
+        for (kind, axes, nbytes, far), count in sorted(messages.items(), key=str)
+    )
+    return "; ".join(told) or "nothing"
 
 
 def _settle(result, layout: Layout):

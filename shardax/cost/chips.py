@@ -19,7 +19,8 @@ class Chip:
     `link_rate`: bytes/s that a device sends in a ring, along one dim of the torus both ways.
     `host_rate`: bytes/s between the memory of a device and that of its host, each way.
     `torus`: dims of the torus, 0 where there is none.
-    `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are.
+    `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are: as
+      an operation, at least `least` (nobody publishes more of TPUs).
     `least`: seconds that an operation takes, however little it reads and writes.
     `closes`: a dim of the torus is a ring where it is as long as this; a shorter one is a line, and sends one
       way only.
@@ -50,13 +51,14 @@ class Chip:
     host_rate: float = 16e9
 
 
-_V3 = {"closes": 32, "network_rate": 1.5625e9, "lanes": 128, "copies": 5, "host_rate": 8e9}
-_V4 = {"closes": 4, "network_rate": 6.25e9, "lanes": 128, "copies": 5}
+_TPU = {"start": 1e-6, "lanes": 128, "copies": 5}
+_V3 = {"closes": 32, "network_rate": 1.5625e9, "host_rate": 8e9, **_TPU}
+_V4 = {"closes": 4, "network_rate": 6.25e9, **_TPU}
 V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, **_V3)
 V4 = Chip("v4", 275e12, 32e9, 1200e9, 90e9, 3, **_V4)
-V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2, closes=16, network_rate=3.125e9, lanes=128, copies=5)
-V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9, lanes=128, copies=5)
-_V6E = {"closes": 16, "network_rate": 12.5e9, "lanes": 128, "copies": 5, "host_rate": 32e9}
+V5E = Chip("v5e", 197e12, 16e9, 819e9, 100e9, 2, closes=16, network_rate=3.125e9, **_TPU)
+V5P = Chip("v5p", 459e12, 95e9, 2765e9, 180e9, 3, closes=4, network_rate=6.25e9, **_TPU)
+_V6E = {"closes": 16, "network_rate": 12.5e9, "host_rate": 32e9, **_TPU}
 V6E = Chip("v6e", 918e12, 32e9, 1640e9, 180e9, 2, **_V6E)
 H200 = Chip("H200", 989e12, 141e9, 4800e9, 450e9, host=8, network_rate=50e9, host_rate=64e9)
 

@@ -12,9 +12,10 @@ Model", part 3):
     start + hops · latency + bytes · detour / rate
 
     hops     of n devices: n/2 in a ring that sends both ways, n - 1 in a line or a one-way ring; over several
-             axes their sum; of an all_reduce twice that; of a ppermute one
-    detour   1; of an all_to_all max(1, n/4) on a torus, because what goes to another device passes n/4 links
-             on average (so its time grows as the square root of the devices, as GShard measured)
+             axes their sum; of an all_reduce twice that; of a ppermute between neighbours one
+    detour   1; of an all_to_all, and of a ppermute between any others than neighbours, max(1, n/4) on a
+             torus, because what goes to another device passes n/4 links on average (so its time grows as the
+             square root of the devices, as GShard measured)
 
 An all_to_all also rearranges what it sends in memory, before and after. On TPUs that takes as long as
 `copies` copies.
@@ -27,6 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -34,6 +36,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax.cost.chips import KINDS, NOMINAL, Chip
 
 PICO = 1e12
+FAR = 4  # in a ring of fewer devices all are neighbours
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,20 @@ class Line:
     rate: float
     latency: float
     detour: float = 1.0
+
+
+class Message(NamedTuple):
+    """What a device sends in one collective over `axes`: `nbytes`.
+
+    `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
+    `far`: of a ppermute, whether some device sends to another than a neighbour.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: float
+    minor: int | None = None
+    far: bool = False
 
 
 class Network(dict[str, int]):
@@ -67,7 +84,7 @@ class Network(dict[str, int]):
         self.chip, self.lines = chip, dict(lines or assumed(sizes, chip))
         self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()))
         self._hash = hash(self._key)
-        self._ways: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+        self._ways: dict[tuple[str, tuple[str, ...], bool], tuple[float, float]] = {}
 
     def __hash__(self) -> int:
         return self._hash
@@ -83,29 +100,35 @@ class Network(dict[str, int]):
     def __repr__(self) -> str:
         return f"Network({dict(self)}, {self.chip.name})"
 
-    def collective(self, kind: str, axes: tuple[str, ...], nbytes: float, minor: int | None = None) -> float:
-        """Picoseconds of one collective over these axes in which each device sends so many bytes.
-
-        `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left
-        with.
+    def collective(
+        self,
+        kind: str,
+        axes: tuple[str, ...],
+        nbytes: float,
+        minor: int | None = None,
+        far: bool = False,
+    ) -> float:
+        """Picoseconds of one collective over these axes in which each device sends so many bytes: of a
+        `Message`.
         """
         if minor is not None and kind == "reduce_scatter" and minor <= self.chip.lanes:
             kind, nbytes = "all_reduce", 2 * nbytes
-        start, byte = self._ways.get((kind, axes)) or self._way(kind, axes)
+        start, byte = self._ways.get((kind, axes, far)) or self._way(kind, axes, far)
         return float(round(start + nbytes * byte))
 
-    def _way(self, kind: str, axes: tuple[str, ...]) -> tuple[float, float]:
+    def _way(self, kind: str, axes: tuple[str, ...], far: bool) -> tuple[float, float]:
         """Picoseconds to start a collective, and for each byte. Axes of other meshes, which crossings name,
         are any links.
         """
         lines = [self.lines[a] for a in axes if self.get(a, 1) > 1]
         rings = 2 if kind == "all_reduce" else 1
-        latency = self.chip.latency if kind == "ppermute" else rings * sum(line.latency for line in lines)
-        detour = max((line.detour for line in lines), default=1) if kind == "all_to_all" else 1
+        near = kind == "ppermute" and not far
+        latency = self.chip.latency if near else rings * sum(line.latency for line in lines)
+        detour = max((line.detour for line in lines), default=1) if far or kind == "all_to_all" else 1
         rate = min((line.rate for line in lines), default=self.chip.link_rate)
         copied = 2 * self.chip.copies / self.chip.memory_rate if kind == "all_to_all" else 0
         seconds = detour / rate + copied
-        way = self._ways[kind, axes] = PICO * (self.chip.start + latency), PICO * seconds
+        way = self._ways[kind, axes, far] = PICO * (self.chip.start + latency), PICO * seconds
         return way
 
     def least(self, axes: Sequence[str], nbytes: float) -> float:
@@ -120,6 +143,20 @@ class Network(dict[str, int]):
         return float(
             math.ceil(max(flops * (PICO / self.chip.flops), nbytes * (PICO / self.chip.memory_rate)))
         )
+
+
+def reaches_far(pairs: Sequence[tuple[int, int]], counts: Sequence[int]) -> bool:
+    """Whether some of these (sender, receiver) are no neighbours: more than one step apart along some axis,
+    where devices are numbered along axes of so many, each a ring.
+
+    >>> reaches_far([(0, 1), (3, 0)], [4]), reaches_far([(0, 5)], [4, 4]), reaches_far([(0, 4)], [8])
+    (False, False, True)
+    """
+    if not len(pairs) or max(counts, default=1) < FAR:
+        return False
+    ends = np.array(np.unravel_index(np.array(pairs).T, tuple(counts)))
+    distance = np.abs(ends[:, 0] - ends[:, 1])
+    return bool(np.minimum(distance, np.array(counts)[:, None] - distance).max() > 1)
 
 
 def network_of(sizes: Mapping[str, int]) -> Network:

@@ -12,9 +12,9 @@ import jax
 from shardax import _jax
 from shardax.annotations.annotate import describe
 from shardax.cost.chips import CHIPS, Chip
-from shardax.cost.network import Network, network_of, network_of_mesh
+from shardax.cost.network import Message, Network, network_of, network_of_mesh
 from shardax.explain.placed import AtRest, Placed, placed
-from shardax.explain.roofline import Estimate, Sent, Work, estimate, work
+from shardax.explain.roofline import Estimate, Work, estimate, work
 from shardax.explain.tables import Table
 from shardax.graph.graph import Value
 from shardax.ledger.collectives import Collective, collectives, comm_bytes
@@ -186,14 +186,16 @@ class Facts:
         return self.refinement.sizes if self.refinement else self.mesh.shape
 
     @functools.cached_property
-    def _sent(self) -> list[Sent]:
-        """What is sent, along the axes of the local program, and by crossings along those of the mesh."""
+    def _sent(self) -> list[tuple[int, Message]]:
+        """How often each message is sent, along the axes of the local program, and by crossings along those
+        of the mesh.
+        """
         crossed = [
             (c.jaxpr(self.mesh), {**self.mesh.shape, **self._sizes}) for c in self.crossings if c.sends
         ]
         programs = [(self.local_jaxpr, self._sizes), *crossed]
         ledger = [c for program, sizes in programs for c in collectives(program, sizes) if not c.other_branch]
-        return [Sent(c.kind, c.axes, c.nbytes, c.minor, c.trips) for c in ledger]
+        return [(c.trips, c.message) for c in ledger]
 
     @functools.cached_property
     def _work(self) -> list[Work]:

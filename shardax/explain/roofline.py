@@ -17,7 +17,7 @@ from typing import Any
 
 from shardax import _jax
 from shardax.cost import noted
-from shardax.cost.network import PICO, Network
+from shardax.cost.network import PICO, Message, Network
 from shardax.explain.live import between_memories, bodies, traffic
 from shardax.spmd_rules.registry import RULES
 
@@ -66,23 +66,14 @@ class Work:
     hosted: int = 0
 
 
-@dataclass(frozen=True)
-class Sent:
-    """One collective, `trips` times: see `Network.collective`."""
-
-    kind: str
-    axes: tuple[str, ...]
-    nbytes: int
-    minor: int | None = None
-    trips: int = 1
-
-
-def estimate(works: list[Work], sent: Iterable[Sent], network: Network) -> Estimate:
-    """The seconds of a program's `work`, and of what one device sends, on the chips of a network."""
+def estimate(works: list[Work], sent: Iterable[tuple[int, Message]], network: Network) -> Estimate:
+    """The seconds of a program's `work`, and of what one device sends, and how often, on the chips of a
+    network.
+    """
     chip = network.chip
     flops, nbytes = sum(w.trips * w.flops for w in works), sum(w.trips * w.nbytes for w in works)
     slower = sum(w.trips * max(w.flops / chip.flops, w.nbytes / chip.memory_rate) for w in works)
-    links = sum(s.trips * network.collective(s.kind, s.axes, s.nbytes, s.minor) for s in sent) / PICO
+    links = sum(trips * network.collective(*message) for trips, message in sent) / PICO
     host = sum(w.trips * w.hosted for w in works) / chip.host_rate
     seconds = slower + links + host
     return Estimate(

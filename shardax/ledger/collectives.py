@@ -14,6 +14,7 @@ from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
 from shardax.cost import noted
+from shardax.cost.network import Message, reaches_far
 from shardax.ledger import causes
 from shardax.sharding import Axes, AxisSizes, minor_most, shard_count
 
@@ -30,7 +31,7 @@ class Collective:
     `open_loop`: it stands in a `while` that counts no constant number of times, and `trips` are those of one
       iteration.
     `other_branch`: it stands in a branch of a `cond` that is not the dearest, and does not count in `total`.
-    `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each device is left with.
+    `minor`, `far`: as a `cost.network.Message` has them.
     `reason`: why, in a few words; `Plan.because` tells the facts, which `cause` holds.
     """
 
@@ -46,6 +47,12 @@ class Collective:
     reason: str = ""
     cause: causes.Cause | None = field(default=None, compare=False, repr=False)
     minor: int | None = field(default=None, compare=False, repr=False)
+    far: bool = field(default=False, compare=False, repr=False)
+
+    @property
+    def message(self) -> Message:
+        """What a network prices."""
+        return Message(self.kind, self.axes, self.nbytes, self.minor, self.far)
 
     @property
     def total(self) -> int:
@@ -182,13 +189,14 @@ def read(eqn, sizes: AxisSizes, line: str = "") -> Iterator[Collective]:
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         reason, cause = why(kind, eqn.source_info.name_stack)
-        minor = None
+        minor, far = None, False
+        if kind == "ppermute":
+            far = reaches_far(eqn.params["perm"], [sizes[a] for a in axes])
         if kind == "reduce_scatter" and eqn.params["tiled"]:
             dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
             minor = shape[dim] if dim == minor_most(shape) else None
-        yield Collective(
-            kind, axes, devices, nbytes, operands, line=line, reason=reason, cause=cause, minor=minor
-        )
+        told = {"line": line, "reason": reason, "cause": cause}
+        yield Collective(kind, axes, devices, nbytes, operands, **told, minor=minor, far=far)
 
 
 def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -158,7 +158,7 @@ class Alternatives:
 
     def way(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> Way:
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
-        sent = sum(self.network.collective("ppermute", (), nbytes) for nbytes in entry.sent(local))
+        sent = sum(self.network.collective(*message) for message in entry.sent(local))
         products = self.network.compute(entry.flops_of(local), 0)
         price = sent + max(products, self.traffic_price(self.traffic(node, entry, candidate)))
         made = zip(node.outputs, candidate.results, strict=True)

@@ -92,10 +92,13 @@ def _redistributed(
     splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes
 ) -> Iterator[tuple[str, Split]]:
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
-    idle ones: all, or one. Only idle axes go to windowed factors, where halos are sent."""
+    idle ones: all, or one. Only idle axes go to windowed factors, where halos are sent. Over more devices
+    than they have elements only those axes split them that must leave an unsplit factor: some devices are
+    idle then, and all others have another way."""
     others = [
         split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
+    must_leave = {a for f, split in splits.items() if factors.type_of(f) == UNSPLIT for a in split.axes}
     freed = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
     if not freed:
         return
@@ -105,7 +108,8 @@ def _redistributed(
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in freed)
         for more in dict.fromkeys((freed, *((a,) for a in freed))):
-            if size > shard_count(have, padding.sizes):
+            part = have if must_leave.intersection(more) else have + more
+            if size > shard_count(have, padding.sizes) and size >= shard_count(part, padding.sizes):
                 yield factor, Split(have + more, padding.padded(size, have + more))
 
 

@@ -158,7 +158,7 @@ class _Local:
         return max(kinds, key=comm_bytes)
 
     def send_seconds(self) -> float:
-        return sum(self.network.collective(c.kind, c.axes, c.nbytes, c.minor) for c in self.sends) / PICO
+        return sum(self.network.collective(*c.message) for c in self.sends) / PICO
 
     def sent(self) -> int:
         """Bytes that a stage sends in a tick."""
@@ -185,7 +185,7 @@ def _loops(eqns: Sequence[Any], numbers: np.ndarray) -> Iterator[tuple[Any, list
 
 def _seconds(jaxpr, network: Network) -> float:
     sent = (c for c in collectives(jaxpr, network) if not c.other_branch)
-    links = sum(c.trips * network.collective(c.kind, c.axes, c.nbytes, c.minor) for c in sent)
+    links = sum(c.trips * network.collective(*c.message) for c in sent)
     return _priced(work(jaxpr), network) + links / PICO
 
 

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.cost.network import reaches_far
 from shardax.sharding import Axes
 
 
@@ -91,6 +92,10 @@ class Exchange:
         """The rows that one device sends in each ppermute."""
         return [piece.rows for piece in self.pieces if piece.pairs]
 
+    def reaches_far(self, counts: tuple[int, ...]) -> list[bool]:
+        """Of each ppermute, whether it goes to other devices than neighbours, along axes of so many."""
+        return [reaches_far(piece.pairs, counts) for piece in self.pieces if piece.pairs]
+
 
 @lru_cache(maxsize=4096)
 def exchange_of(request: HaloRequest) -> Exchange:
@@ -110,8 +115,8 @@ def exchange_of(request: HaloRequest) -> Exchange:
     }
     own, others = [near.pop(0)] if 0 in near else [], list(near.values())
     # Pieces of neighbours stay apart, so that what others need of them is sent once too.
-    reaches_far = any(abs(distance) > 1 for distance in distances)
-    rounds = _rounds([message for messages in others for message in messages]) if reaches_far else others
+    near_by = all(abs(distance) <= 1 for distance in distances)
+    rounds = others if near_by else _rounds([message for messages in others for message in messages])
     if _sent(rounds) < _sent(others):
         pieces, before, after = _placed(request, own + rounds)
         return Exchange(pieces, (before,) * len(needs), before, after, outside, far)

@@ -7,14 +7,15 @@ costs depends on the bytes of the value: its `Scale` has the prices.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardax.cost.network import Network
+from shardax.cost.network import FAR, Network
 from shardax.reshard import halo
 from shardax.reshard.halo import HaloRequest
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
@@ -52,14 +53,14 @@ class Edge(NamedTuple):
 
 class Tariff(NamedTuple):
     """What the price of a step depends on: its collectives, the axes that they run over, and the bytes that a
-    device sends in each. `minor`: of a reduce_scatter along the minor-most dim, how many of its elements each
-    device is left with.
+    device sends in each. `minor` and, of each, `far`: as a `cost.network.Message` has them.
     """
 
     kind: str
     axes: Axes = ()
     sent: tuple[int, ...] = ()
     minor: int | None = None
+    far: tuple[bool, ...] = ()
 
 
 FREE = Tariff("slice")
@@ -137,8 +138,9 @@ class Space:
     def _leaving(self, edge: Edge) -> Leaving:
         return edge.tariff, edge.count, self.number(edge.after), edge
 
-    def tariff(self, kind: str, axes: Axes = (), sent: tuple[int, ...] = (), minor: int | None = None) -> int:
-        return self.tariffs.setdefault(Tariff(kind, axes, sent, minor), len(self.tariffs))
+    def tariff(self, *what: Any, **how: Any) -> int:
+        """The number of a `Tariff`."""
+        return self.tariffs.setdefault(Tariff(*what, **how), len(self.tariffs))
 
     def count(self, axes: Axes) -> int:
         return self.counts[axes]
@@ -190,13 +192,14 @@ class Scale(dict[int, float]):
     def __missing__(self, number: int) -> float:
         if number >= len(self.tariffs):
             self.tariffs = list(self.space.tariffs)
-        kind, axes, sent, minor = self.tariffs[number]
+        kind, axes, sent, minor, far = self.tariffs[number]
         network = self.space.network
         if kind == "owe":
             price = network.compute(0, 2 * self.bytes(*sent))
         else:
             left = None if minor is None else minor * self.stretch
-            price = float(sum([network.collective(kind, axes, self.bytes(n), left) for n in sent]))
+            each = zip(sent, far or (False,) * len(sent), strict=True)
+            price = float(sum([network.collective(kind, axes, self.bytes(n), left, f) for n, f in each]))
         self[number] = price
         return price
 
@@ -321,7 +324,14 @@ def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
         if after != node:
             places = _places(after, space.counts)
             crossing = tuple([a for a in space.axes if before.get(a) != places.get(a)])
-            yield _sends(space, "ppermute", crossing, after, space.nbytes(node))
+            nbytes = space.nbytes(node)
+            tariff = space.tariff("ppermute", crossing, (nbytes,), far=(_is_far(crossing, space),))
+            yield Edge("ppermute", crossing, after, nbytes, tariff)
+
+
+def _is_far(axes: Axes, space: Space) -> bool:
+    """Whether blocks that go anywhere along these axes go further than to neighbours."""
+    return max([space.network[a] for a in axes]) >= FAR
 
 
 def _rearrangements(node: State, space: Space) -> Iterator[tuple[tuple[Axes, ...], Pending]]:
@@ -381,7 +391,8 @@ def _swaps(node: State, space: Space) -> Iterator[Edge]:
             if all(node.padded[d] % space.count(dims[d]) == 0 for d in (dim, to)):
                 axes, count = tuple([a for a in space.axes if a in (*here, *there)]), many // few
                 nbytes, after = space.nbytes(node), State(tuple(dims), node.padded, node.pending)
-                tariff = space.tariff("ppermute", axes, (nbytes // count,) * count)
+                far = (_is_far(axes, space),) * count
+                tariff = space.tariff("ppermute", axes, (nbytes // count,) * count, far=far)
                 yield Edge("swap", axes, after, nbytes, tariff, dim, to, count)
 
 
@@ -398,17 +409,20 @@ def _halo(node: State, dim: int, padded: int, space: Space) -> Edge:
     """Its price is that of its ppermutes."""
     axes, count = node.dims[dim], space.count(node.dims[dim])
     old, after = node.padded[dim] // count, with_more(node, dim, (), padded)
-    sent = _rows_sent(old, padded // count, count, space.shape[dim])
+    sent, far = _rows_sent(old, padded // count, space.shape[dim], tuple([space.network[a] for a in axes]))
     row = space.nbytes(node) // old
-    tariff = space.tariff("ppermute", axes, tuple([row * rows for rows in sent]))
+    tariff = space.tariff("ppermute", axes, tuple([row * rows for rows in sent]), far=tuple(far))
     kind = "halo" if sent else "crop"
     return Edge(kind, axes if sent else (), after, row * sum(sent), tariff, dim, count=len(sent))
 
 
 @lru_cache(maxsize=1 << 14)
-def _rows_sent(old: int, new: int, count: int, size: int) -> Sequence[int]:
-    """How many rows each device sends in each ppermute of such a halo, along whichever dim and axes it is."""
-    return halo.exchange_of(next_blocks(0, (), old, new, count, size)).sent
+def _rows_sent(old: int, new: int, size: int, counts: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+    """How many rows each device sends in each ppermute of such a halo, along whichever dim it is and axes of
+    so many; and of each, whether it goes to others than neighbours.
+    """
+    exchange = halo.exchange_of(next_blocks(0, (), old, new, math.prod(counts), size))
+    return exchange.sent, exchange.reaches_far(counts)
 
 
 def _owes(node: State, space: Space) -> Iterator[Edge]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
+from shardax.cost.network import Message
 from shardax.graph.graph import Node
 from shardax.spmd_rules.registry import Local, register_rule
 from shardax.spmd_rules.sends import all_gather, reduce_scatter
@@ -218,12 +219,13 @@ def _safe(local: Local, i: int, x):
     )
 
 
-def _sends(local: Local) -> Iterator[float]:
+def _sends(local: Local) -> Iterator[Message]:
     dim = local.params["dim"]
-    others = local.count(local.operands[0].dims[dim]) - 1
+    axes = local.operands[0].dims[dim]
+    others = local.count(axes) - 1
     for i, v in enumerate(local.node.inputs):
         row = math.prod(local.in_shape(i)) // max(local.in_shape(i)[dim], 1)
-        yield from [others * row * v.itemsize] * bool(others)
+        yield from [Message("all_gather", axes, others * row * v.itemsize)] * bool(others)
 
 
 def _impl(*elements, combine: Combine, dim: int, reverse: bool):

@@ -27,6 +27,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import NamedSharding
 
 from shardax import _jax
+from shardax.cost.network import Message
 from shardax.graph.graph import Node
 from shardax.ledger.collectives import collectives
 from shardax.meshes import sites
@@ -365,10 +366,11 @@ def _eqns(jaxpr) -> Iterator[Any]:
         yield from itertools.chain.from_iterable(_eqns(body) for body in jaxprs_in_params(eqn.params))
 
 
-def _sends(local: Local) -> list[int]:
+def _sends(local: Local) -> list[Message]:
     """What the callback's function sends, in each of its collectives."""
     answer = _taken(local)
-    return [c.total for c in collectives(_program(local, answer), local.sizes)] if answer else []
+    sent = collectives(_program(local, answer), local.sizes) if answer else ()
+    return [c.message._replace(nbytes=c.total) for c in sent if not c.other_branch]
 
 
 register_rule(NAME, _rule, _local, sends=_sends, ways=_ways)

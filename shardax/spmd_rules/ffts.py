@@ -16,6 +16,7 @@ from dataclasses import replace
 from jax import lax
 from jax.lax import FftType
 
+from shardax.cost.network import Message
 from shardax.graph.graph import Node
 from shardax.sharding import Axes, Layout, Padding, Sharding
 from shardax.spmd_rules import flops
@@ -81,7 +82,7 @@ def _transposed(local: Local) -> tuple[Axes, int, int] | None:
     return None if start is None or end is None else (local.operands[0].dims[start], start, end)
 
 
-def _sends(local: Local) -> Iterator[float]:
+def _sends(local: Local) -> Iterator[Message]:
     transposed = _transposed(local)
     if transposed:
         axes, start, _ = transposed
@@ -89,7 +90,7 @@ def _sends(local: Local) -> Iterator[float]:
         shape[start] = math.ceil(local.operands[0].padded[start] / local.count(axes))
         itemsize = max(node.inputs[0].itemsize, node.outputs[0].itemsize)  # of complex numbers
         padded = math.prod(shape) * local.count(axes)
-        yield padded * itemsize * (local.count(axes) - 1) / local.count(axes)
+        yield Message("all_to_all", axes, padded * itemsize * (local.count(axes) - 1) / local.count(axes))
 
 
 def _local(local: Local, shard):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardax.cost.network import Message
 from shardax.graph.graph import Node
 from shardax.reshard.halo import HaloRequest, bring, exchange_of
 from shardax.sharding import Layout
@@ -69,17 +70,20 @@ def _request_of(
     )
 
 
-def sent(local: Local, requests: Iterable[HaloRequest]) -> Iterator[int]:
-    """The bytes that one device sends in each ppermute, when the dims are exchanged one after the other."""
+def sent(local: Local, requests: Iterable[HaloRequest]) -> Iterator[Message]:
+    """What one device sends in each ppermute, when the dims are exchanged one after the other."""
     nbytes = [math.prod(local.in_shape(i)) * v.itemsize for i, v in enumerate(local.node.inputs)]
     held: dict[tuple[int, int], int] = {}
     for request in requests:
         row = nbytes[request.operand] // held.get((request.operand, request.dim), request.block)
         nbytes[request.operand], held[request.operand, request.dim] = row * request.rows, request.rows
-        yield from (rows * row for rows in exchange_of(request).sent)
+        exchange = exchange_of(request)
+        far_of = exchange.reaches_far(tuple(local.sizes[a] for a in request.axes))
+        for rows, far in zip(exchange.sent, far_of, strict=True):
+            yield Message("ppermute", request.axes, rows * row, far=far)
 
 
-def halo_sends(requests: Callable[[Local], Iterable[HaloRequest]]) -> Callable[[Local], Iterator[int]]:
+def halo_sends(requests: Callable[[Local], Iterable[HaloRequest]]) -> Callable[[Local], Iterator[Message]]:
     """What a primitive sends whose lowering takes `requests`."""
     return lambda local: sent(local, requests(local))
 

@@ -10,7 +10,7 @@ may each be under a `partition_as` of their own. vmap keeps the rule, with one f
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from shardax import _jax
+from shardax.cost.network import Message
 from shardax.reshard.run import identity
 from shardax.spmd_rules.claims import noting
 from shardax.spmd_rules.registry import RULES, Local, Shapes, mask_padding, register_rule
@@ -250,13 +251,13 @@ def _gathered_dims(factors: Factors, uneven: list[str], i: int) -> list[int]:
     return [d for d, dim in enumerate(factors.operands[i]) if set(dim) & set(uneven)]
 
 
-def _sends(local: Local) -> list[float]:
+def _sends(local: Local) -> Iterator[Message]:
     factors, uneven = _uneven(local)
-    return [
-        math.prod(local.in_shape(i)) * value.itemsize * (local.count(local.operands[i].dims[d]) - 1)
-        for i, value in enumerate(local.node.inputs)
-        for d in _gathered_dims(factors, uneven, i)
-    ]
+    for i, value in enumerate(local.node.inputs):
+        for d in _gathered_dims(factors, uneven, i):
+            axes = local.operands[i].dims[d]
+            nbytes = math.prod(local.in_shape(i)) * value.itemsize * (local.count(axes) - 1)
+            yield Message("all_gather", axes, nbytes)
 
 
 def _flops(params, in_shapes: Shapes, out_shapes: Shapes) -> float | None:

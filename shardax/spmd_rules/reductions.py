@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from shardax import _jax
-from shardax.cost.network import network_of
+from shardax.cost.network import Message, network_of
 from shardax.graph.graph import Node
 from shardax.reshard.run import identity
 from shardax.sharding import Axes
@@ -59,25 +59,25 @@ def _over(local: Local) -> Axes:
     return tuple(a for d in gone for a in local.operands[0].dims[d])
 
 
-def _exchange(local: Local) -> Iterator[float]:
-    """The bytes of each collective that exchanges what the devices found."""
+def _exchange(local: Local) -> Iterator[Message]:
+    """The collectives that exchange what the devices found."""
     if not _waits(local.node) and local.count(_over(local)) > 1:
         network = network_of(local.sizes)
-        yield from min(
-            _ways(local), key=lambda way: sum(network.collective("all_gather", (), nbytes) for nbytes in way)
-        )
+        yield from min(_ways(local), key=lambda way: sum(network.collective(*m) for m in way))
 
 
-def _ways(local: Local) -> tuple[list[float], list[float]]:
+def _ways(local: Local) -> tuple[list[Message], list[Message]]:
     """All that was found is gathered; or parts of it go to each device, whose results are gathered. Found is
     for argmax the value too, for reduce a flag."""
     results = [v.itemsize for v in local.node.outputs]
     partials = results + [v.itemsize for v in local.node.inputs if "index_dtype" in local.params]
     partials += [1] * (local.node.name == "reduce")
-    count, size = local.count(_over(local)), math.prod(local.out_shape())
+    axes, size = _over(local), math.prod(local.out_shape())
+    others, part = local.count(axes) - 1, -(-size // local.count(axes))
     return (
-        [(count - 1) * size * itemsize for itemsize in partials],
-        [(count - 1) * -(-size // count) * itemsize for itemsize in (*partials, *results)],
+        [Message("all_gather", axes, others * size * itemsize) for itemsize in partials],
+        [Message("all_to_all", axes, others * part * itemsize) for itemsize in partials]
+        + [Message("all_gather", axes, others * part * itemsize) for itemsize in results],
     )
 
 

@@ -10,7 +10,7 @@ estimates read. Nothing else knows primitives by their names, so those of users 
   passes         through which operands a pending reduction may stay pending, see `LINEAR` and `MOVES`
   in_place       which operand is a table, and what is read of it or written to it. The indexed dims of tables
                  are not gathered; what is written to a table takes its memory, and no more of it moves
-  sends          the bytes of the collectives that `local` makes
+  sends          the collectives that `local` makes: over which axes, of how many bytes
   ways           which splits it takes, where only a callback knows
   flops          the FLOPs that a device does. What has some is split as far as may be, and is bound by the
                  chip's peak too
@@ -33,6 +33,7 @@ from jax.extend.core import Primitive
 
 from shardax import _jax
 from shardax.annotations.explicit import SHARDING_PARAMS
+from shardax.cost.network import Message
 from shardax.graph.graph import Node
 from shardax.reshard.run import axis_position
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
@@ -179,6 +180,15 @@ or of an equation on shards."""
 
 Fuses = Literal["none", "operands", "all"]
 Reads = Literal["all", "part", "none", "view"]
+Sends = Callable[[Local], Iterable[Message | tuple[str, Axes, float] | float]]
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "ppermute", "reduce_scatter")
+
+
+def _is_message(given: Any, sizes: AxisSizes) -> bool:
+    if not isinstance(given, tuple):
+        return is_number(given, 0)
+    kind, axes, nbytes, *_ = (*given, None, None, None)
+    return kind in COLLECTIVES and isinstance(axes, tuple) and {*axes} <= {*sizes} and is_number(nbytes, 0)
 
 
 @dataclass(frozen=True)
@@ -190,7 +200,7 @@ class Entry:
     local: LocalLowering | None = None
     passes: PassesOf = ()
     in_place: tuple[int, int] | None = None
-    sends: Callable[[Local], Iterable[float]] | None = None
+    sends: Sends | None = None
     ways: Ways | None = None
     flops: Flops | None = None
     made_anywhere: bool = False
@@ -250,21 +260,22 @@ class Entry:
         same = [n for n in operand if n != 1] == [n for n in result if n != 1]
         return self.reads == "view" and same
 
-    def sent(self, local: Local) -> list[float]:
-        """The bytes that one device sends in each collective of the lowering."""
+    def sent(self, local: Local) -> list[Message]:
+        """What one device sends in each collective of the lowering."""
         if self.sends is None:
             return []
         with noting(lambda: f"the function `sends` of {at(local.node)}"):
             returned = self.sends(local)
             returned = list(returned) if isinstance(returned, Iterable) else returned
-        if not isinstance(returned, list) or not all(is_number(b, 0) for b in returned):
+        if not isinstance(returned, list) or not all(_is_message(m, local.sizes) for m in returned):
             require(
                 False,
                 f"what `sends` of {at(local.node)} gives",
                 returned,
-                "the bytes of each collective, such as [4096]",
+                "(kind, axes, bytes) of each collective, such as "
+                f"[('all_gather', {(*local.sizes,)[:1]}, 4096)], or its bytes alone",
             )
-        return returned
+        return [Message("ppermute", (), m) if is_number(m, 0) else Message(*m) for m in returned]
 
     def has_flops(self, node: Node) -> bool:
         """Whether a node multiplies: its products are split as far as may be."""
@@ -343,7 +354,7 @@ def register_rule(
     *,
     passes: PassesOf = (),
     in_place: tuple[int, int] | None = None,
-    sends: Callable[[Local], Iterable[float]] | None = None,
+    sends: Sends | None = None,
     ways: Ways | None = None,
     flops: Flops | None = None,
     made_anywhere: bool = False,
@@ -363,8 +374,9 @@ def register_rule(
       in_place: (table, payload), as places among operands and results. The dims of the table that the payload
         does not have are indexed; they stay split if that is possible at all, as the rows of a gather's table
         or of an updated buffer do.
-      sends: gives the bytes that one device sends in each collective of `local`, so that splits can be
-        priced; by default none.
+      sends: gives for each collective of `local` its kind, the axes that it is over, and the bytes that one
+        device sends in it, as `("all_gather", local.operands[0].dims[1], 4096)`, so that splits can be
+        priced; by default none. The bytes alone are priced as if sent to a neighbour, over any links.
       ways: picks the splits that the primitive takes, where rule and shapes do not tell; by default all.
       flops: `flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does on shards of these
         shapes: a number, or None where this equation has no products. By default none, so that the primitive

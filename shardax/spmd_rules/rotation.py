@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.cost.network import Message, reaches_far
 from shardax.graph.graph import Node
 from shardax.graph.primitives import rotated
 from shardax.reshard.halo import HaloRequest
@@ -71,11 +72,15 @@ def _block(local: Local) -> tuple[int, int]:
 
 def _from(local: Local, distance: int, piece):
     """The piece of the device `distance` further on."""
-    _, count = _block(local)
     if not distance:
         return piece
-    pairs = [((i + distance) % count, i) for i in range(count)]
-    return ppermute(local, "rows", piece, local.operands[0].dims[local.params["dim"]], pairs)
+    axes = local.operands[0].dims[local.params["dim"]]
+    return ppermute(local, "rows", piece, axes, _pairs(local, distance))
+
+
+def _pairs(local: Local, distance: int) -> list[tuple[int, int]]:
+    _, count = _block(local)
+    return [((i + distance) % count, i) for i in range(count)]
 
 
 def _halos(local: Local) -> list[HaloRequest]:
@@ -88,13 +93,22 @@ def _halos(local: Local) -> list[HaloRequest]:
     ]
 
 
-def _sends(local: Local) -> Iterator[float]:
+def _sends(local: Local) -> Iterator[Message]:
     if not local.operands[0].dims[local.params["dim"]] or not local.params["first"]:
         return
     if not _even(local):
         yield from sent(local, _halos(local))
         return
-    yield from (_row_bytes(local) * (end - start) for distance, (start, end) in _pieces(local) if distance)
+    for distance, (start, end) in _pieces(local):
+        if distance:
+            yield _to(local, distance, end - start)
+
+
+def _to(local: Local, distance: int, rows: int) -> Message:
+    """So many rows, which the device so far further on has."""
+    axes = local.operands[0].dims[local.params["dim"]]
+    far = reaches_far(_pairs(local, distance), [local.sizes[a] for a in axes])
+    return Message("ppermute", axes, _row_bytes(local) * rows, far=far)
 
 
 def _row_bytes(local: Local) -> int:
@@ -161,10 +175,15 @@ def _hops(local: Local) -> int:
     return hops if hops < count - 1 else 0
 
 
-def _by_sends(local: Local) -> Iterator[float]:
+def _by_sends(local: Local) -> Iterator[Message]:
     block, count = _block(local)
-    nbytes = _row_bytes(local) * block
-    yield from [nbytes] * _hops(local) or [nbytes * (count - 1)] * (count > 1)
+    if not _hops(local):
+        axes = local.operands[0].dims[local.params["dim"]]
+        yield from [Message("all_gather", axes, _row_bytes(local) * block * (count - 1))] * (count > 1)
+        return
+    for _ in range(1 if _even(local) else 2):
+        yield from (_to(local, 1 << bit, block) for bit in range((count - 1).bit_length()))
+        yield _to(local, 1, block)
 
 
 register_rule("rotate", rotate, _rotate_local, passes=(MOVES(0),), sends=_sends)

@@ -5,7 +5,8 @@ block 0   block 1   block 2       scan each block        what is before        c
 1 2 3     4 5 6     7 8 9    ->   1 3 6 | 4 9 15 | ...   0 | 6 | 21       ->   1 3 6 | 10 15 21 | ...
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.cost.network import Message
 from shardax.reshard.run import identity
 from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
 from shardax.spmd_rules.sends import all_gather
@@ -42,6 +44,13 @@ def _total(local: Local, scanned):
     return lax.slice_in_dim(scanned, last, last + 1, axis=axis)
 
 
+def _sends(local: Local) -> Iterator[Message]:
+    axes, block = local.operands[0].dims[local.params["axis"]], local.in_shape()[local.params["axis"]]
+    if axes:
+        total = math.prod(local.in_shape()) // max(1, block) * local.node.inputs[0].itemsize
+        yield Message("all_gather", axes, total * (local.count(axes) - 1))
+
+
 _SCANS = {
     "cumlogsumexp": (jnp.logaddexp, partial(np.full, (), -np.inf), ()),
     "cummax": (lax.max, partial(identity, "max"), (Passes(("max",), (0,)),)),
@@ -51,4 +60,5 @@ _SCANS = {
 }
 
 for _name, (_combine, _neutral_of, _passes) in _SCANS.items():
-    register_rule(_name, "... -> ...", partial(_cumulative_local, _combine, _neutral_of), passes=_passes)
+    _lowering = partial(_cumulative_local, _combine, _neutral_of)
+    register_rule(_name, "... -> ...", _lowering, passes=_passes, sends=_sends)

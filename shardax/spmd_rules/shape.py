@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.cost.network import FAR, Message
 from shardax.graph.graph import Node
 from shardax.reshard.halo import HaloRequest, slice_by_device
 from shardax.sharding import Axes
@@ -213,9 +214,11 @@ def _rev_axes(local: Local) -> Axes:
     return tuple(a for d in local.params["dimensions"] for a in local.operands[0].dims[d])
 
 
-def _rev_sends(local: Local) -> Iterator[float]:
+def _rev_sends(local: Local) -> Iterator[Message]:
     shard = math.prod(local.in_shape()) * local.node.inputs[0].aval.dtype.itemsize
-    return itertools.chain([shard] if _rev_axes(local) else [], sent(local, _rev_requests(local)))
+    if axes := _rev_axes(local):
+        yield Message("ppermute", axes, shard, far=max(local.sizes[a] for a in axes) >= FAR)
+    yield from sent(local, _rev_requests(local))
 
 
 def _rev_local(local: Local, shard):

@@ -14,6 +14,7 @@ to keep the sort stable. Else the dim is gathered.
 After Knuth, The Art of Computer Programming 3: 5.2.2, algorithm M, and 5.3.4, exercise 38.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.cost.network import Message, reaches_far
 from shardax.graph.graph import Node
 from shardax.reshard.halo import slice_by_device
 from shardax.reshard.run import identity
@@ -137,12 +139,14 @@ def _network(count: int) -> Iterator[list[tuple[int, int]]]:
         p //= 2
 
 
-def _sort_sends(local: Local) -> Iterator[float]:
+def _sort_sends(local: Local) -> Iterator[Message]:
     """One ppermute for each operand in each layer, the flag and the place being such too."""
     axes = local.operands[0].dims[local.params["dimension"]]
     extra = [1] * _is_padded(local) + [4] * _shows_places(local)
     sizes = [*extra, *(v.itemsize for v in local.node.inputs)] if axes else []
-    yield from (math.prod(local.in_shape()) * size for _ in _network(local.count(axes)) for size in sizes)
+    for pairs, size in itertools.product(_network(local.count(axes)), sizes):
+        far = reaches_far(pairs, [local.sizes[a] for a in axes])
+        yield Message("ppermute", axes, math.prod(local.in_shape()) * size, far=far)
 
 
 def _approx_top_k_local(local: Local, shard):
@@ -181,7 +185,7 @@ def _pick(local: Local, shard, axis: int, fill, first: Callable, last: Callable)
     if not axes:
         return local.bind(shard)
     shard = local.mask(0, shard, fill, [axis])
-    if block * shard.dtype.itemsize <= k * (shard.dtype.itemsize + local.node.outputs[1].itemsize):
+    if _sends_all(local, axis):
         return local.bind(all_gather(local, "candidates", shard, axes, axis))
     values, places = first(shard, k=min(k, block))
     places = places + lax.convert_element_type(local.start(layout, axis), places.dtype)
@@ -190,6 +194,27 @@ def _pick(local: Local, shard, axis: int, fill, first: Callable, last: Callable)
     return [values, at_places(places, among, axis)]
 
 
-register_rule("approx_top_k", approx_top_k, _approx_top_k_local)
+def _sends_all(local: Local, axis: int) -> bool:
+    values, places = local.node.outputs
+    return local.in_shape()[axis] * values.itemsize <= local.params["k"] * (values.itemsize + places.itemsize)
+
+
+def _pick_sends(axis: Callable[[Local], int], local: Local) -> Iterator[Message]:
+    dim = axis(local)
+    axes, block = local.operands[0].dims[dim], local.in_shape()[dim]
+    row = math.prod(local.in_shape()) // max(1, block) * (local.count(axes) - 1)
+    values, places = (v.itemsize for v in local.node.outputs)
+    if axes:
+        k = min(local.params["k"], block)
+        sizes = [block * values] if _sends_all(local, dim) else [k * values, k * places]
+        yield from (Message("all_gather", axes, row * nbytes) for nbytes in sizes)
+
+
+register_rule(
+    "approx_top_k",
+    approx_top_k,
+    _approx_top_k_local,
+    sends=partial(_pick_sends, lambda local: local.params["reduction_dimension"] % len(local.in_shape())),
+)
 register_rule("sort", sort, _sort_local, sends=_sort_sends)
-register_rule("top_k", top_k, _top_k_local)
+register_rule("top_k", top_k, _top_k_local, sends=partial(_pick_sends, lambda local: local.params["axis"]))
