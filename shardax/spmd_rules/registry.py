@@ -187,7 +187,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "ppermute"
 def _is_message(given: Any, sizes: AxisSizes) -> bool:
     if not isinstance(given, tuple):
         return is_number(given, 0)
-    kind, axes, nbytes, *_ = (*given, None, None, None)
+    kind, axes, nbytes = given[:3] if len(given) > 2 else (None, None, None)
     return kind in COLLECTIVES and isinstance(axes, tuple) and {*axes} <= {*sizes} and is_number(nbytes, 0)
 
 
@@ -275,7 +275,7 @@ class Entry:
                 "(kind, axes, bytes) of each collective, such as "
                 f"[('all_gather', {(*local.sizes,)[:1]}, 4096)], or its bytes alone",
             )
-        return [Message("ppermute", (), m) if is_number(m, 0) else Message(*m) for m in returned]
+        return [Message(*m) if isinstance(m, tuple) else Message("ppermute", (), m) for m in returned]
 
     def has_flops(self, node: Node) -> bool:
         """Whether a node multiplies: its products are split as far as may be."""
