@@ -265,7 +265,7 @@ class Entry:
         if self.sends is None:
             return []
         with noting(lambda: f"the function `sends` of {at(local.node)}"):
-            returned = self.sends(local)
+            returned: Any = self.sends(local)
             returned = list(returned) if isinstance(returned, Iterable) else returned
         if not isinstance(returned, list) or not all(_is_message(m, local.sizes) for m in returned):
             require(
