@@ -87,6 +87,23 @@ def test_lookups_of_one_table_are_decided_apart():
     assert both <= one + other
 
 
+def test_axes_cut_in_two_raise_no_price():
+    """More axes are more ways, of which not all are tried; the one that splits nothing always is."""
+
+    def tied(table, tokens):
+        looked_up = jnp.sin(table[tokens])
+        return jnp.einsum("bsd,vd->bsv", looked_up, table)
+
+    def price(sizes, rows, batch):
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+        args = jax.ShapeDtypeStruct((33, 16), "float32"), jax.ShapeDtypeStruct((6, 10), "int32")
+        step = sx.shard_jit(tied, mesh=mesh, in_shardings=(P(rows), P(batch)), out_shardings=P(batch))
+        return step.plan(*args).decisions.price
+
+    cut = price({"x": 16, "y": 4, "z": 2}, ("x", "y", "z"), "x")
+    assert cut <= price({"x": 16, "y": 8}, ("x", "y"), "x") + 1  # ties are broken by less
+
+
 def test_a_residual_stream_settles_each_sum_once():
     """Nothing is kept pending beside what a norm has settled: no device adds zeros to a part of a sum."""
     mesh = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))

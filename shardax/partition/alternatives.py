@@ -2,9 +2,12 @@
 results, suggest.
 
 Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that
-look cheapest where they stand; whatever is left out is left out for all searches of that program alike.
+look cheapest where they stand, and the one that splits nothing, if there is one: what is gathered for others
+anyway looks dear there, and the more axes there are, the more ways stand before it. Whatever is left out is
+left out for all searches of that program alike.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from functools import cache, partial
@@ -26,8 +29,9 @@ from shardax.partition.candidates import (
     waits,
     whole,
 )
+from shardax.partition.paddings import paddings_of
 from shardax.partition.sites import Layouts, Way, sums_left
-from shardax.sharding import Axes, AxisSizes, Layout, Padding
+from shardax.sharding import Axes, AxisSizes, Layout
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
@@ -41,8 +45,8 @@ class Alternatives:
     reads them; `views`: those that are another one there.
     """
 
-    def __init__(self, graph: Graph, completion: Completion, padding: Padding):
-        self.completion, self.padding = completion, padding
+    def __init__(self, graph: Graph, completion: Completion):
+        self.completion, self.paddings = completion, paddings_of(graph, completion)
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.stored = stored(graph)
@@ -83,6 +87,7 @@ class Alternatives:
             tuple(entry.passes_of(node)),
             params,
             hidden,
+            id(self.paddings.of_node(node)),
         )
 
     def _ways(
@@ -93,7 +98,7 @@ class Alternatives:
             result = requested[count]
             pending = tuple(p for p in note.owing.pending if p[0] not in hidden)
             if not set(note.owing.unreduced).isdisjoint(result.sharding.axes):  # an open dim was split so
-                result = self.padding.layout(
+                result = self.paddings.of_node(node).layout(
                     result.sharding.without(note.owing.unreduced), node.outputs[0].shape
                 )
             splits = project_all([result], factors.results, factors, self.sizes)
@@ -126,7 +131,8 @@ class Alternatives:
         if len(ways) > 1:
             nearest = cache(partial(self.nearest, node.inputs, made))
             ways.sort(key=lambda way: self.guess(node, way, nearest, requested[count:]))
-            ways = ways[:MOST]
+            unsplit = (way for way in ways[MOST:] if not way.detail[0])
+            ways = [*ways[:MOST], *itertools.islice(unsplit, 1)]
         return ways
 
     def candidates(
@@ -136,7 +142,10 @@ class Alternatives:
         if entry.ways is None:
             return ruled
         locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in ruled)
-        return (Candidate(x.splits, x.operands, x.results) for x in entry.picked(locals_, node, self.padding))
+        return (
+            Candidate(x.splits, x.operands, x.results)
+            for x in entry.picked(locals_, node, self.paddings.of_node(node))
+        )
 
     def of_rule(
         self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes
@@ -146,7 +155,8 @@ class Alternatives:
         results = [(request,) for request in requested[count:]]
         offer = Offer(idle, reduced=True)
         layouts, tensors = results + operands, factors.results + factors.operands
-        options = options_of(suggest(layouts, tensors, factors, self.padding, offer), factors, self.padding)
+        padding = self.paddings.of_node(node)
+        options = options_of(suggest(layouts, tensors, factors, padding, offer), factors, padding)
         each = partial(whole, layouts, tensors, factors, self.sizes)
         ways = list(waits(entry.passes_of(node), made))
         for splits in assignments(options, factors, self.sizes, each):

@@ -18,7 +18,7 @@ from shardax.partition.replay import Replay
 from shardax.partition.search import Search
 from shardax.partition.sites import Layouts
 from shardax.partition.tables import Solution
-from shardax.sharding import AxisSizes, Layout, Padding
+from shardax.sharding import AxisSizes, Layout
 from shardax.spmd_rules.registry import Split
 
 Splits = dict[Node, Split | None]
@@ -40,7 +40,7 @@ def choose(
     picoseconds for each byte of what is made, on one device: the multiplier by which less memory is bought
     for more time.
     """
-    alternatives = Alternatives(graph, completion, Padding(completion.sizes, frozenset(completion.splits())))
+    alternatives = Alternatives(graph, completion)
 
     def lay_out(splits: Splits, returned: dict[Hashable, Layouts]) -> Search:
         search = Search(graph, completion, alternatives, splits, returned, allowed, byte_price)

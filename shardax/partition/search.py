@@ -59,7 +59,7 @@ class Search:
         allowed: Callable[..., bool] | None = None,
         byte_price: float = 0.0,
     ):
-        self.completion, self.alternatives, self.padding = completion, alternatives, alternatives.padding
+        self.completion, self.alternatives, self.paddings = completion, alternatives, alternatives.paddings
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
         self.nbytes = alternatives.nbytes
@@ -253,7 +253,7 @@ class Search:
     def requested(self, value: Value, hidden: frozenset[str] = frozenset()) -> Layout:
         """The layout that completion requests for a value, as far as axes are not hidden."""
         sharding = self.completion.sharding(value)
-        return self.padding.layout(sharding.without(hidden) if hidden else sharding, value.shape)
+        return self.paddings.of(value).layout(sharding.without(hidden) if hidden else sharding, value.shape)
 
     def owing(self, requested: Layout, value: Value, made: Iterable[Layout]) -> Layouts:
         """The layout that is requested of a value, and those that owe the sums that are left as it is made:
@@ -264,7 +264,7 @@ class Search:
         for owed in dict.fromkeys(sums_left(lay) for lay in made):
             sharding = requested.sharding.without([a for a, _ in owed])
             if owed and (self.whole_sums or sharding == requested.sharding):
-                left[self.padding.layout(sharding, value.shape, owed)] = None
+                left[self.paddings.of(value).layout(sharding, value.shape, owed)] = None
         return tuple(left)
 
     def split_of(self, node: Node, hidden: frozenset[str]) -> Split | None:

@@ -1,0 +1,72 @@
+"""To what size each dim of a program's values is padded: in each part of the program for the finest split
+that this part gives to dims of its size.
+
+Shards of different splits nest only where both are padded alike (`Padding`), which matters for values of
+which one is made of the other. What merely stands side by side in a program has paddings of its own:
+otherwise rows that nobody needs would be sent and computed in one part because another is split more finely.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shardax.completion.complete import Completion
+from shardax.graph.graph import Graph, Node, Value
+from shardax.sharding import Axes, Padding
+
+
+@dataclass(frozen=True)
+class Paddings:
+    """`common`: of all values but those of `parts`."""
+
+    common: Padding
+    parts: Mapping[Value, Padding] = field(default_factory=dict)
+
+    def of(self, value: Value) -> Padding:
+        return self.parts.get(value, self.common)
+
+    def of_node(self, node: Node) -> Padding:
+        """That of the arrays that a node reads and makes: they are of one part."""
+        if not self.parts:
+            return self.common
+        return next((self.parts[v] for v in _arrays(node) if v in self.parts), self.common)
+
+
+def paddings_of(graph: Graph, completion: Completion) -> Paddings:
+    splits = frozenset(completion.splits())
+    common = Padding(completion.sizes, splits)
+    if all(common.padded(n, axes) == n for n, axes in splits):
+        return Paddings(common)  # nothing is padded in any part
+    found: dict[Value, Padding] = {}
+    for part in _parts(graph):
+        some = frozenset(split for v in part for split in _splits(v, completion))
+        found.update(dict.fromkeys(part, Padding(completion.sizes, some)))
+    return Paddings(common, found)
+
+
+def _splits(value: Value, completion: Completion) -> list[tuple[int, Axes]]:
+    return [(n, axes) for n, axes in zip(value.shape, completion.sharding(value).dims, strict=True) if axes]
+
+
+def _parts(graph: Graph) -> list[list[Value]]:
+    """The arrays of a program and of its bodies, those together that operations join. Numbers have no dims,
+    and join nothing."""
+    root: dict[Value, Value] = {}
+
+    def root_of(v: Value) -> Value:
+        while root.setdefault(v, v) is not v:
+            root[v] = v = root[root[v]]
+        return v
+
+    for node in graph.walk():
+        arrays = _arrays(node)
+        for v in arrays:
+            root[root_of(v)] = root_of(arrays[0])
+    parts: dict[Value, list[Value]] = {}
+    for v in root:
+        parts.setdefault(root_of(v), []).append(v)
+    return list(parts.values())
+
+
+def _arrays(node: Node) -> Sequence[Value]:
+    inside = [v for body in node.bodies for v in (*body.inputs, *body.outputs)]
+    return [v for v in (*node.inputs, *node.outputs, *inside) if v.shape and not v.is_literal]
