@@ -148,6 +148,34 @@ def test_nested_loops_are_planned_in_time_that_grows_with_their_depth():
     assert seconds(6) <= 6 * seconds(1) + 0.5
 
 
+@pytest.mark.parametrize("trips", [(4, 4), (2, 2, 4)])
+def test_loops_in_loops_send_what_one_loop_sends(trips):
+    """All of them carry a gradient as the innermost makes it: split, where little is sent for that."""
+
+    def loss(w, x):
+        return jnp.sum((jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+
+    def added(total, w, xs, loops):
+        if loops == 0:
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(w, xs))
+        return lax.scan(lambda t, x: (added(t, w, x, loops - 1), None), total, xs)[0]
+
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    shapes = {"up": (256, 1024), "down": (1024, 256)}
+    w = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+
+    def sent(*trips):
+        step = sx.shard_jit(
+            lambda w, xs: added(jax.tree.map(jnp.zeros_like, w), w, xs, len(trips)),
+            mesh=mesh,
+            in_shardings=(P(), P(*[None] * len(trips), "x")),
+            out_shardings=P(),
+        )
+        return step.plan(w, jax.ShapeDtypeStruct((*trips, 64, 256), "float32")).comm_bytes
+
+    assert sent(*trips) <= sent(16)
+
+
 def test_carries_wait_for_their_sum():
     def f(x, w):
         return lax.fori_loop(0, 5, lambda i, total: total + x @ w, jnp.zeros((8, 8)))

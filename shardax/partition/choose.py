@@ -1,7 +1,8 @@
 """choose: how every node of a program runs, for the least seconds in all. Pure data out: the decisions.
 
-The program is laid out as sites and solved (`search.py`). Where loops carry something it is laid out twice:
-the second time carries may take the layouts in which their bodies gave them back the first time. Whether the
+The program is laid out as sites and solved (`search.py`). Where loops carry something it is laid out again:
+then carries may take the layouts in which their bodies gave them back before. What the innermost of nested
+loops carries so, the one around it gets back only in the next round. Whether the
 iterations of a map are split is tried for one map after the other: the devices are at different iterations
 then, so that all ways inside are others.
 """
@@ -47,12 +48,13 @@ def choose(
         search.program(graph, inputs, outputs)
         return search
 
-    search, solution = _searched(lay_out, {})
+    rounds = 1 + _nesting(graph)
+    search, solution = _searched(lay_out, {}, rounds)
     for node, options in search.maps.items():
         now = search.splits.get(node, options[0] if options else None)
         for other in (None, *options):
             if other != now:
-                tried, result = _searched(lay_out, {**search.splits, node: other})
+                tried, result = _searched(lay_out, {**search.splits, node: other}, rounds)
                 if result.price < solution.price:
                     search, solution, now = tried, result, other
     decisions = Replay(search).graph(graph, inputs, outputs)
@@ -83,11 +85,16 @@ def _made_and_resharded(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]
 
 
 def _searched(
-    lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits
+    lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits, rounds: int
 ) -> tuple[Search, Solution]:
-    returned: dict[Hashable, Layouts] = {}
-    while True:
-        search = lay_out(splits, returned)
-        if search.left == returned or returned:
-            return search, search.solve()
-        returned = search.left
+    search = lay_out(splits, {})
+    for _ in range(1, rounds):
+        search, returned = lay_out(splits, search.left), search.left
+        if search.left == returned:
+            break
+    return search, search.solve()
+
+
+def _nesting(graph: Graph) -> int:
+    """How deep bodies are nested."""
+    return max((1 + _nesting(body) for node in graph.nodes for body in node.bodies), default=0)
