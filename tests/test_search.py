@@ -87,21 +87,34 @@ def test_lookups_of_one_table_are_decided_apart():
     assert both <= one + other
 
 
-def test_axes_cut_in_two_raise_no_price():
-    """More axes are more ways, of which not all are tried; the one that splits nothing always is."""
+def tied(table, tokens):
+    return jnp.einsum("bsd,vd->bsv", jnp.sin(table[tokens]), table)
 
-    def tied(table, tokens):
-        looked_up = jnp.sin(table[tokens])
-        return jnp.einsum("bsd,vd->bsv", looked_up, table)
 
-    def price(sizes, rows, batch):
+def sorted_by_the_first(keys, rows):
+    return lax.sort((keys, rows), dimension=0, num_keys=1)
+
+
+@pytest.mark.parametrize(
+    "f, shapes, specs, cut",
+    [
+        (tied, [((33, 16), "float32"), ((6, 10), "int32")], lambda x, y: (P((*x, *y)), P(x), P(x)), "y"),
+        (sorted_by_the_first, [((16, 10), "float32")] * 2, lambda x, y: (P(x), P(y), (P(x), P(x))), "x"),
+    ],
+    ids=["tied", "sort"],
+)
+def test_axes_cut_in_two_raise_no_price(f, shapes, specs, cut):
+    """More axes are more ways, of which not all are tried: the one that splits nothing always is, and axes
+    that split one dim may go to another together."""
+
+    def price(sizes):
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-        args = jax.ShapeDtypeStruct((33, 16), "float32"), jax.ShapeDtypeStruct((6, 10), "int32")
-        step = sx.shard_jit(tied, mesh=mesh, in_shardings=(P(rows), P(batch)), out_shardings=P(batch))
-        return step.plan(*args).decisions.price
+        *ins, outs = specs(*(tuple(a for a in sizes if a[0] == axis) for axis in "xy"))
+        step = sx.shard_jit(f, mesh=mesh, in_shardings=tuple(ins), out_shardings=outs)
+        return step.plan(*(jax.ShapeDtypeStruct(*s) for s in shapes)).decisions.price
 
-    cut = price({"x": 16, "y": 4, "z": 2}, ("x", "y", "z"), "x")
-    assert cut <= price({"x": 16, "y": 8}, ("x", "y"), "x") + 1  # ties are broken by less
+    finer = {"x": {"x1": 8, "x2": 2, "y": 8}, "y": {"x": 16, "y1": 4, "y2": 2}}
+    assert price(finer[cut]) <= price({"x": 16, "y": 8}) + 1  # ties are broken by less
 
 
 def test_a_residual_stream_settles_each_sum_once():
@@ -121,6 +134,31 @@ def test_a_residual_stream_settles_each_sum_once():
     plan = sx.shard_jit(layers, mesh=mesh, in_shardings=ins).plan(x, [up] * 3, [down] * 3)
     assert plan.comm_bytes <= 3 * 2 * (512 * 1024 * 4) * 3 // 4
     assert "jnp.where" not in plan.source()
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 2, 2)], ids=str)
+def test_a_train_step_of_a_few_layers_is_near_its_bound(sizes):
+    """Tables outgrow the limit there, so messages must find what is left, and say how little that is."""
+
+    def loss(layers, x):
+        for w in layers:
+            normed = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1)
+            x = x + jnp.tanh(normed @ w["up"] + w["bias"][None]) @ w["down"]
+        return jnp.mean(x**2)
+
+    def step(layers, x):
+        value, grads = jax.value_and_grad(loss)(layers, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, grads), value
+
+    names = "xyz"[: len(sizes)]
+    rest, batch = (None, "x") if len(sizes) == 2 else ("z", ("x", "z"))
+    mesh = AbstractMesh(sizes, tuple(names), axis_types=(AxisType.Auto,) * len(sizes))
+    specs = {"up": P(rest, "y"), "bias": P("y"), "down": P("y", rest)}
+    shapes = {"up": (64, 128), "bias": (128,), "down": (128, 64)}
+    layer = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    program = sx.shard_jit(step, mesh=mesh, in_shardings=([specs] * 4, P(batch)))
+    decisions = program.plan([layer] * 4, jax.ShapeDtypeStruct((64, 64), "float32")).decisions
+    assert decisions.gap <= 0.03 * decisions.price  # 0.20 and 0.23 after eight sweeps, and 9 % dearer
 
 
 def accumulating(depth: int):

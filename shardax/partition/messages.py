@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SWEEPS = 8  # forward and back, at most
-ENOUGH = 3e-3  # the share by which one must raise the bound
+SWEEPS = 8  # forward and back, at most; but more as long as few variables are visited
+VISITS = 10_000  # of variables: what is small is solved well in the time that what is large takes anyway
+ENOUGH = 1e-3  # the share by which one must raise the bound
 _NEVER = 1e17  # picoseconds, instead of infinity: messages are subtracted
 _ROUNDING = 1e-9  # messages are no whole numbers
 
@@ -35,7 +36,7 @@ def proposals(
     """
     field = _Field(alone, pairs)
     choices: list[list[int]] = []
-    for _ in range(SWEEPS):
+    for _ in range(max(SWEEPS, VISITS // max(1, len(alone)))):
         before = field.bound
         choices += [field.sweep(True), field.sweep(False)]
         if field.bound - before <= ENOUGH * abs(field.bound):
