@@ -92,9 +92,9 @@ def _redistributed(
     splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes
 ) -> Iterator[tuple[str, Split]]:
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
-    idle ones: all, or one. Only idle axes go to windowed factors, where halos are sent. Where half of the
-    devices would have no element, only axes that must leave an unsplit factor come, for which there may be no
-    other way."""
+    idle ones: all, those of one factor, or one. Only idle axes go to windowed factors, where halos are sent.
+    Where half of the devices would have no element, only axes that must leave an unsplit factor come, for
+    which there may be no other way."""
     others = [
         split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
@@ -107,7 +107,7 @@ def _redistributed(
     ):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in freed)
-        for more in dict.fromkeys((freed, *((a,) for a in freed))):
+        for more in dict.fromkeys((freed, *(split.axes for split in others), *((a,) for a in freed))):
             busy = 2 * size > shard_count(have + more, padding.sizes) or must_leave.intersection(more)
             if size > shard_count(have, padding.sizes) and busy:
                 yield factor, Split(have + more, padding.padded(size, have + more))
