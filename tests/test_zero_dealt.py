@@ -1,5 +1,7 @@
 """Optimizers of matrices: each device computes with some of the matrices, whole, and results are the same."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,8 @@ import shardax as sx
 from models.devices import make_mesh
 from shardax.zero import Zero, dealt
 from shardax.zero.whole import repeated_products
+from tests.kronecker import soap
+from tests.test_zero import abstract
 from tests.zero_steps import step_of
 
 pytestmark = [
@@ -103,6 +107,70 @@ def test_uneven_stack():
     assert share == pytest.approx(2 / 8, rel=0.01), "two of twelve on each device, where eight count as one"
 
 
+def planned(tx, state, stage=1, transforms=None, loss=listed):
+    mesh, x = abstract(data=8), jax.ShapeDtypeStruct((16384, MODEL), "float32")
+    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    transforms = [Zero("data", stage)] if transforms is None else transforms
+    step = sx.shard_jit(step_of(loss, tx), transforms=transforms, **how)
+    return step.plan(state, x), sx.abstract_state(step, state, x)
+
+
+def specs_in(tree):
+    return [x.spec for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tx", [optax.contrib.muon(0.1), soap(0.1, largest=HIDDEN)])
+def test_made_state_rests_where_it_is_computed_with(tx):
+    """What makes a state finds in the update of its optimizer what a step finds in itself."""
+    tx, params = dealt(tx), [jax.ShapeDtypeStruct((MODEL, HIDDEN), "float32")] * LAYERS
+    state = jax.eval_shape(tx.init, params)
+    _, (_, rests) = planned(tx, (params, state))
+    wanted = [x.sharding.spec for x in jax.tree.leaves(rests)]
+    assert {spec[0] for spec in wanted} == {"data"}
+    assert specs_in(sx.zero.specs(state, abstract(data=8), tx=tx, params=params)) == wanted
+    assert jax.tree.structure(sx.zero.init(tx, params, abstract(data=8))[1]) == jax.tree.structure(state)
+    sharded = sx.zero.shard(tx)
+    _, (_, rests) = planned(sharded, (params, state), transforms=[])
+    assert [x.sharding.spec for x in jax.tree.leaves(rests)] == wanted
+
+
+@pytest.mark.once
+def test_made_on_devices():
+    """Where it is made it lies as it rests under Zero, and no step moves it; in true shapes too."""
+    tx, mesh = dealt(optax.contrib.muon(0.1)), make_mesh({"data": 4})
+    for shape, layers, padded in ((6, 8), 4, (4, 6, 8)), ((5, 7), 3, (4, 5, 7)):
+        params, state = sx.zero.init(tx, [np.ones(shape, "float32")] * layers, mesh)
+        (rests,) = [x for x in jax.tree.leaves(state) if x.ndim == 3]
+        assert rests.shape == padded and rests.sharding.spec[0] == "data"
+        again = sx.zero.pad(tx.init(params), mesh, params=params, bucket=0, tx=tx)
+        (alike,) = [x for x in jax.tree.leaves(again) if x.ndim == 3]
+        assert alike.shape == rests.shape and alike.sharding == rests.sharding
+
+
+@pytest.mark.quick
+def test_padded_stack():
+    """Of a stack that nothing divides the number is padded, not the matrices, and less is sent."""
+    tx, params = dealt(soap(0.1, largest=128)), [jax.ShapeDtypeStruct((MODEL, MODEL + 1), "float32")] * 12
+    padded, true = sx.zero.init(tx, params, abstract(data=8)), (params, jax.eval_shape(tx.init, params))
+    assert {x.shape for x in jax.tree.leaves(padded[1]) if len(x.shape) == 3} == {
+        (12, 64, 64),
+        (12, 64, 65),
+        (16, 65, 65),
+    }
+    assert planned(tx, padded)[0].comm_bytes < 0.9 * planned(tx, true)[0].comm_bytes
+
+
+@pytest.mark.quick
+def test_layers_of_a_loop():
+    """A stack of parameters may be gone over by a loop: its moments rest along another dim, as in a step."""
+    loss, tx, params = of_stack(LAYERS)
+    state = jax.eval_shape(tx.init, params)
+    _, (_, rests) = planned(tx, (params, state), loss=loss)
+    found = sx.zero.specs(state, abstract(data=8), tx=tx, params=params)
+    assert specs_in(found) == [x.sharding.spec for x in jax.tree.leaves(rests)]
+
+
 @pytest.mark.once
 def test_results():
     """Two sizes and a vector, beside clipping by the norm of all."""
@@ -134,3 +202,19 @@ def test_results():
 def test_bad_input():
     with pytest.raises(ValueError, match="tx of dealt is 0.1, of type float: give an optax optimizer"):
         dealt(0.1)
+    tx, w = optax.trace(0.9), jax.ShapeDtypeStruct((8, 4), "float32")
+    with pytest.raises(
+        ValueError, match="specs is given an optimizer tx whose state of these params is .*: give"
+    ):
+        sx.zero.specs(w, abstract(data=8), tx=tx, params=w)
+    with pytest.raises(ValueError, match="tx of pad is 0.1, of type float: give an optax optimizer"):
+        sx.zero.pad(w, abstract(data=8), tx=0.1, params=w)
+
+
+@pytest.mark.quick
+def test_update_that_takes_more():
+    """Then no dim counts as mixed, and a warning says why and what to do."""
+    tx, w = optax.contrib.reduce_on_plateau(), jax.ShapeDtypeStruct((8, 4), "float32")
+    with pytest.warns(UserWarning, match="its update needs whole is not known .*value.*: give an optimizer"):
+        sx.zero.init(tx, w, abstract(data=8))
+    sx.zero.init(optax.GradientTransformation(tx.init, partial(tx.update, value=0.0)), w, abstract(data=8))

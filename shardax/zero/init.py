@@ -13,10 +13,11 @@ from shardax.annotations.annotate import broadcast_specs
 from shardax.sharding import Axes
 from shardax.validation import is_integer, require
 from shardax.zero.bucket import bucketed, is_bucketed, is_part
+from shardax.zero.mixed import OfShapes, mixed_by
 from shardax.zero.padded import padded_to
 from shardax.zero.rest import padded_shape, split_further
 from shardax.zero.transform import Zero
-from shardax.zero.wrapped import check_mesh, requested_of, specs
+from shardax.zero.wrapped import check_mesh, mixed_in, requested_of, resting_specs
 
 SMALL = 2**20  # bytes
 
@@ -33,7 +34,8 @@ def init(
     """The state `(params, tx.init(params))` as it rests under `Zero(axis, stage)`. Each array of the
     optimizer's state, and in stage 3 of the parameters, is split: what the axis divides along no dim is a
     `Padded`, or where there are several small ones in a tree like that of the parameters, a part of a bucket:
-    that tree is a `Bucketed`.
+    that tree is a `Bucketed`. Dims along which the optimizer's update needs whole matrices are split only
+    where no other can be, so that a `dealt` state is not sent.
 
     A step with `Zero(axis, stage)` in its transforms takes and returns it, and sees true shapes. No device
     ever holds more of the optimizer's state than its shards.
@@ -59,19 +61,21 @@ def init(
     (Padded(float32[1300, 1001] as [1304, 1001]), Padded(float32[1014] as [1016]))
     """
     zero = Zero(axis, stage)
-    require(hasattr(tx, "init"), "tx of init", tx, "an optax optimizer")
+    require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of init", tx, "an optax optimizer")
     require(is_integer(bucket, 0), "bucket of init", bucket, "a number of bytes")
-    rests = _Rests(_mesh(mesh, zero.axes, "init"), zero.axes, params, bucket)
+    made = jax.eval_shape(tx.init, params)
+    mixed = mixed_by(tx.update, made, params, params)
+    rests = _Rests(_mesh(mesh, zero.axes, "init"), zero.axes, params, bucket, mixed)
     of_params = broadcast_specs(requested, params, "requested")
     by_shape = {x.shape: spec for x, spec in zip(jax.tree.leaves(params), of_params, strict=True)}
-    of_state = [by_shape.get(x.shape) for x in jax.tree.leaves(jax.eval_shape(tx.init, params))]
+    of_state = [by_shape.get(x.shape) for x in jax.tree.leaves(made)]
 
     def make(params):
         trained = rests.made(params, of_params) if stage == 3 else params
         return trained, rests.made(tx.init(params), of_state)
 
     def placed():
-        state = rests.shardings(jax.eval_shape(tx.init, params), of_state)
+        state = rests.shardings(made, of_state)
         if stage == 3:
             return rests.shardings(params, of_params), state
         leaves = zip(jax.tree.leaves(params), of_params, strict=True)
@@ -88,6 +92,7 @@ def pad(
     requested: Any = None,
     params: Any = None,
     bucket: int = SMALL,
+    tx: Any = None,
 ) -> Any:
     """A tree of true shapes as it rests split: what the axis divides along no dim is a `Padded`, with one dim
     longer, which takes the fewest zeros; the first of three dims and more, over which layers may be stacked,
@@ -102,17 +107,20 @@ def pad(
       params: the parameters, or their shapes: parts of `tree` that are like this tree, or like it but for
         some leaves, have their small arrays in buckets, as `init` makes them. Without it nothing is in one.
       bucket: as of `init`.
+      tx: the optimizer whose state `tree` is, with its `params`: as of `specs`.
 
     Raises ValueError where the mesh has no such axis, or has no devices for arrays.
 
+    >>> import shardax as sx
     >>> mesh = AbstractMesh((8,), ("data",))
     >>> state = pad({"m": jax.ShapeDtypeStruct((7, 3), "float32")}, mesh)
-    >>> state, specs(state, mesh)["m"].value.spec
+    >>> state, sx.zero.specs(state, mesh)["m"].value.spec
     ({'m': Padded(float32[7, 3] as [8, 3])}, P('data', None))
     """
     axes = Zero(axis).axes
     require(is_integer(bucket, 0), "bucket of pad", bucket, "a number of bytes")
-    rests = _Rests(_mesh(mesh, axes, "pad"), axes, params, bucket)
+    mixed = mixed_in(tree, tx, params, "pad")
+    rests = _Rests(_mesh(mesh, axes, "pad"), axes, params, bucket, mixed)
     of_leaves = broadcast_specs(requested, tree, "requested")
     return _placed(
         lambda tree: rests.made(tree, of_leaves),
@@ -133,8 +141,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None, axes: Axes, what: str) -> Mesh | Abs
 class _Rests:
     """How trees rest: what is padded, and what is in buckets."""
 
-    def __init__(self, mesh: Mesh | AbstractMesh, axes: Axes, params: Any, most: int):
-        self.mesh, self._axes, self._most = mesh, axes, most
+    def __init__(self, mesh: Mesh | AbstractMesh, axes: Axes, params: Any, most: int, mixed: OfShapes):
+        self.mesh, self._axes, self._most, self._mixed = mesh, axes, most, mixed
         self._paths = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
 
     def made(self, tree: Any, requested: Sequence[Any]) -> Any:
@@ -143,7 +151,7 @@ class _Rests:
 
     def shardings(self, tree: Any, requested: Sequence[Any]) -> Any:
         made, wanted = self._with_requested(jax.eval_shape(lambda: tree), requested)
-        return specs(made, self.mesh, self._axes, wanted)
+        return resting_specs(made, self.mesh, self._axes, wanted, self._mixed)
 
     def _with_requested(self, tree: Any, requested: Sequence[Any]) -> tuple[Any, Any]:
         """The tree as it rests, and such a tree of specs."""
@@ -186,7 +194,7 @@ class _Rests:
         if not _is_array(x):
             return x
         before = requested_of(spec, x.shape, self.mesh)
-        shape = padded_shape(before, x.shape, self._axes, self.mesh.shape)
+        shape = padded_shape(before, x.shape, self._axes, self.mesh.shape, self._mixed.get(x.shape, ()))
         return x if shape is None else padded_to(x, shape, self._axes)
 
 

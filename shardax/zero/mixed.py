@@ -8,11 +8,17 @@
 State that is split along another dim stays where it is; along one of these it moves there and back.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
+import jax
+
+from shardax import _jax
 from shardax.completion.edges import OF_PARTS, Edge, edges_of
 from shardax.differentiated import is_differentiated
+from shardax.graph import inline
 from shardax.graph.graph import Graph, Node, Value
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import UNSPLIT, TensorFactors
@@ -20,6 +26,7 @@ from shardax.spmd_rules.rule import UNSPLIT, TensorFactors
 Dim = tuple[int, int]  # of an argument, by its number
 Bits = dict[tuple[Value, int], int]  # by dim of a value, those of arguments that are one with it
 Side = Iterable[tuple[Value, TensorFactors]]
+OfShapes = Mapping[tuple[int, ...], frozenset[int]]
 
 
 def mixed_dims(graph: Graph, succeeded: Mapping[int, int]) -> Mapping[int, frozenset[int]]:
@@ -37,6 +44,45 @@ def mixed_dims(graph: Graph, succeeded: Mapping[int, int]) -> Mapping[int, froze
     mixed = _mixed(behind, forward, _operands, _results) | _mixed(before, backward, _results, _operands)
     found = [start for k, start in enumerate(starts) if mixed >> k & 1]
     return {i: frozenset(dim for number, dim in found if number == i) for i in succeeded}
+
+
+def mixed_by(update: Callable[..., Any], state: Any, grads: Any, params: Any = None) -> OfShapes:
+    """The same of the shapes in an optax state, by its update alone. A stack that has a parameter's shape has
+    none: a loop may go over its layers, and then it rests along another dim.
+
+    Where the update cannot be traced with these three, a warning says so, and nothing is known.
+    """
+    types = jax.eval_shape(lambda *trees: trees, grads, state, params)
+    try:
+        program, new = _traced(update, *types)
+    except Exception as error:  # the update is the user's, and may want any argument
+        warnings.warn(
+            f"which dims of the optimizer's state its update needs whole is not known ({error}), so each "
+            "array rests along its largest: give an optimizer whose update takes gradients, state and "
+            "parameters, as optax.GradientTransformation(tx.init, partial(tx.update, value=0.0)) does",
+            stacklevel=4,
+        )
+        return {}
+    graph = inline.from_jaxpr(_jax.dce(program))
+    ends = len(jax.tree.leaves(grads)), len(graph.outputs) - len(jax.tree.leaves(new))
+    pairs = enumerate(zip(jax.tree.leaves(types[1]), jax.tree.leaves(new), strict=True))
+    succeeded = {ends[0] + k: ends[1] + k for k, (old, its) in pairs if old.shape == its.shape}
+    found: dict[tuple[int, ...], frozenset[int]] = {}
+    for i, dims in mixed_dims(graph, succeeded).items():
+        shape = graph.inputs[i].shape
+        found[shape] = found.get(shape, frozenset()) | dims
+    layers = {x.shape for x in jax.tree.leaves(types[0]) if len(x.shape) > 2}
+    return {shape: dims for shape, dims in found.items() if dims and shape not in layers}
+
+
+def _traced(update: Callable[..., Any], *types: Any) -> tuple[Any, Any]:
+    """The jaxpr, and the types of the new state. What JAX refuses or warns of by the user's settings it does
+    where the step is traced.
+    """
+    with warnings.catch_warnings(), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        warnings.simplefilter("ignore")
+        program, (_, new) = jax.make_jaxpr(update, return_shape=True)(*types)
+    return program, new
 
 
 def _behind(graph: Graph, values: set[Value]) -> list[Edge]:

@@ -5,6 +5,7 @@ from collections.abc import Collection
 from shardax.sharding import Axes, AxisSizes, Sharding, shard_count
 
 STACKED = 1 / 8  # of an array: so much padding more is taken rather than to split layers
+MIXED = 1 / 2  # rather than to split what an update needs whole, which moves in each step
 
 
 def split_further(
@@ -44,18 +45,24 @@ def split_further(
 
 
 def padded_shape(
-    sharding: Sharding, shape: tuple[int, ...], axes: Axes, sizes: AxisSizes
+    sharding: Sharding,
+    shape: tuple[int, ...],
+    axes: Axes,
+    sizes: AxisSizes,
+    mixed: Collection[int] = (),
 ) -> tuple[int, ...] | None:
     """The shape with one dim made longer, so that `axes` divide it: of the dims that nothing splits the one
     for which the fewest numbers are added. The first of three and more, over which layers may be stacked,
-    counts as if it took an eighth of the array more. None where it needs none, or where no device would have
-    less than all.
+    counts as if it took an eighth of the array more, and those in `mixed` as if they took half of it. None
+    where it needs none, or where no device would have less than all.
 
     >>> padded_shape(Sharding(((), ())), (13, 7), ("data",), {"data": 4})
     (13, 8)
     >>> padded_shape(Sharding(((), ())), (13, 8), ("data",), {"data": 4})
     >>> [padded_shape(Sharding(((),) * 3), x, ("data",), {"data": 8}) for x in ((12, 101, 509), (127, 3, 5))]
     [(12, 101, 512), (128, 3, 5)]
+    >>> padded_shape(Sharding(((),) * 3), (12, 101, 509), ("data",), {"data": 8}, mixed=(1, 2))
+    (16, 101, 509)
     """
     if set(axes) & set(sharding.axes) or split_further(sharding, shape, axes, sizes) != sharding:
         return None
@@ -69,7 +76,8 @@ def padded_shape(
 
     def preference(dim: int):
         stacked = dim == 0 and len(shape) > 2
-        return bool(sharding.dims[dim]), longer(dim) / shape[dim] + STACKED * stacked
+        more = STACKED * stacked + MIXED * (dim in mixed)
+        return bool(sharding.dims[dim]), longer(dim) / shape[dim] + more
 
     dim = min(filter(shortens, range(len(shape))), key=preference, default=None)
     return None if dim is None else tuple(longer(d) if d == dim else size for d, size in enumerate(shape))

@@ -1,6 +1,7 @@
 """The explicit form of ZeRO: an optax optimizer that says itself how its state rests."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from shardax.annotations.annotate import annotate, bind_annotation, broadcast_sp
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
 from shardax.zero.bucket import has_buckets, is_part
+from shardax.zero.mixed import OfShapes, mixed_by
 from shardax.zero.padded import Name, Padded, check_axes, has_padded, is_padded, padded_as, unpad
 from shardax.zero.rest import split_further, split_padded
 from shardax.zero.together import around_buckets
@@ -47,14 +49,17 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of shard", tx, "an optax optimizer")
 
     def init(trained):
-        return _annotated(tx.init(trained), _Rests(zero, trained, params).split)
+        state = tx.init(trained)
+        mixed = mixed_by(tx.update, state, trained, trained)
+        return _annotated(state, _Rests(zero, trained, params, mixed).split)
 
     def update(grads, state, trained=None, **extra):
         check_axes({Name("state", "state"): state}, zero.axes, "shard")
         _check_not_padded({"grads": grads, "params": trained})
 
         def run(grads, state, trained):
-            rests = _Rests(zero, grads if trained is None else trained, params)
+            mixed = mixed_by(partial(tx.update, **extra), unpad(state), grads, trained)
+            rests = _Rests(zero, grads if trained is None else trained, params, mixed)
             state = _annotated(state, rests.split)
             rests.pad_as(state)
             grads = _annotated(grads, rests.split)
@@ -81,8 +86,8 @@ def _check_not_padded(trees: dict[str, Any]) -> None:
 class _Rests:
     """How what has the shape of a parameter rests; anything else as if nothing had been requested of it."""
 
-    def __init__(self, zero: Zero, params: Any, specs: Any):
-        self._zero, self._mesh = zero, _jax.context_mesh()
+    def __init__(self, zero: Zero, params: Any, specs: Any, mixed: OfShapes):
+        self._zero, self._mesh, self._mixed = zero, _jax.context_mesh(), mixed
         self._before: dict[tuple[int, ...], Sharding] = {}
         self._padded: dict[tuple[int, ...], PartitionSpec | None] = {}
         if self._mesh is not None:
@@ -113,7 +118,10 @@ class _Rests:
         if self._mesh is None or not shape:
             return None
         before = self._before.get(shape, replicated(len(shape)))
-        return (split_further(before, shape, axes, self._mesh.shape) if axes else before).spec
+        if axes:
+            mixed = self._mixed.get(shape, ())
+            before = split_further(before, shape, axes, self._mesh.shape, mixed=mixed)
+        return before.spec
 
 
 def _annotated(tree: Any, rests: Callable[[tuple[int, ...]], PartitionSpec | None]) -> Any:
@@ -132,6 +140,8 @@ def specs(
     axis: str | Axes = "data",
     requested: Any = None,
     memory_kind: str | None = None,
+    tx: Any = None,
+    params: Any = None,
 ) -> Any:
     """The sharding of each array as it rests under ZeRO: of optimizer state, and of parameters in stage 3.
 
@@ -144,8 +154,10 @@ def specs(
       axis: as of `Zero`.
       requested: the shardings besides, as in in_shardings: a prefix tree of specs.
       memory_kind: "pinned_host" of what `Zero(offload=...)` keeps there.
+      tx, params: the optimizer whose state `tree` is, and the parameters, or their shapes: the dims along
+        which its update needs whole matrices are split only where no other can.
 
-    Raises ValueError where the mesh has no such axis.
+    Raises ValueError where the mesh has no such axis, and where `tree` is no state of `tx`.
 
     >>> mesh = AbstractMesh((4,), ("data",))
     >>> moments = {"w": jax.ShapeDtypeStruct((6, 8), "float32"), "b": jax.ShapeDtypeStruct((6,), "float32")}
@@ -154,6 +166,34 @@ def specs(
     """
     axes = Zero(axis).axes
     check_mesh(axes, mesh, "specs")
+    mixed = mixed_in(tree, tx, params, "specs")
+    return resting_specs(tree, mesh, axes, requested, mixed, memory_kind)
+
+
+def mixed_in(tree: Any, tx: Any, params: Any, what: str) -> OfShapes:
+    """The dims that an update mixes, by the shapes in `tree`, a state of an optax optimizer `tx`, if any."""
+    if tx is None:
+        return {}
+    require(hasattr(tx, "init") and hasattr(tx, "update"), f"tx of {what}", tx, "an optax optimizer")
+    true = unpad(jax.eval_shape(lambda: tree))
+    made, given = jax.tree.structure(jax.eval_shape(tx.init, params)), jax.tree.structure(true)
+    if made != given:
+        raise ValueError(
+            f"{what} is given an optimizer tx whose state of these params is {made}, and the tree is "
+            f"{given}: give it tx.init(params), or leave out tx"
+        )
+    return mixed_by(tx.update, true, params, params)
+
+
+def resting_specs(
+    tree: Any,
+    mesh: Mesh | AbstractMesh,
+    axes: Axes,
+    requested: Any,
+    mixed: OfShapes,
+    memory_kind: str | None = None,
+) -> Any:
+    """`specs`, where the mixed dims are known."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
 
     def named(x: Any, spec: Any) -> Any:
@@ -166,7 +206,8 @@ def specs(
             check_mesh(x.axes, mesh, "a padded array in specs")
             before = requested_of(spec, x.value.shape, mesh)
             return split_padded(before, x.value.shape, x.shape, x.axes, mesh.shape)
-        return split_further(requested_of(spec, x.shape, mesh), x.shape, axes, mesh.shape)
+        before = requested_of(spec, x.shape, mesh)
+        return split_further(before, x.shape, axes, mesh.shape, mixed=mixed.get(x.shape, ()))
 
     of_leaves = broadcast_specs(requested, tree, "requested")
     return structure.unflatten(map(named, leaves, of_leaves))
