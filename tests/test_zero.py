@@ -347,11 +347,41 @@ def test_gathered_again(again):
     part = 256 * 256 * 2 * 3 // 4
     assert sent(plan) == {"all_gather": (4 + 3 * again) * part, "reduce_scatter": 4 * part}
     (eqn,) = (eqn for eqn in plan.local_jaxpr.jaxpr.eqns if eqn.primitive.name == "shard_map")
-    eqns = _jax.closed(eqn.params["jaxpr"]).jaxpr.eqns
-    read = {v for eqn in eqns for v in eqn.invars if not _jax.is_literal(v)}
-    barriers = [eqn for eqn in eqns if eqn.primitive is jax.lax.optimization_barrier_p]
-    assert len(barriers) == 3 * again
+    body = _jax.closed(eqn.params["jaxpr"]).jaxpr
+    read = {v for eqn in body.eqns for v in eqn.invars if not _jax.is_literal(v)} | {*body.outvars}
+    barriers = [eqn for eqn in body.eqns if eqn.primitive is jax.lax.optimization_barrier_p]
+    assert len(barriers) == (3 + 1) * again, "one is for the loss"
     assert all(v in read for eqn in barriers for v in eqn.outvars), "or XLA drops it from the barrier"
+
+
+@pytest.mark.quick
+def test_results_of_the_forward_pass_come_before_the_backward_pass():
+    """Or XLA keeps what they are made of, as the logits, beside the gradients: sums of these wait for them."""
+
+    def loss(w, x_BM):
+        logits_BM = jnp.sin(x_BM @ w)
+        return jnp.mean(jax.nn.logsumexp(logits_BM, 1) - logits_BM[:, 0])
+
+    w, tx = jax.ShapeDtypeStruct((256, 512), "float32"), optax.sgd(0.1, momentum=0.9)
+    state, x = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((65536, 256), "float32")
+
+    def with_input_gradient(state, x_BM):
+        (params, moments), (value, grads) = state, jax.value_and_grad(loss, (0, 1))(state[0], x_BM)
+        updates, moments = tx.update(grads[0], moments, params)
+        return (optax.apply_updates(params, updates), moments), (value, (grads[1] ** 2).sum())
+
+    plan = planned(with_input_gradient, (state, x), Zero("data", 3))
+    (local,) = (eqn for eqn in plan.local_jaxpr.jaxpr.eqns if eqn.primitive.name == "shard_map")
+    body = _jax.closed(local.params["jaxpr"]).jaxpr
+    (value,) = (v for v in body.outvars[2:3])
+    places = {v: n for n, eqn in enumerate(body.eqns) for v in eqn.outvars}
+    behind = {v for v in body.eqns[places[value]].outvars}
+    assert body.eqns[places[value]].primitive is jax.lax.optimization_barrier_p
+    for eqn in body.eqns[places[value] + 1 :]:
+        if any(not _jax.is_literal(v) and v in behind for v in eqn.invars):
+            behind.update(eqn.outvars)
+    scattered = [eqn for eqn in body.eqns if eqn.primitive.name == "reduce_scatter"]
+    assert scattered and all(eqn.outvars[0] in behind for eqn in scattered)
 
 
 @pytest.mark.quick

@@ -21,7 +21,7 @@ from shardax.annotations.annotate import bind_annotation
 from shardax.differentiated import is_transposed
 from shardax.graph.equations import equations_like
 from shardax.sharding import Axes, Sharding
-from shardax.zero.again import gathered_again
+from shardax.zero.again import gathered_again, results_first
 from shardax.zero.ahead import ahead
 from shardax.zero.padded import is_cut
 
@@ -66,8 +66,13 @@ class Inside:
                 eqns.append(eqn)
             else:
                 eqns.extend(inside._changed(eqn, env))
+        found, outvars = [_known(v, env) for v in opened.outvars], opened.outvars
+        if reading:
+            first = next(iter(reading))
+            eqns, place, outvars = results_first(eqns, first, outvars)
+            reading = {n + place - first: known for n, known in reading.items()}
         eqns = gathered_again(eqns, reading, self._annotation)
-        return _jax.replaced_eqns(jaxpr, eqns), [_known(v, env) for v in opened.outvars]
+        return _jax.with_eqns_and_results(jaxpr, eqns, outvars), found
 
     def _around(self, eqn) -> "Inside":
         return replace(self, scope=f"{self.scope}/{eqn.source_info.name_stack}")
