@@ -267,6 +267,31 @@ def test_what_a_scan_carries_unchanged():
     assert [eqn.primitive.name for eqn in overwritten(closed, 1)] == ["scan", "copy"]
 
 
+@pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, BOTH)])
+def test_made_at_host(stage, offload):
+    """A state of `init` is where the step takes it, and the step is compiled once."""
+    mesh, tx = make_mesh({"data": 4}), optax.adam(1e-2)
+    params = {name: jnp.full(shape, 0.1, "float32") for name, shape in {"w": (2, 7, 9), "b": (2, 9)}.items()}
+    state = sx.zero.init(tx, params, mesh, "data", stage, bucket=0, offload=offload)
+
+    def loss(params, x_BM):
+        layer = lambda h, w: (jnp.tanh(h @ w["w"] + w["b"])[:, :7], None)  # noqa: E731
+        return (jax.lax.scan(layer, x_BM, params)[0] ** 2).mean()
+
+    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", stage, offload=offload)], **how)
+    x_BM = np.ones((8, 7), "float32")
+    rests = sx.abstract_state(step, jax.eval_shape(lambda: state), x_BM)
+    for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(rests), strict=True):
+        assert x.sharding == wanted.sharding, (x.shape, x.sharding, wanted.sharding)
+    assert "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(state)}
+    plain, plain_loss = jax.jit(step_of(loss, tx))((params, tx.init(params)), x_BM)
+    state, value = step(state, x_BM)
+    np.testing.assert_allclose(value, plain_loss, rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(sx.zero.unpad(state)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.quick
 def test_order():
     assert topological_order([(0, ["b"], ["a"]), (1, [], ["c"]), (2, ["c"], ["b"])]) == [1, 2, 0]

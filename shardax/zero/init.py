@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
 from shardax.annotations.annotate import broadcast_specs
@@ -14,10 +14,11 @@ from shardax.sharding import Axes
 from shardax.validation import is_integer, require
 from shardax.zero.bucket import bucketed, is_bucketed, is_part
 from shardax.zero.mixed import OfShapes, mixed_by
+from shardax.zero.offload import KIND, require_memory
 from shardax.zero.padded import padded_to
 from shardax.zero.rest import padded_shape, split_further
-from shardax.zero.transform import Zero
-from shardax.zero.wrapped import check_mesh, mixed_in, requested_of, resting_specs
+from shardax.zero.transform import Offloaded, Zero
+from shardax.zero.wrapped import check_mesh, mixed_in, placed_at, requested_of, resting_specs
 
 SMALL = 2**20  # bytes
 
@@ -30,6 +31,7 @@ def init(
     stage: int = 1,
     requested: Any = None,
     bucket: int = SMALL,
+    offload: Offloaded | tuple[Offloaded, ...] = (),
 ) -> tuple[Any, Any]:
     """The state `(params, tx.init(params))` as it rests under `Zero(axis, stage)`. Each array of the
     optimizer's state, and in stage 3 of the parameters, is split: what the axis divides along no dim is a
@@ -50,8 +52,10 @@ def init(
       bucket: the bytes that an array may have at most to rest in a bucket, 0 for no buckets. By itself it
         would need a collective for its gradient, and one for its new value; in a bucket it is copied there
         and back. By default a MiB, which a TPU copies in about the time in which a collective starts.
+      offload: as of `Zero`: what is given back in the host's memory.
 
-    Raises ValueError where the mesh has no such axis, or has no devices for arrays.
+    Raises ValueError where the mesh has no such axis, or has no devices for arrays, and where these have no
+    such memory.
 
     >>> import optax
     >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
@@ -60,7 +64,7 @@ def init(
     >>> adam.mu.rest["w"], adam.mu.buckets["float32"]
     (Padded(float32[1300, 1001] as [1304, 1001]), Padded(float32[1014] as [1016]))
     """
-    zero = Zero(axis, stage)
+    zero = Zero(axis, stage, offload=offload)
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of init", tx, "an optax optimizer")
     require(is_integer(bucket, 0), "bucket of init", bucket, "a number of bytes")
     made = jax.eval_shape(tx.init, params)
@@ -69,18 +73,18 @@ def init(
     of_params = broadcast_specs(requested, params, "requested")
     by_shape = {x.shape: spec for x, spec in zip(jax.tree.leaves(params), of_params, strict=True)}
     of_state = [by_shape.get(x.shape) for x in jax.tree.leaves(made)]
+    memory = {role: KIND if role in zero.offloaded else None for role in ("parameters", "optimizer")}
+    if offload:
+        require_memory(rests.mesh, f"offload of init is {offload!r}")
 
     def make(params):
         trained = rests.made(params, of_params) if stage == 3 else params
         return trained, rests.made(tx.init(params), of_state)
 
     def placed():
-        state = rests.shardings(made, of_state)
-        if stage == 3:
-            return rests.shardings(params, of_params), state
-        leaves = zip(jax.tree.leaves(params), of_params, strict=True)
-        whole = [NamedSharding(rests.mesh, requested_of(s, x.shape, rests.mesh).spec) for x, s in leaves]
-        return jax.tree.structure(params).unflatten(whole), state
+        state = rests.shardings(made, of_state, memory["optimizer"])
+        trained = rests.shardings if stage == 3 else rests.unsplit
+        return trained(params, of_params, memory["parameters"]), state
 
     return _placed(make, placed, params, rests.mesh, "init")
 
@@ -149,9 +153,16 @@ class _Rests:
         """The tree as it rests; `requested` has a spec for each of its leaves."""
         return self._with_requested(tree, requested)[0]
 
-    def shardings(self, tree: Any, requested: Sequence[Any]) -> Any:
+    def shardings(self, tree: Any, requested: Sequence[Any], memory_kind: str | None = None) -> Any:
         made, wanted = self._with_requested(jax.eval_shape(lambda: tree), requested)
-        return resting_specs(made, self.mesh, self._axes, wanted, self._mixed)
+        return resting_specs(made, self.mesh, self._axes, wanted, self._mixed, memory_kind)
+
+    def unsplit(self, tree: Any, requested: Sequence[Any], memory_kind: str | None = None) -> Any:
+        """As requested alone."""
+        leaves, structure = jax.tree.flatten(tree)
+        pairs = zip(leaves, requested, strict=True)
+        rests = ((x, requested_of(spec, x.shape, self.mesh)) for x, spec in pairs)
+        return structure.unflatten([placed_at(self.mesh, s, x, memory_kind) for x, s in rests])
 
     def _with_requested(self, tree: Any, requested: Sequence[Any]) -> tuple[Any, Any]:
         """The tree as it rests, and such a tree of specs."""

@@ -122,7 +122,7 @@ class Zero:
         require(
             self.memory is None or is_number(self.memory, 0), "memory of Zero", self.memory, "bytes, or None"
         )
-        kinds, update_on = self._offloaded_kinds, self.update_on
+        kinds, update_on = self.offloaded, self.update_on
         expected = "'optimizer', 'parameters', or a tuple of them"
         require(set(kinds) <= {"optimizer", "parameters"}, "offload of Zero", self.offload, expected)
         require(update_on in ("device", "host"), "update_on of Zero", update_on, "'device' or 'host'")
@@ -197,7 +197,7 @@ class Zero:
 
     def _offloaded(self, jaxpr, context: Context, found: Roles):
         require_memory(context.mesh, f"offload of Zero is {self.offload!r}")
-        kinds = self._offloaded_kinds
+        kinds = self.offloaded
         hosted = {
             **(found.optimizer if "optimizer" in kinds else {}),
             **(found.parameters if "parameters" in kinds else {}),
@@ -206,7 +206,7 @@ class Zero:
         return how.program(jaxpr, hosted.keys(), set(hosted.values()))
 
     @property
-    def _offloaded_kinds(self) -> tuple[str, ...]:
+    def offloaded(self) -> tuple[str, ...]:
         return self.offload if isinstance(self.offload, tuple) else (self.offload,)
 
     def resident(self, plan: Facts) -> Resident:

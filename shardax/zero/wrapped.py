@@ -153,7 +153,7 @@ def specs(
       tree: a tree of arrays or of shapes.
       axis: as of `Zero`.
       requested: the shardings besides, as in in_shardings: a prefix tree of specs.
-      memory_kind: "pinned_host" of what `Zero(offload=...)` keeps there.
+      memory_kind: "pinned_host" of what `Zero(offload=...)` keeps there, which are no single numbers.
       tx, params: the optimizer whose state `tree` is, and the parameters, or their shapes: the dims along
         which its update needs whole matrices are split only where no other can.
 
@@ -197,9 +197,8 @@ def resting_specs(
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_padded)
 
     def named(x: Any, spec: Any) -> Any:
-        if is_padded(x):
-            return Padded(NamedSharding(mesh, split(x, spec).spec, memory_kind=memory_kind), x.shape, x.axes)
-        return NamedSharding(mesh, split(x, spec).spec, memory_kind=memory_kind)
+        placed = placed_at(mesh, split(x, spec), x, memory_kind)
+        return Padded(placed, x.shape, x.axes) if is_padded(x) else placed
 
     def split(x: Any, spec: Any) -> Sharding:
         if is_padded(x):
@@ -211,6 +210,11 @@ def resting_specs(
 
     of_leaves = broadcast_specs(requested, tree, "requested")
     return structure.unflatten(map(named, leaves, of_leaves))
+
+
+def placed_at(mesh: Mesh | AbstractMesh, rests: Sharding, x: Any, memory_kind: str | None) -> NamedSharding:
+    """The sharding of an array in that memory. A single number is always on the devices."""
+    return NamedSharding(mesh, rests.spec, memory_kind=memory_kind if x.shape else None)
 
 
 def requested_of(spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> Sharding:
