@@ -13,10 +13,11 @@ from shardax.validation import require
 from shardax.zero.wrapped import Transformation
 
 Groups = dict[str, list[int]]
+Shape = tuple[int, ...]
 Update = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-def dealt(tx: Any) -> Any:
+def dealt(tx: Any, padded: bool = False) -> Any:
     """An optax optimizer that treats arrays of one shape as a stack of them, under `jax.vmap`.
 
     An optimizer that computes with whole matrices (Muon, Shampoo, SOAP) is replicated, or split within each
@@ -29,6 +30,11 @@ def dealt(tx: Any) -> Any:
     Args:
       tx: an `optax.GradientTransformation` that treats each array by itself. What looks at all of them, such
         as clipping by the global norm, belongs outside, in `optax.chain(clip, dealt(tx))`.
+      padded: one stack of all matrices of a dtype, whatever their shapes, each with zeros to the sizes of the
+        largest, those of more rows than columns transposed. For a `tx` to which zero rows and columns make no
+        difference, and which treats a matrix and its transpose alike, as `optax.contrib.scale_by_muon` does;
+        what scales updates by their shapes belongs outside. It pays where there are fewer matrices of each
+        shape than devices (see `docs/zero.md`).
 
     Raises ValueError where `tx` is no such pair of functions.
 
@@ -42,16 +48,16 @@ def dealt(tx: Any) -> Any:
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of dealt", tx, "an optax optimizer")
 
     def init(params: Any) -> Any:
-        return {shape: jax.vmap(tx.init)(stack) for shape, stack in _stacked(params).items()}
+        return {shape: jax.vmap(tx.init)(stack) for shape, stack in _stacked(params, padded).items()}
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         def one(grads, state, params):
             return tx.update(grads, state, params, **extra)
 
-        stacks = _stacked(grads)
-        trained = dict.fromkeys(stacks) if params is None else _stacked(params)
+        stacks = _stacked(grads, padded)
+        trained = dict.fromkeys(stacks) if params is None else _stacked(params, padded)
         made = {x: _updated(tx.init, one, stacks[x], state[x], trained[x]) for x in stacks}
-        updates = _unstacked({shape: new for shape, (new, _) in made.items()}, grads)
+        updates = _unstacked({shape: new for shape, (new, _) in made.items()}, grads, padded)
         return updates, {shape: new for shape, (_, new) in made.items()}
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
@@ -102,22 +108,52 @@ def _row(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _groups(leaves: list[Any]) -> Groups:
-    """The numbers of the arrays of each type, "f32[4,4]"."""
+def _row_shapes(leaves: list[Any], padded: bool) -> list[Shape]:
+    """The shape of each array in its stack."""
+    largest: dict[Any, Shape] = {}
+    for x in leaves if padded else ():
+        if x.ndim == 2:
+            m, n = largest.get(x.dtype, (0, 0))
+            largest[x.dtype] = max(m, min(x.shape)), max(n, *x.shape)
+    return [largest[x.dtype] if padded and x.ndim == 2 else x.shape for x in leaves]
+
+
+def _groups(leaves: list[Any], padded: bool) -> Groups:
+    """The numbers of the arrays of each stack, by the type of a row, "f32[4,4]"."""
     groups: Groups = defaultdict(list)
-    for number, x in enumerate(leaves):
-        groups[jax.typeof(x).str_short(short_dtypes=True)].append(number)
+    for number, (x, shape) in enumerate(zip(leaves, _row_shapes(leaves, padded), strict=True)):
+        row = jax.ShapeDtypeStruct(shape, x.dtype)
+        groups[jax.typeof(row).str_short(short_dtypes=True)].append(number)
     return groups
 
 
-def _stacked(tree: Any) -> dict[str, Any]:
+def _stacked(tree: Any, padded: bool) -> dict[str, Any]:
     leaves = jax.tree.leaves(tree)
-    return {name: jnp.stack([leaves[n] for n in numbers]) for name, numbers in _groups(leaves).items()}
+    rows = list(map(_as_row, leaves, _row_shapes(leaves, padded)))
+    groups = _groups(leaves, padded)
+    return {name: jnp.stack([rows[n] for n in numbers]) for name, numbers in groups.items()}
 
 
-def _unstacked(stacks: dict[str, Any], like: Any) -> Any:
+def _unstacked(stacks: dict[str, Any], like: Any, padded: bool) -> Any:
     leaves, tree = jax.tree.flatten(like)
-    for name, numbers in _groups(leaves).items():
+    made = list(leaves)
+    for name, numbers in _groups(leaves, padded).items():
         for row, number in enumerate(numbers):
-            leaves[number] = stacks[name][row]
-    return tree.unflatten(leaves)
+            made[number] = _of_row(stacks[name][row], leaves[number].shape)
+    return tree.unflatten(made)
+
+
+def _as_row(x: Any, shape: Shape) -> Any:
+    """A matrix in another shape: on its side if it has more rows than columns, and padded with zeros."""
+    if x.shape == shape:
+        return x
+    wide = x if x.shape[0] <= x.shape[1] else x.T
+    return jnp.pad(wide, [(0, more - size) for more, size in zip(shape, wide.shape, strict=True)])
+
+
+def _of_row(row: Any, shape: Shape) -> Any:
+    """The array of this shape of which `_as_row` made a row."""
+    if row.shape == shape:
+        return row
+    m, n = sorted(shape)
+    return row[:m, :n] if shape == (m, n) else row[:m, :n].T
