@@ -267,6 +267,28 @@ def test_what_a_scan_carries_unchanged():
     assert [eqn.primitive.name for eqn in overwritten(closed, 1)] == ["scan", "copy"]
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, "optimizer"), (3, BOTH)])
+def test_padded_rows(stage, offload):
+    """What rests padded comes and goes row by row too: the peak falls by all that moved."""
+    mesh, tx = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,)), adamw()
+    params = {
+        name: jax.ShapeDtypeStruct(s, "float32")
+        for name, s in {"up": (20, 63, 251), "down": (20, 251, 63)}.items()
+    }
+    state, x_BM = sx.zero.init(tx, params, mesh, "data", stage), jax.ShapeDtypeStruct((512, 63), "float32")
+
+    def planned_with(offload):
+        zero = Zero("data", stage, offload=offload)
+        how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0, "transforms": [zero]}
+        return zero, sx.shard_jit(stacked_step(tx), **how).plan(state, x_BM)
+
+    (_, before), (zero, after) = planned_with(()), planned_with(offload)
+    moved = sum(zero.resident(after).hosted.values())
+    assert before.memory().peak - after.memory().peak >= moved > 0
+    assert before.comm_bytes == after.comm_bytes
+
+
 @pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, BOTH)])
 def test_made_at_host(stage, offload):
     """A state of `init` is where the step takes it, and the step is compiled once."""

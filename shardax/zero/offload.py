@@ -6,6 +6,9 @@
     a branch                               what it reads itself
     anything else                          brought whole, just before
 
+What rests padded is brought, and goes back, with its tail of zeros: row by row, and each row is cut to its
+true shape.
+
 A value is in one of two memories, `jax.memory.Space.Device` and `.Host`, which its type says.
 """
 
@@ -22,6 +25,7 @@ from shardax import _jax
 from shardax.annotations.annotate import annotate_p
 from shardax.annotations.explicit import as_at, memory_of, shape_of
 from shardax.graph.evaluate import bound, evaluate
+from shardax.zero.padded import Padded, is_cut, is_tail, padded_to, unpad
 from shardax.zero.segments import Segment, Shape, is_fill, segments, topological_order
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -51,6 +55,20 @@ def on_device(type: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return type
     sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(), memory_kind="device")
     return jax.ShapeDtypeStruct(type.shape, type.dtype, sharding=sharding, weak_type=type.weak_type)
+
+
+@dataclass(frozen=True)
+class Tailed:
+    """What the host has of an array that rests padded: `value`, with a tail of zeros along any dim but the
+    first, over which layers may be stacked.
+    """
+
+    value: Any
+    shape: Shape
+
+    def of(self, value: Any) -> "Tailed":
+        """Another array, or a row of one, with such a tail."""
+        return Tailed(value, self.shape[len(self.shape) - value.ndim :])
 
 
 @dataclass(frozen=True)
@@ -93,8 +111,9 @@ class _Run:
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
         self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left])
+        self.tails = {} if self.how.on_host else _tails(jaxpr.eqns, self.wanted)
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
-        self.readers = _readers(jaxpr.eqns, kept, self.wanted)
+        self.readers = _readers(jaxpr.eqns, kept, {*self.wanted, *self.tails.values()})
         for part in _parts(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars):
             if isinstance(part, Segment):
                 self._run_segment(part)
@@ -107,26 +126,46 @@ class _Run:
         """The value, brought anew each time that it is read."""
         if _jax.is_literal(atom):
             return atom.val
-        return self.device[atom] if atom in self.device else jax.device_put(self.host[atom], DEVICE)
+        return self.device[atom] if atom in self.device else _put(self.host[atom], DEVICE)
 
     def at_host(self, atom) -> Any:
         if _jax.is_literal(atom):
             return jax.device_put(atom.val, HOST)
-        if atom not in self.host:
-            self.host[atom] = jax.device_put(self.device[atom], HOST)
+        if atom not in self.host or isinstance(self.host[atom], Tailed):
+            self.host[atom] = jax.device_put(self.on_device(atom), HOST)
         return self.host[atom]
 
     def _aliases(self, eqns: Sequence[Any]) -> set[Any]:
         """The variables that are what the host has, annotated or not."""
         found = set(self.host)
         for eqn in eqns:
-            if eqn.primitive is annotate_p and not found.isdisjoint(_variables(eqn.invars)):
+            is_same = eqn.primitive is annotate_p or self._cuts_rows(eqn)
+            if is_same and not found.isdisjoint(_variables(eqn.invars)):
                 found.add(eqn.outvars[0])
         return found
+
+    def _cuts_rows(self, eqn) -> bool:
+        """Whether it takes an array out of a padded one, along other dims than the first."""
+        return is_cut(eqn) and not self.how.on_host and _same_rows(eqn.invars[0], eqn.outvars[0])
+
+    def _of_padded(self, eqn) -> Any:
+        """The result of an equation, where it cuts, annotates or pads again what the host has padded."""
+        (v, *_), out = eqn.invars, eqn.outvars[0]
+        x = None if _jax.is_literal(v) else self.host.get(v)
+        if self._cuts_rows(eqn):
+            return Tailed(x, out.aval.shape)
+        if not isinstance(x, Tailed):
+            return None
+        if eqn.primitive is annotate_p and out not in self.wanted:
+            return x
+        return x.value if self.tails.get(v) is out else None
 
     def _run_other(self, eqn) -> None:
         held = [k for k, v in enumerate(eqn.invars) if not _jax.is_literal(v) and v in self.host]
         name = eqn.primitive.name
+        if held and (same := self._of_padded(eqn)) is not None:
+            self.host[eqn.outvars[0]] = same
+            return
         if eqn.primitive is annotate_p and (eqn.outvars[0] in self.wanted or held):
             self.host[eqn.outvars[0]] = bound(eqn, [self.at_host(eqn.invars[0])])[0]
             made: Sequence[Any] = ()
@@ -141,20 +180,23 @@ class _Run:
 
     def _run_segment(self, segment: Segment) -> None:
         inner = {id(eqn) for eqn in segment.eqns}
-        gives = [(v, HOST) for v in segment.made if v in self.wanted]
+        gives = [(v, HOST) for v in segment.made if v in self.wanted or v in self.tails]
         gives += [(v, DEVICE) for v in segment.made if self.readers[v] - inner]
         reads = segment.reads()
         operands = [
             self.host[v] if v in self.host and v not in self.device else self.device[v] for v in reads
         ]
-        update = _Update(segment, reads, gives, self.how.on_host)
+        cut = {v: x for v, x in zip(reads, operands, strict=True) if isinstance(x, Tailed)}
+        operands = [x.value if isinstance(x, Tailed) else x for x in operands]
+        update = _Update(segment, reads, gives, self.how.on_host, cut, self.tails)
         rows = segment.shape in self.how.scanned
         with as_at(segment.eqns[-1]):
             operands = lax.optimization_barrier(operands)  # or the forward pass brings the first rows already
             made = update.by_rows(operands) if rows else update(operands, segment.shape)
             made = lax.optimization_barrier(made)  # or what follows overtakes the last rows
         for (v, memory), x in zip(gives, made, strict=True):
-            (self.host if memory is HOST else self.device)[v] = x
+            tailed = memory is HOST and v in self.tails
+            (self.host if memory is HOST else self.device)[v] = Tailed(x, segment.shape) if tailed else x
 
 
 def _parts(eqns: Sequence[Any], roots: Collection[Any], outvars: Sequence[Any]) -> list[Any]:
@@ -187,14 +229,33 @@ def _wanted(eqns: Sequence[Any], left: Sequence[Any]) -> set[Any]:
     return wanted
 
 
+def _tails(eqns: Sequence[Any], wanted: Collection[Any]) -> dict[Any, Any]:
+    """By the variables that are padded for the host, along other dims than the first, those of results."""
+    return {
+        eqn.invars[0]: eqn.outvars[0]
+        for eqn in eqns
+        if is_tail(eqn.primitive.name, eqn.source_info.name_stack)
+        and eqn.outvars[0] in wanted
+        and not _jax.is_literal(eqn.invars[0])
+        and _same_rows(*eqn.invars[:1], *eqn.outvars)
+    }
+
+
+def _same_rows(a, b) -> bool:
+    return len(a.aval.shape) > 1 and a.aval.shape[0] == b.aval.shape[0]
+
+
 def _readers(eqns: Sequence[Any], kept: Sequence[Any], wanted: set[Any]) -> Mapping[Any, set[int]]:
-    """Which equations read a variable on the device, by their `id`; 0 where it is a result there."""
+    """Which equations read a variable on the device, by their `id`; 0 where it is a result there. Annotations
+    and tails of what the host is to have are none.
+    """
     readers = defaultdict(set)
     for v in kept:
         if not _jax.is_literal(v):
             readers[v].add(0)
     for eqn in eqns:
-        if eqn.primitive is not annotate_p or eqn.outvars[0] not in wanted:
+        of_host = eqn.primitive is annotate_p or is_tail(eqn.primitive.name, eqn.source_info.name_stack)
+        if not of_host or eqn.outvars[0] not in wanted:
             for v in eqn.invars:
                 if not _jax.is_literal(v):
                     readers[v].add(id(eqn))
@@ -209,16 +270,25 @@ class _Update:
     reads: Sequence[Any]
     gives: Sequence[tuple[Any, Any]]
     on_host: bool
+    cut: Mapping[Any, Tailed]  # what is read with a tail
+    tails: Mapping[Any, Any]  # what is given with one, and the variable that has it
 
     def __call__(self, operands: Sequence[Any], shape: Shape) -> list[Any]:
         memory = HOST if self.on_host else DEVICE
-        env = {v: _put(x, memory) for v, x in zip(self.reads, operands, strict=True)}
+        pairs = zip(self.reads, operands, strict=True)
+        env = {v: _put(self.cut[v].of(x) if v in self.cut else x, memory) for v, x in pairs}
         for eqn in self.segment.eqns:
             args = [_read(env, atom, memory) for atom in eqn.invars]
             resized = {"shape": shape} if is_fill(eqn) else {}
             (made,) = bound(_jax.on_host(eqn) if self.on_host else eqn, args, **resized)
             env[eqn.outvars[0]] = made
-        return [_put(env[v], to) for v, to in self.gives]
+        return [_put(self._with_tail(v, env[v]) if to is HOST else env[v], to) for v, to in self.gives]
+
+    def _with_tail(self, v, x) -> Any:
+        if v not in self.tails:
+            return x
+        padded = self.tails[v].aval.shape
+        return padded_to(x, padded[len(padded) - x.ndim :], ()).value
 
     def by_rows(self, operands: Sequence[Any]) -> list[Any]:
         """Row by row of the first dim."""
@@ -234,6 +304,8 @@ class _Update:
 
 
 def _put(x, memory) -> Any:
+    if isinstance(x, Tailed):
+        return unpad(Padded(_put(x.value, memory), x.shape, ()))
     return x if memory_of(jax.typeof(x)) is memory else jax.device_put(x, memory)
 
 
@@ -248,23 +320,30 @@ def _scan(run: _Run, eqn, held: set[int]) -> list[Any]:
     first = sum(_jax.scan_counts(eqn.params))
     rows = {k for k in held if k >= first and eqn.invars[k] not in run.device}
     operands = [run.host[v] if k in rows else run.on_device(v) for k, v in enumerate(eqn.invars)]
-    return bound(_jax.with_bodies(eqn, lambda body: _bringing(body, rows)), operands)
+    cut = {k: x for k, x in enumerate(operands) if isinstance(x, Tailed)}
+    operands = [x.value if isinstance(x, Tailed) else x for x in operands]
+    return bound(_jax.with_bodies(eqn, lambda body: _bringing(body, rows, cut)), operands)
 
 
-def _bringing(body, hosted: Collection[int]):
-    """A body that takes some arguments from the host's memory."""
+def _bringing(body, hosted: Collection[int], cut: Mapping[int, Tailed]):
+    """A body that takes some arguments from the host's memory, rows of what is `cut` with their tails."""
     inner = _jax.closed(body)
 
     def run(*args):
-        return evaluate(inner, [_put(x, DEVICE) for x in args])
+        rows = [Tailed(x, inner.in_avals[i].shape) if i in cut else x for i, x in enumerate(args)]
+        return evaluate(inner, [_put(x, DEVICE) for x in rows])
 
-    types = [at_host(a) if i in hosted else shape_of(a) for i, a in enumerate(inner.in_avals)]
+    def row(i, aval):
+        shape = cut[i].value.shape[1:] if i in cut else aval.shape
+        return at_host(aval.update(shape=shape)) if i in hosted else shape_of(aval)
+
+    types = [row(i, a) for i, a in enumerate(inner.in_avals)]
     return _like(jax.make_jaxpr(run)(*types), body)
 
 
 def _cond(run: _Run, eqn, held: set[int]) -> list[Any]:
     """Each branch brings what it reads."""
-    hosted = {k - 1 for k in held if k}
+    hosted = {k - 1 for k in held if k and not isinstance(run.host[eqn.invars[k]], Tailed)}
     left = {r for r, v in enumerate(eqn.outvars) if v in run.wanted}
     operands = [run.host[v] if k - 1 in hosted else run.on_device(v) for k, v in enumerate(eqn.invars)]
     change: Callable[[Any], Any] = lambda body: _like(run.how.program(_jax.closed(body), hosted, left), body)  # noqa: E731

@@ -50,7 +50,8 @@ def roles(graph: Graph, succeeded: Mapping[int, int]) -> Roles:
     reach.run(graph, state)
     read = reach.differentiated if reach.gradients else _read_by_others(graph, state, succeeded.values())
     parameters = {i: r for i, r in succeeded.items() if read >> i & 1}
-    scanned = {graph.inputs[i].shape for i in parameters} & reach.scanned
+    own = _passed_on(graph, [graph.inputs[i] for i in parameters])
+    scanned = {v.shape for v in own} & reach.scanned
     optimizer = {i: r for i, r in succeeded.items() if i not in parameters}
     accumulators = dict(_accumulators(graph, reach))
     return Roles(parameters, optimizer, frozenset(scanned), accumulators, mixed_dims(graph, optimizer))
@@ -61,13 +62,13 @@ def is_update(graph: Graph, succeeded: Mapping[int, int]) -> bool:
     made = {v for node in graph.nodes if is_differentiated(node.scope) for v in node.outputs}
     reach = _Reach(end=made, through=True)
     reach.run(graph, {graph.inputs[i]: 1 for i in succeeded})
-    unchanged = _passed_on(graph)
+    unchanged = _passed_on(graph, graph.inputs)
     return bool(reach.of(v for r in succeeded.values() if (v := graph.outputs[r]) not in unchanged))
 
 
-def _passed_on(graph: Graph) -> set[Value]:
+def _passed_on(graph: Graph, arguments: Iterable[Value]) -> set[Value]:
     """The arguments, as they are: annotated, cut to their true shapes, or padded again."""
-    found = set(graph.inputs)
+    found = set(arguments)
     for node in graph.nodes:
         if (node.name == "annotate" or is_cut_or_tail(node.name, node.scope)) and node.inputs[0] in found:
             found.update(node.outputs)
