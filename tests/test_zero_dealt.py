@@ -202,10 +202,10 @@ UNLIKE = {"in": (1024, 3072), "out": (1024, 1024), "up": (1024, 4096), "down": (
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("devices, less", [(8, False), (64, True)])
-def test_unlike_matrices(devices, less):
-    """Padded into one stack, 12 of each of four shapes: where devices are more than these the update takes less
-    time, else as much.
+@pytest.mark.parametrize("axes, less", [({"x": 8}, False), ({"x": 4, "y": 4}, True), ({"x": 16}, True)])
+def test_unlike_matrices(axes, less):
+    """Padded into one stack, 12 of each of four shapes: 16 devices divide all of them, and those of no shape, so
+    that the update takes less time.
     """
 
     def loss(params, x_BM):
@@ -215,20 +215,20 @@ def test_unlike_matrices(devices, less):
         return (x_BM**2).mean()
 
     params = [{name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in UNLIKE.items()}] * 12
-    x = jax.ShapeDtypeStruct((16384 * devices, 1024), "float32")
+    x = jax.ShapeDtypeStruct((16384 * np.prod(list(axes.values())), 1024), "float32")
 
     def estimated(tx):
-        how = {"mesh": abstract(data=devices), "in_shardings": (None, P("data")), "donate_argnums": 0}
+        how = {"mesh": abstract(**axes), "in_shardings": (None, P(tuple(axes))), "donate_argnums": 0}
         how["options"] = sx.Options(chip="v5p")
-        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 1)], **how)
+        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero(tuple(axes), 1)], **how)
         return step.plan((params, jax.eval_shape(tx.init, params)), x).estimate("v5p")
 
     tx = optax.contrib.scale_by_muon()
     plain, apart, together = map(estimated, (optax.trace(0.9), dealt(tx), dealt(tx, padded=True)))
     for form, found in (("apart", apart), ("padded", together)):
-        print(devices, form, f"{found.seconds:.4f} s,", f"{(found.flops - plain.flops) / 1e9:.0f} GFLOP")
+        print(axes, form, f"{found.seconds:.4f} s,", f"{(found.flops - plain.flops) / 1e9:.0f} GFLOP")
     ratio = (together.seconds - plain.seconds) / (apart.seconds - plain.seconds)
-    assert ratio < 0.5 if less else 0.9 < ratio < 1.1
+    assert ratio < 0.8 if less else 0.9 < ratio < 1.1
 
 
 def test_padded_is_exact():
