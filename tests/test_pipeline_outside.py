@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -151,3 +152,65 @@ def test_in_a_loop_is_an_error():
 
     with pytest.raises(ValueError, match="stands inside a scan.*call it before the loop"):
         plan_of(sx.pipeline.value_and_grad(loss, microbatches=4))
+
+
+def normalized(x_BM):
+    return (x_BM - x_BM.mean(0, keepdims=True)) * lax.rsqrt(x_BM.var(0, keepdims=True) + 1e-5)
+
+
+def test_statistics_are_those_of_each_microbatch():
+    """Two stages compute three microbatches each at once."""
+
+    def loss(outside, params, x_B, y_BM):
+        x_BM = outside(lambda params, x_B: normalized(params["ends"][x_B] @ params["front"]))(params, x_B)
+        return ((lax.scan(layer, x_BM, params["layers"])[0] - y_BM) ** 2).mean()
+
+    args = arguments()
+    grad = sx.pipeline.value_and_grad(partial(loss, sx.pipeline.outside), microbatches=6)
+    step = sx.shard_jit(
+        grad, mesh=mesh_of(stage=2, data=2), in_shardings=(specs(args[0]), P("data"), P("data"))
+    )
+    rows = [jnp.swapaxes(x.reshape(-1, 6, *x.shape[1:]), 0, 1) for x in args[1:]]
+    one = jax.value_and_grad(partial(loss, plain))
+    wanted = jax.jit(lambda p: jax.tree.map(lambda x: x.mean(0), lax.map(lambda b: one(p, *b), rows)))
+    close(step(*args), wanted(args[0]))
+
+
+@pytest.mark.parametrize("microbatches", [4, 6])
+def test_random_bits_are_those_of_the_step(microbatches):
+    """Of microbatches that are computed at once; stages divide their number, or do not."""
+
+    def loss(outside, params, x_B, y_BM):
+        def front(params, x_B):
+            x_BM = params["ends"][x_B] @ params["front"]
+            return jnp.where(jax.random.bernoulli(jax.random.key(7), 0.5, x_BM.shape), x_BM, 0)
+
+        return ((lax.scan(layer, outside(front)(params, x_B), params["layers"])[0] - y_BM) ** 2).mean()
+
+    args = arguments()
+    pipeline = sx.pipeline.Pipeline(microbatches=microbatches)
+    stages = {4: 2, 6: 4}[microbatches]
+    step = sx.shard_jit(
+        jax.value_and_grad(partial(loss, sx.pipeline.outside)),
+        mesh=mesh_of(stage=stages, data=2),
+        in_shardings=(specs(args[0]), P("data"), P("data")),
+        transforms=[pipeline],
+    )
+    close(step(*args), jax.jit(jax.value_and_grad(partial(loss, plain)))(*args))
+
+
+@pytest.mark.quick
+def test_gradients_of_microbatches_at_once_are_added_in_one_product():
+    """Of three microbatches on each of two stages, whose gradients would be as large as three tables."""
+    mesh = AbstractMesh((2,), ("stage",), axis_types=AXES[:1])
+    grad = sx.pipeline.value_and_grad(embedded_loss, microbatches=6)
+    plan = sx.shard_jit(grad, mesh=mesh, in_shardings=(specs(TYPES[0]), P(), P())).plan(*TYPES)
+    shapes = set(shapes_in(plan.local_jaxpr.jaxpr))
+    assert (V, M) in shapes and (3, V, M) not in shapes and (3, M, M) not in shapes
+
+
+def shapes_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars if hasattr(v.aval, "shape"))
+        for body in jaxprs_in_params(eqn.params):
+            yield from shapes_in(body)
