@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.pipeline.call import Call
 from tests.test_pipeline import mesh_of, rand
 
 B, L, M, V = 24, 4, 16, 12
@@ -214,3 +215,21 @@ def shapes_in(jaxpr):
         yield from (v.aval.shape for v in eqn.outvars if hasattr(v.aval, "shape"))
         for body in jaxprs_in_params(eqn.params):
             yield from shapes_in(body)
+
+
+@pytest.mark.quick
+def test_auto_counts_what_waits_outside():
+    """Labels, what enters and its cotangents, on each of four stages; and its part of what is kept."""
+    found = []
+
+    def run(*args):
+        call = Call.of(embedded_loss, args, {}, (0,), None, "stage", 4)
+        found.append(call.of_gradients("mean", has_aux=False)[0].loop)
+
+    mesh = AbstractMesh((4,), ("stage",), axis_types=AXES[:1])
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(run, *TYPES)
+    one, rows = (B // 4) * M * 4, (B // 4) * 4
+    kept = [v.aval.size * 4 for v in found[0].outside._kept]
+    assert kept and set(kept) == {one}
+    assert found[0]._waiting(4) == 3 * one + (sum(kept) + rows) / 4

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from shardax import _jax
 from shardax.annotations.explicit import shape_of
 from shardax.cost.chips import NOMINAL
+from shardax.explain.live import nbytes
 from shardax.graph.evaluate import bound
 from shardax.options import current
 from shardax.pipeline.cut import BATCH, PARAMS, Lazily, inside, variables
@@ -176,6 +177,12 @@ class Outside:
         results = [*self._results(False), *self.leaving]
 
         return self._traced(self._staged[0], inputs, results)
+
+    def waiting(self, stages: int) -> float:
+        """Bytes of a microbatch that wait on a stage for a part outside, besides what enters."""
+        read = {*self._forward[1], *self._backward[1]}
+        own = [*self._kept, *(v for v in self.flow.of_batch if v in read)]
+        return sum(map(nbytes, self.leaving)) + sum(map(nbytes, own)) / stages
 
     def staged_sums(self, sums: int) -> int:
         """Of the first `sums` results, how many the stages make."""
