@@ -34,8 +34,10 @@ from benchmarks.shifting_buffer import shifting_buffer
 POLICIES = {
     "all": None,
     "less": jax.checkpoint_policies.save_only_these_names("out", "up"),
+    "least": jax.checkpoint_policies.save_only_these_names("out", "qkv", "up"),
 }
-"""What of a layer is computed again in the backward pass: less where two of its products are kept."""
+"""What of a layer is computed again in the backward pass: less where two of its products are kept, least
+where all are that the backward pass reads."""
 
 
 def param_specs():

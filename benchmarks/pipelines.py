@@ -81,8 +81,8 @@ def _transformer(name, what, sizes, microbatches: int, dims, published) -> Workl
         return Step(run, state, (specs_at_rest, None, P("x")))
 
     ways = {"buffer": Way("jax.jit", buffered, bubbles=_gpipe_bubbles(stages, microbatches, 1))}
-    kept = {"eager-1f1b": "all"} | ({"remat less": "less"} if published else {})
-    for name_of_way, again in kept.items():
+    less = {"remat less": "less", "remat least": "least"}
+    for name_of_way, again in ({"eager-1f1b": "all"} | (less if published else {})).items():
         ways[name_of_way] = _scheduled(partial(scheduled, again), stages, microbatches, "eager-1f1b", 1)
     if published:
         ways["interleaved"] = _scheduled(in_chunks, stages, microbatches, "interleaved", 2)

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.pipeline.call import Call
 from tests.test_pipeline import mesh_of, rand
 
 B, L, M, V = 24, 4, 16, 12
@@ -151,3 +153,83 @@ def test_in_a_loop_is_an_error():
 
     with pytest.raises(ValueError, match="stands inside a scan.*call it before the loop"):
         plan_of(sx.pipeline.value_and_grad(loss, microbatches=4))
+
+
+def normalized(x_BM):
+    return (x_BM - x_BM.mean(0, keepdims=True)) * lax.rsqrt(x_BM.var(0, keepdims=True) + 1e-5)
+
+
+def test_statistics_are_those_of_each_microbatch():
+    """Two stages compute three microbatches each at once."""
+
+    def loss(outside, params, x_B, y_BM):
+        x_BM = outside(lambda params, x_B: normalized(params["ends"][x_B] @ params["front"]))(params, x_B)
+        return ((lax.scan(layer, x_BM, params["layers"])[0] - y_BM) ** 2).mean()
+
+    args = arguments()
+    grad = sx.pipeline.value_and_grad(partial(loss, sx.pipeline.outside), microbatches=6)
+    step = sx.shard_jit(
+        grad, mesh=mesh_of(stage=2, data=2), in_shardings=(specs(args[0]), P("data"), P("data"))
+    )
+    rows = [jnp.swapaxes(x.reshape(-1, 6, *x.shape[1:]), 0, 1) for x in args[1:]]
+    one = jax.value_and_grad(partial(loss, plain))
+    wanted = jax.jit(lambda p: jax.tree.map(lambda x: x.mean(0), lax.map(lambda b: one(p, *b), rows)))
+    close(step(*args), wanted(args[0]))
+
+
+@pytest.mark.parametrize("microbatches", [4, 6])
+def test_random_bits_are_those_of_the_step(microbatches):
+    """Of microbatches that are computed at once; stages divide their number, or do not."""
+
+    def loss(outside, params, x_B, y_BM):
+        def front(params, x_B):
+            x_BM = params["ends"][x_B] @ params["front"]
+            return jnp.where(jax.random.bernoulli(jax.random.key(7), 0.5, x_BM.shape), x_BM, 0)
+
+        return ((lax.scan(layer, outside(front)(params, x_B), params["layers"])[0] - y_BM) ** 2).mean()
+
+    args = arguments()
+    pipeline = sx.pipeline.Pipeline(microbatches=microbatches)
+    stages = {4: 2, 6: 4}[microbatches]
+    step = sx.shard_jit(
+        jax.value_and_grad(partial(loss, sx.pipeline.outside)),
+        mesh=mesh_of(stage=stages, data=2),
+        in_shardings=(specs(args[0]), P("data"), P("data")),
+        transforms=[pipeline],
+    )
+    close(step(*args), jax.jit(jax.value_and_grad(partial(loss, plain)))(*args))
+
+
+@pytest.mark.quick
+def test_gradients_of_microbatches_at_once_are_added_in_one_product():
+    """Of three microbatches on each of two stages, whose gradients would be as large as three tables."""
+    mesh = AbstractMesh((2,), ("stage",), axis_types=AXES[:1])
+    grad = sx.pipeline.value_and_grad(embedded_loss, microbatches=6)
+    plan = sx.shard_jit(grad, mesh=mesh, in_shardings=(specs(TYPES[0]), P(), P())).plan(*TYPES)
+    shapes = set(shapes_in(plan.local_jaxpr.jaxpr))
+    assert (V, M) in shapes and (3, V, M) not in shapes and (3, M, M) not in shapes
+
+
+def shapes_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars if hasattr(v.aval, "shape"))
+        for body in jaxprs_in_params(eqn.params):
+            yield from shapes_in(body)
+
+
+@pytest.mark.quick
+def test_auto_counts_what_waits_outside():
+    """Labels, what enters and its cotangents, on each of four stages; and its part of what is kept."""
+    found = []
+
+    def run(*args):
+        call = Call.of(embedded_loss, args, {}, (0,), None, "stage", 4)
+        found.append(call.of_gradients("mean", has_aux=False)[0].loop)
+
+    mesh = AbstractMesh((4,), ("stage",), axis_types=AXES[:1])
+    with jax.sharding.use_abstract_mesh(mesh):
+        jax.eval_shape(run, *TYPES)
+    one, rows = (B // 4) * M * 4, (B // 4) * 4
+    kept = [v.aval.size * 4 for v in found[0].outside._kept]
+    assert kept and set(kept) == {one}
+    assert found[0]._waiting(4) == 3 * one + (sum(kept) + rows) / 4

@@ -103,8 +103,12 @@ def test_gradients_are_scattered_in_each_tick_where_one_says_so():
 
 def test_a_limit_of_memory_decides():
     """What is faster needs more memory, and is taken where there is that."""
-    how = [sx.zero.Zero("data", stage=3, memory=memory) for memory in (9e9, 26.5 * 2**20)]
-    plans = [planned(scanned, SCANNED, "data", [PIPELINE, zero]) for zero in how]
+
+    def plan(**how):
+        return planned(scanned, SCANNED, "data", [PIPELINE, sx.zero.Zero("data", stage=3, **how)])
+
+    fast, small = (plan(accumulate=how).memory().peak for how in ("unreduced", "scattered"))
+    plans = [plan(memory=memory) for memory in (9e9, (fast + small) / 2)]
     assert list(map(scatters, plans)) == [[1, 1], [16, 16]]
 
 

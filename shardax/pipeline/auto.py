@@ -29,7 +29,7 @@ def chosen(
     costs: Costs,
     schedule: Schedule,
     pieces: Sequence[Sequence[Type]],
-    batch: Sequence[Any],
+    waiting: float,
     network: Network,
     axis: str,
     memory: float | None = None,
@@ -39,7 +39,8 @@ def chosen(
     Args:
       costs: of the virtual stages.
       schedule: one of those to choose from: it says how many stages, chunks and microbatches.
-      pieces: the types of what each reads of the parameters; `batch`: those of a microbatch.
+      pieces: the types of what each reads of the parameters.
+      waiting: bytes of a microbatch that each stage has from the start to the end.
       network: the mesh and its prices. `axis`: along which stages lie.
       memory: bytes that weights, their gradients, the batch and what is kept may take on each device.
 
@@ -51,7 +52,7 @@ def chosen(
         homes = [schedule.homes[k][0] for k in range(count)]
         resting = [sum(_resting(pieces[k]) for k in range(count) if homes[k] == d) for d in range(stages)]
         spare = max(costs.of("saved")) + 3 * costs.boundary  # a slot of each buffer that nobody reads
-        rows = microbatches * _nbytes(batch) / _share(network, axis)
+        rows = microbatches * waiting / _share(network, axis)
         limit = memory - max(resting) - rows - spare
         if limit < 0:
             raise ValueError(

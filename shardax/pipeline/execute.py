@@ -3,15 +3,10 @@
 In each tick a stage looks its instruction up in a table, runs it as a branch of `lax.switch`, and sends what
 it made to its neighbours. Devices at one stage take one branch, so those along other axes never part, and
 what they send each other inside a branch meets.
-
-Instructions that add to sums in place, in a loop over layers, are each a `lax.cond` of its own behind the
-switch: where several branches write in place to one buffer, XLA copies the buffer in each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -24,6 +19,7 @@ from jax.sharding import PartitionSpec
 from shardax.cost import noted
 from shardax.explain import reports
 from shardax.pipeline import slots
+from shardax.pipeline.branches import Branches, Rings, written
 from shardax.pipeline.passes import Inputs, Outputs, Program, accumulated
 from shardax.pipeline.report import WEIGHTS, Ran
 from shardax.pipeline.routes import Routes, routes
@@ -101,7 +97,7 @@ class _Executor:
             "branch": numbers,
             "switched": branches.taken[numbers],
             "microbatch": tables.microbatch,
-            "kept": np.maximum(saved, 0),
+            "slot": np.maximum(saved, 0),
             "keep": _or_spare(np.where(kinds == slots.FORWARD, saved, -1), tables.saved_slots),
             "hold": _or_spare(np.where(kinds == slots.BACKWARD_INPUTS, saved, -1), tables.saved_slots),
             "result": _or_spare(self.result_rows(tables), [schedule.microbatches]),
@@ -120,20 +116,19 @@ class _Executor:
                 mine["microbatch"],
                 [_row(x, mine["forward"]) for x in forward],
                 [_row(x, mine["cotangent"]) for x in cotangent],
-                (kept, held, mine["kept"]),  # of which the branches that need them read a row
             )
-            made = branches.run(mine["branch"], mine["switched"], inputs, sums)
-            kept, held = _written(kept, made.kept, mine["keep"]), _written(held, made.held, mine["hold"])
+            rings = Rings(kept, held, mine["slot"], mine["keep"], mine["hold"])
+            made, rings = branches.run(mine["branch"], mine["switched"], inputs, rings, sums)
             results = [
-                _written([x], [row], i)[0]
+                written([x], [row], i)[0]
                 for x, row, i in zip(results, made.rows, mine["result"], strict=True)
             ]
             for lane, arrived in enumerate([*self.sent(made.sent, kind, routed), made.sent]):
                 if (routed.forward[..., lane] >= 0).any():
-                    forward = _written(forward, arrived, mine["arriving_forward"][lane])
+                    forward = written(forward, arrived, mine["arriving_forward"][lane])
                 if (routed.cotangent[..., lane] >= 0).any():
-                    cotangent = _written(cotangent, arrived, mine["arriving_cotangent"][lane])
-            return (forward, cotangent, kept, held, made.sums, results), None
+                    cotangent = written(cotangent, arrived, mine["arriving_cotangent"][lane])
+            return (forward, cotangent, rings.kept, rings.held, made.sums, results), None
 
         saved_slots = max(tables.saved_slots) + 1
         state = (
@@ -191,10 +186,11 @@ class _Executor:
 
     # Instructions
 
-    def branches(self, tables: slots.Tables) -> "_Branches":
+    def branches(self, tables: slots.Tables) -> Branches:
         """The branches, alike instructions being one, and the number of each instruction's."""
         known: dict[Any, int] = {None: 0}
         found: list[Callable[..., Outputs]] = [self.idle]
+        kinds_of = [slots.IDLE]
         adding: dict[int, tuple[int, ...]] = {0: ()}
         in_place = set()
         numbers = np.zeros(tables.kind.shape, np.int32)
@@ -204,6 +200,7 @@ class _Executor:
             if key not in known:
                 number = known[key] = len(found)
                 found.append(self.instruction(kind, k))
+                kinds_of.append(kind)
                 own = self.passes[k].of[kind]
                 adding[number] = own.sums
                 in_place.update([number] if own.totals else [])
@@ -211,7 +208,7 @@ class _Executor:
         together = [n for n in range(len(found)) if n not in in_place]
         added = {i for n in together for i in adding[n]}
         is_added = [i in added for i in range(len(self.program.sums))]
-        return _Branches(found, self.nothing, numbers, together, is_added)
+        return Branches(found, kinds_of, self.nothing, numbers, together, is_added)
 
     def alike(self, k: int, kind: int) -> Any:
         """Equal for virtual stages that run the same code on the same places."""
@@ -241,7 +238,7 @@ class _Executor:
         target = onward if kind == slots.FORWARD else back
 
         def run(microbatch, received, returned, rings, none: Outputs) -> Outputs:
-            kept, held, row = rings
+            kept, held, slot, *_ = rings
             made = own.run(
                 Inputs(
                     pieces=self.stacks.pieces(k, self.own),
@@ -250,8 +247,8 @@ class _Executor:
                     microbatch=microbatch,
                     received=_picked(received, self.wires, from_before),
                     returned=_picked(returned, self.wires, from_after),
-                    kept=_picked(_rows(kept, self.kept.of[k], row), self.kept.types, self.kept.of[k]),
-                    held=_picked(_rows(held, self.held.of[k], row), self.held.types, self.held.of[k]),
+                    kept=_picked(_rows(kept, self.kept.of[k], slot), self.kept.types, self.kept.of[k]),
+                    held=_picked(_rows(held, self.held.of[k], slot), self.held.types, self.held.of[k]),
                     totals=[none.sums[i] for i in own.totals],
                 )
             )
@@ -283,48 +280,6 @@ class _Executor:
             return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
 
 
-@dataclass(frozen=True)
-class _Branches:
-    """What stages run, by the `numbers` of [ticks, stages]; 0: nothing. Those `together` are one switch;
-    `is_added`: to which sums they add. The others add to sums in place. `nothing`: what is made where nothing
-    is, with the sums.
-    """
-
-    all: Sequence[Callable[..., Outputs]]
-    nothing: Callable[[Sequence[Any]], Outputs]
-    numbers: np.ndarray
-    together: Sequence[int]
-    is_added: Sequence[bool]
-
-    @cached_property
-    def taken(self) -> np.ndarray:
-        """Of each number, the branch of the switch; 0 for those that are not in it."""
-        places = (self.together.index(n) if n in self.together else 0 for n in range(len(self.all)))
-        return np.array([*places], np.int32)
-
-    def run(self, number: Array, switched: Array, inputs: Sequence[Any], sums: Sequence[Array]) -> Outputs:
-        def branch(n: int) -> Callable[..., Outputs]:
-            return lambda inputs, sums: self.all[n](*inputs, self.nothing(sums))
-
-        own = [x if added else None for x, added in zip(sums, self.is_added, strict=True)]
-        with noted.branches(self.numbers, self.taken.tolist()):
-            made = lax.switch(switched, list(map(branch, self.together)), inputs, own)
-        made = made._replace(sums=[x if y is None else y for x, y in zip(sums, made.sums, strict=True)])
-        for n in range(len(self.all)):
-            if n not in self.together:
-                made = self._alone(n, number, inputs, made)
-        return made
-
-    def _alone(self, n: int, number: Array, inputs: Sequence[Any], made: Outputs) -> Outputs:
-        """What instruction n makes, or what is `made` where another one runs."""
-
-        def run(made: Outputs, inputs: Sequence[Any]) -> Outputs:
-            return self.all[n](*inputs, made)
-
-        with noted.branches(self.numbers, [int(i == n) for i in range(len(self.all))]):
-            return lax.switch((number == n).astype("int32"), [lambda made, _: made, run], made, inputs)
-
-
 def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """Where there is no slot, one past the last: what is written there is read by nobody."""
     return np.where(numbers < 0, max(counts), numbers).astype(np.int32)
@@ -332,12 +287,6 @@ def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 
 def _row(x, index):
     return lax.dynamic_index_in_dim(x, index, keepdims=False)
-
-
-def _written(buffers: Sequence[Array], rows: Sequence[Array], index) -> list[Array]:
-    """The buffers, each with a row written."""
-    pairs = zip(buffers, rows, strict=True)
-    return [lax.dynamic_update_index_in_dim(buffer, x, index, 0) for buffer, x in pairs]
 
 
 def _placed(values: Sequence[Array], numbers: Sequence[int], new: Sequence[Any]) -> list[Array]:

@@ -10,6 +10,7 @@ data parallelism over the axis of stages:
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,11 +24,15 @@ from jax.sharding import PartitionSpec
 
 from shardax import _jax
 from shardax.annotations.explicit import shape_of
+from shardax.cost.chips import NOMINAL
+from shardax.explain.live import nbytes
 from shardax.graph.evaluate import bound
+from shardax.options import current
 from shardax.pipeline.cut import BATCH, PARAMS, Lazily, inside, variables
 from shardax.pipeline.flow import Flow
 from shardax.pipeline.gathered import Accumulator
 from shardax.pipeline.passes import accumulated
+from shardax.pipeline.together import Together, group_size
 
 _SCOPE = "shardax.pipeline.outside"
 Env = Mapping[Any, Any]
@@ -171,12 +176,13 @@ class Outside:
         inputs = [*flow.of_params, *self.batch, *self.entering, *flow.rest]
         results = [*self._results(False), *self.leaving]
 
-        def run(*args):
-            env = dict(zip(inputs, args, strict=True))
-            return self._evaluated(self._staged[0], env, results)
+        return self._traced(self._staged[0], inputs, results)
 
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return jax.make_jaxpr(run)(*(shape_of(v.aval) for v in inputs))
+    def waiting(self, stages: int) -> float:
+        """Bytes of a microbatch that wait on a stage for a part outside, besides what enters."""
+        read = {*self._forward[1], *self._backward[1]}
+        own = [*self._kept, *(v for v in self.flow.of_batch if v in read)]
+        return sum(map(nbytes, self.leaving)) + sum(map(nbytes, own)) / stages
 
     def staged_sums(self, sums: int) -> int:
         """Of the first `sums` results, how many the stages make."""
@@ -251,18 +257,22 @@ class Outside:
         number = self.flow.rest[-1]
         hoisted = Lazily(self.flow, dict(whole))
         others = [v for v in read if v not in of_rows and v is not number]
+        memory = _memory(stages)
 
-        def of_microbatch(fixed, total, row):
-            i, *own = row
-            env = {number: i, **dict(zip(others, fixed, strict=True)), **dict(zip(rows, own, strict=True))}
-            made = self._evaluated(eqns, env, wanted)
-            added = [jnp.where(i < count, x, 0).astype(t.dtype) for x, t in zip(made, total, strict=False)]
-            return [t + x for t, x in zip(total, added, strict=True)], made[sums:]
+        def of_group(fixed, total, own):
+            same = {**self.flow.consts, **dict(zip(others, fixed, strict=True))}
+            counts = None if padded == count else own[0] < count
+            together = Together(eqns, same, dict(zip((number, *rows), own, strict=True)), counts)
+            added, made = together.run(wanted, sums)
+            return [t + x for t, x in zip(total, added, strict=True)], made
 
         def local(fixed, own):
+            one = self._traced(eqns, (*others, number, *rows), wanted)
+            group = group_size(one, padded // stages, memory)
             zeros = [jnp.zeros(v.aval.shape, accumulated(v.aval)) for v in wanted[:sums]]
-            total, made = lax.scan(functools.partial(of_microbatch, fixed), zeros, own)
-            return [x[None] for x in total], made
+            own = [x.reshape(-1, group, *x.shape[1:]) for x in own]
+            total, made = lax.scan(functools.partial(of_group, fixed), zeros, own)
+            return [x[None] for x in total], [x.reshape(-1, *x.shape[2:]) for x in made]
 
         split, same = PartitionSpec(axis), PartitionSpec()
         island = jax.shard_map(
@@ -272,6 +282,22 @@ class Outside:
         own = [_padded(of_rows[v], padded) for v in rows]
         total, made = island([hoisted.read(v) for v in others], [numbers, *own])
         return [x.sum(0) for x in total], [x[:count] for x in made]
+
+    def _traced(self, eqns: Sequence[Any], read: Sequence[Any], wanted: Sequence[Any]) -> Any:
+        """The jaxpr of equations, of what they read."""
+
+        def run(*args):
+            return self._evaluated(eqns, dict(zip(read, args, strict=True)), wanted)
+
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return jax.make_jaxpr(run)(*(shape_of(v.aval) for v in read))
+
+
+def _memory(stages: int) -> float:
+    """Bytes, of the devices of one stage together."""
+    mesh = _jax.context_mesh()
+    devices = stages if mesh is None else math.prod(mesh.shape.values())
+    return (current().priced_for or NOMINAL).memory * devices / stages
 
 
 def _padded(x: Array, count: int) -> Array:

@@ -11,6 +11,7 @@ from jax import Array
 from shardax import _jax
 from shardax.cost.chips import NOMINAL
 from shardax.cost.network import Network, network_of
+from shardax.explain.live import nbytes
 from shardax.options import current
 from shardax.pipeline import auto, execute
 from shardax.pipeline.apart import apart
@@ -111,8 +112,14 @@ class Region:
         names = ("1f1b", "zb-h1") if (chunks or 1) == 1 else ("interleaved", "zb-eager")
         whole, halved = (self._at(make_schedule(n, stages, microbatches, chunks)) for n in names)
         costs = auto.costs(whole.passes(), halved.passes(), network, axis)
-        batch = [v.aval for v in self.flow.of_batch]
-        return auto.chosen(costs, whole.schedule, whole.piece_types(), batch, network, axis, memory)
+        waiting = self._waiting(stages)
+        return auto.chosen(costs, whole.schedule, whole.piece_types(), waiting, network, axis, memory)
+
+    def _waiting(self, stages: int) -> float:
+        """Bytes of a microbatch that each stage has from the start to the end: what it may read, and its part
+        of what goes by outside of the pipeline."""
+        rows, found = sum(map(nbytes, self.staged.flow.of_batch)), self.outside
+        return rows if found is None else rows + found.waiting(stages)
 
     def cut(self, schedule: Schedule) -> Cut:
         """What the stages read of the parameters; the program of each gives its pieces as they are."""

@@ -21,10 +21,17 @@ from shardax.spmd_rules.registry import Local, register_rule, replicated_rule
 _THREEFRY = "key<fry>"
 
 
-def _per_key(node: Node) -> bool:
-    """Whether the result of each key depends on that key alone. Under vmap, rbg draws for all keys from the
-    first.
+def is_drawn_per_key(eqn) -> bool:
+    """Whether what it draws of each random key, if it draws, depends on that key alone. Under vmap, rbg draws
+    for all keys from the first.
     """
+    if eqn.primitive.name == "rng_bit_generator":
+        return False
+    dtypes = [v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")]
+    return all(d.name == _THREEFRY for d in dtypes if jax.numpy.issubdtype(d, jax.dtypes.prng_key))
+
+
+def _per_key(node: Node) -> bool:
     return node.inputs[0].aval.dtype.name == _THREEFRY
 
 
