@@ -95,9 +95,20 @@ class Region:
             device; None: those of the chip of `Options(chip=...)`, no limit where that names none.
         """
         if asked != "auto":
-            return make_schedule(asked, stages, microbatches, chunks, backward=bool(self.flow.backward)), ""
+            made = make_schedule(asked, stages, microbatches, chunks, backward=bool(self.flow.backward))
+            self._check_backward(made)
+            return made, ""
         choice = self.choice(stages, microbatches, chunks, axis, memory)
         return choice.schedule, str(choice)
+
+    def _check_backward(self, schedule: Schedule) -> None:
+        """Raises ValueError where gradients would be those of no microbatch."""
+        if self.flow.backward and not schedule.backward:
+            raise ValueError(
+                f"schedule of {self.name}: {schedule.name} has forward passes alone, and {self.name} has a "
+                "backward pass; expected B (or B and W) of each microbatch: take another schedule, such as "
+                "'1f1b', or, for results without gradients, sx.pipeline.apply"
+            )
 
     def choice(
         self, stages: int, microbatches: int, chunks: int | None, axis: str, memory: float | None
