@@ -23,6 +23,7 @@ from shardax.pipeline.cut import check_marks, flat
 from shardax.pipeline.flipped import unflipped
 from shardax.pipeline.packed import Packing
 from shardax.pipeline.packer import packing_of
+from shardax.pipeline.printed import without_callbacks
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import unpacked
 from shardax.pipeline.resting import Weights
@@ -228,12 +229,16 @@ class Call:
             with _jax.axes_in_scope({AXIS: self.microbatches}), self._noting_rows(rows):
                 closed = jax.make_jaxpr(lambda *args: function(*args[:-1]))(*params, *own, number)
                 self.check_annotations(closed)
-                closed = unflipped(flat(closed))
-            results = (None,) * sums + (dim,) * (len(closed.out_avals) - sums)
+                count = len(closed.out_avals)
+                closed, called = without_callbacks(flat(closed))
+                closed = unflipped(closed)
+            read = len(closed.out_avals) - count
+            results = (None,) * sums + (dim,) * (count - sums) + (STACKED,) * read
             program = Microbatch(closed, tuple(is_batch), results)
         else:
             closed = jax.make_jaxpr(function)(*params, *others)
             self.check_annotations(closed)
+            closed, called = without_callbacks(closed)
             names = ["params"] * len(params) + self.names
             pairs = zip(names, (*params, *others), is_param, strict=True)
             arguments = tuple(Argument(name, x, is_state=is_state) for name, x, is_state in pairs)
@@ -242,7 +247,9 @@ class Call:
         named = [n for n, b in zip(self.names, self.is_batch, strict=True) if b]
         way = f"take a number of microbatches that divides the {self.rows} rows of the batch"
         who = f"pipeline of {self.name}"
-        return Split(program, is_param, is_batch, named, self.name, not sums, who, way, self.at)
+        return Split(
+            program, is_param, is_batch, named, self.name, not sums, who, way, self.at, called=called
+        )
 
     @contextmanager
     def _noting_rows(self, rows: int) -> Iterator[None]:

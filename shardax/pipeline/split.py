@@ -27,6 +27,7 @@ from shardax.pipeline.adding import Adding
 from shardax.pipeline.cut import variables
 from shardax.pipeline.origins import settled
 from shardax.pipeline.packed import Packed
+from shardax.pipeline.printed import called_back
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import pack_p, unpack_p
 from shardax.pipeline.resting import gathered
@@ -59,7 +60,7 @@ class Split:
     microbatches, each with the variable that the sum is; `early`: those that run before; `stacked`: what is
     stacked, [microbatches, ...] each. `batch`: paths of the arguments that are taken as the batch. `name`: of
     the function, `forward`: whether it has no backward pass. For errors: `who` cuts it, and `otherwise`, the
-    way out where it is no sum. `at`: of the region.
+    way out where it is no sum. `at`: of the region. `called`: callbacks that get the last results.
     """
 
     program: Microbatch
@@ -71,6 +72,7 @@ class Split:
     who: str = "sx.pipeline.Pipeline"
     otherwise: str = "use sx.pipeline.value_and_grad"
     at: tuple[str, ...] = ()
+    called: Sequence[Any] = ()
     kind: dict[Any, int] = field(default_factory=dict)
     alone: set[Any] = field(default_factory=set)  # what is made of the batch alone, cheaply
     region: list[Any] = field(default_factory=list)
@@ -223,7 +225,8 @@ class Split:
                 made = self._joined(eqn, operands) if is_sent(eqn) else bound(eqn, operands)
             env.update(zip(eqn.outvars, made, strict=True))
         pairs = zip(jaxpr.outvars, self.program.results, strict=True)
-        return [self._result(env, v, dim, count) for v, dim in pairs]
+        results = [self._result(env, v, dim, count) for v, dim in pairs]
+        return called_back(self.called, results, self.program.results[-1] == STACKED)
 
     def _result(self, env: dict[Any, Any], v, dim: int | None, count: int) -> Any:
         if dim is None:

@@ -14,6 +14,7 @@ from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
 from shardax.differentiated import is_transposed
 from shardax.pipeline.batch import check_names, of_batch
+from shardax.pipeline.printed import without_callbacks
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.scopes import patterns
 from shardax.pipeline.split import Split
@@ -88,11 +89,12 @@ class Pipeline:
         self._check_equations(jaxpr)
         context = _knowing_state(context)
         is_batch = self._is_batch(context)
-        program = microbatch(jaxpr, context, is_batch, self.microbatches)
+        quiet, called = without_callbacks(jaxpr)
+        program = microbatch(quiet, context, is_batch, self.microbatches)
         pairs = list(zip(context.arguments, is_batch, strict=True))
         params = [a.is_state and a.type.ndim > 0 and not taken for a, taken in pairs]
         names = [a.path for a, taken in pairs if taken]
-        split = Split(program, params, is_batch, names, at=patterns(self.at, "Pipeline"))
+        split = Split(program, params, is_batch, names, at=patterns(self.at, "Pipeline"), called=called)
 
         def pipelined(region, arguments, batch, rest, asked):
             if not region.flow.parts:
