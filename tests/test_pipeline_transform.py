@@ -295,6 +295,39 @@ def test_rows_that_are_computed_together_stay_together(compared, rows, labels):
     check(*sgd(loss, params), (rand(5, rows, M), rand(6, labels, M)), mesh_of(stage=2))
 
 
+def mixed_up(x, y):
+    return 0.7 * x + 0.3 * x[::-1], 0.7 * y + 0.3 * y[::-1]
+
+
+def shuffled(x, y):
+    order = jax.random.permutation(jax.random.key(3), len(x))
+    return x[order], y[order]
+
+
+@pytest.mark.parametrize(
+    "prepared",
+    [
+        mixed_up,
+        shuffled,
+        lambda x, y: (jnp.roll(x, 1, 0), y),
+        lambda x, y: (x[:8] - x[8:], y[8:]),
+        lambda x, y: (jnp.concatenate([x, 2 * x]), jnp.concatenate([y, -y])),
+    ],
+)
+@pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 2, "data": 2}])
+def test_rows_of_the_batch_that_change_places_do_so_before(prepared, sizes):
+    """As in mixup: what is done to the batch alone is done before the microbatches, for all of them."""
+    params = [rand(i, M, M) for i in range(4)]
+
+    def loss(params, x, y):
+        x, y = prepared(x, y)
+        for w in params:
+            x = jnp.sin(x @ w)
+        return ((x - y) ** 2).mean()
+
+    check(*sgd(loss, params), (rand(5, 16, M), rand(6, 16, M)), mesh_of(**sizes))
+
+
 def test_pairs_across_microbatches_are_no_sum():
     params = [rand(i, M, M) for i in range(4)]
 

@@ -45,6 +45,8 @@ SENDS = frozenset(
     {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
 )
 
+_MOVING = frozenset({"all_to_all", "ppermute", "reduce_scatter"})  # rows from microbatch to microbatch
+
 _CHIP = replace(NOMINAL, name="microbatches", flops=1e3, link_rate=1e6, start=1.0)
 """Sends are dear, so that none pays but sums that have to be; computing is dearer, so that it pays for none
 of them to compute all rows in each microbatch, as of text of which inputs and labels are both made.
@@ -95,7 +97,8 @@ class Microbatch:
         """Whether the microbatch has to be the part of the batch that its number says; else any rows do."""
         jaxpr = self.jaxpr.jaxpr
         is_numbered = any(v is jaxpr.invars[-1] for eqn in jaxpr.eqns for v in eqn.invars)
-        return self.mixes_rows or is_numbered
+        is_moved = any(is_sent(eqn) and eqn.primitive.name in _MOVING for eqn in jaxpr.eqns)
+        return self.mixes_rows or is_numbered or is_moved
 
 
 def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) -> Microbatch:
