@@ -295,6 +295,28 @@ def test_rows_that_are_computed_together_stay_together(compared, rows, labels):
     check(*sgd(loss, params), (rand(5, rows, M), rand(6, labels, M)), mesh_of(stage=2))
 
 
+def test_an_update_with_loops_in_it_is_done_once():
+    """L-BFGS goes over its memory in a scan, of whose products each microbatch was to compute a part."""
+    layers = {"up": rand(1, 4, 16, 64), "down": rand(2, 4, 64, 16), "scale": jnp.ones((4, 16))}
+    params = {"embed": rand(0, 40, 16), "layers": layers}
+    tx = optax.lbfgs(linesearch=None, memory_size=3)
+
+    def one(h, w):
+        return h + jnp.tanh((h * w["scale"]) @ w["up"]) @ w["down"], None
+
+    def loss(params, x, y):
+        h, _ = lax.scan(one, params["embed"][x], params["layers"])
+        return cross_entropy(h @ params["embed"].T, y).mean()
+
+    def step(state, *batch):
+        params, memory = state
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, memory = tx.update(grads, memory, params)
+        return (optax.apply_updates(params, updates), memory), value
+
+    check(step, (params, tx.init(params)), (tokens(1, 20), tokens(2, 20)), mesh_of(stage=2), tolerance=1e-4)
+
+
 def mixed_up(x, y):
     return 0.7 * x + 0.3 * x[::-1], 0.7 * y + 0.3 * y[::-1]
 

@@ -29,7 +29,7 @@ from shardax.cost.chips import NOMINAL
 from shardax.differentiated import is_differentiated, is_transposed
 from shardax.graph import annotations
 from shardax.graph.equations import map_equations
-from shardax.graph.evaluate import bound, evaluate
+from shardax.graph.evaluate import bound, evaluate, is_call
 from shardax.options import Options, Refused
 from shardax.partition.decisions import Decisions
 from shardax.pipeline.flipped import unflipped
@@ -65,6 +65,17 @@ kept_p.multiple_results = True
 kept_p.def_abstract_eval(lambda *xs, repacked, **params: types_of(repacked, *xs, **params))
 
 
+held_p = Primitive("held")
+held_p.multiple_results = True
+"""held *xs: the results of the equation `held`, a loop or branch, of whole operands: none in it is split."""
+
+
+@held_p.def_abstract_eval
+def _held_types(*_, held):
+    """On the mesh in context."""
+    return jax.make_jaxpr(lambda *xs: xs)(*(shape_of(v.aval) for v in held.outvars)).in_avals
+
+
 def _whole(node) -> str:
     """No dim is split, and nothing may be pending."""
     names = map("d{}!".format, itertools.count())
@@ -74,6 +85,7 @@ def _whole(node) -> str:
     return " -> ".join(", ".join(side) for side in sides)
 
 
+register_rule(held_p, _whole)
 register_rule(kept_p, _whole)
 
 
@@ -157,10 +169,16 @@ def _whole_after(closed, has_rows: Callable[[Any], bool]):
         env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
         for eqn in closed.jaxpr.eqns:
             scope = eqn.source_info.name_stack
-            made = bound(eqn, [v.val if _jax.is_literal(v) else env[v] for v in eqn.invars])
+            operands = [v.val if _jax.is_literal(v) else env[v] for v in eqn.invars]
             if is_transposed(scope) or any(not _jax.is_literal(v) and v in after for v in eqn.invars):
                 after.update(eqn.outvars)
-            if not is_differentiated(scope) and not after.isdisjoint(eqn.outvars):
+            is_after = not is_differentiated(scope) and not after.isdisjoint(eqn.outvars)
+            if is_after and eqn.primitive.name in _LOOPS and not any(map(has_rows, operands)):
+                with as_at(eqn):
+                    made = held_p.bind(*operands, held=eqn)
+            else:
+                made = bound(eqn, operands)
+            if is_after:
                 made = [x if has_rows(x) else _along(x, False, "inside") for x in made]
             env.update(zip(eqn.outvars, made, strict=True))
         return [v.val if _jax.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
@@ -205,8 +223,16 @@ def _numbered(local, consts: Sequence[Any], sizes: AxisSizes):
     assert [np.shape(x) for x in consts] == [x.shape for x in local.in_avals[:first]], "constants are whole"
 
     def restored(eqns):
-        eqns = map(_jax.eqn_under_local_mesh, eqns)
+        eqns = map(_released, map(_jax.eqn_under_local_mesh, eqns))
         return list(map(_restored, eqns))
+
+    def _released(eqn):
+        """Its bodies are restored here, since nothing looks into them."""
+        if eqn.primitive is not held_p:
+            return eqn
+        held = eqn.params["held"]
+        eqn = eqn.replace(primitive=held.primitive, params=held.params)
+        return _jax.with_bodies(eqn, lambda body: map_equations(body, restored))
 
     def run(*args):
         whole = [*map(_without_mesh, consts), *args[:-1]]
@@ -272,6 +298,9 @@ def _step(eqn, operands: Sequence[Any], places: Mapping[str, Any]) -> Sequence[A
         return _LOOPS[name](
             eqn.params, operands, lambda body, args: _evaluated(_jax.closed(body), args, places)
         )
+    if is_call(eqn):
+        inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+        return _evaluated(_jax.closed(inner), operands, places)
     has_index = any(map(_has_index, jaxprs_in_params(eqn.params)))
     assert not has_index, f"{name} at {_jax.user_line(eqn.source_info)} reads the number of a microbatch"
     return bound(_over_all(eqn, tuple(places)), operands)
