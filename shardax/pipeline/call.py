@@ -15,7 +15,7 @@ from jax import Array, lax
 from shardax import _jax
 from shardax.annotations.annotate import describe
 from shardax.annotations.explicit import shape_of
-from shardax.graph.evaluate import evaluate
+from shardax.graph.evaluate import evaluate, is_call
 from shardax.jit.signature import argument_name
 from shardax.options import current
 from shardax.pipeline.batch import check_one_batch, of_batch
@@ -161,7 +161,7 @@ class Call:
         def run(*leaves):
             leaves = self.unpacked(leaves)
             closed = jax.make_jaxpr(loss)(*(shape_of(jax.typeof(x)) for x in leaves))
-            check_marks(flat(closed))  # in the gradient's program loops are other ones
+            check_marks(flat(closed, is_call))  # in the gradient's program loops are other ones
 
             def of_moved(moved):
                 own = iter(moved)
@@ -297,7 +297,8 @@ class Call:
         def pipelined(region: Region, arguments, batch, rest, accumulators) -> Made:
             schedule, told = self.schedule(region, asked)
             weights = Weights.of(arguments, self.stages, self.axis)
-            return region.run(schedule, weights, batch, rest, self.axis, asked=accumulators, told=told)
+            how = {"asked": accumulators, "told": told, "dim": split.program.batch_dim}
+            return region.run(schedule, weights, batch, rest, self.axis, **how)
 
         def cut(number: int, x: Array) -> Array:
             return _microbatches(x, self.microbatches)
@@ -352,6 +353,6 @@ def _stages(axis: str, name: str) -> int:
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """[batch, ...] -> [microbatches, rows, ...], of rows that lie `count` apart: where the batch is split
+    """[batch, ...] -> [rows, microbatches, ...], of rows that lie `count` apart: where the batch is split
     over devices, each device has its part of every microbatch."""
-    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+    return x.reshape(x.shape[0] // count, count, *x.shape[1:])

@@ -363,11 +363,12 @@ class Lazily:
         return self.env[atom]
 
 
-def flat(closed):
-    """The jaxpr with calls of `jit` inlined, and what `jax.checkpoint` has in a forward pass."""
+def flat(closed, inlines: Callable[[Any], bool] | None = None):
+    """The jaxpr with what it `inlines` inlined: calls of `jit`, and what `jax.checkpoint` has in a forward
+    pass."""
 
     def run(*args):
-        return evaluate(closed, args, inlines=_is_forward)
+        return evaluate(closed, args, inlines=inlines or _is_forward)
 
     return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, closed.in_avals)))
 

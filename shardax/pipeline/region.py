@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from shardax import _jax
@@ -163,19 +164,21 @@ class Region:
         *,
         asked: Sequence[Accumulator] = (),
         told: str = "",
+        dim: int = 0,
     ) -> Made:
         """What the passes make of all microbatches.
 
         Args:
           weights: the parameters, as they rest.
-          batch: [microbatches, ...] each. `rest`: the other arguments, but the number.
+          batch: along `dim` of each lie the microbatches. `rest`: the other arguments, but the number.
           axis: of the mesh in context, along which the stages lie.
           asked: accumulators; `told`: how the schedule was chosen, for the plan.
         """
         if self.outside is not None:
             how: dict[str, Any] = {"asked": asked, "told": told}
+            batch = [jnp.moveaxis(x, dim, 0) for x in batch]  # beside which what it makes lies
             return self._run_outside(self.outside, schedule, weights, batch, rest, axis, how)
-        return self._at(schedule, asked).run(weights, batch, rest, axis, told)
+        return self._at(schedule, asked).run(weights, batch, rest, axis, told, dim)
 
     def _run_outside(
         self,
@@ -277,7 +280,7 @@ class _Run:
                 line = _jax.user_line(eqn.source_info) or "an unknown line"
                 warnings.warn(_SPANS.format(name=self.region.name, line=line), stacklevel=2)
 
-    def run(self, weights: Weights, batch, rest, axis: str, told: str) -> Made:
+    def run(self, weights: Weights, batch, rest, axis: str, told: str, dim: int) -> Made:
         self._check_checkpoints()
         cut = weights.placed(self.cut, self.schedule, rest)
         values = cut.hoist(weights.arrays, rest)
@@ -293,7 +296,7 @@ class _Run:
             begins=self._begins(),
             chosen=told,
         )
-        sums, rows = execute.run(program, self.schedule, stacks, values, batch, rest, axis=axis)
+        sums, rows = execute.run(program, self.schedule, stacks, values, batch, rest, axis=axis, dim=dim)
         return Made(self.sums.whole(sums, 0), self.rows.whole(rows, 1), self.sums.accumulated(sums))
 
     def _lines(self) -> tuple[str, ...]:

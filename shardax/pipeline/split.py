@@ -203,7 +203,8 @@ class Split:
         """The step's results.
 
         Args:
-          microbatches: gives the argument of a number, its rows of the batch by microbatches.
+          microbatches: gives the argument of a number, its rows of the batch by microbatches, along the dim
+            that the program says.
           pipelined: `pipelined(region, arguments, batch, rest, accumulators)` runs the region; the arguments
             are its parameters, packed ones as a `Packed`.
         """
@@ -273,7 +274,8 @@ class Split:
                     inner.update(zip(e.outvars, bound(e, operands), strict=True))
                 return [inner[v] for v in wanted]
 
-            made = jax.vmap(rows)([x for _, x in batch], jnp.arange(count, dtype="int32"))
+            numbers, dims = jnp.arange(count, dtype="int32"), (self.program.batch_dim, 0)
+            made = jax.vmap(rows, in_axes=dims)([x for _, x in batch], numbers)
             if eqn.outvars[0] in self.moved:
                 batch += zip(eqn.outvars, _moved(eqn, made), strict=True)
             else:

@@ -112,6 +112,12 @@ class Microbatch:
         is_moved = any(is_sent(eqn) and eqn.primitive.name in _MOVING for eqn in jaxpr.eqns)
         return self.mixes_rows or is_numbered or is_moved
 
+    @property
+    def batch_dim(self) -> int:
+        """Along which the microbatches of an array of the batch lie, as it is cut: [microbatches, rows, ...],
+        or where any rows do, [rows, microbatches, ...], which is a reshape and no copy."""
+        return 0 if self.is_in_order else 1
+
 
 def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) -> Microbatch:
     """Partitions the global jaxpr of a step, whose arguments `is_batch` have rows of the batch."""
