@@ -1,6 +1,5 @@
 """A call of a pipelined function: its arguments, the program of one microbatch, and running it."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from shardax.options import current
 from shardax.pipeline.batch import check_one_batch, of_batch
 from shardax.pipeline.cut import check_marks, flat
 from shardax.pipeline.flipped import unflipped
+from shardax.pipeline.others import Others, by_place
 from shardax.pipeline.packed import Packing
 from shardax.pipeline.packer import packing_of
 from shardax.pipeline.printed import without_callbacks
@@ -37,16 +37,19 @@ Asked = tuple[Any, int | None, float | None]  # schedule, chunks, memory
 
 @dataclass(frozen=True)
 class Call:
-    """One call: the parameters, and the leaves of the other arguments, of which `is_batch` are the batch."""
+    """One call: the parameters, and the arrays of the other arguments, of which `is_batch` are the batch.
+    `count`: of the arguments by place, which those of names `keywords` follow.
+    """
 
     function: Callable[..., Any]
     weights: Weights
-    other_tree: Any
+    taken: Others
     others: list[Any]
     is_batch: list[bool]
     names: list[str]
     numbers: tuple[int, ...]
     count: int
+    keywords: tuple[str, ...]
     axis: str
     stages: int
     microbatches: int
@@ -64,32 +67,29 @@ class Call:
         at: tuple[str, ...] = (),
     ) -> "Call":
         name = getattr(function, "__name__", "the loss")
-        if kwargs:
-            bound = inspect.signature(function).bind(*args, **kwargs)
-            bound.apply_defaults()
-            args = bound.args
+        args, keywords = by_place(function, args, kwargs)
         for n in numbers:
             if not 0 <= n < len(args):
                 raise ValueError(f"argnums has {n}, and {name} is called with {len(args)} arguments")
         stages = _stages(axis, name)
         weights = Weights.of([args[n] for n in numbers], stages, axis)
-        named = {argument_name(function, n): x for n, x in enumerate(args) if n not in numbers}
+        placed = {argument_name(function, n): x for n, x in enumerate(args) if n not in numbers}
         _check_apart(batch_argnames, [argument_name(function, n) for n in numbers], name)
-        others, tree = jax.tree.flatten(list(named.values()))
-        others = list(map(jnp.asarray, others))
-        names = [given for given, x in named.items() for _ in jax.tree.leaves(x)]
+        taken, others = Others.of(placed | keywords)
+        names = list(taken.names)
         if batch_argnames is None:
             check_one_batch(names, others, name, microbatches)
         is_batch = of_batch(names, others, [True] * len(others), batch_argnames, name, microbatches)
         call = Call(
             function,
             weights,
-            tree,
+            taken,
             others,
             is_batch,
             names,
             numbers,
             len(args),
+            tuple(keywords),
             axis,
             stages,
             microbatches,
@@ -126,8 +126,13 @@ class Call:
         """The arguments of the function, of the leaves of parameters, not packed, and of others."""
         count = len(self.weights.types)
         own = iter(jax.tree.unflatten(self.weights.plain_tree, leaves[:count]))
-        others = iter(jax.tree.unflatten(self.other_tree, leaves[count:]))
-        return [next(own if n in self.numbers else others) for n in range(self.count)]
+        others = iter(self.taken.restored(leaves[count:]))
+        return [next(own if n in self.numbers else others) for n in range(self.count)] + list(others)
+
+    def called(self, leaves: Sequence[Any]) -> Any:
+        """What the function returns."""
+        args = self.restored(leaves)
+        return self.function(*args[: self.count], **dict(zip(self.keywords, args[self.count :], strict=True)))
 
     # The program of one microbatch
 
@@ -151,7 +156,7 @@ class Call:
         summed = partial(lax.psum, axis_name=AXIS) if self.is_even else (lambda x: x)
 
         def loss(*leaves):
-            result = self.function(*self.restored(leaves))
+            result = self.called(leaves)
             value, aux = result if has_aux else (result, ())
             self.check_loss(value, has_aux)
             rows, tree = jax.tree.flatten(aux)
@@ -201,7 +206,7 @@ class Call:
             )
 
         def run(*leaves):
-            found, tree = jax.tree.flatten(self.function(*self.restored(self.unpacked(leaves))))
+            found, tree = jax.tree.flatten(self.called(self.unpacked(leaves)))
             structure.append(tree)
             for x in map(jax.typeof, found):
                 if not x.shape or x.shape[0] != count:
