@@ -447,6 +447,13 @@ def test_more_stages_than_parts():
         plan(*sgd(loss, rand(0, M, M)), (rand(1, B, M),), mesh)
 
 
+def test_more_microbatches_than_rows():
+    with pytest.raises(
+        ValueError, match=r"the batch has 16 rows \(the first dim of args\[1\]\), .* 17 microbatches; take"
+    ):
+        plan(*of_one_array(lambda h, y: h - y), (rand(5, 16, M), rand(6, 16, M)), microbatches=17)
+
+
 def test_nothing_to_pipeline():
     params, loss = scanned()
     with pytest.raises(ValueError, match="no backward pass is found .* sx.pipeline.apply"):

@@ -197,6 +197,13 @@ class Pipeline:
                 "expected an array that is no state, so that none of its type comes back; if one does, say "
                 "batch_argnames="
             )
+        name, rows = next((a.path, a.type.shape[0]) for a, ok in zip(arguments, found, strict=True) if ok)
+        if rows < self.microbatches:
+            raise ValueError(
+                f"{self}: the batch has {rows} rows (the first dim of {name}), and there are "
+                f"{self.microbatches} microbatches; take as many microbatches as rows at most, or say by "
+                "batch_argnames= which arguments have a row for each row of the batch"
+            )
         return found
 
 
