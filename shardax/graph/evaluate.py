@@ -9,7 +9,7 @@ from shardax import _jax
 from shardax.annotations.explicit import SHARDING_PARAMS, as_at
 from shardax.graph import annotations
 
-_INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
+_INLINED = frozenset({"closed_call", "core_call", "eval_jaxpr", "jit", "pjit"})
 
 
 def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
@@ -24,7 +24,7 @@ def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
 
 
 def is_call(eqn) -> bool:
-    """Whether it is a call of `jit`, without shardings."""
+    """Whether it is a call, as of `jit`, without shardings."""
     return eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn))
 
 
