@@ -319,6 +319,34 @@ def test_in_flight_memory_of_the_compiled_program():
     assert temporary("1f1b", 8) <= 0.6 * temporary("gpipe", 8)
 
 
+@pytest.mark.parametrize("form", ["function", "step"])
+def test_the_batch_is_not_copied(form):
+    """Of a batch of activations, in 1F1B: what the program holds beside its arguments does not grow with
+    the number of microbatches."""
+    mesh, params = mesh_of(stage=2), jax.ShapeDtypeStruct((4, 32, 32), "float32")
+
+    def loss(params, x_BM):
+        return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x_BM, params)[0] ** 2).mean()
+
+    def temporary(microbatches: int) -> int:
+        x_BM = jax.ShapeDtypeStruct((64 * microbatches, 32), "float32")
+        function, transforms = sx.pipeline.value_and_grad(loss, microbatches=microbatches), []
+        if form == "step":
+            function, transforms = (
+                jax.value_and_grad(loss),
+                [sx.pipeline.Pipeline(microbatches=microbatches)],
+            )
+
+        def step(params, x_BM):
+            value, gradient = function(params, x_BM)
+            return params - 0.1 * gradient, value
+
+        step = sx.shard_jit(step, mesh=mesh, in_shardings=(P("stage"), None), transforms=transforms)
+        return step.lower(params, x_BM).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(16) <= 1.02 * temporary(4)
+
+
 @pytest.mark.mixed_dtypes
 def test_training():
     """A step with an optimizer and donated state, many times."""

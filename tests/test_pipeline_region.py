@@ -220,6 +220,16 @@ def test_a_region_has_the_schedule_that_was_asked_for():
     assert chosen.virtual_stages == 2 and chosen.bubble <= asked.bubble
 
 
+@pytest.mark.parametrize("schedule", ["forward", "F0 F1\nF0 F1", lambda p, m, v: "F0 F1\n" * p])
+def test_gradients_want_a_schedule_with_backward_passes(schedule):
+    """Without, they would be zeros, and the loss that of nobody."""
+    alone = Region(jax.make_jaxpr(lambda *a: step(*a)[0])(*TYPES), 2, 1, 1)
+    assert not alone.schedule(schedule, 2, 2, None)[0].backward
+    words = r"schedule of the step: .* has forward passes alone, .* expected B .* '1f1b', .*pipeline.apply"
+    with pytest.raises(ValueError, match=words):
+        Region(made(), 2, 1, 3).schedule(schedule, 2, 2, None)
+
+
 # passes
 
 

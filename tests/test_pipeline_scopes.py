@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.explain.reports import reports
+from shardax.ledger.causes import Cause, named
 from shardax.pipeline.call import Call
 from shardax.pipeline.scopes import module, modules, names_of, patterns, scope
 
@@ -115,6 +116,17 @@ def test_nothing_matches():
         match=r"4 virtual stages need 3 .* match 'Block_3' and 'head' begin at 2 \(Block_3, head\)",
     ):
         names(loss, params, "Block_3", "head", stages=4)
+
+
+def test_why_something_is_sent_is_no_scope():
+    """Errors named `slice[noted in P('microbatch', None)]` among the scopes."""
+
+    def local(x):
+        with jax.named_scope("a"), jax.named_scope(named("slice", "noted in P('x')", Cause())):
+            return jnp.sin(x)
+
+    (eqn,) = jax.make_jaxpr(local)(X.update(dtype="float32")).jaxpr.eqns
+    assert scope(eqn) == ("a",) and names_of([eqn]) == ["a"]
 
 
 @pytest.mark.parametrize("at", [3, "", ["a", ""], {"a"}])

@@ -129,10 +129,14 @@ def split(step, *types, count: int = COUNT) -> Split:
 
 def run(found: Split, *types, count: int = COUNT):
     """All microbatches one after the other, in place of stages."""
+    dim = found.program.batch_dim
 
     def pipelined(region, params, batch, rest, asked):
         made = [
-            traced(region.closed, [*params, *(x[i] for x in batch), *rest, jnp.int32(i)])
+            traced(
+                region.closed,
+                [*params, *(lax.index_in_dim(x, i, dim, False) for x in batch), *rest, jnp.int32(i)],
+            )
             for i in range(count)
         ]
         results = list(zip(*made, strict=True))
@@ -140,10 +144,8 @@ def run(found: Split, *types, count: int = COUNT):
         return Made(sums, [jnp.stack(xs) for xs in results[region.sums :]], [])
 
     def microbatches(_, x):
-        x = x.reshape(count, -1, *x.shape[1:])
-        if found.program.is_in_order:
-            return x
-        return jnp.swapaxes(x.reshape(-1, count, *x.shape[2:]), 0, 1)
+        lead = (-1, count) if dim else (count, -1)
+        return x.reshape(*lead, *x.shape[1:])
 
     return jax.make_jaxpr(lambda *args: found.run(args, count, microbatches, pipelined))(*types)
 

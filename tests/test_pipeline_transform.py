@@ -295,6 +295,61 @@ def test_rows_that_are_computed_together_stay_together(compared, rows, labels):
     check(*sgd(loss, params), (rand(5, rows, M), rand(6, labels, M)), mesh_of(stage=2))
 
 
+def test_an_update_with_loops_in_it_is_done_once():
+    """L-BFGS goes over its memory in a scan, of whose products each microbatch was to compute a part."""
+    layers = {"up": rand(1, 4, 16, 64), "down": rand(2, 4, 64, 16), "scale": jnp.ones((4, 16))}
+    params = {"embed": rand(0, 40, 16), "layers": layers}
+    tx = optax.lbfgs(linesearch=None, memory_size=3)
+
+    def one(h, w):
+        return h + jnp.tanh((h * w["scale"]) @ w["up"]) @ w["down"], None
+
+    def loss(params, x, y):
+        h, _ = lax.scan(one, params["embed"][x], params["layers"])
+        return cross_entropy(h @ params["embed"].T, y).mean()
+
+    def step(state, *batch):
+        params, memory = state
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, memory = tx.update(grads, memory, params)
+        return (optax.apply_updates(params, updates), memory), value
+
+    check(step, (params, tx.init(params)), (tokens(1, 20), tokens(2, 20)), mesh_of(stage=2), tolerance=1e-4)
+
+
+def mixed_up(x, y):
+    return 0.7 * x + 0.3 * x[::-1], 0.7 * y + 0.3 * y[::-1]
+
+
+def shuffled(x, y):
+    order = jax.random.permutation(jax.random.key(3), len(x))
+    return x[order], y[order]
+
+
+@pytest.mark.parametrize(
+    "prepared",
+    [
+        mixed_up,
+        shuffled,
+        lambda x, y: (jnp.roll(x, 1, 0), y),
+        lambda x, y: (x[:8] - x[8:], y[8:]),
+        lambda x, y: (jnp.concatenate([x, 2 * x]), jnp.concatenate([y, -y])),
+    ],
+)
+@pytest.mark.parametrize("sizes", [{"stage": 2}, {"stage": 2, "data": 2}])
+def test_rows_of_the_batch_that_change_places_do_so_before(prepared, sizes):
+    """As in mixup: what is done to the batch alone is done before the microbatches, for all of them."""
+    params = [rand(i, M, M) for i in range(4)]
+
+    def loss(params, x, y):
+        x, y = prepared(x, y)
+        for w in params:
+            x = jnp.sin(x @ w)
+        return ((x - y) ** 2).mean()
+
+    check(*sgd(loss, params), (rand(5, 16, M), rand(6, 16, M)), mesh_of(**sizes))
+
+
 def test_pairs_across_microbatches_are_no_sum():
     params = [rand(i, M, M) for i in range(4)]
 
@@ -390,6 +445,13 @@ def test_more_stages_than_parts():
     mesh = jax.sharding.AbstractMesh((64,), ("stage",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="64 virtual stages, but the program has . parts"):
         plan(*sgd(loss, rand(0, M, M)), (rand(1, B, M),), mesh)
+
+
+def test_more_microbatches_than_rows():
+    with pytest.raises(
+        ValueError, match=r"the batch has 16 rows \(the first dim of args\[1\]\), .* 17 microbatches; take"
+    ):
+        plan(*of_one_array(lambda h, y: h - y), (rand(5, 16, M), rand(6, 16, M)), microbatches=17)
 
 
 def test_nothing_to_pipeline():
@@ -511,13 +573,13 @@ def test_the_batch_is_what_has_as_many_rows_as_the_first_array_that_is_no_state(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("in_order, first", [(True, [0, 1]), (False, [0, 4])])
-def test_rows_of_a_microbatch(in_order, first):
+@pytest.mark.parametrize("dim, first", [(0, [0, 1]), (1, [0, 4])])
+def test_rows_of_a_microbatch(dim, first):
     """One after the other, or, where any do, such as each of the data's devices has: of 8 rows and 4
     microbatches on 2 devices, rows 0 and 4."""
-    made = jax.make_jaxpr(lambda x: Pipeline(microbatches=4)._microbatches(x, None, in_order))
+    made = jax.make_jaxpr(lambda x: Pipeline(microbatches=4)._microbatches(x, None, dim))
     (rows,) = evaluate(made(np.arange(8)), [np.arange(8)])
-    assert rows.shape == (4, 2) and rows[0].tolist() == first
+    assert rows.shape[dim] == 4 and rows.take(0, dim).tolist() == first
     assert sorted(rows.reshape(-1)) == list(range(8))
 
 

@@ -323,6 +323,8 @@ def test_order():
 def test_bad_input():
     with pytest.raises(ValueError, match="offload of Zero is 'moments', .*: give 'optimizer', 'parameters'"):
         Zero(offload="moments")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"offload of Zero is \['optimizer'\], of type list: give"):
+        Zero(offload=["optimizer"])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="update_on of Zero is 'tpu'"):
         Zero(offload="optimizer", update_on="tpu")  # type: ignore[arg-type]
     with pytest.raises(

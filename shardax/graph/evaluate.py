@@ -1,6 +1,6 @@
 """Evaluates programs: each equation on its own line, in its own scopes, on the mesh in context."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -9,7 +9,7 @@ from shardax import _jax
 from shardax.annotations.explicit import SHARDING_PARAMS, as_at
 from shardax.graph import annotations
 
-_INLINED = frozenset({"closed_call", "core_call", "jit", "pjit"})
+_INLINED = frozenset({"closed_call", "core_call", "eval_jaxpr", "jit", "pjit"})
 
 
 def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
@@ -23,9 +23,19 @@ def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
     return list(made) if eqn.primitive.multiple_results else [made]
 
 
-def evaluate(closed, args: Sequence[Any], callers: tuple[Any, ...] = ()) -> list[Any]:
-    """The results of a jaxpr, on the mesh in context; calls of `jit` inlined, but those with shardings. What
-    has no line of the user's own is on that of the innermost of its `callers` that has one.
+def is_call(eqn) -> bool:
+    """Whether it is a call, as of `jit`, without shardings."""
+    return eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn))
+
+
+def evaluate(
+    closed,
+    args: Sequence[Any],
+    callers: tuple[Any, ...] = (),
+    inlines: Callable[[Any], bool] = is_call,
+) -> list[Any]:
+    """The results of a jaxpr, on the mesh in context; calls that it `inlines` inlined. What has no line of
+    the user's own is on that of the innermost of its `callers` that has one.
     """
     env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
 
@@ -35,10 +45,10 @@ def evaluate(closed, args: Sequence[Any], callers: tuple[Any, ...] = ()) -> list
     for eqn in closed.jaxpr.eqns:
         operands = list(map(read, eqn.invars))
         eqn = _on_users_line(eqn, callers) if callers else eqn
-        if eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn)):
+        if inlines(eqn):
             with as_at(eqn):
                 inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-                made = evaluate(_jax.closed(inner), operands, (eqn, *callers))
+                made = evaluate(_jax.closed(inner), operands, (eqn, *callers), inlines)
         else:
             made = bound(eqn, operands)
         env.update(zip(eqn.outvars, made, strict=True))

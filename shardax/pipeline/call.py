@@ -1,6 +1,5 @@
 """A call of a pipelined function: its arguments, the program of one microbatch, and running it."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,14 +14,16 @@ from jax import Array, lax
 from shardax import _jax
 from shardax.annotations.annotate import describe
 from shardax.annotations.explicit import shape_of
-from shardax.graph.evaluate import evaluate
+from shardax.graph.evaluate import evaluate, is_call
 from shardax.jit.signature import argument_name
 from shardax.options import current
 from shardax.pipeline.batch import check_one_batch, of_batch
 from shardax.pipeline.cut import check_marks, flat
 from shardax.pipeline.flipped import unflipped
+from shardax.pipeline.others import Others, by_place
 from shardax.pipeline.packed import Packing
 from shardax.pipeline.packer import packing_of
+from shardax.pipeline.printed import without_callbacks
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import unpacked
 from shardax.pipeline.resting import Weights
@@ -36,16 +37,19 @@ Asked = tuple[Any, int | None, float | None]  # schedule, chunks, memory
 
 @dataclass(frozen=True)
 class Call:
-    """One call: the parameters, and the leaves of the other arguments, of which `is_batch` are the batch."""
+    """One call: the parameters, and the arrays of the other arguments, of which `is_batch` are the batch.
+    `count`: of the arguments by place, which those of names `keywords` follow.
+    """
 
     function: Callable[..., Any]
     weights: Weights
-    other_tree: Any
+    taken: Others
     others: list[Any]
     is_batch: list[bool]
     names: list[str]
     numbers: tuple[int, ...]
     count: int
+    keywords: tuple[str, ...]
     axis: str
     stages: int
     microbatches: int
@@ -63,32 +67,29 @@ class Call:
         at: tuple[str, ...] = (),
     ) -> "Call":
         name = getattr(function, "__name__", "the loss")
-        if kwargs:
-            bound = inspect.signature(function).bind(*args, **kwargs)
-            bound.apply_defaults()
-            args = bound.args
+        args, keywords = by_place(function, args, kwargs)
         for n in numbers:
             if not 0 <= n < len(args):
                 raise ValueError(f"argnums has {n}, and {name} is called with {len(args)} arguments")
         stages = _stages(axis, name)
         weights = Weights.of([args[n] for n in numbers], stages, axis)
-        named = {argument_name(function, n): x for n, x in enumerate(args) if n not in numbers}
+        placed = {argument_name(function, n): x for n, x in enumerate(args) if n not in numbers}
         _check_apart(batch_argnames, [argument_name(function, n) for n in numbers], name)
-        others, tree = jax.tree.flatten(list(named.values()))
-        others = list(map(jnp.asarray, others))
-        names = [given for given, x in named.items() for _ in jax.tree.leaves(x)]
+        taken, others = Others.of(placed | keywords)
+        names = list(taken.names)
         if batch_argnames is None:
             check_one_batch(names, others, name, microbatches)
         is_batch = of_batch(names, others, [True] * len(others), batch_argnames, name, microbatches)
         call = Call(
             function,
             weights,
-            tree,
+            taken,
             others,
             is_batch,
             names,
             numbers,
             len(args),
+            tuple(keywords),
             axis,
             stages,
             microbatches,
@@ -125,8 +126,13 @@ class Call:
         """The arguments of the function, of the leaves of parameters, not packed, and of others."""
         count = len(self.weights.types)
         own = iter(jax.tree.unflatten(self.weights.plain_tree, leaves[:count]))
-        others = iter(jax.tree.unflatten(self.other_tree, leaves[count:]))
-        return [next(own if n in self.numbers else others) for n in range(self.count)]
+        others = iter(self.taken.restored(leaves[count:]))
+        return [next(own if n in self.numbers else others) for n in range(self.count)] + list(others)
+
+    def called(self, leaves: Sequence[Any]) -> Any:
+        """What the function returns."""
+        args = self.restored(leaves)
+        return self.function(*args[: self.count], **dict(zip(self.keywords, args[self.count :], strict=True)))
 
     # The program of one microbatch
 
@@ -150,7 +156,7 @@ class Call:
         summed = partial(lax.psum, axis_name=AXIS) if self.is_even else (lambda x: x)
 
         def loss(*leaves):
-            result = self.function(*self.restored(leaves))
+            result = self.called(leaves)
             value, aux = result if has_aux else (result, ())
             self.check_loss(value, has_aux)
             rows, tree = jax.tree.flatten(aux)
@@ -160,7 +166,7 @@ class Call:
         def run(*leaves):
             leaves = self.unpacked(leaves)
             closed = jax.make_jaxpr(loss)(*(shape_of(jax.typeof(x)) for x in leaves))
-            check_marks(flat(closed))  # in the gradient's program loops are other ones
+            check_marks(flat(closed, is_call))  # in the gradient's program loops are other ones
 
             def of_moved(moved):
                 own = iter(moved)
@@ -200,7 +206,7 @@ class Call:
             )
 
         def run(*leaves):
-            found, tree = jax.tree.flatten(self.function(*self.restored(self.unpacked(leaves))))
+            found, tree = jax.tree.flatten(self.called(self.unpacked(leaves)))
             structure.append(tree)
             for x in map(jax.typeof, found):
                 if not x.shape or x.shape[0] != count:
@@ -228,12 +234,16 @@ class Call:
             with _jax.axes_in_scope({AXIS: self.microbatches}), self._noting_rows(rows):
                 closed = jax.make_jaxpr(lambda *args: function(*args[:-1]))(*params, *own, number)
                 self.check_annotations(closed)
-                closed = unflipped(flat(closed))
-            results = (None,) * sums + (dim,) * (len(closed.out_avals) - sums)
+                count = len(closed.out_avals)
+                closed, called = without_callbacks(flat(closed))
+                closed = unflipped(closed)
+            read = len(closed.out_avals) - count
+            results = (None,) * sums + (dim,) * (count - sums) + (STACKED,) * read
             program = Microbatch(closed, tuple(is_batch), results)
         else:
             closed = jax.make_jaxpr(function)(*params, *others)
             self.check_annotations(closed)
+            closed, called = without_callbacks(closed)
             names = ["params"] * len(params) + self.names
             pairs = zip(names, (*params, *others), is_param, strict=True)
             arguments = tuple(Argument(name, x, is_state=is_state) for name, x, is_state in pairs)
@@ -242,7 +252,9 @@ class Call:
         named = [n for n, b in zip(self.names, self.is_batch, strict=True) if b]
         way = f"take a number of microbatches that divides the {self.rows} rows of the batch"
         who = f"pipeline of {self.name}"
-        return Split(program, is_param, is_batch, named, self.name, not sums, who, way, self.at)
+        return Split(
+            program, is_param, is_batch, named, self.name, not sums, who, way, self.at, called=called
+        )
 
     @contextmanager
     def _noting_rows(self, rows: int) -> Iterator[None]:
@@ -290,7 +302,8 @@ class Call:
         def pipelined(region: Region, arguments, batch, rest, accumulators) -> Made:
             schedule, told = self.schedule(region, asked)
             weights = Weights.of(arguments, self.stages, self.axis)
-            return region.run(schedule, weights, batch, rest, self.axis, asked=accumulators, told=told)
+            how = {"asked": accumulators, "told": told, "dim": split.program.batch_dim}
+            return region.run(schedule, weights, batch, rest, self.axis, **how)
 
         def cut(number: int, x: Array) -> Array:
             return _microbatches(x, self.microbatches)
@@ -345,6 +358,6 @@ def _stages(axis: str, name: str) -> int:
 
 
 def _microbatches(x: Array, count: int) -> Array:
-    """[batch, ...] -> [microbatches, rows, ...], of rows that lie `count` apart: where the batch is split
+    """[batch, ...] -> [rows, microbatches, ...], of rows that lie `count` apart: where the batch is split
     over devices, each device has its part of every microbatch."""
-    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+    return x.reshape(x.shape[0] // count, count, *x.shape[1:])

@@ -24,10 +24,11 @@ from shardax.annotations.explicit import shape_of
 from shardax.cost.network import Network
 from shardax.explain.live import bodies, traffic
 from shardax.explain.roofline import work
-from shardax.graph.evaluate import bound, evaluate
+from shardax.graph.evaluate import bound, evaluate, is_call
 from shardax.pipeline import scopes
 from shardax.validation import require
 
+CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 _MARK = "shardax.pipeline.stage:"
 _SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
 
@@ -362,6 +363,15 @@ class Lazily:
         return self.env[atom]
 
 
-def flat(closed):
-    """The jaxpr with calls of `jit` inlined."""
-    return _jax.dce(jax.make_jaxpr(lambda *args: evaluate(closed, args))(*map(shape_of, closed.in_avals)))
+def flat(closed, inlines: Callable[[Any], bool] | None = None):
+    """The jaxpr with what it `inlines` inlined: calls of `jit`, and what `jax.checkpoint` has in a forward
+    pass."""
+
+    def run(*args):
+        return evaluate(closed, args, inlines=inlines or _is_forward)
+
+    return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, closed.in_avals)))
+
+
+def _is_forward(eqn) -> bool:
+    return is_call(eqn) or eqn.primitive.name in CHECKPOINTS and not eqn.params["differentiated"]

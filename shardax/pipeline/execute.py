@@ -39,13 +39,14 @@ def run(
     rest: Sequence[Array],
     *,
     axis: str,
+    dim: int = 0,
 ) -> tuple[list[Array], list[Array]]:
     """What the passes of all virtual stages make of all microbatches.
 
     Args:
       program: the passes, as many as the schedule has virtual stages.
       stacks: where the pieces of `values` that the passes read lie.
-      microbatches: [microbatches, ...] each. `rest`: what every microbatch gets as it is.
+      microbatches: along `dim` of each lie the microbatches. `rest`: what every microbatch gets as it is.
       axis: of the mesh in context, along which the stages lie.
 
     Returns the sums, [stages, ...] each, and the rows of results, [stages, microbatches, ...] each.
@@ -55,7 +56,7 @@ def run(
     def local(*args):
         own = [x[0] if held else x for x, held in zip(args, stacks.is_stacked, strict=False)]
         batch, others = args[len(specs) :][: len(microbatches)], args[len(specs) + len(microbatches) :]
-        executor = _Executor(program, schedule, stacks, own, batch, others, axis)
+        executor = _Executor(program, schedule, stacks, own, batch, others, axis, dim)
         return jax.tree.map(lambda x: x[None], executor.run())
 
     whole = [PartitionSpec()] * (len(microbatches) + len(rest))
@@ -77,9 +78,10 @@ class _Executor:
         batch: Sequence[Array],
         rest: Sequence[Array],
         axis: str,
+        dim: int,
     ):
         self.program, self.schedule, self.stacks = program, schedule, stacks
-        self.own, self.batch, self.rest, self.axis = own, batch, rest, axis
+        self.own, self.batch, self.rest, self.axis, self.dim = own, batch, rest, axis, dim
         self.passes, count = program.passes, len(program.passes)
         wires = places([*(p.received for p in self.passes), *(p.returned for p in self.passes)])
         self.wires, self.received, self.returned = wires.types, wires.of[:count], wires.of[count:]
@@ -242,7 +244,7 @@ class _Executor:
             made = own.run(
                 Inputs(
                     pieces=self.stacks.pieces(k, self.own),
-                    batch=[_row(x, microbatch) for x in self.batch],
+                    batch=[_row(x, microbatch, self.dim) for x in self.batch],
                     rest=self.rest,
                     microbatch=microbatch,
                     received=_picked(received, self.wires, from_before),
@@ -285,8 +287,8 @@ def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     return np.where(numbers < 0, max(counts), numbers).astype(np.int32)
 
 
-def _row(x, index):
-    return lax.dynamic_index_in_dim(x, index, keepdims=False)
+def _row(x, index, dim: int = 0):
+    return lax.dynamic_index_in_dim(x, index, dim, keepdims=False)
 
 
 def _placed(values: Sequence[Array], numbers: Sequence[int], new: Sequence[Any]) -> list[Array]:

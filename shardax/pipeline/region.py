@@ -1,11 +1,13 @@
 """Runs what a step does for each microbatch, forward and backward, on stages."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from shardax import _jax
@@ -17,7 +19,7 @@ from shardax.pipeline import auto, execute
 from shardax.pipeline.apart import apart
 from shardax.pipeline.assign import Assignment
 from shardax.pipeline.begins import Begin, begins
-from shardax.pipeline.cut import Cut, Lazily, Piece, Stage, allowed_places, chosen
+from shardax.pipeline.cut import CHECKPOINTS, Cut, Lazily, Piece, Stage, allowed_places, chosen, variables
 from shardax.pipeline.flow import Flow
 from shardax.pipeline.gathered import Accumulator, Gathered
 from shardax.pipeline.outside import Outside
@@ -30,6 +32,13 @@ from shardax.pipeline.table import Schedule
 from shardax.pipeline.traced import Traced
 
 Type = jax.ShapeDtypeStruct
+
+_AGAIN = CHECKPOINTS | {"optimization_barrier"}  # with which that begins, where a step is partitioned
+_SPANS = (
+    "pipeline of {name}: the jax.checkpoint at {line} has layers of several stages, and one of these "
+    "computes them all again, to which the weights of the others are sent in each step; put jax.checkpoint "
+    "around each layer, as the function that a scan or a loop calls, or leave it out"
+)
 
 
 class Made(NamedTuple):
@@ -96,9 +105,20 @@ class Region:
             device; None: those of the chip of `Options(chip=...)`, no limit where that names none.
         """
         if asked != "auto":
-            return make_schedule(asked, stages, microbatches, chunks, backward=bool(self.flow.backward)), ""
+            made = make_schedule(asked, stages, microbatches, chunks, backward=bool(self.flow.backward))
+            self._check_backward(made)
+            return made, ""
         choice = self.choice(stages, microbatches, chunks, axis, memory)
         return choice.schedule, str(choice)
+
+    def _check_backward(self, schedule: Schedule) -> None:
+        """Raises ValueError where gradients would be those of no microbatch."""
+        if self.flow.backward and not schedule.backward:
+            raise ValueError(
+                f"schedule of {self.name}: {schedule.name} has forward passes alone, and {self.name} has a "
+                "backward pass; expected B (or B and W) of each microbatch: take another schedule, such as "
+                "'1f1b', or, for results without gradients, sx.pipeline.apply"
+            )
 
     def choice(
         self, stages: int, microbatches: int, chunks: int | None, axis: str, memory: float | None
@@ -151,19 +171,21 @@ class Region:
         *,
         asked: Sequence[Accumulator] = (),
         told: str = "",
+        dim: int = 0,
     ) -> Made:
         """What the passes make of all microbatches.
 
         Args:
           weights: the parameters, as they rest.
-          batch: [microbatches, ...] each. `rest`: the other arguments, but the number.
+          batch: along `dim` of each lie the microbatches. `rest`: the other arguments, but the number.
           axis: of the mesh in context, along which the stages lie.
           asked: accumulators; `told`: how the schedule was chosen, for the plan.
         """
         if self.outside is not None:
             how: dict[str, Any] = {"asked": asked, "told": told}
+            batch = [jnp.moveaxis(x, dim, 0) for x in batch]  # beside which what it makes lies
             return self._run_outside(self.outside, schedule, weights, batch, rest, axis, how)
-        return self._at(schedule, asked).run(weights, batch, rest, axis, told)
+        return self._at(schedule, asked).run(weights, batch, rest, axis, told, dim)
 
     def _run_outside(
         self,
@@ -254,7 +276,19 @@ class _Run:
                 found.append(Traced(self, k, taken, (own, batch, rest)).passes())
             return found
 
-    def run(self, weights: Weights, batch, rest, axis: str, told: str) -> Made:
+    def _check_checkpoints(self) -> None:
+        """Warns of a `jax.checkpoint` that one stage computes again, with weights of others."""
+        flow = self.flow
+        of_stages = [set(flow.pieces(parts)) for parts in self.found.forward]
+        for number in sorted(flow.backward):
+            eqn = flow.jaxpr.eqns[number]
+            read = {(root, None) for v in variables(eqn.invars) for root in flow.roots(v)}
+            if eqn.primitive.name in _AGAIN and read and not any(map(read.issubset, of_stages)):
+                line = _jax.user_line(eqn.source_info) or "an unknown line"
+                warnings.warn(_SPANS.format(name=self.region.name, line=line), stacklevel=2)
+
+    def run(self, weights: Weights, batch, rest, axis: str, told: str, dim: int) -> Made:
+        self._check_checkpoints()
         cut = weights.placed(self.cut, self.schedule, rest)
         values = cut.hoist(weights.arrays, rest)
         stacks = Stacks.of(cut, self.schedule, values)
@@ -269,7 +303,7 @@ class _Run:
             begins=self._begins(),
             chosen=told,
         )
-        sums, rows = execute.run(program, self.schedule, stacks, values, batch, rest, axis=axis)
+        sums, rows = execute.run(program, self.schedule, stacks, values, batch, rest, axis=axis, dim=dim)
         return Made(self.sums.whole(sums, 0), self.rows.whole(rows, 1), self.sums.accumulated(sums))
 
     def _lines(self) -> tuple[str, ...]:

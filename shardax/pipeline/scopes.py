@@ -11,6 +11,7 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
+from shardax.ledger.causes import Named
 from shardax.validation import require
 
 _TRANSFORMATIONS = frozenset({"jvp", "rematted_computation", "transpose", "vmap"})
@@ -25,8 +26,8 @@ def patterns(at: Any, what: str) -> tuple[str, ...]:
 
 
 def scope(eqn) -> tuple[str, ...]:
-    """The scopes of an equation, the outermost first."""
-    names = _jax.scope_names(eqn.source_info.name_stack)
+    """The scopes of an equation, the outermost first, without those that say why something is sent."""
+    names = (name for name in _jax.scope_names(eqn.source_info.name_stack) if not isinstance(name, Named))
     return tuple(part for name in names if name not in _TRANSFORMATIONS for part in name.split("/"))
 
 

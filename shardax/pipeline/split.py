@@ -1,7 +1,7 @@
 """What a step does before, for, and after its microbatches.
 
     before   what is made of the state alone, and sums over the batch of what is made of the batch alone, as
-             the number of tokens that are not masked
+             the number of tokens that are not masked; rows of the batch that change places, as in mixup
     for      the forward and the backward pass, up to what is summed over microbatches, or stacked
     after    what is made of sums: the update, metrics, clipping, the scale of the loss
 
@@ -27,10 +27,11 @@ from shardax.pipeline.adding import Adding
 from shardax.pipeline.cut import variables
 from shardax.pipeline.origins import settled
 from shardax.pipeline.packed import Packed
+from shardax.pipeline.printed import called_back
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import pack_p, unpack_p
 from shardax.pipeline.resting import gathered
-from shardax.pipeline.virtual import STACKED, Microbatch, is_sent, joins_all
+from shardax.pipeline.virtual import AXIS, STACKED, Microbatch, is_sent, joins_all
 
 STATE, BATCH, AFTER = range(3)
 ROWS = "rows"  # in environments, before a variable: its values, stacked
@@ -59,7 +60,7 @@ class Split:
     microbatches, each with the variable that the sum is; `early`: those that run before; `stacked`: what is
     stacked, [microbatches, ...] each. `batch`: paths of the arguments that are taken as the batch. `name`: of
     the function, `forward`: whether it has no backward pass. For errors: `who` cuts it, and `otherwise`, the
-    way out where it is no sum. `at`: of the region.
+    way out where it is no sum. `at`: of the region. `called`: callbacks that get the last results.
     """
 
     program: Microbatch
@@ -71,11 +72,13 @@ class Split:
     who: str = "sx.pipeline.Pipeline"
     otherwise: str = "use sx.pipeline.value_and_grad"
     at: tuple[str, ...] = ()
+    called: Sequence[Any] = ()
     kind: dict[Any, int] = field(default_factory=dict)
     alone: set[Any] = field(default_factory=set)  # what is made of the batch alone, cheaply
     region: list[Any] = field(default_factory=list)
     after: list[Any] = field(default_factory=list)
     early: list[Any] = field(default_factory=list)
+    moved: list[Any] = field(default_factory=list)  # of rows that change places, what has each microbatch's
     sums: dict[Any, None] = field(default_factory=dict)
     rows: dict[Any, None] = field(default_factory=dict)
 
@@ -84,8 +87,9 @@ class Split:
         of_batch = zip((*self.program.is_batch, True), (*self.is_batch, True), strict=True)
         for v, (is_split, is_batch) in zip(jaxpr.invars, of_batch, strict=True):
             self.kind[v] = BATCH if is_split else STATE
-            if is_batch or v.aval.ndim == 0:
+            if is_batch or v.aval.ndim == 0 or _is_key(v.aval):
                 self.alone.add(v)
+        self.alone.update(jaxpr.constvars)
         for eqn in jaxpr.eqns:
             self._add(eqn)
         for v, dim in zip(jaxpr.outvars, self.program.results, strict=True):
@@ -132,9 +136,12 @@ class Split:
 
     def _add_sent(self, eqn) -> None:
         name = eqn.primitive.name
-        if name not in _JOINS or not joins_all(eqn):
-            raise ValueError(self._no_sum(eqn, f"needs rows of other microbatches ({name})"))
         is_early = all(v in self.alone for v in variables(eqn.invars))
+        if not joins_all(eqn) or name not in _JOINS and not is_early:
+            raise ValueError(self._no_sum(eqn, f"needs rows of other microbatches ({name})"))
+        if name not in _JOINS:
+            self._add_moved(eqn)
+            return
         for v in eqn.outvars:
             self.kind[v] = STATE if is_early else AFTER
             if is_early:
@@ -144,6 +151,12 @@ class Split:
         else:
             self.after.append(eqn)
             (self.sums if name in _SUMS else self.rows).update(dict.fromkeys(variables(eqn.invars)))
+
+    def _add_moved(self, eqn) -> None:
+        self.early.append(eqn)
+        self.moved += eqn.outvars
+        self.alone.update(eqn.outvars)
+        self.kind.update(dict.fromkeys(eqn.outvars, BATCH))
 
     def _move_behind(self) -> None:
         """Moves what comes last before a sum, and is linear, behind it."""
@@ -190,7 +203,8 @@ class Split:
         """The step's results.
 
         Args:
-          microbatches: gives the argument of a number, its rows of the batch by microbatches.
+          microbatches: gives the argument of a number, its rows of the batch by microbatches, along the dim
+            that the program says.
           pipelined: `pipelined(region, arguments, batch, rest, accumulators)` runs the region; the arguments
             are its parameters, packed ones as a `Packed`.
         """
@@ -223,7 +237,8 @@ class Split:
                 made = self._joined(eqn, operands) if is_sent(eqn) else bound(eqn, operands)
             env.update(zip(eqn.outvars, made, strict=True))
         pairs = zip(jaxpr.outvars, self.program.results, strict=True)
-        return [self._result(env, v, dim, count) for v, dim in pairs]
+        results = [self._result(env, v, dim, count) for v, dim in pairs]
+        return called_back(self.called, results, self.program.results[-1] == STACKED)
 
     def _result(self, env: dict[Any, Any], v, dim: int | None, count: int) -> Any:
         if dim is None:
@@ -247,19 +262,24 @@ class Split:
         """Where sums are added up."""
         return Adding(self.after, list(self.sums), self.program.jaxpr.jaxpr.outvars)
 
-    def _run_early(self, env: dict[Any, Any], batch: Sequence[Any], number, count: int) -> None:
+    def _run_early(self, env: dict[Any, Any], batch: list[Any], number, count: int) -> None:
+        """Adds what they make to the environment, rows that have changed places to the batch."""
         for eqn in self.early:
-            wanted = list(variables(eqn.invars))
+            wanted, names = list(variables(eqn.invars)), [v for v, _ in batch]
 
-            def rows(own, i, wanted=wanted):
-                inner = {**env, **dict(zip((v for v, _ in batch), own, strict=True)), number: i}
+            def rows(own, i, wanted=wanted, names=names):
+                inner = {**env, **dict(zip(names, own, strict=True)), number: i}
                 for e in self._needed(wanted, inner):
                     operands = [v.val if isinstance(v, Literal) else inner[v] for v in e.invars]
                     inner.update(zip(e.outvars, bound(e, operands), strict=True))
                 return [inner[v] for v in wanted]
 
-            made = jax.vmap(rows)([x for _, x in batch], jnp.arange(count, dtype="int32"))
-            env.update(zip(eqn.outvars, self._joined(eqn, _rows_joined(eqn, made)), strict=True))
+            numbers, dims = jnp.arange(count, dtype="int32"), (self.program.batch_dim, 0)
+            made = jax.vmap(rows, in_axes=dims)([x for _, x in batch], numbers)
+            if eqn.outvars[0] in self.moved:
+                batch += zip(eqn.outvars, _moved(eqn, made), strict=True)
+            else:
+                env.update(zip(eqn.outvars, self._joined(eqn, _rows_joined(eqn, made)), strict=True))
 
     @cached_property
     def _inputs(self) -> tuple[list[Any], list[Any], list[Any]]:
@@ -267,7 +287,7 @@ class Split:
         invars = self.program.jaxpr.jaxpr.invars[:-1]
         params = [v for v, is_param in zip(invars, self.is_param, strict=False) if is_param]
         params += [v for eqn in self._unpacked for v in eqn.outvars]
-        batch = [v for v in invars if self.kind[v] == BATCH]
+        batch = [*(v for v in invars if self.kind[v] == BATCH), *self.moved]
         others = {*params, *batch}
         return (
             params,
@@ -348,10 +368,29 @@ def _rows_joined(eqn, values: Sequence[Array]) -> list[Array]:
     return [x.sum(0) for x in values] if eqn.primitive.name in _SUMS else list(values)
 
 
+def _moved(eqn, values: Sequence[Array]) -> list[Array]:
+    """What a collective that moves rows makes of those of all microbatches, [microbatches, ...] each."""
+    if eqn.primitive.name == "ppermute":
+        return [_permuted(x, eqn.params["perm"]) for x in values]
+    return list(jax.vmap(lambda *rows: bound(eqn, rows), axis_name=AXIS)(*values))
+
+
+def _permuted(x: Array, pairs: Sequence[tuple[int, int]]) -> Array:
+    """Zeros where nothing is sent. (`jax.vmap` takes whole permutations alone.)"""
+    source_of = {target: source for source, target in pairs}
+    rows = [x[source_of[i]] if i in source_of else jnp.zeros_like(x[0]) for i in range(len(x))]
+    return jnp.stack(rows)
+
+
 def _unsplit(x: Array, dim: int, in_order: bool) -> Array:
     """[microbatches, ..., rows, ...] -> [..., batch, ...], in whose dim the rows lie."""
     x = jnp.moveaxis(x, 0, dim if in_order else dim + 1)
     return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+
+
+def _is_key(aval) -> bool:
+    """Of an old kind."""
+    return aval.dtype == np.uint32 and aval.shape in ((2,), (4,))
 
 
 def _sent_inside(body) -> Any:

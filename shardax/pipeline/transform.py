@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, Mesh
 
@@ -14,6 +13,7 @@ from shardax.annotations.annotate import annotate_p, bind_annotation, describe
 from shardax.annotations.explicit import shape_of
 from shardax.differentiated import is_transposed
 from shardax.pipeline.batch import check_names, of_batch
+from shardax.pipeline.printed import without_callbacks
 from shardax.pipeline.resting import Weights
 from shardax.pipeline.scopes import patterns
 from shardax.pipeline.split import Split
@@ -88,11 +88,12 @@ class Pipeline:
         self._check_equations(jaxpr)
         context = _knowing_state(context)
         is_batch = self._is_batch(context)
-        program = microbatch(jaxpr, context, is_batch, self.microbatches)
+        quiet, called = without_callbacks(jaxpr)
+        program = microbatch(quiet, context, is_batch, self.microbatches)
         pairs = list(zip(context.arguments, is_batch, strict=True))
         params = [a.is_state and a.type.ndim > 0 and not taken for a, taken in pairs]
         names = [a.path for a, taken in pairs if taken]
-        split = Split(program, params, is_batch, names, at=patterns(self.at, "Pipeline"))
+        split = Split(program, params, is_batch, names, at=patterns(self.at, "Pipeline"), called=called)
 
         def pipelined(region, arguments, batch, rest, asked):
             if not region.flow.parts:
@@ -101,12 +102,13 @@ class Pipeline:
                 raise ValueError(self._no_backward_pass())
             schedule, told = region.schedule(self.schedule, stages, self.microbatches, self.chunks, self.axis)
             weights = Weights.of(arguments, stages, self.axis)
-            return region.run(schedule, weights, batch, rest, self.axis, asked=asked, told=told)
+            how = {"asked": asked, "told": told, "dim": program.batch_dim}
+            return region.run(schedule, weights, batch, rest, self.axis, **how)
 
         arguments, results = _at_ends(jaxpr)
 
         def microbatches(i: int, x):
-            return self._microbatches(x, arguments[i], program.is_in_order)
+            return self._microbatches(x, arguments[i], program.batch_dim)
 
         def run(*args):
             args = [_annotated(x, note) for x, note in zip(args, arguments, strict=True)]
@@ -117,17 +119,16 @@ class Pipeline:
         with jax.sharding.use_abstract_mesh(mesh):
             return jax.make_jaxpr(run)(*map(shape_of, jaxpr.in_avals))
 
-    def _microbatches(self, x, note: dict[str, Any] | None, in_order: bool):
+    def _microbatches(self, x, note: dict[str, Any] | None, dim: int):
         """[batch, ...] -> [microbatches, rows, ...]: of rows one after the other, or, where it does not
-        matter which, of rows that lie so far apart that those of each device stay there."""
-        count = self.microbatches
-        if in_order:
-            x = x.reshape(count, -1, *x.shape[1:])
-        else:
-            x = jnp.swapaxes(x.reshape(-1, count, *x.shape[1:]), 0, 1)
+        matter which, [rows, microbatches, ...]: of rows so far apart that those of each device stay there."""
+        lead = (self.microbatches, -1) if dim == 0 else (-1, self.microbatches)
+        x = x.reshape(*lead, *x.shape[1:])
         if note is None:
             return x
-        return _annotated(x, {**note, "dims": ((), *note["dims"]), "role": "inside", "like": None})
+        dims = list(note["dims"])
+        dims.insert(dim, ())
+        return _annotated(x, {**note, "dims": tuple(dims), "role": "inside", "like": None})
 
     def _stages(self, mesh: Mesh | AbstractMesh) -> int:
         if self.axis not in mesh.shape:
@@ -195,6 +196,13 @@ class Pipeline:
                 f"{self}: no batch is found among the arguments ({', '.join(a.path for a in arguments)}); "
                 "expected an array that is no state, so that none of its type comes back; if one does, say "
                 "batch_argnames="
+            )
+        name, rows = next((a.path, a.type.shape[0]) for a, ok in zip(arguments, found, strict=True) if ok)
+        if rows < self.microbatches:
+            raise ValueError(
+                f"{self}: the batch has {rows} rows (the first dim of {name}), and there are "
+                f"{self.microbatches} microbatches; take as many microbatches as rows at most, or say by "
+                "batch_argnames= which arguments have a row for each row of the batch"
             )
         return found
 

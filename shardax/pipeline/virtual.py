@@ -29,7 +29,7 @@ from shardax.cost.chips import NOMINAL
 from shardax.differentiated import is_differentiated, is_transposed
 from shardax.graph import annotations
 from shardax.graph.equations import map_equations
-from shardax.graph.evaluate import bound, evaluate
+from shardax.graph.evaluate import bound, evaluate, is_call
 from shardax.options import Options, Refused
 from shardax.partition.decisions import Decisions
 from shardax.pipeline.flipped import unflipped
@@ -44,6 +44,8 @@ STACKED = -1
 SENDS = frozenset(
     {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
 )
+
+_MOVING = frozenset({"all_to_all", "ppermute", "reduce_scatter"})  # rows from microbatch to microbatch
 
 _CHIP = replace(NOMINAL, name="microbatches", flops=1e3, link_rate=1e6, start=1.0)
 """Sends are dear, so that none pays but sums that have to be; computing is dearer, so that it pays for none
@@ -63,6 +65,17 @@ kept_p.multiple_results = True
 kept_p.def_abstract_eval(lambda *xs, repacked, **params: types_of(repacked, *xs, **params))
 
 
+held_p = Primitive("held")
+held_p.multiple_results = True
+"""held *xs: the results of the equation `held`, a loop or branch, of whole operands: none in it is split."""
+
+
+@held_p.def_abstract_eval
+def _held_types(*_, held):
+    """On the mesh in context."""
+    return jax.make_jaxpr(lambda *xs: xs)(*(shape_of(v.aval) for v in held.outvars)).in_avals
+
+
 def _whole(node) -> str:
     """No dim is split, and nothing may be pending."""
     names = map("d{}!".format, itertools.count())
@@ -72,6 +85,7 @@ def _whole(node) -> str:
     return " -> ".join(", ".join(side) for side in sides)
 
 
+register_rule(held_p, _whole)
 register_rule(kept_p, _whole)
 
 
@@ -95,7 +109,14 @@ class Microbatch:
         """Whether the microbatch has to be the part of the batch that its number says; else any rows do."""
         jaxpr = self.jaxpr.jaxpr
         is_numbered = any(v is jaxpr.invars[-1] for eqn in jaxpr.eqns for v in eqn.invars)
-        return self.mixes_rows or is_numbered
+        is_moved = any(is_sent(eqn) and eqn.primitive.name in _MOVING for eqn in jaxpr.eqns)
+        return self.mixes_rows or is_numbered or is_moved
+
+    @property
+    def batch_dim(self) -> int:
+        """Along which the microbatches of an array of the batch lie, as it is cut: [microbatches, rows, ...],
+        or where any rows do, [rows, microbatches, ...], which is a reshape and no copy."""
+        return 0 if self.is_in_order else 1
 
 
 def microbatch(jaxpr, context: Context, is_batch: Sequence[bool], count: int) -> Microbatch:
@@ -154,10 +175,16 @@ def _whole_after(closed, has_rows: Callable[[Any], bool]):
         env = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, *args), strict=True))
         for eqn in closed.jaxpr.eqns:
             scope = eqn.source_info.name_stack
-            made = bound(eqn, [v.val if _jax.is_literal(v) else env[v] for v in eqn.invars])
+            operands = [v.val if _jax.is_literal(v) else env[v] for v in eqn.invars]
             if is_transposed(scope) or any(not _jax.is_literal(v) and v in after for v in eqn.invars):
                 after.update(eqn.outvars)
-            if not is_differentiated(scope) and not after.isdisjoint(eqn.outvars):
+            is_after = not is_differentiated(scope) and not after.isdisjoint(eqn.outvars)
+            if is_after and eqn.primitive.name in _LOOPS and not any(map(has_rows, operands)):
+                with as_at(eqn):
+                    made = held_p.bind(*operands, held=eqn)
+            else:
+                made = bound(eqn, operands)
+            if is_after:
                 made = [x if has_rows(x) else _along(x, False, "inside") for x in made]
             env.update(zip(eqn.outvars, made, strict=True))
         return [v.val if _jax.is_literal(v) else env[v] for v in closed.jaxpr.outvars]
@@ -202,8 +229,16 @@ def _numbered(local, consts: Sequence[Any], sizes: AxisSizes):
     assert [np.shape(x) for x in consts] == [x.shape for x in local.in_avals[:first]], "constants are whole"
 
     def restored(eqns):
-        eqns = map(_jax.eqn_under_local_mesh, eqns)
+        eqns = map(_released, map(_jax.eqn_under_local_mesh, eqns))
         return list(map(_restored, eqns))
+
+    def _released(eqn):
+        """Its bodies are restored here, since nothing looks into them."""
+        if eqn.primitive is not held_p:
+            return eqn
+        held = eqn.params["held"]
+        eqn = eqn.replace(primitive=held.primitive, params=held.params)
+        return _jax.with_bodies(eqn, lambda body: map_equations(body, restored))
 
     def run(*args):
         whole = [*map(_without_mesh, consts), *args[:-1]]
@@ -269,6 +304,9 @@ def _step(eqn, operands: Sequence[Any], places: Mapping[str, Any]) -> Sequence[A
         return _LOOPS[name](
             eqn.params, operands, lambda body, args: _evaluated(_jax.closed(body), args, places)
         )
+    if is_call(eqn):
+        inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+        return _evaluated(_jax.closed(inner), operands, places)
     has_index = any(map(_has_index, jaxprs_in_params(eqn.params)))
     assert not has_index, f"{name} at {_jax.user_line(eqn.source_info)} reads the number of a microbatch"
     return bound(_over_all(eqn, tuple(places)), operands)

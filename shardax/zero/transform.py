@@ -124,7 +124,8 @@ class Zero:
         )
         kinds, update_on = self.offloaded, self.update_on
         expected = "'optimizer', 'parameters', or a tuple of them"
-        require(set(kinds) <= {"optimizer", "parameters"}, "offload of Zero", self.offload, expected)
+        is_kinds = all(isinstance(kind, str) and kind in ("optimizer", "parameters") for kind in kinds)
+        require(is_kinds, "offload of Zero", self.offload, expected)
         require(update_on in ("device", "host"), "update_on of Zero", update_on, "'device' or 'host'")
         if self.prefetch and (self.stage < 3 or "parameters" in kinds):
             raise ValueError(
