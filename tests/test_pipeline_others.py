@@ -29,7 +29,7 @@ def loss(params, act, x, y, train=True, *, key, reduction="mean", scale=1.0):
 CALLS = {
     "by name": ((jnp.tanh,), {"scale": 0.5}),
     "a flag": ((jnp.sin,), {"train": False}),
-    "a text": ((jnp.tanh,), {"reduction": "mean", "scale": jnp.float32(2)}),
+    "a text": ((jnp.tanh,), {"reduction": "mean", "scale": np.float32(2)}),
 }
 
 

@@ -10,12 +10,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.pipeline.printed import called_back, without_callbacks
 
 pytestmark = pytest.mark.promotes_ranks
 
 B, M = 16, 4
-MESH = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
 SPECS = P("stage"), P("data"), P("data")
+
+
+def mesh():
+    return jax.make_mesh((2, 2), ("stage", "data"), axis_types=(AxisType.Auto,) * 2)
 
 
 def values():
@@ -59,7 +63,7 @@ def test_a_step_calls_with_values_of_the_whole_batch(microbatches):
         return params - 0.1 * gradient, value
 
     pipeline = sx.pipeline.Pipeline(microbatches=microbatches)
-    train = sx.shard_jit(step, mesh=MESH, in_shardings=SPECS, transforms=[pipeline])
+    train = sx.shard_jit(step, mesh=mesh(), in_shardings=SPECS, transforms=[pipeline])
     found, called = noted(train, calls, *values())
     wanted, expected = noted(jax.jit(step), calls, *values())
     same(found, wanted)
@@ -71,7 +75,7 @@ def test_a_loss_calls_for_each_microbatch():
     calls: list[tuple] = []
     loss, count = noting(calls), 4
     grad = sx.pipeline.value_and_grad(loss, microbatches=count)
-    found, called = noted(sx.shard_jit(grad, mesh=MESH, in_shardings=SPECS), calls, *values())
+    found, called = noted(sx.shard_jit(grad, mesh=mesh(), in_shardings=SPECS), calls, *values())
     wanted, _ = noted(jax.jit(jax.value_and_grad(loss)), calls, *values())
     same(found, wanted)
     params, x, y = values()
@@ -88,10 +92,26 @@ def test_forward_alone_calls_too():
         return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x_BM, params)[0]
 
     apply = sx.pipeline.apply(scores, microbatches=4)
-    found, called = noted(sx.shard_jit(apply, mesh=MESH, in_shardings=SPECS[:2]), calls, *values()[:2])
+    found, called = noted(sx.shard_jit(apply, mesh=mesh(), in_shardings=SPECS[:2]), calls, *values()[:2])
     wanted, _ = noted(jax.jit(scores), calls, *values()[:2])
     same(found, wanted)
     x = values()[1]
     np.testing.assert_allclose(
         sorted(v for _, v in called), sorted(x[i::4].sum() for i in range(4)), rtol=1e-5
     )
+
+
+@pytest.mark.quick
+def test_callbacks_are_taken_out_with_what_they_read():
+    """Also out of calls of `jit`; numbers stay with them."""
+
+    def function(x):
+        jax.jit(lambda x: jax.debug.print("{} {}", x.sum(), 3))(x)
+        return 2 * x
+
+    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((M,), "float32"))
+    quiet, called = without_callbacks(closed)
+    assert not quiet.effects and [v.str_short() for v in quiet.out_avals] == ["float32[4]", "float32[]"]
+    assert without_callbacks(quiet) == (quiet, [])
+    again = jax.make_jaxpr(lambda x, total: called_back(called, [x, total]))(*quiet.out_avals)
+    assert again.effects == closed.effects and len(again.out_avals) == 1
