@@ -33,8 +33,8 @@ def dealt(tx: Any, padded: bool = False) -> Any:
       padded: one stack of all matrices of a dtype, whatever their shapes, each with zeros to the sizes of the
         largest, those of more rows than columns transposed. For a `tx` to which zero rows and columns make no
         difference, and which treats a matrix and its transpose alike, as `optax.contrib.scale_by_muon` does;
-        what scales updates by their shapes belongs outside. It may pay where the devices divide the number of
-        all matrices, and not that of each shape (see `docs/zero.md`).
+        what scales updates by their shapes belongs outside. It pays where devices are as many as all matrices
+        (see `docs/zero.md`).
 
     Raises ValueError where `tx` is no such pair of functions.
 
