@@ -1,0 +1,168 @@
+"""Replay: the decisions cost what the search said, and every operand is read from a layout that is there."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from shardax.partition.decisions import Decisions, Reshard
+from shardax.partition.replay import Replay
+from shardax.partition.search import Search
+from shardax.sharding import replicated_layout
+from tests.choices import chosen, laid_out, layout, steps
+from tests.graphs import graph
+
+pytestmark = pytest.mark.quick
+
+
+def chain(a, b):
+    return jnp.sin(a @ b) @ b
+
+
+def shared(a, b):
+    """One value whole for two products, and as it is for a sum."""
+    c = jnp.tanh(a)
+    return c @ b, b @ c, c.sum(0)
+
+
+def scan(a, b):
+    return lax.scan(lambda c, r: (c + jnp.sin(c) @ b, c.sum(0) * r), a, b)
+
+
+def loop(a, b):
+    return lax.while_loop(lambda c: c.sum() < 3, lambda c: jnp.sin(c @ b), a)
+
+
+def branch(a, b):
+    return lax.cond(a.sum() < 3, lambda a: a @ b, lambda a: jnp.sin(a), a)
+
+
+PROGRAMS = [chain, shared, scan, loop, branch]
+SPECS = {
+    "uneven rows": (10, P("x"), P("x")),
+    "a contraction": (16, P(None, "x"), P("x")),
+    "three axes": (10, P("x", "y"), P(("y", "z"), "x")),
+}
+CASES = pytest.mark.parametrize("f, specs", [(f, s) for f in PROGRAMS for s in SPECS])
+
+
+def search_of(f, specs: str) -> Search:
+    n, *ins = SPECS[specs]
+    return laid_out(graph(f, (n, n), (n, n)), ins)
+
+
+class Followed:
+    """Goes through decisions in program order; `layouts`: of each value, those that it is in by then."""
+
+    def __init__(self, search: Search):
+        self.search, self.layouts, self.reshards = search, {}, []
+
+    def graph(self, decisions: Decisions) -> None:
+        for value, have in zip(decisions.graph.inputs, decisions.inputs, strict=True):
+            self.layouts[value] = {have}
+        for node, decision in decisions.pairs():
+            self.read(node.inputs, decision.reshards)
+            for body in decision.bodies:
+                self.graph(body)
+            for value, have in zip(node.outputs, decision.results, strict=True):
+                self.layouts[value] = {have}
+        self.read(decisions.graph.outputs, decisions.outputs)
+
+    def read(self, values, reshards) -> None:
+        for value, reshard in zip(values, reshards, strict=True):
+            if not value.is_literal:
+                anywhere = {replicated_layout(value.shape)} if value in self.search.anywhere else set()
+                assert reshard.source in self.layouts[value] | anywhere
+                self.reshards.append((value, reshard, frozenset(self.layouts[value])))
+                self.layouts[value].add(reshard.target)
+
+
+@CASES
+def test_every_operand_is_read_from_a_layout_that_is_there_by_then(f, specs):
+    search = search_of(f, specs)
+    followed = Followed(search)
+    followed.graph(chosen(search))
+    assert len(followed.reshards) > 3
+
+
+@CASES
+def test_decisions_cost_what_the_search_said(f, specs):
+    """All ways, and all reshards, as often as they run."""
+    search = search_of(f, specs)
+    decisions = chosen(search)
+    followed = Followed(search)
+    followed.graph(decisions)
+    own = sum(site.chosen.price * site.runs for site in search.sites)
+    sent = sum(search.price(v, r.source, r.target) * search.scope[v] for v, r, _ in followed.reshards)
+    assert own + sent == pytest.approx(decisions.price, abs=1)
+    assert decisions.gap == 0
+
+
+@CASES
+def test_a_node_reads_and_makes_what_its_site_chose(f, specs):
+    search = search_of(f, specs)
+    for node, decision in steps(chosen(search)):
+        assert tuple(r.target for r in decision.reshards) == decision.operands
+        if not node.bodies:
+            way = search.site_of[node].chosen
+            assert (decision.operands, decision.results) == (way.operands, way.results)
+            assert (decision.splits, decision.factors, decision.entry) == way.detail
+
+
+@CASES
+def test_bodies_take_and_give_what_their_ports_do(f, specs):
+    for node, decision in steps(chosen(search_of(f, specs))):
+        for body in decision.bodies:
+            assert len(body.inputs) == len(body.graph.inputs) and len(body.steps) == len(body.graph.nodes)
+        if node.name == "cond":
+            assert len({body.inputs for body in decision.bodies}) == 1
+            assert {tuple(r.target for r in b.outputs) for b in decision.bodies} == {decision.results}
+        if node.name == "while":
+            cond, body = decision.bodies
+            assert cond.outputs[0].target == replicated_layout(())
+            assert tuple(r.target for r in body.outputs) == decision.results
+
+
+@CASES
+def test_a_value_is_read_from_the_cheapest_of_its_layouts(f, specs):
+    """As it is there, where it is; and so no copy is made twice."""
+    search = search_of(f, specs)
+    followed = Followed(search)
+    followed.graph(chosen(search))
+    for value, (source, target), known in followed.reshards:
+        assert search.sent(value, source, target) == min(search.sent(value, have, target) for have in known)
+        assert source == target or target not in known
+
+
+def test_a_reshard_starts_from_the_cheapest_layout_that_is_there():
+    search = search_of(shared, "a contraction")
+    value = search.completion.graph.inputs[0]
+    near, far, target = (layout(spec, (16, 16)) for spec in (P(("x", "y")), P(None, "x"), P("x")))
+    assert 0 < search.sent(value, near, target) < search.sent(value, far, target)
+    for there in ([near, far], [far, near]):
+        replay = Replay(search)
+        replay.layouts[value] = there
+        assert replay.reshard(value, target, False) == Reshard(near, target)
+        assert replay.reshard(value, target, False) == Reshard(target, target)
+
+
+def test_two_readers_share_a_copy():
+    decisions = chosen(search_of(shared, "uneven rows"))
+    read = [r for node, step in steps(decisions) if node.name == "dot_general" for r in step.reshards]
+    copies = [r for r in read if r.needed]
+    assert len({r.target for r in copies}) == len(copies) > 0
+
+
+def layers(a, *weights):
+    for w in weights:
+        a = lax.scan(lambda c, _, w=w: (jnp.sin(c) @ w, None), a, length=2)[0] + jnp.tanh(a @ w)
+    return a
+
+
+def test_alike_layers_run_alike_on_values_of_their_own():
+    search = laid_out(graph(layers, *[(16, 16)] * 9), [P("x"), *[P(None, "y")] * 8])
+    found = [(node, step) for node, step in chosen(search).pairs() if node.name == "scan"]
+    twins = [(node, step) for node, step in found if search.patterns.twin(node)]
+    texts = {str(step.bodies[0]) for _, step in twins}
+    assert len(twins) > 2 and len(texts) == len({step.operands for _, step in twins}) == 1
+    assert all(step.bodies[0].graph is node.bodies[0] for node, step in found)
