@@ -84,6 +84,7 @@ def test_what_branches_owe_may_be_settled_after_them():
     owing, settled = ports.results[0].ways[0], ports.results[0].ways[-1]
     assert owing.results[0].pending_axes == ("x",) and not settled.results[0].pending
     assert 0 == owing.price < settled.price < 1
+    assert all(len({*way.operands, *way.results}) == 1 for way in ports.results[0].ways)
 
 
 def test_the_test_of_a_loop_is_known_to_all():
@@ -155,6 +156,13 @@ def test_recurrences_are_not_split_nor_what_a_loop_inside_could_hang_on():
     assert options(hanging, 8) == [Split(("x",), 8)] and options(hanging, 10) == []  # garbage may go on
     assert options(recurrence, 8) == []
     assert options(mapped, 10) == [Split(("x",), 12)]
+
+
+def test_a_map_over_an_axis_takes_no_rows_that_it_splits():
+    f = lambda xs, ys: lax.map(lambda rows: rows[0] + rows[1], (xs, ys))  # noqa: E731
+    _, _, ports = ports_of(f, (P("x"), P(None, "x")), (8, 4), (8, 4))
+    rows = [lay for port in ports.stacks for way in port.ways for lay in way.results]
+    assert ports.split == Split(("x",), 8) and all("x" not in lay.sharding.axes for lay in rows)
 
 
 def test_hidden_axes_split_no_iterations():
