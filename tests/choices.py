@@ -34,13 +34,13 @@ def laid_out(
     `returned`: of carries, the layouts in which their bodies gave them back before."""
     specs = [from_spec(s, len(v.shape)) for s, v in zip(ins, program.inputs, strict=True)]
     known = complete(program, specs, sizes)
-    padding = Padding(sizes, frozenset(known.splits()))
-    search = Search(program, known, Alternatives(program, known, padding), {}, returned or {})
+    alternatives = Alternatives(program, known)
+    search = Search(program, known, alternatives, {}, returned or {})
     results = [known.sharding(v) for v in program.outputs]
     if outs is not None:
         results = [from_spec(s, len(v.shape)) for s, v in zip(outs, program.outputs, strict=True)]
     inputs, outputs = (
-        [padding.layout(s, v.shape) for s, v in zip(side, values, strict=True)]
+        [alternatives.paddings.of(v).layout(s, v.shape) for s, v in zip(side, values, strict=True)]
         for side, values in ((specs, program.inputs), (results, program.outputs))
     )
     search.program(program, inputs, outputs)

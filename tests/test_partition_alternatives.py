@@ -39,7 +39,8 @@ def ways_of(search):
 @CASES
 def test_ways_are_few_and_differ(name, specs):
     for _, ways in ways_of(laid_out(program_of(name), specs)):
-        assert 0 < len(ways) <= MOST
+        assert 0 < len(ways[:MOST]) and not any(way.detail[0] for way in ways[MOST:])  # unsplit
+        assert len(ways) <= MOST + 1
         assert len({(way.operands, way.results) for way in ways}) == len(ways)
 
 
@@ -65,7 +66,8 @@ def test_those_that_are_left_out_stand_last(name, specs, monkeypatch):
     _, every = ways_of(laid_out(program, specs))[0]
     monkeypatch.setattr(alternatives, "MOST", 2)
     _, some = ways_of(laid_out(program, specs))[0]
-    assert [(w.operands, w.results) for w in some] == [(w.operands, w.results) for w in every[:2]]
+    assert [(w.operands, w.results) for w in some[:2]] == [(w.operands, w.results) for w in every[:2]]
+    assert len(some) <= 3 and not any(way.detail[0] for way in some[2:])
 
 
 @CASES

@@ -20,11 +20,11 @@ SPECS = [(P("x"), P()), (P("x", "y"), P("y", "z")), (P(None, ("x", "z")), P("z")
 
 
 def scan(a, w):
-    """A recurrence, and an accumulated product."""
+    """A recurrence, and a product that is added up."""
+    once = a @ w
 
     def body(carry, _):
-        c, total = carry
-        return (jnp.sin(c @ w), total + a @ w), c.sum(0)
+        return (jnp.sin(carry[0] @ w), carry[1] + once), carry[0].sum(0)
 
     return lax.scan(body, (a, jnp.zeros_like(a)), length=3)
 
@@ -61,8 +61,7 @@ def test_a_carry_is_in_one_layout_before_inside_and_after(f, specs):
 @pytest.mark.parametrize("f, specs", [(f, s) for f in (scan, loop) for s in SPECS])
 def test_what_a_body_keeps_is_taken_in_the_layout_that_it_has_outside(f, specs):
     """And owes nothing: in each iteration the same sum would be settled again."""
-    _, _, ports = ports_of(f, specs)
-    for port in ports.operands:
+    for port in ports_of(f, specs)[2].operands:
         for way in port.ways:
             assert len({*way.operands, *way.results}) == 1 and not way.results[0].pending
 

@@ -94,7 +94,9 @@ def test_decisions_cost_what_the_search_said(f, specs):
     followed.graph(decisions)
     own = sum(site.chosen.price * site.runs for site in search.sites)
     sent = sum(search.price(v, r.source, r.target) * search.scope[v] for v, r, _ in followed.reshards)
-    assert own + sent == pytest.approx(decisions.price, abs=1)
+    assert own + sent <= decisions.price + 1
+    if f is not shared:  # whose readers may find a copy that was priced for another
+        assert own + sent == pytest.approx(decisions.price, abs=1)
     assert decisions.gap == 0
 
 
