@@ -14,9 +14,11 @@ ROOT = Path(__file__).parent.parent
 QUICK = [path for path in ROOT.glob("tests/test_*.py") if "mark.quick" in path.read_text()]
 OWN_TESTS = (
     "completion",
+    "cost",
     "graph",
     "ledger",
     "meshes",
+    "partition",
     "pipeline",
 )  # each of their modules is tested directly, too
 
