@@ -63,6 +63,6 @@ def test_strict_refuses_it():
 @pytest.mark.parametrize("allow", ["twice_*", "*test_partition_replicated.py:*"])
 def test_what_is_allowed_is_not_reported(allow):
     decisions = decisions_of(lambda x: twice_p.bind(x), [(64,)], [P("x")])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as seen:
         report_replicated(decisions, SIZES, strict=True, allow=[allow])
+    assert seen == []

@@ -447,7 +447,7 @@ def test_bad_input():
         "16 rows, which 5 microbatches do not divide, and has_aux",
         microbatches=5,
         has_aux=True,
-        loss=lambda p, x, y: (p["in"][x].sum(), x),
+        loss=lambda p, x, y: (p["in"][x].mean(), x),
     )
     _raises(r"the mesh \(data=2\) has no axis 'stage'", mesh=mesh)
     _raises("expected the name of a mesh axis", axis=("stage",))
@@ -459,12 +459,13 @@ def test_bad_input():
     _raises("returns float32.*expected a scalar of floats", loss=lambda p, x, y: p["in"][x].mean(-1))
     _raises(
         "virtual stages, but the program has",
-        loss=lambda p, x, y: p["in"][x].sum(),
+        loss=lambda p, x, y: p["in"][x].mean(),
         mesh=jax.sharding.AbstractMesh((64,), ("stage",), axis_types=(AxisType.Auto,)),
     )
     w = P(None, "stage")
     _raises(
-        "splits a dim over 'stage', along which", loss=lambda p, x, y: sx.annotate(p["in"][x].sum(0), w).sum()
+        "splits a dim over 'stage', along which",
+        loss=lambda p, x, y: sx.annotate(p["in"][x].sum(0), w).mean(),
     )
     _raises(
         r"differentiates <lambda> by argument 1, in .* no array of floats; .* argnums=",
@@ -475,7 +476,7 @@ def test_bad_input():
     _raises(
         r"no array that has rows .* besides the parameters \(arguments 0, 1, 2, as argn", argnums=(0, 1, 2)
     )
-    marked = lambda p, x, y: jax.checkpoint(lambda h: sx.pipeline.stage(h, "head"))(p["in"][x]).sum()  # noqa: E731
+    marked = lambda p, x, y: jax.checkpoint(lambda h: sx.pipeline.stage(h, "head"))(p["in"][x]).mean()  # noqa: E731
     _raises(r"stage\(x, 'head'\) at .*test_pipeline.py:\d+ stands inside a", loss=marked)
     with pytest.raises(ValueError, match="no mesh is in context"):
         sx.pipeline.value_and_grad(plain(2)[0], microbatches=4)(plain(2)[1], tokens(1), tokens(1))

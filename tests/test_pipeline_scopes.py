@@ -110,7 +110,9 @@ def test_nothing_matches():
     ):
         names(loss, params, "Blok_*")
     with pytest.raises(ValueError, match="has no named scopes, as Flax nnx makes none; .* jax.named_scope"):
-        names(lambda w, x: (jax.nn.one_hot(x, M) @ w).sum(), jax.ShapeDtypeStruct((M, M), "float32"), "Block")
+        names(
+            lambda w, x: (jax.nn.one_hot(x, M) @ w).mean(), jax.ShapeDtypeStruct((M, M), "float32"), "Block"
+        )
     with pytest.raises(
         ValueError,
         match=r"4 virtual stages need 3 .* match 'Block_3' and 'head' begin at 2 \(Block_3, head\)",

@@ -302,7 +302,7 @@ def test_estimate():
     )
     assert result.compute == pytest.approx(2 * 8192**3 / 197e12)
     assert result.memory == pytest.approx(3 * 2 * 8192**2 / 819e9)
-    assert result.links == pytest.approx(0.01 + 10 * 2e-6)  # each starts, and goes one hop
+    assert result.links == pytest.approx(0.01 + 10 * 1.1e-6)  # each starts, and goes one hop
     assert result.seconds == pytest.approx(result.compute + result.links)
     assert str(result) == (
         "0.0156 s on v5e, bound by links: 0.00558 s compute (1.1e+12 FLOPs), 0.000492 s HBM (4.03e+08 "

@@ -30,6 +30,7 @@ UNCHECKED = {
         "annotate reshard sharding_constraint".split(),
         "an annotation: gives the sharding of its operand",
     ),
+    "held": "is an update's loop or branch while shardax.pipeline partitions a step: nothing in it is split",
     "kept": "packs or unpacks weights at rest while shardax.pipeline partitions a step: nothing is split",
     "noted": "is the identity: carries an annotation while shardax.pipeline partitions a step",
     **dict.fromkeys("scaled_matmul scaled_matmul_wrapper".split(), "runs on GPUs alone"),

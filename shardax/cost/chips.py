@@ -19,8 +19,9 @@ class Chip:
     `link_rate`: bytes/s that a device sends in a ring, along one dim of the torus both ways.
     `host_rate`: bytes/s between the memory of a device and that of its host, each way.
     `torus`: dims of the torus, 0 where there is none.
-    `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are: as
-      an operation, at least `least` (nobody publishes more of TPUs).
+    `latency`: seconds per hop. `start`: seconds that any collective takes, however near its devices are. (Of
+      TPUs nobody publishes it: a tenth of a hop, so that of ways with as many hops the fewest collectives
+      are taken.)
     `least`: seconds that an operation takes, however little it reads and writes.
     `closes`: a dim of the torus is a ring where it is as long as this; a shorter one is a line, and sends one
       way only.
@@ -51,7 +52,7 @@ class Chip:
     host_rate: float = 16e9
 
 
-_TPU = {"start": 1e-6, "lanes": 128, "copies": 5}
+_TPU = {"start": 1e-7, "lanes": 128, "copies": 5}
 _V3 = {"closes": 32, "network_rate": 1.5625e9, "host_rate": 8e9, **_TPU}
 _V4 = {"closes": 4, "network_rate": 6.25e9, **_TPU}
 V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, **_V3)

@@ -23,6 +23,7 @@ from shardax.pipeline.flipped import unflipped
 from shardax.pipeline.others import Others, by_place
 from shardax.pipeline.packed import Packing
 from shardax.pipeline.packer import packing_of
+from shardax.pipeline.plain_sums import plain_sum
 from shardax.pipeline.printed import without_callbacks
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import unpacked
@@ -166,7 +167,10 @@ class Call:
         def run(*leaves):
             leaves = self.unpacked(leaves)
             closed = jax.make_jaxpr(loss)(*(shape_of(jax.typeof(x)) for x in leaves))
-            check_marks(flat(closed, is_call))  # in the gradient's program loops are other ones
+            program = flat(closed, is_call)
+            check_marks(program)  # in the gradient's program loops are other ones
+            if reduce == "mean" and self.is_even:
+                self.check_mean(program)
 
             def of_moved(moved):
                 own = iter(moved)
@@ -181,6 +185,18 @@ class Call:
             return [summed(value), *self.weights.at_rest(gradients), *rows]
 
         return self.split(run, 1 + len(self.weights.arrays), STACKED), structure
+
+    def check_mean(self, program) -> None:
+        """That the loss of a microbatch is no plain sum, as far as its program shows it."""
+        is_batch = [False] * len(self.weights.types) + self.is_batch
+        eqn = plain_sum(program.jaxpr, is_batch) if self.microbatches > 1 else None
+        if eqn is not None:
+            line = _jax.user_line(eqn.source_info) or "an unknown line"
+            raise ValueError(
+                f"{self.name} is a sum over the rows of its microbatch, taken at {line}, and reduce is "
+                f"'mean': the mean of {self.microbatches} microbatches would be 1/{self.microbatches} of the "
+                "sum over the batch; give reduce='sum', or take the mean in the loss"
+            )
 
     def check_loss(self, value, has_aux: bool) -> None:
         if jnp.shape(value) != () or not is_inexact(jnp.asarray(value)):

@@ -57,7 +57,7 @@ def value_and_grad(
         that are no parameters and have as many rows as there are microbatches, or more; where they have
         different numbers of rows, it has to be said.
       argnums, has_aux: as in `jax.value_and_grad`. The others' results are stacked, one row per microbatch.
-      reduce: "mean" or "sum".
+      reduce: "mean" or "sum": what the loss of a batch is of those of its microbatches.
       memory: of "auto", bytes that weights, their gradients, the batch and what is kept for backward passes
         may take on each device; leave room for optimizer state. None: the HBM of the chip of
         `Options(chip=...)`, no limit where that names none.
@@ -70,7 +70,8 @@ def value_and_grad(
     Raises ValueError: where there are more microbatches than rows, or they do not divide the batch and the
     loss is no sum over its rows or has other results, `batch_argnames` has a name of no argument or arrays of
     different numbers of rows, or has to say which are meant, the axis is not in the mesh, there are more
-    stages than places to cut, `at` matches nothing, the loss is no scalar, or no schedule fits into memory.
+    stages than places to cut, `at` matches nothing, the loss is no scalar, or shows itself as a plain sum
+    over rows where `reduce` is "mean", or no schedule fits into memory.
 
     Source: GSPMD (arXiv 2105.04663) §3.3 for stages as a dim of the mesh; schedules:
     `shardax.pipeline.schedules`.
