@@ -73,7 +73,7 @@ def packing(
     >>> import shardax as sx
     >>> def loss(params, x):
     ...     layer = lambda x, w: (jax.numpy.tanh(x @ w), None)
-    ...     return jax.lax.scan(layer, x @ params["in"], params["layers"])[0].sum()
+    ...     return jax.lax.scan(layer, x @ params["in"], params["layers"])[0].mean()
     >>> grad = sx.pipeline.value_and_grad(loss, microbatches=4, schedule="interleaved")
     >>> params = {"in": jax.numpy.ones((2, 2)), "layers": jax.numpy.ones((16, 2, 2))}
     >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))

@@ -43,7 +43,7 @@ def pack(tree: Any, packing: Packing) -> Any:
     >>> def loss(layers, x):
     ...     for w in layers:
     ...         x = jnp.tanh(x @ w)
-    ...     return x.sum()
+    ...     return x.mean()
     >>> grad = sx.pipeline.value_and_grad(loss, microbatches=4)
     >>> layers, x = [jnp.ones((2, 2))] * 8, jnp.ones((8, 2))
     >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(AxisType.Auto,))
