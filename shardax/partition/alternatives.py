@@ -119,7 +119,7 @@ class Alternatives:
         return ways
 
     def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes) -> list[Way]:
-        """The ways that look cheapest where they stand, the one that makes what is requested first."""
+        """The ways that look cheapest where they stand, the cheapest first, and one that splits nothing."""
         count = len(node.inputs)
         ways_by_layout = dict[Any, Way]()
         for candidate in self.candidates(node, entry, factors, made, requested, idle):

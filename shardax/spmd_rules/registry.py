@@ -35,6 +35,7 @@ from shardax import _jax
 from shardax.annotations.explicit import SHARDING_PARAMS
 from shardax.cost.network import Message
 from shardax.graph.graph import Node
+from shardax.ledger.collectives import KINDS
 from shardax.reshard.run import axis_position
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.claims import noting, require_operands, require_placed
@@ -181,14 +182,13 @@ or of an equation on shards."""
 Fuses = Literal["none", "operands", "all"]
 Reads = Literal["all", "part", "none", "view"]
 Sends = Callable[[Local], Iterable[Message | tuple[str, Axes, float] | float]]
-COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "ppermute", "reduce_scatter")
 
 
 def _is_message(given: Any, sizes: AxisSizes) -> bool:
     if not isinstance(given, tuple):
         return is_number(given, 0)
     kind, axes, nbytes = given[:3] if len(given) > 2 else (None, None, None)
-    return kind in COLLECTIVES and isinstance(axes, tuple) and {*axes} <= {*sizes} and is_number(nbytes, 0)
+    return kind in KINDS.values() and isinstance(axes, tuple) and {*axes} <= {*sizes} and is_number(nbytes, 0)
 
 
 @dataclass(frozen=True)
