@@ -158,6 +158,15 @@ def test_places_on_a_torus():
 def test_an_axis_along_two_dims():
     network = network_of_mesh(mesh_of(torus("TPU v4", (4, 8)).reshape(32), ("x",)))
     assert network.lines["x"] == Line(90e9, 6e-6, 2.0)
+    cores = [device("TPU v3", (16 * i, 2 * j)) for i in range(2) for j in range(16)]
+    others = [device("TPU v3", (i, j)) for i, j in itertools.product(range(32), range(32))]
+    mesh = np.array([cores, others[:32], others[-32:]], object)
+    line = network_of_mesh(mesh_of(mesh, ("y", "x"))).lines["x"]
+    far, near = Line(164e9 / 16, 16e-6, 1.0), Line(164e9 / 2, 16e-6, 4.0)
+    # 1/32 of what is gathered comes from the other side of the torus first, the rest along the nearer ring.
+    assert 31 / line.rate == pytest.approx(1 / far.rate + 30 / near.rate)
+    assert line.latency == far.latency + near.latency
+    assert line.detour / line.rate == pytest.approx(1 / far.rate)
 
 
 def test_slices_and_cores():

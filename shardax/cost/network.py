@@ -6,8 +6,8 @@ mesh knows prices. Prices are whole numbers of picoseconds, held by floats, so t
 are ties in any order.
 
 A collective is priced as its ring algorithm: the hops that its data makes, one after the other, and the bytes
-that each device sends over the slowest link that its axes run along (Austin et al., "How to Scale Your
-Model", part 3):
+that each device sends over the links of the slowest of its axes (Austin et al., "How to Scale Your Model",
+part 3). An axis along several dims of a torus is one ring after the other:
 
     start + hops · latency + bytes · detour / rate
 
@@ -220,20 +220,43 @@ def _line(devices: np.ndarray, dim: int, chip: Chip) -> Line:
 
 
 def _on_torus(places: np.ndarray, extents: Sequence[int], chip: Chip) -> Line:
-    """Of an axis that runs along several dims, the slowest; cores of one chip are one hop apart."""
+    """Of an axis that runs along several dims: one ring after the other (`_in_turn`). Cores of one chip are
+    one hop apart.
+    """
     steps = [np.diff(np.unique(column)) for column in places.T]
     rings = [
-        _ring(
+        (
             len(step) + 1,
-            int(step.min()),
-            extent >= chip.closes and (len(step) + 1) * step.min() == extent,
-            chip,
+            _ring(
+                len(step) + 1,
+                int(step.min()),
+                extent >= chip.closes and (len(step) + 1) * step.min() == extent,
+                chip,
+            ),
         )
         for step, extent in zip(steps, extents, strict=True)
         if len(step)
     ]
-    rings = rings or [Line(chip.link_rate, chip.latency)]
-    return Line(min(r.rate for r in rings), sum(r.latency for r in rings), max(r.detour for r in rings))
+    return _in_turn(rings) if rings else Line(chip.link_rate, chip.latency)
+
+
+def _in_turn(rings: Sequence[tuple[int, Line]]) -> Line:
+    """So many devices joined by each of several rings: gathered is along the slowest first, while the pieces
+    are smallest, and scattered along it last. Each byte of an all_to_all goes along all of them, at once.
+
+    >>> _in_turn([(2, Line(10e9, 0.0)), (16, Line(80e9, 0.0))]).rate / 1e9
+    65.26315789473684
+    """
+    if len(rings) == 1:
+        return rings[0][1]
+    rings = sorted(rings, key=lambda ring: ring[1].rate)
+    slowest, held, sent = rings[0][1].rate, 1, 0.0
+    for count, ring in rings:
+        sent += held * (count - 1) * (slowest / ring.rate)
+        held *= count
+    rate = slowest * ((held - 1) / sent)
+    latency = sum(ring.latency for _, ring in rings)
+    return Line(rate, latency, max(ring.detour * (rate / ring.rate) for _, ring in rings))
 
 
 def _ring(count: int, step: int, closed: bool, chip: Chip) -> Line:
