@@ -1,4 +1,4 @@
-"""Collectives over all dims of a torus as two: the same values, where the places of devices ask for it."""
+"""Collectives over a whole torus as two: the same values, where the places of devices ask for it."""
 
 from types import SimpleNamespace
 
@@ -78,13 +78,13 @@ class Placed(jax.sharding.Mesh):
     def __new__(cls, *_):
         return object.__new__(cls)
 
-    def __init__(self, kind, extents):
+    def __init__(self, kind, extents, others=1):
         devices = [SimpleNamespace(device_kind=kind, coords=tuple(at)) for at in places(*extents)]
-        self.__dict__["placed"] = np.array(devices, object).reshape(-1, 1)
+        self.__dict__["placed"] = np.array(devices, object).reshape(-1, others)
 
     devices = property(lambda self: self.__dict__["placed"])
     axis_names = property(lambda self: ("x", "y"))
-    shape = property(lambda self: {"x": len(self.devices), "y": 1})
+    shape = property(lambda self: dict(zip("xy", self.devices.shape, strict=True)))
     __hash__ = object.__hash__
 
     def __eq__(self, other):
@@ -115,5 +115,6 @@ def test_by_chip_size_and_place():
     assert groups(cube, "reduce_scatter", rows=128) == []  # soon sent
     assert groups(cube, "all_gather") == []  # of few devices
     assert groups(Placed("TPU v4", (4, 4, 4)), "all_gather", count=64) == [4, 16]
+    assert groups(Placed("TPU v4", (4, 4, 4), 2), "reduce_scatter", count=32) == []  # not all of them
     for nobody_knows in (None, AbstractMesh((8, 1), ("x", "y"), axis_types=AUTO * 2)):
         assert groups(nobody_knows, "reduce_scatter") == []

@@ -1,8 +1,9 @@
-"""Collectives over all dims of a torus, done as two, one after the other.
+"""Collectives over a whole torus, done as two, one after the other.
 
-XLA's TPU compiler makes a reduce_scatter over devices that lie along all dims of the torus an all_reduce,
-which sends twice as much, and so an all_gather over more than 32 of them. Along fewer dims both stay what
-they are. (Measured for v3, v4, v5e, v5p and v6e; on two dims, one of two devices does not count.)
+XLA's TPU compiler makes a reduce_scatter over all devices that it compiles for an all_reduce, which sends
+twice as much, and so an all_gather over more than 32 of them, where these lie along all dims of the torus.
+Over fewer devices, or along fewer dims, both stay what they are. (Measured for v3, v4, v5e, v5p and v6e; on
+two dims, one of two devices does not count.)
 
 So of n = a b devices along x, y and z, a along x and y, b along z, each scatters first over the a, then over
 the b, and gathers the other way round. Of V bytes as many are sent:
@@ -31,7 +32,7 @@ DIMS = {"reduce_scatter": "scatter_dimension", "all_gather": "all_gather_dimensi
 
 
 def in_two(eqn, mesh: Mesh | AbstractMesh | None) -> Iterator[Any]:
-    """The equation; a large reduce_scatter or all_gather over all dims of a torus as two.
+    """The equation; a large reduce_scatter or all_gather over a whole torus as two.
 
     Args:
       eqn: of a local program.
@@ -68,7 +69,8 @@ def _parts(eqn, mesh: Mesh) -> tuple[int, int] | None:
         return None
     if not set(names) <= set(mesh.axis_names):
         return None
-    if eqn.primitive.name == "all_gather" and math.prod(mesh.shape[name] for name in names) <= GATHERED:
+    count, everyone = math.prod(mesh.shape[name] for name in names), math.prod(mesh.shape.values())
+    if count < everyone or eqn.primitive.name == "all_gather" and count <= GATHERED:
         return None
     return _along(mesh, names)
 

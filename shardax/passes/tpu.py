@@ -17,7 +17,7 @@ goes first.
 A reduce_scatter of which slices are taken by device: it makes an all_reduce of it, and slices that. A barrier
 between the two keeps it.
 
-Collectives over all dims of a torus: see `passes/torus.py`. Updates row by row: see `passes/overwrite.py`.
+Collectives over a whole torus: see `passes/torus.py`. Updates row by row: see `passes/overwrite.py`.
 
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
@@ -48,8 +48,8 @@ FEWEST = 256  # of them in a trip of a loop
 
 def suited(jaxpr, mesh: Mesh | AbstractMesh | None = None):
     """The same jaxpr, closed or open, each all_to_all one of leading pieces, products transposed before their
-    sums are scattered and these before slices are taken, long sums by index in parts, collectives over all
-    dims of the torus of `mesh` in two, in bodies too.
+    sums are scattered and these before slices are taken, long sums by index in parts, collectives over the
+    whole torus of `mesh` in two, in bodies too.
     """
     within = partial(suited, mesh=mesh)
     eqns = [_jax.with_bodies(eqn, within) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
