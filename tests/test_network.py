@@ -76,6 +76,19 @@ def test_short_reduce_scatter():
     assert Network(SIZES, chips.H200).collective("reduce_scatter", axes, 1000, minor=1) == 15e6 + 20000
 
 
+def test_narrow_all_gather():
+    """Pieces that do not fill the lanes are copied: so many bytes again, through HBM, as two and a half copies
+    read and write.
+    """
+    network, axes, nbytes = Network(SIZES, chips.V5E), ("x",), 10**6
+    wide = network.collective("all_gather", axes, nbytes)
+    assert network.collective("all_gather", axes, nbytes, minor=128) == wide
+    copied = network.collective("all_gather", axes, nbytes, minor=127) - wide
+    assert copied == pytest.approx(1e12 * 2.4 * 2 * nbytes / 819e9, abs=1)
+    gpus = Network(SIZES, chips.H200)
+    assert gpus.collective("all_gather", axes, nbytes, minor=1) == gpus.collective("all_gather", axes, nbytes)
+
+
 @pytest.mark.parametrize("chip", EVERY, ids=lambda chip: chip.name)
 def test_more_is_never_cheaper(chip):
     """More bytes, more axes, longer axes."""

@@ -332,7 +332,7 @@ class Graph:
             and (not keep or a.padded[dim] == b.padded[dim])
         ):
             k = shard_count(a.dims[dim][keep:], self.sizes)
-            return self.sends("all_gather", a.dims[dim][keep:], self.volume(a) * (k - 1))
+            return self.sends("all_gather", a.dims[dim][keep:], self.volume(a) * (k - 1), self.width(a, dim))
 
     def slice(self, a, b, dim):
         """What each device needs, it has: free. (The padded size of a split dim stays; changing it is a
@@ -416,8 +416,10 @@ class Graph:
         axes, volume = self.arrives(a, b, to) or ((), 0)
         if sorted(axes) == sorted(lost):
             k = shard_count(axes, self.sizes)
-            minor = b.local_shape(self.sizes)[to] if to == len(self.shape) - 1 else None
-            return self.sends("reduce_scatter", axes, volume * (k - 1) // k, minor)
+            return self.sends("reduce_scatter", axes, volume * (k - 1) // k, self.width(b, to))
+
+    def width(self, layout, dim):
+        return layout.local_shape(self.sizes)[dim] if dim == minor_most(self.shape) else None
 
     def distances(self, src):
         """Bellman-Ford: relax until nothing changes."""
@@ -454,9 +456,9 @@ EXHAUSTIVE = [
 ]
 
 
-TORUS = replace(chips.V5E, lanes=1)
-"""A chip whose hops count, and to whose compiler few elements of the minor-most dim are too few for a
-reduce_scatter.
+TORUS = replace(chips.V5E, lanes=2)
+"""A chip whose hops count, and to whose compiler one or two elements of the minor-most dim are too few for a
+reduce_scatter, and one is for an all_gather.
 """
 
 

@@ -189,14 +189,19 @@ def read(eqn, sizes: AxisSizes, line: str = "") -> Iterator[Collective]:
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         reason, cause = why(kind, eqn.source_info.name_stack)
-        minor, far = None, False
-        if kind == "ppermute":
-            far = reaches_far(eqn.params["perm"], [sizes[a] for a in axes])
-        if kind == "reduce_scatter" and eqn.params["tiled"]:
-            dim, shape = eqn.params["scatter_dimension"], eqn.outvars[0].aval.shape
-            minor = shape[dim] if dim == minor_most(shape) else None
+        far = kind == "ppermute" and reaches_far(eqn.params["perm"], [sizes[a] for a in axes])
         told = {"line": line, "reason": reason, "cause": cause}
-        yield Collective(kind, axes, devices, nbytes, operands, **told, minor=minor, far=far)
+        yield Collective(kind, axes, devices, nbytes, operands, **told, minor=_minor(kind, eqn), far=far)
+
+
+def _minor(kind: str, eqn) -> int | None:
+    """How many elements of the minor-most dim pieces have that are scattered, or gathered, along it."""
+    if kind not in ("all_gather", "reduce_scatter") or not eqn.params["tiled"]:
+        return None
+    gathers = kind == "all_gather"
+    dim = eqn.params["all_gather_dimension" if gathers else "scatter_dimension"]
+    shape = (eqn.invars if gathers else eqn.outvars)[0].aval.shape
+    return shape[dim] if dim == minor_most(shape) else None
 
 
 def operands_of(eqn) -> tuple[jax.ShapeDtypeStruct, ...]:

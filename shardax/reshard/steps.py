@@ -155,6 +155,10 @@ class Space:
             self.shards[node] = nbytes
         return nbytes
 
+    def width(self, node: State, dim: int) -> int | None:
+        """How many elements of `dim` a device has, if it is the minor-most."""
+        return node.padded[dim] // self.count(node.dims[dim]) if dim == self.minor else None
+
     def free_axes(self, node: State) -> Axes:
         used = {*itertools.chain(*node.dims), *node.pending_axes}
         return tuple([a for a in self.axes if a not in used])
@@ -216,11 +220,9 @@ def _sends(
     nbytes: int,
     dim: int | None = None,
     to: int | None = None,
+    minor: int | None = None,
 ):
     """A collective in which each device sends so many bytes."""
-    minor = None
-    if kind == "reduce_scatter" and to is not None and to == space.minor:
-        minor = after.padded[to] // space.count(after.dims[to])
     return Edge(kind, axes, after, nbytes, space.tariff(kind, axes, (nbytes,), minor), dim, to)
 
 
@@ -228,7 +230,8 @@ def _all_gathers(node: State, space: Space) -> Iterator[Edge]:
     for dim in space.dims:
         for axes in space.movable(node, dim):
             nbytes = space.nbytes(node) * (space.count(axes) - 1)
-            yield _sends(space, "all_gather", axes, _without(node, dim, axes, space), nbytes, dim=dim)
+            after, minor = _without(node, dim, axes, space), space.width(node, dim)
+            yield _sends(space, "all_gather", axes, after, nbytes, dim=dim, minor=minor)
 
 
 def _slices(node: State, space: Space) -> Iterator[Edge]:
@@ -303,7 +306,8 @@ def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:
             for padded in space.room(node, to, some):
                 after = with_more(_settle(node, some), to, some, padded)
                 sent = _padded_nbytes(node, to, padded, space) // space.count(some) * (space.count(some) - 1)
-                yield _sends(space, "reduce_scatter", some, after, sent, to=to)
+                minor = space.width(after, to)
+                yield _sends(space, "reduce_scatter", some, after, sent, to=to, minor=minor)
 
 
 def _all_reduces(node: State, space: Space) -> Iterator[Edge]:
