@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.graph.inline import from_jaxpr
-from shardax.graph.maps import carries_of_map
+from shardax.spmd_rules.maps import carries_of_map
 from tests.test_program import assert_same, mesh_of
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AxisType
@@ -15,10 +16,14 @@ from jaxlib.mlir.dialects import stablehlo
 import shardax as sx
 from shardax import _jax
 from shardax.check.samples import SAMPLES
+from shardax.completion.edges import ELEMENTWISE, edges_of
 from shardax.graph.inline import from_jaxpr
 from shardax.program import build
+from shardax.rewrites.numbering import Numbers
 from shardax.sharding import Sharding
+from shardax.spmd_rules.maps import REDUCED, Carry, carries_of_map
 from shardax.spmd_rules.registry import RULES
+from tests.graphs import graph
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 X = np.ones((8, 4), "float32")
@@ -365,3 +370,98 @@ def test_flops_are_those_that_xla_counts(name):
     args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     counted = jax.jit(f).lower(*args).compile().cost_analysis()["flops"]
     assert _flops(f, *args) == pytest.approx(counted, rel=0.1)
+
+
+# Facts
+
+
+def binary(name):
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x, y: x)
+    return primitive
+
+
+@pytest.fixture
+def registering():
+    """Registers rules, and forgets them."""
+    names = []
+
+    def register(primitive, *rule, **facts):
+        names.append(primitive if isinstance(primitive, str) else primitive.name)
+        sx.register_rule(primitive, *rule, **facts)
+
+    yield register
+    for name in names:
+        RULES.pop(name, None)
+
+
+def test_a_loop_that_accumulates_by_a_primitive_of_the_user_is_a_map(registering):
+    accumulate_p, passes_p = binary("accumulate"), Primitive("passes")
+    passes_p.def_abstract_eval(lambda x: x)
+
+    def carries():
+        trip = lambda c, x: (passes_p.bind(accumulate_p.bind(x, c)), None)  # noqa: E731
+        return carries_of_map(graph(lambda c, xs: lax.scan(trip, c, xs), (4,), (3, 4)).nodes[-1])
+
+    assert carries() is None
+    registering(accumulate_p, "..., ... -> ...", accumulates=("max", (1,)))
+    assert carries() is None
+    registering(passes_p, "... -> ...", passes=(sx.MOVES(0),))
+    assert carries() == (Carry(REDUCED, "max"),)
+    registering(accumulate_p, "..., ... -> ...", accumulates=("max", (1,)), once=True)
+    assert carries() is None
+
+
+def numbered_alike(f, *shapes):
+    program = graph(f, *shapes)
+    one, other = map(Numbers(program).number, program.outputs)
+    return one == other
+
+
+def test_equal_computations_by_primitives_of_the_user(registering):
+    meet_p, flip_p = binary("meet"), Primitive("flip")
+    flip_p.def_abstract_eval(lambda x: x.update(shape=x.shape[::-1]))
+    exchanged = lambda x, y: (meet_p.bind(x, y), meet_p.bind(y, x))  # noqa: E731
+    flipped = lambda x: (jnp.sin(x[:1]), flip_p.bind(jnp.sin(x[:1])))  # noqa: E731
+    twice = lambda x, y: (meet_p.bind(x, y), meet_p.bind(x, y))  # noqa: E731
+    registering(meet_p, "..., ... -> ...")
+    assert not numbered_alike(exchanged, (4,), (4,)) and numbered_alike(twice, (4,), (4,))
+    registering(meet_p, "..., ... -> ...", commutes=True)
+    assert numbered_alike(exchanged, (4,), (4,))
+    registering(meet_p, "..., ... -> ...", anew=True)
+    assert not numbered_alike(twice, (4,), (4,))
+    registering(flip_p, "a b -> b a")
+    assert not numbered_alike(flipped, (4, 8))
+    registering(flip_p, "a b -> b a", passes=(sx.MOVES(0),))
+    assert numbered_alike(flipped, (4, 8))
+
+
+def test_shardings_go_through_what_is_of_parts_first(registering):
+    join_p = binary("join")
+    join_p.def_abstract_eval(lambda x, y: x.update(shape=(x.shape[0] + y.shape[0], *x.shape[1:])))
+    (node,) = graph(join_p.bind, (4, 8), (4, 8)).nodes
+
+    def levels():
+        return {(edge.backward, edge.forward) for edge in edges_of(node)}
+
+    registering(join_p, "c! k, c! k -> d! k", lambda local, x, y: [lax.concatenate((x, y), 0)])
+    before = levels()
+    registering(join_p, "c! k, c! k -> d! k", lambda local, x, y: [lax.concatenate((x, y), 0)], of_parts=True)
+    assert levels() == {(ELEMENTWISE, ELEMENTWISE)} != before
+
+
+@pytest.mark.parametrize(
+    "f, shape, order",
+    [
+        (jnp.transpose, (4, 1, 8), [2, 0]),
+        (lambda x: x[:, None], (4, 8), [0, 1]),
+        (lambda x: x.reshape(8, 4), (4, 8), None),
+        (lambda x: x.sum(1), (4, 1, 8), [0, 2]),
+        (lambda x: x.sum(1), (4, 8), None),
+        (lambda x: x[::-1], (4, 8), None),
+        (jnp.sin, (4, 8), None),
+    ],
+)
+def test_the_order_of_dims_in_which_elements_stay(f, shape, order):
+    (node,) = graph(f, shape).nodes
+    assert RULES[node.name].order(node) == order

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from shardax import _jax
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
-from shardax.graph.maps import carries_of_map
+from shardax.spmd_rules.maps import carries_of_map
 from shardax.spmd_rules.registry import RULES
 from shardax.spmd_rules.rule import UNSPLIT, Factors, base_name, bind, parse
 
@@ -19,10 +19,6 @@ ELEMENTWISE, OPERATOR, BROADCAST_BACKWARD, BROADCAST_FORWARD = LEVELS = range(4)
 """Levels, first to last: completion lets nothing of a later level happen while an earlier one has visits
 due.
 """
-
-OF_PARTS = {"concatenate", "pad", "slice", "split", "stack", "unstack"}
-"""These put together or take apart along some dims, and pass the others through like elementwise ones. So the
-layers of a stack, wherever they are put, are split as it is before what uses them says anything."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,9 +63,11 @@ def _rule_edges(node: Node, factors: Factors) -> Iterator[Edge]:
         for i in stretched:
             yield _part(node, factors, [i], range(len(node.outputs)), BROADCAST_BACKWARD, BROADCAST_FORWARD)
         return
+    # What puts together or takes apart passes other dims through like what is elementwise. So the layers of a
+    # stack, wherever they are put, are split as it is before what uses them says anything.
     for operands, results in _components(factors):
         part = _part(node, factors, operands, results, OPERATOR, OPERATOR)
-        if node.name in OF_PARTS or _is_same(part.factors) or _only_permutes(part.factors):
+        if RULES[node.name].of_parts or _is_same(part.factors) or _only_permutes(part.factors):
             part.backward, part.forward = ELEMENTWISE, ELEMENTWISE
         elif node.name == "broadcast_in_dim":
             part.backward, part.forward = BROADCAST_BACKWARD, BROADCAST_FORWARD

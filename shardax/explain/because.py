@@ -26,7 +26,7 @@ from shardax.meshes.crossing import Crossed
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.reasons import Resharded, Settled
 from shardax.sharding import Axes, Layout, Sharding, shard_count
-from shardax.spmd_rules.effects import CALLED_ONCE
+from shardax.spmd_rules.registry import happens_once
 from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT, Factors, TensorFactors
 from shardax.spmd_rules.sends import Sent
 
@@ -246,7 +246,7 @@ class _Teller:
 
     def looped(self, c: Resharded, node: Node) -> str:
         """What clashed with the sharding that an operand of a node with bodies had."""
-        inside = (n for body in node.bodies for n in body.walk() if n.name in CALLED_ONCE)
+        inside = (n for body in node.bodies for n in body.walk() if happens_once(n))
         called = next((f"{n.name}{self.place(n)} is called once" for n in inside), "")
         if node.name == "scan" and c.place >= sum(_jax.scan_counts(node.params)) and not c.target.dims[0]:
             return f"{node.name}, whose trips are not split{called and f': {called} in each'}"
@@ -304,7 +304,7 @@ class _Teller:
             for d, dim in enumerate(mine)
             if {*lost} & {*dim} and any(factors.type_of(f) == UNSPLIT for f in dim)
         ]
-        if node.name in CALLED_ONCE:
+        if happens_once(node):
             return f"{node.name}, which is called once, on whole arrays"
         if dims:
             return f"{node.name}, which needs dim {' and '.join(map(str, dims))} unsplit"

@@ -8,10 +8,10 @@ from jax import lax
 
 from shardax import _jax
 from shardax.graph.graph import Node, Value
-from shardax.graph.maps import LAST, SAME, STEPS, Carry, carries_of_map
 from shardax.partition.decisions import Decision, Decisions, local_trip_count
 from shardax.reshard import run
 from shardax.sharding import AxisSizes, Layout
+from shardax.spmd_rules.maps import LAST, SAME, STEPS, Carry, carries_of_map
 from shardax.spmd_rules.registry import Local, Split
 
 

@@ -16,7 +16,6 @@ from shardax import _jax
 from shardax.cost.network import Network
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
-from shardax.graph.maps import LAST, REDUCED, Carry, carries_of_map, has_open_loop, reads
 from shardax.partition.sites import Layouts, Site, Way
 from shardax.sharding import (
     Axes,
@@ -28,6 +27,7 @@ from shardax.sharding import (
     replicated_layout,
     shard_count,
 )
+from shardax.spmd_rules.maps import LAST, REDUCED, Carry, carries_of_map, has_open_loop, reads
 from shardax.spmd_rules.registry import Split
 
 _ONCE = 2.0**-6  # picoseconds: among equals, what all branches owe is settled once, after them

@@ -26,9 +26,9 @@ from jax import lax
 from shardax import _jax
 from shardax.cost.network import Network, network_of
 from shardax.graph.equations import equations_of, map_equations
-from shardax.graph.numbering import params_key
 from shardax.ledger import causes
 from shardax.ledger.collectives import array_bytes, bytes_sent, operands_of, why
+from shardax.rewrites.numbering import params_key
 from shardax.sharding import Axes, AxisSizes, shard_count
 
 REDUCTIONS = ("pmax", "pmin", "psum")

@@ -19,10 +19,9 @@ import numpy as np
 from jax import lax
 
 from shardax import _jax
-from shardax.graph.numbering import params_key
 from shardax.ledger.collectives import KINDS
-
-_ANEW = {"optimization_barrier", "rng_uniform"}  # what makes another value each time
+from shardax.rewrites.numbering import params_key
+from shardax.spmd_rules.registry import RULES
 
 
 def shared(jaxpr):
@@ -110,7 +109,7 @@ class _Sharer:
     def _key(self, eqn) -> Hashable | None:
         """What an equation computes; None where it only equals itself."""
         params = params_key(eqn.params)
-        if params is None or _jax.has_effects(eqn) or eqn.primitive.name in _ANEW or _jax.has_bodies(eqn):
+        if params is None or _jax.has_effects(eqn) or _jax.has_bodies(eqn) or _is_anew(eqn):
             return None
         return eqn.primitive, params, tuple(map(self._operand, eqn.invars))
 
@@ -132,6 +131,12 @@ class _Sharer:
         (dim,) = dims
         sends = (params_key(eqn.params), self._operand(cut.invars[0]))
         return _Halo(sends, dim, cut.params["start_indices"][dim], cut.params["limit_indices"][dim])
+
+
+def _is_anew(eqn) -> bool:
+    """Whether an equation makes another value each time."""
+    entry = RULES.get(eqn.primitive.name)
+    return entry is not None and entry.anew
 
 
 def _joined(halos) -> dict[_Halo, tuple[int, int]]:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from shardax import _jax
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.inline import from_jaxpr
-from shardax.graph.numbering import Numbers, params_key
 from shardax.rewrites.associativity import has_associative_gradient, is_associative
 from shardax.rewrites.combines import combine_of
+from shardax.rewrites.numbering import Numbers, params_key
 from shardax.rewrites.rewrite import Context, Replacements, makers_of, replaced
 from shardax.spmd_rules.associative import Combine, associative_scan_p, associative_scan_vjp_p
 

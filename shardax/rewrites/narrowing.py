@@ -18,9 +18,9 @@ from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.indices import READS, WRITES, Index, Place, zeros
 from shardax.graph.inline import made_of
 from shardax.graph.operands import carries_of, operands_of
+from shardax.spmd_rules.registry import adds
 
 SPARSE = "sparse"  # zero elsewhere
-SUMS = {"add", "add_any"}
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +74,7 @@ class Narrowing:
         if node.name in READS | WRITES:
             return self._access(node)
         backgrounds = [self.background(v) for v in node.inputs]
-        if node.name in SUMS and None not in backgrounds and SPARSE in backgrounds:
+        if adds(node) and None not in backgrounds and SPARSE in backgrounds:
             return self._of_rows(node, next((b for b in backgrounds if b != SPARSE), SPARSE))
         alike = len({*backgrounds[1:]}) == 1
         if node.name == "select_n" and not node.in_shapes[0] and backgrounds[1] and alike:

@@ -21,6 +21,7 @@ from shardax.graph.affine import Makers
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.primitives import rotate_by_p, rotate_p
 from shardax.rewrites.rewrite import Context, Replacements, makers_of
+from shardax.spmd_rules.registry import adds
 
 
 def rotations(graph: Graph, context: Context) -> Replacements:
@@ -71,7 +72,7 @@ def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | No
         dim, parts = node.params["dimension"], [_part(v, makers) for v in node.inputs]
         places = itertools.accumulate([0, *(v.shape[dim] for v in node.inputs[:-1])])
         return [(at, p) if p and p.dim == dim else None for at, p in zip(places, parts, strict=True)]
-    if node.name in ("add_any", "add"):
+    if adds(node):
         return [_padded_part(v, makers) for v in node.inputs]
     return []
 
@@ -123,7 +124,7 @@ def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool]
 
 def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
     """The same where it is the transpose of such a window."""
-    split = makers.get(node.inputs[0]) if node.name in ("add", "add_any") else None
+    split = makers.get(node.inputs[0]) if adds(node) else None
     if split is None or split.name != "split" or len(split.outputs) != 2:
         return None
     update, dim = makers.get(split.inputs[0]), split.params["axis"]

@@ -30,9 +30,10 @@ from shardax.graph.graph import Graph, Node, Value, without_unread
 from shardax.graph.indices import READS, WRITES, Index, Place
 from shardax.graph.inline import made_of
 from shardax.graph.operands import scan_params
-from shardax.rewrites.narrowing import SPARSE, SUMS, Narrowing
+from shardax.rewrites.narrowing import SPARSE, Narrowing
 from shardax.rewrites.rewrite import Context, Replacements, reading
 from shardax.rewrites.row_reads import Reading, places_read
+from shardax.spmd_rules.registry import adds
 
 
 def scanned_rows(graph: Graph, context: Context) -> Replacements:
@@ -282,7 +283,7 @@ def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | No
     value, others, sums = carry.taken, [], []
     while value is not carry.returned:
         reader = next((node for node in loop.body if value in node.inputs), None)
-        if reader is None or reader.name not in SUMS or loop.reads(value) != 1:
+        if reader is None or not adds(reader) or loop.reads(value) != 1:
             return None
         others += [v for v in reader.inputs if v is not value]
         (value,) = reader.outputs
@@ -291,7 +292,7 @@ def _terms_of(loop: _Loop, carry: _Carry) -> tuple[list[Value], list[Node]] | No
     while others:
         value = others.pop()
         node = loop.index.makers.get(value)
-        if node is not None and node.name in SUMS and loop.reads(value) == 1:
+        if node is not None and adds(node) and loop.reads(value) == 1:
             others += node.inputs
             sums.append(node)
         else:

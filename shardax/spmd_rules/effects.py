@@ -76,12 +76,9 @@ def _inspect_sharding_local(local: Local, shard):
     return []
 
 
-CALLED_ONCE = ("debug_callback", "debug_print", "io_callback", "pure_callback")
-"""What gathers its operands, because Python is called once."""
-
-register_rule("debug_callback", debug_callback, _debug_callback_local)
-register_rule("debug_print", debug_callback, _debug_callback_local)
+register_rule("debug_callback", debug_callback, _debug_callback_local, once=True)
+register_rule("debug_print", debug_callback, _debug_callback_local, once=True)
 register_rule("inspect_sharding", _every_dim_kept, _inspect_sharding_local)
-register_rule("io_callback", replicated_rule, _once_local)
+register_rule("io_callback", replicated_rule, _once_local, once=True)
 register_rule("platform_index", replicated_rule)
-register_rule("pure_callback", replicated_rule, _once_local)
+register_rule("pure_callback", replicated_rule, _once_local, once=True)

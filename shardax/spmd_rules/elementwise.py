@@ -29,17 +29,16 @@ def same_shape(node: Node) -> str:
 
 
 _NONLINEAR = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh
+    abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh
     digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le le_to lgamma log
-    log1p log2 logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial
+    log1p log2 logistic lt lt_to ne nextafter not one_minus_square polygamma polynomial
     population_count pow reduce_precision rem round rsqrt shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh xor zeta
+    shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh zeta
 """.split()
 _LOOPS = (
     "igamma igamma_grad_a igammac random_gamma_grad regularized_incomplete_beta".split()
 )  # XLA fuses nothing with a loop
 
-_LINEAR_JOINTLY = ("add", "add_any", "sub")
 _LINEAR = "conj imag neg real".split()
 _MOVES = "copy copy_p name xla_metadata_value".split()
 
@@ -56,6 +55,8 @@ def _convert_passes(node: Node) -> tuple[Passes, ...]:
     added.
     """
     old, new = node.inputs[0].aval.dtype, node.outputs[0].aval.dtype
+    if old == new:
+        return (MOVES(0),)
     floats = all(d.kind in "fcV" for d in (old, new))
     return (LINEAR(0),) if floats and new.itemsize >= old.itemsize else ()
 
@@ -89,14 +90,19 @@ for _name in _LOOPS:
     register_rule(_name, same_shape)
 for _name in _LINEAR:
     _elementwise(_name, same_shape, passes=(LINEAR(0),))
-for _name in _LINEAR_JOINTLY:
-    _elementwise(_name, same_shape, passes=(LINEAR(0, 1),))
+for _name in ("add", "add_any"):
+    _elementwise(_name, same_shape, passes=(LINEAR(0, 1),), accumulates=("sum", (0, 1)), commutes=True)
+for _name in ("and", "or", "xor"):
+    _elementwise(_name, same_shape, commutes=True)
+for _name in ("max", "min"):
+    _elementwise(_name, same_shape, accumulates=(_name, (0, 1)), commutes=True)
 for _name in _MOVES:
     _elementwise(_name, same_shape, passes=(MOVES(0),))
 _elementwise("convert_element_type", same_shape, passes=_convert_passes, made_anywhere=True)
 register_rule("device_put", same_shape, passes=(MOVES(0),))
 _elementwise("div", same_shape, passes=_div_passes)
 register_rule("layout_constraint", same_shape, passes=(MOVES(0),))
-_elementwise("mul", same_shape, passes=(LINEAR(0), LINEAR(1)))
+_elementwise("mul", same_shape, passes=(LINEAR(0), LINEAR(1)), commutes=True)
 _elementwise("mulhi", same_shape, _mulhi_local)
 _elementwise("select_n", same_shape, passes=_select_passes)
+_elementwise("sub", same_shape, passes=(LINEAR(0, 1),), accumulates=("sum", (0,)))

@@ -26,7 +26,7 @@ from shardax.graph.graph import Node
 from shardax.reshard.run import identity
 from shardax.sharding import Axes
 from shardax.spmd_rules.indexing import at_places
-from shardax.spmd_rules.registry import LINEAR, Local, Passes, register_rule
+from shardax.spmd_rules.registry import LINEAR, MOVES, Local, Passes, register_rule
 from shardax.spmd_rules.sends import all_gather, all_to_all
 
 
@@ -185,6 +185,11 @@ def _reduce_min_local(local: Local, shard):
     return [lax.reduce_min(shard, local.params["axes"])]
 
 
+def _sum_passes(node: Node) -> tuple[Passes, ...]:
+    """The sum of one element is the element."""
+    return (LINEAR(0) if any(node.in_shapes[0][d] != 1 for d in node.params["axes"]) else MOVES(0),)
+
+
 _reduces = partial(register_rule, fuses="operands")
 _reduces("argmax", _reduction(""), _arg_local("max"), sends=_exchange)
 _reduces("argmin", _reduction(""), _arg_local("min"), sends=_exchange)
@@ -194,5 +199,5 @@ _reduces("reduce_max", _reduction(":max"), _reduce_max_local, passes=(Passes(("m
 _reduces("reduce_min", _reduction(":min"), _reduce_min_local, passes=(Passes(("min",), (0,)),))
 _reduces("reduce_or", _logical(":max"), _exchanged(partial(np.zeros, ())), sends=_exchange)
 _reduces("reduce_prod", _reduction(""), _exchanged(partial(np.ones, ())), sends=_exchange)
-_reduces("reduce_sum", _reduction("+"), passes=(LINEAR(0),))
+_reduces("reduce_sum", _reduction("+"), passes=_sum_passes)
 _reduces("reduce_xor", _reduction(""), _exchanged(partial(np.zeros, ())), sends=_exchange)

@@ -17,9 +17,16 @@ estimates read. Nothing else knows primitives by their names, so those of users 
   made_anywhere  of scalars it makes a value of which every device can make any part for nothing
   fuses          what XLA computes in one pass with it: what makes its operands, what reads its result
   reads          how much of its operands it reads from memory
+  accumulates    to which operands it only adds, or of which it takes the maximum with something else, so that
+                 iterations of a loop that carries such an operand do not wait for each other
+  commutes       its operands may be exchanged
+  of_parts       it puts together or takes apart along some dims, and passes the others through
+  anew           what it makes is another value each time, though the operands are the same
+  once           what it does happens once, for all devices, which all must run it
 
-Two facts follow from these: `looks_up`, that the payload is read of the table, whose contraction an
-all_to_all may spare; and `has_flops`, that a node multiplies.
+Facts follow from these: `looks_up`, that the payload is read of the table, whose contraction an all_to_all
+may spare; `has_flops`, that a node multiplies; `order`, that elements stay and dims move; `adds`, that a
+result is the sum of its operands.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +46,7 @@ from shardax.ledger.collectives import KINDS
 from shardax.reshard.run import axis_position
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.claims import noting, require_operands, require_placed
-from shardax.spmd_rules.rule import Factors, Rule, bind, complain, parse
+from shardax.spmd_rules.rule import KEEP, REDUCTIONS, Factors, Rule, bind, complain, parse
 from shardax.validation import is_integer, is_number, require, require_function
 
 RuleText = str | Callable[[Node], str | Rule]
@@ -181,6 +188,10 @@ or of an equation on shards."""
 
 Fuses = Literal["none", "operands", "all"]
 Reads = Literal["all", "part", "none", "view"]
+Accumulates = tuple[str, tuple[int, ...]]
+"""A reduction, "sum", "max" or "min", and for each operand in which it holds its place: the result is that
+operand, reduced with something that is made of the others alone."""
+
 Sends = Callable[[Local], Iterable[Message | tuple[str, Axes, float] | float]]
 
 
@@ -206,6 +217,11 @@ class Entry:
     made_anywhere: bool = False
     fuses: Fuses = "none"
     reads: Reads = "all"
+    accumulates: Accumulates | None = None
+    commutes: bool = False
+    of_parts: bool = False
+    anew: bool = False
+    once: bool = False
 
     def factors(self, node: Node) -> Factors:
         try:
@@ -252,6 +268,25 @@ class Entry:
             words = f"a sequence of LINEAR(...) and MOVES(...), of operands below {len(node.inputs)}"
             require(False, f"what `passes` of {at(node)} gives", returned, words)
         return returned
+
+    def order(self, node: Node) -> list[int] | None:
+        """Where the result has all elements of the one operand and nothing else, each at the same place along
+        its dims: the dims of the operand in the order of those of the result, all but those of size one.
+        """
+        if (len(node.inputs), len(node.outputs)) != (1, 1) or MOVES(0) not in self.passes_of(node):
+            return None
+        factors = self.factors(node)
+        before, after = (
+            [(dim, d) for d, (dim, n) in enumerate(zip(dims, shape, strict=True)) if n != 1]
+            for dims, shape in zip(
+                (*factors.operands, *factors.results), (*node.in_shapes, *node.out_shapes), strict=True
+            )
+        )
+        places = {dim: d for dim, d in before}
+        kept = all(factors.type_of(f) == KEEP and "~" not in f for dim in places for f in dim)
+        if not kept or len(places) != len(before) or sorted(dim for dim, _ in after) != sorted(places):
+            return None
+        return [places[dim] for dim, _ in after]
 
     def is_view(self, operand: Sequence[int], result: Sequence[int]) -> bool:
         """Whether a result of this shape is in memory what the operand in its place, of that one, is."""
@@ -338,6 +373,19 @@ def at(node: Node) -> str:
     return f"{node.name} at {node.line or 'an unknown line'}"
 
 
+def happens_once(node: Node) -> bool:
+    """Whether what a node does happens once, for all devices."""
+    return node.name in RULES and RULES[node.name].once
+
+
+def adds(node: Node) -> bool:
+    """Whether the result of a node is the sum of its operands."""
+    entry, every = RULES.get(node.name), tuple(range(len(node.inputs)))
+    return (
+        entry is not None and entry.accumulates == ("sum", every) and LINEAR(*every) in entry.passes_of(node)
+    )
+
+
 def _are_passes(passes: Any) -> bool:
     return isinstance(passes, Sequence) and all(isinstance(p, Passes) for p in passes)
 
@@ -360,6 +408,11 @@ def register_rule(
     made_anywhere: bool = False,
     fuses: Fuses = "none",
     reads: Reads = "all",
+    accumulates: Accumulates | None = None,
+    commutes: bool = False,
+    of_parts: bool = False,
+    anew: bool = False,
+    once: bool = False,
 ) -> None:
     """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was
     compiled by that.
@@ -389,6 +442,16 @@ def register_rule(
       reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves
         nothing, as `optimization_barrier`: results, where there are as many, are the operands in memory;
         "view" of what does so where it adds or drops dims of size 1 alone, as `squeeze`.
+      accumulates: ("sum", (0, 1)) of addition, ("sum", (0,)) of subtraction, ("max", (0, 1)) of a maximum:
+        the result is each of these operands, reduced so with something that is made of the others alone. The
+        iterations of a loop that does nothing else with a carry may be split.
+      commutes: whether the operands may be exchanged.
+      of_parts: whether it puts together or takes apart along some dims and passes the others through, as
+        `concatenate` and `slice` do. Shardings go through these first, as through what is elementwise.
+      anew: whether it makes another value each time of the same operands, as `rng_uniform` does, so that two
+        equations are never one.
+      once: whether what it does happens once, for all devices, as Python is called by `pure_callback`: all
+        devices must run it, and each iteration of a loop around it.
 
     Raises:
       ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark:
@@ -400,11 +463,25 @@ def register_rule(
     >>> del RULES["my_scale"]  # no such primitive exists
     """
     _check_arguments(primitive, rule, passes, in_place)
-    _check_facts(made_anywhere, fuses, reads)
+    flags = dict(made_anywhere=made_anywhere, commutes=commutes, of_parts=of_parts, anew=anew, once=once)
+    _check_facts(flags, fuses, reads, accumulates)
     for argument, function in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
         require_function(function, f"{argument} of register_rule", or_none=True)
     name = primitive if isinstance(primitive, str) else primitive.name
-    entry = Entry(name, rule, local, passes, in_place, sends, ways, flops, made_anywhere, fuses, reads)
+    entry = Entry(
+        name,
+        rule,
+        local,
+        passes,
+        in_place,
+        sends,
+        ways,
+        flops,
+        fuses=fuses,
+        reads=reads,
+        accumulates=accumulates,
+        **flags,
+    )
     if isinstance(rule, str):
         results = len(parse(rule).results)
         if results != 1 and not getattr(primitive, "multiple_results", True):
@@ -429,8 +506,9 @@ def _check_arguments(primitive, rule, passes, in_place) -> None:
     require(pair or in_place is None, "in_place of register_rule", in_place, words)
 
 
-def _check_facts(made_anywhere, fuses, reads) -> None:
-    require(isinstance(made_anywhere, bool), "made_anywhere of register_rule", made_anywhere, "True or False")
+def _check_facts(flags: Mapping[str, Any], fuses, reads, accumulates) -> None:
+    for argument, flag in flags.items():
+        require(isinstance(flag, bool), f"{argument} of register_rule", flag, "True or False")
     for argument, fact, words in (("fuses", fuses, get_args(Fuses)), ("reads", reads, get_args(Reads))):
         require(
             isinstance(fact, str) and fact in words,
@@ -438,6 +516,17 @@ def _check_facts(made_anywhere, fuses, reads) -> None:
             fact,
             f"one of {', '.join(map(repr, words))}",
         )
+    require(
+        accumulates is None or _is_accumulation(accumulates),
+        "accumulates of register_rule",
+        accumulates,
+        'a reduction and operands, such as ("sum", (0, 1)), or None',
+    )
+
+
+def _is_accumulation(given: Any) -> bool:
+    pair = isinstance(given, tuple) and len(given) == 2 and given[0] in REDUCTIONS
+    return pair and isinstance(given[1], tuple) and all(is_integer(i, 0) for i in given[1])
 
 
 def replicated_rule(node: Node) -> str:

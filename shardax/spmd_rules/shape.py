@@ -368,21 +368,34 @@ register_rule(
     reads="view",
 )
 register_rule(
-    "concatenate", concatenate, _concatenate_local, passes=_moves_all, sends=halo_sends(_concatenate_requests)
+    "concatenate",
+    concatenate,
+    _concatenate_local,
+    passes=_moves_all,
+    sends=halo_sends(_concatenate_requests),
+    of_parts=True,
 )
 register_rule("empty", empty, _empty_local)
 register_rule("empty2", " -> ")
 register_rule("iota", iota, _iota_local, made_anywhere=True, fuses="all")
-register_rule("optimization_barrier", optimization_barrier, reads="none")
-register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_requests))
+register_rule("optimization_barrier", optimization_barrier, reads="none", anew=True)
+register_rule("pad", pad, _pad_local, passes=_pad_passes, sends=halo_sends(_pad_requests), of_parts=True)
 register_rule("rev", rev, _rev_local, passes=(MOVES(0),), sends=_rev_sends)
 register_rule("shard_alike", "..., ... -> ..., ...", _shard_alike_local, reads="none")
 register_rule(
-    "slice", slice_, _slice_local, passes=(MOVES(0),), sends=halo_sends(_slice_requests), reads="part"
+    "slice",
+    slice_,
+    _slice_local,
+    passes=(MOVES(0),),
+    sends=halo_sends(_slice_requests),
+    reads="part",
+    of_parts=True,
 )
-register_rule("split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_requests))
+register_rule(
+    "split", split, _split_local, passes=(MOVES(0),), sends=halo_sends(_split_requests), of_parts=True
+)
 register_rule("squeeze", squeeze, passes=(MOVES(0),), fuses="all", reads="view")
-register_rule("stack", stack, passes=_moves_all)
+register_rule("stack", stack, passes=_moves_all, of_parts=True)
 register_rule("tile", tile, _tile_local, passes=(MOVES(0),))
 register_rule("transpose", transpose, passes=(MOVES(0),), fuses="all")
-register_rule("unstack", unstack, passes=(MOVES(0),))
+register_rule("unstack", unstack, passes=(MOVES(0),), of_parts=True)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from shardax import _jax
-from shardax.completion.edges import OF_PARTS, Edge, edges_of
+from shardax.completion.edges import Edge, edges_of
 from shardax.differentiated import is_differentiated
 from shardax.graph import inline
 from shardax.graph.graph import Graph, Node, Value
@@ -154,9 +154,9 @@ def _by_factor(side: Side, bits: Bits) -> dict[str, int]:
 
 
 def _mixes(edge: Edge, name: str) -> bool:
-    if edge.node.name in OF_PARTS:
+    entry = RULES.get(edge.node.name)
+    if entry is not None and entry.of_parts:
         return False
     is_whole = "~" in name or edge.factors.types.get(name) == UNSPLIT
-    entry = RULES.get(edge.node.name)
     is_product = entry is not None and entry.has_flops(edge.node)
     return is_whole or is_product and name in edge.factors.reduced

@@ -14,9 +14,7 @@ import numpy as np
 
 from shardax.annotations.explicit import SHARDING_PARAMS
 from shardax.graph.graph import Graph, Node, Value
-
-_COMMUTATIVE = frozenset({"add", "and", "max", "min", "mul", "or", "xor"})
-_MOVES_DIMS = frozenset({"broadcast_in_dim", "expand_dims", "reduce_sum", "reshape", "squeeze", "transpose"})
+from shardax.spmd_rules.registry import MOVES, RULES
 
 Shape = tuple[int, ...]
 
@@ -64,10 +62,9 @@ class Numbers:
     def _result(self, node: Node, i: int, value: Value, operands: list[int]) -> int:
         if 0 in value.shape:
             return self._leaf(value)
-        if node.name in _MOVES_DIMS and _squeezed(node.in_shapes[0]) == _squeezed(node.out_shapes[0]):
-            order = _squeezed_order(node)
-            if order == sorted(order):  # only dims of size one come, go or move
-                return operands[0]
+        order = _order(node)
+        if order is not None and order == sorted(order):  # only dims of size one come, go or move
+            return operands[0]
         if _is_zero(node, operands, self.terms):
             return self._numbered(("zeros", _squeezed(value.shape), value.aval.dtype), ())
         if node.name == "add_any":
@@ -105,15 +102,16 @@ def _key(node: Node, i: int, operands: Sequence[int]) -> Hashable:
     itself.
     """
     params = params_key(node.params)
-    if params is None or node.bodies or node.eqn.effects or node.name == "rng_uniform":
+    entry = RULES.get(node.name)
+    if params is None or node.bodies or node.eqn.effects or entry and entry.anew:
         return "node", node, i
     if node.name == "dot_general":
         return _dot_key(node, operands)
-    if node.name == "transpose":
-        order = np.argsort(np.argsort(_squeezed_order(node))).tolist()
-        return "transpose", operands[0], _squeezed(node.in_shapes[0]), tuple(order)
+    if (order := _order(node)) is not None:
+        places = np.argsort(np.argsort(order)).tolist()
+        return "moved", operands[0], _squeezed(node.in_shapes[0]), tuple(places)
     pairs = [(x, () if 0 in shape else shape) for x, shape in zip(operands, node.in_shapes, strict=True)]
-    return node.primitive, i, params, tuple(sorted(pairs) if node.name in _COMMUTATIVE else pairs)
+    return node.primitive, i, params, tuple(sorted(pairs) if entry and entry.commutes else pairs)
 
 
 def _dot_key(node: Node, operands: Sequence[int]) -> Hashable:
@@ -128,20 +126,25 @@ def _dot_key(node: Node, operands: Sequence[int]) -> Hashable:
     return "dot_general", tuple(operands), tuple(map(_squeezed, shapes)), pairs(contracted), pairs(batch), how
 
 
-def _squeezed_order(node: Node) -> list[int]:
-    """The order in which dims of more than size one are read."""
-    order = node.params.get("permutation", node.params["dimensions"] if node.name == "reshape" else None)
-    return [d for d in order or () if node.in_shapes[0][d] != 1]
+def _order(node: Node) -> list[int] | None:
+    """The order in which a node that only moves dims reads those of more than size one. What leaves all in
+    its place, as an annotation, is there for another reason, and makes another value.
+    """
+    entry = RULES.get(node.name)
+    order = entry.order(node) if entry else None
+    stays = order is not None and order == sorted(order) and node.in_shapes == node.out_shapes
+    return None if stays else order
 
 
 def _is_zero(node: Node, operands: Sequence[int], terms: dict[int, tuple[int, ...]]) -> bool:
-    """Whether a node makes zeros of zeros, or pads what has no elements with zeros."""
-    zeros = [terms.get(x) == () for x in operands]
-    if node.name == "broadcast_in_dim":
-        return zeros[0]
-    if node.name == "pad":
-        return zeros[1] and (zeros[0] or 0 in node.in_shapes[0])
-    return node.name == "add_any" and all(zeros)
+    """Whether a node makes zeros of zeros: all elements are those of its operands, some of which may have
+    none.
+    """
+    zeros = [terms.get(x) == () or 0 in shape for x, shape in zip(operands, node.in_shapes, strict=True)]
+    if node.name == "add_any" or not all(zeros) or node.in_shapes == node.out_shapes:
+        return node.name == "add_any" and all(zeros)
+    entry, every = RULES.get(node.name), tuple(range(len(operands)))
+    return bool(every) and entry is not None and MOVES(*every) in entry.passes_of(node)
 
 
 def _squeezed(shape: Shape) -> Shape:

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 from jax.interpreters.ad import add_jaxvals
 
-from shardax.graph.numbering import Numbers, params_key
+from shardax.rewrites.numbering import Numbers, params_key
 from tests.graphs import graph
 
 pytestmark = pytest.mark.quick

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardax.graph.maps import (
+from shardax.spmd_rules.maps import (
     LAST,
     REDUCED,
     SAME,

@@ -21,6 +21,7 @@ from shardax import _jax
 from shardax.graph.affine import step_of_counter
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.operands import carries_of, operands_of
+from shardax.spmd_rules.registry import RULES, Entry, happens_once
 
 SAME, STEPS, REDUCED, LAST = "same", "steps", "reduced", "last"
 
@@ -45,7 +46,7 @@ def carries_of_map(node: Node) -> tuple[Carry, ...] | None:
     if not node.params["length"]:
         return None
     # What calls Python, or is written for all devices of a mesh, needs all of them.
-    if any(n.eqn.effects or n.name == "shard_map" or "callback" in n.name for n in body.walk()):
+    if any(n.eqn.effects or n.name == "shard_map" or happens_once(n) for n in body.walk()):
         return None
     flow = _Flow()
     inputs = body.inputs[consts : consts + count]
@@ -66,9 +67,6 @@ def reads(graph: Graph, value: Value) -> bool:
 
 
 Reader = tuple[Node | None, int]  # (node, operand) or (None, output)
-_REDUCTIONS = {"add": "sum", "add_any": "sum", "max": "max", "min": "min"}
-_PASSING = {"annotate", "convert_element_type", "copy", "name", "sharding_constraint"}
-"""Those that pass a value on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,9 +122,10 @@ class _Flow:
         """The result of a node in which operand i goes on, and what it is reduced with there; None where it
         is read otherwise.
         """
-        if node.name in _REDUCTIONS or (node.name == "sub" and i == 0):
-            return node.outputs[0], _REDUCTIONS.get(node.name, "sum")
-        if node.name in _PASSING and node.outputs[0].aval.dtype == node.inputs[0].aval.dtype:
+        entry = RULES.get(node.name)
+        if entry and entry.accumulates and i in entry.accumulates[1]:
+            return node.outputs[0], entry.accumulates[0]
+        if entry and _passes_on(entry, node):
             return node.outputs[0], SAME
         for result, bodies in _routes(node, i):
             reduction = _one({SAME, *(self.reduction(*body) for body in bodies)})
@@ -140,6 +139,16 @@ class _Flow:
             return False
         cond = node.bodies[0]
         return reads(cond, cond.inputs[i - node.params["body_nconsts"]])
+
+
+def _passes_on(entry: Entry, node: Node) -> bool:
+    """Whether the result of a node is its operand."""
+    if len(node.inputs) != 1 or len(node.outputs) != 1:
+        return False
+    (before,), (after,) = node.inputs, node.outputs
+    same = (before.shape, before.aval.dtype) == (after.shape, after.aval.dtype)
+    order = entry.order(node) if same else None
+    return order is not None and order == sorted(order)
 
 
 def _one(reductions: Set[str | None]) -> str | None:
