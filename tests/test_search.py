@@ -1,6 +1,7 @@
 """What the search chooses for whole programs."""
 
 import itertools
+import math
 import time
 from functools import cache
 
@@ -15,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from shardax.check import ramp
 from shardax.completion.complete import complete
-from shardax.cost.network import Network
+from shardax.cost.chips import NOMINAL
+from shardax.cost.network import PICO, Network
 from shardax.graph import inline
 from shardax.partition.choose import choose, memory
 from shardax.partition.copies import copies_of, is_cut
@@ -115,6 +117,41 @@ def test_axes_cut_in_two_raise_no_price(f, shapes, specs, cut):
 
     finer = {"x": {"x1": 8, "x2": 2, "y": 8}, "y": {"x": 16, "y1": 4, "y2": 2}}
     assert price(finer[cut]) <= price({"x": 16, "y": 8}) + 1  # ties are broken by less
+
+
+@pytest.mark.parametrize("rule", ["... -> ...", "b s! -> b s!"])
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_axes_that_no_operand_has_split_a_heavy_kernel(rule, spec):
+    """What is computed in eighths takes an eighth of the time, and little to gather; of a light one that would
+    take longer than to compute all of it everywhere."""
+    mesh = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((64, 64), "float32")
+
+    def plan(flops, **options):
+        kernel = sx.partition_as(rule, flops=lambda ins, outs: flops * math.prod(ins[0]))(jnp.sin)
+        step = sx.shard_jit(
+            lambda x: kernel(x) * 2, mesh=mesh, in_shardings=spec, out_shardings=P(), **options
+        )
+        return step.plan(x)
+
+    seconds = 64 * 64 * 1e8 / NOMINAL.flops
+    heavy, light = plan(1e8), plan(1)
+    assert heavy.decisions.price <= seconds * PICO / 8 * 1.01
+    assert light.comm_bytes <= 64 * 64 * 4 and light.decisions.price < 1e6
+
+
+def test_idle_axes_raise_no_price():
+    """Of products whose operands have none of them, however long: to be split over them is one more way."""
+
+    def price(idle, inner):
+        mesh = AbstractMesh((4, idle), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        step = sx.shard_jit(jnp.matmul, mesh=mesh, in_shardings=(P("x"), P()), out_shardings=P("x"))
+        args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4096, inner), (inner, 4096))]
+        return step.plan(*args).decisions.price
+
+    prices = {inner: [price(idle, inner) for idle in (1, 2, 8)] for inner in (512, 4096, 8192, 32768)}
+    assert all(later <= first + 1 for first, *rest in prices.values() for later in rest)
+    assert prices[32768][1] < 0.8 * prices[32768][0]
 
 
 def test_a_residual_stream_settles_each_sum_once():
@@ -300,7 +337,7 @@ def cheapest_of_all(search):
     sites = [site for site in search.sites if len(site.ways) > 1]
     reads = {}
     for value, site, i in search.reading:
-        if not value.is_literal:
+        if not value.is_literal and not site.renames:
             reads.setdefault(search.root_of(value, site.user_requested), []).append((site, i))
     price = cache(search.price)
 

@@ -3,8 +3,9 @@ results, suggest.
 
 Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that
 look cheapest where they stand, and the one that splits nothing, if there is one: what is gathered for others
-anyway looks dear there, and the more axes there are, the more ways stand before it. Whatever is left out is
-left out for all searches of that program alike.
+anyway looks dear there, and the more axes there are, the more ways stand before it. Two more may split
+products over axes that no operand has. Whatever is left out is left out for all searches of that program
+alike.
 """
 
 import itertools
@@ -31,11 +32,13 @@ from shardax.partition.candidates import (
 )
 from shardax.partition.paddings import paddings_of
 from shardax.partition.sites import Layouts, Way, sums_left
-from shardax.sharding import Axes, AxisSizes, Layout
+from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
 MOST = 16
+SPARED = 2  # ways over axes that no operand has, of what does at least so
+HEAVY = 1000  # many FLOPs for each byte that it makes: chips do 400 to 5100 while they send one
 _SMALL = 64  # what is small costs so many times less
 _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is computed in parts
 
@@ -116,7 +119,27 @@ class Alternatives:
         if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
             ways = self._ranked(node, entry, factors, made, requested, idle)
         assert ways, f"no way to run {node.name}"
+        if spare := self._spare(node, entry, ways[0], hidden):
+            best = self._ranked(node, entry, factors, made, requested, spare)[:SPARED]
+            known = {(way.operands, way.results) for way in best}
+            ways = [*best, *(way for way in ways if (way.operands, way.results) not in known)]
         return ways
+
+    def _spare(self, node: Node, entry: Entry, way: Way, hidden: Set[str]) -> Axes:
+        """The axes that a way does not use, where it multiplies so much for what it makes that, split over
+        them, it would take less time even with the results gathered.
+        """
+        used = {a for lay in (*way.operands, *way.results) for a in (*lay.sharding.axes, *lay.pending_axes)}
+        unused = tuple([a for a in self.sizes if a not in used and a not in hidden])
+        if entry.flops is None or not unused:
+            return ()
+        local = Local(node, way.operands, way.results, way.detail[0], self.sizes)
+        spared = 1 - 1 / shard_count(unused, self.sizes)
+        made = [self.nbytes(v, lay) for v, lay in zip(node.outputs, way.results, strict=True)]
+        if (flops := entry.flops_of(local)) < HEAVY * sum(made):
+            return ()
+        gathers = sum([self.network.collective("all_gather", unused, spared * nbytes) for nbytes in made])
+        return unused if spared * self.network.compute(flops, 0) > gathers else ()
 
     def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes) -> list[Way]:
         """The ways that look cheapest where they stand, the cheapest first, and one that splits nothing."""
