@@ -11,9 +11,9 @@ from shardax.cost.chips import SLOW
 from shardax.cost.network import Network
 from shardax.graph.graph import Graph, Node
 from shardax.partition.alternatives import Alternatives
+from shardax.partition.choose import replayed
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.emit import emit
-from shardax.partition.replay import Replay
 from shardax.partition.search import Search
 from shardax.sharding import Layout, Padding, from_spec
 from tests.graphs import auto_mesh
@@ -53,9 +53,7 @@ def chosen(search: Search) -> Decisions:
     graph = search.completion.graph
     inputs = [search.layouts[v][0] for v in graph.inputs]
     outputs = [site.chosen.operands[0] for site in search.sites[len(search.sites) - len(graph.outputs) :]]
-    decisions = Replay(search).graph(graph, inputs, outputs)
-    decisions.price, decisions.gap = solution.price, solution.gap
-    return decisions
+    return replayed(search, solution, graph, inputs, outputs)
 
 
 def steps(decisions: Decisions) -> Iterator[tuple[Node, Decision]]:

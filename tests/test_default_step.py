@@ -4,7 +4,6 @@ nothing else is sent.
 Counted from the StableHLO that JAX lowers, not from our own plan, and equal to the plan.
 """
 
-import math
 from collections import Counter
 from functools import cache
 
@@ -146,5 +145,4 @@ def test_what_the_uneven_embedding_costs_is_in_the_plan():
         "P('model', None)",
         "P(None, 'model')",
     )
-    each = math.ceil(257 / MODEL) * 192 * 4 // MODEL
-    assert default_step()[2].cost_at_rest(moved) == each
+    assert default_step()[2].cost_at_rest(moved) == 0  # it is read as it rests

@@ -1,16 +1,18 @@
 """Replay: the decisions cost what the search said, and every operand is read from a layout that is there."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import shardax as sx
 from shardax.partition.decisions import Decisions, Reshard
 from shardax.partition.replay import Replay
 from shardax.partition.search import Search
 from shardax.sharding import replicated_layout
 from tests.choices import chosen, laid_out, layout, steps
-from tests.graphs import graph
+from tests.graphs import auto_mesh, graph
 
 pytestmark = pytest.mark.quick
 
@@ -52,52 +54,59 @@ def search_of(f, specs: str) -> Search:
 
 
 class Followed:
-    """Goes through decisions in program order; `layouts`: of each value, those that it is in by then."""
+    """Goes through decisions in program order; `layouts`: of each value, those that it is in by then; `made`: the
+    first."""
 
     def __init__(self, search: Search):
-        self.search, self.layouts, self.reshards = search, {}, []
+        self.search, self.layouts, self.made, self.reshards = search, {}, {}, []
 
     def graph(self, decisions: Decisions) -> None:
         for value, have in zip(decisions.graph.inputs, decisions.inputs, strict=True):
-            self.layouts[value] = {have}
+            self.make(value, have)
         for node, decision in decisions.pairs():
             self.read(node.inputs, decision.reshards)
             for body in decision.bodies:
                 self.graph(body)
             for value, have in zip(node.outputs, decision.results, strict=True):
-                self.layouts[value] = {have}
+                self.make(value, have)
         self.read(decisions.graph.outputs, decisions.outputs)
+
+    def make(self, value, have):
+        self.layouts[value], self.made[value] = {have}, have
 
     def read(self, values, reshards) -> None:
         for value, reshard in zip(values, reshards, strict=True):
             if not value.is_literal:
-                anywhere = {replicated_layout(value.shape)} if value in self.search.anywhere else set()
-                assert reshard.source in self.layouts[value] | anywhere
                 self.reshards.append((value, reshard, frozenset(self.layouts[value])))
                 self.layouts[value].add(reshard.target)
 
 
 @CASES
-def test_every_operand_is_read_from_a_layout_that_is_there_by_then(f, specs):
+def test_every_copy_comes_from_what_is_made(f, specs):
+    """By way of others, which may be made for later readers."""
     search = search_of(f, specs)
     followed = Followed(search)
     followed.graph(chosen(search))
     assert len(followed.reshards) > 3
+    copied = {(value, r.target): r.source for value, r, _ in followed.reshards if r.needed}
+    for value, target in copied:
+        for _ in range(len(copied)):
+            target = copied.get((value, target), target)
+        anywhere = [replicated_layout(value.shape)] if value in search.anywhere else []
+        assert target in [followed.made[value], *anywhere]
 
 
 @CASES
 def test_decisions_cost_what_the_search_said(f, specs):
-    """All ways, and all reshards, as often as they run."""
+    """All ways, and all reshards, as often as they run; at most what the search has said."""
     search = search_of(f, specs)
-    decisions = chosen(search)
+    decisions, said = chosen(search), search.solve().price
     followed = Followed(search)
     followed.graph(decisions)
     own = sum(site.chosen.price * site.runs for site in search.sites)
     sent = sum(search.price(v, r.source, r.target) * search.scope[v] for v, r, _ in followed.reshards)
-    assert own + sent <= decisions.price + 1
-    if f is not shared:  # whose readers may find a copy that was priced for another
-        assert own + sent == pytest.approx(decisions.price, abs=1)
-    assert decisions.gap == 0
+    assert own + sent == pytest.approx(decisions.price, abs=1)
+    assert 0.99 * said <= decisions.price <= said + 1 and decisions.gap <= 1
 
 
 @CASES
@@ -126,18 +135,18 @@ def test_bodies_take_and_give_what_their_ports_do(f, specs):
 
 
 @CASES
-def test_a_value_is_read_from_the_cheapest_of_its_layouts(f, specs):
-    """As it is there, where it is; and so no copy is made twice."""
+def test_no_copy_is_made_twice(f, specs):
+    """Where a value has a layout, it is read as it is there."""
     search = search_of(f, specs)
     followed = Followed(search)
     followed.graph(chosen(search))
-    for value, (source, target), known in followed.reshards:
-        assert search.sent(value, source, target) == min(search.sent(value, have, target) for have in known)
-        assert source == target or target not in known
+    for _, reshard, known in followed.reshards:
+        assert reshard.needed == (reshard.target not in known)
 
 
 def test_a_reshard_starts_from_the_cheapest_layout_that_is_there():
     search = search_of(shared, "a contraction")
+    chosen(search)
     value = search.completion.graph.inputs[0]
     near, far, target = (layout(spec, (16, 16)) for spec in (P(("x", "y")), P(None, "x"), P("x")))
     assert 0 < search.sent(value, near, target) < search.sent(value, far, target)
@@ -146,6 +155,22 @@ def test_a_reshard_starts_from_the_cheapest_layout_that_is_there():
         replay.layouts[value] = there
         assert replay.reshard(value, target, False) == Reshard(near, target)
         assert replay.reshard(value, target, False) == Reshard(target, target)
+
+
+@pytest.mark.parametrize("part", [P(None, "x"), P("y"), P(("y", "x"))], ids=str)
+def test_it_does_not_matter_who_reads_first(part):
+    """A part is cut out of the whole, which is gathered once, also where the part is read before."""
+
+    def plan(*specs):
+        def f(x):
+            return [sx.annotate(y * 2.0, P("x")) for y in [sx.annotate(x, spec) for spec in specs]]
+
+        step = sx.shard_jit(f, mesh=auto_mesh(x=4, y=2), in_shardings=P("x"), out_shardings=P("x"))
+        return step.plan(jax.ShapeDtypeStruct((512, 512), "float32"))
+
+    first, last = plan(part, P()), plan(P(), part)
+    assert first.comm_bytes == last.comm_bytes and first.decisions.price == last.decisions.price
+    assert str(first.collectives[0]) == "all_gather over x of f32[128,512]: annotate in P(None, None)"
 
 
 def test_two_readers_share_a_copy():

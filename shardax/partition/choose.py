@@ -57,8 +57,18 @@ def choose(
                 tried, result = _searched(lay_out, {**search.splits, node: other}, rounds)
                 if result.price < solution.price:
                     search, solution, now = tried, result, other
-    decisions = Replay(search).graph(graph, inputs, outputs)
-    return replace(decisions, price=solution.price, gap=solution.gap)
+    return replayed(search, solution, graph, inputs, outputs)
+
+
+def replayed(
+    search: Search, solution: Solution, graph: Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]
+) -> Decisions:
+    """The decisions of a solved search, and what they cost. That may be a little less than the search knew,
+    which looks at few copies of a value together. Under strict mode the price has what is refused, too."""
+    replay = Replay(search)
+    decisions = replay.graph(graph, inputs, outputs)
+    price = solution.price if search.avoided else search.own_price() + replay.price
+    return replace(decisions, price=price, gap=max(0.0, price - solution.bound))
 
 
 def memory(decisions: Decisions, sizes: AxisSizes) -> int:

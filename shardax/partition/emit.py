@@ -6,6 +6,7 @@ gathered is shared.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -56,11 +57,40 @@ class Reader(NamedTuple):
     place: int = 0
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Who reads each value of a graph first in each layout, and how; values that are another by a new name
+    count as that one."""
+
+    roots: dict[Value, Value] = field(default_factory=dict)
+    readers: dict[tuple[Value, Layout], tuple[Reshard, Reader]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, decisions: Decisions) -> "Copies":
+        copies = cls()
+        for node, decision in decisions.pairs():
+            for i, (value, reshard) in enumerate(zip(node.inputs, decision.reshards, strict=True)):
+                copies.note(value, reshard, Reader(node, decision, i))
+            if annotations.renames(node):
+                copies.roots[node.outputs[0]] = copies.roots.get(node.inputs[0], node.inputs[0])
+        for i, (value, reshard) in enumerate(zip(decisions.graph.outputs, decisions.outputs, strict=True)):
+            copies.note(value, reshard, Reader(None, None, i))
+        return copies
+
+    def note(self, value: Value, reshard: Reshard, reader: Reader) -> None:
+        if reshard.needed and not value.is_literal:
+            self.readers.setdefault((self.roots.get(value, value), reshard.target), (reshard, reader))
+
+    def reader(self, value: Value, layout: Layout) -> tuple[Reshard, Reader] | None:
+        return self.readers.get((self.roots.get(value, value), layout))
+
+
 class Emitter:
     def __init__(self, sizes: AxisSizes, shown: Shown = lambda s: s):
         self.sizes = sizes
         self.shown = shown
         self.env: dict[Value, Shards] = {}
+        self.copies = Copies()
         self.makers: dict[Value, Origin] = {}
         self.contributions = Contributions(self.makers)
         self.around: Node | None = None  # whose body this is
@@ -70,13 +100,14 @@ class Emitter:
         """Runs a decided graph. The values of a body are tracers of its own trace, which must not outlive it:
         they have an `env` of their own.
         """
-        around, self.stack = (self.stack, self.env), source_info_util.current_name_stack()
+        around, self.stack = (self.stack, self.env, self.copies), source_info_util.current_name_stack()
         self.env = {}
         outputs = self.steps(decisions, shards)
-        self.stack, self.env = around
+        self.stack, self.env, self.copies = around
         return outputs
 
     def steps(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
+        self.copies = Copies.of(decisions)
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for node, decision in decisions.pairs():
@@ -127,17 +158,35 @@ class Emitter:
         return shards[reshard.target]
 
     def held(self, value: Value, layout: Layout):
-        """A value and its shard in a layout: its own, or that of what was annotated to be it; else it is made
-        so.
+        """A value and its shard in a layout: its own, or that of what was annotated to be it; else the copy
+        that a later reader would make, or one that is made so.
         """
-        while layout not in self.env[value]:
-            maker = self.makers.get(value)
-            node = maker and maker.node
-            if node is None or not annotations.of_node(node) or node.inputs[0].is_literal:
-                self.env[value][layout] = self.made_replicated(value)
-            else:
-                value = node.inputs[0]
+        known: Value | None = value
+        while known is not None:
+            if layout in self.env[known]:
+                return known, self.env[known][layout]
+            known = self.annotated(known)
+        reader = self.copies.reader(value, layout)
+        if reader is None:
+            self.env[value][layout] = self.made_replicated(value)
+        else:
+            self.copy(value, *reader)
         return value, self.env[value][layout]
+
+    def copy(self, value: Value, reshard: Reshard, reader: Reader) -> None:
+        """Reads a value as a later reader will."""
+        if reader.node is None or reader.decision is None:
+            self.output(value, reshard, reader.place)
+        else:
+            with _UserContext(Origin(reader.node, reader.decision), self.stack):
+                self.read(value, reshard, reader)
+
+    def annotated(self, value: Value) -> Value | None:
+        """What was annotated to be a value."""
+        node = self.makers[value].node if value in self.makers else None
+        if node is None or not annotations.of_node(node) or node.inputs[0].is_literal:
+            return None
+        return node.inputs[0]
 
     def made_replicated(self, value: Value):
         """A literal, what is `made_anywhere`, or one of them annotated, on a device that makes all of it."""

@@ -1,23 +1,30 @@
-"""From what a search chose to decisions: the nodes in program order, each operand read from the cheapest
-layout that it has by then.
+"""From what a search chose to decisions: the nodes in program order, the copies of each value such that all
+together cost least, whoever reads first.
 """
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.partition.decisions import Decision, Decisions, Reshard
 from shardax.partition.search import Search
+from shardax.partition.sources import sources_of
 from shardax.sharding import Layout, replicated_layout
 
 
 class Replay:
-    """`layouts`: those that each value has so far, first the one that it was made in."""
+    """`layouts`: those that each value has so far, first the one that it was made in. `sources`: from which
+    each of its copies is made, which may be a copy for a later reader. `price`: picoseconds of all copies so
+    far.
+    """
 
     def __init__(self, search: Search):
         self.search = search
         self.layouts: dict[Value, list[Layout]] = {}
         self.structured: dict[Node, Decision] = {}
+        self.sources: dict[Value, dict[Layout, Layout]] = {}
+        self.price = 0.0
 
     def readable(self, value: Value, user_requested: bool) -> list[Layout]:
         """The layouts that a reader may take; one that the user requested, also those before an
@@ -44,7 +51,16 @@ class Replay:
             return self.as_twin(node, twin) if twin else _STRUCTURED[node.name](self, node)
         way = self.search.site_of[node].chosen
         splits, factors, entry = way.detail
-        return self.decision(node, way.operands, way.results, splits, factors=factors, entry=entry)
+        operands, results = way.operands, way.results
+        if annotations.renames(node) and not self.is_read(node.inputs[0], operands[0]):
+            operands = results = (self.layouts[node.inputs[0]][0],)
+            splits = {}
+        return self.decision(node, operands, results, splits, factors=factors, entry=entry)
+
+    def is_read(self, value: Value, layout: Layout) -> bool:
+        """Whether a value is read in a layout by who computes with it, and not only called by another name
+        there."""
+        return bool(self.search.avoided) or layout in self.reads.get(self.search.root_of(value), ())
 
     def as_twin(self, node: Node, twin: Node) -> Decision:
         """The decision of a node that runs as its twin does."""
@@ -60,8 +76,6 @@ class Replay:
         )
         for value, layout in zip(node.outputs, results, strict=True):
             self.layouts[value] = [layout]
-            if value in self.search.anywhere and not layout.pending:
-                self.layouts[value].append(replicated_layout(value.shape))
         if annotations.renames(node):
             self.layouts[node.outputs[0]] = self.layouts[node.inputs[0]]
         decision = Decision(reshards, tuple(operands), tuple(results), splits or {}, **rest)
@@ -76,8 +90,35 @@ class Replay:
         layouts = self.readable(value, user_requested)
         if target in layouts:
             return Reshard(target, target)
+        reshard = self.nearest(value, target, layouts)
+        made = self.layouts[value][0] if value in self.search.anywhere else reshard.source
+        often = self.search.scope[value] * self.search.times.get(value, 1)
+        self.price += self.search.price(value, made, target) * often
         self.layouts[value].append(target)
-        return Reshard(min(layouts, key=lambda source: self.search.sent(value, source, target)), target)
+        return reshard
+
+    def nearest(self, value: Value, target: Layout, layouts: Sequence[Layout]) -> Reshard:
+        """From where a value is brought to a layout: as is best for all who read it, else from the cheapest
+        of these, or whole, where each device makes what it needs."""
+        root, sent = self.search.root_of(value), partial(self.search.sent, value)
+        is_anywhere = value in self.search.anywhere and not layouts[0].pending
+        whole = [replicated_layout(value.shape)] if is_anywhere else []
+        if root not in self.sources:
+            self.sources[root] = sources_of([*self.layouts[value], *whole], self.reads.get(root, ()), sent)
+        source = self.sources[root].get(target)
+        return Reshard(source or min([*layouts, *whole], key=lambda have: sent(have, target)), target)
+
+    @cached_property
+    def reads(self) -> dict[Value, list[Layout]]:
+        """The layouts in which each value is read, in order, but for readers that may also read what was
+        before an annotation. Under strict mode none: it minds who reads first, and from what.
+        """
+        found: dict[Value, list[Layout]] = {}
+        for value, site, i in () if self.search.avoided else self.search.reading:
+            root = self.search.root_of(value)
+            if not site.renames and root is self.search.root_of(value, site.user_requested):
+                found.setdefault(root, []).append(site.chosen.operands[i])
+        return found
 
     def inside(self, graph: Graph, outputs: Sequence[Layout]) -> Decisions:
         """The decisions of a body, whose inputs have the layouts of the ports."""
