@@ -17,7 +17,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import shardax as sx
 from shardax.cost import chips
-from shardax.cost.network import Network
+from shardax.cost.chips import NOMINAL
+from shardax.cost.network import PICO, Network
 from shardax.reshard import paths, run, steps
 from shardax.reshard.halo import exchange_of
 from shardax.sharding import Layout, Sharding, minor_most, round_up, shard_count
@@ -197,6 +198,8 @@ SWAPS = [
     ("x4y2", (7, 3, 5), ["y", "_", "x"], ["x", "_", "y"]),
     ("x2y2z2", (8, 12), ["zx", "y"], ["y", "zx"]),
     ("x2y2z2", (8, 12), ["x", "zy"], ["zy", "x"]),
+    ("x2y3", (120, 71), ["x", "y"], ["y", "x"]),
+    ("x2y3", (50, 3, 180), ["y", "_", "x"], ["x", "_", "y"]),
 ]
 
 
@@ -205,7 +208,8 @@ SWAPS = [
 def test_axes_of_different_sizes_change_places(mesh, shape, before, after):
     """Each device sends its shard, in as many pieces as it goes to devices."""
     sizes, rng = MESHES[mesh], np.random.default_rng(0)
-    padded = tuple(n if word == "_" else round_up(n, 4) for n, word in zip(shape, before, strict=True))
+    finest = math.lcm(*sizes.values())
+    padded = tuple(n if word == "_" else round_up(n, finest) for n, word in zip(shape, before, strict=True))
     src, dst = (Layout(layout(words, shape, sizes).sharding, padded) for words in (before, after))
     path = paths.plan(src, dst, shape, 4, sizes)
     (step,) = path.steps
@@ -214,6 +218,29 @@ def test_axes_of_different_sizes_change_places(mesh, shape, before, after):
     shards = local_shards(rng, value, src, sizes)
     (out,) = run_paths([(path, shape, shards)], sizes)
     assert_holds(np.asarray(out), value, dst, sizes)
+
+
+@pytest.mark.parametrize("x, y", [(4, 6), (2, 3), (6, 8), (8, 6)])
+def test_axes_of_which_none_divides_the_other_change_places_at_once(x, y):
+    """Each device sends its shard once, where three all_to_alls sent it two and a half times."""
+    shape, sizes = (1536, 1536), {"x": x, "y": y}
+    src, dst = (layout(words, shape, sizes) for words in (["x", "y"], ["y", "x"]))
+    path = paths.plan(src, dst, shape, 4, sizes)
+    shard = 4 * math.prod(src.local_shape(sizes))
+    assert [step.kind for step in path.steps] == ["swap"] and path.nbytes == shard
+    assert path.price == paths.price(src, dst, shape, 4, sizes) <= 1.02 * shard / NOMINAL.link_rate * PICO
+
+
+@pytest.mark.parametrize("p, q", [(1, 5), (5, 1), (2, 3), (3, 2), (3, 4), (2, 5)])
+def test_in_each_round_of_a_swap_each_device_sends_and_gets_one_piece(p, q):
+    sent = set()
+    for along, across in steps._rounds(p, q):
+        i, j = np.indices((p, q))
+        row, column = i * q + along, j * p + across
+        sent |= {*zip(row.flat, column.flat, strict=True)}
+        ends = {*zip((row // p).flat, (column // q).flat, strict=True)}
+        assert len(ends) == p * q
+    assert len(sent) == (p * q) ** 2
 
 
 # Against an exhaustive search: all layouts over the axes that the two use, all pairs of them that one
@@ -406,11 +433,17 @@ class Graph:
         shared = [len(os.path.commonprefix([a.dims[d], b.dims[d]])) for d in (i, j)]
         here, there = (a.dims[d][n:] for d, n in zip((i, j), shared, strict=True))
         back = [b.dims[d][n:] for d, n in zip((j, i), shared[::-1], strict=True)]
-        few, many = sorted((shard_count(here, self.sizes), shard_count(there, self.sizes)))
-        if a.padded == b.padded and here and there and back == [here, there]:
-            if few < many and many % few == 0 and many // few <= steps.PIECES:
-                moved, k = [a for a in self.sizes if a in (*here, *there)], many // few
-                return k * self.permutes(moved, self.volume(a) // k)[0], k
+        if a.padded != b.padded or not here or not there or back != [here, there]:
+            return None
+        blocks = [shard_count(axes, self.sizes) for axes in (here, there)]
+        each, of_each = (math.lcm(*blocks) // n for n in blocks)
+        whole = all(
+            a.local_shape(self.sizes)[d] % cut == 0 and b.local_shape(self.sizes)[d] % other == 0
+            for d, cut, other in ((i, each, of_each), (j, of_each, each))
+        )
+        if whole and 1 < (k := each * of_each) <= steps.PIECES:
+            moved = [a for a in self.sizes if a in (*here, *there)]
+            return k * self.permutes(moved, self.volume(a) // k)[0], k
 
     def scatter(self, a, b, to, lost):
         axes, volume = self.arrives(a, b, to) or ((), 0)

@@ -38,7 +38,9 @@ from shardax.cost.chips import KINDS, NOMINAL, Chip
 
 PICO = 1e12
 FAR = 4  # in a ring of fewer devices all are neighbours
-NARROW = 2.4  # copies, by the cycles that the TPU compiler estimates for pieces of 4 to 64 that are read by row
+NARROW = (
+    2.4  # copies, by the cycles that the TPU compiler estimates for pieces of 4 to 64 that are read by row
+)
 
 
 @dataclass(frozen=True, slots=True)

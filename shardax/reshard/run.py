@@ -66,14 +66,17 @@ def _run_exchange(x, step, sizes):
 
 def _run_swap(x, step, shape, sizes):
     swap = swap_of(step.source, step.layout, step.dim, step.to, step.axes, network_of(sizes))
-    place, count = axis_position(swap.axes, sizes), len(swap.rounds)
-    rows, width = x.shape[swap.few] // count, x.shape[swap.many]
+    place = axis_position(swap.axes, sizes)
+    rows = [x.shape[d] // cut for d, cut in zip(swap.dims, swap.cuts, strict=True)]
     whole = lax.full(step.layout.local_shape(sizes), 0, x.dtype)
     for permuted, sent, put in swap.rounds:
-        piece = block_of(x, by_device(sent, place), rows, swap.few)
+        piece, starts = x, [np.int32(0)] * x.ndim
+        for dim, n, which, at in zip(swap.dims, rows, sent, put, strict=True):
+            if n != x.shape[dim]:
+                piece = block_of(piece, by_device(which, place), n, dim)
+            if n != whole.shape[dim]:
+                starts[dim] = lax.mul(by_device(at, place), np.int32(n))
         piece = _permuted(piece, swap.axes, permuted, sizes)
-        starts = [np.int32(0)] * x.ndim
-        starts[swap.many] = lax.mul(by_device(put, place), np.int32(width))
         whole = lax.dynamic_update_slice_p.bind(whole, piece, *starts)
     return whole
 

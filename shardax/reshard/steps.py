@@ -21,7 +21,7 @@ from shardax.reshard.halo import HaloRequest
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 
 Pending = tuple[tuple[str, str], ...]
-PIECES = 8  # into which a swap cuts a shard at most: each is a collective of its own
+PIECES = 12  # into which a swap cuts a shard at most: each is a collective of its own
 
 
 class State(NamedTuple):
@@ -381,19 +381,22 @@ def _fill(counts: tuple[int, ...], pool: Axes, network: Network) -> list[tuple[A
 
 
 def _swaps(node: State, space: Space) -> Iterator[Edge]:
-    """The axes of two dims in each other's place, which split them into k times as many blocks and into a
-    k-th: each device sends its shard in k pieces, one in each ppermute. (Where k is 1 one brings the whole
-    shard.)
+    """The axes of two dims in each other's place, which split them into p blocks where they were q, and the
+    other way round, times what both share: each device sends its shard in p · q pieces, one in each ppermute.
+    (Where both are 1 one brings the whole shard.)
     """
     for dim, to in itertools.combinations(space.dims, 2):
         for here, there in itertools.product(space.movable(node, dim), space.movable(node, to)):
-            few, many = sorted((space.count(here), space.count(there)))
-            if few == many or many % few or many // few > PIECES:
+            blocks = space.count(here), space.count(there)
+            finest = math.lcm(*blocks)
+            count = finest // blocks[0] * (finest // blocks[1])
+            if not 1 < count <= PIECES:
                 continue
-            dims = [*node.dims]
-            dims[dim], dims[to] = dims[dim][: -len(here)] + there, dims[to][: -len(there)] + here
-            if all(node.padded[d] % space.count(dims[d]) == 0 for d in (dim, to)):
-                axes, count = tuple([a for a in space.axes if a in (*here, *there)]), many // few
+            kept = {dim: node.dims[dim][: -len(here)], to: node.dims[to][: -len(there)]}
+            if all(node.padded[d] % (space.count(axes) * finest) == 0 for d, axes in kept.items()):
+                dims = [*node.dims]
+                dims[dim], dims[to] = kept[dim] + there, kept[to] + here
+                axes = tuple([a for a in space.axes if a in (*here, *there)])
                 nbytes, after = space.nbytes(node), State(tuple(dims), node.padded, node.pending)
                 far = (_is_far(axes, space),) * count
                 tariff = space.tariff("ppermute", axes, (nbytes // count,) * count, far=far)
@@ -550,34 +553,41 @@ def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[
 
 @dataclass(frozen=True)
 class Swap:
-    """How two dims come to be split by each other's axes, `few` blocks by k · few.
+    """How two dims come to be split by each other's axes.
 
     Attributes:
-      few: the dim of fewer blocks before, which a device cuts into pieces; the pieces that come to it it puts
-        side by side along `many`.
+      dims: the two. `cuts`: into how many pieces a device cuts its shard along each, and, the other way
+        round, of how many along each it puts together its new one.
       rounds: for each round (sender, receiver) along `axes` for each device; by device which of its pieces it
-        sends, and as which of its own it puts what comes.
+        sends, along each of the dims, and as which of its own it puts what comes.
     """
 
-    few: int
-    many: int
+    dims: tuple[int, int]
+    cuts: tuple[int, int]
     axes: Axes
-    rounds: tuple[tuple[tuple[tuple[int, int], ...], tuple[int, ...], tuple[int, ...]], ...]
+    rounds: tuple["Round", ...]
+
+
+class Round(NamedTuple):
+    pairs: tuple[tuple[int, int], ...]
+    sent: tuple[tuple[int, ...], tuple[int, ...]]
+    put: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @lru_cache(maxsize=4096)
 def swap_of(source: Layout, layout: Layout, dim: int, to: int, axes: Axes, network: Network) -> Swap:
     """Who sends what, so that in each round each device sends one piece and gets one.
 
+    The p · g blocks of one dim and the q · g of the other are both made of p · q · g pieces, in g groups that
+    stay among themselves: so what goes where is found for one group, of p by q devices.
+
     >>> from shardax.sharding import Sharding
     >>> x, y = ("x",), ("y",)
     >>> sides = Layout(Sharding((x, y)), (4, 4)), Layout(Sharding((y, x)), (4, 4))
-    >>> swap_of(*sides, 0, 1, ("x", "y"), Network({"x": 2, "y": 4})).rounds[0][0]
-    ((0, 0), (1, 1), (2, 4), (3, 5), (4, 2), (5, 3), (6, 6), (7, 7))
+    >>> swap_of(*sides, 0, 1, ("x", "y"), Network({"x": 2, "y": 4})).rounds[0].pairs
+    ((0, 1), (1, 0), (2, 5), (3, 4), (4, 3), (5, 2), (6, 7), (7, 6))
     """
     counts = Counts(network)
-    few, many = sorted((dim, to), key=lambda d: counts[source.dims[d]] / counts[layout.dims[d]])
-    pieces = counts[layout.dims[few]] // counts[source.dims[few]]
     coordinates = dict(zip(axes, np.indices([network[a] for a in axes]).reshape(len(axes), -1), strict=True))
 
     def numbers(layout: Layout, dim: int) -> np.ndarray:
@@ -585,17 +595,53 @@ def swap_of(source: Layout, layout: Layout, dim: int, to: int, axes: Axes, netwo
         stood = {a: stride for a, (d, stride) in _places(layout, counts).items() if d == dim}
         return np.sum([coordinates[a] * stood[a] for a in axes if a in stood], axis=0)
 
-    held_few, held_many, needed_few, needed_many = (
-        numbers(lay, d) for lay in (source, layout) for d in (few, many)
-    )
-    receiver = np.empty((held_few.max() * pieces + pieces, held_many.max() // pieces + 1), int)
-    receiver[needed_few, needed_many] = np.arange(len(needed_few))
+    (held, other), (needed, wanted) = ([numbers(lay, d) for d in (dim, to)] for lay in (source, layout))
+    blocks = int(held.max()) + 1, int(other.max()) + 1
+    p, q = (n // math.gcd(*blocks) for n in blocks)
+    receiver = np.empty(blocks[::-1], int)
+    receiver[needed, wanted] = np.arange(len(needed))
     rounds = []
-    for r in range(pieces):
-        sent, put = (held_many + r) % pieces, (needed_few - r) % pieces
-        ends = receiver[held_few * pieces + sent, held_many // pieces]
-        rounds.append((tuple(enumerate(ends.tolist())), tuple(sent.tolist()), tuple(put.tolist())))
-    return Swap(few, many, axes, tuple(rounds))
+    for along, across in _rounds(p, q):
+        u, v = along[held % p, other % q], across[held % p, other % q]
+        row, column = held * q + u, other * p + v
+        ends = receiver[row // p, column // q]
+        put = np.empty((2, len(ends)), int)
+        put[:, ends] = row % p, column % q
+        sent, received = ((tuple(a.tolist()), tuple(b.tolist())) for a, b in ((u, v), put))
+        rounds.append(Round(tuple(enumerate(ends.tolist())), sent, received))
+    return Swap((dim, to), (q, p), axes, tuple(rounds))
+
+
+@lru_cache
+def _rounds(p: int, q: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For p by q devices, which of its q by p pieces each sends in each round, so that each of the q by p
+    that come to hold p by q pieces gets one: perfect matchings, of which a regular graph has as many as edges
+    at a node (König 1916).
+    """
+    devices = list(itertools.product(range(p), range(q)))
+    pieces = {device: list(itertools.product(range(q), range(p))) for device in devices}
+    rounds = []
+    for _ in range(p * q):
+        sender: dict[tuple[int, int], tuple[int, int]] = {}
+        sent: dict[tuple[int, int], tuple[int, int]] = {}
+
+        def place(device: tuple[int, int], tried: set[tuple[int, int]], sender=sender, sent=sent) -> bool:
+            """Finds a receiver for a device; those before it may have to take others."""
+            for u, v in pieces[device]:
+                end = (device[0] * q + u) // p, (device[1] * p + v) // q
+                if end not in tried:
+                    tried.add(end)
+                    if end not in sender or place(sender[end], tried):
+                        sender[end], sent[device] = device, (u, v)
+                        return True
+            return False
+
+        assert all([place(device, set()) for device in devices])
+        for device, piece in sent.items():
+            pieces[device].remove(piece)
+        both = np.array([sent[device] for device in devices]).reshape(p, q, 2)
+        rounds.append((both[..., 0], both[..., 1]))
+    return rounds
 
 
 @lru_cache(maxsize=4096)
