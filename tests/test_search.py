@@ -119,6 +119,41 @@ def test_axes_cut_in_two_raise_no_price(f, shapes, specs, cut):
     assert price(finer[cut]) <= price({"x": 16, "y": 8}) + 1  # ties are broken by less
 
 
+def experts(x, gate, up, down):
+    """A mixture of experts, all of them weighted."""
+    weights = jax.nn.softmax(jnp.einsum("gsm,me->gse", x, gate))
+    hidden = jax.nn.relu(jnp.einsum("egm,emh->egh", jnp.einsum("gse,gsm->egm", weights, x), up))
+    return jnp.einsum("gse,egm->gsm", weights, jnp.einsum("egh,ehm->egm", hidden, down))
+
+
+@pytest.mark.parametrize(
+    "specs, axis, rows",
+    [
+        ((P("x"), P(), P("y"), P("y")), "y", 2),
+        ((P("x"), P(), P("x"), P("x")), "x", 8),
+        ((P("x"), P(), P("x", None, "y"), P("x", "y")), "x", 8),
+    ],
+    ids=str,
+)
+def test_axes_that_one_program_cuts_cost_the_one_beside_it_nothing(specs, axis, rows):
+    """A reshape splits its rows within an axis. What does not goes over the whole axis, as if it were alone."""
+    mesh = AbstractMesh((16, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    a, *args = (
+        jax.ShapeDtypeStruct(shape, "float32")
+        for shape in ((48 * rows, 512), (16, 64, 128), (128, 4), (4, 128, 256), (4, 256, 128))
+    )
+
+    def cutting(a):
+        return jnp.cumsum(jnp.sin(a).reshape(rows, -1, 512), 2) * 2
+
+    def price(f, ins, outs, *args):
+        return sx.shard_jit(f, mesh=mesh, in_shardings=ins, out_shardings=outs).plan(*args).decisions.price
+
+    alone = price(cutting, P(axis), None, a) + price(experts, specs, specs[0], *args)
+    both = lambda a, *args: (cutting(a), experts(*args))  # noqa: E731
+    assert price(both, (P(axis), *specs), (None, specs[0]), a, *args) <= alone + 1
+
+
 @pytest.mark.parametrize("rule", ["... -> ...", "b s! -> b s!"])
 @pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
 def test_axes_that_no_operand_has_split_a_heavy_kernel(rule, spec):

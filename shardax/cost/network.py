@@ -26,7 +26,7 @@ bytes to send, or more axes to send along.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -73,19 +73,25 @@ class Message(NamedTuple):
 
 class Network(dict[str, int]):
     """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `lines`: how the
-    devices along each axis are joined; unless given, as `assumed` says.
+    devices along each axis are joined; unless given, as `assumed` says. `cut`: those that together are one
+    axis of the mesh, which is cut in them.
 
     >>> network = Network({"x": 4})
     >>> network["x"], network.collective("all_gather", ("x",), 1000)
     (4, 22560.0)
     """
 
-    __slots__ = ("chip", "lines", "_key", "_hash", "_ways")
+    __slots__ = ("chip", "lines", "cut", "_key", "_hash", "_ways")
 
     def __init__(
-        self, sizes: Mapping[str, int], chip: Chip = NOMINAL, lines: Mapping[str, Line] | None = None
+        self,
+        sizes: Mapping[str, int],
+        chip: Chip = NOMINAL,
+        lines: Mapping[str, Line] | None = None,
+        cut: Sequence[tuple[str, ...]] = (),
     ):
         super().__init__(sizes)
+        self.cut = tuple(cut)
         self.chip, self.lines = chip, dict(lines or assumed(sizes, chip))
         self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()))
         self._hash = hash(self._key)
@@ -189,12 +195,28 @@ def network_of_mesh(
       sizes: axes and their sizes, major to minor.
     """
     sizes = dict(mesh.shape if mesh is not None and sizes is None else sizes or {})
+    cut = [] if mesh is None else _cut(mesh.shape.values(), sizes)
     devices = mesh.devices.reshape(tuple(sizes.values())) if isinstance(mesh, Mesh) else None
     own = NOMINAL if devices is None else KINDS.get(devices.flat[0].device_kind, NOMINAL)
     chip = chip or own
     if devices is None or chip != own or chip == NOMINAL:
-        return Network(sizes, chip)
-    return Network(sizes, chip, {axis: _line(devices, d, chip) for d, axis in enumerate(sizes)})
+        return Network(sizes, chip, cut=cut)
+    return Network(sizes, chip, {axis: _line(devices, d, chip) for d, axis in enumerate(sizes)}, cut)
+
+
+def _cut(counts: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The axes that together have so many devices, where they are several.
+
+    >>> _cut([16, 8], {"x.0": 4, "x.1": 4, "y": 8})
+    [('x.0', 'x.1')]
+    """
+    left, found = iter(sizes), []
+    for count in counts:
+        own: list[str] = []
+        while math.prod(sizes[a] for a in own) < count:
+            own.append(next(left))
+        found += [tuple(own)] if len(own) > 1 else []
+    return found
 
 
 # How devices are joined

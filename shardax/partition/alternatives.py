@@ -30,7 +30,7 @@ from shardax.partition.candidates import (
     waits,
     whole,
 )
-from shardax.partition.paddings import paddings_of
+from shardax.partition.paddings import arrays_of, paddings_of, whole_axes
 from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
@@ -54,6 +54,7 @@ class Alternatives:
         self.sizes: AxisSizes = completion.sizes
         self.stored = stored(graph)
         self.views = views(graph, self.stored)
+        self.whole = whole_axes(graph, completion, self.network.cut)
         self.memo: dict[Hashable, Sequence[Way]] = {}
         self.guesses: dict[Hashable, dict[Layout, float]] = {}
         self.elements: dict[Layout, int] = {}
@@ -91,7 +92,12 @@ class Alternatives:
             params,
             hidden,
             id(self.paddings.of_node(node)),
+            self.whole_of(node),
         )
+
+    def whole_of(self, node: Node) -> tuple[Axes, ...]:
+        """The axes that are cut, but not for the part of the program that a node is in."""
+        return next((self.whole[v] for v in arrays_of(node) if v in self.whole), ()) if self.whole else ()
 
     def _ways(
         self, node: Node, entry: Entry, factors: Factors, made, requested, hidden: frozenset[str]
@@ -176,7 +182,7 @@ class Alternatives:
         count = len(node.inputs)
         operands = [(*have, request) for have, request in zip(made, requested, strict=False)]
         results = [(request,) for request in requested[count:]]
-        offer = Offer(idle, reduced=True)
+        offer = Offer(idle, reduced=True, whole=self.whole_of(node))
         layouts, tensors = results + operands, factors.results + factors.operands
         padding = self.paddings.of_node(node)
         options = options_of(suggest(layouts, tensors, factors, padding, offer), factors, padding)

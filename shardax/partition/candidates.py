@@ -50,11 +50,18 @@ class Offer:
     """Axes that may go to dims where no tensor has them: what all_to_alls bring to them.
 
     `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split
-    so: no other need be gathered. Those that split what must be unsplit always may.
+    so: no other need be gathered. Those that split what must be unsplit always may. `whole`: the axes that go
+    together, because they are one that is cut only for other parts of the program.
     """
 
     idle: Axes = ()
     reduced: bool = False
+    whole: tuple[Axes, ...] = ()
+
+    def apart(self, axes: Axes) -> list[Axes]:
+        """These axes one by one, but for those that go together."""
+        groups = ([group for group in self.whole if a in group] or [(a,)] for a in axes)
+        return list(dict.fromkeys(tuple([a for a in axes if a in group]) for (group,) in groups))
 
 
 def suggest(
@@ -76,7 +83,7 @@ def suggest(
             for factor, split in splits.items():
                 _append(suggestions, factor, split) if factors.type_of(factor) != UNSPLIT else None
             stays = {f for f in splits if f in factors.reduced and not (offer.reduced and counts[f] == 1)}
-            redistributed += _redistributed(splits, stays, dims, factors, padding, offer.idle)
+            redistributed += _redistributed(splits, stays, dims, factors, padding, offer)
     for factor, split in redistributed:
         _append(suggestions, factor, split)
     return suggestions
@@ -89,7 +96,7 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
 
 
 def _redistributed(
-    splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, idle: Axes
+    splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, offer: Offer
 ) -> Iterator[tuple[str, Split]]:
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
     idle ones: all, those of one factor, or one. Only idle axes go to windowed factors, where halos are sent.
@@ -99,15 +106,15 @@ def _redistributed(
         split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
     must_leave = {a for f, split in splits.items() if factors.type_of(f) == UNSPLIT for a in split.axes}
-    freed = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *idle]))
+    freed = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *offer.idle]))
     if not freed:
         return
     for factor in dict.fromkeys(
-        f for dim in dims for f in dim if factors.type_of(f) == KEEP and (idle or "~" not in f)
+        f for dim in dims for f in dim if factors.type_of(f) == KEEP and (offer.idle or "~" not in f)
     ):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in freed)
-        for more in dict.fromkeys((freed, *(split.axes for split in others), *((a,) for a in freed))):
+        for more in dict.fromkeys((freed, *(split.axes for split in others), *offer.apart(freed))):
             busy = 2 * size > shard_count(have + more, padding.sizes) or must_leave.intersection(more)
             if size > shard_count(have, padding.sizes) and busy:
                 yield factor, Split(have + more, padding.padded(size, have + more))

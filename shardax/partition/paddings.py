@@ -4,9 +4,12 @@ that this part gives to dims of its size.
 Shards of different splits nest only where both are padded alike (`Padding`), which matters for values of
 which one is made of the other. What merely stands side by side in a program has paddings of its own:
 otherwise rows that nobody needs would be sent and computed in one part because another is split more finely.
+So it is with axes that are cut in several because one part splits a dim within them: in others they go
+together, as if they were not cut.
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from shardax.completion.complete import Completion
@@ -28,7 +31,7 @@ class Paddings:
         """That of the arrays that a node reads and makes: they are of one part."""
         if not self.parts:
             return self.common
-        return next((self.parts[v] for v in _arrays(node) if v in self.parts), self.common)
+        return next((self.parts[v] for v in arrays_of(node) if v in self.parts), self.common)
 
 
 def paddings_of(graph: Graph, completion: Completion) -> Paddings:
@@ -47,6 +50,32 @@ def _splits(value: Value, completion: Completion) -> list[tuple[int, Axes]]:
     return [(n, axes) for n, axes in zip(value.shape, completion.sharding(value).dims, strict=True) if axes]
 
 
+def whole_axes(graph: Graph, completion: Completion, cut: Sequence[Axes]) -> dict[Value, tuple[Axes, ...]]:
+    """For the values of each part of a program the axes that go together there, of those that are `cut` out
+    of one axis of the mesh because some other part has to split it so.
+    """
+    found: dict[Value, tuple[Axes, ...]] = {}
+    for part in _parts(graph) if cut else ():
+        used = {axes for v in part for axes in completion.sharding(v).dims}
+        runs = (run for group in cut for run in _runs(group, used))
+        found.update(dict.fromkeys(part, tuple([run for run in runs if len(run) > 1])))
+    return found
+
+
+def _runs(group: Axes, used: Set[Axes]) -> list[Axes]:
+    """Axes in runs, of which all that are used have all or none.
+
+    >>> _runs(("x", "y", "z"), {("x", "y"), ("w", "x", "y", "z"), ("w",)})
+    [('x', 'y'), ('z',)]
+    """
+    runs = [group[:1]]
+    for before, after in itertools.pairwise(group):
+        pair = before, after
+        joined = all(set(pair).isdisjoint(axes) or pair in itertools.pairwise(axes) for axes in used)
+        runs = [*runs[:-1], (*runs[-1], after)] if joined else [*runs, (after,)]
+    return runs
+
+
 def _parts(graph: Graph) -> list[list[Value]]:
     """The arrays of a program and of its bodies, those together that operations join. Numbers have no dims,
     and join nothing."""
@@ -58,7 +87,7 @@ def _parts(graph: Graph) -> list[list[Value]]:
         return v
 
     for node in graph.walk():
-        arrays = _arrays(node)
+        arrays = arrays_of(node)
         for v in arrays:
             root[root_of(v)] = root_of(arrays[0])
     parts: dict[Value, list[Value]] = {}
@@ -67,6 +96,7 @@ def _parts(graph: Graph) -> list[list[Value]]:
     return list(parts.values())
 
 
-def _arrays(node: Node) -> Sequence[Value]:
+def arrays_of(node: Node) -> Sequence[Value]:
+    """The arrays that a node reads and makes, and those through which they enter and leave its bodies."""
     inside = [v for body in node.bodies for v in (*body.inputs, *body.outputs)]
     return [v for v in (*node.inputs, *node.outputs, *inside) if v.shape and not v.is_literal]
