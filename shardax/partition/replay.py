@@ -3,7 +3,7 @@ together cost least, whoever reads first.
 """
 
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
@@ -93,20 +93,20 @@ class Replay:
         reshard = self.nearest(value, target, layouts)
         made = self.layouts[value][0] if value in self.search.anywhere else reshard.source
         often = self.search.scope[value] * self.search.times.get(value, 1)
-        self.price += self.search.price(value, made, target) * often
+        self.price += self.search.price_of(value)(made, target) * often
         self.layouts[value].append(target)
         return reshard
 
     def nearest(self, value: Value, target: Layout, layouts: Sequence[Layout]) -> Reshard:
         """From where a value is brought to a layout: as is best for all who read it, else from the cheapest
         of these, or whole, where each device makes what it needs."""
-        root, sent = self.search.root_of(value), partial(self.search.sent, value)
+        root, price = self.search.root_of(value), self.search.price_of(value)
         is_anywhere = value in self.search.anywhere and not layouts[0].pending
         whole = [replicated_layout(value.shape)] if is_anywhere else []
         if root not in self.sources:
-            self.sources[root] = sources_of([*self.layouts[value], *whole], self.reads.get(root, ()), sent)
+            self.sources[root] = sources_of([*self.layouts[value], *whole], self.reads.get(root, ()), price)
         source = self.sources[root].get(target)
-        return Reshard(source or min([*layouts, *whole], key=lambda have: sent(have, target)), target)
+        return Reshard(source or min([*layouts, *whole], key=lambda have: price(have, target)), target)
 
     @cached_property
     def reads(self) -> dict[Value, list[Layout]]:
@@ -116,7 +116,7 @@ class Replay:
         found: dict[Value, list[Layout]] = {}
         for value, site, i in () if self.search.avoided else self.search.reading:
             root = self.search.root_of(value)
-            if not site.renames and root is self.search.root_of(value, site.user_requested):
+            if not site.renames and not (site.user_requested and root in self.search.before_annotation):
                 found.setdefault(root, []).append(site.chosen.operands[i])
         return found
 

@@ -406,7 +406,7 @@ class Search:
             if table is not None:
                 self._add(problem, [copy, site], table * weight)
 
-    def _prices(self, value: Value, strict: bool) -> copies.Price:
+    def price_of(self, value: Value, strict: bool = False) -> copies.Price:
         """`price` of a value, and of all that are like it."""
         key = (value.shape, value.itemsize, value in self.anywhere, strict)
         if key not in self.prices:
@@ -424,7 +424,7 @@ class Search:
         return self.columns[key]
 
     def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
-        price = self._prices(value, strict)
+        price = self.price_of(value, strict)
         sources = _Distinct(made)
         readers = [_Distinct(ts) for ts in targets]
         tables = [np.array([[price(m, t) for t in ts.layouts] for m in sources.layouts]) for ts in readers]
