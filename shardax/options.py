@@ -9,7 +9,7 @@ from typing import Any, Literal
 from shardax.cost.chips import CHIPS, NOMINAL, SLOW, Chip
 from shardax.validation import is_integer
 
-PASSES = ("dead", "share", "combine", "cpu", "tpu")
+PASSES = ("dead", "share", "combine", "streamed", "cpu", "tpu")
 _CHIPS = CHIPS | {"slow": SLOW}
 
 
@@ -31,10 +31,10 @@ class Options:
       chip, their places say which axes run over which links. None: a nominal chip, all devices equally near,
       so that one program is chosen everywhere. "slow": one on which whatever can be split is, however small,
       to test what rules and kernels do then.
-    passes ("dead", "share", "combine", "cpu", "tpu"): the passes over the local program, in their order:
-      names of shardax's own, and functions of yours (`shardax.Pass`). One that is left out does not run.
-      "dead" drops what nothing reads, "share" sends once what two readers want, "combine" makes one of small
-      reductions; "cpu" and "tpu" avoid what XLA does wrong or badly there, where a program is lowered for it.
+    passes ("dead", "share", "combine", "streamed", "cpu", "tpu"): the passes over the local program, in their
+      order: names of shardax's own, and functions of yours (`shardax.Pass`). One that is left out does not
+      run. "dead" drops what nothing reads, "share" sends once what two readers want, "combine" makes one of
+      small reductions, "streamed" updates what rests in the host's memory block by block; "cpu" and "tpu" avoid what XLA does wrong or badly there, where a program is lowered for it.
 
     Raises ValueError for other values.
 

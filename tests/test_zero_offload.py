@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from models.devices import make_mesh
 from shardax import _jax
-from shardax.passes.overwrite import overwriting
+from shardax.passes.segments import segments, topological_order
 from shardax.zero import Zero
 from shardax.zero.offload import at_host, require_memory
-from shardax.zero.segments import segments, topological_order
 from tests.test_tpu import WITHOUT_TPU
 from tests.test_zero import OPTIMIZERS, SIZES, losses, quick_compilation, train_step
 from tests.zero_steps import step_of
@@ -196,75 +195,6 @@ def test_segments_are_divided_by_what_reads_all():
     assert [[eqn.primitive.name for eqn in s.eqns] for s in found] == [["mul", "add", "mul"], ["mul", "sub"]]
     g = jaxpr.eqns[0].outvars[0]
     assert g in found[0].reads() and g not in found[1].reads()
-
-
-def streamed(m, w, g):
-    """Row by row, `m` at the host; what else it gives keeps no array from being overwritten."""
-
-    def row(_, rows):
-        m, w, g = rows
-        m = 0.9 * jax.device_put(m, jax.memory.Space.Device) + g
-        return None, (jax.device_put(m, jax.memory.Space.Host), w - m)
-
-    return jax.lax.scan(row, None, (m, w, g), reverse=True)[1]
-
-
-def overwritten(closed, argument: int) -> list:
-    """The equations of a program of arrays, the first at the host, in which a caller may donate an argument;
-    the results are those of the program before.
-    """
-    jaxpr = closed.jaxpr
-    eqns = list(overwriting(jaxpr.eqns, [jaxpr.invars[argument]], jaxpr.outvars))
-    rng = np.random.default_rng(0)
-    m, *others = (np.asarray(rng.normal(size=x.shape), x.dtype) for x in closed.in_avals)
-    m = jax.device_put(m, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
-    new = _jax.replaced_eqns(closed, eqns)
-    got, wanted = (jax.jit(jaxpr_as_fun(x))(m, *others) for x in (new, closed))
-    for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(one, other)
-        assert one.sharding == other.sharding
-    return eqns
-
-
-@pytest.mark.parametrize("read_later, place", [((), 1), ((1,), 2), ((1, 2), None)])
-def test_rows_take_the_place_of_what_is_read(read_later, place):
-    """Of the argument that a caller may donate, else of another array, of none that is read later."""
-
-    def update(*args):
-        return *streamed(*args), *(jnp.sin(args[k]) for k in read_later)
-
-    with jax.sharding.use_abstract_mesh(make_mesh({"data": 1}).abstract_mesh):
-        x = jax.ShapeDtypeStruct((4, 8), "float32")
-        closed = jax.make_jaxpr(update)(at_host(x), x, x)
-    jaxpr = closed.jaxpr
-    (scan,) = (eqn for eqn in overwritten(closed, 1) if eqn.primitive.name == "scan")
-    consts, carries = _jax.scan_counts(scan.params)
-    carried = [v for v in scan.invars[consts : consts + carries] if v in jaxpr.invars]
-    assert carried == ([] if place is None else [jaxpr.invars[place]])
-
-
-def test_what_a_scan_carries_unchanged():
-    """JAX gives it back as it is, and makes no result of the new scan."""
-
-    def update(m, w, c):
-        def row(c, rows):
-            m, w = rows
-            m = c * jax.device_put(m, jax.memory.Space.Device)
-            return c + 1, (jax.device_put(m, jax.memory.Space.Host), w - m)
-
-        return jax.lax.scan(row, c, (m, w))
-
-    def unchanged(eqns):
-        (scan,) = eqns
-        body = scan.params["jaxpr"].jaxpr
-        body = body.replace(outvars=[body.invars[0], *body.outvars[1:]])
-        return [scan.replace(params={**scan.params, "jaxpr": scan.params["jaxpr"].replace(jaxpr=body)})]
-
-    with jax.sharding.use_abstract_mesh(make_mesh({"data": 1}).abstract_mesh):
-        x, c = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((), "float32")
-        closed = jax.make_jaxpr(update)(at_host(x), x, c)
-    closed = _jax.replaced_eqns(closed, unchanged(closed.jaxpr.eqns))
-    assert [eqn.primitive.name for eqn in overwritten(closed, 1)] == ["scan", "copy"]
 
 
 @pytest.mark.quick

@@ -1,6 +1,6 @@
 """Passes: functions of the local program, run in the order of `Options.passes` after it is partitioned.
 
-The first three run where a program is planned, so that plans tell what they do, and so do users' own. Those
+The first four run where a program is planned, so that plans tell what they do, and so do users' own. Those
 for one platform run where a program is lowered for it, whatever their place in `Options.passes`.
 """
 
@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
-from shardax.passes import combine, cpu, dead, share, tpu
+from shardax.passes import combine, cpu, dead, share, streamed, tpu
 from shardax.sharding import AxisSizes
 from shardax.validation import require
 
@@ -52,6 +52,7 @@ PASSES: dict[str, Pass] = {
     "dead": lambda jaxpr, context: dead.dropped(jaxpr),
     "share": lambda jaxpr, context: share.shared(jaxpr),
     "combine": lambda jaxpr, context: combine.combined(jaxpr, context.sizes),
+    "streamed": lambda jaxpr, context: streamed.streamed(jaxpr),
 }
 """Those that run where a program is planned."""
 

@@ -17,7 +17,7 @@ goes first.
 A reduce_scatter of which slices are taken by device: it makes an all_reduce of it, and slices that. A barrier
 between the two keeps it.
 
-Collectives over a whole torus: see `passes/torus.py`. Updates row by row: see `passes/overwrite.py`.
+Collectives over a whole torus: see `passes/torus.py`.
 
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
@@ -38,7 +38,6 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.graph.equations import equations_of
 from shardax.passes import torus
-from shardax.passes.overwrite import overwriting
 
 LANES = 128
 LARGE = 128 << 10  # bytes of a piece, next to which a trip of a loop is nothing
@@ -54,7 +53,6 @@ def suited(jaxpr, mesh: Mesh | AbstractMesh | None = None):
     within = partial(suited, mesh=mesh)
     eqns = [_jax.with_bodies(eqn, within) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     opened = _jax.closed(jaxpr).jaxpr
-    eqns = list(overwriting(eqns, opened.invars, opened.outvars))
     eqns = _transposed_first(eqns, opened.outvars)
     eqns = [new for eqn in eqns for new in _summed_in_parts(eqn)]
     eqns = list(_scattered_before_slices(eqns))

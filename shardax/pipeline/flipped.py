@@ -16,7 +16,7 @@ import jax
 from shardax import _jax
 from shardax.annotations.explicit import as_at, shape_of
 from shardax.graph.evaluate import bound
-from shardax.zero.segments import is_elementwise
+from shardax.passes.segments import is_elementwise
 
 
 def unflipped(closed):

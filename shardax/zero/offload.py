@@ -1,13 +1,13 @@
 """Offload: state that rests in the host's memory, brought to the device where a step reads it.
 
-    an update, elementwise in the state    array by array; where layers are scanned, layer by layer; each goes
-                                           back as soon as it is made
+    an update, elementwise in the state    array by array, which `passes/streamed.py` then brings block by block,
+                                           and each goes back as soon as it is made
     a loop over layers                     each iteration brings its own layer
     a branch                               what it reads itself
     anything else                          brought whole, just before
 
-What rests padded is brought, and goes back, with its tail of zeros: row by row, and each row is cut to its
-true shape.
+What rests padded is brought, and goes back, with its tail of zeros: where a loop over layers brings it, row by
+row, and each row is cut to its true shape.
 
 A value is in one of two memories, `jax.memory.Space.Device` and `.Host`, which its type says.
 """
@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
 from shardax.annotations.annotate import annotate_p
 from shardax.annotations.explicit import as_at, memory_of, shape_of
 from shardax.graph.evaluate import bound, evaluate
-from shardax.zero.padded import Padded, is_cut, is_tail, padded_to, unpad
-from shardax.zero.segments import Segment, Shape, is_fill, segments, topological_order
+from shardax.passes.segments import Segment, Shape, in_order, segments
+from shardax.zero.padded import Padded, is_cut, unpad
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 KIND = "pinned_host"
@@ -66,21 +65,15 @@ class Tailed:
     value: Any
     shape: Shape
 
-    def of(self, value: Any) -> "Tailed":
-        """Another array, or a row of one, with such a tail."""
-        return Tailed(value, self.shape[len(self.shape) - value.ndim :])
-
 
 @dataclass(frozen=True)
 class Offload:
     """How a program reads what rests at the host.
 
-    scanned: shapes of arrays over whose first dim it goes, layer by layer, and so does their update.
     on_host: whether the host itself updates what rests there; it is sent what it needs for that, and sends
       what else is made of it.
     """
 
-    scanned: Collection[Shape] = ()
     on_host: bool = False
 
     def program(self, closed, hosted: Collection[int], left: Collection[int]):
@@ -111,10 +104,10 @@ class _Run:
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
         self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left])
-        self.tails = {} if self.how.on_host else _tails(jaxpr.eqns, self.wanted)
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
-        self.readers = _readers(jaxpr.eqns, kept, {*self.wanted, *self.tails.values()})
-        for part in _parts(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars):
+        self.readers = _readers(jaxpr.eqns, kept, self.wanted)
+        found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
+        for part in in_order(jaxpr.eqns, found):
             if isinstance(part, Segment):
                 self._run_segment(part)
             else:
@@ -149,16 +142,13 @@ class _Run:
         return is_cut(eqn) and not self.how.on_host and _same_rows(eqn.invars[0], eqn.outvars[0])
 
     def _of_padded(self, eqn) -> Any:
-        """The result of an equation, where it cuts, annotates or pads again what the host has padded."""
+        """The result of an equation, where it cuts or annotates what the host has padded."""
         (v, *_), out = eqn.invars, eqn.outvars[0]
         x = None if _jax.is_literal(v) else self.host.get(v)
         if self._cuts_rows(eqn):
             return Tailed(x, out.aval.shape)
-        if not isinstance(x, Tailed):
-            return None
-        if eqn.primitive is annotate_p and out not in self.wanted:
-            return x
-        return x.value if self.tails.get(v) is out else None
+        is_same = isinstance(x, Tailed) and eqn.primitive is annotate_p and out not in self.wanted
+        return x if is_same else None
 
     def _run_other(self, eqn) -> None:
         held = [k for k, v in enumerate(eqn.invars) if not _jax.is_literal(v) and v in self.host]
@@ -179,41 +169,20 @@ class _Run:
                 self.at_host(v)
 
     def _run_segment(self, segment: Segment) -> None:
-        inner = {id(eqn) for eqn in segment.eqns}
-        gives = [(v, HOST) for v in segment.made if v in self.wanted or v in self.tails]
-        gives += [(v, DEVICE) for v in segment.made if self.readers[v] - inner]
-        reads = segment.reads()
-        operands = [
-            self.host[v] if v in self.host and v not in self.device else self.device[v] for v in reads
-        ]
-        cut = {v: x for v, x in zip(reads, operands, strict=True) if isinstance(x, Tailed)}
-        operands = [x.value if isinstance(x, Tailed) else x for x in operands]
-        update = _Update(segment, reads, gives, self.how.on_host, cut, self.tails)
-        rows = segment.shape in self.how.scanned
-        with as_at(segment.eqns[-1]):
-            operands = lax.optimization_barrier(operands)  # or the forward pass brings the first rows already
-            made = update.by_rows(operands) if rows else update(operands, segment.shape)
-            made = lax.optimization_barrier(made)  # or what follows overtakes the last rows
-        for (v, memory), x in zip(gives, made, strict=True):
-            tailed = memory is HOST and v in self.tails
-            (self.host if memory is HOST else self.device)[v] = Tailed(x, segment.shape) if tailed else x
+        """Each array that it reads is brought once, or computed with where it is."""
+        memory, inner = HOST if self.how.on_host else DEVICE, {id(eqn) for eqn in segment.eqns}
+        values = {v: _put(self._value(v), memory) for v in segment.reads()}
+        for eqn in segment.eqns:
+            args = [v.val if _jax.is_literal(v) else values[v] for v in eqn.invars]
+            (values[eqn.outvars[0]],) = bound(_jax.on_host(eqn) if self.how.on_host else eqn, args)
+        for v in segment.made:
+            if v in self.wanted:
+                self.host[v] = _put(values[v], HOST)
+            if self.readers[v] - inner:
+                self.device[v] = _put(values[v], DEVICE)
 
-
-def _parts(eqns: Sequence[Any], roots: Collection[Any], outvars: Sequence[Any]) -> list[Any]:
-    """The segments and all other equations, each after those that make what it reads."""
-    found = segments(eqns, roots, outvars)
-    inside = {id(eqn) for segment in found for eqn in segment.eqns}
-    parts = [*found, *(eqn for eqn in eqns if id(eqn) not in inside)]
-    place = {id(eqn): n for n, eqn in enumerate(eqns)}
-
-    def task(part):
-        if isinstance(part, Segment):
-            return place[id(part.eqns[-1])], part.reads(), part.made
-        return place[id(part)], [v for v in part.invars if not _jax.is_literal(v)], part.outvars
-
-    order = topological_order(list(map(task, parts)))
-    assert len(order) == len(parts), "segments depend on each other"
-    return [parts[n] for n in order]
+    def _value(self, v) -> Any:
+        return self.device[v] if v in self.device else self.host[v]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -229,88 +198,30 @@ def _wanted(eqns: Sequence[Any], left: Sequence[Any]) -> set[Any]:
     return wanted
 
 
-def _tails(eqns: Sequence[Any], wanted: Collection[Any]) -> dict[Any, Any]:
-    """By the variables that are padded for the host, along other dims than the first, those of results."""
-    return {
-        eqn.invars[0]: eqn.outvars[0]
-        for eqn in eqns
-        if is_tail(eqn.primitive.name, eqn.source_info.name_stack)
-        and eqn.outvars[0] in wanted
-        and not _jax.is_literal(eqn.invars[0])
-        and _same_rows(*eqn.invars[:1], *eqn.outvars)
-    }
-
-
 def _same_rows(a, b) -> bool:
     return len(a.aval.shape) > 1 and a.aval.shape[0] == b.aval.shape[0]
 
 
 def _readers(eqns: Sequence[Any], kept: Sequence[Any], wanted: set[Any]) -> Mapping[Any, set[int]]:
     """Which equations read a variable on the device, by their `id`; 0 where it is a result there. Annotations
-    and tails of what the host is to have are none.
+    of what the host is to have are none.
     """
     readers = defaultdict(set)
     for v in kept:
         if not _jax.is_literal(v):
             readers[v].add(0)
     for eqn in eqns:
-        of_host = eqn.primitive is annotate_p or is_tail(eqn.primitive.name, eqn.source_info.name_stack)
-        if not of_host or eqn.outvars[0] not in wanted:
+        if eqn.primitive is not annotate_p or eqn.outvars[0] not in wanted:
             for v in eqn.invars:
                 if not _jax.is_literal(v):
                     readers[v].add(id(eqn))
     return readers
 
 
-@dataclass(frozen=True)
-class _Update:
-    """A segment as a function of what it reads, which gives values in one memory or the other."""
-
-    segment: Segment
-    reads: Sequence[Any]
-    gives: Sequence[tuple[Any, Any]]
-    on_host: bool
-    cut: Mapping[Any, Tailed]  # what is read with a tail
-    tails: Mapping[Any, Any]  # what is given with one, and the variable that has it
-
-    def __call__(self, operands: Sequence[Any], shape: Shape) -> list[Any]:
-        memory = HOST if self.on_host else DEVICE
-        pairs = zip(self.reads, operands, strict=True)
-        env = {v: _put(self.cut[v].of(x) if v in self.cut else x, memory) for v, x in pairs}
-        for eqn in self.segment.eqns:
-            args = [_read(env, atom, memory) for atom in eqn.invars]
-            resized = {"shape": shape} if is_fill(eqn) else {}
-            (made,) = bound(_jax.on_host(eqn) if self.on_host else eqn, args, **resized)
-            env[eqn.outvars[0]] = made
-        return [_put(self._with_tail(v, env[v]) if to is HOST else env[v], to) for v, to in self.gives]
-
-    def _with_tail(self, v, x) -> Any:
-        if v not in self.tails:
-            return x
-        padded = self.tails[v].aval.shape
-        return padded_to(x, padded[len(padded) - x.ndim :], ()).value
-
-    def by_rows(self, operands: Sequence[Any]) -> list[Any]:
-        """Row by row of the first dim."""
-        is_row = [bool(v.aval.shape) for v in self.reads]
-
-        def step(_, rows):
-            left = iter(rows)
-            full = [next(left) if row else x for row, x in zip(is_row, operands, strict=True)]
-            return None, self(full, self.segment.shape[1:])
-
-        arrays = [x for row, x in zip(is_row, operands, strict=True) if row]
-        return lax.scan(step, None, arrays)[1]
-
-
 def _put(x, memory) -> Any:
     if isinstance(x, Tailed):
         return unpad(Padded(_put(x.value, memory), x.shape, ()))
     return x if memory_of(jax.typeof(x)) is memory else jax.device_put(x, memory)
-
-
-def _read(env: Mapping[Any, Any], atom, memory) -> Any:
-    return atom.val if _jax.is_literal(atom) else _put(env[atom], memory)
 
 
 def _scan(run: _Run, eqn, held: set[int]) -> list[Any]:

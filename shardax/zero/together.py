@@ -24,9 +24,9 @@ from jax import lax
 from shardax import _jax
 from shardax.annotations.explicit import as_at, shape_of
 from shardax.graph.evaluate import bound, evaluate
+from shardax.passes.segments import is_elementwise, is_fill, topological_order
 from shardax.zero.branches import Members, buckets_in, is_of_bucket, with_whole_buckets
 from shardax.zero.bucket import joined, parts_of
-from shardax.zero.segments import is_elementwise, is_fill, topological_order
 
 
 @dataclass(frozen=True, eq=False)

@@ -203,7 +203,7 @@ class Zero:
             **(found.optimizer if "optimizer" in kinds else {}),
             **(found.parameters if "parameters" in kinds else {}),
         }
-        how = Offload(found.scanned, self.update_on == "host")
+        how = Offload(self.update_on == "host")
         return how.program(jaxpr, hosted.keys(), set(hosted.values()))
 
     @property

@@ -25,10 +25,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Equations, in program order, on arrays of one shape and on scalars."""
+    """Equations, in program order, on arrays of one shape and on scalars. Those of one `depth` do not depend on
+    each other.
+    """
 
     shape: Shape
     eqns: Sequence[Any]
+    depth: int = 0
 
     @property
     def made(self) -> list[Any]:
@@ -49,11 +52,33 @@ def segments(eqns: Sequence[Any], roots: Collection[Any], results: Collection[An
     for number, eqn in enumerate(eqns):
         found.see(number, eqn)
     group = {number: found.find(v) for number, v in found.members.items()}
+    depth = {group[number]: found.depth[v] for number, v in found.members.items()}
     _pulled(eqns, group, results)
     numbers = defaultdict(list)
     for number in sorted(group):
         numbers[group[number]].append(number)
-    return [Segment(eqns[ns[-1]].outvars[0].aval.shape, [eqns[n] for n in ns]) for ns in numbers.values()]
+    return [
+        Segment(eqns[ns[-1]].outvars[0].aval.shape, [eqns[n] for n in ns], depth[key])
+        for key, ns in numbers.items()
+    ]
+
+
+def in_order(eqns: Sequence[Any], parts: Sequence[Any]) -> list[Any]:
+    """The parts, each some of the equations together, such as segments, and all other equations, each after
+    those that make what it reads.
+    """
+    inside = {id(eqn) for part in parts for eqn in part.eqns}
+    every = [*parts, *(eqn for eqn in eqns if id(eqn) not in inside)]
+    place = {id(eqn): n for n, eqn in enumerate(eqns)}
+
+    def task(part):
+        if id(part) in place:
+            return place[id(part)], [v for v in part.invars if not _jax.is_literal(v)], part.outvars
+        return max(place[id(eqn)] for eqn in part.eqns), part.reads(), part.made
+
+    order = topological_order(list(map(task, every)))
+    assert len(order) == len(every), "parts depend on each other"
+    return [every[n] for n in order]
 
 
 class _Members:
@@ -67,21 +92,21 @@ class _Members:
     def __init__(self, roots: Collection[Any]):
         self.roots = roots
         self.members: dict[int, Any] = {}
-        self._depth: dict[Any, int] = {}
+        self.depth: dict[Any, int] = {}
         self._parent: dict[Any, Any] = {}
 
     def see(self, number: int, eqn) -> None:
         read = [v for v in eqn.invars if not _jax.is_literal(v)]
-        depth = max((self._depth.get(v, 0) for v in read), default=0)
+        depth = max((self.depth.get(v, 0) for v in read), default=0)
         if is_elementwise(eqn) and any(v in self.roots or v in self._parent for v in read):
             (made,) = eqn.outvars
-            self.members[number], self._depth[made], self._parent[made] = made, depth, made
+            self.members[number], self.depth[made], self._parent[made] = made, depth, made
             for v in read:
-                if v in self._parent and self._depth[v] == depth or v in self.roots:
+                if v in self._parent and self.depth[v] == depth or v in self.roots:
                     self._join((v, depth) if v in self.roots else v, made)
         else:
-            left = max((self._depth[v] + 1 for v in read if v in self._parent), default=0)
-            self._depth.update(dict.fromkeys(eqn.outvars, max(depth, left)))
+            left = max((self.depth[v] + 1 for v in read if v in self._parent), default=0)
+            self.depth.update(dict.fromkeys(eqn.outvars, max(depth, left)))
 
     def find(self, v) -> Any:
         while self._parent.setdefault(v, v) is not v:
@@ -102,7 +127,7 @@ def _pulled(eqns: Sequence[Any], group: dict[int, Any], results: Collection[Any]
     given = {v for v in results if not _jax.is_literal(v)}
     for number in range(len(eqns) - 1, -1, -1):
         eqn = eqns[number]
-        if number not in group and (is_elementwise(eqn) or is_fill(eqn)) and eqn.outvars[0] not in given:
+        if number not in group and (is_elementwise(eqn) or is_made(eqn)) and eqn.outvars[0] not in given:
             reading = {group.get(n) for n in readers[eqn.outvars[0]]}
             if len(reading) == 1 and None not in reading:
                 (group[number],) = reading
@@ -120,6 +145,11 @@ def is_elementwise(eqn) -> bool:
         and all(v.aval.shape in ((), shape) for v in eqn.invars)
         and any(v.aval.shape for v in eqn.invars)
     )
+
+
+def is_made(eqn) -> bool:
+    """Whether an equation makes an array of any size of nothing but one scalar, or of places along a dim."""
+    return is_fill(eqn) or eqn.primitive.name == "iota" and not eqn.invars
 
 
 def is_fill(eqn) -> bool:

@@ -1,0 +1,390 @@
+"""Streamed: an update of arrays at the host goes block by block, each in the place of the old one.
+
+    m = bring(m_host)                            for each block i:
+    m' = f(m, g)                     ->              m_i = bring(m_host[i])
+    m'_host = send(m')                               m_host[i] = send(f(m_i, g[i]))
+
+The device then holds a few blocks of what it held whole, and an array at the host is there once. It is a loop
+because XLA's schedule is free to bring whole arrays long before they are read (on TPUs it brings all of them
+before the first layer), and cannot bring what is inside of a loop before that begins. Two arrays share a
+loop: what is sent of one overlaps with what is brought of the other.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardax import _jax
+from shardax.annotations.explicit import memory_of
+from shardax.graph.equations import equations_of
+from shardax.graph.evaluate import bound
+from shardax.passes.segments import Segment, Shape, in_order, is_fill, is_made, segments
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+BLOCK = (
+    1000  # parts of all that moves; two arrays, each with a moment or two, are there with a block in and out
+)
+WHOLE = 200  # part of all that moves, by which the smallest arrays are brought whole
+LANES, TILE = (
+    1024,
+    32,
+)  # elements of a block of a vector; bytes of a column of which other blocks are multiples
+
+
+def streamed(jaxpr):
+    """The same jaxpr, closed or open, and its bodies, such updates in blocks."""
+    opened = _jax.closed(jaxpr).jaxpr
+    eqns = [_jax.with_bodies(eqn, streamed) for eqn in opened.eqns]
+    if not any(map(_brings, eqns)):
+        return _jax.replaced_eqns(jaxpr, eqns)
+    eqns, results = _without_noops(eqns, opened.outvars)
+    updates = _updates(eqns, results)
+    order = _Order(opened.invars, results)
+    parts = in_order(eqns, _pairs(updates))
+    last = {v: n for n, part in enumerate(parts) for v in _reads(part)}
+    last |= {v: len(parts) for v in results if not _jax.is_literal(v)}
+    new = []
+    for n, part in enumerate(parts):
+        free = {v for v in _reads(part) if last[v] == n}
+        new += part.in_blocks(free, order) if isinstance(part, _Together) else [part]
+    return _jax.with_eqns_and_results(jaxpr, new, results)
+
+
+def _reads(part) -> list[Any]:
+    return part.reads() if isinstance(part, _Together) else _variables(part.invars)
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [v for v in atoms if not _jax.is_literal(v)]
+
+
+def _moves(eqn, to: Any) -> bool:
+    """Whether an equation copies one array to a memory, from the other."""
+    if eqn.primitive.name != "device_put" or len(eqn.invars) != 1 or _jax.is_literal(eqn.invars[0]):
+        return False
+    return memory_of(eqn.invars[0].aval) is not to is memory_of(eqn.outvars[0].aval)
+
+
+def _brings(eqn) -> bool:
+    return _moves(eqn, DEVICE)
+
+
+def _sends(eqn) -> bool:
+    return _moves(eqn, HOST)
+
+
+def _nbytes(v) -> int:
+    return math.prod(v.aval.shape) * v.aval.dtype.itemsize
+
+
+def _without_noops(eqns: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Without slices of all there is, and paddings by nothing: what rests padded is cut and padded so."""
+    same: dict[Any, Any] = {}
+
+    def read(atom):
+        return atom if _jax.is_literal(atom) else same.get(atom, atom)
+
+    kept = []
+    for eqn in eqns:
+        invars = list(map(read, eqn.invars))
+        if eqn.primitive.name in ("pad", "slice") and eqn.outvars[0].aval.shape == invars[0].aval.shape:
+            same[eqn.outvars[0]] = invars[0]
+        else:
+            is_same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
+            kept.append(eqn if is_same else eqn.replace(invars=invars))
+    return kept, list(map(read, results))
+
+
+class _Order:
+    """Places of arguments and results of a program: old state is one, new state the other, in one order."""
+
+    def __init__(self, arguments: Sequence[Any], results: Sequence[Any]):
+        self._arguments = {v: n for n, v in enumerate(arguments)}
+        self._results = {v: n for n, v in enumerate(results) if not _jax.is_literal(v)}
+
+    def old(self, v) -> int:
+        return self._arguments.get(v, len(self._arguments))
+
+    def new(self, v) -> int:
+        return self._results.get(v, len(self._results))
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """A segment with what brings its operands and what sends its results.
+
+    brought: by the variables of arrays on the device that only it reads those of arrays at the host.
+    sent: by results at the host what they are copies of.
+    kept: what else reads on the device.
+    """
+
+    segment: Segment
+    brought: Mapping[Any, Any]
+    sent: Mapping[Any, Any]
+    kept: Sequence[Any]
+    eqns: Sequence[Any]
+
+    @property
+    def made(self) -> list[Any]:
+        return [*self.sent, *self.kept]
+
+    def reads(self) -> list[Any]:
+        return [self.brought.get(v, v) for v in self.segment.reads()]
+
+    @property
+    def moved(self) -> int:
+        return sum(map(_nbytes, self.brought.values()))
+
+
+def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
+    """Those of what is brought from the host, but for the smallest."""
+    brings = {eqn.outvars[0]: eqn for eqn in eqns if _brings(eqn)}
+    readers: dict[Any, set[int]] = defaultdict(set)
+    for eqn in eqns:
+        for v in _variables(eqn.invars):
+            readers[v].add(id(eqn))
+    for v in _variables(results):
+        readers[v].add(0)
+    sends = [eqn for eqn in eqns if _sends(eqn)]
+    made = (_update(each, brings, sends, readers) for each in segments(eqns, set(brings), results))
+    found = [update for update in made if update.brought]
+    left = sum(update.moved for update in found) / WHOLE
+    small = set()
+    for update in sorted(found, key=lambda update: update.moved):
+        left -= update.moved
+        small |= {update} if left >= 0 else set()
+    return [update for update in found if update not in small]
+
+
+def _update(
+    segment: Segment, brings: Mapping[Any, Any], sends: Sequence[Any], readers: Mapping[Any, set[int]]
+) -> _Update:
+    inner = {id(eqn) for eqn in segment.eqns}
+    brought = [v for v in segment.reads() if v in brings and readers[v] <= inner]
+    made = set(segment.made)
+    its = [eqn for eqn in sends if eqn.invars[0] in made]
+    inner |= {id(eqn) for eqn in its}
+    return _Update(
+        segment,
+        {v: brings[v].invars[0] for v in brought},
+        {eqn.outvars[0]: eqn.invars[0] for eqn in its},
+        [v for v in segment.made if readers[v] - inner],
+        [*(brings[v] for v in brought), *segment.eqns, *its],
+    )
+
+
+def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
+    """Updates of which none depends on another, two by two, those of alike many blocks."""
+    most = sum(update.moved for update in updates) // BLOCK
+    by_depth: dict[int, list[_Streaming]] = defaultdict(list)
+    for update in updates:
+        by_depth[update.segment.depth].append(_Streaming(update, _blocks(update, most)))
+    found = []
+    for each in by_depth.values():
+        each.sort(key=lambda one: one.blocks.count)
+        found += [_Together(each[n : n + 2]) for n in range(0, len(each), 2)]
+    return found
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of an array of some shape: with its first `dims` dims as one, each has `size` rows, but for a
+    smaller one at the end. XLA copies no part of an array at the host that is cut along two dims.
+    """
+
+    shape: Shape
+    dims: int
+    size: int
+
+    @property
+    def view(self) -> Shape:
+        return math.prod(self.shape[: self.dims]), *self.shape[self.dims :]
+
+    @property
+    def count(self) -> int:
+        """How many there are of full size."""
+        return self.view[0] // self.size
+
+    @property
+    def rest(self) -> int:
+        """The size of the smaller one."""
+        return self.view[0] % self.size
+
+    def number(self, n) -> "_Block":
+        return _Block(self, n * self.size, self.size)
+
+    def last(self, _) -> "_Block":
+        return _Block(self, self.view[0] - self.rest, self.rest)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One of the blocks, from row `first` on."""
+
+    of: _Blocks
+    first: Any
+    size: int
+
+    @property
+    def sizes(self) -> Shape:
+        return self.size, *self.of.view[1:]
+
+    @property
+    def _starts(self) -> list[Any]:
+        return [self.first, *[0] * (len(self.sizes) - 1)]
+
+    def read(self, x) -> Any:
+        return lax.dynamic_slice(x, self._starts, self.sizes, allow_negative_indices=False)
+
+    def write(self, whole, x) -> Any:
+        return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
+
+    def places(self, dim: int, dtype) -> Any:
+        """Of each element where it lies along a dim of the array."""
+        merged = self.of.shape[: self.of.dims]
+        if dim >= len(merged):
+            return lax.broadcasted_iota(dtype, self.sizes, dim - len(merged) + 1)
+        row = self.first + lax.broadcasted_iota("int32", self.sizes, 0)
+        place = lax.rem(lax.div(row, math.prod(merged[dim + 1 :])), merged[dim])
+        return lax.convert_element_type(place, dtype)
+
+
+def _blocks(update: _Update, most: int) -> _Blocks:
+    """Of at most so many bytes in each array, where these are no less than a tile, and two at least."""
+    shape = update.segment.shape
+    widths = [x.aval.dtype.itemsize for x in update.brought.values()]
+    tile = TILE // min(widths)
+    in_tiles = len(shape) <= 2 or shape[-2] % tile == 0  # so that the last dim but one is a view with others
+    for dims in range(1, max(len(shape), 2)):
+        fit = most // (math.prod(shape[dims:]) * max(widths))
+        if fit or dims >= len(shape) - 2 + in_tiles:
+            break
+    unit = LANES if len(shape) == 1 else tile if dims == len(shape) - 1 else 1
+    rows = math.prod(shape[:dims])
+    return _Blocks(shape, dims, _divisor(rows, min(max(fit // unit, 1) * unit, max(rows // 2, 1)), unit))
+
+
+def _divisor(size: int, most: int, unit: int) -> int:
+    """The largest number of units up to `most` that divides a size, where it is not much smaller than that."""
+    whole = [n for n in range(unit, most + 1, unit) if size % n == 0]
+    return whole[-1] if whole and 2 * whole[-1] > most else most
+
+
+@dataclass(frozen=True, eq=False)
+class _Streaming:
+    """An update in blocks, as functions of what it reads; its results so far are in the order of `made`."""
+
+    update: _Update
+    blocks: _Blocks
+
+    def places(self, free: Collection[Any], order: _Order) -> list[Any]:
+        """What each result takes the place of, None for nothing: an array at the host of one that it brings,
+        an array on the device of one that nothing reads later, arguments first.
+        """
+        update, found = self.update, dict[Any, Any]()
+        old = sorted(update.brought.values(), key=order.old)
+        old += sorted((v for v in update.reads() if v in free), key=order.old)
+        for new in sorted(update.made, key=order.new):
+            alike = (v for v in old if v not in found.values() and _alike(v.aval, new.aval))
+            found[new] = next(alike, None)
+        return [found[new] for new in update.made]
+
+    def viewed(self, env: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The values that it reads."""
+        return {v: env[v].reshape(self.blocks.view) if env[v].shape else env[v] for v in self.update.reads()}
+
+    def begun(self, env: Mapping[Any, Any], places: Sequence[Any]) -> list[Any]:
+        pairs = zip(self.update.made, places, strict=True)
+        return [jnp.zeros(self.blocks.view, v.aval.dtype) if old is None else env[old] for v, old in pairs]
+
+    def step(self, env: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: _Block) -> list:
+        """The results with one more block, of `env`, the values of what it reads."""
+        now = {**env, **dict(zip(places, done, strict=True))}
+        values: dict[Any, Any] = {}
+        for v in self.update.segment.reads():
+            x = now[self.update.brought.get(v, v)]
+            x = block.read(x) if x.shape else x
+            values[v] = jax.device_put(x, DEVICE) if v in self.update.brought else x
+        for eqn in self.update.segment.eqns:
+            values[eqn.outvars[0]] = _of_block(eqn, values, block)
+        pairs = zip(self.update.made, done, strict=True)
+        return [block.write(x, self._given(v, values)) for v, x in pairs]
+
+    def _given(self, v, values: Mapping[Any, Any]) -> Any:
+        sent = self.update.sent
+        return jax.device_put(values[sent[v]], HOST) if v in sent else values[v]
+
+
+def _alike(x, y) -> bool:
+    return (x.shape, x.dtype, memory_of(x)) == (y.shape, y.dtype, memory_of(y))
+
+
+def _of_block(eqn, values: Mapping[Any, Any], block: _Block) -> Any:
+    """What an equation makes of a block."""
+    if is_made(eqn) and not is_fill(eqn):
+        return block.places(eqn.params["dimension"], eqn.params["dtype"])
+    args = [v.val if _jax.is_literal(v) else values[v] for v in eqn.invars]
+    (made,) = bound(eqn, args, **({"shape": block.sizes} if is_fill(eqn) else {}))
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Together:
+    """Updates that share a loop, those with few blocks first."""
+
+    streams: Sequence[_Streaming]
+
+    @property
+    def eqns(self) -> list[Any]:
+        return [eqn for each in self.streams for eqn in each.update.eqns]
+
+    @property
+    def made(self) -> list[Any]:
+        return [v for each in self.streams for v in each.update.made]
+
+    def reads(self) -> list[Any]:
+        return list(dict.fromkeys(v for each in self.streams for v in each.update.reads()))
+
+    def in_blocks(self, free: Collection[Any], order: _Order) -> list[Any]:
+        """Its equations."""
+        reads = Counter(v for each in self.streams for v in each.update.reads())
+        free = {v for v in free if reads[v] == 1 and memory_of(v.aval) is DEVICE}
+        operands, places = self.reads(), [each.places(free, order) for each in self.streams]
+
+        def run(*values):
+            env = dict(zip(operands, values, strict=True))
+            envs = [each.viewed(env) for each in self.streams]
+            triples = list(zip(self.streams, envs, places, strict=True))
+            steps = [partial(each.step, mine, places=place) for each, mine, place in triples]
+            state = self._run(steps, [each.begun(mine, place) for each, mine, place in triples])
+            made = (x for done in state for x in done)
+            return [x.reshape(v.aval.shape) for v, x in zip(self.made, made, strict=True)]
+
+        like = self.streams[-1].update.segment.eqns[-1]
+        like = like.replace(source_info=like.source_info.replace(name_stack=_jax.EMPTY_NAME_STACK))
+        return equations_of(run, operands, self.made, like)
+
+    def _run(self, steps: Sequence[Any], state: list[Any]) -> list[Any]:
+        first = 0
+        for n, each in enumerate(self.streams):
+            ways = [(step, one.blocks.number) for step, one in zip(steps[n:], self.streams[n:], strict=True)]
+            state[n:] = _loop(first, each.blocks.count, ways, state[n:])
+            first = each.blocks.count
+        for n, each in enumerate(self.streams):
+            if each.blocks.rest:
+                state[n : n + 1] = _loop(0, 1, [(steps[n], each.blocks.last)], state[n : n + 1])
+        return state
+
+
+def _loop(first: int, end: int, ways: Sequence[Any], state: list[Any]) -> list[Any]:
+    def trip(i, state):
+        return [step(done=done, block=block(i)) for (step, block), done in zip(ways, state, strict=True)]
+
+    return lax.fori_loop(first, end, trip, state) if end > first else state
