@@ -12,7 +12,7 @@ loop: what is sent of one overlaps with what is brought of the other.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -144,7 +144,7 @@ class _Update:
 
 
 def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
-    """Those of what is brought from the host, but for the smallest."""
+    """Those of what is brought from the host and goes back, but for the smallest."""
     brings = {eqn.outvars[0]: eqn for eqn in eqns if _brings(eqn)}
     readers: dict[Any, set[int]] = defaultdict(set)
     for eqn in eqns:
@@ -154,7 +154,7 @@ def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
         readers[v].add(0)
     sends = [eqn for eqn in eqns if _sends(eqn)]
     made = (_update(each, brings, sends, readers) for each in segments(eqns, set(brings), results))
-    found = [update for update in made if update.brought]
+    found = [update for update in made if update.brought and update.sent]
     left = sum(update.moved for update in found) / WHOLE
     small = set()
     for update in sorted(found, key=lambda update: update.moved):
@@ -185,7 +185,8 @@ def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
     most = sum(update.moved for update in updates) // BLOCK
     by_depth: dict[int, list[_Streaming]] = defaultdict(list)
     for update in updates:
-        by_depth[update.segment.depth].append(_Streaming(update, _blocks(update, most)))
+        if (blocks := _blocks(update, most)) is not None:
+            by_depth[update.segment.depth].append(_Streaming(update, blocks))
     found = []
     for each in by_depth.values():
         each.sort(key=lambda one: one.blocks.count)
@@ -195,86 +196,119 @@ def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Blocks of an array of some shape: with its first `dims` dims as one, each has `size` rows, but for a
-    smaller one at the end. XLA copies no part of an array at the host that is cut along two dims.
+    """Blocks of an array of some shape, each of `size` rows of its dims from `first` to before `end` as one: so
+    many, one after the other, and where rows are left one more, which ends with them.
+
+    What XLA copies of an array at the host is cut along one dim, which is not the last, and is whole tiles.
     """
 
     shape: Shape
-    dims: int
+    first: int
+    end: int
     size: int
 
     @property
+    def rows(self) -> int:
+        return math.prod(self.shape[self.first : self.end])
+
+    @property
     def view(self) -> Shape:
-        return math.prod(self.shape[: self.dims]), *self.shape[self.dims :]
+        return *self.shape[: self.first], self.rows, *self.shape[self.end :]
 
     @property
     def count(self) -> int:
-        """How many there are of full size."""
-        return self.view[0] // self.size
+        return self.rows // self.size
 
     @property
-    def rest(self) -> int:
-        """The size of the smaller one."""
-        return self.view[0] % self.size
+    def has_last(self) -> bool:
+        return self.rows % self.size > 0
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) // self.rows * self.size
 
     def number(self, n) -> "_Block":
-        return _Block(self, n * self.size, self.size)
+        return _Block(self, n * self.size)
 
     def last(self, _) -> "_Block":
-        return _Block(self, self.view[0] - self.rest, self.rest)
+        return _Block(self, self.rows - self.size, self.count * self.size)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """One of the blocks, from row `first` on."""
+    """One of the blocks, from row `start` on; rows before `done` are done."""
 
     of: _Blocks
-    first: Any
-    size: int
+    start: Any
+    done: int = 0
 
     @property
     def sizes(self) -> Shape:
-        return self.size, *self.of.view[1:]
+        return *self.of.shape[: self.of.first], self.of.size, *self.of.shape[self.of.end :]
 
     @property
     def _starts(self) -> list[Any]:
-        return [self.first, *[0] * (len(self.sizes) - 1)]
+        return [self.start if dim == self.of.first else 0 for dim in range(len(self.sizes))]
+
+    @property
+    def _rows(self) -> Any:
+        """Of each element the row in which it lies."""
+        return self.start + lax.broadcasted_iota("int32", self.sizes, self.of.first)
 
     def read(self, x) -> Any:
         return lax.dynamic_slice(x, self._starts, self.sizes, allow_negative_indices=False)
 
-    def write(self, whole, x) -> Any:
-        return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
+    def write(self, whole, x, to: Any) -> Any:
+        """The whole, in a memory, with the block `x`, but for the rows that are done."""
+        if self.done:
+            x = lax.select(self._rows < self.done, _put(self.read(whole), DEVICE), x)
+        return lax.dynamic_update_slice(whole, _put(x, to), self._starts, allow_negative_indices=False)
 
     def places(self, dim: int, dtype) -> Any:
         """Of each element where it lies along a dim of the array."""
-        merged = self.of.shape[: self.of.dims]
-        if dim >= len(merged):
-            return lax.broadcasted_iota(dtype, self.sizes, dim - len(merged) + 1)
-        row = self.first + lax.broadcasted_iota("int32", self.sizes, 0)
-        place = lax.rem(lax.div(row, math.prod(merged[dim + 1 :])), merged[dim])
+        first, end, shape = self.of.first, self.of.end, self.of.shape
+        if not first <= dim < end:
+            return lax.broadcasted_iota(dtype, self.sizes, dim if dim < first else dim - end + first + 1)
+        place = lax.rem(lax.div(self._rows, math.prod(shape[dim + 1 : end])), shape[dim])
         return lax.convert_element_type(place, dtype)
 
 
-def _blocks(update: _Update, most: int) -> _Blocks:
-    """Of at most so many bytes in each array, where these are no less than a tile, and two at least."""
+def _put(x, to: Any) -> Any:
+    return x if memory_of(jax.typeof(x)) is to else jax.device_put(x, to)
+
+
+def _blocks(update: _Update, most: int) -> _Blocks | None:
+    """The largest ones of at most so many bytes in each array, or else the smallest there are; None where it
+    cannot be cut.
+    """
     shape = update.segment.shape
     widths = [x.aval.dtype.itemsize for x in update.brought.values()]
-    tile = TILE // min(widths)
-    in_tiles = len(shape) <= 2 or shape[-2] % tile == 0  # so that the last dim but one is a view with others
-    for dims in range(1, max(len(shape), 2)):
-        fit = most // (math.prod(shape[dims:]) * max(widths))
-        if fit or dims >= len(shape) - 2 + in_tiles:
-            break
-    unit = LANES if len(shape) == 1 else tile if dims == len(shape) - 1 else 1
-    rows = math.prod(shape[:dims])
-    return _Blocks(shape, dims, _divisor(rows, min(max(fit // unit, 1) * unit, max(rows // 2, 1)), unit))
+    cuts = [(first, end, unit) for first, end, unit in _cuts(shape, min(widths))]
+    ways = [
+        _rows(shape, *cut, most // max(widths)) for cut in cuts if math.prod(shape[cut[0] : cut[1]]) > cut[2]
+    ]
+    fits = [blocks for blocks in ways if blocks.elements * max(widths) <= most]
+    by_size: Callable[[_Blocks], int] = lambda blocks: blocks.elements  # noqa: E731
+    return max(fits, key=by_size) if fits else min(ways, key=by_size, default=None)
 
 
-def _divisor(size: int, most: int, unit: int) -> int:
-    """The largest number of units up to `most` that divides a size, where it is not much smaller than that."""
-    whole = [n for n in range(unit, most + 1, unit) if size % n == 0]
-    return whole[-1] if whole and 2 * whole[-1] > most else most
+def _cuts(shape: Shape, width: int) -> list[tuple[int, int, int]]:
+    """Which dims of an array may be cut as one, and into multiples of how many rows: it lies in tiles of rows of
+    the last dim but one, which is one with those before only where it has whole tiles.
+    """
+    rank, tile = len(shape), TILE // width
+    before = [(0, end, 1) for end in range(1, rank - 1)]
+    return [*before, (0 if shape[-2] % tile == 0 else rank - 2, rank - 1, tile)] if rank > 1 else []
+
+
+def _rows(shape: Shape, first: int, end: int, unit: int, most: int) -> _Blocks:
+    """Blocks of at most so many elements, if there are such: of so many units that they divide all, where they
+    are not much smaller then.
+    """
+    rows = math.prod(shape[first:end])
+    fit = min(most * rows // math.prod(shape) // unit, rows // 2 // unit)
+    whole = (n for n in range(fit, fit // 2, -1) if rows % (n * unit) == 0)
+    return _Blocks(shape, first, end, max(next(whole, fit), 1) * unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,15 +345,14 @@ class _Streaming:
         for v in self.update.segment.reads():
             x = now[self.update.brought.get(v, v)]
             x = block.read(x) if x.shape else x
-            values[v] = jax.device_put(x, DEVICE) if v in self.update.brought else x
+            values[v] = _put(x, DEVICE)
         for eqn in self.update.segment.eqns:
             values[eqn.outvars[0]] = _of_block(eqn, values, block)
-        pairs = zip(self.update.made, done, strict=True)
-        return [block.write(x, self._given(v, values)) for v, x in pairs]
-
-    def _given(self, v, values: Mapping[Any, Any]) -> Any:
         sent = self.update.sent
-        return jax.device_put(values[sent[v]], HOST) if v in sent else values[v]
+        return [
+            block.write(x, values[sent.get(v, v)], HOST if v in sent else DEVICE)
+            for v, x in zip(self.update.made, done, strict=True)
+        ]
 
 
 def _alike(x, y) -> bool:
@@ -378,7 +411,7 @@ class _Together:
             state[n:] = _loop(first, each.blocks.count, ways, state[n:])
             first = each.blocks.count
         for n, each in enumerate(self.streams):
-            if each.blocks.rest:
+            if each.blocks.has_last:
                 state[n : n + 1] = _loop(0, 1, [(steps[n], each.blocks.last)], state[n : n + 1])
         return state
 
