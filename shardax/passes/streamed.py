@@ -10,9 +10,10 @@ before the first layer), and cannot bring what is inside of a loop before that b
 loop: what is sent of one overlaps with what is brought of the other.
 """
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,6 +109,9 @@ class _Order:
     def __init__(self, arguments: Sequence[Any], results: Sequence[Any]):
         self._arguments = {v: n for n, v in enumerate(arguments)}
         self._results = {v: n for n, v in enumerate(results) if not _jax.is_literal(v)}
+
+    def is_argument(self, v) -> bool:
+        return v in self._arguments
 
     def old(self, v) -> int:
         return self._arguments.get(v, len(self._arguments))
@@ -283,22 +287,43 @@ def _blocks(update: _Update, most: int) -> _Blocks | None:
     """
     shape = update.segment.shape
     widths = [x.aval.dtype.itemsize for x in update.brought.values()]
-    cuts = [(first, end, unit) for first, end, unit in _cuts(shape, min(widths))]
-    ways = [
-        _rows(shape, *cut, most // max(widths)) for cut in cuts if math.prod(shape[cut[0] : cut[1]]) > cut[2]
-    ]
+    ways = [_rows(shape, *cut, most // max(widths)) for cut in _cuts(shape, TILE // min(widths))]
     fits = [blocks for blocks in ways if blocks.elements * max(widths) <= most]
     by_size: Callable[[_Blocks], int] = lambda blocks: blocks.elements  # noqa: E731
     return max(fits, key=by_size) if fits else min(ways, key=by_size, default=None)
 
 
-def _cuts(shape: Shape, width: int) -> list[tuple[int, int, int]]:
-    """Which dims of an array may be cut as one, and into multiples of how many rows: it lies in tiles of rows of
-    the last dim but one, which is one with those before only where it has whole tiles.
+def _cuts(shape: Shape, tile: int) -> Iterator[tuple[int, int, int]]:
+    """From which dim to before which an array may be cut, as one, and into multiples of how many rows. Dims
+    are one where they are in order, and there are whole tiles of rows of the last but one.
     """
-    rank, tile = len(shape), TILE // width
-    before = [(0, end, 1) for end in range(1, rank - 1)]
-    return [*before, (0 if shape[-2] % tile == 0 else rank - 2, rank - 1, tile)] if rank > 1 else []
+    rank, (rows, lanes) = len(shape), tiled_dims(shape)
+    in_order = (rows, lanes) == (rank - 2, rank - 1)
+    for dim in range(rank):
+        first = 0 if in_order and (dim != rows or shape[rows] % tile == 0) else dim
+        unit = tile if dim == rows else 1
+        if dim != lanes and math.prod(shape[first : dim + 1]) > unit:
+            yield first, dim + 1, unit
+
+
+def tiled_dims(shape: Shape) -> tuple[int, int]:
+    """The dims of whose rows and columns TPUs make tiles, 8 by 128: those for which an array takes the least
+    memory, which may not be the last ones; among equals the last. An array of one dim has no rows.
+
+    >>> tiled_dims((24, 2048, 8192)), tiled_dims((50257, 96)), tiled_dims((512,))
+    ((1, 2), (1, 0), (-1, 0))
+    """
+
+    def padded(rows: int, lanes: int) -> int:
+        height = next(n for n in (1, 2, 4, 8) if n == 8 or shape[rows] <= n)
+        return -(-shape[rows] // height) * height * -(-shape[lanes] // 128) * 128
+
+    def preference(pair: tuple[int, int]):
+        rows, lanes = pair
+        return padded(rows, lanes) / (shape[rows] * shape[lanes]), -lanes, -rows
+
+    pairs = itertools.permutations(range(len(shape)), 2)
+    return min(pairs, key=preference, default=(-1, len(shape) - 1))
 
 
 def _rows(shape: Shape, first: int, end: int, unit: int, most: int) -> _Blocks:
@@ -320,11 +345,12 @@ class _Streaming:
 
     def places(self, free: Collection[Any], order: _Order) -> list[Any]:
         """What each result takes the place of, None for nothing: an array at the host of one that it brings,
-        an array on the device of one that nothing reads later, arguments first.
+        an array on the device of an argument that nothing reads later. (In the place of a gradient, XLA packs
+        what is alive then with gaps.)
         """
         update, found = self.update, dict[Any, Any]()
         old = sorted(update.brought.values(), key=order.old)
-        old += sorted((v for v in update.reads() if v in free), key=order.old)
+        old += sorted((v for v in update.reads() if v in free and order.is_argument(v)), key=order.old)
         for new in sorted(update.made, key=order.new):
             alike = (v for v in old if v not in found.values() and _alike(v.aval, new.aval))
             found[new] = next(alike, None)
