@@ -13,7 +13,7 @@ loop: what is sent of one overlaps with what is brought of the other.
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,15 +122,15 @@ class _Order:
 
 @dataclass(frozen=True, eq=False)
 class _Update:
-    """A segment with what brings its operands and what sends its results.
+    """A segment with what makes its operands and what sends its results.
 
-    brought: by the variables of arrays on the device that only it reads those of arrays at the host.
+    makers: of variables that only it reads the equations that bring them, or cut them out of another array.
     sent: by results at the host what they are copies of.
     kept: what else reads on the device.
     """
 
     segment: Segment
-    brought: Mapping[Any, Any]
+    makers: Mapping[Any, Any]
     sent: Mapping[Any, Any]
     kept: Sequence[Any]
     eqns: Sequence[Any]
@@ -140,24 +140,31 @@ class _Update:
         return [*self.sent, *self.kept]
 
     def reads(self) -> list[Any]:
-        return [self.brought.get(v, v) for v in self.segment.reads()]
+        read = ([v] if v not in self.makers else self.makers[v].invars for v in self.segment.reads())
+        return list(dict.fromkeys(v for atoms in read for v in _variables(atoms)))
+
+    @property
+    def brought(self) -> dict[Any, Any]:
+        """By the variables of arrays on the device those of arrays at the host."""
+        return {v: eqn.invars[0] for v, eqn in self.makers.items() if _brings(eqn)}
 
     @property
     def moved(self) -> int:
-        return sum(map(_nbytes, self.brought.values()))
+        return sum(map(_nbytes, self.brought))
 
 
 def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
     """Those of what is brought from the host and goes back, but for the smallest."""
-    brings = {eqn.outvars[0]: eqn for eqn in eqns if _brings(eqn)}
+    brought = {eqn.outvars[0] for eqn in eqns if _brings(eqn)}
     readers: dict[Any, set[int]] = defaultdict(set)
     for eqn in eqns:
         for v in _variables(eqn.invars):
             readers[v].add(id(eqn))
     for v in _variables(results):
         readers[v].add(0)
+    makers = {eqn.outvars[0]: eqn for eqn in eqns if _brings(eqn) or eqn.primitive is lax.dynamic_slice_p}
     sends = [eqn for eqn in eqns if _sends(eqn)]
-    made = (_update(each, brings, sends, readers) for each in segments(eqns, set(brings), results))
+    made = (_update(each, makers, sends, readers) for each in segments(eqns, brought, results))
     found = [update for update in made if update.brought and update.sent]
     left = sum(update.moved for update in found) / WHOLE
     small = set()
@@ -168,20 +175,16 @@ def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
 
 
 def _update(
-    segment: Segment, brings: Mapping[Any, Any], sends: Sequence[Any], readers: Mapping[Any, set[int]]
+    segment: Segment, makers: Mapping[Any, Any], sends: Sequence[Any], readers: Mapping[Any, set[int]]
 ) -> _Update:
     inner = {id(eqn) for eqn in segment.eqns}
-    brought = [v for v in segment.reads() if v in brings and readers[v] <= inner]
+    own = {v: makers[v] for v in segment.reads() if v in makers and readers[v] <= inner}
     made = set(segment.made)
     its = [eqn for eqn in sends if eqn.invars[0] in made]
     inner |= {id(eqn) for eqn in its}
-    return _Update(
-        segment,
-        {v: brings[v].invars[0] for v in brought},
-        {eqn.outvars[0]: eqn.invars[0] for eqn in its},
-        [v for v in segment.made if readers[v] - inner],
-        [*(brings[v] for v in brought), *segment.eqns, *its],
-    )
+    sent = {eqn.outvars[0]: eqn.invars[0] for eqn in its}
+    kept = [v for v in segment.made if readers[v] - inner]
+    return _Update(segment, own, sent, kept, [*own.values(), *segment.eqns, *its])
 
 
 def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
@@ -349,40 +352,56 @@ class _Streaming:
         what is alive then with gaps.)
         """
         update, found = self.update, dict[Any, Any]()
-        old = sorted(update.brought.values(), key=order.old)
-        old += sorted((v for v in update.reads() if v in free and order.is_argument(v)), key=order.old)
+        old = sorted(update.brought, key=lambda v: order.old(update.brought[v]))
+        own = (v for v in update.segment.reads() if v in free and order.is_argument(v))
+        old += sorted(own, key=order.old)
         for new in sorted(update.made, key=order.new):
-            alike = (v for v in old if v not in found.values() and _alike(v.aval, new.aval))
+            alike = (v for v in old if v not in found.values() and _alike(update, v, new))
             found[new] = next(alike, None)
         return [found[new] for new in update.made]
 
-    def viewed(self, env: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The values that it reads."""
-        return {v: env[v].reshape(self.blocks.view) if env[v].shape else env[v] for v in self.update.reads()}
+    def values(self, env: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Of what the segment reads, that at the host where it is; what is cut out of an array is so late."""
+        update, values = self.update, dict[Any, Any]()
+        late = _nothing_of(env[v] for v in update.segment.reads() if v not in update.makers)
+        for v in update.segment.reads():
+            eqn = update.makers.get(v)
+            if eqn is not None and not _brings(eqn):
+                x, *starts = (a.val if _jax.is_literal(a) else env[a] for a in eqn.invars)
+                values[v] = bound(eqn, [x, *(start + late.astype(start.dtype) for start in starts)])[0]
+            else:
+                values[v] = env[update.brought.get(v, v)]
+        return {v: x.reshape(self.blocks.view) if x.shape else x for v, x in values.items()}
 
-    def begun(self, env: Mapping[Any, Any], places: Sequence[Any]) -> list[Any]:
+    def begun(self, values: Mapping[Any, Any], places: Sequence[Any]) -> list[Any]:
         pairs = zip(self.update.made, places, strict=True)
-        return [jnp.zeros(self.blocks.view, v.aval.dtype) if old is None else env[old] for v, old in pairs]
+        return [jnp.zeros(self.blocks.view, v.aval.dtype) if old is None else values[old] for v, old in pairs]
 
-    def step(self, env: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: _Block) -> list:
-        """The results with one more block, of `env`, the values of what it reads."""
-        now = {**env, **dict(zip(places, done, strict=True))}
-        values: dict[Any, Any] = {}
-        for v in self.update.segment.reads():
-            x = now[self.update.brought.get(v, v)]
-            x = block.read(x) if x.shape else x
-            values[v] = _put(x, DEVICE)
+    def step(self, values: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: _Block):
+        """The results with one more block, of the values that the segment reads."""
+        now = {**values, **dict(zip(places, done, strict=True))}
+        env = {v: _put(block.read(now[v]), DEVICE) if now[v].shape else now[v] for v in values}
         for eqn in self.update.segment.eqns:
-            values[eqn.outvars[0]] = _of_block(eqn, values, block)
+            env[eqn.outvars[0]] = _of_block(eqn, env, block)
         sent = self.update.sent
         return [
-            block.write(x, values[sent.get(v, v)], HOST if v in sent else DEVICE)
+            block.write(x, env[sent.get(v, v)], HOST if v in sent else DEVICE)
             for v, x in zip(self.update.made, done, strict=True)
         ]
 
 
-def _alike(x, y) -> bool:
-    return (x.shape, x.dtype, memory_of(x)) == (y.shape, y.dtype, memory_of(y))
+def _nothing_of(arrays: Iterable[Any]) -> Any:
+    """A 0 that is computed of the first array of floats, which XLA does not see: what it is added to waits."""
+    for x in arrays:
+        if x.shape and jnp.issubdtype(x.dtype, jnp.floating):
+            first = lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
+            return (first * 0 > 1).astype("int32")  # not a number is not greater either
+    return jnp.int32(0)
+
+
+def _alike(update: _Update, old, new) -> bool:
+    same = (old.aval.shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype)
+    return same and (old in update.brought) == (new in update.sent)
 
 
 def _of_block(eqn, values: Mapping[Any, Any], block: _Block) -> Any:
@@ -419,10 +438,10 @@ class _Together:
 
         def run(*values):
             env = dict(zip(operands, values, strict=True))
-            envs = [each.viewed(env) for each in self.streams]
-            triples = list(zip(self.streams, envs, places, strict=True))
-            steps = [partial(each.step, mine, places=place) for each, mine, place in triples]
-            state = self._run(steps, [each.begun(mine, place) for each, mine, place in triples])
+            read = [each.values(env) for each in self.streams]
+            triples = list(zip(self.streams, read, places, strict=True))
+            steps = [partial(each.step, own, places=place) for each, own, place in triples]
+            state = self._run(steps, [each.begun(own, place) for each, own, place in triples])
             made = (x for done in state for x in done)
             return [x.reshape(v.aval.shape) for v, x in zip(self.made, made, strict=True)]
 
