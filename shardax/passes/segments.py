@@ -25,8 +25,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Equations, in program order, on arrays of one shape and on scalars. Those of one `depth` do not depend on
-    each other.
+    """Equations, in program order, on arrays of one shape and on scalars. Segments of one `depth` do not depend
+    on each other.
     """
 
     shape: Shape
@@ -53,7 +53,7 @@ def segments(eqns: Sequence[Any], roots: Collection[Any], results: Collection[An
         found.see(number, eqn)
     group = {number: found.find(v) for number, v in found.members.items()}
     depth = {group[number]: found.depth[v] for number, v in found.members.items()}
-    _pulled(eqns, group, results)
+    _pulled(eqns, group, roots, results)
     numbers = defaultdict(list)
     for number in sorted(group):
         numbers[group[number]].append(number)
@@ -117,20 +117,37 @@ class _Members:
         self._parent[self.find(a)] = self.find(b)
 
 
-def _pulled(eqns: Sequence[Any], group: dict[int, Any], results: Collection[Any]) -> None:
-    """Adds what one segment alone reads, so that it is made row by row too."""
+def _pulled(
+    eqns: Sequence[Any], group: dict[int, Any], roots: Collection[Any], results: Collection[Any]
+) -> None:
+    """Adds what one segment alone reads, so that it is made there too: what no segment has, and what another
+    one makes of roots alone, such as the decay of weights, which the forward pass reads too.
+    """
     readers = defaultdict(set)
     for number, eqn in enumerate(eqns):
         for v in eqn.invars:
             if not _jax.is_literal(v):
                 readers[v].add(number)
     given = {v for v in results if not _jax.is_literal(v)}
+    of_roots = _made_of(roots, eqns, group)
     for number in range(len(eqns) - 1, -1, -1):
         eqn = eqns[number]
-        if number not in group and (is_elementwise(eqn) or is_made(eqn)) and eqn.outvars[0] not in given:
+        movable = number in of_roots or number not in group and (is_elementwise(eqn) or is_made(eqn))
+        if movable and eqn.outvars[0] not in given:
             reading = {group.get(n) for n in readers[eqn.outvars[0]]}
             if len(reading) == 1 and None not in reading:
                 (group[number],) = reading
+
+
+def _made_of(roots: Collection[Any], eqns: Sequence[Any], numbers: Collection[int]) -> set[int]:
+    """Which of these equations, by their numbers, compute of roots and scalars alone."""
+    known, found = set(roots), set()
+    for number in sorted(numbers):
+        eqn = eqns[number]
+        if all(_jax.is_literal(v) or v in known or v.aval.shape == () for v in eqn.invars):
+            known.add(eqn.outvars[0])
+            found.add(number)
+    return found
 
 
 def is_elementwise(eqn) -> bool:

@@ -265,11 +265,12 @@ class _Block:
     def read(self, x) -> Any:
         return lax.dynamic_slice(x, self._starts, self.sizes, allow_negative_indices=False)
 
-    def write(self, whole, x, to: Any) -> Any:
-        """The whole, in a memory, with the block `x`, but for the rows that are done."""
+    def write(self, whole, x) -> Any:
+        """The whole, in whatever memory, with the block `x`, but for the rows that are done."""
         if self.done:
             x = lax.select(self._rows < self.done, _put(self.read(whole), DEVICE), x)
-        return lax.dynamic_update_slice(whole, _put(x, to), self._starts, allow_negative_indices=False)
+        x = _put(x, memory_of(jax.typeof(whole)))
+        return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
 
     def places(self, dim: int, dtype) -> Any:
         """Of each element where it lies along a dim of the array."""
@@ -384,10 +385,7 @@ class _Streaming:
         for eqn in self.update.segment.eqns:
             env[eqn.outvars[0]] = _of_block(eqn, env, block)
         sent = self.update.sent
-        return [
-            block.write(x, env[sent.get(v, v)], HOST if v in sent else DEVICE)
-            for v, x in zip(self.update.made, done, strict=True)
-        ]
+        return [block.write(x, env[sent.get(v, v)]) for v, x in zip(self.update.made, done, strict=True)]
 
 
 def _nothing_of(arrays: Iterable[Any]) -> Any:
@@ -442,8 +440,8 @@ class _Together:
             triples = list(zip(self.streams, read, places, strict=True))
             steps = [partial(each.step, own, places=place) for each, own, place in triples]
             state = self._run(steps, [each.begun(own, place) for each, own, place in triples])
-            made = (x for done in state for x in done)
-            return [x.reshape(v.aval.shape) for v, x in zip(self.made, made, strict=True)]
+            made = zip(self.made, (x for done in state for x in done), strict=True)
+            return [_put(x.reshape(v.aval.shape), memory_of(v.aval)) for v, x in made]
 
         like = self.streams[-1].update.segment.eqns[-1]
         like = like.replace(source_info=like.source_info.replace(name_stack=_jax.EMPTY_NAME_STACK))
