@@ -21,7 +21,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
-from shardax.annotations.annotate import annotate_p
+from shardax.annotations.annotate import annotate_p, bind_annotation
 from shardax.annotations.explicit import as_at, memory_of, shape_of
 from shardax.graph.evaluate import bound, evaluate
 from shardax.passes.segments import Segment, Shape, in_order, segments
@@ -91,13 +91,16 @@ class Offload:
 
 @dataclass
 class _Run:
-    """One evaluation of a program: values by their variables, in the memory of the device and of the host."""
+    """One evaluation of a program: values by their variables, in the memory of the device and of the host;
+    `rest`: the annotations of those at the host that are split.
+    """
 
     how: Offload
     closed: Any
     left: Collection[int]
     device: dict[Any, Any] = field(default_factory=dict)
     host: dict[Any, Any] = field(default_factory=dict)
+    rest: dict[Any, Any] = field(default_factory=dict)
 
     def results(self, args: Sequence[Any]) -> list[Any]:
         jaxpr = self.closed.jaxpr
@@ -120,6 +123,26 @@ class _Run:
         if _jax.is_literal(atom):
             return atom.val
         return self.device[atom] if atom in self.device else _put(self.host[atom], DEVICE)
+
+    def as_it_rests(self, v) -> Any:
+        """The value, of which each device brings what the host has of its own, whatever is wanted of it then: no
+        collective runs in the host's memory.
+        """
+        x, eqn = self.host[v], self.rest[v]
+        value = _put(x.value if isinstance(x, Tailed) else x, DEVICE)
+        value = bind_annotation(value, eqn.params["dims"], eqn.params["source"], "inside")
+        return unpad(Padded(value, x.shape, ())) if isinstance(x, Tailed) else value
+
+    def _see_rest(self, eqn) -> None:
+        (v,), (out,) = eqn.invars, eqn.outvars
+        if eqn.params["role"] == "argument" and any(eqn.params["dims"]):
+            self.rest[out] = eqn
+        elif v in self.rest:
+            self.rest[out] = self.rest[v]
+
+    def rests_by_rows(self, v) -> bool:
+        """Whether the devices have other rows of an array, each."""
+        return v in self.rest and bool(self.rest[v].params["dims"][0])
 
     def at_host(self, atom) -> Any:
         if _jax.is_literal(atom):
@@ -155,9 +178,12 @@ class _Run:
         name = eqn.primitive.name
         if held and (same := self._of_padded(eqn)) is not None:
             self.host[eqn.outvars[0]] = same
+            if eqn.invars[0] in self.rest:
+                self.rest[eqn.outvars[0]] = self.rest[eqn.invars[0]]
             return
         if eqn.primitive is annotate_p and (eqn.outvars[0] in self.wanted or held):
             self.host[eqn.outvars[0]] = bound(eqn, [self.at_host(eqn.invars[0])])[0]
+            self._see_rest(eqn)
             made: Sequence[Any] = ()
         elif held and name in _BODIES:
             made = _BODIES[name](self, eqn, set(held))
@@ -171,7 +197,7 @@ class _Run:
     def _run_segment(self, segment: Segment) -> None:
         """Each array that it reads is brought once, or computed with where it is."""
         memory, inner = HOST if self.how.on_host else DEVICE, {id(eqn) for eqn in segment.eqns}
-        values = {v: _put(self._value(v), memory) for v in segment.reads()}
+        values = {v: self._value(v, memory) for v in segment.reads()}
         for eqn in segment.eqns:
             args = [v.val if _jax.is_literal(v) else values[v] for v in eqn.invars]
             (values[eqn.outvars[0]],) = bound(_jax.on_host(eqn) if self.how.on_host else eqn, args)
@@ -181,8 +207,10 @@ class _Run:
             if self.readers[v] - inner:
                 self.device[v] = _put(values[v], DEVICE)
 
-    def _value(self, v) -> Any:
-        return self.device[v] if v in self.device else self.host[v]
+    def _value(self, v, memory: Any) -> Any:
+        if memory is DEVICE:
+            return self.on_device(v)
+        return _put(self.device[v] if v in self.device else self.host[v], memory)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -226,11 +254,14 @@ def _put(x, memory) -> Any:
 
 def _scan(run: _Run, eqn, held: set[int]) -> list[Any]:
     """Of what a loop goes over, each iteration brings its row; what it reads in all of them is brought once,
-    before.
+    before, and so is what rests on each device in other rows: nothing is sent from host to host.
     """
     first = sum(_jax.scan_counts(eqn.params))
     rows = {k for k in held if k >= first and eqn.invars[k] not in run.device}
-    operands = [run.host[v] if k in rows else run.on_device(v) for k, v in enumerate(eqn.invars)]
+    apart = {k for k in rows if run.rests_by_rows(eqn.invars[k])}
+    rows -= apart
+    bring: Callable[[int, Any], Any] = lambda k, v: run.as_it_rests(v) if k in apart else run.on_device(v)  # noqa: E731
+    operands = [run.host[v] if k in rows else bring(k, v) for k, v in enumerate(eqn.invars)]
     cut = {k: x for k, x in enumerate(operands) if isinstance(x, Tailed)}
     operands = [x.value if isinstance(x, Tailed) else x for x in operands]
     return bound(_jax.with_bodies(eqn, lambda body: _bringing(body, rows, cut)), operands)
