@@ -53,18 +53,23 @@ def padded_shape(
 ) -> tuple[int, ...] | None:
     """The shape with one dim made longer, so that `axes` divide it: of the dims that nothing splits the one
     for which the fewest numbers are added. The first of three and more, over which layers may be stacked,
-    counts as if it took an eighth of the array more, and those in `mixed` as if they took half of it. None
-    where it needs none, or where no device would have less than all.
+    counts as if it took an eighth of the array more, and those in `mixed` as if they took half of it, also
+    where it needs no padding: what a loop goes over is gathered whole, where it is split. None where another dim
+    needs none, or where no device would have less than all.
 
     >>> padded_shape(Sharding(((), ())), (13, 7), ("data",), {"data": 4})
     (13, 8)
     >>> padded_shape(Sharding(((), ())), (13, 8), ("data",), {"data": 4})
     >>> [padded_shape(Sharding(((),) * 3), x, ("data",), {"data": 8}) for x in ((12, 101, 509), (127, 3, 5))]
     [(12, 101, 512), (128, 3, 5)]
+    >>> [padded_shape(Sharding(((),) * 3), x, ("data",), {"data": 8}) for x in ((24, 101, 509), (128, 3, 5))]
+    [(24, 101, 512), None]
     >>> padded_shape(Sharding(((),) * 3), (12, 101, 509), ("data",), {"data": 8}, mixed=(1, 2))
     (16, 101, 509)
     """
-    if set(axes) & set(sharding.axes) or split_further(sharding, shape, axes, sizes) != sharding:
+    further = split_further(sharding, shape, axes, sizes, (0,))
+    by_layers = len(shape) > 2 and further.dims[0] != sharding.dims[0]
+    if set(axes) & set(sharding.axes) or further != sharding and not by_layers:
         return None
 
     def longer(dim: int) -> int:
@@ -80,7 +85,8 @@ def padded_shape(
         return bool(sharding.dims[dim]), longer(dim) / shape[dim] + more
 
     dim = min(filter(shortens, range(len(shape))), key=preference, default=None)
-    return None if dim is None else tuple(longer(d) if d == dim else size for d, size in enumerate(shape))
+    padded = shape if dim is None else tuple(longer(d) if d == dim else size for d, size in enumerate(shape))
+    return None if padded == shape else padded
 
 
 def split_padded(
