@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -13,6 +13,7 @@ from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
 from shardax.zero.bucket import has_buckets, is_part
 from shardax.zero.mixed import OfShapes, mixed_by
+from shardax.zero.offload import DEVICE, HOST, require_memory
 from shardax.zero.padded import Name, Padded, check_axes, has_padded, is_padded, padded_as, unpad
 from shardax.zero.rest import split_further, split_padded
 from shardax.zero.together import around_buckets
@@ -26,7 +27,13 @@ class Transformation(NamedTuple):
     update: Callable[..., Any]
 
 
-def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None) -> Any:
+def shard(
+    tx: Any,
+    axis: str | Axes = "data",
+    stage: int = 1,
+    params: Any = None,
+    offload: Literal["optimizer"] | tuple[Literal["optimizer"], ...] = (),
+) -> Any:
     """An optax optimizer whose state, and in stage 3 whose parameters, rest split as under `Zero`.
 
     For a step in which `Zero` does not find the update, or to have ZeRO in the model's code. What it
@@ -38,6 +45,11 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
       axis, stage: as of `Zero`. Optimizer state may rest padded, as `init` makes it, which parameters cannot
         here.
       params: the shardings of parameters besides, as in in_shardings: a prefix tree of specs.
+      offload: "optimizer": what `init` and `update` give of the state is in the host's memory, but for single
+        numbers, and `update` brings it. Parameters at the host need `Zero`, which finds where they are read.
+
+    Raises ValueError for another offload, and where the mesh in context has no such memory; what is made has
+    the errors of `Zero`.
 
     >>> import optax, shardax as sx
     >>> tx = sx.zero.shard(optax.adam(1e-3), axis="data")
@@ -45,17 +57,27 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
     ...     tx.init(jax.numpy.zeros((8, 4)))[0].mu.sharding.spec[0]
     'data'
     """
-    zero = Zero(axis, stage)
+    zero = Zero(axis, stage, offload=offload)
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of shard", tx, "an optax optimizer")
+    if "parameters" in zero.offloaded:
+        raise ValueError(
+            f"offload of shard is {offload!r}, and an optimizer cannot bring parameters to where the loss reads "
+            "them: give 'optimizer', or name sx.zero.Zero(offload=...) in transforms="
+        )
+
+    def left(state):
+        return _at(state, HOST) if offload else state
 
     def init(trained):
         state = tx.init(trained)
         mixed = mixed_by(tx.update, state, trained, trained)
-        return _annotated(state, _Rests(zero, trained, params, mixed).split)
+        rests = _Rests(zero, trained, params, mixed)
+        return left(_annotated(state, rests.split))
 
     def update(grads, state, trained=None, **extra):
         check_axes({Name("state", "state"): state}, zero.axes, "shard")
         _check_not_padded({"grads": grads, "params": trained})
+        state = _at(state, DEVICE) if offload else state
 
         def run(grads, state, trained):
             mixed = mixed_by(partial(tx.update, **extra), unpad(state), grads, trained)
@@ -65,12 +87,18 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
             grads = _annotated(grads, rests.split)
             trained = None if trained is None else _annotated(trained, rests.parameter)
             updates, new = tx.update(grads, unpad(state), trained, **extra)
-            return _annotated(updates, rests.parameter), _annotated(padded_as(new, state), rests.split)
+            new = _annotated(padded_as(new, state), rests.split)
+            return _annotated(updates, rests.parameter), left(new)
 
         return (around_buckets(run) if has_buckets(state) else run)(grads, state, trained)
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
     return kind(init, update)
+
+
+def _at(state: Any, memory: Any) -> Any:
+    """The state with its arrays in a memory. Single numbers are always on the device."""
+    return jax.tree.map(lambda x: jax.device_put(x, memory) if jax.numpy.ndim(x) else x, state)
 
 
 def _check_not_padded(trees: dict[str, Any]) -> None:
@@ -92,6 +120,8 @@ class _Rests:
         self._padded: dict[tuple[int, ...], PartitionSpec | None] = {}
         if self._mesh is not None:
             check_mesh(zero.axes, self._mesh, "shard")
+            if zero.offload:
+                require_memory(self._mesh, f"offload of shard is {zero.offload!r}")
             for x, spec in zip(
                 jax.tree.leaves(params), broadcast_specs(specs, params, "params"), strict=True
             ):
