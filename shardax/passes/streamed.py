@@ -26,7 +26,7 @@ from shardax import _jax
 from shardax.annotations.explicit import memory_of
 from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
-from shardax.passes.segments import Segment, Shape, in_order, is_fill, is_made, segments
+from shardax.passes.segments import Segment, Shape, in_order, is_elementwise, is_fill, is_made, segments
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 BLOCK = (
@@ -43,7 +43,7 @@ def streamed(jaxpr):
     """The same jaxpr, closed or open, and its bodies, such updates in blocks."""
     opened = _jax.closed(jaxpr).jaxpr
     eqns = [_jax.with_bodies(eqn, streamed) for eqn in opened.eqns]
-    if not any(map(_brings, eqns)):
+    if not any(_is_at_host(v) for eqn in eqns for v in eqn.invars):
         return _jax.replaced_eqns(jaxpr, eqns)
     eqns, results = _without_noops(eqns, opened.outvars)
     updates = _updates(eqns, results)
@@ -66,19 +66,15 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [v for v in atoms if not _jax.is_literal(v)]
 
 
-def _moves(eqn, to: Any) -> bool:
-    """Whether an equation copies one array to a memory, from the other."""
+def _is_at_host(atom) -> bool:
+    return not _jax.is_literal(atom) and memory_of(atom.aval) is HOST
+
+
+def _moves(eqn) -> bool:
+    """Whether an equation copies one array to another memory."""
     if eqn.primitive.name != "device_put" or len(eqn.invars) != 1 or _jax.is_literal(eqn.invars[0]):
         return False
-    return memory_of(eqn.invars[0].aval) is not to is memory_of(eqn.outvars[0].aval)
-
-
-def _brings(eqn) -> bool:
-    return _moves(eqn, DEVICE)
-
-
-def _sends(eqn) -> bool:
-    return _moves(eqn, HOST)
+    return memory_of(eqn.invars[0].aval) is not memory_of(eqn.outvars[0].aval)
 
 
 def _nbytes(v) -> int:
@@ -124,9 +120,10 @@ class _Order:
 class _Update:
     """A segment with what makes its operands and what sends its results.
 
-    makers: of variables that only it reads the equations that bring them, or cut them out of another array.
-    sent: by results at the host what they are copies of.
-    kept: what else reads on the device.
+    makers: of variables that only it reads the equations that copy them from the other memory, or cut them out
+      of another array.
+    sent: by copies of results in the other memory what they are copies of.
+    kept: results that something else reads.
     """
 
     segment: Segment
@@ -143,29 +140,38 @@ class _Update:
         read = ([v] if v not in self.makers else self.makers[v].invars for v in self.segment.reads())
         return list(dict.fromkeys(v for atoms in read for v in _variables(atoms)))
 
+    def source(self, v) -> Any:
+        """What a variable that the segment reads is a copy of; or itself."""
+        eqn = self.makers.get(v)
+        return eqn.invars[0] if eqn is not None and _moves(eqn) else v
+
     @property
-    def brought(self) -> dict[Any, Any]:
-        """By the variables of arrays on the device those of arrays at the host."""
-        return {v: eqn.invars[0] for v, eqn in self.makers.items() if _brings(eqn)}
+    def hosted(self) -> list[Any]:
+        """The variables that it reads of arrays that are at the host."""
+        return [v for v in self.segment.reads() if v.aval.shape and _is_at_host(self.source(v))]
 
     @property
     def moved(self) -> int:
-        return sum(map(_nbytes, self.brought))
+        return sum(map(_nbytes, self.hosted)) if any(map(_is_at_host, self.made)) else 0
 
 
 def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
     """Those of what is brought from the host and goes back, but for the smallest."""
-    brought = {eqn.outvars[0] for eqn in eqns if _brings(eqn)}
+    roots = {eqn.outvars[0] for eqn in eqns if _moves(eqn) and _is_at_host(eqn.invars[0])}
+    elementwise = {eqn.outvars[0] for eqn in eqns if is_elementwise(eqn)}
+    roots |= {
+        v for eqn in eqns for v in eqn.invars if _is_at_host(v) and v.aval.shape and v not in elementwise
+    }
     readers: dict[Any, set[int]] = defaultdict(set)
     for eqn in eqns:
         for v in _variables(eqn.invars):
             readers[v].add(id(eqn))
     for v in _variables(results):
         readers[v].add(0)
-    makers = {eqn.outvars[0]: eqn for eqn in eqns if _brings(eqn) or eqn.primitive is lax.dynamic_slice_p}
-    sends = [eqn for eqn in eqns if _sends(eqn)]
-    made = (_update(each, makers, sends, readers) for each in segments(eqns, brought, results))
-    found = [update for update in made if update.brought and update.sent]
+    makers = {eqn.outvars[0]: eqn for eqn in eqns if _moves(eqn) or eqn.primitive is lax.dynamic_slice_p}
+    sends = list(filter(_moves, eqns))
+    made = (_update(each, makers, sends, readers) for each in segments(eqns, roots, results))
+    found = [update for update in made if update.moved]
     left = sum(update.moved for update in found) / WHOLE
     small = set()
     for update in sorted(found, key=lambda update: update.moved):
@@ -290,7 +296,7 @@ def _blocks(update: _Update, most: int) -> _Blocks | None:
     cannot be cut.
     """
     shape = update.segment.shape
-    widths = [x.aval.dtype.itemsize for x in update.brought.values()]
+    widths = [v.aval.dtype.itemsize for v in update.hosted]
     ways = [_rows(shape, *cut, most // max(widths)) for cut in _cuts(shape, TILE // min(widths))]
     fits = [blocks for blocks in ways if blocks.elements * max(widths) <= most]
     by_size: Callable[[_Blocks], int] = lambda blocks: blocks.elements  # noqa: E731
@@ -353,25 +359,31 @@ class _Streaming:
         what is alive then with gaps.)
         """
         update, found = self.update, dict[Any, Any]()
-        old = sorted(update.brought, key=lambda v: order.old(update.brought[v]))
-        own = (v for v in update.segment.reads() if v in free and order.is_argument(v))
-        old += sorted(own, key=order.old)
+
+        def is_place(v) -> bool:
+            return (
+                _is_at_host(update.source(v))
+                or update.source(v) in free
+                and order.is_argument(update.source(v))
+            )
+
+        old = sorted(filter(is_place, update.segment.reads()), key=lambda v: order.old(update.source(v)))
         for new in sorted(update.made, key=order.new):
-            alike = (v for v in old if v not in found.values() and _alike(update, v, new))
+            alike = (v for v in old if v not in found.values() and _alike(update.source(v).aval, new.aval))
             found[new] = next(alike, None)
         return [found[new] for new in update.made]
 
     def values(self, env: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Of what the segment reads, that at the host where it is; what is cut out of an array is so late."""
+        """Of what the segment reads, where it is; what is cut out of an array is so late."""
         update, values = self.update, dict[Any, Any]()
         late = _nothing_of(env[v] for v in update.segment.reads() if v not in update.makers)
         for v in update.segment.reads():
             eqn = update.makers.get(v)
-            if eqn is not None and not _brings(eqn):
+            if eqn is not None and not _moves(eqn):
                 x, *starts = (a.val if _jax.is_literal(a) else env[a] for a in eqn.invars)
                 values[v] = bound(eqn, [x, *(start + late.astype(start.dtype) for start in starts)])[0]
             else:
-                values[v] = env[update.brought.get(v, v)]
+                values[v] = env[update.source(v)]
         return {v: x.reshape(self.blocks.view) if x.shape else x for v, x in values.items()}
 
     def begun(self, values: Mapping[Any, Any], places: Sequence[Any]) -> list[Any]:
@@ -381,7 +393,7 @@ class _Streaming:
     def step(self, values: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: _Block):
         """The results with one more block, of the values that the segment reads."""
         now = {**values, **dict(zip(places, done, strict=True))}
-        env = {v: _put(block.read(now[v]), DEVICE) if now[v].shape else now[v] for v in values}
+        env = {v: _put(block.read(x) if x.shape else x, memory_of(v.aval)) for v in values for x in [now[v]]}
         for eqn in self.update.segment.eqns:
             env[eqn.outvars[0]] = _of_block(eqn, env, block)
         sent = self.update.sent
@@ -397,9 +409,8 @@ def _nothing_of(arrays: Iterable[Any]) -> Any:
     return jnp.int32(0)
 
 
-def _alike(update: _Update, old, new) -> bool:
-    same = (old.aval.shape, old.aval.dtype) == (new.aval.shape, new.aval.dtype)
-    return same and (old in update.brought) == (new in update.sent)
+def _alike(x, y) -> bool:
+    return (x.shape, x.dtype, memory_of(x)) == (y.shape, y.dtype, memory_of(y))
 
 
 def _of_block(eqn, values: Mapping[Any, Any], block: _Block) -> Any:
