@@ -376,15 +376,17 @@ class _Streaming:
     def values(self, env: Mapping[Any, Any]) -> dict[Any, Any]:
         """Of what the segment reads, where it is; what is cut out of an array is so late."""
         update, values = self.update, dict[Any, Any]()
-        late = _nothing_of(env[v] for v in update.segment.reads() if v not in update.makers)
         for v in update.segment.reads():
             eqn = update.makers.get(v)
-            if eqn is not None and not _moves(eqn):
-                x, *starts = (a.val if _jax.is_literal(a) else env[a] for a in eqn.invars)
-                values[v] = bound(eqn, [x, *(start + late.astype(start.dtype) for start in starts)])[0]
-            else:
-                values[v] = env[update.source(v)]
+            is_cut = eqn is not None and not _moves(eqn)
+            values[v] = self._cut_late(eqn, env) if is_cut else env[update.source(v)]
         return {v: x.reshape(self.blocks.view) if x.shape else x for v, x in values.items()}
+
+    def _cut_late(self, eqn, env: Mapping[Any, Any]) -> Any:
+        late = _nothing_of(env[v] for v in self.update.segment.reads() if v not in self.update.makers)
+        x, *starts = (a.val if _jax.is_literal(a) else env[a] for a in eqn.invars)
+        (part,) = bound(eqn, [x, *(start + late.astype(start.dtype) for start in starts)])
+        return part
 
     def begun(self, values: Mapping[Any, Any], places: Sequence[Any]) -> list[Any]:
         pairs = zip(self.update.made, places, strict=True)
