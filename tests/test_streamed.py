@@ -9,8 +9,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from models.devices import make_mesh
 from shardax import _jax
+from shardax.passes.blocks import tiled_dims
 from shardax.passes.segments import in_order, segments, topological_order
-from shardax.passes.streamed import streamed, tiled_dims
+from shardax.passes.streamed import streamed
 from shardax.zero.offload import at_host
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host

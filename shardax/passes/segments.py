@@ -25,8 +25,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Equations, in program order, on arrays of one shape and on scalars. Segments of one `depth` do not depend
-    on each other.
+    """Equations, in program order, on arrays of one shape and on scalars. Segments of one `depth` do not
+    depend on each other.
     """
 
     shape: Shape

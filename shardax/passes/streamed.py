@@ -10,10 +10,9 @@ before the first layer), and cannot bring what is inside of a loop before that b
 loop: what is sent of one overlaps with what is brought of the other.
 """
 
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +25,8 @@ from shardax import _jax
 from shardax.annotations.explicit import memory_of
 from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
-from shardax.passes.segments import Segment, Shape, in_order, is_elementwise, is_fill, is_made, segments
+from shardax.passes.blocks import Block, Blocks, blocks, put
+from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 BLOCK = (
@@ -120,8 +120,8 @@ class _Order:
 class _Update:
     """A segment with what makes its operands and what sends its results.
 
-    makers: of variables that only it reads the equations that copy them from the other memory, or cut them out
-      of another array.
+    makers: of variables that only it reads the equations that copy them from the other memory, or cut them
+      out of another array.
     sent: by copies of results in the other memory what they are copies of.
     kept: results that something else reads.
     """
@@ -149,6 +149,10 @@ class _Update:
     def hosted(self) -> list[Any]:
         """The variables that it reads of arrays that are at the host."""
         return [v for v in self.segment.reads() if v.aval.shape and _is_at_host(self.source(v))]
+
+    def blocks(self, most: int) -> Blocks | None:
+        """Of at most so many bytes in each array, if there are such."""
+        return blocks(self.segment.shape, [v.aval.dtype.itemsize for v in self.hosted], most)
 
     @property
     def moved(self) -> int:
@@ -198,8 +202,8 @@ def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
     most = sum(update.moved for update in updates) // BLOCK
     by_depth: dict[int, list[_Streaming]] = defaultdict(list)
     for update in updates:
-        if (blocks := _blocks(update, most)) is not None:
-            by_depth[update.segment.depth].append(_Streaming(update, blocks))
+        if (cut := update.blocks(most)) is not None:
+            by_depth[update.segment.depth].append(_Streaming(update, cut))
     found = []
     for each in by_depth.values():
         each.sort(key=lambda one: one.blocks.count)
@@ -207,151 +211,12 @@ def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
     return found
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Blocks of an array of some shape, each of `size` rows of its dims from `first` to before `end` as one: so
-    many, one after the other, and where rows are left one more, which ends with them.
-
-    What XLA copies of an array at the host is cut along one dim, which is not the last, and is whole tiles.
-    """
-
-    shape: Shape
-    first: int
-    end: int
-    size: int
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape[self.first : self.end])
-
-    @property
-    def view(self) -> Shape:
-        return *self.shape[: self.first], self.rows, *self.shape[self.end :]
-
-    @property
-    def count(self) -> int:
-        return self.rows // self.size
-
-    @property
-    def has_last(self) -> bool:
-        return self.rows % self.size > 0
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape) // self.rows * self.size
-
-    def number(self, n) -> "_Block":
-        return _Block(self, n * self.size)
-
-    def last(self, _) -> "_Block":
-        return _Block(self, self.rows - self.size, self.count * self.size)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """One of the blocks, from row `start` on; rows before `done` are done."""
-
-    of: _Blocks
-    start: Any
-    done: int = 0
-
-    @property
-    def sizes(self) -> Shape:
-        return *self.of.shape[: self.of.first], self.of.size, *self.of.shape[self.of.end :]
-
-    @property
-    def _starts(self) -> list[Any]:
-        return [self.start if dim == self.of.first else 0 for dim in range(len(self.sizes))]
-
-    @property
-    def _rows(self) -> Any:
-        """Of each element the row in which it lies."""
-        return self.start + lax.broadcasted_iota("int32", self.sizes, self.of.first)
-
-    def read(self, x) -> Any:
-        return lax.dynamic_slice(x, self._starts, self.sizes, allow_negative_indices=False)
-
-    def write(self, whole, x) -> Any:
-        """The whole, in whatever memory, with the block `x`, but for the rows that are done."""
-        if self.done:
-            x = lax.select(self._rows < self.done, _put(self.read(whole), DEVICE), x)
-        x = _put(x, memory_of(jax.typeof(whole)))
-        return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
-
-    def places(self, dim: int, dtype) -> Any:
-        """Of each element where it lies along a dim of the array."""
-        first, end, shape = self.of.first, self.of.end, self.of.shape
-        if not first <= dim < end:
-            return lax.broadcasted_iota(dtype, self.sizes, dim if dim < first else dim - end + first + 1)
-        place = lax.rem(lax.div(self._rows, math.prod(shape[dim + 1 : end])), shape[dim])
-        return lax.convert_element_type(place, dtype)
-
-
-def _put(x, to: Any) -> Any:
-    return x if memory_of(jax.typeof(x)) is to else jax.device_put(x, to)
-
-
-def _blocks(update: _Update, most: int) -> _Blocks | None:
-    """The largest ones of at most so many bytes in each array, or else the smallest there are; None where it
-    cannot be cut.
-    """
-    shape = update.segment.shape
-    widths = [v.aval.dtype.itemsize for v in update.hosted]
-    ways = [_rows(shape, *cut, most // max(widths)) for cut in _cuts(shape, TILE // min(widths))]
-    fits = [blocks for blocks in ways if blocks.elements * max(widths) <= most]
-    by_size: Callable[[_Blocks], int] = lambda blocks: blocks.elements  # noqa: E731
-    return max(fits, key=by_size) if fits else min(ways, key=by_size, default=None)
-
-
-def _cuts(shape: Shape, tile: int) -> Iterator[tuple[int, int, int]]:
-    """From which dim to before which an array may be cut, as one, and into multiples of how many rows. Dims
-    are one where they are in order, and there are whole tiles of rows of the last but one.
-    """
-    rank, (rows, lanes) = len(shape), tiled_dims(shape)
-    in_order = (rows, lanes) == (rank - 2, rank - 1)
-    for dim in range(rank):
-        first = 0 if in_order and (dim != rows or shape[rows] % tile == 0) else dim
-        unit = tile if dim == rows else 1
-        if dim != lanes and math.prod(shape[first : dim + 1]) > unit:
-            yield first, dim + 1, unit
-
-
-def tiled_dims(shape: Shape) -> tuple[int, int]:
-    """The dims of whose rows and columns TPUs make tiles, 8 by 128: those for which an array takes the least
-    memory, which may not be the last ones; among equals the last. An array of one dim has no rows.
-
-    >>> tiled_dims((24, 2048, 8192)), tiled_dims((50257, 96)), tiled_dims((512,))
-    ((1, 2), (1, 0), (-1, 0))
-    """
-
-    def padded(rows: int, lanes: int) -> int:
-        height = next(n for n in (1, 2, 4, 8) if n == 8 or shape[rows] <= n)
-        return -(-shape[rows] // height) * height * -(-shape[lanes] // 128) * 128
-
-    def preference(pair: tuple[int, int]):
-        rows, lanes = pair
-        return padded(rows, lanes) / (shape[rows] * shape[lanes]), -lanes, -rows
-
-    pairs = itertools.permutations(range(len(shape)), 2)
-    return min(pairs, key=preference, default=(-1, len(shape) - 1))
-
-
-def _rows(shape: Shape, first: int, end: int, unit: int, most: int) -> _Blocks:
-    """Blocks of at most so many elements, if there are such: of so many units that they divide all, where they
-    are not much smaller then.
-    """
-    rows = math.prod(shape[first:end])
-    fit = min(most * rows // math.prod(shape) // unit, rows // 2 // unit)
-    whole = (n for n in range(fit, fit // 2, -1) if rows % (n * unit) == 0)
-    return _Blocks(shape, first, end, max(next(whole, fit), 1) * unit)
-
-
 @dataclass(frozen=True, eq=False)
 class _Streaming:
     """An update in blocks, as functions of what it reads; its results so far are in the order of `made`."""
 
     update: _Update
-    blocks: _Blocks
+    blocks: Blocks
 
     def places(self, free: Collection[Any], order: _Order) -> list[Any]:
         """What each result takes the place of, None for nothing: an array at the host of one that it brings,
@@ -392,10 +257,10 @@ class _Streaming:
         pairs = zip(self.update.made, places, strict=True)
         return [jnp.zeros(self.blocks.view, v.aval.dtype) if old is None else values[old] for v, old in pairs]
 
-    def step(self, values: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: _Block):
+    def step(self, values: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: Block):
         """The results with one more block, of the values that the segment reads."""
         now = {**values, **dict(zip(places, done, strict=True))}
-        env = {v: _put(block.read(x) if x.shape else x, memory_of(v.aval)) for v in values for x in [now[v]]}
+        env = {v: put(block.read(x) if x.shape else x, memory_of(v.aval)) for v in values for x in [now[v]]}
         for eqn in self.update.segment.eqns:
             env[eqn.outvars[0]] = _of_block(eqn, env, block)
         sent = self.update.sent
@@ -403,7 +268,7 @@ class _Streaming:
 
 
 def _nothing_of(arrays: Iterable[Any]) -> Any:
-    """A 0 that is computed of the first array of floats, which XLA does not see: what it is added to waits."""
+    """A 0 that XLA does not see, made of the first array of floats: what it is added to waits for that."""
     for x in arrays:
         if x.shape and jnp.issubdtype(x.dtype, jnp.floating):
             first = lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(())
@@ -415,7 +280,7 @@ def _alike(x, y) -> bool:
     return (x.shape, x.dtype, memory_of(x)) == (y.shape, y.dtype, memory_of(y))
 
 
-def _of_block(eqn, values: Mapping[Any, Any], block: _Block) -> Any:
+def _of_block(eqn, values: Mapping[Any, Any], block: Block) -> Any:
     """What an equation makes of a block."""
     if is_made(eqn) and not is_fill(eqn):
         return block.places(eqn.params["dimension"], eqn.params["dtype"])
@@ -454,7 +319,7 @@ class _Together:
             steps = [partial(each.step, own, places=place) for each, own, place in triples]
             state = self._run(steps, [each.begun(own, place) for each, own, place in triples])
             made = zip(self.made, (x for done in state for x in done), strict=True)
-            return [_put(x.reshape(v.aval.shape), memory_of(v.aval)) for v, x in made]
+            return [put(x.reshape(v.aval.shape), memory_of(v.aval)) for v, x in made]
 
         like = self.streams[-1].update.segment.eqns[-1]
         like = like.replace(source_info=like.source_info.replace(name_stack=_jax.EMPTY_NAME_STACK))

@@ -1,13 +1,13 @@
 """Offload: state that rests in the host's memory, brought to the device where a step reads it.
 
-    an update, elementwise in the state    array by array, which `passes/streamed.py` then brings block by block,
-                                           and each goes back as soon as it is made
+    an update, elementwise in the state    array by array; `passes/streamed.py` brings each block by block,
+                                           and sends back what is made of it
     a loop over layers                     each iteration brings its own layer
     a branch                               what it reads itself
     anything else                          brought whole, just before
 
-What rests padded is brought, and goes back, with its tail of zeros: where a loop over layers brings it, row by
-row, and each row is cut to its true shape.
+What rests padded is brought, and goes back, with its tail of zeros: where a loop over layers brings it, row
+by row, and each row is cut to its true shape.
 
 A value is in one of two memories, `jax.memory.Space.Device` and `.Host`, which its type says.
 """
@@ -125,8 +125,8 @@ class _Run:
         return self.device[atom] if atom in self.device else _put(self.host[atom], DEVICE)
 
     def as_it_rests(self, v) -> Any:
-        """The value, of which each device brings what the host has of its own, whatever is wanted of it then: no
-        collective runs in the host's memory.
+        """The value, of which each device brings what the host has of its own, whatever is wanted of it then:
+        no collective runs in the host's memory.
         """
         x, eqn = self.host[v], self.rest[v]
         value = _put(x.value if isinstance(x, Tailed) else x, DEVICE)

@@ -54,8 +54,8 @@ def padded_shape(
     """The shape with one dim made longer, so that `axes` divide it: of the dims that nothing splits the one
     for which the fewest numbers are added. The first of three and more, over which layers may be stacked,
     counts as if it took an eighth of the array more, and those in `mixed` as if they took half of it, also
-    where it needs no padding: what a loop goes over is gathered whole, where it is split. None where another dim
-    needs none, or where no device would have less than all.
+    where it needs no padding: what a loop goes over is gathered whole, where it is split. None where another
+    dim needs none, or where no device would have less than all.
 
     >>> padded_shape(Sharding(((), ())), (13, 7), ("data",), {"data": 4})
     (13, 8)

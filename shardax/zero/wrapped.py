@@ -61,8 +61,8 @@ def shard(
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of shard", tx, "an optax optimizer")
     if "parameters" in zero.offloaded:
         raise ValueError(
-            f"offload of shard is {offload!r}, and an optimizer cannot bring parameters to where the loss reads "
-            "them: give 'optimizer', or name sx.zero.Zero(offload=...) in transforms="
+            f"offload of shard is {offload!r}, and an optimizer cannot bring parameters to where the loss "
+            "reads them: give 'optimizer', or name sx.zero.Zero(offload=...) in transforms="
         )
 
     def left(state):

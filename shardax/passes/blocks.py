@@ -1,0 +1,167 @@
+"""Blocks: how an array at the host is cut, so that XLA can copy its parts.
+
+It copies no part that is cut along two dims, none that is cut along the columns of its tiles, and writes none
+that is not of whole tiles. Which dims these are depends on the shape: TPUs tile those two of which an array
+takes the least memory.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from shardax.annotations.explicit import memory_of
+
+DEVICE = jax.memory.Space.Device
+TILE = 32  # bytes of a column of a tile
+Shape = tuple[int, ...]
+
+
+def blocks(shape: Shape, widths: list[int], most: int) -> "Blocks | None":
+    """The largest ones of at most so many bytes in each array, or else the smallest there are; None where it
+    cannot be cut. `widths`: the bytes of an element in each.
+
+    >>> blocks((24, 256, 8192), [4, 4], 2**20).sizes, blocks((4096,), [4], 2**10)
+    ((32, 8192), None)
+    """
+    ways = [_rows(shape, *cut, most // max(widths)) for cut in _cuts(shape, TILE // min(widths))]
+    fits = [way for way in ways if way.elements * max(widths) <= most]
+    return max(fits, key=_elements) if fits else min(ways, key=_elements, default=None)
+
+
+def _elements(of: "Blocks") -> int:
+    return of.elements
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of an array of some shape, each of `size` rows of its dims from `first` to before `end` as one:
+    so many, one after the other, and where rows are left one more, which ends with them.
+    """
+
+    shape: Shape
+    first: int
+    end: int
+    size: int
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[self.first : self.end])
+
+    @property
+    def view(self) -> Shape:
+        return *self.shape[: self.first], self.rows, *self.shape[self.end :]
+
+    @property
+    def sizes(self) -> Shape:
+        return *self.shape[: self.first], self.size, *self.shape[self.end :]
+
+    @property
+    def count(self) -> int:
+        return self.rows // self.size
+
+    @property
+    def has_last(self) -> bool:
+        return self.rows % self.size > 0
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) // self.rows * self.size
+
+    def number(self, n) -> "Block":
+        return Block(self, n * self.size)
+
+    def last(self, _) -> "Block":
+        return Block(self, self.rows - self.size, self.count * self.size)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of the blocks, from row `start` on; rows before `done` are done."""
+
+    of: Blocks
+    start: Any
+    done: int = 0
+
+    @property
+    def sizes(self) -> Shape:
+        return self.of.sizes
+
+    @property
+    def _starts(self) -> list[Any]:
+        return [self.start if dim == self.of.first else 0 for dim in range(len(self.sizes))]
+
+    @property
+    def _rows(self) -> Any:
+        """Of each element the row in which it lies."""
+        return self.start + lax.broadcasted_iota("int32", self.sizes, self.of.first)
+
+    def read(self, x) -> Any:
+        return lax.dynamic_slice(x, self._starts, self.sizes, allow_negative_indices=False)
+
+    def write(self, whole, x) -> Any:
+        """The whole, in whatever memory, with the block `x`, but for the rows that are done."""
+        if self.done:
+            x = lax.select(self._rows < self.done, put(self.read(whole), DEVICE), x)
+        x = put(x, memory_of(jax.typeof(whole)))
+        return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
+
+    def places(self, dim: int, dtype) -> Any:
+        """Of each element where it lies along a dim of the array."""
+        first, end, shape = self.of.first, self.of.end, self.of.shape
+        if not first <= dim < end:
+            return lax.broadcasted_iota(dtype, self.sizes, dim if dim < first else dim - end + first + 1)
+        place = lax.rem(lax.div(self._rows, math.prod(shape[dim + 1 : end])), shape[dim])
+        return lax.convert_element_type(place, dtype)
+
+
+def put(x, to: Any) -> Any:
+    """The value in that memory."""
+    return x if memory_of(jax.typeof(x)) is to else jax.device_put(x, to)
+
+
+def _cuts(shape: Shape, tile: int) -> Iterator[tuple[int, int, int]]:
+    """From which dim to before which an array may be cut, as one, and into multiples of how many rows. Dims
+    are one where they are in order, and there are whole tiles of rows of the last but one.
+    """
+    rank, (rows, lanes) = len(shape), tiled_dims(shape)
+    in_order = (rows, lanes) == (rank - 2, rank - 1)
+    for dim in range(rank):
+        first = 0 if in_order and (dim != rows or shape[rows] % tile == 0) else dim
+        unit = tile if dim == rows else 1
+        if dim != lanes and math.prod(shape[first : dim + 1]) > unit:
+            yield first, dim + 1, unit
+
+
+def tiled_dims(shape: Shape) -> tuple[int, int]:
+    """The dims of whose rows and columns TPUs make tiles, 8 by 128: those for which an array takes the least
+    memory, which may not be the last ones; among equals the last. An array of one dim has no rows.
+
+    >>> tiled_dims((24, 2048, 8192)), tiled_dims((50257, 96)), tiled_dims((512,))
+    ((1, 2), (1, 0), (-1, 0))
+    """
+
+    def padded(rows: int, lanes: int) -> int:
+        height = next(n for n in (1, 2, 4, 8) if n == 8 or shape[rows] <= n)
+        return -(-shape[rows] // height) * height * -(-shape[lanes] // 128) * 128
+
+    def preference(pair: tuple[int, int]):
+        rows, lanes = pair
+        return padded(rows, lanes) / (shape[rows] * shape[lanes]), -lanes, -rows
+
+    pairs = itertools.permutations(range(len(shape)), 2)
+    return min(pairs, key=preference, default=(-1, len(shape) - 1))
+
+
+def _rows(shape: Shape, first: int, end: int, unit: int, most: int) -> Blocks:
+    """Blocks of at most so many elements, if there are such: of so many units that they divide all, where
+    they are not much smaller then.
+    """
+    rows = math.prod(shape[first:end])
+    fit = min(most * rows // math.prod(shape) // unit, rows // 2 // unit)
+    whole = (n for n in range(fit, fit // 2, -1) if rows % (n * unit) == 0)
+    return Blocks(shape, first, end, max(next(whole, fit), 1) * unit)
