@@ -106,7 +106,7 @@ class Block:
     def write(self, whole, x) -> Any:
         """The whole, in whatever memory, with the block `x`, but for the rows that are done."""
         if self.done:
-            x = lax.select(self._rows < self.done, put(self.read(whole), DEVICE), x)
+            x = lax.select(self._rows < self.done, put(self.read(whole), DEVICE), put(x, DEVICE))
         x = put(x, memory_of(jax.typeof(whole)))
         return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
@@ -107,6 +108,7 @@ class _Run:
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
         self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left])
+        self.resting = _resting(jaxpr.eqns, self.wanted)
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
         self.readers = _readers(jaxpr.eqns, kept, self.wanted)
         found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
@@ -122,7 +124,10 @@ class _Run:
         """The value, brought anew each time that it is read."""
         if _jax.is_literal(atom):
             return atom.val
-        return self.device[atom] if atom in self.device else _put(self.host[atom], DEVICE)
+        if atom in self.device:
+            return self.device[atom]
+        rests = atom in self.rest and isinstance(self.host[atom], Tailed)
+        return self.as_it_rests(atom) if rests else _put(self.host[atom], DEVICE)
 
     def as_it_rests(self, v) -> Any:
         """The value, of which each device brings what the host has of its own, whatever is wanted of it then:
@@ -148,8 +153,15 @@ class _Run:
         if _jax.is_literal(atom):
             return jax.device_put(atom.val, HOST)
         if atom not in self.host or isinstance(self.host[atom], Tailed):
-            self.host[atom] = jax.device_put(self.on_device(atom), HOST)
+            self.host[atom] = self._sent(atom, self.on_device(atom))
         return self.host[atom]
+
+    def _sent(self, v, x) -> Any:
+        """The value at the host, as it is to rest there."""
+        eqn = self.resting.get(v)
+        if eqn is not None and memory_of(jax.typeof(x)) is DEVICE:
+            x = bind_annotation(x, eqn.params["dims"], eqn.params["source"], "inside")
+        return _put(x, HOST)
 
     def _aliases(self, eqns: Sequence[Any]) -> set[Any]:
         """The variables that are what the host has, annotated or not."""
@@ -197,20 +209,23 @@ class _Run:
     def _run_segment(self, segment: Segment) -> None:
         """Each array that it reads is brought once, or computed with where it is."""
         memory, inner = HOST if self.how.on_host else DEVICE, {id(eqn) for eqn in segment.eqns}
-        values = {v: self._value(v, memory) for v in segment.reads()}
+        read = [self._value(v) for v in segment.reads()]
+        read = (
+            lax.optimization_barrier(read) if self.how.on_host else read
+        )  # what the host reads is of one layout
+        values = {v: _put(x, memory) for v, x in zip(segment.reads(), read, strict=True)}
         for eqn in segment.eqns:
             args = [v.val if _jax.is_literal(v) else values[v] for v in eqn.invars]
             (values[eqn.outvars[0]],) = bound(_jax.on_host(eqn) if self.how.on_host else eqn, args)
         for v in segment.made:
             if v in self.wanted:
-                self.host[v] = _put(values[v], HOST)
+                self.host[v] = self._sent(v, values[v])
             if self.readers[v] - inner:
                 self.device[v] = _put(values[v], DEVICE)
 
-    def _value(self, v, memory: Any) -> Any:
-        if memory is DEVICE:
-            return self.on_device(v)
-        return _put(self.device[v] if v in self.device else self.host[v], memory)
+    def _value(self, v) -> Any:
+        at_host = v not in self.device and self.how.on_host and not isinstance(self.host[v], Tailed)
+        return self.host[v] if at_host else self.on_device(v)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -224,6 +239,17 @@ def _wanted(eqns: Sequence[Any], left: Sequence[Any]) -> set[Any]:
         if eqn.primitive is annotate_p and eqn.outvars[0] in wanted:
             wanted.update(_variables(eqn.invars))
     return wanted
+
+
+def _resting(eqns: Sequence[Any], wanted: Collection[Any]) -> dict[Any, Any]:
+    """By the variables that the host is to have the annotations of what they are then, where it is split."""
+    found: dict[Any, Any] = {}
+    for eqn in reversed(eqns):
+        if eqn.primitive is annotate_p and eqn.outvars[0] in wanted:
+            (v,), (out,) = eqn.invars, eqn.outvars
+            last = found.get(out, eqn if any(eqn.params["dims"]) else None)
+            found |= {} if last is None or _jax.is_literal(v) else {v: last}
+    return found
 
 
 def _same_rows(a, b) -> bool:
