@@ -12,6 +12,9 @@ import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+import jax
+
+from shardax.annotations.explicit import memory_of
 from shardax.completion.complete import Completion
 from shardax.graph.graph import Graph, Node, Value
 from shardax.sharding import Axes, Padding
@@ -28,10 +31,13 @@ class Paddings:
         return self.parts.get(value, self.common)
 
     def of_node(self, node: Node) -> Padding:
-        """That of the arrays that a node reads and makes: they are of one part."""
+        """That of the arrays that a node reads and makes: they are of one part, but for what it copies
+        from one memory to the other, which is as at the host then.
+        """
         if not self.parts:
             return self.common
-        return next((self.parts[v] for v in arrays_of(node) if v in self.parts), self.common)
+        arrays = sorted(arrays_of(node), key=_is_at_host, reverse=node.name == "device_put")
+        return next((self.parts[v] for v in arrays if v in self.parts), self.common)
 
 
 def paddings_of(graph: Graph, completion: Completion) -> Paddings:
@@ -40,7 +46,7 @@ def paddings_of(graph: Graph, completion: Completion) -> Paddings:
     if all(common.padded(n, axes) == n for n, axes in splits):
         return Paddings(common)  # nothing is padded in any part
     found: dict[Value, Padding] = {}
-    for part in _parts(graph):
+    for part in _parts(graph, hosted_apart=True):  # nothing is padded in the host's memory
         some = frozenset(split for v in part for split in _splits(v, completion))
         found.update(dict.fromkeys(part, Padding(completion.sizes, some)))
     return Paddings(common, found)
@@ -76,9 +82,10 @@ def _runs(group: Axes, used: Set[Axes]) -> list[Axes]:
     return runs
 
 
-def _parts(graph: Graph) -> list[list[Value]]:
+def _parts(graph: Graph, hosted_apart: bool = False) -> list[list[Value]]:
     """The arrays of a program and of its bodies, those together that operations join. Numbers have no dims,
-    and join nothing."""
+    and join nothing. Arrays at the host may be apart from those on the device.
+    """
     root: dict[Value, Value] = {}
 
     def root_of(v: Value) -> Value:
@@ -87,9 +94,9 @@ def _parts(graph: Graph) -> list[list[Value]]:
         return v
 
     for node in graph.walk():
-        arrays = arrays_of(node)
-        for v in arrays:
-            root[root_of(v)] = root_of(arrays[0])
+        for arrays in _joined(arrays_of(node), hosted_apart):
+            for v in arrays:
+                root[root_of(v)] = root_of(arrays[0])
     parts: dict[Value, list[Value]] = {}
     for v in root:
         parts.setdefault(root_of(v), []).append(v)
@@ -100,3 +107,14 @@ def arrays_of(node: Node) -> Sequence[Value]:
     """The arrays that a node reads and makes, and those through which they enter and leave its bodies."""
     inside = [v for body in node.bodies for v in (*body.inputs, *body.outputs)]
     return [v for v in (*node.inputs, *node.outputs, *inside) if v.shape and not v.is_literal]
+
+
+def _joined(arrays: Sequence[Value], hosted_apart: bool) -> list[list[Value]]:
+    """All of them, or those on the device and those at the host."""
+    if not hosted_apart:
+        return [list(arrays)]
+    return [[v for v in arrays if _is_at_host(v) is at_host] for at_host in (False, True)]
+
+
+def _is_at_host(value: Value) -> bool:
+    return memory_of(value.aval) is jax.memory.Space.Host
