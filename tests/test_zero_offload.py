@@ -167,6 +167,27 @@ def test_an_optimizer_that_offloads(stage):
     assert before.peak - after.peak >= 0.98 * moved
 
 
+def test_under_an_outer_jit():
+    """With donation, which the outer one sees to, as often as it is called; results are in the host's memory."""
+    mesh, tx, x_BM = make_mesh({"data": 4}), optax.adam(1e-2), np.ones((16, 8), "float32")
+    params = {name: np.full(s, 0.1, "float32") for name, s in {"up": (2, 8, 16), "down": (2, 16, 8)}.items()}
+
+    def trained(jit, offload):
+        how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+        step = jit(sx.shard_jit(stacked_step(tx), transforms=[Zero("data", offload=offload)], **how))
+        state, found = (params, jax.jit(tx.init)(params)), []
+        for _ in range(3):
+            state, loss = step(state, x_BM)
+            found.append(float(loss))
+        return state, found
+
+    outer = lambda step: jax.jit(step, donate_argnums=0)  # noqa: E731
+    (_, wanted), (state, found) = trained(lambda step: step, ()), trained(outer, "optimizer")
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state[1]) if x.ndim]
+    assert kinds == ["pinned_host"] * 4
+
+
 def test_the_host_computes_the_update():
     """In the program for XLA, all but what the device needs of it: products, not the roots that Adam takes."""
     mesh, tx = make_mesh({"data": 4}), optax.adamw(1e-2)

@@ -516,7 +516,7 @@ def _devices(x) -> Collection[Any]:
 
 
 def _is_deleted(x) -> bool:
-    return hasattr(x, "is_deleted") and x.is_deleted()
+    return hasattr(x, "is_deleted") and _jax.is_concrete(x) and x.is_deleted()
 
 
 def _before(call, check):
