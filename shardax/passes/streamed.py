@@ -29,14 +29,8 @@ from shardax.passes.blocks import Block, Blocks, blocks, put
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
-BLOCK = (
-    1000  # parts of all that moves; two arrays, each with a moment or two, are there with a block in and out
-)
-WHOLE = 200  # part of all that moves, by which the smallest arrays are brought whole
-LANES, TILE = (
-    1024,
-    32,
-)  # elements of a block of a vector; bytes of a column of which other blocks are multiples
+BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
+WHOLE = 200  # of all that moves: so much of it, the smallest arrays, is brought whole
 
 
 def streamed(jaxpr):
@@ -224,17 +218,11 @@ class _Streaming:
         what is alive then with gaps.)
         """
         update, found = self.update, dict[Any, Any]()
-
-        def is_place(v) -> bool:
-            return (
-                _is_at_host(update.source(v))
-                or update.source(v) in free
-                and order.is_argument(update.source(v))
-            )
-
-        old = sorted(filter(is_place, update.segment.reads()), key=lambda v: order.old(update.source(v)))
+        source = {v: update.source(v) for v in update.segment.reads()}
+        own = [v for v, x in source.items() if _is_at_host(x) or x in free and order.is_argument(x)]
+        old = sorted(own, key=lambda v: order.old(source[v]))
         for new in sorted(update.made, key=order.new):
-            alike = (v for v in old if v not in found.values() and _alike(update.source(v).aval, new.aval))
+            alike = (v for v in old if v not in found.values() and _alike(source[v].aval, new.aval))
             found[new] = next(alike, None)
         return [found[new] for new in update.made]
 
