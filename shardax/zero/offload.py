@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
@@ -209,11 +208,7 @@ class _Run:
     def _run_segment(self, segment: Segment) -> None:
         """Each array that it reads is brought once, or computed with where it is."""
         memory, inner = HOST if self.how.on_host else DEVICE, {id(eqn) for eqn in segment.eqns}
-        read = [self._value(v) for v in segment.reads()]
-        read = (
-            lax.optimization_barrier(read) if self.how.on_host else read
-        )  # what the host reads is of one layout
-        values = {v: _put(x, memory) for v, x in zip(segment.reads(), read, strict=True)}
+        values = {v: _put(self._value(v), memory) for v in segment.reads()}
         for eqn in segment.eqns:
             args = [v.val if _jax.is_literal(v) else values[v] for v in eqn.invars]
             (values[eqn.outvars[0]],) = bound(_jax.on_host(eqn) if self.how.on_host else eqn, args)
