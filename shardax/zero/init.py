@@ -36,8 +36,8 @@ def init(
     """The state `(params, tx.init(params))` as it rests under `Zero(axis, stage)`. Each array of the
     optimizer's state, and in stage 3 of the parameters, is split: what the axis divides along no dim, or
     along the layers of a stack alone, is a `Padded`, or where there are several small ones in a tree like
-    that of the parameters, a part of a bucket: that tree is a `Bucketed`. Dims along which the optimizer's update
-    needs whole matrices are split only where no other can be, so that a `dealt` state is not sent.
+    that of the parameters, a part of a bucket: that tree is a `Bucketed`. Dims along which the optimizer's
+    update needs whole matrices are split only where no other can be, so that a `dealt` state is not sent.
 
     A step with `Zero(axis, stage)` in its transforms takes and returns it, and sees true shapes. No device
     ever holds more of the optimizer's state than its shards.
