@@ -1,0 +1,188 @@
+"""Stacks: matrices that an update computes with alike are one stack, of which each device can have some.
+
+    for each of 8 matrices  u = orthogonalized(m)      every device computes all 8, of gathered m
+    U = orthogonalized(stack of the m)                 each computes one: an all_to_all there, and one back
+
+An update of separate matrices has the same equations for each. Those are found by what they compute, from the
+gradients on, and run under `jax.vmap` as one. The search then splits the stack, where that costs less.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from shardax import _jax
+from shardax.annotations.explicit import shape_of
+from shardax.differentiated import is_differentiated
+from shardax.graph.evaluate import bound, evaluate
+from shardax.spmd_rules.registry import RULES
+from shardax.zero.alike import Alike, key
+from shardax.zero.branches import Members
+from shardax.zero.packs import Pack, Packs
+from shardax.zero.parted import parted
+
+MATRICES = 2  # FLOPs for each number that is read or made: products of matrices have more, of vectors fewer
+
+
+def stacked(jaxpr, state: Collection[int], kinds: Mapping[int, Hashable] | None = None):
+    """The program, of which equations that compute alike with matrices, each of another array, are one; the
+    program itself, where there are none.
+
+    Args:
+      jaxpr: a closed one.
+      state: the numbers of the arguments that are state. Only what depends on these or on gradients, and is
+        not differentiated, is part of an update.
+      kinds: of those arguments something that must be alike too, as how they rest.
+    """
+    if _jax.ordered_effects(jaxpr.jaxpr) or not any(map(_has_matrices, _update(jaxpr.jaxpr.eqns))):
+        return jaxpr
+    plain = _jax.dce(jax.make_jaxpr(lambda *a: evaluate(jaxpr, a))(*map(shape_of, jaxpr.in_avals)))
+    new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state})
+    return jaxpr if new is plain else new
+
+
+def _in_plain(closed, kinds: Mapping[int, Hashable]):
+    """The same of a program without calls, and in the bodies of what it computes alone."""
+    closed = _jax.replaced_eqns(closed, [part for eqn in closed.jaxpr.eqns for part in _parts(eqn)])
+    packs = _Stacks(closed, kinds)
+    eqns = [eqn if packs.is_packed(eqn) else _with_stacks_inside(eqn) for eqn in closed.jaxpr.eqns]
+    inside = _jax.replaced_eqns(closed, eqns)
+    packs = packs if inside is closed else _Stacks(inside, kinds)
+    return packs.program() if packs.found else inside
+
+
+def _with_stacks_inside(eqn):
+    """The update of a step in a loop, or of a branch, is in a body, of which all arrays count as state."""
+    if is_differentiated(eqn.source_info.name_stack) or not _has_matrices(eqn):
+        return eqn
+
+    def change(body):
+        closed = _jax.closed(body)
+        new = _in_plain(closed, dict.fromkeys(range(len(closed.in_avals))))
+        return body if new is closed else new if hasattr(body, "consts") else new.jaxpr
+
+    return _jax.with_bodies(eqn, change)
+
+
+def _parts(eqn) -> list[Any]:
+    is_of_update = not is_differentiated(eqn.source_info.name_stack) and _has_matrices(eqn)
+    return parted(eqn) if is_of_update else [eqn]
+
+
+def _update(eqns: Sequence[Any]) -> Iterator[Any]:
+    return (eqn for eqn in eqns if not is_differentiated(eqn.source_info.name_stack))
+
+
+def _has_matrices(eqn) -> bool:
+    """Whether an equation or one in its bodies that is of an update multiplies or factors matrices."""
+    entry = RULES.get(eqn.primitive.name)
+    if entry is not None and (flops := entry.flops_at(eqn)) is not None:
+        return flops > MATRICES * sum(v.aval.size for v in (*eqn.invars, *eqn.outvars))
+    bodies = jaxprs_in_params(eqn.params)
+    return any(_has_matrices(inner) for body in bodies for inner in _update(_jax.closed(body).jaxpr.eqns))
+
+
+class _Stacks(Packs):
+    """Members along the first dim of an array, and computed together under `jax.vmap`."""
+
+    def __init__(self, closed, kinds: Mapping[int, Hashable]):
+        super().__init__(closed)
+        self._alike = Alike(closed.jaxpr, kinds)
+        self.readers = defaultdict(list)
+        for eqn in self.eqns:
+            for v in dict.fromkeys(v for v in eqn.invars if not _jax.is_literal(v)):
+                self.readers[v].append(eqn)
+        for eqns in self._products():
+            self.pack(self._ordered(eqns))
+        for pack in self.found:  # grows
+            self._read_alike(pack)
+
+    def joined(self, pack: Pack, members: Sequence[Any]) -> Any:
+        rows = [
+            lax.expand_dims(jnp.asarray(x, v.aval.dtype), (0,))
+            for x, v in zip(members, pack.members, strict=True)
+        ]
+        return lax.concatenate(rows, 0)
+
+    def parts(self, pack: Pack, whole: Any) -> Sequence[Any]:
+        return [lax.squeeze(lax.slice_in_dim(whole, k, k + 1), (0,)) for k in range(len(pack.members))]
+
+    def made(self, pack: Pack, operands: Sequence[Any]) -> Sequence[Any]:
+        axes = tuple(0 if isinstance(x, Pack) else None for x in pack.operands)
+        return jax.vmap(lambda *xs: bound(pack.made[0], xs), axes)(*operands)
+
+    def _products(self) -> list[list[Any]]:
+        """Products of matrices that are alike, several of each, in program order."""
+        alike: dict[int, list[Any]] = {}
+        for eqn in self.eqns:
+            if self._alike.is_packable(eqn) and _has_matrices(eqn):
+                alike.setdefault(self._alike.number(eqn.outvars[0]), []).append(eqn)
+        return [eqns for eqns in alike.values() if len(eqns) > 1]
+
+    def _ordered(self, eqns: Sequence[Any]) -> Members:
+        """Their first results, in the order of a pack that they read, if any."""
+        for column in zip(*(eqn.invars for eqn in eqns), strict=True):
+            places = [None if _jax.is_literal(v) else self.of.get(v) for v in column]
+            if (
+                None not in places
+                and len({pack for pack, _ in places}) == 1
+                and len({k for _, k in places}) > 1
+            ):
+                eqns = [
+                    eqn
+                    for _, eqn in sorted(zip([k for _, k in places], eqns, strict=True), key=lambda x: x[0])
+                ]
+                break
+        return tuple(eqn.outvars[0] for eqn in eqns)
+
+    def pack(self, members: Members) -> Pack:
+        if pack := self.known(members):
+            return pack
+        eqns = self._makers(members)
+        if not eqns:
+            return self.add(Pack(members))
+        columns = list(zip(*(eqn.invars for eqn in eqns), strict=True))
+        if all(map(self._alike.is_one, columns)):
+            return self.add(Pack(members))  # the same for all
+        operands = [column[0] if self._alike.is_one(column) else self.pack(column) for column in columns]
+        results = zip(*(eqn.outvars for eqn in eqns), strict=True)
+        packs = [self.add(Pack(result, eqns, operands, index=j)) for j, result in enumerate(results)]
+        return packs[eqns[0].outvars.index(members[0])]
+
+    def _makers(self, members: Members) -> list[Any]:
+        """The equations that make these, where they all do the same."""
+        numbers = [None if _jax.is_literal(v) or v in self.of else self.maker.get(v) for v in members]
+        if None in numbers or len(set(numbers)) < len(numbers):
+            return []
+        eqns = [self.eqns[n] for n in numbers if n is not None]
+        places = {eqn.outvars.index(v) for eqn, v in zip(eqns, members, strict=True)}
+        keys = {key(eqn) for eqn in eqns}
+        return eqns if len(keys) == len(places) == 1 and all(map(self._alike.is_packable, eqns)) else []
+
+    def _read_alike(self, pack: Pack) -> None:
+        """Packs of what reads all members alike, and no other arrays than packs have."""
+        if not pack.made:
+            return
+        for eqn in self.readers[pack.members[0]]:
+            if self._alike.is_packable(eqn) and eqn.outvars[0] not in self.of:
+                read = [self._reader(v, eqn) for v in pack.members[1:]]
+                eqns = [eqn, *read]
+                if None not in read and all(map(self._is_there, zip(*(e.invars for e in eqns), strict=True))):
+                    self.pack(tuple(e.outvars[0] for e in eqns))
+
+    def _reader(self, v, like) -> Any:
+        wanted = self._alike.number(like.outvars[0])
+        found = (eqn for eqn in self.readers[v] if self._alike.number(eqn.outvars[0]) == wanted)
+        return next((eqn for eqn in found if eqn.outvars[0] not in self.of), None)
+
+    def _is_there(self, column: Members) -> bool:
+        return (
+            self._alike.is_one(column)
+            or self.known(column) is not None
+            or not any(v.aval.shape for v in column)
+        )
