@@ -49,14 +49,14 @@ def of_stack(count):
 
 
 def flops(loss, tx, params, stage):
-    """Of the update alone: those of a step, without those of one of SGD."""
+    """Of the update alone, as it stands: those of a step, without those of one of SGD."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((16384, MODEL), "float32")
     how = {
         "mesh": mesh,
         "in_shardings": (None, P("data")),
         "donate_argnums": 0,
-        "transforms": [Zero("data", stage)],
+        "transforms": [Zero("data", stage, dealt=False)],
     }
 
     def plan(tx):
@@ -91,7 +91,7 @@ def test_plan_says_what_is_computed_alike():
         "mesh": mesh,
         "in_shardings": (None, P("data")),
         "donate_argnums": 0,
-        "transforms": [Zero("data", 1)],
+        "transforms": [Zero("data", 1, dealt=False)],
     }
     for tx, shown in ((optax.contrib.muon(0.1), True), (dealt(optax.contrib.muon(0.1)), False)):
         step = sx.shard_jit(step_of(listed, tx), **how)

@@ -76,7 +76,7 @@ def planned(tx, params, stage):
     """By whole matrices: the activations are as many as make gathered gradients dearer than scattered ones."""
     x_BM = jax.ShapeDtypeStruct((16384, MODEL), "float32")
     how = {"mesh": abstract(data=8), "in_shardings": (None, P("data")), "donate_argnums": 0}
-    step = sx.shard_jit(step_of(listed, tx), transforms=[Zero("data", stage)], **how)
+    step = sx.shard_jit(step_of(listed, tx), transforms=[Zero("data", stage, dealt=False)], **how)
     return step.plan((params, jax.eval_shape(tx.init, params)), x_BM)
 
 

@@ -1,0 +1,210 @@
+"""Stacks: what an update computes of separate matrices alike is one computation, and results are the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import shardax as sx
+from models.devices import make_mesh
+from shardax.zero import Zero
+from shardax.zero.stacks import stacked
+from tests import test_zero
+from tests.kronecker import root_by_newton, shampoo, soap
+from tests.test_zero import abstract
+from tests.zero_steps import step_of
+
+pytestmark = [
+    pytest.mark.mixed_dtypes,
+    pytest.mark.promotes_ranks,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:optax"),
+]
+
+quick_compilation = test_zero.quick_compilation
+
+OPTIMIZERS = {
+    "muon": lambda: optax.contrib.muon(0.02, weight_decay=0.1),
+    "shampoo": lambda: shampoo(0.02),
+    "by newton": lambda: shampoo(0.02, root_by_newton),
+    "soap": lambda: soap(0.02),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(0.02)),
+    "accumulating": lambda: optax.MultiSteps(soap(0.02), 2).gradient_transformation(),
+    "skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.02), 2),
+}
+STEPS, LAYERS, MODEL, HIDDEN = 4, 5, 6, 11  # nothing divides them
+
+
+def loss(params, x_BM):
+    h_BM = x_BM
+    for w in params["layers"]:
+        h_BM = h_BM + jnp.tanh(h_BM @ w["up"] + w["bias"]) @ w["down"]
+    return (((h_BM @ params["head"]) - x_BM[:, :3]) ** 2).mean()
+
+
+def make_params():
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    layer = lambda: {  # noqa: E731
+        "up": 0.4 * jax.random.normal(next(keys), (MODEL, HIDDEN)),
+        "bias": 0.1 * jax.random.normal(next(keys), (HIDDEN,)),
+        "down": 0.4 * jax.random.normal(next(keys), (HIDDEN, MODEL)),
+    }
+    return {"layers": [layer() for _ in range(LAYERS)], "head": jax.random.normal(next(keys), (MODEL, 3))}
+
+
+def trained(step, tx):
+    params = make_params()
+    state = params, jax.jit(tx.init)(params)
+    for n in range(STEPS):
+        state, _ = step(state, np.random.default_rng(n).normal(size=(40, MODEL)).astype("float32"))
+    return state
+
+
+CELLS = [("muon", 3, {"data": 8}), ("soap", 1, {"data": 4, "model": 2}), ("shampoo", 2, {"data": 5})]
+CELLS += [
+    ("clipped", 1, {"data": 5}),
+    ("accumulating", 2, {"data": 8}),
+    ("skipping", 3, {"data": 4, "model": 2}),
+]
+MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 5}]
+ALL = [(name, stage, axes) for name in OPTIMIZERS for stage in (1, 2, 3) for axes in MESHES]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "name, stage, axes",
+    CELLS + [pytest.param(*cell, marks=pytest.mark.slow) for cell in ALL if cell not in CELLS],
+)
+def test_results(name, stage, axes, quick_compilation):
+    tx = OPTIMIZERS[name]()
+    axis = ("data", "fsdp") if "fsdp" in axes else "data"
+    specs = None
+    if "model" in axes:
+        layer = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
+        specs = {"layers": [layer] * LAYERS, "head": None}
+    how = {"mesh": make_mesh(axes), "in_shardings": ((specs, None), P(axis)), "donate_argnums": 0}
+    step = sx.shard_jit(step_of(loss, tx), transforms=[Zero(axis, stage, dealt=True)], **how)
+    found, wanted = trained(step, tx), trained(jax.jit(step_of(loss, tx)), tx)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+def of_matrices(jaxpr) -> int:
+    """The products and factorizations outside of what is differentiated, those in loops and branches too."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        if "jvp(" not in str(eqn.source_info.name_stack):
+            bodies = jax.extend.core.jaxprs_in_params(eqn.params)
+            found += sum(of_matrices(getattr(body, "jaxpr", body)) for body in bodies)
+            found += eqn.primitive.name in ("dot_general", "qr", "eigh")
+    return found
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_computation_for_each_shape(name):
+    """Under conditions and in loops too; what one array has alone stays."""
+    tx = OPTIMIZERS[name]()
+    params = jax.eval_shape(make_params)
+    state = params, jax.eval_shape(tx.init, params)
+    x_BM = jax.ShapeDtypeStruct((40, MODEL), "float32")
+
+    def steps(state, x_KBM):
+        return lax.scan(step_of(loss, tx), state, x_KBM)
+
+    for run, args in ((step_of(loss, tx), (state, x_BM)), (steps, (state, jnp_type(3, 40, MODEL)))):
+        jaxpr = jax.make_jaxpr(run)(*args)
+        new = stacked(jaxpr, range(len(jax.tree.leaves(state))))
+        before, after = of_matrices(jaxpr.jaxpr), of_matrices(new.jaxpr)
+        assert after <= 1.2 * before * 3 / (2 * LAYERS + 1), "of all layers' up and down, and of the head"
+
+
+def jnp_type(*shape):
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def planned(tx, zero, axes, count=8, sizes=(640, 1920), rows=65536):
+    def run(params, x_BM):
+        for w in params:
+            x_BM = jnp.tanh(x_BM @ w)[:, : sizes[0]]
+        return (x_BM**2).mean()
+
+    params = [jnp_type(*sizes)] * count
+    how = {"mesh": abstract(**axes), "in_shardings": (None, P(zero.axis)), "donate_argnums": 0}
+    step = sx.shard_jit(step_of(run, tx), transforms=[zero], options=sx.Options(chip="v5p"), **how)
+    return step.plan((params, jax.eval_shape(tx.init, params)), jnp_type(rows, sizes[0]))
+
+
+WAYS = (None, False, True)
+WIDE = {"muon": lambda: optax.contrib.muon(0.02), "soap": lambda: soap(0.02, largest=1920)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name, stage, axes",
+    [("muon", 1, MESHES[0]), ("soap", 2, MESHES[1]), ("muon", 3, MESHES[2]), ("soap", 1, MESHES[3])],
+)
+def test_the_faster_of_both(name, stage, axes):
+    """By the plans' own estimates; the plan says which, and what both take."""
+    axis = ("data", "fsdp") if "fsdp" in axes else "data"
+    plans = [planned(WIDE[name](), Zero(axis, stage, dealt=dealt), axes) for dealt in WAYS]
+    found, alike, stacks = (plan.estimate("v5p") for plan in plans)
+    assert found.seconds == min(alike.seconds, stacks.seconds)
+    plain = planned(optax.trace(0.9), Zero(axis, stage), axes).estimate("v5p").flops
+    devices = np.prod([axes[a] for a in ((axis,) if isinstance(axis, str) else axis)])
+    share = (stacks.flops - plain) / (alike.flops - plain)  # some products of SOAP are split in their rows
+    assert share < (1.01 if name == "muon" else 3) * -(-8 // devices) / 8
+    rows = [line for line in str(plans[0]).splitlines() if "dealt=" in line]
+    assert [": taken" in row for row in rows] == [False, True] and "dealt=True" in rows[1]
+    assert not any("the fastest" in str(plan) for plan in plans[1:])
+
+
+@pytest.mark.quick
+def test_matrices_too_small_to_be_dealt():
+    """Eight of 16 by 24 are computed alike in less time than they are sent in."""
+    tx = optax.contrib.muon(0.02)
+    plans = [planned(tx, Zero("data", 3, dealt=d), {"data": 8}, 2, (16, 24), 64) for d in WAYS]
+    seconds = [plan.estimate("v5p").seconds for plan in plans]
+    assert seconds[0] == min(seconds), seconds
+
+
+@pytest.mark.quick
+def test_what_is_not_alike_stays():
+    """Loops of other constants, functions of other parameters, and single matrices; the program itself, where
+    there is nothing.
+    """
+
+    def run(state):
+        a, b, c = state
+        first = [lax.fori_loop(0, 3, lambda _, x, k=k: x @ x.T @ x * k, w) for k, w in ((0.5, a), (0.25, b))]
+        return *first, c @ c.T @ c
+
+    types = [jnp_type(6, 10)] * 3
+    jaxpr = jax.make_jaxpr(run)(types)
+    assert stacked(jaxpr, range(3)) is jaxpr
+    jaxpr = jax.make_jaxpr(lambda state: [3 * x + 1 for x in state])(types)
+    assert stacked(jaxpr, range(3)) is jaxpr
+
+
+def test_learning_rates_of_their_own():
+    """What differs is a row of numbers of the stack; what is shared is one number for all."""
+
+    def run(state, rate):
+        grams = [k * (w @ w.T) for k, w in zip((1.0, 2.0, 3.0), state, strict=True)]
+        return [w - rate * g @ w for w, g in zip(state, reversed(grams), strict=True)]
+
+    state = [np.random.default_rng(n).normal(size=(4, 7)).astype("float32") for n in range(3)]
+    jaxpr = jax.make_jaxpr(run)(state, 0.1)
+    new = stacked(jaxpr, range(3))
+    assert of_matrices(new.jaxpr) < of_matrices(jaxpr.jaxpr)
+    found = jax.extend.core.jaxpr_as_fun(new)(*state, 0.1)
+    for x, y in zip(found, run(state, 0.1), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+@pytest.mark.quick
+def test_bad_input():
+    with pytest.raises(ValueError, match="dealt of Zero is 'yes', of type str: give True, False or None"):
+        Zero(dealt="yes")  # type: ignore[arg-type]
