@@ -65,12 +65,17 @@ class Alike:
         depends = any(map(self._depends, eqn.invars))
         if depends or has_gradients(eqn):
             self.depends.update(eqn.outvars)
-        reads = None if _is_leaf(eqn) or eqn.effects else (key(eqn), tuple(map(self.number, eqn.invars)))
+        stacks = [self._of.get(v) for v in eqn.invars if not _jax.is_literal(v)] if _rests(eqn) else []
+        reads = (
+            None
+            if _is_leaf(eqn) or _rests(eqn) or eqn.effects
+            else (key(eqn), tuple(map(self.number, eqn.invars)))
+        )
         for j, v in enumerate(eqn.outvars):
             if reads is not None:
                 self._note(v, (reads, j))
             elif v in self.depends:
-                self._note(v, ("gradient", str(v.aval)))
+                self._note(v, ("gradient", *stacks, str(v.aval)))
 
     def _depends(self, atom) -> bool:
         return not _jax.is_literal(atom) and atom in self.depends

@@ -22,7 +22,7 @@ from shardax.differentiated import is_differentiated
 from shardax.graph.evaluate import bound, evaluate
 from shardax.spmd_rules.registry import RULES
 from shardax.zero.alike import Alike, key
-from shardax.zero.branches import Members
+from shardax.zero.branches import Members, buckets_in
 from shardax.zero.packs import Pack, Packs
 from shardax.zero.parted import parted
 
@@ -46,9 +46,34 @@ def stacked(jaxpr, state: Collection[int], kinds: Mapping[int, Hashable] | None 
     return jaxpr if new is plain else new
 
 
+def state_stacks(jaxpr, succeeded: Mapping[int, int]) -> list[list[int]]:
+    """The arguments of an update, in groups, that are stacked before it computes with them alike, and whose
+    new values are a stack too: they may as well rest in one. `succeeded` has the state, with the numbers of
+    the results that succeed it.
+    """
+    jaxpr = _jax.dce(jax.make_jaxpr(lambda *a: evaluate(jaxpr, a))(*map(shape_of, jaxpr.in_avals)))
+    packs = _Stacks(_with_parts(jaxpr), dict.fromkeys(range(len(jaxpr.in_avals))))
+    numbers = {packs.closed.jaxpr.invars[i]: i for i in succeeded}
+    groups = []
+    for pack in packs.found:
+        group = sorted(numbers.pop(v) for v in pack.members if v in numbers) if _is_of(pack, numbers) else []
+        new = tuple(packs.closed.jaxpr.outvars[succeeded[i]] for i in group)
+        if group and packs.known(new) is not None:
+            groups.append(group)
+    return groups
+
+
+def _is_of(pack: Pack, numbers: Mapping[Any, int]) -> bool:
+    return all(not _jax.is_literal(v) and v in numbers for v in pack.members)
+
+
+def _with_parts(closed):
+    return _jax.replaced_eqns(closed, [part for eqn in closed.jaxpr.eqns for part in _parts(eqn)])
+
+
 def _in_plain(closed, kinds: Mapping[int, Hashable]):
     """The same of a program without calls, and in the bodies of what it computes alone."""
-    closed = _jax.replaced_eqns(closed, [part for eqn in closed.jaxpr.eqns for part in _parts(eqn)])
+    closed = _with_parts(closed)
     packs = _Stacks(closed, kinds)
     eqns = [eqn if packs.is_packed(eqn) else _with_stacks_inside(eqn) for eqn in closed.jaxpr.eqns]
     inside = _jax.replaced_eqns(closed, eqns)
@@ -97,8 +122,15 @@ class _Stacks(Packs):
         for eqn in self.eqns:
             for v in dict.fromkeys(v for v in eqn.invars if not _jax.is_literal(v)):
                 self.readers[v].append(eqn)
+        buckets = buckets_in(self.eqns, stacks=True)
+        self._cut: dict[Any, tuple[Pack, int]] = {}  # by each variable that is cut out of a stack
+        for whole, members in buckets.cut.items():
+            pack = self.add(Pack(members, whole=whole))
+            self._cut.update((v, (pack, k)) for k, v in enumerate(members))
         for eqns in self._products():
             self.pack(self._ordered(eqns))
+        for whole, members in buckets.joined.items():
+            self.joins[whole] = self.pack(members)
         for pack in self.found:  # grows
             self._read_alike(pack)
 
@@ -166,7 +198,7 @@ class _Stacks(Packs):
 
     def _read_alike(self, pack: Pack) -> None:
         """Packs of what reads all members alike, and no other arrays than packs have."""
-        if not pack.made:
+        if not pack.made and pack.whole is None:
             return
         for eqn in self.readers[pack.members[0]]:
             if self._alike.is_packable(eqn) and eqn.outvars[0] not in self.of:

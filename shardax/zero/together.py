@@ -64,7 +64,7 @@ class _Flat(Packs):
         self.spread: list[Pack] = []  # scalars
         self._cut: dict[Any, tuple[Pack, int]] = {}  # by each variable that is cut out of a bucket
         self._same = _scalars(self.eqns)
-        buckets = buckets_in(self.eqns)
+        buckets = buckets_in(self.eqns, stacks=False)
         for whole, members in buckets.cut.items():
             pack = self.add(Pack(members, whole=whole))
             self._cut.update((v, (pack, k)) for k, v in enumerate(members))

@@ -40,7 +40,7 @@ class Way:
 class Planned:
     """A way, the seconds of a call by its plan, and the bytes on each device at its peak."""
 
-    way: Way
+    way: Any
     seconds: float
     peak: int
 
@@ -69,7 +69,7 @@ def fastest(
         return make(ways[0], nullcontext())
     choice = Choice("fastest way")
     programs = [make(way, jax.named_scope(choice)) for way in ways]
-    choice.planned = [_planned(way, jaxpr, context) for way, jaxpr in zip(ways, programs, strict=True)]
+    choice.planned = [planned(way, jaxpr, context) for way, jaxpr in zip(ways, programs, strict=True)]
     choice.taken, choice.limit = taken(choice.planned, limit, what), limit
     return programs[choice.planned.index(choice.taken)]
 
@@ -92,7 +92,7 @@ def taken(planned: Sequence[Planned], limit: float | None, what: str) -> Planned
     return min(fitting, key=lambda x: x.seconds)
 
 
-def _planned(way: Way, jaxpr, context: Context) -> Planned:
+def planned(way: Any, jaxpr, context: Context) -> Planned:
     """What the plan of a program says of it, priced for the chip that it is made for. Strict mode judges the
     program that is taken, not those that are tried.
     """

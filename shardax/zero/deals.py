@@ -1,0 +1,73 @@
+"""Deals: of an optimizer alone, which of its state may rest in stacks, and whether its update is faster so.
+
+The update is planned by itself: gradients come as sums of which devices have parts, state rests as it would,
+and the updates are wanted on all devices, as in stages 1 and 2.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from shardax.annotations.annotate import bind_annotation
+from shardax.options import Options
+from shardax.sharding import NOTHING_OWED, Axes, Owing, from_spec
+from shardax.transforms import Context
+from shardax.zero.mixed import traced
+from shardax.zero.padded import padded_as, unpad
+from shardax.zero.stacks import stacked, state_stacks
+from shardax.zero.within import planned
+
+Update = Callable[..., Any]
+
+
+def alike(update: Update, state: Any, params: Any) -> list[list[int]]:
+    """The leaves of an optax state, by their numbers, in groups of those with which the update computes alike
+    as matrices. None where the update cannot be traced.
+    """
+    grads, old = len(jax.tree.leaves(params)), jax.tree.leaves(state)
+    try:
+        program, new = traced(update, *jax.eval_shape(lambda *trees: trees, params, state, params))
+    except Exception:  # the update is the user's, and may want any argument: `mixed_by` has warned
+        return []
+    if [x.shape for x in jax.tree.leaves(new)] != [x.shape for x in old]:
+        return []
+    first = len(program.out_avals) - len(old)
+    groups = state_stacks(program, {grads + k: first + k for k in range(len(old))})
+    return [[i - grads for i in group] for group in groups]
+
+
+def seconds(
+    update: Update, params: Any, state: Any, placed: Any, mesh: Mesh | AbstractMesh, axes: Axes
+) -> float:
+    """Those of an update alone, by the plan, the faster of matrices in stacks or not; `state` as it rests, in
+    shardings like it.
+    """
+    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
+    dims = [
+        from_spec(s.spec, x.ndim).dims for s, x in zip(*map(jax.tree.leaves, (placed, state)), strict=True)
+    ]
+
+    def run(grads, state, params):
+        grads = jax.tree.map(lambda g: _annotated(g, ((),) * g.ndim, "state", Owing(axes)), grads)
+        rests = _each(state, dims, "argument")
+        updates, new = update(grads, unpad(rests), params)
+        updates = jax.tree.map(lambda u: _annotated(u, ((),) * u.ndim, "result"), updates)
+        return updates, _each(padded_as(new, state), dims, "result")
+
+    program, _ = traced(run, params, state, params)
+    context = Context(mesh, (), (), Options())
+    new = stacked(program, range(len(program.in_avals)))
+    return min(
+        planned(None, way, context).seconds for way in ([program] if new is program else [program, new])
+    )
+
+
+def _each(tree: Any, dims: Sequence[Any], role: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([_annotated(x, d, role) for x, d in zip(leaves, dims, strict=True)])
+
+
+def _annotated(x: Any, dims: Any, role: Any, owing: Owing = NOTHING_OWED) -> Any:
+    return bind_annotation(x, dims, "the optimizer's update", role, owing=owing)
