@@ -1,4 +1,5 @@
-"""Deals: of an optimizer alone, which of its state may rest in stacks, and whether its update is faster so.
+"""Deals: of an optimizer alone, which of its state may rest in stacks, and whether its update is faster with
+them.
 
 The update is planned by itself: gradients come as sums of which devices have parts, state rests as it would,
 and the updates are wanted on all devices, as in stages 1 and 2.
@@ -10,7 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from shardax import _jax
 from shardax.annotations.annotate import bind_annotation
+from shardax.graph.evaluate import evaluate
 from shardax.options import Options
 from shardax.sharding import NOTHING_OWED, Axes, Owing, from_spec
 from shardax.transforms import Context
@@ -41,8 +44,8 @@ def alike(update: Update, state: Any, params: Any) -> list[list[int]]:
 def seconds(
     update: Update, params: Any, state: Any, placed: Any, mesh: Mesh | AbstractMesh, axes: Axes
 ) -> float:
-    """Those of an update alone, by the plan, the faster of matrices in stacks or not; `state` as it rests, in
-    shardings like it.
+    """Those of an update alone, by its plan, with stacks or without, whichever is faster. `state` is as it
+    rests, in the shardings `placed`.
     """
     mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
     dims = [
@@ -50,18 +53,51 @@ def seconds(
     ]
 
     def run(grads, state, params):
-        grads = jax.tree.map(lambda g: _annotated(g, ((),) * g.ndim, "state", Owing(axes)), grads)
+        grads = _pending(grads, axes)
         rests = _each(state, dims, "argument")
         updates, new = update(grads, unpad(rests), params)
         updates = jax.tree.map(lambda u: _annotated(u, ((),) * u.ndim, "result"), updates)
         return updates, _each(padded_as(new, state), dims, "result")
 
     program, _ = traced(run, params, state, params)
-    context = Context(mesh, (), (), Options())
+    return min(_seconds(way, mesh) for way in _ways(program))
+
+
+def dealt_out(run: Callable[..., Any], args: tuple[Any, ...], axes: Axes, dealt: bool | None) -> Any:
+    """What a function makes of gradients and other arguments, in a program on the mesh in context: what it
+    computes alike with matrices in stacks, where `dealt` says so, or where that is faster.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    mesh = _jax.context_mesh()
+    if dealt is False or mesh is None or _jax.is_eager(leaves):
+        return run(*args)
+
+    def with_pending(*xs):
+        grads, *others = structure.unflatten(xs)
+        return run(_pending(grads, axes), *others)
+
+    jaxpr, out = jax.make_jaxpr(lambda *xs: run(*structure.unflatten(xs)), return_shape=True)(*leaves)
+    stacks = stacked(jaxpr, range(len(leaves)))
+    if stacks is jaxpr:
+        return run(*args)
+    ways = [] if dealt else [_seconds(way, mesh) for way in _ways(jax.make_jaxpr(with_pending)(*leaves))]
+    is_faster = dealt or ways[-1] < ways[0]
+    return jax.tree.unflatten(jax.tree.structure(out), evaluate(stacks if is_faster else jaxpr, leaves))
+
+
+def _ways(program) -> list[Any]:
+    """The program, and the same with stacks, if there are any."""
     new = stacked(program, range(len(program.in_avals)))
-    return min(
-        planned(None, way, context).seconds for way in ([program] if new is program else [program, new])
-    )
+    return [program] if new is program else [program, new]
+
+
+def _seconds(program, mesh: Mesh | AbstractMesh) -> float:
+    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
+    return planned(None, program, Context(mesh, (), (), Options())).seconds
+
+
+def _pending(grads: Any, axes: Axes) -> Any:
+    return jax.tree.map(lambda g: _annotated(g, ((),) * g.ndim, "state", Owing(axes)), grads)
 
 
 def _each(tree: Any, dims: Sequence[Any], role: Any) -> Any:

@@ -17,7 +17,7 @@ from jax import lax
 from shardax import _jax
 from shardax.sharding import Axes
 from shardax.zero.branches import buckets_in
-from shardax.zero.bucket import Bucketed, is_bucketed, joined
+from shardax.zero.bucket import Bucketed, is_bucketed, is_part, joined
 
 Shape = tuple[int, ...]
 
@@ -237,14 +237,18 @@ def padded_as(tree: Any, like: Any) -> Any:
 
 
 def _bucketed_as(tree: Any, like: Bucketed) -> Bucketed:
-    places, structure = jax.tree.flatten(like.rest, is_leaf=lambda x: like.has(x) or is_resting(x))
+    """First what is within, in which arrays stay that are in a bucket around it, then these buckets."""
+
+    def within(like: Any, x: Any) -> Any:
+        return padded_as(x, like) if is_resting(like) else x
+
+    tree = jax.tree.map(within, like.rest, tree, is_leaf=lambda x: is_part(x) or is_resting(x))
+    places, structure = jax.tree.flatten(like.rest, is_leaf=is_part)
     rest, parts = structure.flatten_up_to(tree), {name: [] for name in like.buckets}
     for i, place in enumerate(places):
         if like.has(place):
             parts[place.name].append(rest[i])
             rest[i] = place
-        else:
-            rest[i] = padded_as(rest[i], place)
     buckets = {name: padded_as(joined(parts[name], len(x.shape) > 1), x) for name, x in like.buckets.items()}
     return Bucketed(structure.unflatten(rest), buckets, like.axes)
 

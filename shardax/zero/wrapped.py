@@ -12,6 +12,7 @@ from shardax.annotations.annotate import annotate, bind_annotation, broadcast_sp
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
 from shardax.zero.bucket import has_buckets, is_part
+from shardax.zero.deals import dealt_out
 from shardax.zero.mixed import OfShapes, mixed_by
 from shardax.zero.padded import Name, Padded, check_axes, has_padded, is_padded, padded_as, unpad
 from shardax.zero.rest import split_further, split_padded
@@ -26,7 +27,9 @@ class Transformation(NamedTuple):
     update: Callable[..., Any]
 
 
-def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None) -> Any:
+def shard(
+    tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None, dealt: bool | None = None
+) -> Any:
     """An optax optimizer whose state, and in stage 3 whose parameters, rest split as under `Zero`.
 
     For a step in which `Zero` does not find the update, or to have ZeRO in the model's code. What it
@@ -38,6 +41,7 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
       axis, stage: as of `Zero`. Optimizer state may rest padded, as `init` makes it, which parameters cannot
         here.
       params: the shardings of parameters besides, as in in_shardings: a prefix tree of specs.
+      dealt: as of `Zero`; None goes by the update alone, on the chip of the default `Options`.
 
     >>> import optax, shardax as sx
     >>> tx = sx.zero.shard(optax.adam(1e-3), axis="data")
@@ -45,7 +49,7 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
     ...     tx.init(jax.numpy.zeros((8, 4)))[0].mu.sharding.spec[0]
     'data'
     """
-    zero = Zero(axis, stage)
+    zero = Zero(axis, stage, dealt=dealt)
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of shard", tx, "an optax optimizer")
 
     def init(trained):
@@ -57,7 +61,7 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
         check_axes({Name("state", "state"): state}, zero.axes, "shard")
         _check_not_padded({"grads": grads, "params": trained})
 
-        def run(grads, state, trained):
+        def run(grads, state, trained, extra):
             mixed = mixed_by(partial(tx.update, **extra), unpad(state), grads, trained)
             rests = _Rests(zero, grads if trained is None else trained, params, mixed)
             state = _annotated(state, rests.split)
@@ -67,7 +71,8 @@ def shard(tx: Any, axis: str | Axes = "data", stage: int = 1, params: Any = None
             updates, new = tx.update(grads, unpad(state), trained, **extra)
             return _annotated(updates, rests.parameter), _annotated(padded_as(new, state), rests.split)
 
-        return (around_buckets(run) if has_buckets(state) else run)(grads, state, trained)
+        run = around_buckets(run) if has_buckets(state) else run
+        return dealt_out(run, (grads, state, trained, extra), zero.axes, dealt)
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
     return kind(init, update)
