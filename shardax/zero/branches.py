@@ -1,8 +1,11 @@
-"""Branches: a `cond` that takes all parts of a bucket, or gives them, takes or gives the bucket.
+"""Branches: a `cond` that takes all parts of a bucket, or gives them, takes or gives the bucket, and a `scan`
+that carries them carries it.
 
     a, b = cond(ok, update, keep, a, b, g)        bucket = cond(ok, update', keep', bucket, g)
+    a, b = scan(step, a, b)                       bucket = scan(step', bucket)
 
-An optimizer that skips steps, or updates in some of them, has its update in there.
+An optimizer that skips steps, or updates in some of them, has its update in there; a program that makes
+several steps in one call has them in a loop.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,9 +14,11 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 
 from shardax import _jax
 from shardax.annotations.explicit import as_at, shape_of
+from shardax.differentiated import is_differentiated
 from shardax.graph.evaluate import bound, evaluate
 from shardax.zero.bucket import BUCKET, joined, parts_of
 
@@ -74,10 +79,12 @@ def _is_named(eqn, name: str) -> bool:
 
 
 def with_whole_buckets(closed, change: Callable[[Any], Any]) -> Any:
-    """The program, buckets whole in and out of branches, which become what `change` makes of them."""
+    """The program, buckets whole in and out of branches and loops, which become what `change` makes of
+    them.
+    """
     found, eqns = buckets_in(closed.jaxpr.eqns), closed.jaxpr.eqns
     kinds = {_kind(*bucket) for bucket in (*found.cut.items(), *found.joined.items())}
-    if not kinds or not any(eqn.primitive.name == "cond" for eqn in eqns):
+    if not kinds or not any(map(_has_whole, eqns)):
         return closed
 
     def run(*args):
@@ -88,12 +95,19 @@ def with_whole_buckets(closed, change: Callable[[Any], Any]) -> Any:
             return atom.val if _jax.is_literal(atom) else env[atom]
 
         for eqn in jaxpr.eqns:
-            operands, is_cond = list(map(read, eqn.invars)), eqn.primitive.name == "cond"
-            made = _cond(eqn, operands, kinds, found, change) if is_cond else bound(eqn, operands)
+            operands = list(map(read, eqn.invars))
+            if _has_whole(eqn):
+                made = _WITH_WHOLE[eqn.primitive.name](eqn, operands, kinds, found, change)
+            else:
+                made = bound(eqn, operands)
             env.update(zip(eqn.outvars, made, strict=True))
         return list(map(read, jaxpr.outvars))
 
     return _jax.dce(jax.make_jaxpr(run)(*map(shape_of, closed.in_avals)))
+
+
+def _has_whole(eqn) -> bool:
+    return eqn.primitive.name in _WITH_WHOLE and not is_differentiated(eqn.source_info.name_stack)
 
 
 @dataclass(frozen=True)
@@ -172,3 +186,43 @@ def _branch(branch, taken: Sequence[Group], given: Sequence[Group], change: Call
         return [*results, *(group.joined(results) for group in given)]
 
     return change(jax.make_jaxpr(run)(*types, *buckets))
+
+
+def _scan(
+    eqn, operands: Sequence[Any], kinds: Collection[Kind], found: Cuts, change: Callable[[Any], Any]
+) -> list[Any]:
+    """The results of the loop, which carries buckets of these kinds, of all that it carries of one."""
+    consts, carries = _jax.scan_counts(eqn.params)
+    groups = _groups(eqn.invars[consts : consts + carries], (), found.cut)
+    if not groups:
+        return bound(eqn, operands)
+    fixed, start, rows = (
+        operands[:consts],
+        operands[consts : consts + carries],
+        operands[consts + carries :],
+    )
+    body = _jax.closed(eqn.params["jaxpr"])
+
+    def trip(start, buckets, rows):
+        start = list(start)
+        for whole, group in zip(buckets, groups, strict=True):
+            group.put(start, whole)
+        results = evaluate(body, [*fixed, *start, *rows])
+        new = results[:carries]
+        return (new, [group.joined(new) for group in groups]), results[carries:]
+
+    def changed(state, rows):
+        leaves, tree = jax.tree.flatten((*state, rows))
+        jaxpr, out = jax.make_jaxpr(lambda *xs: trip(*tree.unflatten(xs)), return_shape=True)(*leaves)
+        return jax.tree.unflatten(jax.tree.structure(out), evaluate(change(jaxpr), leaves))
+
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    with as_at(eqn):
+        buckets = [group.joined(start) for group in groups]
+        (new, buckets), stacked = lax.scan(changed, (start, buckets), rows, **how)
+        for whole, group in zip(buckets, groups, strict=True):
+            group.put(new, whole)
+    return [*new, *stacked]
+
+
+_WITH_WHOLE = {"cond": _cond, "scan": _scan}
