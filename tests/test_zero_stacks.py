@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
@@ -109,7 +110,7 @@ def of_matrices(jaxpr) -> int:
     found = 0
     for eqn in jaxpr.eqns:
         if "jvp(" not in str(eqn.source_info.name_stack):
-            bodies = jax.extend.core.jaxprs_in_params(eqn.params)
+            bodies = jaxprs_in_params(eqn.params)
             found += sum(of_matrices(getattr(body, "jaxpr", body)) for body in bodies)
             found += eqn.primitive.name in ("dot_general", "qr", "eigh")
     return found
@@ -207,6 +208,67 @@ def test_what_is_not_alike_stays():
     assert stacked(jaxpr, range(3)) is jaxpr
 
 
+@pytest.mark.quick
+def test_conditions_of_their_own():
+    """Matrices that each decide for themselves when they are factored are not one stack, of which all branches
+    would run; under one condition they are, and what is no matrix stays under it.
+    """
+
+    def run(state, counts):
+        def one(x, count):
+            return lax.cond(count % 4 == 0, lambda: jnp.linalg.qr(x)[0], lambda: x)
+
+        return [one(x, count) for x, count in zip(state, counts, strict=True)]
+
+    def together(state, counts):
+        def turned():
+            return [jnp.linalg.qr(x)[0] if x.shape == (8, 8) else 2 * x for x in state]
+
+        return lax.cond(counts[0] % 4 == 0, turned, lambda: state)
+
+    matrices, vectors = [jnp_type(8, 8)] * 3, [jnp_type(5)] * 2
+    counts = [jax.ShapeDtypeStruct((), "int32")] * 3
+    apart = jax.make_jaxpr(run)(matrices, counts)
+    assert stacked(apart, range(3)) is apart
+    new = stacked(jax.make_jaxpr(together)(matrices + vectors, counts), range(5))
+    taken = [[v.aval.shape for v in eqn.outvars] for eqn in new.eqns if eqn.primitive.name == "cond"]
+    assert sorted(taken) == [[(3, 8, 8)], [(5,), (5,)]]
+
+
+@pytest.mark.quick
+def test_steps_in_a_loop_carry_stacks():
+    """A state at rest in stacks is neither cut nor sent around a loop over steps."""
+    tx, mesh = WIDE["muon"](), abstract(data=8)
+    params = [jnp_type(640, 1920)] * 8
+
+    def run(params, x_BM):
+        for w in params:
+            x_BM = jnp.tanh(x_BM @ w)[:, :640]
+        return (x_BM**2).mean()
+
+    def steps(state, x_KBM):
+        return lax.scan(step_of(run, tx), state, x_KBM)
+
+    how = {"mesh": mesh, "in_shardings": (None, P(None, "data")), "donate_argnums": 0}
+    step = sx.shard_jit(steps, transforms=[Zero("data", 1)], options=sx.Options(chip="v5p"), **how)
+    plan = step.plan(sx.zero.init(tx, params, mesh), jnp_type(3, 65536, 640))
+    large = [c for c in plan.collectives if c.nbytes > 10_000]
+    one = 8 * 640 * 1920 * 4 * 7 // 8  # bytes sent to scatter all gradients, or to gather all parameters
+    assert {c.trips for c in large} == {3} and sum(c.nbytes for c in large) == 2 * one
+
+
+@pytest.mark.once
+def test_explicit_axes():
+    tx, mesh, params = OPTIMIZERS["muon"](), make_mesh({"data": 4}), make_params()
+    explicit = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(jax.sharding.AxisType.Explicit,))
+    state = params, jax.jit(tx.init)(params)
+    wanted = trained(jax.jit(step_of(loss, tx)), state)
+    how = {"mesh": explicit, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    found = trained(sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 3, dealt=True)], **how), state)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
 def test_learning_rates_of_their_own():
     """What differs is a row of numbers of the stack; what is shared is one number for all."""
 
@@ -218,7 +280,7 @@ def test_learning_rates_of_their_own():
     jaxpr = jax.make_jaxpr(run)(state, 0.1)
     new = stacked(jaxpr, range(3))
     assert of_matrices(new.jaxpr) < of_matrices(jaxpr.jaxpr)
-    found = jax.extend.core.jaxpr_as_fun(new)(*state, 0.1)
+    found = jaxpr_as_fun(new)(*state, 0.1)
     for x, y in zip(found, run(state, 0.1), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5)
 

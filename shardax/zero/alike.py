@@ -40,13 +40,10 @@ class Alike:
         """Whether it is of an update, and may be computed of a stack. What gradients are made of is not, nor
         is what only brings arrays to or from where they rest.
         """
-        if not eqn.outvars or eqn.effects or eqn.primitive is annotate_p or _rests(eqn):
+        if not eqn.outvars or eqn.outvars[0] not in self.depends or eqn.effects:
             return False
-        return (
-            eqn.outvars[0] in self.depends
-            and not _is_leaf(eqn)
-            and self._differentiated.isdisjoint(eqn.outvars)
-        )
+        is_update = not _is_leaf(eqn) and self._differentiated.isdisjoint(eqn.outvars)
+        return is_update and not _rests(eqn) and _has_batching_rules(eqn)
 
     def is_one(self, atoms: Members) -> bool:
         """Whether these have one value."""
@@ -92,7 +89,17 @@ def _is_leaf(eqn) -> bool:
     return is_differentiated(eqn.source_info.name_stack) or has_gradients(eqn)
 
 
+def _has_batching_rules(eqn) -> bool:
+    bodies = map(_jax.closed, jaxprs_in_params(eqn.params))
+    inner = (eqn for body in bodies for eqn in body.jaxpr.eqns)
+    has_own = not eqn.invars or _jax.has_batching_rule(eqn.primitive)
+    return has_own and all(map(_has_batching_rules, inner))
+
+
 def _rests(eqn) -> bool:
+    """Whether it says how an array rests, or brings it to or from there."""
+    if eqn.primitive is annotate_p:
+        return True
     return is_of_bucket(eqn) or is_cut_or_tail(eqn.primitive.name, eqn.source_info.name_stack)
 
 

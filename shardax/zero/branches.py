@@ -220,9 +220,10 @@ def _scan(
     with as_at(eqn):
         buckets = [group.joined(start) for group in groups]
         (new, buckets), stacked = lax.scan(changed, (start, buckets), rows, **how)
+        results = [*new, *stacked]
         for whole, group in zip(buckets, groups, strict=True):
-            group.put(new, whole)
-    return [*new, *stacked]
+            group.put(results, whole)
+    return results
 
 
 _WITH_WHOLE = {"cond": _cond, "scan": _scan}

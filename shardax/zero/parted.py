@@ -7,7 +7,7 @@ An optimizer that makes new bases for all its matrices every few steps does so u
 nothing to do with each other in the branches need not be there together, and what is alike can be one stack.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,10 @@ from shardax.zero.alike import key
 Results = Sequence[int]  # by their numbers
 
 
-def parted(eqn) -> list[Any]:
+def parted(eqn, apart: Callable[[Any], bool]) -> list[Any]:
     """The equations in the place of a `cond`: one for each group of results that depend on each other, where
-    another is alike, and one for all others. Of other equations these.
+    another is alike, and they are such that `apart` wants it, and one for all others. Of other equations
+    these.
     """
     if eqn.primitive.name != "cond" or eqn.effects:
         return [eqn]
@@ -31,10 +32,11 @@ def parted(eqn) -> list[Any]:
     for results in _groups(branches):
         part = _of_results(eqn, branches, results)
         parts.setdefault(key(part), []).append((results, part))
-    several = [part for alike in parts.values() if len(alike) > 1 for _, part in alike]
-    others = [n for alike in parts.values() if len(alike) == 1 for n in alike[0][0]]
-    rest = [_of_results(eqn, branches, sorted(others))] if others else []
-    return [*several, *rest] if several else [eqn]
+    kept = [alike for alike in parts.values() if len(alike) > 1 and apart(alike[0][1])]
+    done = {n for alike in kept for results, _ in alike for n in results}
+    others = [n for n in range(len(eqn.outvars)) if n not in done]
+    rest = [_of_results(eqn, branches, others)] if others else []
+    return [*(part for alike in kept for _, part in alike), *rest] if kept else [eqn]
 
 
 def _flat(branch) -> Any:
@@ -62,13 +64,17 @@ def _join(jaxpr, parent: dict[int, int]) -> None:
         if any(not _jax.is_literal(v) and (v in inputs or v in made) for v in eqn.invars):
             made.update(eqn.outvars)
     of: dict[Any, int] = {}  # a result that is made of it
-    ends = [(n, [v]) for n, v in enumerate(jaxpr.outvars)]
-    for eqn in [None, *reversed(jaxpr.eqns)]:
-        numbers = [of[v] for v in eqn.outvars if v in of] if eqn is not None else []
-        reads = [(numbers[0], [*eqn.outvars, *eqn.invars])] if numbers else [] if eqn is not None else ends
-        for n, v in ((n, v) for n, vs in reads for v in vs):
+
+    def note(n: int, variables: Sequence[Any]) -> None:
+        for v in variables:
             if not _jax.is_literal(v) and v in made:
                 parent[_root(parent, n)] = _root(parent, of.setdefault(v, n))
+
+    for n, v in enumerate(jaxpr.outvars):
+        note(n, [v])
+    for eqn in reversed(jaxpr.eqns):
+        if numbers := [of[v] for v in eqn.outvars if v in of]:
+            note(numbers[0], [*eqn.outvars, *eqn.invars])
 
 
 def _root(parent: dict[int, int], n: int) -> int:

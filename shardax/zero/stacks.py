@@ -96,7 +96,7 @@ def _with_stacks_inside(eqn):
 
 def _parts(eqn) -> list[Any]:
     is_of_update = not is_differentiated(eqn.source_info.name_stack) and _has_matrices(eqn)
-    return parted(eqn) if is_of_update else [eqn]
+    return parted(eqn, _has_matrices) if is_of_update else [eqn]
 
 
 def _update(eqns: Sequence[Any]) -> Iterator[Any]:
@@ -159,18 +159,15 @@ class _Stacks(Packs):
     def _ordered(self, eqns: Sequence[Any]) -> Members:
         """Their first results, in the order of a pack that they read, if any."""
         for column in zip(*(eqn.invars for eqn in eqns), strict=True):
-            places = [None if _jax.is_literal(v) else self.of.get(v) for v in column]
-            if (
-                None not in places
-                and len({pack for pack, _ in places}) == 1
-                and len({k for _, k in places}) > 1
-            ):
-                eqns = [
-                    eqn
-                    for _, eqn in sorted(zip([k for _, k in places], eqns, strict=True), key=lambda x: x[0])
-                ]
-                break
+            pairs = zip(column, eqns, strict=True)
+            places = [(self._place(v), eqn) for v, eqn in pairs if not _jax.is_literal(v) and self._place(v)]
+            by_number = {place[1]: eqn for place, eqn in places if place}
+            if len(by_number) == len(eqns) and len({place[0] for place, _ in places if place}) == 1:
+                return tuple(by_number[k].outvars[0] for k in sorted(by_number))
         return tuple(eqn.outvars[0] for eqn in eqns)
+
+    def _place(self, v) -> tuple[Pack, int] | None:
+        return self.of.get(v) or self._cut.get(v)
 
     def pack(self, members: Members) -> Pack:
         if pack := self.known(members):
@@ -179,8 +176,9 @@ class _Stacks(Packs):
         if not eqns:
             return self.add(Pack(members))
         columns = list(zip(*(eqn.invars for eqn in eqns), strict=True))
-        if all(map(self._alike.is_one, columns)):
-            return self.add(Pack(members))  # the same for all
+        chooses = eqns[0].primitive.name == "cond" and not self._alike.is_one(columns[0])
+        if chooses or all(map(self._alike.is_one, columns)):
+            return self.add(Pack(members))  # of a stack all branches would run; or the same for all
         operands = [column[0] if self._alike.is_one(column) else self.pack(column) for column in columns]
         results = zip(*(eqn.outvars for eqn in eqns), strict=True)
         packs = [self.add(Pack(result, eqns, operands, index=j)) for j, result in enumerate(results)]
