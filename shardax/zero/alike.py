@@ -63,11 +63,8 @@ class Alike:
         if depends or has_gradients(eqn):
             self.depends.update(eqn.outvars)
         stacks = [self._of.get(v) for v in eqn.invars if not _jax.is_literal(v)] if _rests(eqn) else []
-        reads = (
-            None
-            if _is_leaf(eqn) or _rests(eqn) or eqn.effects
-            else (key(eqn), tuple(map(self.number, eqn.invars)))
-        )
+        is_leaf = _is_leaf(eqn) or _rests(eqn) or eqn.effects or eqn.primitive.name == "rng_uniform"
+        reads = None if is_leaf else (key(eqn), tuple(map(self.number, eqn.invars)))
         for j, v in enumerate(eqn.outvars):
             if reads is not None:
                 self._note(v, (reads, j))
