@@ -335,7 +335,27 @@ def test_state_of_few_matrices_stays_apart():
         state = sx.zero.init(tx, params, abstract(data=8))[1]
         assert any(len(x.shape) > 2 for x in jax.tree.leaves(state)) is is_stack
         padded = sx.zero.pad(jax.eval_shape(tx.init, params), abstract(data=8), params=params, tx=tx)
-        assert jax.tree.structure(padded) == jax.tree.structure(state)
+        specs = sx.zero.specs(state, abstract(data=8), tx=tx, params=params)
+        assert jax.tree.structure(padded) == jax.tree.structure(specs) == jax.tree.structure(state)
+        resting = [
+            spec.spec for spec, x in zip(*map(jax.tree.leaves, (specs, state)), strict=True) if x.ndim == 3
+        ]
+        assert resting == [P("data", None, None)] * is_stack
+        assert jax.tree.structure(sx.zero.unpad(state)) == jax.tree.structure(jax.eval_shape(tx.init, params))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("form", ["as it is", "at rest"])
+def test_results_of_the_explicit_form(form, quick_compilation):
+    tx, mesh, params = OPTIMIZERS["soap"](), make_mesh({"data": 4}), make_params()
+    state = params, jax.jit(tx.init)(params)
+    wanted = trained(jax.jit(step_of(loss, tx)), state)
+    if form == "at rest":
+        state = sx.zero.init(tx, params, mesh, dealt=True)
+    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    found = trained(sx.shard_jit(step_of(loss, sx.zero.shard(tx, dealt=True)), **how), state)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5 * max(1, np.abs(y).max()))
 
 
 @pytest.mark.quick
