@@ -17,7 +17,7 @@ from shardax.graph.evaluate import evaluate
 from shardax.options import Options
 from shardax.sharding import NOTHING_OWED, Axes, Owing, from_spec
 from shardax.transforms import Context
-from shardax.zero.mixed import traced
+from shardax.zero.mixed import traced as traced_update
 from shardax.zero.padded import padded_as, unpad
 from shardax.zero.stacks import stacked, state_stacks
 from shardax.zero.within import planned
@@ -31,7 +31,7 @@ def alike(update: Update, state: Any, params: Any) -> list[list[int]]:
     """
     grads, old = len(jax.tree.leaves(params)), jax.tree.leaves(state)
     try:
-        program, new = traced(update, *jax.eval_shape(lambda *trees: trees, params, state, params))
+        program, new = traced_update(update, *jax.eval_shape(lambda *trees: trees, params, state, params))
     except Exception:  # the update is the user's, and may want any argument: `mixed_by` has warned
         return []
     if [x.shape for x in jax.tree.leaves(new)] != [x.shape for x in old]:
@@ -47,10 +47,8 @@ def seconds(
     """Those of an update alone, by its plan, with stacks or without, whichever is faster. `state` is as it
     rests, in the shardings `placed`.
     """
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
-    dims = [
-        from_spec(s.spec, x.ndim).dims for s, x in zip(*map(jax.tree.leaves, (placed, state)), strict=True)
-    ]
+    pairs = zip(jax.tree.leaves(placed), jax.tree.leaves(state), strict=True)
+    dims = [from_spec(sharding.spec, x.ndim).dims for sharding, x in pairs]
 
     def run(grads, state, params):
         grads = _pending(grads, axes)
@@ -59,7 +57,7 @@ def seconds(
         updates = jax.tree.map(lambda u: _annotated(u, ((),) * u.ndim, "result"), updates)
         return updates, _each(padded_as(new, state), dims, "result")
 
-    program, _ = traced(run, params, state, params)
+    program, _ = traced_update(run, params, state, params)
     return min(_seconds(way, mesh) for way in _ways(program))
 
 
@@ -76,13 +74,14 @@ def dealt_out(run: Callable[..., Any], args: tuple[Any, ...], axes: Axes, dealt:
         grads, *others = structure.unflatten(xs)
         return run(_pending(grads, axes), *others)
 
-    jaxpr, out = jax.make_jaxpr(lambda *xs: run(*structure.unflatten(xs)), return_shape=True)(*leaves)
+    traced, out = jax.make_jaxpr(lambda *xs: run(*structure.unflatten(xs)), return_shape=True)(*leaves)
+    jaxpr, consts = _jax.hoist_consts(traced)  # what the function closes over may be traced too
     stacks = stacked(jaxpr, range(len(leaves)))
     if stacks is jaxpr:
         return run(*args)
-    ways = [] if dealt else [_seconds(way, mesh) for way in _ways(jax.make_jaxpr(with_pending)(*leaves))]
-    is_faster = dealt or ways[-1] < ways[0]
-    return jax.tree.unflatten(jax.tree.structure(out), evaluate(stacks if is_faster else jaxpr, leaves))
+    ways = [] if dealt else _ways(_jax.hoist_consts(jax.make_jaxpr(with_pending)(*leaves))[0])
+    taken = stacks if dealt or _seconds(ways[-1], mesh) < _seconds(ways[0], mesh) else jaxpr
+    return jax.tree.unflatten(jax.tree.structure(out), evaluate(taken, [*leaves, *consts]))
 
 
 def _ways(program) -> list[Any]:

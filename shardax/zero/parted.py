@@ -10,11 +10,8 @@ nothing to do with each other in the branches need not be there together, and wh
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from shardax import _jax
-from shardax.annotations.explicit import shape_of
-from shardax.graph.evaluate import evaluate
+from shardax.graph.evaluate import without_calls
 from shardax.zero.alike import key
 
 Results = Sequence[int]  # by their numbers
@@ -27,7 +24,7 @@ def parted(eqn, apart: Callable[[Any], bool]) -> list[Any]:
     """
     if eqn.primitive.name != "cond" or eqn.effects:
         return [eqn]
-    branches = [_flat(branch) for branch in eqn.params["branches"]]
+    branches = [without_calls(branch) for branch in eqn.params["branches"]]
     parts: dict[Any, list[tuple[Results, Any]]] = {}
     for results in _groups(branches):
         part = _of_results(eqn, branches, results)
@@ -37,12 +34,6 @@ def parted(eqn, apart: Callable[[Any], bool]) -> list[Any]:
     others = [n for n in range(len(eqn.outvars)) if n not in done]
     rest = [_of_results(eqn, branches, others)] if others else []
     return [*(part for alike in kept for _, part in alike), *rest] if kept else [eqn]
-
-
-def _flat(branch) -> Any:
-    """A branch, calls in it inlined."""
-    branch = _jax.closed(branch)
-    return _jax.dce(jax.make_jaxpr(lambda *a: evaluate(branch, a))(*map(shape_of, branch.in_avals)))
 
 
 def _groups(branches: Sequence[Any]) -> list[Results]:

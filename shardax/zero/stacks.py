@@ -17,9 +17,8 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
-from shardax.annotations.explicit import shape_of
 from shardax.differentiated import is_differentiated
-from shardax.graph.evaluate import bound, evaluate
+from shardax.graph.evaluate import bound, without_calls
 from shardax.spmd_rules.registry import RULES
 from shardax.zero.alike import Alike, key
 from shardax.zero.branches import Members, buckets_in
@@ -41,7 +40,7 @@ def stacked(jaxpr, state: Collection[int], kinds: Mapping[int, Hashable] | None 
     """
     if _jax.ordered_effects(jaxpr.jaxpr) or not any(map(_has_matrices, _update(jaxpr.jaxpr.eqns))):
         return jaxpr
-    plain = _jax.dce(jax.make_jaxpr(lambda *a: evaluate(jaxpr, a))(*map(shape_of, jaxpr.in_avals)))
+    plain = without_calls(jaxpr)
     new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state})
     return jaxpr if new is plain else new
 
@@ -51,7 +50,7 @@ def state_stacks(jaxpr, succeeded: Mapping[int, int]) -> list[list[int]]:
     new values are a stack too: they may as well rest in one. `succeeded` has the state, with the numbers of
     the results that succeed it.
     """
-    jaxpr = _jax.dce(jax.make_jaxpr(lambda *a: evaluate(jaxpr, a))(*map(shape_of, jaxpr.in_avals)))
+    jaxpr = without_calls(jaxpr)
     packs = _Stacks(_with_parts(jaxpr), dict.fromkeys(range(len(jaxpr.in_avals))))
     numbers = {packs.closed.jaxpr.invars[i]: i for i in succeeded}
     groups = []
@@ -87,9 +86,11 @@ def _with_stacks_inside(eqn):
         return eqn
 
     def change(body):
-        closed = _jax.closed(body)
-        new = _in_plain(closed, dict.fromkeys(range(len(closed.in_avals))))
-        return body if new is closed else new if hasattr(body, "consts") else new.jaxpr
+        plain = without_calls(body)
+        new = _in_plain(plain, dict.fromkeys(range(len(plain.in_avals))))
+        if hasattr(body, "consts"):
+            return body if new is plain else new
+        return body if new is plain or new.consts else new.jaxpr
 
     return _jax.with_bodies(eqn, change)
 

@@ -21,8 +21,8 @@ import jax
 from jax import lax
 
 from shardax import _jax
-from shardax.annotations.explicit import as_at, shape_of
-from shardax.graph.evaluate import bound, evaluate
+from shardax.annotations.explicit import as_at
+from shardax.graph.evaluate import bound, evaluate, without_calls
 from shardax.zero.branches import Members, buckets_in, is_of_bucket, with_whole_buckets
 from shardax.zero.bucket import joined, parts_of
 from shardax.zero.packs import Pack, Packs
@@ -35,9 +35,7 @@ def together(jaxpr):
     """
     if not any(map(is_of_bucket, jaxpr.jaxpr.eqns)) or _jax.ordered_effects(jaxpr.jaxpr):
         return jaxpr
-    types = list(map(shape_of, jaxpr.in_avals))
-    plain = _jax.dce(jax.make_jaxpr(lambda *args: evaluate(jaxpr, args))(*types))
-    return _Flat(with_whole_buckets(plain, together)).program()
+    return _Flat(with_whole_buckets(without_calls(jaxpr), together)).program()
 
 
 def around_buckets(function: Callable[..., Any]) -> Callable[..., Any]:

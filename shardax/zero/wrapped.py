@@ -61,7 +61,7 @@ def shard(
         check_axes({Name("state", "state"): state}, zero.axes, "shard")
         _check_not_padded({"grads": grads, "params": trained})
 
-        def run(grads, state, trained, extra):
+        def run(grads, state, trained):
             mixed = mixed_by(partial(tx.update, **extra), unpad(state), grads, trained)
             rests = _Rests(zero, grads if trained is None else trained, params, mixed)
             state = _annotated(state, rests.split)
@@ -72,7 +72,7 @@ def shard(
             return _annotated(updates, rests.parameter), _annotated(padded_as(new, state), rests.split)
 
         run = around_buckets(run) if has_buckets(state) else run
-        return dealt_out(run, (grads, state, trained, extra), zero.axes, dealt)
+        return dealt_out(run, (grads, state, trained), zero.axes, dealt)
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
     return kind(init, update)
