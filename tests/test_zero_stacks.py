@@ -348,6 +348,17 @@ def test_state_at_rest_is_not_sent(name):
 
 
 @pytest.mark.quick
+def test_all_state_of_matrices_rests_in_stacks():
+    """What is read after the last product too, as the momentum of Shampoo; of what has no product none."""
+    params = [jnp_type(16, 24)] * 8 + [jnp_type(24)] * 8
+    for tx in (shampoo(0.02), soap(0.02)):
+        state = sx.zero.init(tx, params, abstract(data=8), dealt=True)[1]
+        assert not {x.shape for x in jax.tree.leaves(state)} & {(16, 24), (16, 16), (24, 24)}
+    state = sx.zero.init(optax.adam(0.1), params, abstract(data=8), dealt=True)[1]
+    assert not any(len(x.shape) == 3 for x in jax.tree.leaves(state))
+
+
+@pytest.mark.quick
 def test_state_of_few_matrices_stays_apart():
     """Of five matrices on eight devices three would have none. What is padded later is as what is made so."""
     for count, is_stack in ((5, False), (8, True)):

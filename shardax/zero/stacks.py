@@ -51,7 +51,7 @@ def state_stacks(jaxpr, succeeded: Mapping[int, int]) -> list[list[int]]:
     the results that succeed it.
     """
     jaxpr = without_calls(jaxpr)
-    packs = _Stacks(_with_parts(jaxpr), dict.fromkeys(range(len(jaxpr.in_avals))))
+    packs = _Stacks(_with_parts(jaxpr), dict.fromkeys(range(len(jaxpr.in_avals))), succeeded)
     numbers = {packs.closed.jaxpr.invars[i]: i for i in succeeded}
     groups = []
     for pack in packs.found:
@@ -114,10 +114,13 @@ def _has_matrices(eqn) -> bool:
 
 
 class _Stacks(Packs):
-    """Members along the first dim of an array, and computed together under `jax.vmap`."""
+    """Members along the first dim of an array, and computed together under `jax.vmap`. `movable`: arguments,
+    by their numbers, that may come in a stack.
+    """
 
-    def __init__(self, closed, kinds: Mapping[int, Hashable]):
+    def __init__(self, closed, kinds: Mapping[int, Hashable], movable: Collection[int] = ()):
         super().__init__(closed)
+        self._movable = {closed.jaxpr.invars[i] for i in movable}
         self._alike = Alike(closed.jaxpr, kinds)
         self.readers = defaultdict(list)
         for eqn in self.eqns:
@@ -212,8 +215,13 @@ class _Stacks(Packs):
         return next((eqn for eqn in found if eqn.outvars[0] not in self.of), None)
 
     def _is_there(self, column: Members) -> bool:
-        return (
-            self._alike.is_one(column)
-            or self.known(column) is not None
-            or not any(v.aval.shape for v in column)
-        )
+        is_known = self._alike.is_one(column) or self.known(column) is not None
+        return is_known or not any(v.aval.shape for v in column) or self._comes(column)
+
+    def _comes(self, column: Members) -> bool:
+        """Whether these are arguments that may come in a stack, or made of such alone."""
+        if any(_jax.is_literal(v) for v in column) or not self._movable:
+            return False
+        eqns = self._makers(column)
+        inner = zip(*(eqn.invars for eqn in eqns), strict=True)
+        return self._movable.issuperset(column) or bool(eqns) and all(map(self._is_there, inner))
