@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -392,11 +393,13 @@ def test_results_of_the_explicit_form(form, quick_compilation):
 @pytest.mark.quick
 def test_explicit_form_takes_more_arguments():
     """Values that the step traces, and functions, reach the optimizer as they come."""
-    tx, called = WIDE["muon"](), []
+    tx: Any = WIDE["muon"]()
+    called: list[Any] = []
 
-    def update(grads, state, params=None, *, factor, function):
+    def update(updates, state, params=None, **extra: Any):
+        factor, function = extra["factor"], extra["function"]
         called.append(function)
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(updates, state, params)
         return jax.tree.map(lambda u: function(u) * factor, updates), state
 
     sharded = sx.zero.shard(optax.GradientTransformationExtraArgs(tx.init, update))
