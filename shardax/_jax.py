@@ -418,6 +418,13 @@ def infer_argnums_and_argnames(fun, argnums, argnames) -> tuple[tuple[int, ...],
 weakly_cached = util.weakref_lru_cache  # a cache that lives as long as its first argument; functools has none
 jvp_jaxpr = ad.jvp_jaxpr  # public from 0.12; memoized
 batch_jaxpr = batching.batch_jaxpr2  # says which results are batched, which jax.vmap does not
+
+
+def has_batching_rule(primitive) -> bool:
+    """Whether jax.vmap knows what the primitive is of a stack."""
+    return primitive in batching.fancy_primitive_batchers
+
+
 partial_eval_jaxpr = (
     pe.partial_eval_jaxpr_nounits_fwd
 )  # the split of a jaxpr into what is known and what is not

@@ -117,6 +117,64 @@ def test_one_collective(name, stage):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", ["adamw", "accumulating"])
+def test_one_collective_in_each_trip(name, stage):
+    """Of steps in a loop, which carries the bucket: it is neither cut nor gathered around the loop."""
+    mesh, tx = abstract(data=8), OPTIMIZERS[name]()
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
+    state = sx.zero.init(tx, params, mesh, "data", stage)
+
+    def steps(state, x_KBM):
+        return jax.lax.scan(step_of(loss, tx), state, x_KBM)
+
+    how = {"mesh": mesh, "in_shardings": (None, P(None, "data")), "donate_argnums": 0}
+    x_KBM = jax.ShapeDtypeStruct((3, *X.shape), "float32")
+    plan = sx.shard_jit(steps, transforms=[Zero("data", stage)], **how).plan(state, x_KBM)
+    sent = [(c.kind, c.trips, c.nbytes) for c in plan.collectives if c.shape and 64 < c.nbytes < 4096]
+    part = (IN_BUCKET + 1) // 8 * 7 * 4
+    assert sorted(sent) == [("all_gather", 3, part), ("reduce_scatter", 3, part)]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_of_steps_in_a_loop(stage, quick_compilation):
+    tx, mesh, size = OPTIMIZERS["adamw"](), make_mesh({"data": 5}), 20
+    params = {name: jnp.ones(shape) for name, shape in (SHAPES | {"w": (9, 101)}).items()}
+    x_KBM = np.random.default_rng(0).normal(size=(3, size, 9)).astype("float32")
+
+    def steps(state, x_KBM):
+        return jax.lax.scan(step_of(loss, tx), state, x_KBM)
+
+    how = {"mesh": mesh, "in_shardings": (None, P(None, "data")), "donate_argnums": 0}
+    state = sx.zero.init(tx, params, mesh, "data", stage)
+    assert buckets_in(state[1])
+    state, found = sx.shard_jit(steps, transforms=[Zero("data", stage)], **how)(state, x_KBM)
+    expected, wanted = jax.jit(steps)((params, jax.jit(tx.init)(params)), x_KBM)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(sx.zero.unpad(state)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_what_is_printed_stays():
+    """An equation without results is none of those that a bucket computes."""
+    tx = optax.adam(1e-3)
+    one = step_of(loss, tx)
+
+    def step(state, x_BM):
+        jax.debug.print("bias {}", state[0]["bias"][0])
+        return one(state, x_BM)
+
+    mesh = abstract(data=8)
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
+    state = sx.zero.init(tx, params, mesh, "data", 1)
+    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    plan = sx.shard_jit(step, transforms=[Zero("data", 1)], **how).plan(state, X)
+    assert "debug_" in str(plan.local_jaxpr)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_that_rest(stage):
     """A bucket has less padding than there are devices, of which each has a part."""

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
 from shardax import _jax
-from shardax.annotations.explicit import SHARDING_PARAMS, as_at
+from shardax.annotations.explicit import SHARDING_PARAMS, as_at, shape_of
 from shardax.graph import annotations
 
 _INLINED = frozenset({"closed_call", "core_call", "eval_jaxpr", "jit", "pjit"})
@@ -26,6 +27,12 @@ def bound(eqn, operands: Sequence[Any], **changed) -> list[Any]:
 def is_call(eqn) -> bool:
     """Whether it is a call, as of `jit`, without shardings."""
     return eqn.primitive.name in _INLINED and not any(annotations.shardings_of(eqn))
+
+
+def without_calls(jaxpr) -> Any:
+    """The same program, closed, with its calls inlined, and without what no result needs."""
+    closed = _jax.closed(jaxpr)
+    return _jax.dce(jax.make_jaxpr(lambda *args: evaluate(closed, args))(*map(shape_of, closed.in_avals)))
 
 
 def evaluate(

@@ -4,6 +4,8 @@
 
 By itself each of them would be padded, and be gathered and reduced alone. A bucket is padded once, and its
 collectives are one. `shardax.zero.together` has steps compute with buckets where they would with their parts.
+
+Matrices with which an optimizer computes alike may rest in one array too, as a stack: of shape [count, m, n].
 """
 
 import math
@@ -24,19 +26,23 @@ BUCKET = "zero_bucket"  # on the scopes of the equations that cut buckets, and t
 
 @jax.tree_util.register_static
 class InBucket:
-    """Stands in a tree for an array that is part of a bucket: a pytree without leaves."""
+    """Stands in a tree for an array that is part of the bucket of this name: a pytree without leaves."""
 
-    def __init__(self, shape: Shape, dtype: str):
-        self.shape, self.dtype = shape, dtype
+    def __init__(self, shape: Shape, dtype: str, name: str = ""):
+        self.shape, self.dtype, self.name = shape, dtype, name or dtype
 
     def __repr__(self) -> str:
         return f"InBucket({self.dtype}{list(self.shape)})"
 
     def __eq__(self, other) -> bool:
-        return isinstance(other, InBucket) and (self.shape, self.dtype) == (other.shape, other.dtype)
+        return isinstance(other, InBucket) and self._told == other._told
 
     def __hash__(self) -> int:
-        return hash((self.shape, self.dtype))
+        return hash(self._told)
+
+    @property
+    def _told(self) -> tuple[Shape, str, str]:
+        return self.shape, self.dtype, self.name
 
     @property
     def size(self) -> int:
@@ -45,12 +51,13 @@ class InBucket:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Bucketed:
-    """A tree at rest: `rest`, in which `InBucket` stands for the small arrays, and the `buckets` that have
-    these in the order of the tree, by dtype.
+    """A tree at rest: `rest`, in which `InBucket` stands for some of the arrays, and the `buckets` that have
+    these in the order of the tree.
 
     Attributes:
-      rest: the tree. Its other arrays may be `Padded`.
-      buckets: by the name of the dtype an array of one dim, `Padded` unless the devices divide it.
+      rest: the tree. Its other arrays may be `Padded`, and parts of it `Bucketed`.
+      buckets: by the name of the dtype small arrays in one of one dim, `Padded` unless the devices divide it;
+        by another name a stack of arrays of one shape, always `Padded`.
       axes: along which it is meant to rest.
 
     >>> tree = {"a": jnp.zeros(13), "b": jnp.zeros((3, 4)), "w": jnp.zeros((64, 64))}
@@ -77,19 +84,23 @@ class Bucketed:
 
     def members(self) -> dict[str, list[InBucket]]:
         """The parts of each bucket, in order."""
-        parts: dict[str, list[InBucket]] = {dtype: [] for dtype in self.buckets}
-        for x in jax.tree.leaves(self.rest, is_leaf=is_part):
-            if is_part(x):
-                parts[x.dtype].append(x)
+        parts: dict[str, list[InBucket]] = {name: [] for name in self.buckets}
+        for x in jax.tree.leaves(self.rest, is_leaf=self.has):
+            if self.has(x):
+                parts[x.name].append(x)
         return parts
 
+    def has(self, x: Any) -> bool:
+        """Whether it stands for a part of one of these buckets."""
+        return is_part(x) and x.name in self.buckets
+
     def tree(self) -> Any:
-        """The tree, all arrays in their own shapes; the buckets are not padded."""
+        """The tree, what is in these buckets in its own shapes; the buckets are not padded."""
         parts: dict[str, Iterator[Any]] = {
-            dtype: iter(parts_of(self.buckets[dtype], [x.shape for x in members]))
-            for dtype, members in self.members().items()
+            name: iter(parts_of(self.buckets[name], [x.shape for x in members]))
+            for name, members in self.members().items()
         }
-        return jax.tree.map(lambda x: next(parts[x.dtype]) if is_part(x) else x, self.rest, is_leaf=is_part)
+        return jax.tree.map(lambda x: next(parts[x.name]) if self.has(x) else x, self.rest, is_leaf=self.has)
 
 
 class _Short:
@@ -135,21 +146,46 @@ def bucketed(tree: Any, small: Sequence[bool], axes: Axes = ()) -> Any:
     return Bucketed(structure.unflatten(rest), {d: joined(xs) for d, xs in several.items()}, axes)
 
 
-def joined(arrays: Sequence[Any]) -> Any:
-    """One array of one dim, of arrays or of their types."""
+def stacks(tree: Any, groups: Sequence[Sequence[int]], axes: Axes = ()) -> Any:
+    """The tree with some of its leaves in stacks, those of each group, by their numbers, in one; the tree
+    itself where there are none. Its leaves are arrays or their types.
+
+    >>> tree = {"a": jnp.zeros((3, 4)), "b": jnp.zeros((3, 4)), "c": jnp.zeros(3)}
+    >>> stacks(tree, [[0, 1]])
+    Bucketed({'a': InBucket(float32[3, 4]), 'b': InBucket(float32[3, 4]), 'c': float32[3]}, float32[2, 3, 4])
+    """
+    if not groups:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    buckets, rest = {}, list(leaves)
+    for number, group in enumerate(groups):
+        name = f"stack {number}"
+        buckets[name] = joined([leaves[k] for k in group], is_stack=True)
+        for k in group:
+            rest[k] = InBucket(leaves[k].shape, str(leaves[k].dtype), name)
+    return Bucketed(structure.unflatten(rest), buckets, axes)
+
+
+def joined(arrays: Sequence[Any], is_stack: bool = False) -> Any:
+    """One array of one dim, or a stack, of arrays or of their types."""
+    shapes = [(1, *x.shape) if is_stack else (math.prod(jnp.shape(x)),) for x in arrays]
     if isinstance(arrays[0], jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((sum(math.prod(x.shape) for x in arrays),), arrays[0].dtype)
+        size = sum(shape[0] for shape in shapes)
+        return jax.ShapeDtypeStruct((size, *shapes[0][1:]), arrays[0].dtype)
     with jax.named_scope(BUCKET):
-        return lax.concatenate([lax.reshape(jnp.asarray(x), (math.prod(jnp.shape(x)),)) for x in arrays], 0)
+        rows = [lax.reshape(jnp.asarray(x), shape) for x, shape in zip(arrays, shapes, strict=True)]
+        return lax.concatenate(rows, 0)
 
 
-def parts_of(flat: Any, shapes: Sequence[Shape]) -> list[Any]:
+def parts_of(whole: Any, shapes: Sequence[Shape]) -> list[Any]:
     """The arrays of these shapes of which `joined` made one: of a type types, of a NumPy array such."""
-    ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+    is_stack = len(whole.shape) > 1
+    ends = np.cumsum([1 if is_stack else math.prod(shape) for shape in shapes]).tolist()
     places = list(zip([0, *ends[:-1]], ends, shapes, strict=True))
-    if isinstance(flat, jax.ShapeDtypeStruct):
-        return [jax.ShapeDtypeStruct(shape, flat.dtype) for shape in shapes]
-    if isinstance(flat, np.ndarray):
-        return [flat[start:end].reshape(shape) for start, end, shape in places]
+    if isinstance(whole, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(shape, whole.dtype) for shape in shapes]
+    if isinstance(whole, np.ndarray):
+        return [whole[start:end].reshape(shape) for start, end, shape in places]
     with jax.named_scope(BUCKET):
-        return [lax.reshape(lax.slice(flat, (start,), (end,)), shape) for start, end, shape in places]
+        rows = (lax.slice_in_dim(whole, start, end) for start, end, _ in places)
+        return [lax.reshape(row, shape) for row, shape in zip(rows, shapes, strict=True)]

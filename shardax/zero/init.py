@@ -10,17 +10,20 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
 from shardax.annotations.annotate import broadcast_specs
-from shardax.sharding import Axes
+from shardax.sharding import Axes, shard_count
 from shardax.validation import is_integer, require
-from shardax.zero.bucket import bucketed, is_bucketed, is_part
+from shardax.zero.bucket import Bucketed, bucketed, is_bucketed, stacks
+from shardax.zero.deals import alike, seconds
 from shardax.zero.mixed import OfShapes, mixed_by
 from shardax.zero.offload import KIND, require_memory
 from shardax.zero.padded import padded_to
-from shardax.zero.rest import padded_shape, split_further
+from shardax.zero.rest import MIXED, padded_shape, split_further
 from shardax.zero.transform import Offloaded, Zero
 from shardax.zero.wrapped import check_mesh, mixed_in, placed_at, requested_of, resting_specs
 
 SMALL = 2**20  # bytes
+
+Groups = Sequence[Sequence[int]]
 
 
 def init(
@@ -32,12 +35,15 @@ def init(
     requested: Any = None,
     bucket: int = SMALL,
     offload: Offloaded | tuple[Offloaded, ...] = (),
+    dealt: bool | None = None,
 ) -> tuple[Any, Any]:
     """The state `(params, tx.init(params))` as it rests under `Zero(axis, stage)`. Each array of the
     optimizer's state, and in stage 3 of the parameters, is split: what the axis divides along no dim, or
     along the layers of a stack alone, is a `Padded`, or where there are several small ones in a tree like
     that of the parameters, a part of a bucket: that tree is a `Bucketed`. Dims along which the optimizer's
     update needs whole matrices are split only where no other can be, so that a `dealt` state is not sent.
+    State of separate matrices with which the optimizer computes alike may rest in stacks, as parts of a
+    `Bucketed`, with whole matrices on each device.
 
     A step with `Zero(axis, stage)` in its transforms takes and returns it, and sees true shapes. No device
     ever holds more of the optimizer's state than its shards.
@@ -53,6 +59,8 @@ def init(
         would need a collective for its gradient, and one for its new value; in a bucket it is copied there
         and back. By default a MiB, which a TPU copies in about the time in which a collective starts.
       offload: as of `Zero`: what is given back in the host's memory.
+      dealt: whether state of such matrices rests in stacks. None: where the update alone then takes less
+        time, by its plans for the chip of the default `Options`, and not under `offload`.
 
     Raises ValueError where the mesh has no such axis, or has no devices for arrays, and where these have no
     such memory.
@@ -64,7 +72,7 @@ def init(
     >>> adam.mu.rest["w"], adam.mu.buckets["float32"]
     (Padded(float32[1300, 1001] as [1304, 1001]), Padded(float32[1014] as [1016]))
     """
-    zero = Zero(axis, stage, offload=offload)
+    zero = Zero(axis, stage, offload=offload, dealt=dealt)
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of init", tx, "an optax optimizer")
     require(is_integer(bucket, 0), "bucket of init", bucket, "a number of bytes")
     made = jax.eval_shape(tx.init, params)
@@ -76,13 +84,14 @@ def init(
     memory = {role: KIND if role in zero.offloaded else None for role in ("parameters", "optimizer")}
     if offload:
         require_memory(rests.mesh, f"offload of init is {offload!r}")
+    groups = rests.groups(tx, made, params, of_state, False if offload and dealt is None else dealt)
 
     def make(params):
         trained = rests.made(params, of_params) if stage == 3 else params
-        return trained, rests.made(tx.init(params), of_state)
+        return trained, rests.made(tx.init(params), of_state, groups)
 
     def placed():
-        state = rests.shardings(made, of_state, memory["optimizer"])
+        state = rests.shardings(made, of_state, memory["optimizer"], groups)
         trained = rests.shardings if stage == 3 else rests.unsplit
         return trained(params, of_params, memory["parameters"]), state
 
@@ -97,6 +106,7 @@ def pad(
     params: Any = None,
     bucket: int = SMALL,
     tx: Any = None,
+    dealt: bool | None = None,
 ) -> Any:
     """A tree of true shapes as it rests split: what the axis divides along no dim is a `Padded`, with one dim
     longer, which takes the fewest zeros; the first of three dims and more, over which layers may be stacked,
@@ -112,6 +122,7 @@ def pad(
         some leaves, have their small arrays in buckets, as `init` makes them. Without it nothing is in one.
       bucket: as of `init`.
       tx: the optimizer whose state `tree` is, with its `params`: as of `specs`.
+      dealt: with `tx`, as of `init`.
 
     Raises ValueError where the mesh has no such axis, or has no devices for arrays.
 
@@ -126,9 +137,11 @@ def pad(
     mixed = mixed_in(tree, tx, params, "pad")
     rests = _Rests(_mesh(mesh, axes, "pad"), axes, params, bucket, mixed)
     of_leaves = broadcast_specs(requested, tree, "requested")
+    types = jax.eval_shape(lambda: tree)
+    groups = [] if tx is None else rests.groups(tx, types, params, of_leaves, dealt)
     return _placed(
-        lambda tree: rests.made(tree, of_leaves),
-        lambda: rests.shardings(tree, of_leaves),
+        lambda tree: rests.made(tree, of_leaves, groups),
+        lambda: rests.shardings(tree, of_leaves, groups=groups),
         tree,
         rests.mesh,
         "pad",
@@ -149,13 +162,41 @@ class _Rests:
         self.mesh, self._axes, self._most, self._mixed = mesh, axes, most, mixed
         self._paths = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)}
 
-    def made(self, tree: Any, requested: Sequence[Any]) -> Any:
-        """The tree as it rests; `requested` has a spec for each of its leaves."""
-        return self._with_requested(tree, requested)[0]
+    def made(self, tree: Any, requested: Sequence[Any], groups: Groups = ()) -> Any:
+        """The tree as it rests; `requested` has a spec for each of its leaves, `groups` the numbers of those
+        that rest in a stack.
+        """
+        return self._with_stacks(tree, requested, groups)[0]
 
-    def shardings(self, tree: Any, requested: Sequence[Any], memory_kind: str | None = None) -> Any:
-        made, wanted = self._with_requested(jax.eval_shape(lambda: tree), requested)
+    def shardings(
+        self, tree: Any, requested: Sequence[Any], memory_kind: str | None = None, groups: Groups = ()
+    ) -> Any:
+        made, wanted = self._with_stacks(jax.eval_shape(lambda: tree), requested, groups)
         return resting_specs(made, self.mesh, self._axes, wanted, self._mixed, memory_kind)
+
+    def groups(
+        self, tx: Any, state: Any, params: Any, requested: Sequence[Any], dealt: bool | None
+    ) -> Groups:
+        """The leaves of the state that rest in stacks, where `dealt` says so, or where that is faster."""
+        shapes = [x.shape for x in jax.tree.leaves(state)]
+
+        def fits(group: Sequence[int]) -> bool:
+            is_split = requested_of(requested[group[0]], shapes[group[0]], self.mesh).axes
+            return not is_split and self._longer(len(group)) <= (1 + MIXED) * len(group)
+
+        groups = [] if dealt is False else list(filter(fits, alike(tx.update, state, params)))
+        if not groups or dealt:
+            return groups
+
+        def estimated(groups: Groups) -> float:
+            form, placed = self.made(state, requested, groups), self.shardings(state, requested, None, groups)
+            return seconds(tx.update, params, form, placed, self.mesh, self._axes)
+
+        return groups if estimated(groups) < estimated(()) else []
+
+    def _longer(self, size: int) -> int:
+        count = shard_count(self._axes, self.mesh.shape)
+        return -(-size // count) * count
 
     def unsplit(self, tree: Any, requested: Sequence[Any], memory_kind: str | None = None) -> Any:
         """As requested alone."""
@@ -163,6 +204,20 @@ class _Rests:
         pairs = zip(leaves, requested, strict=True)
         rests = ((x, requested_of(spec, x.shape, self.mesh)) for x, spec in pairs)
         return structure.unflatten([placed_at(self.mesh, s, x, memory_kind) for x, s in rests])
+
+    def _with_stacks(self, tree: Any, requested: Sequence[Any], groups: Groups) -> tuple[Any, Any]:
+        """The tree as it rests, and such a tree of specs."""
+        if not groups:
+            return self._with_requested(tree, requested)
+        whole, grouped = stacks(tree, groups, self._axes), {k for group in groups for k in group}
+        rest, wanted = self._with_requested(
+            whole.rest, [spec for k, spec in enumerate(requested) if k not in grouped]
+        )
+        buckets = {
+            name: padded_to(x, (self._longer(x.shape[0]), *x.shape[1:]), self._axes)
+            for name, x in whole.buckets.items()
+        }
+        return Bucketed(rest, buckets, self._axes), Bucketed(wanted, dict.fromkeys(buckets), self._axes)
 
     def _with_requested(self, tree: Any, requested: Sequence[Any]) -> tuple[Any, Any]:
         """The tree as it rests, and such a tree of specs."""
@@ -190,8 +245,8 @@ class _Rests:
         made = bucketed(tree, small, self._axes)
         if not is_bucketed(made):
             return made, list(requested)
-        places = jax.tree.leaves(made.rest, is_leaf=is_part)
-        rest = [spec for x, spec in zip(places, requested, strict=True) if not is_part(x)]
+        places = jax.tree.leaves(made.rest, is_leaf=made.has)
+        rest = [spec for x, spec in zip(places, requested, strict=True) if not made.has(x)]
         return made, [*rest, *[None] * len(made.buckets)]
 
     def _is_small(self, x: Any, spec: Any) -> bool:

@@ -54,7 +54,7 @@ def mixed_by(update: Callable[..., Any], state: Any, grads: Any, params: Any = N
     """
     types = jax.eval_shape(lambda *trees: trees, grads, state, params)
     try:
-        program, new = _traced(update, *types)
+        program, new = traced(update, *types)
     except Exception as error:  # the update is the user's, and may want any argument
         warnings.warn(
             f"which dims of the optimizer's state its update needs whole is not known ({error}), so each "
@@ -75,7 +75,7 @@ def mixed_by(update: Callable[..., Any], state: Any, grads: Any, params: Any = N
     return {shape: dims for shape, dims in found.items() if dims and shape not in layers}
 
 
-def _traced(update: Callable[..., Any], *types: Any) -> tuple[Any, Any]:
+def traced(update: Callable[..., Any], *types: Any) -> tuple[Any, Any]:
     """The jaxpr, and the types of the new state. What JAX refuses or warns of by the user's settings it does
     where the step is traced.
     """

@@ -79,7 +79,7 @@ def unpad(tree: Any) -> Any:
     {'count': (), 'w': (13, 4)}
     """
     cut = jax.tree.map(lambda x: _cut(x) if is_padded(x) else x, tree, is_leaf=is_padded)
-    return jax.tree.map(lambda x: x.tree() if is_bucketed(x) else x, cut, is_leaf=is_bucketed)
+    return jax.tree.map(lambda x: unpad(x.tree()) if is_bucketed(x) else x, cut, is_leaf=is_bucketed)
 
 
 def _cut(x: Padded) -> Any:
@@ -237,15 +237,19 @@ def padded_as(tree: Any, like: Any) -> Any:
 
 
 def _bucketed_as(tree: Any, like: Bucketed) -> Bucketed:
-    places, structure = jax.tree.flatten(like.rest, is_leaf=lambda x: is_part(x) or is_padded(x))
-    rest, parts = jax.tree.leaves(tree), {dtype: [] for dtype in like.buckets}
+    """First what is within, in which arrays stay that are in a bucket around it, then these buckets."""
+
+    def within(like: Any, x: Any) -> Any:
+        return padded_as(x, like) if is_resting(like) else x
+
+    tree = jax.tree.map(within, like.rest, tree, is_leaf=lambda x: is_part(x) or is_resting(x))
+    places, structure = jax.tree.flatten(like.rest, is_leaf=is_part)
+    rest, parts = structure.flatten_up_to(tree), {name: [] for name in like.buckets}
     for i, place in enumerate(places):
-        if is_part(place):
-            parts[place.dtype].append(rest[i])
+        if like.has(place):
+            parts[place.name].append(rest[i])
             rest[i] = place
-        else:
-            rest[i] = padded_as(rest[i], place)
-    buckets = {dtype: padded_as(joined(parts[dtype]), x) for dtype, x in like.buckets.items()}
+    buckets = {name: padded_as(joined(parts[name], len(x.shape) > 1), x) for name, x in like.buckets.items()}
     return Bucketed(structure.unflatten(rest), buckets, like.axes)
 
 

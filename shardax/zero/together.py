@@ -14,37 +14,19 @@ alike. What differs from member to member is joined before, or cut after.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from shardax import _jax
-from shardax.annotations.explicit import as_at, shape_of
-from shardax.graph.evaluate import bound, evaluate
-from shardax.passes.segments import is_elementwise, is_fill, topological_order
+from shardax.annotations.explicit import as_at
+from shardax.graph.evaluate import bound, evaluate, without_calls
+from shardax.passes.segments import is_elementwise, is_fill
 from shardax.zero.branches import Members, buckets_in, is_of_bucket, with_whole_buckets
 from shardax.zero.bucket import joined, parts_of
-
-
-@dataclass(frozen=True, eq=False)
-class Pack:
-    """Arrays, one after the other in one of one dim: `made` by an equation each, alike, of the `operands`,
-    each a pack or an atom that all have in common; else what there is is joined. `whole`: the variable that
-    has it already. `sizes`: of members that are scalars how often each is there.
-    """
-
-    members: Members
-    made: Sequence[Any] = ()
-    operands: Sequence[Any] = ()
-    whole: Any = None
-    sizes: Sequence[int] = ()
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        return [v.aval.shape for v in self.members]
+from shardax.zero.packs import Pack, Packs
 
 
 def together(jaxpr):
@@ -53,12 +35,7 @@ def together(jaxpr):
     """
     if not any(map(is_of_bucket, jaxpr.jaxpr.eqns)) or _jax.ordered_effects(jaxpr.jaxpr):
         return jaxpr
-    types = list(map(shape_of, jaxpr.in_avals))
-    plain = _jax.dce(jax.make_jaxpr(lambda *args: evaluate(jaxpr, args))(*types))
-    plain = with_whole_buckets(plain, together)
-    packs = _Packs(plain.jaxpr)
-    order = packs.order()
-    return _jax.dce(jax.make_jaxpr(lambda *args: packs.run(plain, order, args))(*types))
+    return _Flat(with_whole_buckets(without_calls(jaxpr), together)).program()
 
 
 def around_buckets(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,28 +49,23 @@ def around_buckets(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _Packs:
-    """The packs of a jaxpr: `found`, and by each variable that one makes, `of`, which, and which member."""
+class _Flat(Packs):
+    """Members one after the other in an array of one dim, and computed together element by element."""
 
-    def __init__(self, jaxpr):
-        self.eqns = jaxpr.eqns
-        self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
+    def __init__(self, closed):
+        super().__init__(closed)
         self.readers = defaultdict(list)  # by variable, numbers of equations with the number of the operand
         for i, eqn in enumerate(self.eqns):
             for place, v in enumerate(eqn.invars):
                 if not _jax.is_literal(v):
                     self.readers[v].append((i, place))
-        self.found: list[Pack] = []
-        self.of: dict[Any, tuple[Pack, int]] = {}
-        self._cut: dict[Any, tuple[Pack, int]] = {}  # by each variable that is cut out of a bucket
         self.spread: list[Pack] = []  # scalars
-        self.apart: set[Pack] = set()  # whose members are computed one by one, and joined
-        self.joins: dict[Any, Pack] = {}  # by the variable of the bucket that is made
-        self._known: dict[Members, Pack] = {}
+        self._cut: dict[Any, tuple[Pack, int]] = {}  # by each variable that is cut out of a bucket
         self._same = _scalars(self.eqns)
-        buckets = buckets_in(self.eqns)
+        buckets = buckets_in(self.eqns, stacks=False)
         for whole, members in buckets.cut.items():
-            self._add(Pack(members, whole=whole))
+            pack = self.add(Pack(members, whole=whole))
+            self._cut.update((v, (pack, k)) for k, v in enumerate(members))
         for whole, members in buckets.joined.items():
             self.joins[whole] = self.pack(members)
         for pack in self.found:  # grows
@@ -103,26 +75,32 @@ class _Packs:
     def all(self) -> list[Pack]:
         return [*self.found, *self.spread]
 
-    def _add(self, pack: Pack) -> Pack:
-        self._known[pack.members] = pack
-        self.found.append(pack)
-        if pack.whole is not None:
-            self._cut.update((v, (pack, k)) for k, v in enumerate(pack.members))
-        if pack.made:
-            self.of.update((v, (pack, k)) for k, v in enumerate(pack.members))
-        return pack
+    def joined(self, pack: Pack, members: Sequence[Any]) -> Any:
+        pairs = zip(pack.members, members, pack.sizes, strict=False)
+        filled = [lax.full((n,), x, v.aval.dtype) for v, x, n in pairs]
+        return joined(filled or members)
+
+    def parts(self, pack: Pack, whole: Any) -> Sequence[Any]:
+        return parts_of(whole, pack.shapes)
+
+    def made(self, pack: Pack, operands: Sequence[Any]) -> Sequence[Any]:
+        eqn = pack.made[0]
+        if not is_fill(eqn):
+            return bound(eqn, operands)
+        with as_at(eqn):
+            return [lax.broadcast(operands[0], (sum(map(math.prod, pack.shapes)),))]
 
     def pack(self, members: Members) -> Pack:
-        if members in self._known:
-            return self._known[members]
+        if pack := self.known(members):
+            return pack
         eqns = self._alike(members)
         if not eqns:
-            return self._add(Pack(members))
+            return self.add(Pack(members))
         if is_fill(eqns[0]):
-            return self._add(Pack(members, eqns, [eqns[0].invars[0]]))
+            return self.add(Pack(members, eqns, [eqns[0].invars[0]]))
         columns = list(zip(*(eqn.invars for eqn in eqns), strict=True))
         sizes = [v.aval.size for v in members]
-        return self._add(Pack(members, eqns, [self._operand(column, sizes) for column in columns]))
+        return self.add(Pack(members, eqns, [self._operand(column, sizes) for column in columns]))
 
     def _operand(self, atoms: Members, sizes: Sequence[int]) -> Any:
         if atoms[0].aval.shape:
@@ -177,80 +155,20 @@ class _Packs:
                 return eqn.outvars[0]
         return None
 
-    def order(self) -> list[int]:
-        """The numbers of equations, then of packs, each after what it reads. While packs depend on each other
-        one more of them is set apart.
-        """
-        while True:
-            tasks = [*map(self.task, range(len(self.eqns))), *map(self.task_of, self.all)]
-            order = topological_order(tasks)
-            if len(order) == len(tasks):
-                return order
-            left = {*range(len(self.eqns), len(tasks))}.difference(order)
-            stuck = (self.all[n - len(self.eqns)] for n in sorted(left))
-            self._set_apart(next(pack for pack in stuck if pack.made and pack not in self.apart))
+    def reduced(self, eqn) -> Pack | None:
+        """Of a reduction to one number each device reduces what it has of a bucket."""
+        found = self._member(eqn)
+        return found and found[0]
 
-    def _set_apart(self, pack: Pack) -> None:
-        self.apart.add(pack)
-        for v in pack.members:
-            del self.of[v]
-
-    def task(self, number: int) -> tuple[int, list[Any], list[Any]]:
-        """An equation, as `topological_order` takes it: its place, what it reads, and what it makes."""
-        eqn = self.eqns[number]
-        if all(v in self.of for v in eqn.outvars):
-            return number, [], []
-        if eqn.outvars and eqn.outvars[0] in self.joins:
-            return number, [self.joins[eqn.outvars[0]]], list(eqn.outvars)
-        if of_pack := self._reduced(eqn):
-            return number, [of_pack[0]], list(eqn.outvars)
-        return number, [self._read(v) for v in eqn.invars if not _jax.is_literal(v)], list(eqn.outvars)
-
-    def task_of(self, pack: Pack) -> tuple[int, list[Any], list[Any]]:
-        place = max((self.maker.get(v, 0) for v in pack.members if not _jax.is_literal(v)), default=0)
-        is_made = pack.made and pack not in self.apart
-        reads = pack.operands if is_made else [pack.whole] if pack.whole is not None else pack.members
-        return place, [self._read(v) for v in reads if not _jax.is_literal(v)], [pack]
-
-    def _read(self, v) -> Any:
-        return self.of[v][0] if not isinstance(v, Pack) and v in self.of else v
-
-    def run(self, closed, order: Sequence[int], args: Sequence[Any]) -> list[Any]:
-        """The results of the program, packs computed as one."""
-        jaxpr = closed.jaxpr
-        env: dict[Any, Any] = dict(
-            zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True)
-        )
-
-        def read(atom):
-            if not isinstance(atom, Pack) and not _jax.is_literal(atom) and atom not in env:
-                pack, _ = self.of[atom]
-                with as_at(pack.made[0]):
-                    env.update(zip(pack.members, parts_of(env[pack], pack.shapes), strict=True))
-            return env[atom] if isinstance(atom, Pack) or not _jax.is_literal(atom) else atom.val
-
-        for n in order:
-            if n >= len(self.eqns):
-                pack = self.all[n - len(self.eqns)]
-                env[pack] = _joined_of(pack, read) if pack in self.apart else _made(pack, read)
-            elif not all(v in self.of for v in self.eqns[n].outvars):
-                eqn = self.eqns[n]
-                env.update(zip(eqn.outvars, self._results(eqn, env, read), strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _reduced(self, eqn) -> tuple[Pack, int] | None:
+    def _member(self, eqn) -> tuple[Pack, int] | None:
         """The pack of which an equation reduces a member to one number, and which member."""
         v = eqn.invars[0] if _is_reduction(eqn) else None
         return self.of.get(v) or self._cut.get(v)
 
-    def _results(self, eqn, env: Mapping[Any, Any], read: Callable[[Any], Any]) -> list[Any]:
-        join = self.joins.get(eqn.outvars[0]) if eqn.outvars else None
-        if join is not None:
-            return [env[join]]
-        if pack_and_number := self._reduced(eqn):
-            pack, k = pack_and_number
-            return _reduced_member(eqn, env[pack], pack.shapes, k)
-        return bound(eqn, list(map(read, eqn.invars)))
+    def of_whole(self, eqn, whole: Any) -> list[Any]:
+        found = self._member(eqn)
+        assert found is not None
+        return _reduced_member(eqn, whole, found[0].shapes, found[1])
 
 
 _NEUTRAL = {
@@ -277,24 +195,6 @@ def _reduced_member(eqn, flat, shapes: Sequence[tuple[int, ...]], k: int) -> lis
         is_its = (place >= start) & (place < start + math.prod(shapes[k]))
         masked = lax.select(is_its, flat, lax.full_like(flat, _NEUTRAL[eqn.primitive.name]))
     return bound(eqn, [masked], axes=(0,))
-
-
-def _made(pack: Pack, read) -> Any:
-    if pack.whole is not None:
-        return read(pack.whole)
-    if not pack.made:
-        return _joined_of(pack, read)
-    eqn, operands = pack.made[0], list(map(read, pack.operands))
-    if is_fill(eqn):
-        with as_at(eqn):
-            return lax.broadcast(operands[0], (sum(map(math.prod, pack.shapes)),))
-    return bound(eqn, operands)[0]
-
-
-def _joined_of(pack: Pack, read) -> Any:
-    pairs = zip(pack.members, pack.sizes, strict=False)
-    filled = [lax.full((n,), read(v), v.aval.dtype) for v, n in pairs]
-    return joined(filled or list(map(read, pack.members)))
 
 
 def _scalars(eqns: Sequence[Any]) -> dict[Any, Any]:

@@ -1,7 +1,7 @@
 """Zero: the transform by which devices that compute on different data share what they would all keep."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +34,7 @@ from shardax.zero.padded import Shape, around, cuts
 from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, filled, resident
 from shardax.zero.rest import padded_dim, split_further, split_padded
 from shardax.zero.roles import Roles, is_update, roles
+from shardax.zero.stacks import stacked
 from shardax.zero.together import together
 from shardax.zero.whole import repeated_group
 from shardax.zero.within import Way, choice_group, fastest
@@ -74,9 +75,13 @@ class Zero:
         and is brought to the device where the step reads it, of stacked layers one layer at a time.
       update_on: "device", or "host": there the host itself updates what rests in its memory, and optimizer
         state is not brought to the device.
-      memory: bytes that the step may take on each device, by `Plan.memory().peak`. Of `accumulate` and
-        `reshard_after_forward` those that are None are chosen then: each combination is planned, and the
-        fastest that fits is taken, by the plan's estimate for the chip of `Options`. The plan lists them.
+      dealt: whether separate matrices with which an optimizer computes alike (Muon, Shampoo, SOAP) become
+        stacks, of which each device computes with some of the matrices. Where it has no such matrices nothing
+        is done. None: planned both ways, and done where the step is faster, by the plan's estimate for the
+        chip of `Options`; not under `offload`. The plan lists both.
+      memory: bytes that the step may take on each device, by `Plan.memory().peak`. Of `accumulate`,
+        `reshard_after_forward` and `dealt` those that are None are chosen then: each combination is planned,
+        and the fastest that fits is taken, as of `dealt`.
 
     Raises ValueError where the mesh has no such axis, where the axis splits parameters and not the batch, for
     a function in which no optimizer's update is found, where devices have no such memory, and where state is
@@ -107,6 +112,7 @@ class Zero:
     offload: Offloaded | tuple[Offloaded, ...] = ()
     update_on: Literal["device", "host"] = "device"
     memory: float | None = None
+    dealt: bool | None = None
     rests_state: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -122,6 +128,7 @@ class Zero:
         require(
             self.memory is None or is_number(self.memory, 0), "memory of Zero", self.memory, "bytes, or None"
         )
+        require(self.dealt in (None, True, False), "dealt of Zero", self.dealt, "True, False or None")
         kinds, update_on = self.offloaded, self.update_on
         expected = "'optimizer', 'parameters', or a tuple of them"
         is_kinds = all(isinstance(kind, str) and kind in ("optimizer", "parameters") for kind in kinds)
@@ -144,7 +151,8 @@ class Zero:
         host = f", update_on={self.update_on!r}" if self.update_on == "host" else ""
         prefetch = ", prefetch=True" if self.prefetch else ""
         memory = f", memory={self.memory!r}" if self.memory is not None else ""
-        return f"Zero(axis={self.axis!r}, stage={self.stage}{memory}{prefetch}{offload}{host})"
+        dealt = f", dealt={self.dealt}" if self.dealt is not None else ""
+        return f"Zero(axis={self.axis!r}, stage={self.stage}{memory}{dealt}{prefetch}{offload}{host})"
 
     @property
     def axes(self) -> Axes:
@@ -165,28 +173,33 @@ class Zero:
         kept = found.parameters if self.stage < 3 else ()
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
 
+        deals = stacked(jaxpr, rests) if self.dealt or self.dealt is None and not self.offload else jaxpr
+
         def made(way: Way, scope: AbstractContextManager):
-            own, roles = jaxpr, found
-            if way.accumulate == "scattered" and scattering is not jaxpr:
-                own, roles = scattering, self._roles(scattering, context)
+            own, roles = deals if way.dealt else jaxpr, found
+            if way.accumulate == "scattered":
+                own = noted.without_whole_sums(own)
+            if own is not jaxpr:
+                roles = self._roles(own, context)
             inside = self._inside(own, context, before, split, roles, true, way)
             resting = _resting(inside, rests, roles, str(self), scope)
             return self._offloaded(resting, context, roles) if self.offload else resting
 
-        ways = self._ways(found, scattering is not jaxpr)
-        if self.memory is None:
-            return made(ways[0], nullcontext())
+        ways = self._ways(found, scattering is not jaxpr, deals is not jaxpr)
         return fastest(ways, made, context, self.memory, str(self))
 
-    def _ways(self, found: Roles, in_pipeline: bool) -> list[Way]:
-        """Those that are said; without a limit of memory, or where they are one program, the default one."""
+    def _ways(self, found: Roles, in_pipeline: bool, deals: bool) -> list[Way]:
+        """Those that are left open; of how to accumulate and gather the default one, where memory has no
+        limit.
+        """
         ways: list[Accumulate] = ["unreduced", "scattered"]
         default, other = ways if self.stage == 1 or in_pipeline else ways[::-1]
         open_ = self.memory is not None and (in_pipeline or bool(found.accumulators))
         accumulate = [self.accumulate or default, *[other] * (open_ and self.accumulate is None)]
         keeps = self.memory is not None and self.stage == 3 and self.reshard_after_forward is None
         again = [self.reshard_after_forward is not False, *[False] * keeps] if self.stage == 3 else [None]
-        return [Way(a, g) for a in accumulate for g in again]
+        dealt = ([False, True] if self.dealt is None else [True]) if deals else [None]
+        return [Way(a, g, d) for a in accumulate for g in again for d in dealt]
 
     def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The step takes and gives true shapes, wherever its state rests padded."""

@@ -12,6 +12,7 @@ from shardax.annotations.annotate import annotate, bind_annotation, broadcast_sp
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
 from shardax.zero.bucket import has_buckets, is_part
+from shardax.zero.deals import dealt_out
 from shardax.zero.mixed import OfShapes, mixed_by
 from shardax.zero.offload import DEVICE, HOST, require_memory
 from shardax.zero.padded import Name, Padded, check_axes, has_padded, is_padded, padded_as, unpad
@@ -33,6 +34,7 @@ def shard(
     stage: int = 1,
     params: Any = None,
     offload: Literal["optimizer"] | tuple[Literal["optimizer"], ...] = (),
+    dealt: bool | None = None,
 ) -> Any:
     """An optax optimizer whose state, and in stage 3 whose parameters, rest split as under `Zero`.
 
@@ -47,6 +49,7 @@ def shard(
       params: the shardings of parameters besides, as in in_shardings: a prefix tree of specs.
       offload: "optimizer": what `init` and `update` give of the state is in the host's memory, but for single
         numbers, and `update` brings it. Parameters at the host need `Zero`, which finds where they are read.
+      dealt: as of `Zero`; None goes by the update alone, on the chip of the default `Options`.
 
     Raises ValueError for another offload, and where the mesh in context has no such memory; what is made has
     the errors of `Zero`.
@@ -57,7 +60,7 @@ def shard(
     ...     tx.init(jax.numpy.zeros((8, 4)))[0].mu.sharding.spec[0]
     'data'
     """
-    zero = Zero(axis, stage, offload=offload)
+    zero = Zero(axis, stage, offload=offload, dealt=dealt)
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of shard", tx, "an optax optimizer")
     if "parameters" in zero.offloaded:
         raise ValueError(
@@ -90,7 +93,8 @@ def shard(
             new = _annotated(padded_as(new, state), rests.split)
             return _annotated(updates, rests.parameter), left(new)
 
-        return (around_buckets(run) if has_buckets(state) else run)(grads, state, trained)
+        run = around_buckets(run) if has_buckets(state) else run
+        return dealt_out(run, (grads, state, trained), zero.axes, dealt)
 
     kind: Any = type(tx) if isinstance(tx, tuple) and len(tx) == 2 else Transformation
     return kind(init, update)

@@ -1,0 +1,227 @@
+"""Stacks: matrices that an update computes with alike are one stack, of which each device can have some.
+
+    for each of 8 matrices  u = orthogonalized(m)      every device computes all 8, of gathered m
+    U = orthogonalized(stack of the m)                 each computes one: an all_to_all there, and one back
+
+An update of separate matrices has the same equations for each. Those are found by what they compute, from the
+gradients on, and run under `jax.vmap` as one. The search then splits the stack, where that costs less.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from shardax import _jax
+from shardax.differentiated import is_differentiated
+from shardax.graph.evaluate import bound, without_calls
+from shardax.spmd_rules.registry import RULES
+from shardax.zero.alike import Alike, key
+from shardax.zero.branches import Members, buckets_in
+from shardax.zero.packs import Pack, Packs
+from shardax.zero.parted import parted
+
+MATRICES = 2  # FLOPs for each number that is read or made: products of matrices have more, of vectors fewer
+
+
+def stacked(jaxpr, state: Collection[int], kinds: Mapping[int, Hashable] | None = None):
+    """The program, of which equations that compute alike with matrices, each of another array, are one; the
+    program itself, where there are none.
+
+    Args:
+      jaxpr: a closed one.
+      state: the numbers of the arguments that are state. Only what depends on these or on gradients, and is
+        not differentiated, is part of an update.
+      kinds: of those arguments something that must be alike too, as how they rest.
+    """
+    if _jax.ordered_effects(jaxpr.jaxpr) or not any(map(_has_matrices, _update(jaxpr.jaxpr.eqns))):
+        return jaxpr
+    plain = without_calls(jaxpr)
+    new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state})
+    return jaxpr if new is plain else new
+
+
+def state_stacks(jaxpr, succeeded: Mapping[int, int]) -> list[list[int]]:
+    """The arguments of an update, in groups, that are stacked before it computes with them alike, and whose
+    new values are a stack too: they may as well rest in one. `succeeded` has the state, with the numbers of
+    the results that succeed it.
+    """
+    jaxpr = without_calls(jaxpr)
+    packs = _Stacks(_with_parts(jaxpr), dict.fromkeys(range(len(jaxpr.in_avals))), succeeded)
+    numbers = {packs.closed.jaxpr.invars[i]: i for i in succeeded}
+    groups = []
+    for pack in packs.found:
+        group = sorted(numbers.pop(v) for v in pack.members if v in numbers) if _is_of(pack, numbers) else []
+        new = tuple(packs.closed.jaxpr.outvars[succeeded[i]] for i in group)
+        if group and packs.known(new) is not None:
+            groups.append(group)
+    return groups
+
+
+def _is_of(pack: Pack, numbers: Mapping[Any, int]) -> bool:
+    return all(not _jax.is_literal(v) and v in numbers for v in pack.members)
+
+
+def _with_parts(closed):
+    return _jax.replaced_eqns(closed, [part for eqn in closed.jaxpr.eqns for part in _parts(eqn)])
+
+
+def _in_plain(closed, kinds: Mapping[int, Hashable]):
+    """The same of a program without calls, and in the bodies of what it computes alone."""
+    closed = _with_parts(closed)
+    packs = _Stacks(closed, kinds)
+    eqns = [eqn if packs.is_packed(eqn) else _with_stacks_inside(eqn) for eqn in closed.jaxpr.eqns]
+    inside = _jax.replaced_eqns(closed, eqns)
+    packs = packs if inside is closed else _Stacks(inside, kinds)
+    return packs.program() if packs.found else inside
+
+
+def _with_stacks_inside(eqn):
+    """The update of a step in a loop, or of a branch, is in a body, of which all arrays count as state."""
+    if is_differentiated(eqn.source_info.name_stack) or not _has_matrices(eqn):
+        return eqn
+
+    def change(body):
+        plain = without_calls(body)
+        new = _in_plain(plain, dict.fromkeys(range(len(plain.in_avals))))
+        if hasattr(body, "consts"):
+            return body if new is plain else new
+        return body if new is plain or new.consts else new.jaxpr
+
+    return _jax.with_bodies(eqn, change)
+
+
+def _parts(eqn) -> list[Any]:
+    is_of_update = not is_differentiated(eqn.source_info.name_stack) and _has_matrices(eqn)
+    return parted(eqn, _has_matrices) if is_of_update else [eqn]
+
+
+def _update(eqns: Sequence[Any]) -> Iterator[Any]:
+    return (eqn for eqn in eqns if not is_differentiated(eqn.source_info.name_stack))
+
+
+def _has_matrices(eqn) -> bool:
+    """Whether an equation or one in its bodies that is of an update multiplies or factors matrices."""
+    entry = RULES.get(eqn.primitive.name)
+    if entry is not None and (flops := entry.flops_at(eqn)) is not None:
+        return flops > MATRICES * sum(v.aval.size for v in (*eqn.invars, *eqn.outvars))
+    bodies = jaxprs_in_params(eqn.params)
+    return any(_has_matrices(inner) for body in bodies for inner in _update(_jax.closed(body).jaxpr.eqns))
+
+
+class _Stacks(Packs):
+    """Members along the first dim of an array, and computed together under `jax.vmap`. `movable`: arguments,
+    by their numbers, that may come in a stack.
+    """
+
+    def __init__(self, closed, kinds: Mapping[int, Hashable], movable: Collection[int] = ()):
+        super().__init__(closed)
+        self._movable = {closed.jaxpr.invars[i] for i in movable}
+        self._alike = Alike(closed.jaxpr, kinds)
+        self.readers = defaultdict(list)
+        for eqn in self.eqns:
+            for v in dict.fromkeys(v for v in eqn.invars if not _jax.is_literal(v)):
+                self.readers[v].append(eqn)
+        buckets = buckets_in(self.eqns, stacks=True)
+        self._cut: dict[Any, tuple[Pack, int]] = {}  # by each variable that is cut out of a stack
+        for whole, members in buckets.cut.items():
+            pack = self.add(Pack(members, whole=whole))
+            self._cut.update((v, (pack, k)) for k, v in enumerate(members))
+        for eqns in self._products():
+            self.pack(self._ordered(eqns))
+        for whole, members in buckets.joined.items():
+            self.joins[whole] = self.pack(members)
+        for pack in self.found:  # grows
+            self._read_alike(pack)
+
+    def joined(self, pack: Pack, members: Sequence[Any]) -> Any:
+        rows = [
+            lax.expand_dims(jnp.asarray(x, v.aval.dtype), (0,))
+            for x, v in zip(members, pack.members, strict=True)
+        ]
+        return lax.concatenate(rows, 0)
+
+    def parts(self, pack: Pack, whole: Any) -> Sequence[Any]:
+        return [lax.squeeze(lax.slice_in_dim(whole, k, k + 1), (0,)) for k in range(len(pack.members))]
+
+    def made(self, pack: Pack, operands: Sequence[Any]) -> Sequence[Any]:
+        axes = tuple(0 if isinstance(x, Pack) else None for x in pack.operands)
+        return jax.vmap(lambda *xs: bound(pack.made[0], xs), axes)(*operands)
+
+    def _products(self) -> list[list[Any]]:
+        """Products of matrices that are alike, several of each, in program order."""
+        alike: dict[int, list[Any]] = {}
+        for eqn in self.eqns:
+            if self._alike.is_packable(eqn) and _has_matrices(eqn):
+                alike.setdefault(self._alike.number(eqn.outvars[0]), []).append(eqn)
+        return [eqns for eqns in alike.values() if len(eqns) > 1]
+
+    def _ordered(self, eqns: Sequence[Any]) -> Members:
+        """Their first results, in the order of a pack that they read, if any."""
+        for column in zip(*(eqn.invars for eqn in eqns), strict=True):
+            pairs = zip(column, eqns, strict=True)
+            places = [(self._place(v), eqn) for v, eqn in pairs if not _jax.is_literal(v) and self._place(v)]
+            by_number = {place[1]: eqn for place, eqn in places if place}
+            if len(by_number) == len(eqns) and len({place[0] for place, _ in places if place}) == 1:
+                return tuple(by_number[k].outvars[0] for k in sorted(by_number))
+        return tuple(eqn.outvars[0] for eqn in eqns)
+
+    def _place(self, v) -> tuple[Pack, int] | None:
+        return self.of.get(v) or self._cut.get(v)
+
+    def pack(self, members: Members) -> Pack:
+        if pack := self.known(members):
+            return pack
+        eqns = self._makers(members)
+        if not eqns:
+            return self.add(Pack(members))
+        columns = list(zip(*(eqn.invars for eqn in eqns), strict=True))
+        chooses = eqns[0].primitive.name == "cond" and not self._alike.is_one(columns[0])
+        if chooses or all(map(self._alike.is_one, columns)):
+            return self.add(Pack(members))  # of a stack all branches would run; or the same for all
+        operands = [column[0] if self._alike.is_one(column) else self.pack(column) for column in columns]
+        results = zip(*(eqn.outvars for eqn in eqns), strict=True)
+        packs = [self.add(Pack(result, eqns, operands, index=j)) for j, result in enumerate(results)]
+        return packs[eqns[0].outvars.index(members[0])]
+
+    def _makers(self, members: Members) -> list[Any]:
+        """The equations that make these, where they all do the same."""
+        numbers = [None if _jax.is_literal(v) or v in self.of else self.maker.get(v) for v in members]
+        if None in numbers or len(set(numbers)) < len(numbers):
+            return []
+        eqns = [self.eqns[n] for n in numbers if n is not None]
+        places = {eqn.outvars.index(v) for eqn, v in zip(eqns, members, strict=True)}
+        keys = {key(eqn) for eqn in eqns}
+        return eqns if len(keys) == len(places) == 1 and all(map(self._alike.is_packable, eqns)) else []
+
+    def _read_alike(self, pack: Pack) -> None:
+        """Packs of what reads all members alike, and no other arrays than packs have."""
+        if not pack.made and pack.whole is None:
+            return
+        for eqn in self.readers[pack.members[0]]:
+            if self._alike.is_packable(eqn) and eqn.outvars[0] not in self.of:
+                read = [self._reader(v, eqn) for v in pack.members[1:]]
+                eqns = [eqn, *read]
+                if None not in read and all(map(self._is_there, zip(*(e.invars for e in eqns), strict=True))):
+                    self.pack(tuple(e.outvars[0] for e in eqns))
+
+    def _reader(self, v, like) -> Any:
+        wanted = self._alike.number(like.outvars[0])
+        found = (eqn for eqn in self.readers[v] if self._alike.number(eqn.outvars[0]) == wanted)
+        return next((eqn for eqn in found if eqn.outvars[0] not in self.of), None)
+
+    def _is_there(self, column: Members) -> bool:
+        is_known = self._alike.is_one(column) or self.known(column) is not None
+        return is_known or not any(v.aval.shape for v in column) or self._comes(column)
+
+    def _comes(self, column: Members) -> bool:
+        """Whether these are arguments that may come in a stack, or made of such alone."""
+        if any(_jax.is_literal(v) for v in column) or not self._movable:
+            return False
+        eqns = self._makers(column)
+        inner = zip(*(eqn.invars for eqn in eqns), strict=True)
+        return self._movable.issuperset(column) or bool(eqns) and all(map(self._is_there, inner))
