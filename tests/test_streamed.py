@@ -240,3 +240,13 @@ def test_order():
     x = jax.ShapeDtypeStruct((4,), "float32")
     jaxpr = jax.make_jaxpr(lambda a: (jnp.sin(a), jnp.cos(a)))(x).jaxpr
     assert in_order(jaxpr.eqns, []) == list(jaxpr.eqns)
+
+
+def test_a_shift_is_no_padding_by_nothing():
+    """What is cut off at one end and padded at the other has the shape that it had."""
+
+    def shifted(m, w, g):
+        m, w = momentum(m, w, g)
+        return m, lax.pad(w, jnp.float32(0), [(1, -1, 0), (0, 0, 0)])
+
+    assert scans(in_blocks(shifted, *[((64, 256), "float32", host) for host in (True, False, False)]))

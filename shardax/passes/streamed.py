@@ -85,12 +85,21 @@ def _without_noops(eqns: Sequence[Any], results: Sequence[Any]) -> tuple[list[An
     kept = []
     for eqn in eqns:
         invars = list(map(read, eqn.invars))
-        if eqn.primitive.name in ("pad", "slice") and eqn.outvars[0].aval.shape == invars[0].aval.shape:
+        if _is_noop(eqn):
             same[eqn.outvars[0]] = invars[0]
         else:
             is_same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
             kept.append(eqn if is_same else eqn.replace(invars=invars))
     return kept, list(map(read, results))
+
+
+def _is_noop(eqn) -> bool:
+    """Whether an equation slices all of an array, or pads it by nothing. (A padding by what it cuts off at the
+    other end is as long, and a shift.)
+    """
+    if eqn.primitive is lax.pad_p:
+        return all(padding == (0, 0, 0) for padding in eqn.params["padding_config"])
+    return eqn.primitive is lax.slice_p and eqn.outvars[0].aval.shape == eqn.invars[0].aval.shape
 
 
 class _Order:
