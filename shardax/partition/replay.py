@@ -30,7 +30,7 @@ class Replay:
         """The layouts that a reader may take; one that the user requested, also those before an
         annotation.
         """
-        before = self.search.before_annotation.get(value)
+        before = self.search.before_annotation.get(self.search.root_of(value))
         return self.layouts[value] + (self.readable(before, True) if user_requested and before else [])
 
     def graph(
