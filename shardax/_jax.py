@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 84 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 85 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -30,8 +30,8 @@ already:
     Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
 The rule of a custom_partitioning, which may be a callable of the user's that wants MLIR types:
     sharding_rule.
-JAX's own lists of primitives, of what they are lowered by and of their test cases, and one defect:
-    primitive_names, functions_of, primitive_cases, DONATED_AGAIN_CRASHES.
+JAX's own lists of primitives, of what they are lowered and batched by and of their test cases, and one defect:
+    primitive_names, functions_of, has_batching_rule, primitive_cases, DONATED_AGAIN_CRASHES.
 """
 
 import inspect

@@ -394,18 +394,21 @@ class TestReturned:
 
     def test_what_does_not_divide_rests_elsewhere(self):
         table = jax.ShapeDtypeStruct((257, 64), "float32")
-        step = sx.shard_jit(
-            lambda t: {"new": t + 1, "sum": t.sum()},
-            mesh=AUTO,
-            in_shardings=P("x"),
-            out_shardings={"new": P("x"), "sum": P()},
-        )
-        plan = step.plan(table)
-        assert [(m.path, str(m.requested), str(m.stored)) for m in plan.at_rest] == [
-            ("argument t", "P('x', None)", "P(None, 'x')"),
-            ("result new", "P('x', None)", "P(None, 'x')"),
-        ]
-        assert plan.cost_at_rest(plan.at_rest[0])
+
+        def planned(function):
+            shardings = {"in_shardings": P("x"), "out_shardings": {"new": P("x"), "sum": P()}}
+            step = sx.shard_jit(lambda t: {"new": function(t), "sum": t.sum()}, mesh=AUTO, **shardings)
+            plan = step.plan(table)
+            assert [(m.path, str(m.requested), str(m.stored)) for m in plan.at_rest] == [
+                ("argument t", "P('x', None)", "P(None, 'x')"),
+                ("result new", "P('x', None)", "P(None, 'x')"),
+            ]
+            return plan
+
+        by_row = planned(lambda t: jnp.sort(t, axis=1))
+        assert by_row.cost_at_rest(by_row.at_rest[0])
+        anyhow = planned(lambda t: t + 1)  # is computed as it rests
+        assert anyhow.cost_at_rest(anyhow.at_rest[0]) == 0
 
     def test_calls_after_the_first_compile_nothing(self):
         jitted = sx.shard_jit(matmul, mesh=AUTO, in_shardings=(P("x"), P(None, "y")))

@@ -173,6 +173,18 @@ def test_it_does_not_matter_who_reads_first(part):
     assert str(first.collectives[0]) == "all_gather over x of f32[128,512]: annotate in P(None, None)"
 
 
+def test_a_result_is_read_from_before_what_its_value_is_annotated_as():
+    """An annotation inside that nobody computes on is not what the result is brought from."""
+
+    def step(w, x):
+        new = sx.annotate(w - jnp.tanh(x @ w), P(None, "x"))
+        return new + 1.0, new
+
+    how = {"mesh": auto_mesh(x=4, y=2), "in_shardings": P(), "out_shardings": (P(None, "x"), P())}
+    plan = sx.shard_jit(step, **how).plan(*[jax.ShapeDtypeStruct((8, 8), "float32")] * 2)
+    assert plan.comm_bytes == 0 and plan.decisions.price < 1e6
+
+
 def test_two_readers_share_a_copy():
     decisions = chosen(search_of(shared, "uneven rows"))
     read = [r for node, step in steps(decisions) if node.name == "dot_general" for r in step.reshards]
