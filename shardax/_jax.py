@@ -30,7 +30,7 @@ already:
     Committed, committed_dims, with_cache_miss, cache_miss, TimedLowered, PlacedTraced.
 The rule of a custom_partitioning, which may be a callable of the user's that wants MLIR types:
     sharding_rule.
-JAX's own lists of primitives, of what they are lowered and batched by and of their test cases, and one defect:
+JAX's own lists of primitives, of what they are lowered and batched by and of their test cases, one defect:
     primitive_names, functions_of, has_batching_rule, primitive_cases, DONATED_AGAIN_CRASHES.
 """
 

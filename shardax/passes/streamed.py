@@ -94,8 +94,8 @@ def _without_noops(eqns: Sequence[Any], results: Sequence[Any]) -> tuple[list[An
 
 
 def _is_noop(eqn) -> bool:
-    """Whether an equation slices all of an array, or pads it by nothing. (A padding by what it cuts off at the
-    other end is as long, and a shift.)
+    """Whether an equation slices all of an array, or pads it by nothing. (A padding by what it cuts off at
+    the other end is as long, and a shift.)
     """
     if eqn.primitive is lax.pad_p:
         return all(padding == (0, 0, 0) for padding in eqn.params["padding_config"])
