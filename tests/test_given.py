@@ -100,6 +100,8 @@ CALLS = {  # what the message begins with, or has: a call that is given what is 
     "of_parts of register_rule is": lambda x: register(of_parts=x),
     "anew of register_rule is": lambda x: register(anew=x),
     "once of register_rule is": lambda x: register(once=x),
+    "casts of register_rule is": lambda x: register(casts=x),
+    "heavy of register_rule is": lambda x: register(heavy=x),
     "file of assert_plan is": lambda x: assert_plan(STEP, ARGS, x),
     "args of <lambda> is": lambda x: assert_plan(STEP, x, "plan.json"),
     "has no plan": lambda x: assert_plan(x, ARGS, "plan.json"),

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from shardax.pipeline.cut import Piece
-from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Origin, Reads, run, text
+from shardax.pipeline.origins import Origin, Reads, run, text
 from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, Part
 from shardax.pipeline.packer import packing_of
 from shardax.pipeline.region import Region
@@ -99,7 +99,7 @@ def test_a_chain_does_to_an_array_what_it_does_to_the_leaf():
 
 def test_chains_are_of_kinds():
     (origin,) = origins(lambda b: b.reshape(6) * 3.0)
-    assert origin.is_of(ELEMENTWISE | RESHAPING) and not origin.is_of(ELEMENTWISE)
+    assert origin.keeps_order and not origin.is_elementwise
 
 
 def test_the_text_of_a_chain_tells_chains_apart():

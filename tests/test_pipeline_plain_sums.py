@@ -29,6 +29,9 @@ SUMS = {
     "log-likelihoods": lambda w, x, keep: nll(w, x).sum(),
     "cast": lambda w, x, keep: -jnp.sum(jnp.tanh(x @ w).astype("bfloat16")).astype("float32"),
     "chosen": lambda w, x, keep: jnp.where(keep > 0, squares(w, x), 0.0).sum(),
+    "dropout": lambda w, x, keep: squares(w, x * keep[:, None] / 0.9).sum(),
+    "hinge": lambda w, x, keep: jax.nn.relu(1.0 - keep * (x @ w)[:, 0]).sum(),
+    "logarithms of shares": lambda w, x, keep: -jnp.log(jax.nn.softmax(x @ w)[:, 0]).sum(),
     "in a call": lambda w, x, keep: jax.jit(lambda y: jnp.abs(y).sum())(x @ w),
 }
 MEANS = {

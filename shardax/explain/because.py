@@ -26,6 +26,7 @@ from shardax.meshes.crossing import Crossed
 from shardax.partition.decisions import Decision, Decisions
 from shardax.partition.reasons import Resharded, Settled
 from shardax.sharding import Axes, Layout, Sharding, shard_count
+from shardax.spmd_rules.equations import moves
 from shardax.spmd_rules.registry import happens_once
 from shardax.spmd_rules.rule import REDUCTIONS, UNSPLIT, Factors, TensorFactors
 from shardax.spmd_rules.sends import Sent
@@ -97,7 +98,6 @@ class Because:
 
 
 SAME = ("optimization_barrier", "reshard")
-MOVERS = ("convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose")
 """What these make of an argument is called by its path."""
 
 
@@ -146,7 +146,7 @@ class _Teller:
             return self.inner(value) if value in self.story.owners else f"a constant {array_text(value.aval)}"
         if annotations.of_node(node) or node.name in SAME:
             return self.name(node.inputs[node.outputs.index(value)])
-        if node.name in MOVERS and (path := self.path(node.inputs[0])):
+        if moves(node.eqn) and (path := self.path(node.inputs[0])):
             return f"{path}'s {node.name}"
         variable = assigned(node.line)
         if variable and value in self.all.last:

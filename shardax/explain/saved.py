@@ -12,6 +12,7 @@ from shardax import _jax
 from shardax.differentiated import is_transposed
 from shardax.explain.live import Life, nbytes
 from shardax.ledger.collectives import reason_of
+from shardax.spmd_rules.equations import moves
 
 
 def saved(jaxpr) -> Iterator[tuple[Any, str, str]]:
@@ -45,7 +46,7 @@ def _name(v, makers) -> str:
             body = _jax.closed(eqn.params["jaxpr"]).jaxpr
             inside = body.outvars[eqn.outvars.index(v)]
             return _name(inside, {v: e for e in body.eqns for v in e.outvars})
-        if eqn.primitive.name not in _PASS_THROUGH:
+        if not moves(eqn):
             return ""
         v = eqn.invars[0]
     return ""
@@ -59,14 +60,3 @@ def _line(v, maker) -> str:
         makers = {v: e for e in body.eqns for v in e.outvars}
         maker = makers.get(inside, maker) if not _jax.is_literal(inside) else maker
     return _jax.user_line(maker.source_info) or reason_of(r"\w+", maker.source_info.name_stack)
-
-
-_PASS_THROUGH = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "reduce_precision",
-    "reshape",
-    "squeeze",
-    "transpose",
-}

@@ -350,6 +350,19 @@ KINDS = {
     "unreduced_psum": "all_reduce",
     "unreduced_reduce_scatter": "reduce_scatter",
 }
+"""The kind of each collective of JAX's, of which there are no others."""
+
+REDUCTIONS = {"pmax": "max", "pmin": "min"}
+
+
+def kind_of(eqn) -> str:
+    """ "" of what is no collective."""
+    return KINDS.get(eqn.primitive.name, "")
+
+
+def reduction_of(eqn) -> str:
+    """Of an all_reduce "sum", "max" or "min"; else ""."""
+    return REDUCTIONS.get(eqn.primitive.name, "sum") if kind_of(eqn) == "all_reduce" else ""
 
 
 def _part(nbytes: int, numerator: int, denominator: int) -> int:

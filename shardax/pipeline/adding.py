@@ -15,10 +15,11 @@ from typing import Any
 
 from shardax.pipeline.cut import variables
 from shardax.pipeline.gathered import Accumulator, Summand
-from shardax.pipeline.origins import ADDING, Origin, origins_of, text
+from shardax.pipeline.origins import Origin, origins_of, text
 from shardax.pipeline.repacking import pack_p
 from shardax.pipeline.resting import accumulators
 from shardax.pipeline.virtual import is_sent
+from shardax.spmd_rules.equations import is_sum
 
 Chain = tuple[Any, ...]  # equations of one operand, done to what was added up
 
@@ -58,7 +59,7 @@ class Adding:
         taken = {part.number for place in places for parts in place.parts for part in parts}
         found = []
         for eqn in reversed(self.after):
-            origins = self.origins(eqn.outvars[0]) if eqn.primitive.name in ADDING else []
+            origins = self.origins(eqn.outvars[0]) if is_sum(eqn) else []
             numbers = {origin.leaf for origin in origins}
             if len(numbers) < 2 or numbers & taken or len({text(o.elementwise) for o in origins}) > 1:
                 continue

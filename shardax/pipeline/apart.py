@@ -13,15 +13,14 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from shardax import _jax
 from shardax.annotations.explicit import as_at, shape_of
 from shardax.differentiated import is_transposed
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import variables
-
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+from shardax.spmd_rules.equations import multiplies
 
 
 def apart(closed):
@@ -52,7 +51,7 @@ def _late(eqn) -> list[Any]:
             late.append(inner)
         else:
             needed.update(variables(inner.invars))
-    products = any(_PRODUCTS & set(_names(inner)) for inner in late)
+    products = any(map(multiplies, late))
     return late[::-1] if carries and products else []
 
 
@@ -96,10 +95,3 @@ def _run(eqns: Iterable[Any], env: dict[Any, Any]) -> dict[Any, Any]:
 
 def _read(env: dict[Any, Any], atom) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
-
-
-def _names(eqn) -> Iterable[str]:
-    yield eqn.primitive.name
-    for body in jaxprs_in_params(eqn.params):
-        for inner in body.eqns:
-            yield from _names(inner)

@@ -10,27 +10,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from jax import lax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import Literal
 
 from shardax import _jax
 from shardax.differentiated import is_transposed
 from shardax.graph.evaluate import bound
 from shardax.pipeline.cut import BATCH, NEITHER, PARAMS, Lazily, Part, Parts, rows_of, variables
 from shardax.pipeline.in_place import adding
-
-MOVES = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"})
-_DEAR = frozenset(
-    {
-        "conv_general_dilated",
-        "dot_general",
-        "random_bits",
-        "random_gamma",
-        "rng_bit_generator",
-        "scan",
-        "sort",
-    }
-    | {"threefry2x32", "while"}
-)
+from shardax.spmd_rules.equations import is_dear, is_transposition, keeps_order
 
 Rows = tuple[int, int]
 
@@ -65,7 +52,7 @@ class Flow(Parts):
         read = set(variables(eqn.invars))
         if _jax.has_effects(eqn) or self.alone.isdisjoint(read):
             return super().depends_on(eqn)
-        is_alone = all(self.kind(v) == NEITHER for v in read - self.alone) and not _DEAR & set(_names(eqn))
+        is_alone = all(self.kind(v) == NEITHER for v in read - self.alone) and not is_dear(eqn)
         self.alone.update(eqn.outvars if is_alone else ())
         return NEITHER if is_alone else BATCH
 
@@ -158,8 +145,9 @@ class Flow(Parts):
         move, else of it alone, which is made once per step."""
         if self.kind(atom) != PARAMS:
             return []
-        if atom in self.maker and self.jaxpr.eqns[self.maker[atom]].primitive.name in MOVES:
-            return [root for v in self.jaxpr.eqns[self.maker[atom]].invars for root in self.roots(v)]
+        eqn = self.jaxpr.eqns[self.maker[atom]] if atom in self.maker else None
+        if eqn is not None and (keeps_order(eqn) or is_transposition(eqn)):
+            return [root for v in eqn.invars for root in self.roots(v)]
         return [atom]
 
     def pieces(self, parts: Sequence[Part]) -> list[tuple[Any, Rows | None]]:
@@ -252,10 +240,3 @@ class Reader:
 
 def _is_rows(key, number: int, place: int) -> bool:
     return isinstance(key, tuple) and key[:3] == ("rows", number, place)
-
-
-def _names(eqn) -> Iterator[str]:
-    yield eqn.primitive.name
-    for body in jaxprs_in_params(eqn.params):
-        for inner in body.eqns:
-            yield from _names(inner)

@@ -15,11 +15,14 @@ from jax.extend.core import Literal
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.cut import Cut, bound
 from shardax.pipeline.table import Schedule
-
-ELEMENTWISE = frozenset({"convert_element_type", "copy", "div", "mul", "name", "neg", "reduce_precision"})
-RESHAPING = frozenset({"broadcast_in_dim", "expand_dims", "reshape", "squeeze"})  # of as many elements
-TRANSPOSING = frozenset({"transpose"})
-ADDING = frozenset({"add", "add_any"})
+from shardax.spmd_rules.equations import (
+    is_elementwise,
+    is_sum,
+    is_transposition,
+    keeps_order,
+    linear_in,
+    operand_of,
+)
 
 Type = jax.ShapeDtypeStruct
 
@@ -35,18 +38,24 @@ class Origin:
     @property
     def source(self) -> tuple[int, ...]:
         """The shape of the leaf."""
-        return tuple(_operand(self.chain[0]).aval.shape) if self.chain else self.shape
+        return tuple(operand_of(self.chain[0]).aval.shape) if self.chain else self.shape
 
-    def is_of(self, names: frozenset[str]) -> bool:
-        return all(eqn.primitive.name in names for eqn in self.chain)
+    @property
+    def is_elementwise(self) -> bool:
+        return not self.moves
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the elements lie in the order in which they lie in the leaf."""
+        return not any(map(is_transposition, self.chain))
 
     @property
     def elementwise(self) -> tuple[Any, ...]:
-        return tuple(eqn for eqn in self.chain if eqn.primitive.name in ELEMENTWISE)
+        return tuple(eqn for eqn in self.chain if is_elementwise(eqn))
 
     @property
     def moves(self) -> tuple[Any, ...]:
-        return tuple(eqn for eqn in self.chain if eqn.primitive.name not in ELEMENTWISE)
+        return tuple(eqn for eqn in self.chain if not is_elementwise(eqn))
 
 
 class Read(NamedTuple):
@@ -103,13 +112,12 @@ def origins_of(atom, makers, leaves) -> list[Origin]:
     chain, v = [], atom
     while v not in leaves:
         eqn = makers.get(v)
-        if eqn is not None and eqn.primitive.name in ADDING:
+        if eqn is not None and is_sum(eqn):
             return _of_summands(eqn, chain[::-1], makers, leaves)
-        operands = [] if eqn is None else [x for x in eqn.invars if not isinstance(x, Literal)]
-        if eqn is None or len(operands) != 1 or not _is_linear(eqn):
+        if eqn is None or not _is_linear(eqn):
             return []
         chain.append(eqn)
-        v = operands[0]
+        v = operand_of(eqn)
     return [Origin(leaves[v], tuple(reversed(chain)), tuple(atom.aval.shape))]
 
 
@@ -122,18 +130,15 @@ def _of_summands(eqn, chain: Sequence[Any], makers, leaves) -> list[Origin]:
 
 
 def _is_linear(eqn) -> bool:
-    """Of zeros it makes zeros, so that nothing comes of what stages lack."""
-    name = eqn.primitive.name
-    if name == "div" and isinstance(eqn.invars[0], Literal):
+    """Of zeros it makes zeros, so that nothing comes of what stages lack; in its one operand, whose elements
+    it has, each once."""
+    x = operand_of(eqn)
+    if x is None or frozenset({eqn.invars.index(x)}) not in linear_in(eqn):
         return False
-    if any(isinstance(x, Literal) and np.shape(x.val) for x in eqn.invars):
+    if any(isinstance(v, Literal) and np.shape(v.val) for v in eqn.invars):
         return False
-    same_size = eqn.outvars[0].aval.size == _operand(eqn).aval.size
-    return same_size and name in ELEMENTWISE | RESHAPING | TRANSPOSING
-
-
-def _operand(eqn):
-    return next(x for x in eqn.invars if not isinstance(x, Literal))
+    keeps = is_elementwise(eqn) or keeps_order(eqn) or is_transposition(eqn)
+    return keeps and eqn.outvars[0].aval.size == x.aval.size
 
 
 def _leaves_of(atoms, makers, leaves) -> Iterator[int]:
@@ -158,12 +163,9 @@ def run(chain: Sequence[Any], x: Array) -> Array:
 def settled(chain: Sequence[Any], x: Array, dtype: Any) -> Array:
     """Does to a sum what the chain does; it comes in the dtype in which it was added up, and stays in that,
     if nothing is computed that wants another."""
-    if any(eqn.primitive.name not in _ANY_DTYPE for eqn in chain):
-        x = x.astype(_operand(chain[0]).aval.dtype)
+    if any(len(eqn.invars) > 1 for eqn in chain):
+        x = x.astype(operand_of(chain[0]).aval.dtype)
     return run(chain, x).astype(dtype)
-
-
-_ANY_DTYPE = RESHAPING | TRANSPOSING | {"convert_element_type", "copy", "name", "neg"}
 
 
 def text(chain: Sequence[Any]) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.cut import Cut
-from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, Read, Reads, text
+from shardax.pipeline.origins import Read, Reads, text
 from shardax.pipeline.packed import FLAT, STACKED, WHOLE, PackedArray, Packing, Part
 from shardax.pipeline.table import Schedule
 
@@ -99,7 +99,7 @@ class _Packer:
         """Whether the stages read rows of it, all rows together and none twice."""
         if leaf in self.reads.others:
             return False
-        if not all(read.rows and read.origin and read.origin.is_of(ELEMENTWISE) for read in reads):
+        if not all(read.rows and read.origin and read.origin.is_elementwise for read in reads):
             return False
         rows = sorted({(*(read.rows or ()), read.stage) for read in reads})
         ends = [0, *(stop for _, stop, _ in rows)]
@@ -156,7 +156,7 @@ class _Packer:
         if any(axes is not None for leaf in members.values() for axes in self.specs[leaf]):
             return False
         origins = [read.origin for leaf in members.values() for read in reads[leaf]]
-        return all(origin is not None and origin.is_of(ELEMENTWISE | RESHAPING) for origin in origins)
+        return all(origin is not None and origin.keeps_order for origin in origins)
 
     def _flat(self, by_stage: dict[int, list[int]]) -> PackedArray:
         parts, sizes = [], []

@@ -2,9 +2,10 @@
 
 A mean over rows divides, or multiplies by weights; a plain sum does neither between the rows and the sum:
 
-    loss <- reduce_sum <- elementwise, without mul and div <- a product, a lookup, the batch itself
+    loss <- reduce_sum <- what is linear, as add or a cast <- what is not, a product, a lookup, the batch
 
-Where there is a mul or a div, it may be the weights of a mean, and nothing is said.
+Where something linear scales, as mul and div do, it may be by the weights of a mean, and nothing is said. No
+mean scales within what is not linear, as dropout does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +15,7 @@ from jax import lax
 
 from shardax import _jax
 from shardax.pipeline.cut import variables
-
-_SAME = frozenset({"convert_element_type", "copy", "neg", "reshape", "squeeze", "stop_gradient"})
-_UNSCALED = _SAME | frozenset(
-    "abs add add_any broadcast_in_dim concatenate exp integer_pow log log1p logistic max min reduce_max "
-    "reduce_sum select_n slice sqrt square sub tanh transpose".split()
-)
+from shardax.spmd_rules.equations import is_elementwise, is_lookup, keeps_order, linear_in, multiplies
 
 
 def plain_sum(jaxpr, is_batch: Sequence[bool]) -> Any:
@@ -32,13 +28,15 @@ def plain_sum(jaxpr, is_batch: Sequence[bool]) -> Any:
         return None
     if eqn.invars[0] not in _of_batch(jaxpr, is_batch):
         return None
-    return None if any(_scales(before) for before in _elementwise(eqn, makers)) else eqn
+    return None if any(map(_scales, _linear(eqn, makers))) else eqn
 
 
 def _made_by(v, makers: Mapping[Any, Any]) -> Any:
-    """The equation that makes a variable, but for casts and signs."""
+    """The equation that makes a variable, but for casts, signs and shapes."""
     eqn = None if _jax.is_literal(v) else makers.get(v)
-    return _made_by(eqn.invars[0], makers) if eqn is not None and eqn.primitive.name in _SAME else eqn
+    if eqn is None or len(eqn.invars) != 1 or not (keeps_order(eqn) or is_elementwise(eqn)):
+        return eqn
+    return _made_by(eqn.invars[0], makers) if linear_in(eqn) else eqn
 
 
 def _of_batch(jaxpr, is_batch: Sequence[bool]) -> set[Any]:
@@ -50,17 +48,22 @@ def _of_batch(jaxpr, is_batch: Sequence[bool]) -> set[Any]:
     return found
 
 
-def _elementwise(eqn, makers: Mapping[Any, Any]) -> Iterator[Any]:
-    """The equations before one, as far as those go that scale nothing; what scales among them."""
+def _linear(eqn, makers: Mapping[Any, Any]) -> Iterator[Any]:
+    """It and the equations before it, as far as all are linear; those before which they are no more among
+    them."""
     seen, left = set[int](), [eqn]
     while left:
         one = left.pop()
         if id(one) not in seen:
             seen.add(id(one))
             yield one
-            if one.primitive.name in _UNSCALED:
-                left += [makers[v] for v in variables(one.invars) if v in makers]
+            if not multiplies(one) and not is_lookup(one):
+                summed = [one.invars[i] for operands in linear_in(one) for i in operands]
+                left += [makers[v] for v in variables(summed) if v in makers]
 
 
 def _scales(eqn) -> bool:
-    return eqn.primitive.name in ("div", "mul") and eqn.invars[0] is not eqn.invars[1]
+    """Whether it multiplies one operand by another, or divides it."""
+    if not is_elementwise(eqn) or len(eqn.invars) == 1 or eqn.invars[0] is eqn.invars[1]:
+        return False
+    return any(len(operands) == 1 for operands in linear_in(eqn))

@@ -17,7 +17,7 @@ from jax import Array
 from shardax.annotations.explicit import shape_of
 from shardax.pipeline.cut import Cut, Piece, Stage
 from shardax.pipeline.gathered import Accumulator, Summand
-from shardax.pipeline.origins import ELEMENTWISE, RESHAPING, TRANSPOSING, Origin, Reads, run, text
+from shardax.pipeline.origins import Origin, Reads, run, text
 from shardax.pipeline.packed import FLAT, STACKED, WHOLE, Packed, PackedArray, Packing, Part
 from shardax.pipeline.repacking import array_of, leaves_of, packed
 from shardax.pipeline.stacks import Held
@@ -122,8 +122,9 @@ def _accumulator(
     of_leaves = {part.leaf: origins[part.leaf] for parts in each.parts for part in parts}
     rows = next(part.rows for parts in each.parts for part in parts)
     own = [origin for some in of_leaves.values() for origin in some]
-    linear = ELEMENTWISE if rows else ELEMENTWISE | RESHAPING | TRANSPOSING
-    if each.kind == WHOLE or not all(of_leaves.values()) or not all(o.is_of(linear) for o in own):
+    if each.kind == WHOLE or not all(of_leaves.values()):
+        return None
+    if rows and not all(origin.is_elementwise for origin in own):
         return None
     before = each.kind == FLAT or len(own) > len(of_leaves)
     chains = [origin.elementwise if before else origin.chain for origin in own]
@@ -222,5 +223,5 @@ def _taken(views: Sequence[_View], taken: Callable[..., list[Any]], pieces: Sequ
 def _may_be_read(origin: Origin, kind: str, rows: Any) -> bool:
     """Whether what is made of a leaf can be made of the array at rest that has it."""
     if rows is not None:
-        return origin.is_of(ELEMENTWISE)
-    return kind == STACKED or origin.is_of(ELEMENTWISE | RESHAPING)
+        return origin.is_elementwise
+    return kind == STACKED or origin.keeps_order

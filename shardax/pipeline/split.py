@@ -23,6 +23,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 from shardax import _jax
 from shardax.annotations.explicit import shape_of
 from shardax.graph.evaluate import bound
+from shardax.ledger.collectives import kind_of, reduction_of
 from shardax.pipeline.adding import Adding
 from shardax.pipeline.cut import variables
 from shardax.pipeline.origins import settled
@@ -31,27 +32,12 @@ from shardax.pipeline.printed import called_back
 from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import pack_p, unpack_p
 from shardax.pipeline.resting import gathered
-from shardax.pipeline.virtual import AXIS, STACKED, Microbatch, is_sent, joins_all
+from shardax.pipeline.virtual import AXIS, JOINS, STACKED, Microbatch, is_sent, joins_all
+from shardax.spmd_rules.equations import linear_in, multiplies
 
 STATE, BATCH, AFTER = range(3)
 ROWS = "rows"  # in environments, before a variable: its values, stacked
 PACKED = "packed"  # before the id of an equation: of what it makes, what was added up so
-_ADDS = frozenset({"add", "add_any", "sub"})
-_MOVES = frozenset(
-    {
-        "annotate",
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "expand_dims",
-        "neg",
-        "reshape",
-    }
-    | {"squeeze", "transpose"}
-)
-_INTO_ZEROS = frozenset({"dynamic_update_slice", "pad", "scatter-add"})
-_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
 
 
 @dataclass
@@ -130,16 +116,15 @@ class Split:
                 )
         for v in eqn.outvars:
             self.kind[v] = kind
-        if all(isinstance(v, Literal) or v in self.alone for v in eqn.invars) and not _PRODUCTS & _names(eqn):
+        if all(isinstance(v, Literal) or v in self.alone for v in eqn.invars) and not multiplies(eqn):
             self.alone.update(eqn.outvars)
         (self.region if kind == BATCH else self.after).append(eqn)
 
     def _add_sent(self, eqn) -> None:
-        name = eqn.primitive.name
-        is_early = all(v in self.alone for v in variables(eqn.invars))
-        if not joins_all(eqn) or name not in _JOINS and not is_early:
-            raise ValueError(self._no_sum(eqn, f"needs rows of other microbatches ({name})"))
-        if name not in _JOINS:
+        is_early, joins = all(v in self.alone for v in variables(eqn.invars)), kind_of(eqn) in JOINS
+        if not joins_all(eqn) or not joins and not is_early:
+            raise ValueError(self._no_sum(eqn, f"needs rows of other microbatches ({eqn.primitive.name})"))
+        if not joins:
             self._add_moved(eqn)
             return
         for v in eqn.outvars:
@@ -150,7 +135,7 @@ class Split:
             self.early.append(eqn)
         else:
             self.after.append(eqn)
-            (self.sums if name in _SUMS else self.rows).update(dict.fromkeys(variables(eqn.invars)))
+            (self.sums if _is_summed(eqn) else self.rows).update(dict.fromkeys(variables(eqn.invars)))
 
     def _add_moved(self, eqn) -> None:
         self.early.append(eqn)
@@ -176,20 +161,11 @@ class Split:
         self.after = moved[::-1] + self.after
 
     def _is_linear(self, eqn, made: set[Any]) -> bool:
-        name, (first, *others) = eqn.primitive.name, eqn.invars
-        batch = [v for v in eqn.invars if self.kind_of(v) == BATCH]
-        if any(v not in made for v in batch):
+        """And what is added up before is no larger, and no gradient of a batch is."""
+        batch = {i: v for i, v in enumerate(eqn.invars) if self.kind_of(v) == BATCH}
+        if any(v not in made or v.aval.size > eqn.outvars[0].aval.size for v in batch.values()):
             return False
-        if name in _ADDS:
-            return len(batch) == 2
-        fits = batch == [first] and first.aval.size <= eqn.outvars[0].aval.size
-        if name in _MOVES:
-            return fits
-        if name == "mul":
-            return len(batch) == 1 and all(v is batch[0] or not v.aval.shape for v in eqn.invars)
-        if name == "pad":
-            return fits and isinstance(others[0], Literal) and not np.any(others[0].val)
-        return False
+        return frozenset(batch) in linear_in(eqn) and not multiplies(eqn)
 
     # Running it
 
@@ -225,7 +201,7 @@ class Split:
         whole = (v for v, dim in pairs if dim is None or self.kind_of(v) != BATCH)
         needed = self._needed(variables(whole), env)
         for eqn in needed:
-            stacks = is_sent(eqn) and eqn.primitive.name not in _SUMS
+            stacks = is_sent(eqn) and not _is_summed(eqn)
             operands = [
                 v.val if isinstance(v, Literal) else env[(ROWS, v) if stacks else v] for v in eqn.invars
             ]
@@ -339,11 +315,11 @@ class Split:
 
     def _joined(self, eqn, values: Sequence[Array]) -> list[Array]:
         """What a collective makes of sums, or of what is stacked over microbatches."""
-        name = eqn.primitive.name
-        if name in _SUMS:
+        reduction = reduction_of(eqn)
+        if reduction == "sum":
             return [x.astype(v.aval.dtype) for x, v in zip(values, eqn.outvars, strict=True)]
-        if name in ("pmax", "pmin"):
-            return [getattr(x, name[1:])(0) for x in values]
+        if reduction:
+            return [getattr(x, reduction)(0) for x in values]
         dim, in_order = eqn.params["all_gather_dimension"], self.program.is_in_order
         return [
             _unsplit(x, dim, in_order).reshape(v.aval.shape) for x, v in zip(values, eqn.outvars, strict=True)
@@ -355,22 +331,22 @@ class Split:
         for eqn in reversed(self.program.jaxpr.jaxpr.eqns):
             if any(v in needed for v in eqn.outvars):
                 found.append(eqn)
-                if not (is_sent(eqn) and eqn.primitive.name not in _SUMS):
+                if not (is_sent(eqn) and not _is_summed(eqn)):
                     needed.update(v for v in variables(eqn.invars) if v not in known)
         return found[::-1]
 
 
-_SUMS = frozenset({"psum", "psum_invariant"})
-_JOINS = _SUMS | {"all_gather", "pmax", "pmin"}
+def _is_summed(eqn) -> bool:
+    return reduction_of(eqn) == "sum"
 
 
 def _rows_joined(eqn, values: Sequence[Array]) -> list[Array]:
-    return [x.sum(0) for x in values] if eqn.primitive.name in _SUMS else list(values)
+    return [x.sum(0) for x in values] if _is_summed(eqn) else list(values)
 
 
 def _moved(eqn, values: Sequence[Array]) -> list[Array]:
     """What a collective that moves rows makes of those of all microbatches, [microbatches, ...] each."""
-    if eqn.primitive.name == "ppermute":
+    if kind_of(eqn) == "ppermute":
         return [_permuted(x, eqn.params["perm"]) for x in values]
     return list(jax.vmap(lambda *rows: bound(eqn, rows), axis_name=AXIS)(*values))
 
@@ -401,8 +377,3 @@ def _sent_inside(body) -> Any:
         if found is not None:
             return found
     return None
-
-
-def _names(eqn) -> set[str]:
-    inner = (_names(e) for body in jaxprs_in_params(eqn.params) for e in body.eqns)
-    return {eqn.primitive.name}.union(*inner)

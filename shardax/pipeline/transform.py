@@ -18,10 +18,9 @@ from shardax.pipeline.resting import Weights
 from shardax.pipeline.scopes import patterns
 from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import microbatch
+from shardax.spmd_rules.equations import LOOPS
 from shardax.transforms import Context, annotations_of
 from shardax.validation import is_integer, require
-
-_LOOPS = frozenset({"cond", "scan", "while"})
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ def _with_loops(jaxpr, loop: Any = None) -> Iterator[tuple[Any, Any]]:
     """The equations, those in bodies too, each with the outermost loop or branch that it is in, or None."""
     for eqn in jaxpr.eqns:
         yield eqn, loop
-        own = loop or (eqn if eqn.primitive.name in _LOOPS else None)
+        own = loop or (eqn if eqn.primitive.name in LOOPS else None)
         for body in jaxprs_in_params(eqn.params):
             yield from _with_loops(body, own)
 

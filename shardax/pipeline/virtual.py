@@ -30,6 +30,7 @@ from shardax.differentiated import is_differentiated, is_transposed
 from shardax.graph import annotations
 from shardax.graph.equations import map_equations
 from shardax.graph.evaluate import bound, evaluate, is_call
+from shardax.ledger.collectives import kind_of
 from shardax.options import Options, Refused
 from shardax.partition.decisions import Decisions
 from shardax.pipeline.flipped import unflipped
@@ -41,11 +42,7 @@ from shardax.transforms import Context
 
 AXIS = "microbatch"
 STACKED = -1
-SENDS = frozenset(
-    {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "psum_invariant", "reduce_scatter"}
-)
-
-_MOVING = frozenset({"all_to_all", "ppermute", "reduce_scatter"})  # rows from microbatch to microbatch
+JOINS = "all_gather", "all_reduce"  # kinds of collectives that give all microbatches the same
 
 _CHIP = replace(NOMINAL, name="microbatches", flops=1e3, link_rate=1e6, start=1.0)
 """Sends are dear, so that none pays but sums that have to be; computing is dearer, so that it pays for none
@@ -109,7 +106,7 @@ class Microbatch:
         """Whether the microbatch has to be the part of the batch that its number says; else any rows do."""
         jaxpr = self.jaxpr.jaxpr
         is_numbered = any(v is jaxpr.invars[-1] for eqn in jaxpr.eqns for v in eqn.invars)
-        is_moved = any(is_sent(eqn) and eqn.primitive.name in _MOVING for eqn in jaxpr.eqns)
+        is_moved = any(is_sent(eqn) and kind_of(eqn) not in JOINS for eqn in jaxpr.eqns)
         return self.mixes_rows or is_numbered or is_moved
 
     @property
@@ -372,7 +369,7 @@ def _axes_of(eqn) -> Axes:
 
 def is_sent(eqn) -> bool:
     """Whether an equation joins what devices along the axis, microbatches that is, have."""
-    return eqn.primitive.name in SENDS and any(_is_of_axis(axis) for axis in _axes_of(eqn))
+    return bool(kind_of(eqn)) and any(_is_of_axis(axis) for axis in _axes_of(eqn))
 
 
 def joins_all(eqn) -> bool:

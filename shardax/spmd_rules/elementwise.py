@@ -32,7 +32,7 @@ _NONLINEAR = """
     abs acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex cos cosh
     digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le le_to lgamma log
     log1p log2 logistic lt lt_to ne nextafter not one_minus_square polygamma polynomial
-    population_count pow reduce_precision rem round rsqrt shift_left shift_right_arithmetic
+    population_count pow rem round rsqrt shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh sqrt square stop_gradient tan tanh zeta
 """.split()
 _LOOPS = (
@@ -87,7 +87,7 @@ _elementwise = partial(register_rule, fuses="all")
 for _name in _NONLINEAR:
     _elementwise(_name, same_shape)
 for _name in _LOOPS:
-    register_rule(_name, same_shape)
+    register_rule(_name, same_shape, heavy=True)
 for _name in _LINEAR:
     _elementwise(_name, same_shape, passes=(LINEAR(0),))
 for _name in ("add", "add_any"):
@@ -98,11 +98,12 @@ for _name in ("max", "min"):
     _elementwise(_name, same_shape, accumulates=(_name, (0, 1)), commutes=True)
 for _name in _MOVES:
     _elementwise(_name, same_shape, passes=(MOVES(0),))
-_elementwise("convert_element_type", same_shape, passes=_convert_passes, made_anywhere=True)
+_elementwise("convert_element_type", same_shape, passes=_convert_passes, made_anywhere=True, casts=True)
 register_rule("device_put", same_shape, passes=(MOVES(0),))
 _elementwise("div", same_shape, passes=_div_passes)
 register_rule("layout_constraint", same_shape, passes=(MOVES(0),))
 _elementwise("mul", same_shape, passes=(LINEAR(0), LINEAR(1)), commutes=True)
 _elementwise("mulhi", same_shape, _mulhi_local)
+_elementwise("reduce_precision", same_shape, casts=True)
 _elementwise("select_n", same_shape, passes=_select_passes)
 _elementwise("sub", same_shape, passes=(LINEAR(0, 1),), accumulates=("sum", (0,)))

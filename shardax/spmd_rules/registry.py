@@ -23,6 +23,8 @@ estimates read. Nothing else knows primitives by their names, so those of users 
   of_parts       it puts together or takes apart along some dims, and passes the others through
   anew           what it makes is another value each time, though the operands are the same
   once           what it does happens once, for all devices, which all must run it
+  casts          its result is its operand, in another type or precision
+  heavy          it computes much for each element, as random bits do
 
 Facts follow from these: `looks_up`, that the payload is read of the table, whose contraction an all_to_all
 may spare; `has_flops`, that a node multiplies; `order`, that elements stay and dims move; `adds`, that a
@@ -222,6 +224,8 @@ class Entry:
     of_parts: bool = False
     anew: bool = False
     once: bool = False
+    casts: bool = False
+    heavy: bool = False
 
     def factors(self, node: Node) -> Factors:
         try:
@@ -413,6 +417,8 @@ def register_rule(
     of_parts: bool = False,
     anew: bool = False,
     once: bool = False,
+    casts: bool = False,
+    heavy: bool = False,
 ) -> None:
     """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was
     compiled by that.
@@ -452,6 +458,9 @@ def register_rule(
         equations are never one.
       once: whether what it does happens once, for all devices, as Python is called by `pure_callback`: all
         devices must run it, and each iteration of a loop around it.
+      casts: whether the result is the operand in another type or precision, as of `convert_element_type`.
+      heavy: whether it computes much for each element, as random bits and sorts do, so that to keep what it
+        made takes less time than to make it again.
 
     Raises:
       ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark:
@@ -464,6 +473,7 @@ def register_rule(
     """
     _check_arguments(primitive, rule, passes, in_place)
     flags = dict(made_anywhere=made_anywhere, commutes=commutes, of_parts=of_parts, anew=anew, once=once)
+    flags |= dict(casts=casts, heavy=heavy)
     _check_facts(flags, fuses, reads, accumulates)
     for argument, function in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
         require_function(function, f"{argument} of register_rule", or_none=True)

@@ -215,6 +215,9 @@ register_rule(
     approx_top_k,
     _approx_top_k_local,
     sends=partial(_pick_sends, lambda local: local.params["reduction_dimension"] % len(local.in_shape())),
+    heavy=True,
 )
-register_rule("sort", sort, _sort_local, sends=_sort_sends)
-register_rule("top_k", top_k, _top_k_local, sends=partial(_pick_sends, lambda local: local.params["axis"]))
+register_rule("sort", sort, _sort_local, sends=_sort_sends, heavy=True)
+register_rule(
+    "top_k", top_k, _top_k_local, sends=partial(_pick_sends, lambda local: local.params["axis"]), heavy=True
+)
