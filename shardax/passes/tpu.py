@@ -17,7 +17,7 @@ goes first.
 A reduce_scatter of which slices are taken by device: it makes an all_reduce of it, and slices that. A barrier
 between the two keeps it.
 
-Collectives over a whole torus: see `passes/torus.py`.
+Collectives over a whole torus: `passes/torus.py`. Casts of weights that a loop gathers: `passes/casts.py`.
 
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
@@ -37,7 +37,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
 from shardax.graph.equations import equations_of
-from shardax.passes import torus
+from shardax.passes import casts, torus
 
 LANES = 128
 LARGE = 128 << 10  # bytes of a piece, next to which a trip of a loop is nothing
@@ -51,7 +51,7 @@ def suited(jaxpr, mesh: Mesh | AbstractMesh | None = None):
     whole torus of `mesh` in two, in bodies too.
     """
     within = partial(suited, mesh=mesh)
-    eqns = [_jax.with_bodies(eqn, within) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
+    eqns = [_jax.with_bodies(casts.in_loop(eqn), within) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     opened = _jax.closed(jaxpr).jaxpr
     eqns = _transposed_first(eqns, opened.outvars)
     eqns = [new for eqn in eqns for new in _summed_in_parts(eqn)]
