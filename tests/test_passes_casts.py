@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -24,9 +24,7 @@ LAYERS, M = 4, 64
 
 def barriers(jaxpr) -> int:
     found = sum(eqn.primitive is lax.optimization_barrier_p for eqn in jaxpr.eqns)
-    return found + sum(
-        barriers(body) for eqn in jaxpr.eqns for body in jax.extend.core.jaxprs_in_params(eqn.params)
-    )
+    return found + sum(barriers(body) for eqn in jaxpr.eqns for body in jaxprs_in_params(eqn.params))
 
 
 def layers(x, w, dtype="bfloat16", read=lambda row: 0.0, again=lambda row: row):
