@@ -528,6 +528,7 @@ def _shortest(
     raise AssertionError(f"no path to {prices.space.states[last]}")
 
 
+@lru_cache(maxsize=1 << 10)
 def _bound(goal: int, value: _Value) -> Callable[[int], Cost]:
     """A lower bound on the cost that is left: of as many bytes, over the fastest links, as some device must
     still get.
