@@ -9,6 +9,7 @@ reorder and fuse more, and it pads. What is fused, updated in place, or read in 
 """
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -71,10 +72,11 @@ class Life:
     def views(self, eqn) -> Iterator[tuple[Any, Any]]:
         """The stored operands of an equation of which its stored results are views, as a barrier's are."""
         entry = _entry(eqn)
-        if entry.reads in ("none", "view") and len(eqn.invars) == len(eqn.outvars):
+        stays = _stays(eqn)
+        if (stays or entry.reads in ("none", "view")) and len(eqn.invars) == len(eqn.outvars):
             for old, new in zip(eqn.invars, eqn.outvars, strict=True):
-                stands = not _jax.is_literal(old) and old not in self.fused and new not in self.fused
-                if stands and entry.is_view(_shape(old), _shape(new)):
+                stored = not _jax.is_literal(old) and old not in self.fused and new not in self.fused
+                if stored and (stays or entry.is_view(_shape(old), _shape(new))):
                     yield old, new
 
     def _see(self, i: int, eqn, users) -> None:
@@ -232,6 +234,12 @@ def between_memories(eqn) -> int:
     """Bytes that an equation copies from one memory to the other."""
     pairs = zip(eqn.invars, eqn.outvars, strict=True) if eqn.primitive.name == "device_put" else ()
     return sum(nbytes(new) for old, new in pairs if _memory(old) is not _memory(new))
+
+
+def _stays(eqn) -> bool:
+    """Whether an equation puts arrays where they are."""
+    memories = map(_memory, eqn.invars), map(_memory, eqn.outvars)
+    return eqn.primitive.name == "device_put" and all(map(operator.is_, *memories))
 
 
 def bodies(eqn) -> Iterator[Any]:

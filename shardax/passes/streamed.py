@@ -10,14 +10,12 @@ before the first layer), and cannot bring what is inside of a loop before that b
 loop: what is sent of one overlaps with what is brought of the other.
 """
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -26,18 +24,17 @@ from shardax.annotations.explicit import memory_of
 from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
 from shardax.passes.blocks import Block, Blocks, blocks, put
+from shardax.passes.moves import DEVICE, WHOLE, brings, is_at_host, moves, nbytes, variables
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
 
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
-WHOLE = 200  # of all that moves: so much of it, the smallest arrays, is brought whole
 
 
 def streamed(jaxpr):
     """The same jaxpr, closed or open, and its bodies, such updates in blocks."""
     opened = _jax.closed(jaxpr).jaxpr
     eqns = [_jax.with_bodies(eqn, streamed) for eqn in opened.eqns]
-    if not any(_is_at_host(v) for eqn in eqns for v in eqn.invars):
+    if not any(is_at_host(v) for eqn in eqns for v in eqn.invars):
         return _jax.replaced_eqns(jaxpr, eqns)
     eqns, results = _without_noops(eqns, opened.outvars)
     updates = _updates(eqns, results)
@@ -53,26 +50,7 @@ def streamed(jaxpr):
 
 
 def _reads(part) -> list[Any]:
-    return part.reads() if isinstance(part, _Together) else _variables(part.invars)
-
-
-def _variables(atoms: Sequence[Any]) -> list[Any]:
-    return [v for v in atoms if not _jax.is_literal(v)]
-
-
-def _is_at_host(atom) -> bool:
-    return not _jax.is_literal(atom) and memory_of(atom.aval) is HOST
-
-
-def _moves(eqn) -> bool:
-    """Whether an equation copies one array to another memory."""
-    if eqn.primitive.name != "device_put" or len(eqn.invars) != 1 or _jax.is_literal(eqn.invars[0]):
-        return False
-    return memory_of(eqn.invars[0].aval) is not memory_of(eqn.outvars[0].aval)
-
-
-def _nbytes(v) -> int:
-    return math.prod(v.aval.shape) * v.aval.dtype.itemsize
+    return part.reads() if isinstance(part, _Together) else variables(part.invars)
 
 
 def _without_noops(eqns: Sequence[Any], results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -141,17 +119,17 @@ class _Update:
 
     def reads(self) -> list[Any]:
         read = ([v] if v not in self.makers else self.makers[v].invars for v in self.segment.reads())
-        return list(dict.fromkeys(v for atoms in read for v in _variables(atoms)))
+        return list(dict.fromkeys(v for atoms in read for v in variables(atoms)))
 
     def source(self, v) -> Any:
         """What a variable that the segment reads is a copy of; or itself."""
         eqn = self.makers.get(v)
-        return eqn.invars[0] if eqn is not None and _moves(eqn) else v
+        return eqn.invars[0] if eqn is not None and moves(eqn) else v
 
     @property
     def hosted(self) -> list[Any]:
         """The variables that it reads of arrays that are at the host."""
-        return [v for v in self.segment.reads() if v.aval.shape and _is_at_host(self.source(v))]
+        return [v for v in self.segment.reads() if v.aval.shape and is_at_host(self.source(v))]
 
     def blocks(self, most: int) -> Blocks | None:
         """Of at most so many bytes in each array, if there are such."""
@@ -159,24 +137,24 @@ class _Update:
 
     @property
     def moved(self) -> int:
-        return sum(map(_nbytes, self.hosted)) if any(map(_is_at_host, self.made)) else 0
+        return sum(map(nbytes, self.hosted)) if any(map(is_at_host, self.made)) else 0
 
 
 def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
     """Those of what is brought from the host and goes back, but for the smallest."""
-    roots = {eqn.outvars[0] for eqn in eqns if _moves(eqn) and _is_at_host(eqn.invars[0])}
+    roots = {eqn.outvars[0] for eqn in eqns if brings(eqn)}
     elementwise = {eqn.outvars[0] for eqn in eqns if is_elementwise(eqn)}
     roots |= {
-        v for eqn in eqns for v in eqn.invars if _is_at_host(v) and v.aval.shape and v not in elementwise
+        v for eqn in eqns for v in eqn.invars if is_at_host(v) and v.aval.shape and v not in elementwise
     }
     readers: dict[Any, set[int]] = defaultdict(set)
     for eqn in eqns:
-        for v in _variables(eqn.invars):
+        for v in variables(eqn.invars):
             readers[v].add(id(eqn))
-    for v in _variables(results):
+    for v in variables(results):
         readers[v].add(0)
-    makers = {eqn.outvars[0]: eqn for eqn in eqns if _moves(eqn) or eqn.primitive is lax.dynamic_slice_p}
-    sends = list(filter(_moves, eqns))
+    makers = {eqn.outvars[0]: eqn for eqn in eqns if moves(eqn) or eqn.primitive is lax.dynamic_slice_p}
+    sends = list(filter(moves, eqns))
     made = (_update(each, makers, sends, readers) for each in segments(eqns, roots, results))
     found = [update for update in made if update.moved]
     left = sum(update.moved for update in found) / WHOLE
@@ -228,7 +206,7 @@ class _Streaming:
         """
         update, found = self.update, dict[Any, Any]()
         source = {v: update.source(v) for v in update.segment.reads()}
-        own = [v for v, x in source.items() if _is_at_host(x) or x in free and order.is_argument(x)]
+        own = [v for v, x in source.items() if is_at_host(x) or x in free and order.is_argument(x)]
         old = sorted(own, key=lambda v: order.old(source[v]))
         for new in sorted(update.made, key=order.new):
             alike = (v for v in old if v not in found.values() and _alike(source[v].aval, new.aval))
@@ -240,7 +218,7 @@ class _Streaming:
         update, values = self.update, dict[Any, Any]()
         for v in update.segment.reads():
             eqn = update.makers.get(v)
-            is_cut = eqn is not None and not _moves(eqn)
+            is_cut = eqn is not None and not moves(eqn)
             values[v] = self._cut_late(eqn, env) if is_cut else env[update.source(v)]
         return {v: x.reshape(self.blocks.view) if x.shape else x for v, x in values.items()}
 
