@@ -342,6 +342,33 @@ def test_made_at_host(stage, offload):
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("model, hidden, rows", [(22, 18, 22), (21, 42, 42)])
+def test_nothing_is_resharded_at_the_host(model, hidden, rows, quick_compilation):
+    """Another axis splits a dim of a parameter whose size the program pads further where the batch has it: the
+    parameter is brought first.
+    """
+    mesh, tx, rng = make_mesh({"data": 4, "model": 2}), optax.adamw(1e-2), np.random.default_rng(0)
+    shapes = {"up": (4, model, hidden), "down": (4, hidden, model), "out": (model, hidden)}
+    params = {name: np.float32(0.1 * rng.normal(size=shape)) for name, shape in shapes.items()}
+    specs = {"up": P(None, "model"), "down": P(None, None, "model"), "out": P("model")}
+    x_BM, found = np.float32(rng.normal(size=(rows, model))), []
+
+    def loss(params, x_BM):
+        layer = lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None)  # noqa: E731
+        stack = {name: params[name] for name in ("up", "down")}
+        return ((jax.lax.scan(layer, x_BM, stack)[0] @ params["out"] - 1) ** 2).mean()
+
+    for offload in (), BOTH:
+        how = {"mesh": mesh, "in_shardings": ((specs, None), P(("model", "data"))), "donate_argnums": 0}
+        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 3, offload=offload)], **how)
+        state = sx.zero.init(tx, params, mesh, "data", 3, requested=specs, bucket=0, offload=offload)
+        for _ in range(2):
+            state, value = step(state, x_BM)
+            found.append(float(value))
+    np.testing.assert_allclose(found[2:], found[:2], rtol=1e-6)
+    assert "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(state)}
+
+
 @pytest.mark.quick
 def test_bad_input():
     with pytest.raises(ValueError, match="offload of Zero is 'moments', .*: give 'optimizer', 'parameters'"):

@@ -30,7 +30,7 @@ from shardax.partition.candidates import (
     waits,
     whole,
 )
-from shardax.partition.paddings import arrays_of, paddings_of, whole_axes
+from shardax.partition.paddings import arrays_of, is_at_host, paddings_of, whole_axes
 from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
@@ -80,7 +80,7 @@ class Alternatives:
             _params_key(node) if entry.sends or entry.ways else note and (note.owing, note.role == "stack")
         )
         same = tuple(node.inputs.index(v) for v in node.inputs)
-        sizes = tuple([(v.itemsize, v in self.stored, v in self.views) for v in values])
+        sizes = tuple([(v.itemsize, v in self.stored, v in self.views, is_at_host(v)) for v in values])
         return (
             entry.name,
             id(factors),
@@ -168,6 +168,8 @@ class Alternatives:
         self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes
     ) -> Iterator[Candidate]:
         ruled = self.of_rule(node, entry, factors, made, requested, idle)
+        if any(map(is_at_host, (*node.inputs, *node.outputs))):
+            ruled = _staying(list(ruled), node, made, requested)
         if entry.ways is None:
             return ruled
         locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in ruled)
@@ -287,6 +289,26 @@ class Alternatives:
         if source.padded != target.padded and not lost:
             sent += self.nbytes(value, target) / 8
         return network.collective("all_gather", (), sent) if sent else 0.0
+
+
+def _staying(
+    candidates: list[Candidate], node: Node, made: Sequence[Layouts], requested: Sequence[Layout]
+) -> Iterator[Candidate]:
+    """The candidates that take what is at the host as it lies there, and give it as it is to rest: nothing
+    is resharded in the host's memory. All, where there are no such.
+    """
+    taken = [
+        (i, layouts) for i, (v, layouts) in enumerate(zip(node.inputs, made, strict=True)) if is_at_host(v)
+    ]
+    given = [i for i, v in enumerate(node.outputs) if is_at_host(v)]
+    wanted = requested[len(node.inputs) :]
+    staying = [
+        each
+        for each in candidates
+        if all(each.operands[i] in layouts for i, layouts in taken)
+        and all(each.results[i] == wanted[i] for i in given)
+    ]
+    return iter(staying or candidates)
 
 
 def stored(graph: Graph) -> set[Value]:

@@ -36,7 +36,7 @@ class Paddings:
         """
         if not self.parts:
             return self.common
-        arrays = sorted(arrays_of(node), key=_is_at_host, reverse=node.name == "device_put")
+        arrays = sorted(arrays_of(node), key=is_at_host, reverse=node.name == "device_put")
         return next((self.parts[v] for v in arrays if v in self.parts), self.common)
 
 
@@ -113,8 +113,8 @@ def _joined(arrays: Sequence[Value], hosted_apart: bool) -> list[list[Value]]:
     """All of them, or those on the device and those at the host."""
     if not hosted_apart:
         return [list(arrays)]
-    return [[v for v in arrays if _is_at_host(v) is at_host] for at_host in (False, True)]
+    return [[v for v in arrays if is_at_host(v) is at_host] for at_host in (False, True)]
 
 
-def _is_at_host(value: Value) -> bool:
+def is_at_host(value: Value) -> bool:
     return memory_of(value.aval) is jax.memory.Space.Host
