@@ -216,10 +216,12 @@ no barrier stands between. With both off, an update gives the same bits wherever
     ],
 )
 def test_any_optimizer(name, quick_compilation):
-    """Norms of layers, branches, factored moments, matrices; sizes that nothing divides."""
+    """Norms of layers, branches, factored moments, matrices; sizes that nothing divides. (On a chip on which all
+    is split one program is found for both: on others much of so small a step costs the same either way.)
+    """
     tx, mesh = OPTIMIZERS[name](), make_mesh({"data": 4})
     how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
-    how["compiler_options"] = AS_WRITTEN
+    how |= {"compiler_options": AS_WRITTEN, "options": sx.Options(chip="slow")}
     (state, found), (plain, wanted) = (
         losses(sx.shard_jit(train_step(tx), transforms=[zero], **how), tx, 3)
         for zero in (Zero("data", 3, offload=BOTH), Zero("data", 3))

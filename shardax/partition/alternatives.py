@@ -32,6 +32,7 @@ from shardax.partition.candidates import (
 )
 from shardax.partition.paddings import arrays_of, is_at_host, paddings_of, whole_axes
 from shardax.partition.sites import Layouts, Way, sums_left
+from shardax.reshard import paths
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
@@ -169,7 +170,7 @@ class Alternatives:
     ) -> Iterator[Candidate]:
         ruled = self.of_rule(node, entry, factors, made, requested, idle)
         if any(map(is_at_host, (*node.inputs, *node.outputs))):
-            ruled = _staying(list(ruled), node, made, requested)
+            ruled = self.staying(list(ruled), node, made, requested)
         if entry.ways is None:
             return ruled
         locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in ruled)
@@ -177,6 +178,28 @@ class Alternatives:
             Candidate(x.splits, x.operands, x.results)
             for x in entry.picked(locals_, node, self.paddings.of_node(node))
         )
+
+    def staying(
+        self, candidates: list[Candidate], node: Node, made: Sequence[Layouts], requested: Sequence[Layout]
+    ) -> Iterator[Candidate]:
+        """The candidates that take what is at the host as it lies there, or a part of it, and give it as it
+        is to rest: nothing is sent or padded in the host's memory. All, where there are no such.
+        """
+
+        def is_cut(v: Value, layouts: Layouts, target: Layout) -> bool:
+            each = (paths.plan(layout, target, v.shape, v.itemsize, self.sizes) for layout in layouts)
+            return any(all(step.kind == "slice" for step in path.steps) for path in each)
+
+        taken = [k for k, v in enumerate(node.inputs) if is_at_host(v)]
+        given = [k for k, v in enumerate(node.outputs) if is_at_host(v)]
+        wanted = requested[len(node.inputs) :]
+        staying = (
+            each
+            for each in candidates
+            if all(is_cut(node.inputs[k], made[k], each.operands[k]) for k in taken)
+            and all(each.results[k] == wanted[k] for k in given)
+        )
+        return iter(list(staying) or candidates)
 
     def of_rule(
         self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes
@@ -289,26 +312,6 @@ class Alternatives:
         if source.padded != target.padded and not lost:
             sent += self.nbytes(value, target) / 8
         return network.collective("all_gather", (), sent) if sent else 0.0
-
-
-def _staying(
-    candidates: list[Candidate], node: Node, made: Sequence[Layouts], requested: Sequence[Layout]
-) -> Iterator[Candidate]:
-    """The candidates that take what is at the host as it lies there, and give it as it is to rest: nothing
-    is resharded in the host's memory. All, where there are no such.
-    """
-    taken = [
-        (i, layouts) for i, (v, layouts) in enumerate(zip(node.inputs, made, strict=True)) if is_at_host(v)
-    ]
-    given = [i for i, v in enumerate(node.outputs) if is_at_host(v)]
-    wanted = requested[len(node.inputs) :]
-    staying = [
-        each
-        for each in candidates
-        if all(each.operands[i] in layouts for i, layouts in taken)
-        and all(each.results[i] == wanted[i] for i in given)
-    ]
-    return iter(staying or candidates)
 
 
 def stored(graph: Graph) -> set[Value]:
