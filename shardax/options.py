@@ -34,8 +34,9 @@ class Options:
     passes ("dead", "share", "combine", "streamed", "cpu", "tpu"): the passes over the local program, in their
       order: names of shardax's own, and functions of yours (`shardax.Pass`). One that is left out does not
       run. "dead" drops what nothing reads, "share" sends once what two readers want, "combine" makes one of
-      small reductions, "streamed" updates what rests in the host's memory block by block; "cpu" and "tpu"
-      avoid what XLA does wrong or badly there, where a program is lowered for it.
+      small reductions, "streamed" updates what rests in the host's memory block by block, and brings it to
+      unrolled code one array ahead; "cpu" and "tpu" avoid what XLA does wrong or badly there, where a program
+      is lowered for it.
 
     Raises ValueError for other values.
 
