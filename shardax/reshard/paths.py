@@ -27,7 +27,7 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 
 from shardax.cost.network import Network, network_of
-from shardax.reshard.steps import Counts, Edge, Scale, Space, State, canonical, canonical_pending, with_more
+from shardax.reshard.steps import Counts, Edge, Part, Scale, Space, State, canonical, canonical_pending, with_more
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, minor_most, round_up
 
 FEW = 3  # axes over which all layouts that a value may take are looked at
@@ -368,30 +368,36 @@ class _Value(NamedTuple):
 def _value(
     shape, itemsize: int, axes: Axes, dims, paddings, fixed, minor: int | None, network: Network, owing
 ) -> _Value:
-    """Values that the same axes divide share the space of the least of them, in which all bytes can be
-    divided: there the dims that are split evenly are as short as they can be.
+    """Values share a space in which all bytes can be divided: there the dims that are split evenly are as long
+    as all axes need, and each value has the part of it that its own dims divide. Over many axes, where there
+    are very many layouts, those dims are as short as they can be instead.
     """
     counts = _counts(network)
-    finest = counts[axes]
+    finest, few = counts[axes], len(axes) <= FEW
     even = tuple([d not in dims or paddings[d] in ((), (n,)) for d, n in enumerate(shape)])
+    split = [d in dims and bool(paddings[d]) for d in range(len(shape))]
     least = tuple(
         [
-            n if not evenly else _least(n, axes, counts) if d in dims and paddings[d] else 1
-            for d, (n, evenly) in enumerate(zip(shape, even, strict=True))
+            n if not evenly else _least(n, axes, counts) if splits else 1
+            for n, evenly, splits in zip(shape, even, split, strict=True)
         ]
+    )
+    lengths = tuple(
+        [finest if few and evenly and splits else n for n, evenly, splits in zip(least, even, split, strict=True)]
     )
     padded = tuple(
         [
-            paddings[d] if not evenly else (n,) if d in dims and paddings[d] else ()
-            for d, (n, evenly) in enumerate(zip(least, even, strict=True))
+            paddings[d] if not evenly else (n,) if split[d] else ()
+            for d, (n, evenly) in enumerate(zip(lengths, even, strict=True))
         ]
     )
     minor = minor if minor in dims else None
-    space = _space(least, finest, network, axes, dims, padded, fixed, owing, minor)
-    ours, theirs = math.prod(shape) * itemsize, math.prod(least) * finest
+    space = _space(lengths, finest, network, axes, dims, padded, fixed, owing, minor)
+    part = _part(space, tuple([n if n != full else 0 for n, full in zip(least, lengths, strict=True)]))
+    ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * finest
     shared = math.gcd(ours, theirs)
-    stretch = 1 if minor is None else shape[minor] // least[minor]
-    return _Value(_scale(space, ours // shared, theirs // shared, stretch), shape, itemsize, even)
+    stretch = (1, 1) if minor is None else (lengths[minor], shape[minor])
+    return _Value(_scale(part, ours // shared, theirs // shared, stretch), shape, itemsize, even)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -407,6 +413,7 @@ def _space(shape, itemsize: int, network: Network, axes: Axes, dims, paddings, f
     return Space(*within, owing, minor, _counts(network), like)
 
 
+_part = lru_cache(maxsize=1 << 12)(Part)
 _scale = lru_cache(maxsize=1 << 12)(Scale)
 
 
@@ -484,14 +491,14 @@ class _Reach:
         self.queue = [(0.0, src)]
 
     def to(self, goal: int) -> float:
-        done, best, queue, prices, space = self.done, self.best, self.queue, self.scale, self.scale.space
+        done, best, queue, prices, part = self.done, self.best, self.queue, self.scale, self.scale.part
         while goal not in done:
-            assert queue, f"no path to {space.states[goal]}"
+            assert queue, f"no path to {part.space.states[goal]}"
             so_far, node = heapq.heappop(queue)
             if node in done:
                 continue
             done[node] = so_far
-            for tariff, _, after, _ in space.edges(node):
+            for tariff, _, after, _ in part.edges(node):
                 price = so_far + prices[tariff]
                 if price < best.get(after, math.inf):
                     best[after] = price
@@ -517,7 +524,7 @@ def _shortest(
             return so_far[0], via
         if so_far != best[node]:
             continue
-        for tariff, count, after, edge in prices.space.edges(node):
+        for tariff, count, after, edge in prices.part.edges(node):
             cost = (so_far[0] + prices[tariff], so_far[1] + count, so_far[2] + 1)
             if after not in best or cost < best[after]:
                 more = left(after)

@@ -2,8 +2,9 @@
 to.
 
 A `Space` limits between which layouts: which axes, which dims, and how these may be padded. It keeps the
-steps from each layout that was looked up, so that all paths through the same space share them. What a step
-costs depends on the bytes of the value: its `Scale` has the prices.
+steps from each layout that was looked up, so that all paths through the same space share them. A `Part` of it
+has the layouts that a value of a certain shape may take. What a step costs depends on the bytes of the value:
+its `Scale` has the prices.
 """
 
 import itertools
@@ -177,20 +178,59 @@ class Space:
         return (p for p in paddings if p % count == 0)
 
 
-class Scale(dict[int, float]):
-    """The prices of the tariffs of a space, in picoseconds, for a value that has `ours` bytes where the
-    space has `theirs`, and is `stretch` times as long along the minor-most dim.
+class Part:
+    """The layouts of a space in which each dim of `even` is split only into as many pieces as divide its
+    length, which may be less than in the space. 0: a dim is as long as there.
     """
 
-    __slots__ = ("space", "ours", "theirs", "stretch", "tariffs")
+    def __init__(self, space: Space, even: tuple[int, ...]):
+        self.space, self.even = space, tuple([(d, n) for d, n in enumerate(even) if n])
+        self.known: dict[int, list[Leaving]] = {}
+        self.has: dict[int, bool] = {}
+
+    def edges(self, node: int) -> list[Leaving]:
+        """All steps that one can take from a layout of this part to others of it."""
+        known = self.known.get(node)
+        if known is None:
+            steps = self.space.edges(node)
+            known = self.known[node] = [step for step in steps if self._has(step)] if self.even else steps
+        return known
+
+    def _has(self, step: Leaving) -> bool:
+        _, _, node, edge = step
+        has = self.has.get(node)
+        if has is None:
+            dims, counts = edge.after.dims, self.space.counts
+            has = self.has[node] = not any([n % counts[dims[d]] for d, n in self.even])
+        return has and (edge.kind != "swap" or self._has_pieces(edge))
+
+    def _has_pieces(self, swap: Edge) -> bool:
+        """Whether both dims of a swap can be cut into its pieces, within the axes that stay."""
+        counts, finest, kept = self.space.counts, 1, dict[int, int]()
+        for dim in (swap.dim, swap.to):
+            axes = swap.after.dims[dim]
+            stays = tuple([a for a in axes if a not in swap.axes])
+            kept[dim] = counts[stays]
+            finest = math.lcm(finest, counts[axes[len(stays) :]])
+        return not any([n % (kept[d] * finest) for d, n in self.even if d in kept])
+
+
+class Scale(dict[int, float]):
+    """The prices of the tariffs of a part of a space, in picoseconds, for a value that has `ours` bytes where
+    the space has `theirs`, and `stretch` elements along the minor-most dim, the second number where the space
+    has the first.
+    """
+
+    __slots__ = ("part", "space", "ours", "theirs", "stretch", "tariffs")
     __eq__ = object.__eq__
     __ne__ = object.__ne__
 
     def __hash__(self) -> int:
         return id(self)
 
-    def __init__(self, space: Space, ours: int, theirs: int, stretch: int):
-        self.space, self.ours, self.theirs, self.stretch = space, ours, theirs, stretch
+    def __init__(self, part: Part, ours: int, theirs: int, stretch: tuple[int, int]):
+        self.part, self.space = part, part.space
+        self.ours, self.theirs, self.stretch = ours, theirs, stretch
         self.tariffs: list[Tariff] = []
 
     def __missing__(self, number: int) -> float:
@@ -201,7 +241,7 @@ class Scale(dict[int, float]):
         if kind == "owe":
             price = network.compute(0, 2 * self.bytes(*sent))
         else:
-            left = None if minor is None else minor * self.stretch
+            left = None if minor is None else minor * self.stretch[1] // self.stretch[0]
             each = zip(sent, far or (False,) * len(sent), strict=True)
             price = float(sum([network.collective(kind, axes, self.bytes(n), left, f) for n, f in each]))
         self[number] = price
