@@ -9,7 +9,7 @@ its `Scale` has the prices.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -299,42 +299,49 @@ def _exchanges(node: State, space: Space) -> Iterator[Edge]:
         return
     ways = [[(), *space.movable(node, dim)] if dim in space.dims else [()] for dim in range(len(node.dims))]
     for leaving in itertools.product(*ways):
-        targets = tuple(dim for dim in space.dims if not leaving[dim])
-        for arriving in _arrivals(tuple(a for axes in leaving for a in axes), targets):
-            if sum(map(bool, leaving)) + len(arriving) > 2 or not set(arriving.values()) <= set(leaving):
-                yield from _exchanged(node, leaving, arriving, space)
+        crossing = tuple([a for axes in leaving for a in axes])
+        targets = tuple([dim for dim in space.dims if not leaving[dim]])
+        if len(crossing) > 1 and targets:
+            plain = crossing if sum(map(bool, leaving)) == 1 else None
+            yield from _exchanged(node, leaving, _arrivals(crossing, targets, plain), space)
 
 
 @lru_cache
-def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
-    """The ways in which axes may come to dims, major to minor in each."""
+def _arrivals(axes: Axes, targets: tuple[int, ...], plain: Axes | None) -> list[tuple[tuple[int, Axes], ...]]:
+    """The ways in which axes may come to dims, major to minor in each; but for that in which all come to one
+    as `plain`.
+    """
     known = []
-    for order in itertools.permutations(axes) if len(axes) > 1 and targets else ():
+    for order in itertools.permutations(axes):
         for cuts in itertools.combinations_with_replacement(range(len(axes) + 1), len(targets) - 1):
             ends = (0, *cuts, len(axes))
             pairs = zip(targets, itertools.pairwise(ends), strict=True)
-            known.append({dim: order[start:end] for dim, (start, end) in pairs if start < end})
+            arriving = tuple([(dim, order[start:end]) for dim, (start, end) in pairs if start < end])
+            if len(arriving) > 1 or arriving[0][1] != plain:
+                known.append(arriving)
     return known
 
 
 def _exchanged(
-    node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space
+    node: State, leaving: tuple[Axes, ...], arrivals: Sequence[tuple[tuple[int, Axes], ...]], space: Space
 ) -> Iterator[Edge]:
     crossing = {*itertools.chain(*leaving)}
-    axes, left = (
-        tuple([a for a in space.axes if a in crossing]),
-        [(dim, some) for dim, some in enumerate(leaving) if some],
-    )
-    count = space.count(axes)
-    for arrived in itertools.product(
-        *[[(d, some, p) for p in space.room(node, d, some)] for d, some in arriving.items()]
-    ):
-        volume = space.nbytes(node)
-        for dim, _, padded in arrived:
-            volume = volume if node.dims[dim] else volume // space.shape[dim] * padded
-        yield _sends(
-            space, "all_to_all", axes, _crossed(node, left, arrived, space), volume // count * (count - 1)
-        )
+    axes = tuple([a for a in space.axes if a in crossing])
+    count, whole = space.count(axes), space.nbytes(node)
+    left = _crossed(node, [(dim, some) for dim, some in enumerate(leaving) if some], [], space)
+    tariffs: dict[int, int] = {}
+    for arriving in arrivals:
+        rooms = [list(space.room(node, dim, some)) for dim, some in arriving]
+        for sizes in itertools.product(*rooms):
+            dims, padded, volume = [*left.dims], [*left.padded], whole
+            for (dim, some), size in zip(arriving, sizes, strict=True):
+                dims[dim], padded[dim] = dims[dim] + some, size
+                volume = volume if node.dims[dim] else volume // space.shape[dim] * size
+            sent = volume // count * (count - 1)
+            if sent not in tariffs:
+                tariffs[sent] = space.tariff("all_to_all", axes, (sent,))
+            after = State(tuple(dims), tuple(padded), node.pending)
+            yield Edge("all_to_all", axes, after, sent, tariffs[sent])
 
 
 def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:
@@ -362,11 +369,11 @@ def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
     """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per
     receiver does.
     """
-    before = _places(node, space.counts)
+    before = _places_of(node.dims, node.pending, space.counts)
     for dims, pending in _rearrangements(node, space):
         after = State(dims, node.padded, pending)
         if after != node:
-            places = _places(after, space.counts)
+            places = _places_of(dims, pending, space.counts)
             crossing = tuple([a for a in space.axes if before.get(a) != places.get(a)])
             nbytes = space.nbytes(node)
             tariff = space.tariff("ppermute", crossing, (nbytes,), far=(_is_far(crossing, space),))
@@ -557,18 +564,23 @@ def _settle(node: State, axes: Axes) -> State:
 # Who sends what: ppermute, swap and halo
 
 
-def _places(layout: Layout | State, counts: Counts) -> dict[str, tuple[int, int]]:
+def _places(layout: Layout, counts: Counts) -> Mapping[str, tuple[int, int]]:
+    return _places_of(layout.dims, layout.pending, counts)
+
+
+@lru_cache(maxsize=1 << 12)
+def _places_of(dims: tuple[Axes, ...], pending: Pending, counts: Counts) -> Mapping[str, tuple[int, int]]:
     """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks
     there.
     """
     return {
         a: (dim, counts[axes[i + 1 :]])
-        for dim, axes in enumerate((*layout.dims, layout.pending_axes))
+        for dim, axes in enumerate((*dims, tuple([axis for axis, _ in pending])))
         for i, a in enumerate(axes)
     }
 
 
-def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _block(coordinates: dict[str, int], places: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Which block a device holds, as far as these axes tell: its number in each dim."""
     numbers: dict[int, int] = {}
     for axis, i in coordinates.items():
