@@ -311,9 +311,8 @@ class _Frame:
         """A value that has these dims, in this order."""
         key = order, itemsize, fixed, axes, owing
         if key not in self.values:
-            shape, paddings, fixed = (
-                tuple([of_dims[d] for d in order]) for of_dims in (self.shape, self.paddings, fixed)
-            )
+            shape, paddings = tuple([self.shape[d] for d in order]), tuple([self.paddings[d] for d in order])
+            fixed = tuple([fixed[d] for d in order])
             dims = tuple([i for i, d in enumerate(order) if d in self.dims])
             minor = order.index(self.minor) if self.minor in order else None
             self.values[key] = _value(
@@ -354,7 +353,11 @@ def _renamed(
     names = _standing_names(first, last, network)
     if not names:
         return first, last, axes
-    return _with_names(first, names), _with_names(last, names), tuple([a for a in network if a in names.values()])
+    return (
+        _with_names(first, names),
+        _with_names(last, names),
+        tuple([a for a in network if a in names.values()]),
+    )
 
 
 def _standing_names(src: State, dst: State, network: Network) -> dict[str, str]:
@@ -407,33 +410,27 @@ class _Value(NamedTuple):
 def _value(
     shape, itemsize: int, axes: Axes, dims, paddings, fixed, minor: int | None, network: Network, owing
 ) -> _Value:
-    """Values share a space in which all bytes can be divided: there the dims that are split evenly are as long
-    as all axes need, and each value has the part of it that its own dims divide. Over many axes, where there
-    are very many layouts, those dims are as short as they can be instead.
+    """Values share a space in which all bytes can be divided: the dims that are split evenly are there as
+    long as all axes need, and each value has the part of it that its own dims divide. Over many axes, where
+    there are very many layouts, those dims are as short as they can be instead.
     """
     counts = _counts(network)
-    finest, few = counts[axes], len(axes) <= FEW
-    even = tuple([d not in dims or paddings[d] in ((), (n,)) for d, n in enumerate(shape)])
     split = [d in dims and bool(paddings[d]) for d in range(len(shape))]
-    least = tuple(
-        [
-            n if not evenly else _least(n, axes, counts) if splits else 1
-            for n, evenly, splits in zip(shape, even, split, strict=True)
-        ]
-    )
-    lengths = tuple(
-        [finest if few and evenly and splits else n for n, evenly, splits in zip(least, even, split, strict=True)]
-    )
+    even = tuple([not splits or paddings[d] == (shape[d],) for d, splits in enumerate(split)])
+    kinds = list(zip(shape, split, even, strict=True))
+    least = [_least(n, axes, counts) if s and evenly else n if s else 1 for n, s, evenly in kinds]
+    full = [counts[axes] if s and evenly else n for n, (_, s, evenly) in zip(least, kinds, strict=True)]
+    lengths = tuple(full if len(axes) <= FEW else least)
     padded = tuple(
         [
-            paddings[d] if not evenly else (n,) if split[d] else ()
-            for d, (n, evenly) in enumerate(zip(lengths, even, strict=True))
+            () if not s else (n,) if evenly else paddings[d]
+            for d, (n, (_, s, evenly)) in enumerate(zip(lengths, kinds, strict=True))
         ]
     )
     minor = minor if minor in dims else None
-    space = _space(lengths, finest, network, axes, dims, padded, fixed, owing, minor)
-    part = _part(space, tuple([n if n != full else 0 for n, full in zip(least, lengths, strict=True)]))
-    ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * finest
+    space = _space(lengths, counts[axes], network, axes, dims, padded, fixed, owing, minor)
+    part = _part(space, tuple([n if n != long else 0 for n, long in zip(least, lengths, strict=True)]))
+    ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * counts[axes]
     shared = math.gcd(ours, theirs)
     stretch = (1, 1) if minor is None else (lengths[minor], shape[minor])
     return _Value(_scale(part, ours // shared, theirs // shared, stretch), shape, itemsize, even)
@@ -478,7 +475,11 @@ def _counts_of_subsets(axes: Axes, counts: Counts) -> list[int]:
 
 
 def _dims(
-    before: tuple[int, ...], after: tuple[int, ...], shape: tuple[int, ...], paddings: Sequence[tuple[int, ...]], few: bool
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    shape: tuple[int, ...],
+    paddings: Sequence[tuple[int, ...]],
+    few: bool,
 ) -> tuple[int, ...]:
     """The dims that may be split on the way: all, if these are not many and even; else those that are split
     before or after, and one more that all axes divide, or two.

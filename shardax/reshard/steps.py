@@ -206,6 +206,7 @@ class Part:
 
     def _has_pieces(self, swap: Edge) -> bool:
         """Whether both dims of a swap can be cut into its pieces, within the axes that stay."""
+        assert swap.dim is not None and swap.to is not None
         counts, finest, kept = self.space.counts, 1, dict[int, int]()
         for dim in (swap.dim, swap.to):
             axes = swap.after.dims[dim]
@@ -317,7 +318,7 @@ def _arrivals(axes: Axes, targets: tuple[int, ...], plain: Axes | None) -> list[
             ends = (0, *cuts, len(axes))
             pairs = zip(targets, itertools.pairwise(ends), strict=True)
             arriving = tuple([(dim, order[start:end]) for dim, (start, end) in pairs if start < end])
-            if len(arriving) > 1 or arriving[0][1] != plain:
+            if len(arriving) > 1 or plain not in [some for _, some in arriving]:
                 known.append(arriving)
     return known
 
