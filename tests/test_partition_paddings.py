@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.partition.paddings import paddings_of
+from shardax.partition.paddings import joined_axes, paddings_of
 
 pytestmark = pytest.mark.quick
 
@@ -67,3 +67,16 @@ def test_a_program_sends_no_more_beside_one_that_is_split_more_finely():
     a, b, w = floats(10, 8), floats(10, 64), floats(64, 64)
     both = sent(lambda a, b, w: (one(a), other(b, w)), a, b, w)
     assert both == sent(one, a) + sent(other, b, w)
+
+
+def test_axes_that_a_part_only_uses_together():
+    """In one part x and y split a dim together, in the other x alone does."""
+
+    def both(a, b):
+        return finely(a), coarsely(b)
+
+    plan = sx.shard_jit(both, mesh=MESH).plan(floats(16, 8), floats(16, 8))
+    joined = joined_axes(plan.graph, plan.values)
+    assert [joined.get(v, ()) for v in plan.graph.outputs] == [(("x", "y"),), ()]
+    alone = sx.shard_jit(lambda b: coarsely(b), mesh=MESH).plan(floats(16, 8))
+    assert not joined_axes(alone.graph, alone.values)

@@ -445,3 +445,50 @@ def test_memory_is_bought_for_time():
     seconds = [d.price - n * p for d, n, p in zip(found, kept, prices, strict=True)]
     assert kept == sorted(kept, reverse=True) and (kept[0], kept[-1]) == (4 * 4 + 16 * 4 + 12, 4 * 4 + 2 * 12)
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+
+
+def expert_layer(experts: int, groups: int, tokens: int, width: int, hidden: int, capacity: int):
+    """A layer of experts with top-1 routing, as GShard writes it, with its gradients; and its arguments."""
+
+    def layer(gate_ME, up_EMF, down_EFM, x_GSM):
+        gates_GSE = jax.nn.softmax(x_GSM @ gate_ME)
+        mask_GSE = jax.nn.one_hot(jnp.argmax(gates_GSE, axis=-1), experts)
+        place_GSE = ((jnp.cumsum(mask_GSE, axis=1) - 1.0) * mask_GSE).astype("int32")
+        dispatch_GSEC = mask_GSE[..., None] * jax.nn.one_hot(place_GSE, capacity)
+        combine_GSEC = dispatch_GSEC * jnp.max(gates_GSE, axis=-1)[:, :, None, None]
+        taken_EGCM = jnp.einsum("gsec,gsm->egcm", dispatch_GSEC, x_GSM)
+        hidden_EGCF = jax.nn.relu(jnp.einsum("egcm,emf->egcf", taken_EGCM, up_EMF))
+        made_EGCM = jnp.einsum("egcf,efm->egcm", hidden_EGCF, down_EFM)
+        return jnp.mean(jnp.einsum("gsec,egcm->gsm", combine_GSEC, made_EGCM) ** 2)
+
+    shapes = (width, experts), (experts, width, hidden), (experts, hidden, width), (groups, tokens, width)
+    return jax.value_and_grad(layer, argnums=(0, 1, 2)), [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
+
+
+SMALL, ODD = (32, 64, 128, 256, 8), (16, 128, 512, 2048, 16)
+
+
+@pytest.mark.promotes_ranks
+@pytest.mark.once
+@pytest.mark.parametrize(
+    "experts, sizes, up",
+    [
+        (64, SMALL, P("data", None, "model")),
+        (32, SMALL, P(None, "data", "model")),
+        (16, ODD, P("data", None, "model")),
+        (32, ODD, P("data")),
+    ],
+    ids=str,
+)
+def test_a_finer_mesh_never_costs_more(experts, sizes, up):
+    """16 devices that are named 4 by 4, the same placement: all that could be done along 16 is looked at."""
+
+    def price(axes, data):
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        down = P(up[0], *up[:0:-1])
+        specs = [P(*[data if entry == "data" else entry for entry in spec]) for spec in (up, down, P("data"))]
+        f, args = expert_layer(experts, *sizes)
+        step = sx.shard_jit(f, mesh=mesh, in_shardings=(P(), *specs))
+        return step.plan(*args).decisions.price
+
+    assert price({"a": 4, "b": 4, "model": 8}, ("a", "b")) <= price({"data": 16, "model": 8}, "data")

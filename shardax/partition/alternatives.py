@@ -30,7 +30,7 @@ from shardax.partition.candidates import (
     waits,
     whole,
 )
-from shardax.partition.paddings import arrays_of, is_at_host, paddings_of, whole_axes
+from shardax.partition.paddings import arrays_of, is_at_host, joined_axes, paddings_of, whole_axes
 from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.reshard import paths
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
@@ -56,6 +56,7 @@ class Alternatives:
         self.stored = stored(graph)
         self.views = views(graph, self.stored)
         self.whole = whole_axes(graph, completion, self.network.cut)
+        self.joined = joined_axes(graph, completion)
         self.memo: dict[Hashable, Sequence[Way]] = {}
         self.guesses: dict[Hashable, dict[Layout, float]] = {}
         self.elements: dict[Layout, int] = {}
@@ -94,11 +95,21 @@ class Alternatives:
             hidden,
             id(self.paddings.of_node(node)),
             self.whole_of(node),
+            self.joined_of(node),
         )
 
     def whole_of(self, node: Node) -> tuple[Axes, ...]:
         """The axes that are cut, but not for the part of the program that a node is in."""
         return next((self.whole[v] for v in arrays_of(node) if v in self.whole), ()) if self.whole else ()
+
+    def joined_of(self, node: Node) -> tuple[Axes, ...]:
+        """The axes that the part of the program that a node is in uses only together, those that are cut
+        aside."""
+        if not self.joined:
+            return ()
+        whole = self.whole_of(node)
+        runs = next((self.joined[v] for v in arrays_of(node) if v in self.joined), ())
+        return tuple([run for run in runs if not any(set(run) <= set(axes) for axes in whole)])
 
     def _ways(
         self, node: Node, entry: Entry, factors: Factors, made, requested, hidden: frozenset[str]
@@ -119,17 +130,35 @@ class Alternatives:
                 candidate_of(factors, splits, (0,) if p else (), p) for p in dict.fromkeys([pending, *sums])
             ]
             return [Way(c.operands, c.results, 0.0, (splits, factors, entry)) for c in each]
-        ways = self._ranked(node, entry, factors, made, requested, ())
+        apart = self._best(node, entry, factors, made, requested, hidden, self.whole_of(node))
+        if not (joined := self.joined_of(node)):
+            return apart
+        cut = [axes for axes in self.whole_of(node) if not any(set(axes) <= set(run) for run in joined)]
+        kept = [tuple([lay for lay in sources if _keeps(lay, joined)]) or sources for sources in made]
+        together = self._best(node, entry, factors, kept, requested, hidden, (*joined, *cut))
+        return _merged(together, apart)
+
+    def _best(
+        self,
+        node: Node,
+        entry: Entry,
+        factors: Factors,
+        made,
+        requested,
+        hidden: frozenset[str],
+        whole: tuple[Axes, ...],
+    ) -> list[Way]:
+        """The best ways of a node, in which the axes of `whole` are offered together only."""
+        ways = self._ranked(node, entry, factors, made, requested, Offer(reduced=True, whole=whole))
         layouts = (*ways[0].operands, *ways[0].results)
         used = {a for layout in layouts for a in (*layout.sharding.axes, *layout.pending_axes)}
         have = [a for sources in made if sources for a in sources[0].sharding.axes]
         if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
-            ways = self._ranked(node, entry, factors, made, requested, idle)
+            ways = self._ranked(node, entry, factors, made, requested, Offer(idle, True, whole))
         assert ways, f"no way to run {node.name}"
         if spare := self._spare(node, entry, ways[0], hidden):
-            best = self._ranked(node, entry, factors, made, requested, spare)[:SPARED]
-            known = {(way.operands, way.results) for way in best}
-            ways = [*best, *(way for way in ways if (way.operands, way.results) not in known)]
+            offer = Offer(spare, True, whole)
+            ways = _merged(self._ranked(node, entry, factors, made, requested, offer)[:SPARED], ways)
         return ways
 
     def _spare(self, node: Node, entry: Entry, way: Way, hidden: Set[str]) -> Axes:
@@ -148,11 +177,11 @@ class Alternatives:
         gathers = sum([self.network.collective("all_gather", unused, spared * nbytes) for nbytes in made])
         return unused if spared * self.network.compute(flops, 0) > gathers else ()
 
-    def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes) -> list[Way]:
+    def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer) -> list[Way]:
         """The ways that look cheapest where they stand, the cheapest first, and one that splits nothing."""
         count = len(node.inputs)
         ways_by_layout = dict[Any, Way]()
-        for candidate in self.candidates(node, entry, factors, made, requested, idle):
+        for candidate in self.candidates(node, entry, factors, made, requested, offer):
             way = self.way(node, entry, factors, candidate)
             kept = ways_by_layout.setdefault((way.operands, way.results), way)
             if way.price < kept.price:
@@ -166,9 +195,9 @@ class Alternatives:
         return ways
 
     def candidates(
-        self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes
+        self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer
     ) -> Iterator[Candidate]:
-        ruled = self.of_rule(node, entry, factors, made, requested, idle)
+        ruled = self.of_rule(node, entry, factors, made, requested, offer)
         if any(map(is_at_host, (*node.inputs, *node.outputs))):
             ruled = self.staying(list(ruled), node, made, requested)
         if entry.ways is None:
@@ -202,12 +231,11 @@ class Alternatives:
         return iter(list(staying) or candidates)
 
     def of_rule(
-        self, node: Node, entry: Entry, factors: Factors, made, requested, idle: Axes
+        self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer
     ) -> Iterator[Candidate]:
         count = len(node.inputs)
         operands = [(*have, request) for have, request in zip(made, requested, strict=False)]
         results = [(request,) for request in requested[count:]]
-        offer = Offer(idle, reduced=True, whole=self.whole_of(node))
         layouts, tensors = results + operands, factors.results + factors.operands
         padding = self.paddings.of_node(node)
         options = options_of(suggest(layouts, tensors, factors, padding, offer), factors, padding)
@@ -312,6 +340,23 @@ class Alternatives:
         if source.padded != target.padded and not lost:
             sent += self.nbytes(value, target) / 8
         return network.collective("all_gather", (), sent) if sent else 0.0
+
+
+def _keeps(layout: Layout, joined: Sequence[Axes]) -> bool:
+    """Whether the axes of each run split one dim together or owe together, or do nothing."""
+    for run in joined:
+        if set(run).isdisjoint((*layout.sharding.axes, *layout.pending_axes)):
+            continue
+        in_dim = any(axes[i : i + len(run)] == run for axes in layout.dims for i in range(len(axes)))
+        if not in_dim and len({p for p in layout.pending if p[0] in run}) < len(run):
+            return False
+    return True
+
+
+def _merged(first: Sequence[Way], others: Sequence[Way]) -> list[Way]:
+    """Some ways, and those of the others that differ from all of them."""
+    known = {(way.operands, way.results) for way in first}
+    return [*first, *(way for way in others if (way.operands, way.results) not in known)]
 
 
 def stored(graph: Graph) -> set[Value]:

@@ -56,6 +56,38 @@ def _splits(value: Value, completion: Completion) -> list[tuple[int, Axes]]:
     return [(n, axes) for n, axes in zip(value.shape, completion.sharding(value).dims, strict=True) if axes]
 
 
+def joined_axes(graph: Graph, completion: Completion) -> dict[Value, tuple[Axes, ...]]:
+    """For the values of each part of a program the axes that completion uses only together there, one after
+    the other: a mesh with one axis in their place would serve as well.
+    """
+    several = any(len(axes) > 1 for _, axes in completion.splits())
+    found: dict[Value, tuple[Axes, ...]] = {}
+    for part in _parts(graph) if several else ():
+        used = {axes for v in part for axes in completion.sharding(v).dims if axes}
+        found.update(dict.fromkeys(part, _joined_runs(used)))
+    return {v: runs for v, runs in found.items() if runs}
+
+
+def _joined_runs(used: Set[Axes]) -> tuple[Axes, ...]:
+    """The longest runs of axes of which all that are used have all, in this order, or none.
+
+    >>> _joined_runs({("x", "y"), ("z", "x", "y"), ("z",)}), _joined_runs({("x", "y"), ("y",)})
+    ((('x', 'y'),), ())
+    """
+    pairs = sorted({pair for axes in used for pair in itertools.pairwise(axes)})
+    joined = [
+        pair
+        for pair in pairs
+        if all(set(pair).isdisjoint(axes) or pair in itertools.pairwise(axes) for axes in used)
+    ]
+    after = dict(joined)
+    runs = [[first] for first in after if first not in after.values()]
+    for run in runs:
+        while run[-1] in after:
+            run.append(after[run[-1]])
+    return tuple(map(tuple, runs))
+
+
 def whole_axes(graph: Graph, completion: Completion, cut: Sequence[Axes]) -> dict[Value, tuple[Axes, ...]]:
     """For the values of each part of a program the axes that go together there, of those that are `cut` out
     of one axis of the mesh because some other part has to split it so.

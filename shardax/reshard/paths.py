@@ -22,12 +22,23 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardax.cost.network import Network, network_of
-from shardax.reshard.steps import Counts, Edge, Scale, Space, State, canonical, canonical_pending, with_more
+from shardax.reshard.steps import (
+    Counts,
+    Edge,
+    Part,
+    Pending,
+    Scale,
+    Space,
+    State,
+    canonical,
+    canonical_pending,
+    with_more,
+)
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, minor_most, round_up
 
 FEW = 3  # axes over which all layouts that a value may take are looked at
@@ -162,6 +173,8 @@ def _within_blocks(
     where these are as good as a value of their own, all of them full, and such that any axes split them
     evenly.
     """
+    if not any([a and b and a[0] == b[0] for a, b in zip(first.dims, last.dims, strict=True)]):
+        return first, last, shape, ((),) * len(shape), (1,) * len(shape)
     axes, counts = _axes(first, last, network), _counts(network)
     sides = zip(shape, first.padded, last.padded, first.dims, last.dims, strict=True)
     staying = tuple(
@@ -189,8 +202,9 @@ def _inside(state: State, staying: Sequence[Axes], blocks: Sequence[int]) -> Sta
 
 
 def _axes(src: State, dst: State, network: Network) -> Axes:
-    used = {a for state in (src, dst) for axes in (*state.dims, state.pending_axes) for a in axes}
-    return tuple(a for a in network if a in used)
+    used = {*itertools.chain(*src.dims, *dst.dims)}
+    used.update([a for a, _ in src.pending + dst.pending])
+    return tuple([a for a in network if a in used])
 
 
 def _steps(source: Layout, route: _Route) -> Iterator[Step]:
@@ -218,23 +232,20 @@ def _search(
     standing: bool = False,
 ) -> "_Search":
     """`standing`: only the price is wanted, so that another value may stand for this one."""
-    axes = _axes(src, dst, network)
-    few = len(axes) <= FEW
-    counts = _counts(network)
-    sides = zip(shape, src.dims, src.padded, dst.dims, dst.padded, strict=True)
-    paddings = tuple([_paddings(n, p if a else 0, q if b else 0, axes, counts) for n, a, p, b, q in sides])
-    dims = _dims(src, dst, shape, paddings, few=not few)
+    before = tuple([p if axes else 0 for axes, p in zip(src.dims, src.padded, strict=True)])
+    after = tuple([p if axes else 0 for axes, p in zip(dst.dims, dst.padded, strict=True)])
+    frame = _frame(shape, before, after, _axes(src, dst, network), network)
     fixed = (0,) * len(shape)
-    if not few:  # major axes that both layouts have stay in place
+    if not frame.few:  # major axes that both layouts have stay in place
         sides = zip(src.dims, dst.dims, src.padded, dst.padded, strict=True)
         fixed = tuple([len(_common_prefix(a, b)) if p == q else 0 for a, b, p, q in sides])
-    minor = minor_most(shape) if shape and network.chip.lanes else None
-    problem = _Problem(src, dst, shape, itemsize, axes, dims, paddings, fixed, minor)
-    if standing:
-        problem = _standing_for(problem, network)
-    src, dst = problem.src, problem.dst
-    value = _value(*problem[2:], network, dst.pending)
-    return _Search(value.number(src), value.number(dst), value, few)
+    if not standing:
+        value = frame.value(tuple(range(len(shape))), itemsize, fixed, frame.axes, dst.pending)
+        return _Search(value.number(src), value.number(dst), value, frame.few)
+    order = frame.order(src, dst)
+    first, last, axes = _renamed(src, dst, order, frame.axes, network)
+    value = frame.value(order, itemsize * frame.others, fixed, axes, last.pending)
+    return _Search(value.number(first), value.number(last), value, frame.few)
 
 
 class _Search(NamedTuple):
@@ -268,51 +279,84 @@ def _nothing(node: int) -> Cost:
     return 0.0, 0, 0
 
 
-class _Problem(NamedTuple):
-    """Two layouts, and between which others paths are looked for."""
+@dataclass(frozen=True, eq=False)
+class _Frame:
+    """Between which layouts paths are looked for, whichever axes are where: over a `few` axes, through all
+    layouts. `columns`: the dims that may be split, each with its place in an order that does not depend on
+    theirs; `others`: elements of the others. `values`: those that were looked up.
+    """
 
-    src: State
-    dst: State
     shape: tuple[int, ...]
-    itemsize: int
     axes: Axes
     dims: tuple[int, ...]
     paddings: tuple[tuple[int, ...], ...]
-    fixed: tuple[int, ...]
     minor: int | None
+    network: Network
+    few: bool
+    columns: tuple[tuple[Any, int], ...]
+    others: int
+    values: dict[Hashable, "_Value"] = field(default_factory=dict)
+
+    def order(self, src: State, dst: State) -> tuple[int, ...]:
+        """The dims that may be split, in an order that is the same for all that cost the same."""
+        columns = [(place, src.dims[d], dst.dims[d], d) for place, d in self.columns]
+        for i, (place, here, there, d) in enumerate(columns):
+            if place[2]:
+                columns[i] = ((*place[:2], (*place[2], src.padded[d], dst.padded[d])), here, there, d)
+        return tuple([d for *_, d in sorted(columns)])
+
+    def value(
+        self, order: tuple[int, ...], itemsize: int, fixed: tuple[int, ...], axes: Axes, owing: Pending
+    ) -> "_Value":
+        """A value that has these dims, in this order."""
+        key = order, itemsize, fixed, axes, owing
+        if key not in self.values:
+            shape, paddings = tuple([self.shape[d] for d in order]), tuple([self.paddings[d] for d in order])
+            fixed = tuple([fixed[d] for d in order])
+            dims = tuple([i for i, d in enumerate(order) if d in self.dims])
+            minor = order.index(self.minor) if self.minor in order else None
+            self.values[key] = _value(
+                shape, itemsize, axes, dims, paddings, fixed, minor, self.network, owing
+            )
+        return self.values[key]
 
 
-def _standing_for(problem: _Problem, network: Network) -> _Problem:
-    """One that stands for all that cost the same: dims have another order, those that are never split are
-    part of the elements, and axes that are joined alike have other names."""
-    src, dst, shape, itemsize, axes, dims, paddings, fixed, minor = problem
-    columns, counts = [], _counts(network)
+@lru_cache(maxsize=1 << 14)
+def _frame(
+    shape: tuple[int, ...], before: tuple[int, ...], after: tuple[int, ...], axes: Axes, network: Network
+) -> _Frame:
+    """`before` and `after`: to what size each dim is padded, 0 where it is not split."""
+    few, counts = len(axes) <= FEW, _counts(network)
+    paddings = tuple([_paddings(*sizes, axes, counts) for sizes in zip(shape, before, after, strict=True)])
+    dims = _dims(before, after, shape, paddings, few=not few)
+    minor = minor_most(shape) if shape and network.chip.lanes else None
+    columns, others = [], 1
     for d, n in enumerate(shape):
         if d not in dims or not paddings[d]:
-            itemsize *= n
+            others *= n
         elif paddings[d] == (n,):
-            columns.append((d == minor, _least(n, axes, counts), (), src.dims[d], dst.dims[d], d))
+            columns.append(((d == minor, _least(n, axes, counts), ()), d))
         else:
-            padded = (*paddings[d], src.padded[d], dst.padded[d])
-            columns.append((d == minor, n, padded, src.dims[d], dst.dims[d], d))
-    order = [column[-1] for column in sorted(columns)]
+            columns.append(((d == minor, n, paddings[d]), d))
+    return _Frame(shape, axes, dims, paddings, minor, network, few, tuple(columns), others)
+
+
+def _renamed(
+    src: State, dst: State, order: tuple[int, ...], axes: Axes, network: Network
+) -> tuple[State, State, Axes]:
+    """Two layouts with some of their dims, in this order, and the names of axes that stand for all that are
+    joined alike; these axes."""
     first, last = (
-        State(tuple([side.dims[d] for d in order]), tuple([side.padded[d] for d in order]), side.pending)
-        for side in (src, dst)
+        State(tuple([s.dims[d] for d in order]), tuple([s.padded[d] for d in order]), s.pending)
+        for s in (src, dst)
     )
-    if names := _standing_names(first, last, network):
-        first, last = _renamed(first, names), _renamed(last, names)
-        axes = tuple([a for a in network if a in names.values()])
-    return _Problem(
-        first,
-        last,
-        tuple([shape[d] for d in order]),
-        itemsize,
-        axes,
-        tuple(range(len(order))),
-        tuple([paddings[d] for d in order]),
-        tuple([fixed[d] for d in order]),
-        order.index(minor) if minor in order else None,
+    names = _standing_names(first, last, network)
+    if not names:
+        return first, last, axes
+    return (
+        _with_names(first, names),
+        _with_names(last, names),
+        tuple([a for a in network if a in names.values()]),
     )
 
 
@@ -320,29 +364,28 @@ def _standing_names(src: State, dst: State, network: Network) -> dict[str, str]:
     """For each axis, in the order in which it is used, the first of those joined alike that none before it
     has; nothing where none are."""
     alike = _joined_alike(network)
-    if len(alike) == len(network):
+    if not alike:
         return {}
-    used = dict.fromkeys(a for side in (src, dst) for axes in (*side.dims, side.pending_axes) for a in axes)
-    names: dict[str, str] = {}
-    for axis in used:
-        group = next(group for group in alike if axis in group)
-        names[axis] = next(a for a in group if a not in names.values())
-    return names
+    used = dict.fromkeys(itertools.chain(*src.dims, src.pending_axes, *dst.dims, dst.pending_axes))
+    left = {group: iter(group) for group in alike.values()}
+    return {axis: next(left[alike[axis]]) for axis in used}
 
 
 @lru_cache
-def _joined_alike(network: Network) -> list[Axes]:
+def _joined_alike(network: Network) -> dict[str, Axes]:
+    """For each axis those that are joined as it is; nothing where no two are."""
     groups: dict[Hashable, list[str]] = {}
     for axis in network:
         groups.setdefault((network[axis], network.lines[axis]), []).append(axis)
-    return [tuple(group) for group in groups.values()]
+    if len(groups) == len(network):
+        return {}
+    return {axis: tuple(group) for group in groups.values() for axis in group}
 
 
-def _renamed(state: State, names: Mapping[str, str]) -> State:
+def _with_names(state: State, names: Mapping[str, str]) -> State:
     dims = tuple([tuple([names[a] for a in axes]) for axes in state.dims])
-    return State(
-        dims, state.padded, canonical_pending(tuple([(names[a], kind) for a, kind in state.pending]))
-    )
+    pending = tuple([(names[a], kind) for a, kind in state.pending])
+    return State(dims, state.padded, canonical_pending(pending))
 
 
 class _Value(NamedTuple):
@@ -364,34 +407,33 @@ class _Value(NamedTuple):
         return State(state.dims, tuple([n if even else p for n, p, even in sizes]), state.pending)
 
 
-@lru_cache(maxsize=1 << 12)
 def _value(
     shape, itemsize: int, axes: Axes, dims, paddings, fixed, minor: int | None, network: Network, owing
 ) -> _Value:
-    """Values that the same axes divide share the space of the least of them, in which all bytes can be
-    divided: there the dims that are split evenly are as short as they can be.
+    """Values share a space in which all bytes can be divided: the dims that are split evenly are there as
+    long as all axes need, and each value has the part of it that its own dims divide. Over many axes, where
+    there are very many layouts, those dims are as short as they can be instead.
     """
     counts = _counts(network)
-    finest = counts[axes]
-    even = tuple([d not in dims or paddings[d] in ((), (n,)) for d, n in enumerate(shape)])
-    least = tuple(
-        [
-            n if not evenly else _least(n, axes, counts) if d in dims and paddings[d] else 1
-            for d, (n, evenly) in enumerate(zip(shape, even, strict=True))
-        ]
-    )
+    split = [d in dims and bool(paddings[d]) for d in range(len(shape))]
+    even = tuple([not splits or paddings[d] == (shape[d],) for d, splits in enumerate(split)])
+    kinds = list(zip(shape, split, even, strict=True))
+    least = [_least(n, axes, counts) if s and evenly else n if s else 1 for n, s, evenly in kinds]
+    full = [counts[axes] if s and evenly else n for n, (_, s, evenly) in zip(least, kinds, strict=True)]
+    lengths = tuple(full if len(axes) <= FEW else least)
     padded = tuple(
         [
-            paddings[d] if not evenly else (n,) if d in dims and paddings[d] else ()
-            for d, (n, evenly) in enumerate(zip(least, even, strict=True))
+            () if not s else (n,) if evenly else paddings[d]
+            for d, (n, (_, s, evenly)) in enumerate(zip(lengths, kinds, strict=True))
         ]
     )
     minor = minor if minor in dims else None
-    space = _space(least, finest, network, axes, dims, padded, fixed, owing, minor)
-    ours, theirs = math.prod(shape) * itemsize, math.prod(least) * finest
+    space = _space(lengths, counts[axes], network, axes, dims, padded, fixed, owing, minor)
+    part = _part(space, tuple([n if n != long else 0 for n, long in zip(least, lengths, strict=True)]))
+    ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * counts[axes]
     shared = math.gcd(ours, theirs)
-    stretch = 1 if minor is None else shape[minor] // least[minor]
-    return _Value(_scale(space, ours // shared, theirs // shared, stretch), shape, itemsize, even)
+    stretch = (1, 1) if minor is None else (lengths[minor], shape[minor])
+    return _Value(_scale(part, ours // shared, theirs // shared, stretch), shape, itemsize, even)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -407,6 +449,7 @@ def _space(shape, itemsize: int, network: Network, axes: Axes, dims, paddings, f
     return Space(*within, owing, minor, _counts(network), like)
 
 
+_part = lru_cache(maxsize=1 << 12)(Part)
 _scale = lru_cache(maxsize=1 << 12)(Scale)
 
 
@@ -432,16 +475,20 @@ def _counts_of_subsets(axes: Axes, counts: Counts) -> list[int]:
 
 
 def _dims(
-    src: State, dst: State, shape: tuple[int, ...], paddings: Sequence[tuple[int, ...]], few: bool
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    shape: tuple[int, ...],
+    paddings: Sequence[tuple[int, ...]],
+    few: bool,
 ) -> tuple[int, ...]:
-    """The dims that may be split on the way: all, if these are not many and even; else those that `src` or
-    `dst` splits, and one more that all axes divide, or two.
+    """The dims that may be split on the way: all, if these are not many and even; else those that are split
+    before or after, and one more that all axes divide, or two.
 
     A sum pending over x, requested on dim 0 over (x, y), is cheapest when dim 1 is sliced over y first, half
     being scattered then; an all_to_all brings y to dim 0. (More dims would win a little only where several
     are uneven, and cost the search much.)
     """
-    used = [d for d in range(len(shape)) if src.dims[d] or dst.dims[d]]
+    used = [d for d in range(len(shape)) if before[d] or after[d]]
     others = [d for d in range(len(shape)) if d not in used and shape[d] > 1]
     if (
         not few
@@ -484,14 +531,14 @@ class _Reach:
         self.queue = [(0.0, src)]
 
     def to(self, goal: int) -> float:
-        done, best, queue, prices, space = self.done, self.best, self.queue, self.scale, self.scale.space
+        done, best, queue, prices, part = self.done, self.best, self.queue, self.scale, self.scale.part
         while goal not in done:
-            assert queue, f"no path to {space.states[goal]}"
+            assert queue, f"no path to {part.space.states[goal]}"
             so_far, node = heapq.heappop(queue)
             if node in done:
                 continue
             done[node] = so_far
-            for tariff, _, after, _ in space.edges(node):
+            for tariff, _, after, _ in part.edges(node):
                 price = so_far + prices[tariff]
                 if price < best.get(after, math.inf):
                     best[after] = price
@@ -517,7 +564,7 @@ def _shortest(
             return so_far[0], via
         if so_far != best[node]:
             continue
-        for tariff, count, after, edge in prices.space.edges(node):
+        for tariff, count, after, edge in prices.part.edges(node):
             cost = (so_far[0] + prices[tariff], so_far[1] + count, so_far[2] + 1)
             if after not in best or cost < best[after]:
                 more = left(after)

@@ -2,13 +2,14 @@
 to.
 
 A `Space` limits between which layouts: which axes, which dims, and how these may be padded. It keeps the
-steps from each layout that was looked up, so that all paths through the same space share them. What a step
-costs depends on the bytes of the value: its `Scale` has the prices.
+steps from each layout that was looked up, so that all paths through the same space share them. A `Part` of it
+has the layouts that a value of a certain shape may take. What a step costs depends on the bytes of the value:
+its `Scale` has the prices.
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -177,20 +178,60 @@ class Space:
         return (p for p in paddings if p % count == 0)
 
 
-class Scale(dict[int, float]):
-    """The prices of the tariffs of a space, in picoseconds, for a value that has `ours` bytes where the
-    space has `theirs`, and is `stretch` times as long along the minor-most dim.
+class Part:
+    """The layouts of a space in which each dim of `even` is split only into as many pieces as divide its
+    length, which may be less than in the space. 0: a dim is as long as there.
     """
 
-    __slots__ = ("space", "ours", "theirs", "stretch", "tariffs")
+    def __init__(self, space: Space, even: tuple[int, ...]):
+        self.space, self.even = space, tuple([(d, n) for d, n in enumerate(even) if n])
+        self.known: dict[int, list[Leaving]] = {}
+        self.has: dict[int, bool] = {}
+
+    def edges(self, node: int) -> list[Leaving]:
+        """All steps that one can take from a layout of this part to others of it."""
+        known = self.known.get(node)
+        if known is None:
+            steps = self.space.edges(node)
+            known = self.known[node] = [step for step in steps if self._has(step)] if self.even else steps
+        return known
+
+    def _has(self, step: Leaving) -> bool:
+        _, _, node, edge = step
+        has = self.has.get(node)
+        if has is None:
+            dims, counts = edge.after.dims, self.space.counts
+            has = self.has[node] = not any([n % counts[dims[d]] for d, n in self.even])
+        return has and (edge.kind != "swap" or self._has_pieces(edge))
+
+    def _has_pieces(self, swap: Edge) -> bool:
+        """Whether both dims of a swap can be cut into its pieces, within the axes that stay."""
+        assert swap.dim is not None and swap.to is not None
+        counts, finest, kept = self.space.counts, 1, dict[int, int]()
+        for dim in (swap.dim, swap.to):
+            axes = swap.after.dims[dim]
+            stays = tuple([a for a in axes if a not in swap.axes])
+            kept[dim] = counts[stays]
+            finest = math.lcm(finest, counts[axes[len(stays) :]])
+        return not any([n % (kept[d] * finest) for d, n in self.even if d in kept])
+
+
+class Scale(dict[int, float]):
+    """The prices of the tariffs of a part of a space, in picoseconds, for a value that has `ours` bytes where
+    the space has `theirs`, and `stretch` elements along the minor-most dim, the second number where the space
+    has the first.
+    """
+
+    __slots__ = ("part", "space", "ours", "theirs", "stretch", "tariffs")
     __eq__ = object.__eq__
     __ne__ = object.__ne__
 
     def __hash__(self) -> int:
         return id(self)
 
-    def __init__(self, space: Space, ours: int, theirs: int, stretch: int):
-        self.space, self.ours, self.theirs, self.stretch = space, ours, theirs, stretch
+    def __init__(self, part: Part, ours: int, theirs: int, stretch: tuple[int, int]):
+        self.part, self.space = part, part.space
+        self.ours, self.theirs, self.stretch = ours, theirs, stretch
         self.tariffs: list[Tariff] = []
 
     def __missing__(self, number: int) -> float:
@@ -201,7 +242,7 @@ class Scale(dict[int, float]):
         if kind == "owe":
             price = network.compute(0, 2 * self.bytes(*sent))
         else:
-            left = None if minor is None else minor * self.stretch
+            left = None if minor is None else minor * self.stretch[1] // self.stretch[0]
             each = zip(sent, far or (False,) * len(sent), strict=True)
             price = float(sum([network.collective(kind, axes, self.bytes(n), left, f) for n, f in each]))
         self[number] = price
@@ -259,42 +300,49 @@ def _exchanges(node: State, space: Space) -> Iterator[Edge]:
         return
     ways = [[(), *space.movable(node, dim)] if dim in space.dims else [()] for dim in range(len(node.dims))]
     for leaving in itertools.product(*ways):
-        targets = tuple(dim for dim in space.dims if not leaving[dim])
-        for arriving in _arrivals(tuple(a for axes in leaving for a in axes), targets):
-            if sum(map(bool, leaving)) + len(arriving) > 2 or not set(arriving.values()) <= set(leaving):
-                yield from _exchanged(node, leaving, arriving, space)
+        crossing = tuple([a for axes in leaving for a in axes])
+        targets = tuple([dim for dim in space.dims if not leaving[dim]])
+        if len(crossing) > 1 and targets:
+            plain = crossing if sum(map(bool, leaving)) == 1 else None
+            yield from _exchanged(node, leaving, _arrivals(crossing, targets, plain), space)
 
 
 @lru_cache
-def _arrivals(axes: Axes, targets: tuple[int, ...]) -> list[dict[int, Axes]]:
-    """The ways in which axes may come to dims, major to minor in each."""
+def _arrivals(axes: Axes, targets: tuple[int, ...], plain: Axes | None) -> list[tuple[tuple[int, Axes], ...]]:
+    """The ways in which axes may come to dims, major to minor in each; but for that in which all come to one
+    as `plain`.
+    """
     known = []
-    for order in itertools.permutations(axes) if len(axes) > 1 and targets else ():
+    for order in itertools.permutations(axes):
         for cuts in itertools.combinations_with_replacement(range(len(axes) + 1), len(targets) - 1):
             ends = (0, *cuts, len(axes))
             pairs = zip(targets, itertools.pairwise(ends), strict=True)
-            known.append({dim: order[start:end] for dim, (start, end) in pairs if start < end})
+            arriving = tuple([(dim, order[start:end]) for dim, (start, end) in pairs if start < end])
+            if len(arriving) > 1 or plain not in [some for _, some in arriving]:
+                known.append(arriving)
     return known
 
 
 def _exchanged(
-    node: State, leaving: tuple[Axes, ...], arriving: dict[int, Axes], space: Space
+    node: State, leaving: tuple[Axes, ...], arrivals: Sequence[tuple[tuple[int, Axes], ...]], space: Space
 ) -> Iterator[Edge]:
     crossing = {*itertools.chain(*leaving)}
-    axes, left = (
-        tuple([a for a in space.axes if a in crossing]),
-        [(dim, some) for dim, some in enumerate(leaving) if some],
-    )
-    count = space.count(axes)
-    for arrived in itertools.product(
-        *[[(d, some, p) for p in space.room(node, d, some)] for d, some in arriving.items()]
-    ):
-        volume = space.nbytes(node)
-        for dim, _, padded in arrived:
-            volume = volume if node.dims[dim] else volume // space.shape[dim] * padded
-        yield _sends(
-            space, "all_to_all", axes, _crossed(node, left, arrived, space), volume // count * (count - 1)
-        )
+    axes = tuple([a for a in space.axes if a in crossing])
+    count, whole = space.count(axes), space.nbytes(node)
+    left = _crossed(node, [(dim, some) for dim, some in enumerate(leaving) if some], [], space)
+    tariffs: dict[int, int] = {}
+    for arriving in arrivals:
+        rooms = [list(space.room(node, dim, some)) for dim, some in arriving]
+        for sizes in itertools.product(*rooms):
+            dims, padded, volume = [*left.dims], [*left.padded], whole
+            for (dim, some), size in zip(arriving, sizes, strict=True):
+                dims[dim], padded[dim] = dims[dim] + some, size
+                volume = volume if node.dims[dim] else volume // space.shape[dim] * size
+            sent = volume // count * (count - 1)
+            if sent not in tariffs:
+                tariffs[sent] = space.tariff("all_to_all", axes, (sent,))
+            after = State(tuple(dims), tuple(padded), node.pending)
+            yield Edge("all_to_all", axes, after, sent, tariffs[sent])
 
 
 def _reduce_scatters(node: State, space: Space) -> Iterator[Edge]:
@@ -322,11 +370,11 @@ def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
     """Every layout with the same blocks on other devices: as many hold a block as need it, so one sender per
     receiver does.
     """
-    before = _places(node, space.counts)
+    before = _places_of(node.dims, node.pending, space.counts)
     for dims, pending in _rearrangements(node, space):
         after = State(dims, node.padded, pending)
         if after != node:
-            places = _places(after, space.counts)
+            places = _places_of(dims, pending, space.counts)
             crossing = tuple([a for a in space.axes if before.get(a) != places.get(a)])
             nbytes = space.nbytes(node)
             tariff = space.tariff("ppermute", crossing, (nbytes,), far=(_is_far(crossing, space),))
@@ -517,18 +565,23 @@ def _settle(node: State, axes: Axes) -> State:
 # Who sends what: ppermute, swap and halo
 
 
-def _places(layout: Layout | State, counts: Counts) -> dict[str, tuple[int, int]]:
+def _places(layout: Layout, counts: Counts) -> Mapping[str, tuple[int, int]]:
+    return _places_of(layout.dims, layout.pending, counts)
+
+
+@lru_cache(maxsize=1 << 12)
+def _places_of(dims: tuple[Axes, ...], pending: Pending, counts: Counts) -> Mapping[str, tuple[int, int]]:
     """Where each used axis stands: its dim (the pending axes count as one more) and its stride in blocks
     there.
     """
     return {
         a: (dim, counts[axes[i + 1 :]])
-        for dim, axes in enumerate((*layout.dims, layout.pending_axes))
+        for dim, axes in enumerate((*dims, tuple([axis for axis, _ in pending])))
         for i, a in enumerate(axes)
     }
 
 
-def _block(coordinates: dict[str, int], places: dict[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _block(coordinates: dict[str, int], places: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Which block a device holds, as far as these axes tell: its number in each dim."""
     numbers: dict[int, int] = {}
     for axis, i in coordinates.items():
