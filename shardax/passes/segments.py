@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardax import _jax
-from shardax.spmd_rules.elementwise import same_shape
-from shardax.spmd_rules.registry import RULES
+from shardax.spmd_rules import equations
 
 Shape = tuple[int, ...]
 
@@ -152,16 +151,7 @@ def _made_of(roots: Collection[Any], eqns: Sequence[Any], numbers: Collection[in
 
 def is_elementwise(eqn) -> bool:
     """Whether an equation has one result, an array, and its operands are of that shape, or scalars."""
-    entry = RULES.get(eqn.primitive.name)
-    if entry is None or entry.rule is not same_shape or eqn.primitive.name == "device_put":
-        return False
-    shape = eqn.outvars[0].aval.shape
-    return (
-        len(eqn.outvars) == 1
-        and bool(shape)
-        and all(v.aval.shape in ((), shape) for v in eqn.invars)
-        and any(v.aval.shape for v in eqn.invars)
-    )
+    return equations.is_elementwise(eqn) and bool(eqn.outvars[0].aval.shape)
 
 
 def is_made(eqn) -> bool:
