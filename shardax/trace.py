@@ -193,11 +193,17 @@ def arguments_of(request: Request) -> tuple[Argument, ...]:
 
 def retyped(program, before, traced: Traced) -> Any:
     """A program that was made of `before`, which is that of `traced` or was made of it: what is requested of
-    the arguments and results that have other types here is requested of these too.
+    the arguments and results that have other types here is requested of these too. Where none has, it is the
+    program itself, which may be built already.
     """
 
     def other(new, old) -> bool:
         return (new.shape, new.dtype) != (old.shape, old.dtype)
+
+    if not any(map(other, program.in_avals, before.in_avals)) and not any(
+        map(other, program.out_avals, before.out_avals)
+    ):
+        return program
 
     def succeeded(result: Result, type) -> int | None:
         i = result.succeeds

@@ -13,7 +13,7 @@ import jax
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
-from shardax import _jax
+from shardax import _jax, collector
 from shardax.annotations.annotate import (
     DIFFERING_DEVICES,
     broadcast_specs,
@@ -228,7 +228,8 @@ class Function:
             with in_effect(self.options):
                 traced, types = traced_as(request, self.transforms)
             context = Context(auto_mesh(request.mesh), traced.arguments, traced.results, self.options)
-            made = traced, transformed(traced, types, context, self.transforms)
+            with collector.paused():
+                made = traced, transformed(traced, types, context, self.transforms)
             self.refused[made[1]] = traced.refused
             if traced.refs or not _jax.is_concrete(traced.consts):
                 return made
