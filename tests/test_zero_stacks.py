@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import shardax as sx
 from benchmarks.hlo_cost import cost
 from models.devices import make_mesh
+from shardax import program
 from shardax.cost.chips import V5E
 from shardax.zero import Zero
 from shardax.zero.stacks import stacked
@@ -119,6 +120,7 @@ def test_results(name, stage, axes, form, quick_compilation):
             layer = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
             specs = {"layers": [layer] * LAYERS, "head": None}
         how = {"mesh": mesh, "in_shardings": ((specs, None), P(axis)), "donate_argnums": 0}
+        how["options"] = sx.Options(chip="slow")  # or all of so small a step would be computed alike
         step = sx.shard_jit(step_of(loss, tx), transforms=[Zero(axis, stage, dealt=True)], **how)
         state = params, jax.jit(tx.init)(params)
         wanted = trained(jax.jit(step_of(loss, tx)), state)
@@ -201,6 +203,46 @@ def test_the_faster_of_both(name, stage, axes):
     rows = [line for line in str(plans[0]).splitlines() if "dealt=" in line]
     assert [": taken" in row for row in rows] == [False, True] and "dealt=True" in rows[1]
     assert not any("the fastest" in str(plan) for plan in plans[1:])
+
+
+@pytest.mark.quick
+def test_ways_are_planned_once(monkeypatch):
+    """The program that is taken is not planned again for the call."""
+    built, build = [], program._build_one
+    monkeypatch.setattr(program, "_build_one", lambda *args: built.append(args) or build(*args))
+    planned(WIDE["muon"](), Zero("data", 1), {"data": 8})
+    assert len(built) == 2, "with its matrices dealt out, and without"
+
+
+@pytest.mark.parametrize("devices, most", [(4, 3), (8, 2), (5, 3), (64, 1)])
+def test_stacks_that_go_through_products_as_one(devices, most):
+    """Six matrices and six that are transposed, where the device with the most then computes with fewer; no
+    two of which one is made of the other, as in the second product.
+    """
+
+    def run(state):
+        ups, downs = state
+        products = [x @ x.T @ x for x in (*ups, *(x.T for x in downs))]
+        return products[:6], [x.T for x in products[6:]]
+
+    jaxpr = jax.make_jaxpr(run)([[jnp_type(6, 10)] * 6, [jnp_type(10, 6)] * 6])
+    new = stacked(jaxpr, range(12), devices)
+    is_one = most < 2 * -(-6 // devices)
+    assert of_matrices(new.jaxpr) == (2 if is_one else 4)
+    state = [[np.random.default_rng(n).normal(size=s) for n in range(6)] for s in ((6, 10), (10, 6))]
+    found = jaxpr_as_fun(new)(*(np.float32(x) for x in jax.tree.leaves(state)))
+    for x, y in zip(found, jax.tree.leaves(run(state)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_fewer_matrices_than_half_of_the_devices():
+    """Three on eight devices: some compute, and the others wait, which takes less time than all three do."""
+    tx = WIDE["muon"]()
+    alike, stacks = (planned(tx, Zero("data", 1, dealt=d), {"data": 8}, 3).estimate("v5p") for d in WAYS[1:])
+    plain = planned(optax.trace(0.9), Zero("data", 1), {"data": 8}, 3).estimate("v5p")
+    assert stacks.flops - plain.flops < 1.01 * (alike.flops - plain.flops) / 3
+    assert stacks.seconds < alike.seconds
 
 
 @pytest.mark.quick

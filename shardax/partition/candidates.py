@@ -100,12 +100,11 @@ def _redistributed(
 ) -> Iterator[tuple[str, Split]]:
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
     idle ones: all, those of one factor, or one. Only idle axes go to windowed factors, where halos are sent.
-    Where half of the devices would have no element, only axes that must leave an unsplit factor come, for
-    which there may be no other way."""
+    Where there are more devices than elements some have none, as most do of a few matrices: what that takes
+    has its price."""
     others = [
         split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
-    must_leave = {a for f, split in splits.items() if factors.type_of(f) == UNSPLIT for a in split.axes}
     freed = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *offer.idle]))
     if not freed:
         return
@@ -115,8 +114,7 @@ def _redistributed(
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in freed)
         for more in dict.fromkeys((freed, *(split.axes for split in others), *offer.apart(freed))):
-            busy = 2 * size > shard_count(have + more, padding.sizes) or must_leave.intersection(more)
-            if size > shard_count(have, padding.sizes) and busy:
+            if size > shard_count(have, padding.sizes):
                 yield factor, Split(have + more, padding.padded(size, have + more))
 
 

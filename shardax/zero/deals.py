@@ -15,7 +15,7 @@ from shardax import _jax
 from shardax.annotations.annotate import bind_annotation
 from shardax.graph.evaluate import evaluate
 from shardax.options import Options
-from shardax.sharding import NOTHING_OWED, Axes, Owing, from_spec
+from shardax.sharding import NOTHING_OWED, Axes, Owing, from_spec, shard_count
 from shardax.transforms import Context
 from shardax.zero.mixed import traced as traced_update
 from shardax.zero.padded import padded_as, unpad
@@ -58,7 +58,7 @@ def seconds(
         return updates, _each(padded_as(new, state), dims, "result")
 
     program, _ = traced_update(run, params, state, params)
-    return min(_seconds(way, mesh) for way in _ways(program))
+    return min(_seconds(way, mesh) for way in _ways(program, shard_count(axes, mesh.shape)))
 
 
 def dealt_out(run: Callable[..., Any], args: tuple[Any, ...], axes: Axes, dealt: bool | None) -> Any:
@@ -76,17 +76,18 @@ def dealt_out(run: Callable[..., Any], args: tuple[Any, ...], axes: Axes, dealt:
 
     traced, out = jax.make_jaxpr(lambda *xs: run(*structure.unflatten(xs)), return_shape=True)(*leaves)
     jaxpr, consts = _jax.hoist_consts(traced)  # what the function closes over may be traced too
-    stacks = stacked(jaxpr, range(len(leaves)))
+    devices = shard_count(axes, mesh.shape)
+    stacks = stacked(jaxpr, range(len(leaves)), devices)
     if stacks is jaxpr:
         return run(*args)
-    ways = [] if dealt else _ways(_jax.hoist_consts(jax.make_jaxpr(with_pending)(*leaves))[0])
+    ways = [] if dealt else _ways(_jax.hoist_consts(jax.make_jaxpr(with_pending)(*leaves))[0], devices)
     taken = stacks if dealt or _seconds(ways[-1], mesh) < _seconds(ways[0], mesh) else jaxpr
     return jax.tree.unflatten(jax.tree.structure(out), evaluate(taken, [*leaves, *consts]))
 
 
-def _ways(program) -> list[Any]:
+def _ways(program, devices: int) -> list[Any]:
     """The program, and the same with stacks, if there are any."""
-    new = stacked(program, range(len(program.in_avals)))
+    new = stacked(program, range(len(program.in_avals)), devices)
     return [program] if new is program else [program, new]
 
 

@@ -65,6 +65,16 @@ class Packs:
     def all(self) -> list[Pack]:
         return self.found
 
+    def as_one(self, pack: Pack) -> Sequence[Pack]:
+        """The packs that are computed together with one, itself among them."""
+        return [pack]
+
+    def made_as_one(
+        self, packs: Sequence[Pack], operands: Sequence[Sequence[Any]]
+    ) -> Sequence[Sequence[Any]]:
+        """The results of each of these."""
+        return [self.made(pack, values) for pack, values in zip(packs, operands, strict=True)]
+
     def reduced(self, eqn) -> Pack | None:
         """The pack of which an equation reads a member, and can read the whole instead."""
         return None
@@ -123,7 +133,8 @@ class Packs:
     def _task_of(self, pack: Pack) -> tuple[int, list[Any], list[Any]]:
         place = max((self.maker.get(v, 0) for v in pack.members if not _jax.is_literal(v)), default=0)
         is_made = pack.made and pack not in self.apart
-        reads = pack.operands if is_made else [pack.whole] if pack.whole is not None else pack.members
+        operands = [x for its in self.as_one(pack) for x in its.operands] if is_made else []
+        reads = operands if is_made else [pack.whole] if pack.whole is not None else pack.members
         return place, [self._read(v) for v in reads if not _jax.is_literal(v)], [pack]
 
     def is_packed(self, eqn) -> bool:
@@ -172,10 +183,12 @@ class Packs:
         elif pack in self.apart or not pack.made:
             env[pack] = self.joined(pack, list(map(read, pack.members)))
         else:
-            results = self.made(pack, list(map(read, pack.operands)))
-            env.update((its, results[its.index]) for its in self._siblings(pack))
+            packs = self.as_one(pack)
+            results = self.made_as_one(packs, [list(map(read, its.operands)) for its in packs])
+            for its, values in zip(packs, results, strict=True):
+                env.update((sibling, values[sibling.index]) for sibling in self.siblings(its))
 
-    def _siblings(self, pack: Pack) -> list[Pack]:
+    def siblings(self, pack: Pack) -> list[Pack]:
         """The packs of the results of its equations."""
         return [self.of[v][0] for v in pack.made[0].outvars]
 

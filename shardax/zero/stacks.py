@@ -5,10 +5,15 @@
 
 An update of separate matrices has the same equations for each. Those are found by what they compute, from the
 gradients on, and run under `jax.vmap` as one. The search then splits the stack, where that costs less.
+
+Stacks that are made and used otherwise, as of matrices and of transposed ones, go through products of the
+same sizes as one, where the device with the most matrices then has fewer: 12 and 12 on 8 devices are 2 + 2
+there, and 24 are 3.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +22,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
+from shardax.annotations.explicit import as_at
 from shardax.differentiated import is_differentiated
 from shardax.graph.evaluate import bound, without_calls
 from shardax.spmd_rules.registry import RULES
@@ -28,7 +34,7 @@ from shardax.zero.parted import parted
 MATRICES = 2  # FLOPs for each number that is read or made: products of matrices have more, of vectors fewer
 
 
-def stacked(jaxpr, state: Collection[int], kinds: Mapping[int, Hashable] | None = None):
+def stacked(jaxpr, state: Collection[int], devices: int = 1, kinds: Mapping[int, Hashable] | None = None):
     """The program, of which equations that compute alike with matrices, each of another array, are one; the
     program itself, where there are none.
 
@@ -36,12 +42,13 @@ def stacked(jaxpr, state: Collection[int], kinds: Mapping[int, Hashable] | None 
       jaxpr: a closed one.
       state: the numbers of the arguments that are state. Only what depends on these or on gradients, and is
         not differentiated, is part of an update.
+      devices: those that share the matrices. Of one, each stack is computed by itself.
       kinds: of those arguments something that must be alike too, as how they rest.
     """
     if _jax.ordered_effects(jaxpr.jaxpr) or not any(map(_has_matrices, _update(jaxpr.jaxpr.eqns))):
         return jaxpr
     plain = without_calls(jaxpr)
-    new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state})
+    new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state}, devices)
     return jaxpr if new is plain else new
 
 
@@ -70,24 +77,24 @@ def _with_parts(closed):
     return _jax.replaced_eqns(closed, [part for eqn in closed.jaxpr.eqns for part in _parts(eqn)])
 
 
-def _in_plain(closed, kinds: Mapping[int, Hashable]):
+def _in_plain(closed, kinds: Mapping[int, Hashable], devices: int):
     """The same of a program without calls, and in the bodies of what it computes alone."""
     closed = _with_parts(closed)
-    packs = _Stacks(closed, kinds)
-    eqns = [eqn if packs.is_packed(eqn) else _with_stacks_inside(eqn) for eqn in closed.jaxpr.eqns]
+    packs = _Stacks(closed, kinds, devices=devices)
+    eqns = [eqn if packs.is_packed(eqn) else _with_stacks_inside(eqn, devices) for eqn in closed.jaxpr.eqns]
     inside = _jax.replaced_eqns(closed, eqns)
-    packs = packs if inside is closed else _Stacks(inside, kinds)
+    packs = packs if inside is closed else _Stacks(inside, kinds, devices=devices)
     return packs.program() if packs.found else inside
 
 
-def _with_stacks_inside(eqn):
+def _with_stacks_inside(eqn, devices: int):
     """The update of a step in a loop, or of a branch, is in a body, of which all arrays count as state."""
     if is_differentiated(eqn.source_info.name_stack) or not _has_matrices(eqn):
         return eqn
 
     def change(body):
         plain = without_calls(body)
-        new = _in_plain(plain, dict.fromkeys(range(len(plain.in_avals))))
+        new = _in_plain(plain, dict.fromkeys(range(len(plain.in_avals))), devices)
         if hasattr(body, "consts"):
             return body if new is plain else new
         return body if new is plain or new.consts else new.jaxpr
@@ -113,12 +120,23 @@ def _has_matrices(eqn) -> bool:
     return any(_has_matrices(inner) for body in bodies for inner in _update(_jax.closed(body).jaxpr.eqns))
 
 
+def _count(pack: Pack) -> int:
+    return len(pack.members)
+
+
+def _most(counts: Iterable[int], devices: int) -> int:
+    """The matrices of stacks on the device that has most of each."""
+    return sum(-(-count // devices) for count in counts)
+
+
 class _Stacks(Packs):
     """Members along the first dim of an array, and computed together under `jax.vmap`. `movable`: arguments,
-    by their numbers, that may come in a stack.
+    by their numbers, that may come in a stack. `devices`: those that share the matrices.
     """
 
-    def __init__(self, closed, kinds: Mapping[int, Hashable], movable: Collection[int] = ()):
+    def __init__(
+        self, closed, kinds: Mapping[int, Hashable], movable: Collection[int] = (), devices: int = 1
+    ):
         super().__init__(closed)
         self._movable = {closed.jaxpr.invars[i] for i in movable}
         self._alike = Alike(closed.jaxpr, kinds)
@@ -137,6 +155,10 @@ class _Stacks(Packs):
             self.joins[whole] = self.pack(members)
         for pack in self.found:  # grows
             self._read_alike(pack)
+        self._as_one: dict[Pack, Sequence[Pack]] = {}
+        for packs in self._of_same_products():
+            if _most(map(_count, packs), devices) > _most([sum(map(_count, packs))], devices):
+                self._as_one.update((its, packs) for pack in packs for its in self.siblings(pack))
 
     def joined(self, pack: Pack, members: Sequence[Any]) -> Any:
         rows = [
@@ -151,6 +173,52 @@ class _Stacks(Packs):
     def made(self, pack: Pack, operands: Sequence[Any]) -> Sequence[Any]:
         axes = tuple(0 if isinstance(x, Pack) else None for x in pack.operands)
         return jax.vmap(lambda *xs: bound(pack.made[0], xs), axes)(*operands)
+
+    def as_one(self, pack: Pack) -> Sequence[Pack]:
+        return [its for its in self._as_one.get(pack, ()) if its not in self.apart] or [pack]
+
+    def made_as_one(
+        self, packs: Sequence[Pack], operands: Sequence[Sequence[Any]]
+    ) -> Sequence[Sequence[Any]]:
+        if len(packs) == 1:
+            return super().made_as_one(packs, operands)
+        with as_at(packs[0].made[0]):
+            columns = zip(packs[0].operands, zip(*operands, strict=True), strict=True)
+            wholes = [lax.concatenate(xs, 0) if isinstance(x, Pack) else xs[0] for x, xs in columns]
+        results = self.made(packs[0], wholes)
+        with as_at(packs[0].made[0]):
+            ends = itertools.accumulate(map(_count, packs))
+            rows = [(end - _count(pack), end) for end, pack in zip(ends, packs, strict=True)]
+            return [[lax.slice_in_dim(x, *of_pack) for x in results] for of_pack in rows]
+
+    def _of_same_products(self) -> list[list[Pack]]:
+        """Packs that the same products make of packs of the same sizes, none of what another makes: as many
+        products follow each other up to each.
+        """
+        levels, groups = self._levels(), defaultdict(list)
+        for pack in self.found:
+            if pack.made and pack.index == 0 and _has_matrices(pack.made[0]):
+                level = {levels[v] for v in pack.members}
+                alike = groups[frozenset(level), key(pack.made[0])] if len(level) == 1 else []
+                if not alike or self._read_as_one(alike[0], pack):
+                    alike.append(pack)
+        return [packs for packs in groups.values() if len(packs) > 1]
+
+    def _levels(self) -> dict[Any, int]:
+        """By variable, how many products of an update follow each other up to it."""
+        levels: dict[Any, int] = {}
+        for eqn in self.eqns:
+            before = (levels.get(v, 0) for v in eqn.invars if not _jax.is_literal(v))
+            own = self._alike.is_packable(eqn) and _has_matrices(eqn)
+            levels.update(dict.fromkeys(eqn.outvars, max(before, default=0) + own))
+        return levels
+
+    def _read_as_one(self, a: Pack, b: Pack) -> bool:
+        """Whether all but packs that they read is the same."""
+        pairs = list(zip(a.operands, b.operands, strict=True))
+        if any(isinstance(x, Pack) != isinstance(y, Pack) for x, y in pairs):
+            return False
+        return all(isinstance(pair[0], Pack) or self._alike.is_one(pair) for pair in pairs)
 
     def _products(self) -> list[list[Any]]:
         """Products of matrices that are alike, several of each, in program order."""

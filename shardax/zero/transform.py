@@ -173,7 +173,8 @@ class Zero:
         kept = found.parameters if self.stage < 3 else ()
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
 
-        deals = stacked(jaxpr, rests) if self.dealt or self.dealt is None and not self.offload else jaxpr
+        may_deal = self.dealt or self.dealt is None and not self.offload
+        deals = stacked(jaxpr, rests, shard_count(self.axes, sizes)) if may_deal else jaxpr
 
         def made(way: Way, scope: AbstractContextManager):
             own, roles = deals if way.dealt else jaxpr, found
