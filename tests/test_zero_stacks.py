@@ -45,7 +45,42 @@ OPTIMIZERS = {
     "accumulating": lambda: optax.MultiSteps(soap(0.02), 2).gradient_transformation(),
     "skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.02), 2),
 }
-STEPS, LAYERS, MODEL, HIDDEN = 4, 6, 6, 11  # nothing divides them
+
+
+def grafted():
+    """The direction of Shampoo, in the size of AdaGrad's step (Anil et al., arXiv 2002.09018)."""
+    direction, size = shampoo(1.0), optax.scale_by_rss(initial_accumulator_value=0.1)
+
+    def update(grads, state, params=None):
+        ways, direction_state = direction.update(grads, state[0], params)
+        steps, size_state = size.update(grads, state[1], params)
+        one = lambda x, y: 0.02 * x * (jnp.linalg.norm(y) / jnp.linalg.norm(x))  # noqa: E731
+        return jax.tree.map(one, ways, steps), (direction_state, size_state)
+
+    return optax.GradientTransformation(lambda w: (direction.init(w), size.init(w)), update)
+
+
+def is_up(params):
+    return jax.tree.map_with_path(lambda path, _: "up" in jax.tree_util.keystr(path), params)
+
+
+def matrices_and_others(params):
+    return jax.tree.map(lambda w: "matrix" if w.ndim == 2 else "other", params)
+
+
+def several():
+    """Muon for some, by a schedule, and AdamW for the others."""
+    muon = optax.contrib.muon(optax.linear_schedule(0.02, 0.01, 5), nesterov=False)
+    return optax.multi_transform({"matrix": muon, "other": optax.adamw(1e-2, eps=1e-3)}, matrices_and_others)
+
+
+OPTIMIZERS |= {
+    "grafted": grafted,
+    "decayed": lambda: optax.contrib.muon(0.02, weight_decay=0.1, weight_decay_mask=is_up),
+    "several": lambda: optax.MultiSteps(several(), 4).gradient_transformation(),
+    "injected": lambda: optax.inject_hyperparams(optax.contrib.muon)(0.02),
+}
+STEPS, LAYERS, MODEL, HIDDEN = 5, 6, 6, 11  # nothing divides them
 
 
 def loss(params, x_BM):
@@ -99,6 +134,10 @@ CELLS = [
     ("clipped", 1, MESHES[3], "as it is"),
     ("accumulating", 2, MESHES[0], "at rest"),
     ("skipping", 3, MESHES[1], "at rest"),
+    ("grafted", 1, MESHES[3], "at rest"),
+    ("decayed", 3, MESHES[1], "as it is"),
+    ("several", 2, MESHES[2], "at rest"),
+    ("injected", 1, MESHES[0], "as it is"),
 ]
 
 
