@@ -218,18 +218,22 @@ def test_unlike_matrices(axes, less):
     params = [{name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in UNLIKE.items()}] * 12
     x = jax.ShapeDtypeStruct((16384 * np.prod(list(axes.values())), 1024), "float32")
 
-    def estimated(tx):
+    def estimated(tx, dealt=False):
         how = {"mesh": abstract(**axes), "in_shardings": (None, P(tuple(axes))), "donate_argnums": 0}
         how["options"] = sx.Options(chip="v5p")
-        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero(tuple(axes), 1)], **how)
+        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero(tuple(axes), 1, dealt=dealt)], **how)
         return step.plan((params, jax.eval_shape(tx.init, params)), x).estimate("v5p")
 
     tx = optax.contrib.scale_by_muon()
     plain, apart, together = map(estimated, (optax.trace(0.9), dealt(tx), dealt(tx, padded=True)))
-    for form, found in (("apart", apart), ("padded", together)):
-        print(axes, form, f"{found.seconds:.4f} s,", f"{(found.flops - plain.flops) / 1e9:.0f} GFLOP")
+    muon = optax.contrib.muon(0.1)
+    alike, found = estimated(muon), estimated(muon, dealt=True)
+    forms = {"alike": alike, "by Zero": found, "apart": apart, "padded": together}
+    for form, its in forms.items():
+        print(axes, form, f"{its.seconds * 1e3:.1f} ms,", f"{(its.flops - plain.flops) / 1e9:.0f} GFLOP")
     ratio = (together.seconds - plain.seconds) / (apart.seconds - plain.seconds)
     assert ratio < 0.5 if less else 0.9 < ratio < 1.25
+    assert found.flops - plain.flops < 1.02 * (apart.flops - plain.flops) and found.seconds < alike.seconds
 
 
 def test_padded_is_exact():
