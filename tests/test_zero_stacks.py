@@ -51,13 +51,16 @@ def grafted():
     """The direction of Shampoo, in the size of AdaGrad's step (Anil et al., arXiv 2002.09018)."""
     direction, size = shampoo(1.0), optax.scale_by_rss(initial_accumulator_value=0.1)
 
-    def update(grads, state, params=None):
-        ways, direction_state = direction.update(grads, state[0], params)
-        steps, size_state = size.update(grads, state[1], params)
+    def init(params: Any) -> Any:
+        return direction.init(params), size.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        ways, direction_state = direction.update(updates, state[0], params)
+        steps, size_state = size.update(updates, state[1], params)
         one = lambda x, y: 0.02 * x * (jnp.linalg.norm(y) / jnp.linalg.norm(x))  # noqa: E731
         return jax.tree.map(one, ways, steps), (direction_state, size_state)
 
-    return optax.GradientTransformation(lambda w: (direction.init(w), size.init(w)), update)
+    return optax.GradientTransformation(init, update)
 
 
 def is_up(params):
