@@ -103,8 +103,8 @@ def _redistributed(
     """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
     idle ones: all, those of one factor, or one. Only idle axes go to windowed factors, where halos are sent.
     Where there are more devices than elements some have none, as most do of a few matrices: what that takes
-    has its price. Where fewer than an eighth would have one, only axes that must leave an unsplit factor come,
-    for which there may be no other way: looking at all took a third longer to choose."""
+    has its price. Where fewer than an eighth would have one, only axes that must leave an unsplit factor
+    come, for which there may be no other way: looking at all took a third longer to choose."""
     others = [
         split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
     ]
