@@ -27,6 +27,11 @@ def barriers(jaxpr) -> int:
     return found + sum(barriers(body) for eqn in jaxpr.eqns for body in jaxprs_in_params(eqn.params))
 
 
+def gathered_number():
+    """Of a literal."""
+    return lax.all_gather(np.float32(1.0), "x").sum().astype("bfloat16")
+
+
 def layers(x, w, dtype="bfloat16", read=lambda row: 0.0, again=lambda row: row):
     """[rows, M] and [LAYERS, M, M / devices, ...], gathered layer by layer."""
 
@@ -49,6 +54,7 @@ def local(run, devices: int = 8, shape=(LAYERS, M, M), dtype="float32"):
     "held, closed",
     {
         "gathered": (1, partial(local, layers)),
+        "beside a number": (1, partial(local, partial(layers, read=lambda row: gathered_number()))),
         "computed again": (1, partial(local, partial(layers, again=lax.optimization_barrier))),
         "by few": (0, partial(local, layers, devices=4)),
         "to another type": (0, partial(local, partial(layers, dtype="float16"))),

@@ -352,7 +352,7 @@ KINDS = {
 }
 """The kind of each collective of JAX's, of which there are no others."""
 
-REDUCTIONS = {"pmax": "max", "pmin": "min"}
+_EXTREMA = {"pmax": "max", "pmin": "min"}
 
 
 def kind_of(eqn) -> str:
@@ -362,7 +362,7 @@ def kind_of(eqn) -> str:
 
 def reduction_of(eqn) -> str:
     """Of an all_reduce "sum", "max" or "min"; else ""."""
-    return REDUCTIONS.get(eqn.primitive.name, "sum") if kind_of(eqn) == "all_reduce" else ""
+    return _EXTREMA.get(eqn.primitive.name, "sum") if kind_of(eqn) == "all_reduce" else ""
 
 
 def _part(nbytes: int, numerator: int, denominator: int) -> int:

@@ -14,7 +14,7 @@ Only of matrices: of weights of more dims XLA wants these in another order, and 
 float32 for it.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax import lax
 
 from shardax import _jax
 from shardax.graph.equations import equations_of
+from shardax.passes.moves import variables
 
 SEVERAL = 8  # devices
 
@@ -48,7 +49,7 @@ def _casts(jaxpr, rows: Sequence[Any]) -> set[Any]:
     gathered = set()
     for eqn in jaxpr.eqns:
         if eqn.primitive is lax.all_gather_p and eqn.params["axis_size"] >= SEVERAL:
-            gathered.update(eqn.invars)
+            gathered.update(variables(eqn.invars))
         if eqn.primitive is lax.optimization_barrier_p:  # of what is computed again
             row_of |= {
                 v: row_of[x] for v, x in zip(eqn.outvars, eqn.invars, strict=True) if _is_in(x, row_of)
@@ -69,8 +70,8 @@ def _casts_to_bfloat16(eqn) -> bool:
     return eqn.primitive is lax.convert_element_type_p and eqn.outvars[0].aval.dtype == jnp.bfloat16
 
 
-def _held(eqn, casts: Collection[Any]) -> Iterator[Any]:
-    if not casts or not eqn.outvars or eqn.outvars[0] not in casts:
+def _held(eqn, casts: set[Any]) -> Iterator[Any]:
+    if casts.isdisjoint(eqn.outvars):
         yield eqn
         return
     held = _jax.new_variable(eqn.invars[0].aval)

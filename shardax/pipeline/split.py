@@ -161,7 +161,9 @@ class Split:
         self.after = moved[::-1] + self.after
 
     def _is_linear(self, eqn, made: set[Any]) -> bool:
-        """And what is added up before is no larger, and no gradient of a batch is."""
+        """In what is of the batch and made here, which is no larger than the result; products are left where
+        they are.
+        """
         batch = {i: v for i, v in enumerate(eqn.invars) if self.kind_of(v) == BATCH}
         if any(v not in made or v.aval.size > eqn.outvars[0].aval.size for v in batch.values()):
             return False

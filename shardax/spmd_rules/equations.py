@@ -61,15 +61,11 @@ def is_sum(eqn) -> bool:
 def is_elementwise(eqn) -> bool:
     """Whether each element of its one result is made of those in the same place of its operands, which are of
     that shape, or scalars."""
-    entry, shapes = entry_of(eqn), {v.aval.shape for v in eqn.invars}
-    return (
-        entry is not None
-        and entry.fuses == "all"
-        and entry.rule is same_shape
-        and len(eqn.outvars) == 1
-        and shapes - {()} <= {eqn.outvars[0].aval.shape}
-        and eqn.outvars[0].aval.shape in shapes
-    )
+    entry = entry_of(eqn)
+    if entry is None or entry.fuses != "all" or entry.rule is not same_shape or len(eqn.outvars) != 1:
+        return False
+    shapes, shape = {v.aval.shape for v in eqn.invars}, eqn.outvars[0].aval.shape
+    return shape in shapes and shapes <= {shape, ()}
 
 
 def keeps_order(eqn) -> bool:
