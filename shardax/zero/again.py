@@ -63,8 +63,9 @@ def results_first(eqns: Sequence[Any], first: int, results: Variables) -> tuple[
     made = _makers(eqns)
     gradients = [v for v in _variables(eqns[first]) if v in made and is_transposed(_scope(eqns[made[v]]))]
     start = 1 + max((made[v] for v in gradients), default=-1)
+    ends = [v for v in results if not _jax.is_literal(v)]
     others = (v for eqn in eqns if not is_differentiated(_scope(eqn)) for v in _variables(eqn))
-    scalars = [v for v in dict.fromkeys((*results, *others)) if _is_forward(v, made, eqns[:start])]
+    scalars = [v for v in dict.fromkeys((*ends, *others)) if _is_forward(v, made, eqns[:start])]
     if not scalars:
         return list(eqns), first, results
     operands = [*scalars, *gradients]
@@ -76,13 +77,13 @@ def results_first(eqns: Sequence[Any], first: int, results: Variables) -> tuple[
         eqn.replace(invars=[v if _jax.is_literal(v) else instead.get(v, v) for v in eqn.invars])
         for eqn in eqns[start:]
     ]
-    ends = [v if _jax.is_literal(v) else instead.get(v, v) for v in results]
-    return [*eqns[:start], *barrier, *behind], first + len(barrier), ends
+    results = [v if _jax.is_literal(v) else instead.get(v, v) for v in results]
+    return [*eqns[:start], *barrier, *behind], first + len(barrier), results
 
 
 def _is_forward(v: Any, made: Mapping[Any, int], before: Sequence[Any]) -> bool:
     """Whether one of these equations makes it, a scalar, in the forward pass."""
-    if _jax.is_literal(v) or v.aval.shape or made.get(v, len(before)) >= len(before):
+    if v.aval.shape or made.get(v, len(before)) >= len(before):
         return False
     scope = _scope(before[made[v]])
     return is_differentiated(scope) and not is_transposed(scope)
