@@ -92,6 +92,7 @@ CALLS = {  # what the message begins with, or has: a call that is given what is 
     "sends of register_rule is": lambda x: register(sends=x),
     "ways of register_rule is": lambda x: register(ways=x),
     "flops of register_rule is": lambda x: register(flops=x),
+    "batch of register_rule is": lambda x: register(batch=x),
     "made_anywhere of register_rule is": lambda x: register(made_anywhere=x),
     "fuses of register_rule is": lambda x: register(fuses=x),
     "reads of register_rule is": lambda x: register(reads=x),

@@ -76,6 +76,14 @@ def test_short_reduce_scatter():
     assert Network(SIZES, chips.H200).collective("reduce_scatter", axes, 1000, minor=1) == 15e6 + 20000
 
 
+def test_few_images():
+    """Of convolutions: TPUs compute eight images at once, pad the last ones, and cut fewer than eight."""
+    v4, v3, nominal = (Network(SIZES, chip) for chip in (chips.V4, chips.V3, chips.NOMINAL))
+    assert [v4.batched(100.0, n) for n in (None, 1, 7, 8, 12, 16)] == [100, 350, 350, 100, 134, 100]
+    assert [v3.batched(100.0, n) for n in (4, 8)] == [150, 100]
+    assert [nominal.batched(100.0, n) for n in (None, 1, 8)] == [100] * 3
+
+
 def test_narrow_all_gather():
     """Pieces that do not fill the lanes are copied: so many bytes again, through HBM, as two and a half copies
     read and write.

@@ -175,6 +175,26 @@ def test_axes_that_no_operand_has_split_a_heavy_kernel(rule, spec):
     assert light.comm_bytes <= 64 * 64 * 4 and light.decisions.price < 1e6
 
 
+@pytest.mark.parametrize("count, kinds", [(32, {"ppermute"}), (128, {"all_to_all"})])
+def test_few_images_are_not_split_further_on_tpus(count, kinds):
+    """Images whose rows are split: with a few channels they are split by image over both axes for one
+    all_to_all, and no convolution sends rows to its neighbours. Not where a device has so few then that a TPU
+    takes several times as long."""
+    mesh = AbstractMesh((4, 4), ("data", "rows"), axis_types=(AxisType.Auto,) * 2)
+    dims = ("NHWC", "HWIO", "NHWC")
+
+    def four(x, first, w):
+        for weights in (first, w, w, w):
+            x = jax.nn.silu(jax.lax.conv_general_dilated(x, weights, (1, 1), "SAME", dimension_numbers=dims))
+        return x.sum()
+
+    shapes = (count, 128, 128, 4), (3, 3, 4, 64), (3, 3, 64, 64)
+    args = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    shardings = (P("data", "rows"), None, None)
+    step = sx.shard_jit(four, mesh=mesh, in_shardings=shardings, options=sx.Options(chip="v4"))
+    assert {c.kind for c in step.plan(*args).collectives} - {"all_reduce"} == kinds
+
+
 def test_idle_axes_raise_no_price():
     """Of products whose operands have none of them, however long: to be split over them is one more way."""
 

@@ -33,6 +33,11 @@ class Chip:
     `copies`: how many copies in memory take as long as to rearrange what an all_to_all sends. (From the
       cycles that the TPU compiler estimates: two to seven in most cases, up to 21 in one, see
       `passes/tpu.py`. Gathers and reduce_scatters need none.)
+    `batch`: so many images a convolution computes at once; others are padding. `few`: of fewer images the
+      compiler makes more by cutting them (space to batch), and copies them for it between any two operations:
+      how many times as long that takes. (Cycles that the TPU compiler estimates for convolutions of several
+      kinds with what is elementwise around them, forward and backward, for v4, v5e, v5p: 2.5 to 7.7 times,
+      most of them 3 to 4.5, of 12 images 1.2 to 1.3 times; of v3, which only pads, 1.2 to 1.6.)
     """
 
     name: str
@@ -49,11 +54,13 @@ class Chip:
     network_rate: float = 0.0
     lanes: int = 0
     copies: float = 0.0
+    batch: int = 0
+    few: float = 1.0
     host_rate: float = 16e9
 
 
-_TPU = {"start": 1e-7, "lanes": 128, "copies": 5}
-_V3 = {"closes": 32, "network_rate": 1.5625e9, "host_rate": 8e9, **_TPU}
+_TPU = {"start": 1e-7, "lanes": 128, "copies": 5, "batch": 8, "few": 3.5}
+_V3 = {"closes": 32, "network_rate": 1.5625e9, "host_rate": 8e9, **_TPU, "few": 1.5}
 _V4 = {"closes": 4, "network_rate": 6.25e9, **_TPU}
 V3 = Chip("v3", 61.5e12, 16e9, 450e9, 164e9, 2, **_V3)
 V4 = Chip("v4", 275e12, 32e9, 1200e9, 90e9, 3, **_V4)

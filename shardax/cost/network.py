@@ -19,7 +19,7 @@ part 3). An axis along several dims of a torus is one ring after the other:
 
 An all_to_all also rearranges what it sends in memory, before and after. On TPUs that takes as long as
 `copies` copies. There an all_gather along the minor-most dim, of pieces that do not fill the lanes, is made
-transposed and then copied.
+transposed and then copied; and a convolution of few images takes `few` times as long as one of many.
 
 That several dims of a torus could send at once is not assumed. So a price never falls when there are more
 bytes to send, or more axes to send along.
@@ -156,6 +156,16 @@ class Network(dict[str, int]):
         return float(
             math.ceil(max(flops * (PICO / self.chip.flops), nbytes * (PICO / self.chip.memory_rate)))
         )
+
+    def batched(self, price: float, items: int | None) -> float:
+        """The price of an operation on a batch of so many items, of which the compiler takes several at once;
+        None is any number.
+        """
+        several = self.chip.batch
+        if not items or not several:
+            return price
+        more = self.chip.few if items < several else several * math.ceil(items / several) / items
+        return float(math.ceil(price * more))
 
 
 def reaches_far(pairs: Sequence[tuple[int, int]], counts: Sequence[int]) -> bool:

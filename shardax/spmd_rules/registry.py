@@ -14,6 +14,7 @@ estimates read. Nothing else knows primitives by their names, so those of users 
   ways           which splits it takes, where only a callback knows
   flops          the FLOPs that a device does. What has some is split as far as may be, and is bound by the
                  chip's peak too
+  batch          how many items it computes alike; of too few a compiler may make slow code
   made_anywhere  of scalars it makes a value of which every device can make any part for nothing
   fuses          what XLA computes in one pass with it: what makes its operands, what reads its result
   reads          how much of its operands it reads from memory
@@ -103,6 +104,9 @@ class Split:
     padded: int
 
 
+Shapes = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Local:
     """What a local lowering may know: the node, and the layouts of its operands and results.
@@ -129,6 +133,12 @@ class Local:
     def out_shape(self, i: int = 0) -> tuple[int, ...]:
         """The shape of result i's shard."""
         return self.results[i].local_shape(self.sizes)
+
+    @property
+    def shapes(self) -> tuple[Shapes, Shapes]:
+        """Those of the operands' shards, and of the results'."""
+        ins, outs = (tuple(s.local_shape(self.sizes) for s in side) for side in (self.operands, self.results))
+        return ins, outs
 
     def count(self, axes: Axes) -> int:
         return shard_count(axes, self.sizes)
@@ -182,11 +192,13 @@ where need be.
 """
 
 
-Shapes = tuple[tuple[int, ...], ...]
 Flops = Callable[[Mapping[str, Any], Shapes, Shapes], float | None]
 """`flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does whose operands and results have
 these shapes, those of shards; None where an equation has no products. The parameters are those of the node,
 or of an equation on shards."""
+Batch = Callable[[Mapping[str, Any], Shapes, Shapes], int | None]
+"""`batch(params, in_shapes, out_shapes)` gives the items of a batch, of shards; None where it makes no
+difference how many there are."""
 
 Fuses = Literal["none", "operands", "all"]
 Reads = Literal["all", "part", "none", "view"]
@@ -216,6 +228,7 @@ class Entry:
     sends: Sends | None = None
     ways: Ways | None = None
     flops: Flops | None = None
+    batch: Batch | None = None
     made_anywhere: bool = False
     fuses: Fuses = "none"
     reads: Reads = "all"
@@ -328,10 +341,17 @@ class Entry:
         """As `flops_of`, but None where there are no products."""
         if self.flops is None:
             return None
-        operands, results = (
-            tuple(lay.local_shape(local.sizes) for lay in side) for side in (local.operands, local.results)
-        )
-        return self._checked_flops(local.params, operands, results, lambda: at(local.node))
+        return self._checked_flops(local.params, *local.shapes, lambda: at(local.node))
+
+    def batch_of(self, local: Local) -> int | None:
+        """How many items one device has of a batch; None where it makes no difference."""
+        if self.batch is None:
+            return None
+        with noting(lambda: f"the function `batch` of {at(local.node)}"):
+            returned = self.batch(local.params, *local.shapes)
+        valid = returned is None or is_integer(returned, 0)
+        require(valid, f"what `batch` of {at(local.node)} gives", returned, "a number of items, or None")
+        return returned
 
     def flops_at(self, eqn) -> float | None:
         """Those of an equation of a local program; None where it has no products."""
@@ -409,6 +429,7 @@ def register_rule(
     sends: Sends | None = None,
     ways: Ways | None = None,
     flops: Flops | None = None,
+    batch: Batch | None = None,
     made_anywhere: bool = False,
     fuses: Fuses = "none",
     reads: Reads = "all",
@@ -440,6 +461,9 @@ def register_rule(
       flops: `flops(params, in_shapes, out_shapes)` gives the FLOPs that a device does on shards of these
         shapes: a number, or None where this equation has no products. By default none, so that the primitive
         is bound by memory. What has FLOPs is split as far as may be, and they are in `Plan.estimate`.
+      batch: `batch(params, in_shapes, out_shapes)` gives how many items of a batch these shards have, where
+        the compiler computes several at once: for a convolution of fewer than eight images a TPU takes about
+        three times as long. By default, and where it gives None, any number is as good.
       made_anywhere: of scalars it makes a value of which every device can make any part for nothing, as
         `iota` does.
       fuses: "all" of what is computed elementwise: XLA computes it where its one reader needs it, and it is
@@ -475,7 +499,8 @@ def register_rule(
     flags = dict(made_anywhere=made_anywhere, commutes=commutes, of_parts=of_parts, anew=anew, once=once)
     flags |= dict(casts=casts, heavy=heavy)
     _check_facts(flags, fuses, reads, accumulates)
-    for argument, function in (("local", local), ("sends", sends), ("ways", ways), ("flops", flops)):
+    functions = dict(local=local, sends=sends, ways=ways, flops=flops, batch=batch)
+    for argument, function in functions.items():
         require_function(function, f"{argument} of register_rule", or_none=True)
     name = primitive if isinstance(primitive, str) else primitive.name
     entry = Entry(
@@ -487,6 +512,7 @@ def register_rule(
         sends,
         ways,
         flops,
+        batch,
         fuses=fuses,
         reads=reads,
         accumulates=accumulates,

@@ -418,6 +418,13 @@ def _select_and_scatter_add_local(local: Local, source, operand):
     return [out]
 
 
+def _images(params, in_shapes, out_shapes) -> int | None:
+    """A window of one place is a product, to which places are items as images are."""
+    numbers = params["dimension_numbers"]
+    window = [in_shapes[1][d] for d in numbers.rhs_spec[2:]]
+    return None if all(n == 1 for n in window) else in_shapes[0][numbers.lhs_spec[0]]
+
+
 _sends = halo_sends(_window_requests)
 register_rule(
     "conv_general_dilated",
@@ -426,6 +433,7 @@ register_rule(
     passes=(LINEAR(0), LINEAR(1)),
     sends=halo_sends(_conv_requests),
     flops=flops.conv_general_dilated,
+    batch=_images,
 )
 register_rule(
     "reduce_window",
