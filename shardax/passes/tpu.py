@@ -18,6 +18,7 @@ A reduce_scatter of which slices are taken by device: it makes an all_reduce of 
 between the two keeps it.
 
 Collectives over a whole torus: `passes/torus.py`. Casts of weights that a loop gathers: `passes/casts.py`.
+Reductions of arrays in a row: `passes/rows.py`.
 
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
@@ -37,7 +38,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
 from shardax.graph.equations import equations_of
-from shardax.passes import casts, torus
+from shardax.passes import casts, rows, torus
 
 LANES = 128
 LARGE = 128 << 10  # bytes of a piece, next to which a trip of a loop is nothing
@@ -48,12 +49,12 @@ FEWEST = 256  # of them in a trip of a loop
 def suited(jaxpr, mesh: Mesh | AbstractMesh | None = None):
     """The same jaxpr, closed or open, each all_to_all one of leading pieces, products transposed before their
     sums are scattered and these before slices are taken, long sums by index in parts, collectives over the
-    whole torus of `mesh` in two, in bodies too.
+    whole torus of `mesh` in two, reductions of a row taken apart, in bodies too.
     """
     within = partial(suited, mesh=mesh)
     eqns = [_jax.with_bodies(casts.in_loop(eqn), within) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     opened = _jax.closed(jaxpr).jaxpr
-    eqns = _transposed_first(eqns, opened.outvars)
+    eqns = _transposed_first(rows.taken_apart(eqns, opened.outvars), opened.outvars)
     eqns = [new for eqn in eqns for new in _summed_in_parts(eqn)]
     eqns = list(_scattered_before_slices(eqns))
     eqns = [new for eqn in eqns for new in torus.in_two(eqn, mesh)]
