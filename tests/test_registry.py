@@ -133,6 +133,10 @@ FUNCTIONS = [
         "gives is [8], of type list: give the FLOPs that one device does, such as",
     ),
     (
+        dict(batch=lambda params, ins, outs: 2.5),
+        "what `batch` of double at",
+    ),
+    (
         dict(ways=lambda candidates, padding: None),
         "gives is None, of type NoneType: give those of the candidates",
     ),
@@ -166,6 +170,7 @@ def test_what_registered_functions_give(parts, why):
             dict(flops=lambda params, ins, outs: params["k"], local=lambda local, x: [x]),
             "in the function `flops` of double at ",
         ),
+        (dict(batch=lambda params, ins, outs: params["k"]), "in the function `batch` of double at "),
     ],
 )
 def test_what_registered_functions_raise_says_where(parts, where):
