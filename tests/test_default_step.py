@@ -67,7 +67,7 @@ def expected() -> Counter:
             layers,
         ),  # its gradient: back
         ("all_gather", MODEL, (heads, head, width), layers),  # attention's projection is whole then
-        ("reduce_scatter", MODEL, (width, config.heads, head), layers),  # and so is its gradient
+        ("reduce_scatter", BOTH, (width, config.heads, head), layers),  # and so is its gradient, over data too
         (
             "all_gather",
             MODEL,
@@ -99,8 +99,7 @@ def gradients() -> list[tuple]:
     return [
         ("reduce_scatter", DATA, (3, heads, head, width), layers),
         ("all_gather", DATA, (width, 3, heads, head // DATA), layers),
-        ("reduce_scatter", DATA, (width, heads, head), layers),
-        ("all_gather", DATA, (heads, head, width // DATA), layers),
+        ("all_gather", DATA, (heads // DATA, head, width), layers),
         ("reduce_scatter", DATA, (width, hidden), layers),
         ("all_gather", DATA, (width // DATA, hidden), layers),
         ("reduce_scatter", DATA, (hidden, width), layers),

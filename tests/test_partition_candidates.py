@@ -13,6 +13,7 @@ from shardax.partition.candidates import (
     assignments,
     candidate_of,
     compatible,
+    left,
     options_of,
     suggest,
     waits,
@@ -142,6 +143,18 @@ def test_windowed_dims_are_split_over_the_same_axes():
     assert all("h~14" in way for way in ways if "h~16" in way)
     blocks = {way["h~14"].padded for way in ways if "h~14" in way and way["h~14"].axes == ("x",)}
     assert blocks == {16}  # four blocks of four, its own and those of the other
+
+
+def test_what_another_dim_leaves_stays():
+    """Rows over x and y of experts over y: rows may stay over x where the experts are split."""
+    layouts = [
+        [layout(P(), (4, 8, 8))],
+        [layout(P(None, ("x", "y")), (4, 8, 16))],
+        [layout(P("y"), (4, 16, 8))],
+    ]
+    space = Space("batched product", layouts)
+    assert Split(("x",), 8) not in space.suggestions["m"]
+    assert left(space.suggestions, space.factors, PADDING) == {"m": [Split(("x",), 8)]}
 
 
 def test_axes_of_what_must_be_whole_go_to_another_dim():

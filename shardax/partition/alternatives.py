@@ -24,6 +24,7 @@ from shardax.partition.candidates import (
     assignments,
     candidate_of,
     compatible,
+    left,
     options_of,
     project_all,
     suggest,
@@ -37,7 +38,7 @@ from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
-MOST = 16
+MOST = 24
 SPARED = 2  # ways over axes that no operand has, of what does at least so
 HEAVY = 1000  # many FLOPs for each byte that it makes: chips do 400 to 5100 while they send one
 _SMALL = 64  # what is small costs so many times less
@@ -238,7 +239,10 @@ class Alternatives:
         results = [(request,) for request in requested[count:]]
         layouts, tensors = results + operands, factors.results + factors.operands
         padding = self.paddings.of_node(node)
-        options = options_of(suggest(layouts, tensors, factors, padding, offer), factors, padding)
+        suggestions = suggest(layouts, tensors, factors, padding, offer)
+        for factor, splits in left(suggestions, factors, padding).items():
+            suggestions[factor] += splits
+        options = options_of(suggestions, factors, padding)
         each = partial(whole, layouts, tensors, factors, self.sizes)
         ways = list(waits(entry.passes_of(node), made))
         for splits in assignments(options, factors, self.sizes, each):

@@ -91,6 +91,27 @@ def suggest(
     return suggestions
 
 
+def left(suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> dict[str, list[Split]]:
+    """What factors keep of several axes where others take some of them: of a batch over data and experts
+    data, while the experts are split over theirs. As many as there is patience for."""
+    found: dict[str, list[Split]] = {}
+    ways = math.prod(len(splits) + 1 for splits in suggestions.values())
+    for factor, splits in suggestions.items():
+        taken = {split.axes for f, each in suggestions.items() if f != factor for split in each}
+        several = dict.fromkeys(split.axes for split in splits if len(split.axes) > 1 and "~" not in factor)
+        rests = dict.fromkeys(
+            tuple([a for a in axes if a not in some])
+            for axes, some in itertools.product(several, taken)
+            if not set(some).isdisjoint(axes)
+        )
+        known = {split.axes for split in splits}
+        for rest in rests:
+            ways += ways // (len(splits) + 1)
+            if rest and rest not in known and ways <= _MOST_CANDIDATES:
+                found.setdefault(factor, []).append(Split(rest, padding.padded(factors.sizes[factor], rest)))
+    return found
+
+
 def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> None:
     have = suggestions.setdefault(factor, [])
     if split not in have:
