@@ -136,7 +136,8 @@ def test_traffic_is_what_stands_in_memory_and_is_read():
     whole, part, read = 16 * 8 * 4, 4 * 8 * 4, {}
     for node, ways in ways_of(search):
         way = next(w for w in ways if not any(lay.sharding.axes for lay in (*w.operands, *w.results)))
-        read[node.name] = search.alternatives.traffic(node, way.detail[2], way)
+        moved = search.alternatives.moved(node, way.detail[2])
+        read[node.name] = search.alternatives.traffic(moved, (*way.operands, *way.results))
     assert (read["slice"], read["optimization_barrier"]) == (2 * part, 0)
     assert read["tanh"] == pytest.approx(whole, rel=0.01) == read["add"]  # between them nothing is stored
 

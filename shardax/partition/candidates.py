@@ -200,8 +200,9 @@ def assignments(
         found = (splits for splits in each_way if compatible(factors, splits, ()))
     else:
         found = _compatible_choices(options, factors, {})
-    yield from (splits for splits in found if fits(factors, splits, sizes))
-    yield {}
+    yield from (splits for splits in found if splits and splits != greedy and fits(factors, splits, sizes))
+    if greedy:
+        yield {}
 
 
 def _compatible_choices(options: Options, factors: Factors, chosen: Splits) -> Iterator[Splits]:
@@ -222,7 +223,10 @@ def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:
     it too.
     """
     once = [a for split in splits.values() for a in split.axes] + [axis for axis, _ in pending]
-    if len(set(once)) == len(once) and not factors.has_diagonals:
+    if len(set(once)) < len(once):
+        if factors.all_meet:
+            return False
+    elif not factors.has_diagonals:
         return True
     owed = [axis for axis, _ in (*reduced_pending(factors, splits), *pending)]
     if len(set(owed)) != len(owed):
