@@ -334,26 +334,41 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
             shape = [1] * len(scope)
             for w, n in zip(table.scope, table.prices.shape, strict=True):
                 shape[place[w]] = n
-            aligned.append(table.prices.reshape(shape))
+            aligned.append(np.moveaxis(table.prices.reshape(shape), at, 0))
         kept = [table.prices for table in tables]  # whose identities the key holds
-        known = _least[parts, at] = intern(_least_sum(aligned, at)), kept
+        known = _least[parts, at] = intern(_least_sum(_folded(aligned))), kept
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
 
 
-def _least_sum(tables: Sequence[np.ndarray], at: int) -> np.ndarray:
-    """The least of the sum of tables along a dim; a large one is added up in parts that stay in the
+def _folded(tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """As few tables with the same sum, none larger than the largest: what is as small as a part of another
+    is added to that first."""
+    folded: list[np.ndarray] = []
+    for table in sorted(tables, key=lambda table: -table.size):
+        sizes = np.array(table.shape)
+        for i, other in enumerate(folded):
+            if ((sizes == 1) | (sizes == other.shape)).all():
+                folded[i] = other + table
+                break
+        else:
+            folded.append(table)
+    return folded
+
+
+def _least_sum(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """The least of the sum of tables along their first dim; a large one is added up in parts that stay in the
     processor's cache.
     """
-    shape = np.broadcast_shapes(*(table.shape for table in tables))
-    dim = max((d for d in range(len(shape)) if d != at), key=lambda d: shape[d], default=at)
-    if math.prod(shape) <= CHUNK or dim == at or shape[dim] == 1:
-        return np.minimum.reduce(sum(tables[1:], start=tables[0]), axis=at)
-    rows = max(1, CHUNK * shape[dim] // math.prod(shape))
+    _, *shape = full = np.broadcast_shapes(*(table.shape for table in tables))
+    dim = next((dim for dim, n in enumerate(shape, 1) if n > 1), 0)
+    if math.prod(full) <= CHUNK or not dim:
+        return np.minimum.reduce(sum(tables[1:], start=tables[0]))
+    rows = max(1, CHUNK * full[dim] // math.prod(full))
     parts = []
-    for first in range(0, shape[dim], rows):
-        cut = tuple(slice(first, first + rows) if d == dim else slice(None) for d in range(len(shape)))
-        parts.append(_least_sum([table if table.shape[dim] == 1 else table[cut] for table in tables], at))
-    return np.concatenate(parts, axis=dim - (dim > at))
+    for first in range(0, full[dim], rows):
+        cut = (*[slice(None)] * dim, slice(first, first + rows))
+        parts.append(_least_sum([table if table.shape[dim] == 1 else table[cut] for table in tables]))
+    return np.concatenate(parts, axis=dim - 1)
 
 
 def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:

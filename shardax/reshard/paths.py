@@ -343,7 +343,8 @@ def _axes(uses: frozenset[Any], network: Network) -> Axes:
     return tuple([a for a in network if a in uses])
 
 
-class _Value(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class _Value:
     """A value as one of a space, which has its dims in this `order`, even ones as short as they can be;
     `even`: these. `shape`: of the value, in this order. `numbers`: of the layouts that were looked up.
     """
