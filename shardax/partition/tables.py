@@ -329,30 +329,26 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
     at = place[v]
     known = _least.get((parts, at))
     if known is None:
-        aligned = []
-        for table in tables:
-            shape = [1] * len(scope)
-            for w, n in zip(table.scope, table.prices.shape, strict=True):
-                shape[place[w]] = n
-            aligned.append(np.moveaxis(table.prices.reshape(shape), at, 0))
         kept = [table.prices for table in tables]  # whose identities the key holds
-        known = _least[parts, at] = intern(_least_sum(_folded(aligned))), kept
+        known = _least[parts, at] = intern(_least_sum(_folded(tables, place, at))), kept
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
 
 
-def _folded(tables: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """As few tables with the same sum, none larger than the largest: what is as small as a part of another
-    is added to that first."""
-    folded: list[np.ndarray] = []
-    for table in sorted(tables, key=lambda table: -table.size):
-        sizes = np.array(table.shape)
-        for i, other in enumerate(folded):
-            if ((sizes == 1) | (sizes == other.shape)).all():
-                folded[i] = other + table
-                break
+def _folded(tables: Sequence[Table], place: Mapping[int, int], at: int) -> list[np.ndarray]:
+    """Tables with the same sum, each variable at its place but the one that is `at` first: what is over some
+    of another's variables is added to that."""
+    sums: dict[frozenset[int], np.ndarray] = {}
+    for table in sorted(tables, key=lambda table: -len(table.scope)):
+        shape, over = [1] * len(place), frozenset(table.scope)
+        for w, n in zip(table.scope, table.prices.shape, strict=True):
+            shape[place[w]] = n
+        prices = np.moveaxis(table.prices.reshape(shape), at, 0)
+        into = next((scope for scope in sums if over <= scope), None)
+        if into is None:
+            sums[over] = prices
         else:
-            folded.append(table)
-    return folded
+            sums[into] = sums[into] + prices
+    return list(sums.values())
 
 
 def _least_sum(tables: Sequence[np.ndarray]) -> np.ndarray:
