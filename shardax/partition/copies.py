@@ -10,6 +10,7 @@ needs a table between the two. With several, a variable of its own decides which
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -78,6 +79,7 @@ def _chosen(row: np.ndarray, uses: np.ndarray, cut: np.ndarray) -> list[tuple[in
     return [(-1, -1), *((c, -1) for c in paid), *apart]
 
 
+@lru_cache(maxsize=1 << 18)
 def is_cut(source: Layout, target: Layout) -> bool:
     """Whether each device cuts what it holds in layout `target` out of what it holds in `source`."""
     if source == target:
