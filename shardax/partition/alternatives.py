@@ -259,7 +259,9 @@ class Alternatives:
         own = max(products, self.traffic_price(self.traffic(moved, layouts)))
         price = sent + self.network.batched(own, entry.batch_of(local))
         made = zip(node.outputs, candidate.results, strict=True)
-        memory = sum([self.nbytes(v, layout) for v, layout in made if v in self.stored and v not in self.views])
+        memory = sum(
+            [self.nbytes(v, layout) for v, layout in made if v in self.stored and v not in self.views]
+        )
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry), memory)
 
     def traffic_price(self, nbytes: float) -> float:

@@ -303,7 +303,9 @@ class _Frame:
         key = standing, itemsize, fixed, owing
         if key not in self.values:
             order = self.order if standing else tuple(range(len(self.shape)))
-            self.values[key] = _value(self, order, itemsize * self.others if standing else itemsize, fixed, owing)
+            self.values[key] = _value(
+                self, order, itemsize * self.others if standing else itemsize, fixed, owing
+            )
         return self.values[key]
 
 
@@ -404,7 +406,14 @@ def _value(
     ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * counts[axes]
     shared = math.gcd(ours, theirs)
     stretch = (1, 1) if minor is None else (lengths[minor], shape[minor])
-    return _Value(_scale(part, ours // shared, theirs // shared, stretch), order, shape, itemsize, even, frame.numbers.setdefault((order, fixed), {}))
+    return _Value(
+        _scale(part, ours // shared, theirs // shared, stretch),
+        order,
+        shape,
+        itemsize,
+        even,
+        frame.numbers.setdefault((order, fixed), {}),
+    )
 
 
 @lru_cache(maxsize=1 << 12)
