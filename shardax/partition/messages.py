@@ -102,5 +102,5 @@ class _Field:
 
 
 def _finite(prices: np.ndarray) -> np.ndarray:
-    """The same without infinities; along the longer dim it lies in memory, which is quickest to go through."""
+    """The same without infinities, in memory along its longer dim, which is quickest to go through."""
     return np.minimum(prices, _NEVER, order="C" if prices.shape[1] >= prices.shape[0] else "F")

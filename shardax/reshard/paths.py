@@ -282,8 +282,9 @@ def _nothing(node: int) -> Cost:
 @dataclass(frozen=True, eq=False)
 class _Frame:
     """Between which layouts paths are looked for, whichever axes are where: over a `few` axes, through all
-    layouts. `order`: the dims that may be split, alike ones next to each other, so that values of other
-    orders may stand for these; `others`: elements of the others. `values`: those that were looked up.
+    layouts. `order`: the dims that may be split, sorted, so that one value stands for all that differ by the
+    order of theirs; `others`: elements of the others. `values`: those that were looked up, and the `numbers`
+    of their layouts in a space.
     """
 
     shape: tuple[int, ...]
@@ -302,10 +303,11 @@ class _Frame:
         """This value, or the one that stands for it."""
         key = standing, itemsize, fixed, owing
         if key not in self.values:
-            order = self.order if standing else tuple(range(len(self.shape)))
-            self.values[key] = _value(
-                self, order, itemsize * self.others if standing else itemsize, fixed, owing
-            )
+            if standing:
+                value = _value(self, self.order, itemsize * self.others, fixed, owing)
+            else:
+                value = _value(self, tuple(range(len(self.shape))), itemsize, fixed, owing)
+            self.values[key] = value
         return self.values[key]
 
 
@@ -406,14 +408,9 @@ def _value(
     ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * counts[axes]
     shared = math.gcd(ours, theirs)
     stretch = (1, 1) if minor is None else (lengths[minor], shape[minor])
-    return _Value(
-        _scale(part, ours // shared, theirs // shared, stretch),
-        order,
-        shape,
-        itemsize,
-        even,
-        frame.numbers.setdefault((order, fixed), {}),
-    )
+    scale = _scale(part, ours // shared, theirs // shared, stretch)
+    numbers = frame.numbers.setdefault((order, space.like or space), {})
+    return _Value(scale, order, shape, itemsize, even, numbers)
 
 
 @lru_cache(maxsize=1 << 12)
