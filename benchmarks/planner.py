@@ -5,13 +5,14 @@ no devices.
 is broken: planning for 2048 devices takes at most 1.1 times as long as for 8, planning at most 2.5 times as
 long as JAX's tracing, completion alone at most half as long. Layers that are alike are completed and chosen
 once: for 96 of them that takes at most 1.5 times as long as planning 24 in all. (How it compares with
-completion and choice for 24 is printed too.) Every measurement starts with JAX's caches empty, and is of
-processor seconds. A ratio is the median of those of the rounds, in each of which both sides run one after the
-other: other programs on the machine slow both. (Those of layers are of the best.) What shardax itself
-remembers, such as prices of reshards, is kept from the first round on.
+completion and choice for 24 is printed too.) Every measurement starts with JAX's caches empty and no garbage,
+and is of processor seconds. A ratio is the median of those of the rounds, in each of which both sides run one
+after the other: other programs on the machine slow both. (Those of layers are of the best.) What shardax
+itself remembers, such as prices of reshards, is kept from the first round on.
 """
 
 import argparse
+import gc
 import math
 import statistics
 import sys
@@ -134,6 +135,7 @@ def measure(job: Job) -> list[Timing]:
 
 def timed(run: Callable[[], Any]) -> Timing:
     jax.clear_caches()
+    gc.collect()  # else what one plan leaves is walked at some time in the next
     start = time.process_time()
     with mock.patch.object(time, "perf_counter", time.process_time):  # by which phases are timed
         result = run()

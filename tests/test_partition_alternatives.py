@@ -1,5 +1,7 @@
 """Alternatives: few ways of each node, the best where they stand, priced by what a device does."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,11 +53,9 @@ def test_they_are_in_the_order_of_what_they_look_to_cost(name, specs):
         made, requested = (list(map(side, node.inputs)) for side in (search.made, search.requested))
         requested += map(search.requested, node.outputs)
 
-        def nearest(i, target, node=node, made=made):
-            return search.alternatives.nearest(node.inputs, made, i, target)
-
-        results = requested[len(node.inputs) :]
-        costs = [search.alternatives.guess(node, way, nearest, results) for way in ways]
+        taken = partial(search.alternatives.taken, node.inputs, made)
+        given = partial(search.alternatives.given, node.outputs, requested[len(node.inputs) :])
+        costs = [search.alternatives.guess(way, taken, given) for way in ways]
         assert costs == sorted(costs)
 
 
@@ -136,7 +136,8 @@ def test_traffic_is_what_stands_in_memory_and_is_read():
     whole, part, read = 16 * 8 * 4, 4 * 8 * 4, {}
     for node, ways in ways_of(search):
         way = next(w for w in ways if not any(lay.sharding.axes for lay in (*w.operands, *w.results)))
-        read[node.name] = search.alternatives.traffic(node, way.detail[2], way)
+        moved = search.alternatives.moved(node, way.detail[2])
+        read[node.name] = search.alternatives.traffic(moved, (*way.operands, *way.results))
     assert (read["slice"], read["optimization_barrier"]) == (2 * part, 0)
     assert read["tanh"] == pytest.approx(whole, rel=0.01) == read["add"]  # between them nothing is stored
 

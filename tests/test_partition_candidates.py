@@ -20,7 +20,7 @@ from shardax.partition.candidates import (
     whole,
 )
 from shardax.sharding import Padding, Sharding
-from shardax.spmd_rules.localize import fits
+from shardax.spmd_rules.localize import fits, reduced_pending
 from shardax.spmd_rules.registry import LINEAR, MOVES, Split
 from shardax.spmd_rules.rule import Factors, bind, parse
 from tests.choices import SIZES, layout
@@ -123,7 +123,27 @@ def test_none_that_fits_is_missing(name, seed):
     ]
     fitting = [s for s in every if compatible(space.factors, s, ()) and fits(space.factors, s, SIZES)]
     assert len(every) <= 256 and all(s in space.ways for s in fitting)
-    assert all(s in fitting for s in space.ways)
+    assert all(s in fitting and space.ways.count(s) == 1 for s in space.ways)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compatible_is_what_uses_no_axis_twice(name):
+    """On no tensor, what it owes among it."""
+    factors, rng, seen = factors_of(name), np.random.default_rng(0), set()
+    for _ in range(200):
+        some = {f: tuple(rng.permutation(AXES)[: rng.integers(3)].tolist()) for f in factors.sizes}
+        splits = {f: Split(axes, 48) for f, axes in some.items() if axes}
+        pending = tuple((a, "sum") for a in AXES if rng.random() < 0.2)
+        owed = [axis for axis, _ in (*reduced_pending(factors, splits), *pending)]
+        tensors = [
+            [a for dim in dims for f in dim if f in splits for a in splits[f].axes]
+            + (owed if i >= len(factors.operands) else [axis for axis, _ in pending])
+            for i, dims in enumerate((*factors.operands, *factors.results))
+        ]
+        wanted = all(len(set(axes)) == len(axes) for axes in (owed, *tensors))
+        assert compatible(factors, splits, pending) == wanted
+        seen.add(wanted)
+    assert seen == {True, False}
 
 
 def test_where_there_are_too_many_what_each_layout_suggests_is_among_them(monkeypatch):

@@ -21,7 +21,7 @@ from shardax.cost.chips import NOMINAL
 from shardax.cost.network import PICO, Network
 from shardax.reshard import paths, run, steps
 from shardax.reshard.halo import exchange_of
-from shardax.sharding import Layout, Sharding, minor_most, round_up, shard_count
+from shardax.sharding import Layout, Padding, Sharding, from_spec, minor_most, round_up, shard_count
 
 pytestmark = pytest.mark.quick
 
@@ -643,6 +643,49 @@ def test_some_devices_get_padding():
     np.testing.assert_allclose(columns(x), jax.vmap(scanned, -1, -1)(x), rtol=1e-5, atol=1e-5)
 
 
+def test_what_a_reshard_costs_does_not_depend_on_the_order_of_dims():
+    network, shape, rng = Network({"x": 4, "y": 2}), (8, 12, 9), np.random.default_rng(0)
+    for _ in range(40):
+        ends = []
+        for _ in range(2):
+            dims = [()] * 3
+            for axis, d in zip(("x", "y"), rng.integers(4, size=2).tolist(), strict=True):
+                dims[d : d + 1] = [(*dims[d], axis)] if d < 3 else []
+            ends.append(Padding(network).layout(Sharding(tuple(dims)), shape))
+        prices = set()
+        for order in itertools.permutations(range(3)):
+            first, last = (
+                Layout(Sharding(tuple(end.dims[d] for d in order)), tuple(end.padded[d] for d in order))
+                for end in ends
+            )
+            prices.add(paths.price(first, last, tuple(shape[d] for d in order), 4, network))
+        assert len(prices) == 1
+
+
+def test_prices_stay_what_they_are_when_spaces_are_forgotten():
+    """Numbers of layouts are those of the space that a price is found in, also where that is another now."""
+    network, shape = Network({"x": 4, "y": 2}), (16, 24)
+    specs = [
+        PartitionSpec("x"),
+        PartitionSpec(None, "x"),
+        PartitionSpec("y"),
+        PartitionSpec(None, ("x", "y")),
+        PartitionSpec("y", "x"),
+        PartitionSpec(),
+        PartitionSpec("x", "y"),
+    ]
+    ends = [Padding(network).layout(from_spec(spec, 2), shape) for spec in specs]
+    pairs = list(itertools.permutations(ends, 2))
+    wanted = [paths.price(*pair, shape, 2, network) for pair in pairs]
+    for forget in (paths._space, paths._part, paths._scale, paths._price, paths._reach):
+        forget.cache_clear()
+    again = [paths.price(*pair, shape, 8, network) for pair in reversed(pairs)]
+    for forget in (paths._frame, paths._frame_of, paths._space, paths._part, paths._scale, paths._price):
+        forget.cache_clear()
+    assert again == [paths.price(*pair, shape, 8, network) for pair in reversed(pairs)]
+    assert wanted == [paths.price(*pair, shape, 2, network) for pair in pairs]
+
+
 SPACES = [  # shape, bytes of an element, dims that may be split, one of them padded otherwise, a chip with lanes or not
     ((64, 1024, 4096), 2, (0, 1, 2), {}, "v5p"),
     ((12, 3, 1024), 4, (0, 2), {}, "nominal"),
@@ -659,7 +702,9 @@ def test_values_that_share_a_space_pay_what_they_would_alone(shape, itemsize, di
     axes, owing, fixed = ("x", "y"), (("x", "sum"), ("y", "sum")), (0,) * len(shape)
     paddings = tuple(uneven.get(d, (n,)) if d in dims else () for d, n in enumerate(shape))
     minor = minor_most(shape) if network.chip.lanes else None
-    shared = paths._value(shape, itemsize, axes, dims, paddings, fixed, minor, network, owing)
+    order = tuple(range(len(shape)))
+    frame = paths._Frame(shape, axes, dims, paddings, minor, network, True, order, 1)
+    shared = frame.value(False, itemsize, fixed, owing)
     counts = steps.Counts(network)
     alone = steps.Space(shape, itemsize, network, axes, dims, paddings, fixed, owing, minor, counts)
     part, prices = shared.scale.part, steps.Scale(steps.Part(alone, ()), 1, 1, (1, 1))

@@ -19,6 +19,7 @@ from shardax.completion.complete import complete
 from shardax.cost.chips import NOMINAL
 from shardax.cost.network import PICO, Network
 from shardax.graph import inline
+from shardax.partition.alternatives import Alternatives
 from shardax.partition.choose import choose, memory
 from shardax.partition.copies import copies_of, is_cut
 from shardax.partition.search import Search
@@ -315,6 +316,22 @@ def test_carries_wait_for_their_sum():
     step = sx.shard_jit(f, mesh=mesh, in_shardings=(P(None, "x"), P("x")))
     np.testing.assert_allclose(step(x, w), jax.jit(f)(x, w), rtol=1e-4)
     assert [(c.kind, c.trips) for c in step.plan(x, w).collectives] == [("all_reduce", 1)]
+
+
+def test_what_comes_after_the_last_loop_is_laid_out_once(monkeypatch):
+    """All before it twice: first to see in which layouts it gives back what it carries."""
+    laid_out, ways_of = [], Alternatives.of
+    monkeypatch.setattr(
+        Alternatives, "of", lambda self, node, *how: laid_out.append(node.name) or ways_of(self, node, *how)
+    )
+
+    def f(x, w):
+        return jnp.tanh(lax.fori_loop(0, 5, lambda i, total: total + x @ w, jnp.zeros((8, 8))))
+
+    mesh = AbstractMesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 8)))
+    sx.shard_jit(f, mesh=mesh, in_shardings=(P(None, "x"), P("x"))).plan(x, w)
+    assert laid_out.count("dot_general") == 2 and laid_out.count("tanh") == 1
 
 
 def test_branches_leave_what_all_of_them_owe():

@@ -9,7 +9,7 @@ from scipy.sparse import lil_array
 
 from shardax.partition import tables
 from shardax.partition.messages import proposals
-from shardax.partition.tables import Problem, solve
+from shardax.partition.tables import Problem, Table, solve
 
 pytestmark = [pytest.mark.quick, pytest.mark.once]
 
@@ -122,7 +122,26 @@ def test_a_sum_taken_in_parts_is_the_same(chunk, monkeypatch):
         at = int(rng.integers(len(counts)))
         shapes = [[n if d == at or rng.random() < 0.7 else 1 for d, n in enumerate(counts)] for _ in range(3)]
         some = [rng.integers(0, 100, size=shape).astype(float) for shape in shapes]
-        np.testing.assert_array_equal(tables._least_sum(some, at), sum(some).min(axis=at))
+        first = [np.moveaxis(table, at, 0) for table in some]
+        np.testing.assert_array_equal(tables._least_sum(first), sum(some).min(axis=at))
+
+
+def test_what_is_left_without_a_variable():
+    """Whichever tables it is in, several over the same variables, or over some of another's."""
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        counts = rng.integers(1, 6, size=5)
+        v = int(rng.integers(5))
+        scopes = [sorted({v, *rng.choice(5, size=rng.integers(3)).tolist()}) for _ in range(6)]
+        some = [Table(tuple(s), rng.integers(0, 100, size=counts[s]).astype(float)) for s in scopes]
+        left, wanted = tables._without(v, some, int(counts[v])), np.zeros(counts)
+        for table in some:
+            wanted = wanted + table.prices.reshape(
+                [n if w in table.scope else 1 for w, n in enumerate(counts)]
+            )
+        wanted = wanted.min(axis=v, keepdims=True)
+        shape = [n if w in left.scope else 1 for w, n in enumerate(counts)]
+        np.testing.assert_array_equal(np.broadcast_to(left.prices.reshape(shape), wanted.shape), wanted)
 
 
 def test_ties_are_broken_by_the_order_of_ways():

@@ -181,16 +181,17 @@ class Alternatives:
     def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer) -> list[Way]:
         """The ways that look cheapest where they stand, the cheapest first, and one that splits nothing."""
         count = len(node.inputs)
-        ways_by_layout = dict[Any, Way]()
+        ways_by_layout, moved = dict[Any, Way](), self.moved(node, entry)
         for candidate in self.candidates(node, entry, factors, made, requested, offer):
-            way = self.way(node, entry, factors, candidate)
+            way = self.way(node, entry, factors, candidate, moved)
             kept = ways_by_layout.setdefault((way.operands, way.results), way)
             if way.price < kept.price:
                 ways_by_layout[way.operands, way.results] = way
         ways = list(ways_by_layout.values())
         if len(ways) > 1:
-            nearest = cache(partial(self.nearest, node.inputs, made))
-            ways.sort(key=lambda way: self.guess(node, way, nearest, requested[count:]))
+            taken = cache(partial(self.taken, node.inputs, made))
+            given = cache(partial(self.given, node.outputs, requested[count:]))
+            ways.sort(key=lambda way: self.guess(way, taken, given))
             unsplit = (way for way in ways[MOST:] if not way.detail[0])
             ways = [*ways[:MOST], *itertools.islice(unsplit, 1)]
         return ways
@@ -252,14 +253,19 @@ class Alternatives:
 
     # Prices
 
-    def way(self, node: Node, entry: Entry, factors: Factors, candidate: Candidate) -> Way:
+    def way(
+        self, node: Node, entry: Entry, factors: Factors, candidate: Candidate, moved: Sequence[float]
+    ) -> Way:
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
         sent = sum(self.network.collective(*message) for message in entry.sent(local))
         products = self.network.compute(entry.flops_of(local), 0)
-        own = max(products, self.traffic_price(self.traffic(node, entry, candidate)))
+        layouts = (*candidate.operands, *candidate.results)
+        own = max(products, self.traffic_price(self.traffic(moved, layouts)))
         price = sent + self.network.batched(own, entry.batch_of(local))
         made = zip(node.outputs, candidate.results, strict=True)
-        memory = sum(self.nbytes(v, layout) for v, layout in made if v in self.stored and v not in self.views)
+        memory = sum(
+            [self.nbytes(v, layout) for v, layout in made if v in self.stored and v not in self.views]
+        )
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry), memory)
 
     def traffic_price(self, nbytes: float) -> float:
@@ -268,52 +274,57 @@ class Alternatives:
         price, least = self.network.compute(0, nbytes), PICO * self.network.chip.least
         return float(round(price / _SMALL if price < least else price - least * (1 - 1 / _SMALL)))
 
-    def traffic(self, node: Node, entry: Entry, candidate: Candidate) -> float:
-        """The bytes that a node reads and writes in memory; and a trace of what it takes from others or gives
-        them.
+    def traffic(self, moved: Sequence[float], layouts: Sequence[Layout]) -> float:
+        """The bytes that a device moves between it and memory, if it has operands and results of these
+        layouts; `moved`: for each element of each."""
+        return float(sum([n * self.elements_of(lay) for n, lay in zip(moved, layouts, strict=True) if n]))
+
+    def moved(self, node: Node, entry: Entry) -> list[float]:
+        """The bytes that a node moves between it and memory for each element of its operands and results; a
+        trace of that for what it takes from others or gives them.
         """
-        values, layouts = [*node.inputs, *node.outputs], [*candidate.operands, *candidate.results]
+        first, count = 0, len(node.inputs) + len(node.outputs)
         if entry.reads == "none" or any(v in self.views for v in node.outputs):
-            return 0.0
+            return [0] * count
+        times = 1
         if entry.reads == "part":
-            values, layouts = 2 * values[len(node.inputs) :], 2 * layouts[len(node.inputs) :]
+            first, times = len(node.inputs), 2
         elif entry.in_place and not entry.looks_up:  # what is updated is not copied
-            values, layouts = 2 * values[1:-1], 2 * layouts[1:-1]
-        pairs = zip(values, layouts, strict=True)
-        return float(
-            sum(
-                self.nbytes(v, lay) * (1 if v in self.stored or v in self.views else _FUSED)
-                for v, lay in pairs
-                if not v.is_literal
-            )
-        )
+            first, count, times = 1, count - 1, 2
+        return [
+            times * v.itemsize * (1 if v in self.stored or v in self.views else _FUSED)
+            if first <= i < count and not v.is_literal
+            else 0
+            for i, v in enumerate((*node.inputs, *node.outputs))
+        ]
 
     def nbytes(self, value: Value, layout: Layout) -> int:
+        return self.elements_of(layout) * value.itemsize
+
+    def elements_of(self, layout: Layout) -> int:
+        """How many a device has."""
         elements = self.elements.get(layout)
         if elements is None:
             elements = self.elements[layout] = math.prod(layout.local_shape(self.sizes))
-        return elements * value.itemsize
+        return elements
 
     def guess(
-        self,
-        node: Node,
-        way: Way,
-        nearest: Callable[[int, Layout], float],
-        requested: Sequence[Layout],
+        self, way: Way, taken: Callable[[int, Layout], float], given: Callable[[int, Layout], float]
     ) -> tuple[float, float]:
         """About what a way costs where it stands, its operands brought and its results as requested: only to
         rank ways. Of equals those come first that take their operands as they are made."""
-        brought = sum([nearest(i, target) for i, target in enumerate(way.operands)])
-        left = zip(node.outputs, way.results, requested, strict=True)
-        return way.price + brought + sum(
-            self.guessed(v, [have], request) for v, have, request in left
-        ), brought
+        brought = sum([taken(i, layout) for i, layout in enumerate(way.operands)])
+        return way.price + brought + sum([given(i, layout) for i, layout in enumerate(way.results)]), brought
 
-    def nearest(self, values: Sequence[Value], made: Sequence[Layouts], which: int, target: Layout) -> float:
+    def taken(self, values: Sequence[Value], made: Sequence[Layouts], which: int, target: Layout) -> float:
         """About what it costs to bring one of several values to a layout, from any of those in which it may
         be made."""
         sources = made[which]
         return 0.0 if not sources or target in sources else self.guessed(values[which], sources, target)
+
+    def given(self, values: Sequence[Value], requested: Sequence[Layout], which: int, have: Layout) -> float:
+        """About what it costs to bring one of several values from a layout to that requested."""
+        return self.guessed(values[which], [have], requested[which])
 
     def guessed(self, value: Value, sources: Sequence[Layout], target: Layout) -> float:
         if value.is_literal:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
@@ -16,8 +17,7 @@ from shardax.spmd_rules.rule import KEEP, UNSPLIT, Factors, TensorFactors
 BUSY = 8  # one device in so many, at least, has an element
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """Splits of factors, and the layouts that operands and results take by them, pending reductions
     included.
     """
@@ -30,13 +30,12 @@ class Candidate:
 def candidate_of(factors: Factors, splits: Splits, group: Sequence[int], pending: Pending) -> Candidate:
     """Layouts from splits; the operands of `group` come in owing `pending`, and so leave the results."""
     owed = tuple(sorted({*reduced_pending(factors, splits), *pending}))
-    operands = tuple(
+    operands = [
         tensor_layout(dims, factors, splits, pending if i in group else ())
         for i, dims in enumerate(factors.operands)
-    )
-    return Candidate(
-        splits, operands, tuple(tensor_layout(dims, factors, splits, owed) for dims in factors.results)
-    )
+    ]
+    results = [tensor_layout(dims, factors, splits, owed) for dims in factors.results]
+    return Candidate(splits, tuple(operands), tuple(results))
 
 
 def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: AxisSizes) -> dict[str, Split]:
@@ -221,8 +220,9 @@ def assignments(
         found = (splits for splits in each_way if compatible(factors, splits, ()))
     else:
         found = _compatible_choices(options, factors, {})
-    yield from (splits for splits in found if fits(factors, splits, sizes))
-    yield {}
+    yield from (splits for splits in found if splits and splits != greedy and fits(factors, splits, sizes))
+    if greedy:
+        yield {}
 
 
 def _compatible_choices(options: Options, factors: Factors, chosen: Splits) -> Iterator[Splits]:
@@ -243,7 +243,10 @@ def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:
     it too.
     """
     once = [a for split in splits.values() for a in split.axes] + [axis for axis, _ in pending]
-    if len(set(once)) == len(once) and not factors.has_diagonals:
+    if len(set(once)) < len(once):
+        if factors.all_meet:
+            return False
+    elif not factors.has_diagonals:
         return True
     owed = [axis for axis, _ in (*reduced_pending(factors, splits), *pending)]
     if len(set(owed)) != len(owed):

@@ -1,10 +1,10 @@
 """choose: how every node of a program runs, for the least seconds in all. Pure data out: the decisions.
 
-The program is laid out as sites and solved (`search.py`). Where loops carry something it is laid out again:
-then carries may take the layouts in which their bodies gave them back before. What the innermost of nested
-loops carries so, the one around it gets back only in the next round. Whether the
-iterations of a map are split is tried for one map after the other: the devices are at different iterations
-then, so that all ways inside are others.
+The program is laid out as sites and solved (`search.py`). What loops carry may also take the layouts in which
+their bodies give it back: to know these, all up to the last loop is laid out before. What the innermost of
+nested loops carries so, the one around it gets back only in the next round. Whether the iterations of a map
+are split is tried for one map after the other: the devices are at different iterations then, so that all ways
+inside are others.
 """
 
 import math
@@ -23,6 +23,7 @@ from shardax.sharding import AxisSizes, Layout
 from shardax.spmd_rules.registry import Split
 
 Splits = dict[Node, Split | None]
+Returned = dict[Hashable, Layouts]
 
 
 def choose(
@@ -43,12 +44,12 @@ def choose(
     """
     alternatives = Alternatives(graph, completion)
 
-    def lay_out(splits: Splits, returned: dict[Hashable, Layouts]) -> Search:
+    def lay_out(splits: Splits, returned: Returned, whole: bool = True) -> Search:
         search = Search(graph, completion, alternatives, splits, returned, allowed, byte_price)
-        search.program(graph, inputs, outputs)
+        search.program(*((graph, inputs, outputs) if whole else (_to_last_loop(graph), inputs, ())))
         return search
 
-    rounds = 1 + _nesting(graph)
+    rounds = _nesting(graph)
     search, solution = _searched(lay_out, {}, rounds)
     for node, options in search.maps.items():
         now = search.splits.get(node, options[0] if options else None)
@@ -94,15 +95,21 @@ def _made_and_resharded(decisions: Decisions, sizes: AxisSizes, kept: Set[Value]
     return inside + sum(math.prod(layout.local_shape(sizes)) * v.itemsize for v, layout in stored_values)
 
 
-def _searched(
-    lay_out: Callable[[Splits, dict[Hashable, Layouts]], Search], splits: Splits, rounds: int
-) -> tuple[Search, Solution]:
-    search = lay_out(splits, {})
-    for _ in range(1, rounds):
-        search, returned = lay_out(splits, search.left), search.left
-        if search.left == returned:
+def _searched(lay_out: Callable[..., Search], splits: Splits, rounds: int) -> tuple[Search, Solution]:
+    returned: Returned = {}
+    for _ in range(rounds):
+        left = lay_out(splits, returned, whole=False).left
+        if left == returned:
             break
+        returned = left
+    search = lay_out(splits, returned)
     return search, search.solve()
+
+
+def _to_last_loop(graph: Graph) -> Graph:
+    """As much of a program as says in which layouts its loops give back what they carry."""
+    count = max((i for i, node in enumerate(graph.nodes, 1) if node.bodies), default=0)
+    return Graph(graph.inputs, graph.nodes[:count])
 
 
 def _nesting(graph: Graph) -> int:

@@ -10,6 +10,7 @@ needs a table between the two. With several, a variable of its own decides which
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -61,18 +62,24 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
         parts[c, t] = price(read[c], read[t])
     wanted = [[place[t] for t in dict.fromkeys(targets)] for targets in readers]
     uses = np.sum([cut[:, targets].any(axis=1) for targets in wanted], axis=0)
-    states, making, reading = [], [], []
-    for m, row in zip(made, prices, strict=True):
-        paid = [c for c in range(len(read)) if row[c] > 0 and uses[c] > 1]
-        pairs = itertools.combinations(paid, 2) if len(paid) <= FEW else ()
-        apart = ((a, b) for a, b in pairs if not (cut[a, b] or cut[b, a]))  # neither is cut out of the other
-        for chosen in [(), *((c,) for c in paid), *apart]:
-            states.append((m, tuple(read[c] for c in chosen)))
-            making.append(sum(row[c] for c in chosen))
-            reading.append(np.min([row, *parts[list(chosen)]], axis=0))
-    return Copies(states, np.array(making), read, np.array(reading))
+    chosen = [(m, *some) for m, row in enumerate(prices) for some in _chosen(row, uses, cut)]
+    makers, first, second = np.array(chosen).T
+    prices, parts = np.pad(prices, ((0, 0), (0, 1))), np.pad(parts, ((0, 1), (0, 0)), constant_values=np.inf)
+    making = prices[makers, first] + prices[makers, second]
+    reading = np.minimum(prices[makers, :-1], np.minimum(parts[first], parts[second]))
+    states = [(made[m], tuple([read[c] for c in some if c >= 0])) for m, *some in chosen]
+    return Copies(states, making, read, reading)
 
 
+def _chosen(row: np.ndarray, uses: np.ndarray, cut: np.ndarray) -> list[tuple[int, int]]:
+    """The copies that may be made for all, by number, -1 for none; `row`: what each costs."""
+    paid = np.flatnonzero((row > 0) & (uses > 1)).tolist()
+    pairs = itertools.combinations(paid, 2) if len(paid) <= FEW else ()
+    apart = [(a, b) for a, b in pairs if not (cut[a, b] or cut[b, a])]  # neither is cut out of the other
+    return [(-1, -1), *((c, -1) for c in paid), *apart]
+
+
+@lru_cache(maxsize=1 << 18)
 def is_cut(source: Layout, target: Layout) -> bool:
     """Whether each device cuts what it holds in layout `target` out of what it holds in `source`."""
     if source == target:

@@ -66,11 +66,13 @@ class _Field:
         self.after: list[list[_Edge]] = [[] for _ in alone]
         self.messages: list[np.ndarray] = []
         self.bound = -np.inf
+        distinct = {id(prices): prices for prices in pairs.values()}  # many are one array
+        finite = {known: _finite(prices) for known, prices in distinct.items()}
         for (a, b), prices in pairs.items():
-            prices, number = np.minimum(prices, _NEVER), len(self.messages)
+            prices, number = finite[id(prices)], len(self.messages)
             self.messages += [np.zeros(len(alone[b])), np.zeros(len(alone[a]))]
             self.after[a].append(_Edge(b, prices, number + 1, number))
-            self.before[b].append(_Edge(a, np.ascontiguousarray(prices.T), number, number + 1))
+            self.before[b].append(_Edge(a, prices.T, number, number + 1))
         self.share = [1.0 / max(1, len(b), len(a)) for b, a in zip(self.before, self.after, strict=True)]
 
     def sweep(self, forward: bool) -> list[int]:
@@ -97,3 +99,8 @@ class _Field:
                 messages[edge.outgoing] = message - least
         self.bound = float(bound)
         return ways
+
+
+def _finite(prices: np.ndarray) -> np.ndarray:
+    """The same without infinities, in memory along its longer dim, which is quickest to go through."""
+    return np.minimum(prices, _NEVER, order="C" if prices.shape[1] >= prices.shape[0] else "F")

@@ -6,6 +6,7 @@ in which it is read (`copies.py`). All prices are picoseconds, times the trip co
 `tables.py` finds the cheapest choice of all sites together.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -425,21 +426,20 @@ class Search:
 
     def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
         price = self.price_of(value, strict)
-        sources = _Distinct(made)
-        readers = [_Distinct(ts) for ts in targets]
-        tables = [np.array([[price(m, t) for t in ts.layouts] for m in sources.layouts]) for ts in readers]
+        sources, read = _Distinct(made), _Distinct(tuple(itertools.chain(*targets)))
+        prices = np.array([[price(m, t) for t in read.layouts] for m in sources.layouts])
+        ends = itertools.pairwise(itertools.accumulate(map(len, targets), initial=0))
+        tables = [prices[:, read.places[start:end]] for start, end in ends]
         paying = [bool((table > 0).any()) for table in tables]
         if not any(paying):
             return None
         if sum(paying) == 1:
-            whole = (
-                table[np.ix_(sources.places, ts.places)] for ts, table in zip(readers, tables, strict=True)
-            )
-            return None, None, [table if pays else None for table, pays in zip(whole, paying, strict=True)]
-        some = [ts.layouts for ts, pays in zip(readers, paying, strict=True) if pays]
+            each = zip(tables, paying, strict=True)
+            return None, None, [table[sources.places] if pays else None for table, pays in each]
+        some = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
         shared = copies.copies_of(sources.layouts, some, price)
-        read = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        return shared.making, shared.maker_table(made), read
+        tables = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
+        return shared.making, shared.maker_table(made), tables
 
 
 class _Distinct:

@@ -329,31 +329,42 @@ def _without(v: int, tables: Sequence[Table], count: int) -> Table:
     at = place[v]
     known = _least.get((parts, at))
     if known is None:
-        aligned = []
-        for table in tables:
-            shape = [1] * len(scope)
-            for w, n in zip(table.scope, table.prices.shape, strict=True):
-                shape[place[w]] = n
-            aligned.append(table.prices.reshape(shape))
         kept = [table.prices for table in tables]  # whose identities the key holds
-        known = _least[parts, at] = intern(_least_sum(aligned, at)), kept
+        known = _least[parts, at] = intern(_least_sum(_folded(tables, place, at))), kept
     return Table((*scope[:at], *scope[at + 1 :]), known[0])
 
 
-def _least_sum(tables: Sequence[np.ndarray], at: int) -> np.ndarray:
-    """The least of the sum of tables along a dim; a large one is added up in parts that stay in the
+def _folded(tables: Sequence[Table], place: Mapping[int, int], at: int) -> list[np.ndarray]:
+    """Tables with the same sum, each variable at its place but the one that is `at` first: what is over some
+    of another's variables is added to that."""
+    sums: dict[frozenset[int], np.ndarray] = {}
+    for table in sorted(tables, key=lambda table: -len(table.scope)):
+        shape, over = [1] * len(place), frozenset(table.scope)
+        for w, n in zip(table.scope, table.prices.shape, strict=True):
+            shape[place[w]] = n
+        prices = np.moveaxis(table.prices.reshape(shape), at, 0)
+        into = next((scope for scope in sums if over <= scope), None)
+        if into is None:
+            sums[over] = prices
+        else:
+            sums[into] = sums[into] + prices
+    return list(sums.values())
+
+
+def _least_sum(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """The least of the sum of tables along their first dim; a large one is added up in parts that stay in the
     processor's cache.
     """
-    shape = np.broadcast_shapes(*(table.shape for table in tables))
-    dim = max((d for d in range(len(shape)) if d != at), key=lambda d: shape[d], default=at)
-    if math.prod(shape) <= CHUNK or dim == at or shape[dim] == 1:
-        return np.minimum.reduce(sum(tables[1:], start=tables[0]), axis=at)
-    rows = max(1, CHUNK * shape[dim] // math.prod(shape))
+    _, *shape = full = np.broadcast_shapes(*(table.shape for table in tables))
+    dim = next((dim for dim, n in enumerate(shape, 1) if n > 1), 0)
+    if math.prod(full) <= CHUNK or not dim:
+        return np.minimum.reduce(sum(tables[1:], start=tables[0]))
+    rows = max(1, CHUNK * full[dim] // math.prod(full))
     parts = []
-    for first in range(0, shape[dim], rows):
-        cut = tuple(slice(first, first + rows) if d == dim else slice(None) for d in range(len(shape)))
-        parts.append(_least_sum([table if table.shape[dim] == 1 else table[cut] for table in tables], at))
-    return np.concatenate(parts, axis=dim - (dim > at))
+    for first in range(0, full[dim], rows):
+        cut = (*[slice(None)] * dim, slice(first, first + rows))
+        parts.append(_least_sum([table if table.shape[dim] == 1 else table[cut] for table in tables]))
+    return np.concatenate(parts, axis=dim - 1)
 
 
 def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:

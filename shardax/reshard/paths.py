@@ -112,7 +112,7 @@ def price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes
 
 @lru_cache(maxsize=1 << 18)
 def _price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> float:
-    first, last = (_state(_without_trivial_axes(layout, shape, network)) for layout in (src, dst))
+    first, last = _end(src, shape, network), _end(dst, shape, network)
     if _only_slices(first, last):
         return 0.0
     first, last, shape, _, _ = _within_blocks(first, last, shape, network)
@@ -155,8 +155,21 @@ def _route(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, netw
     return _Route(edges, price, staying, blocks)
 
 
+@lru_cache(maxsize=1 << 16)
+def _end(layout: Layout, shape: tuple[int, ...], network: Network) -> State:
+    return _state(_without_trivial_axes(layout, shape, network))
+
+
 def _state(layout: Layout) -> State:
     return State(layout.sharding.dims, layout.padded, canonical_pending(layout.pending))
+
+
+@lru_cache(maxsize=1 << 16)
+def _uses(state: State) -> frozenset[Any]:
+    """What limits the paths from a layout, or to it: the axes that it uses, and (dim, padded size) of what
+    they split."""
+    split = [(d, p) for d, (axes, p) in enumerate(zip(state.dims, state.padded, strict=True)) if axes]
+    return frozenset([*itertools.chain(*state.dims), *state.pending_axes, *split])
 
 
 def _only_slices(first: State, last: State) -> bool:
@@ -175,7 +188,7 @@ def _within_blocks(
     """
     if not any([a and b and a[0] == b[0] for a, b in zip(first.dims, last.dims, strict=True)]):
         return first, last, shape, ((),) * len(shape), (1,) * len(shape)
-    axes, counts = _axes(first, last, network), _counts(network)
+    axes, counts = _axes(_uses(first) | _uses(last), network), _counts(network)
     sides = zip(shape, first.padded, last.padded, first.dims, last.dims, strict=True)
     staying = tuple(
         [
@@ -199,12 +212,6 @@ def _inside(state: State, staying: Sequence[Axes], blocks: Sequence[int]) -> Sta
     dims = tuple([axes[len(shared) :] for axes, shared in zip(state.dims, staying, strict=True)])
     padded = tuple([p // count for p, count in zip(state.padded, blocks, strict=True)])
     return State(dims, padded, state.pending)
-
-
-def _axes(src: State, dst: State, network: Network) -> Axes:
-    used = {*itertools.chain(*src.dims, *dst.dims)}
-    used.update([a for a, _ in src.pending + dst.pending])
-    return tuple([a for a in network if a in used])
 
 
 def _steps(source: Layout, route: _Route) -> Iterator[Step]:
@@ -232,20 +239,13 @@ def _search(
     standing: bool = False,
 ) -> "_Search":
     """`standing`: only the price is wanted, so that another value may stand for this one."""
-    before = tuple([p if axes else 0 for axes, p in zip(src.dims, src.padded, strict=True)])
-    after = tuple([p if axes else 0 for axes, p in zip(dst.dims, dst.padded, strict=True)])
-    frame = _frame(shape, before, after, _axes(src, dst, network), network)
+    frame = _frame(shape, _uses(src) | _uses(dst), network)
     fixed = (0,) * len(shape)
     if not frame.few:  # major axes that both layouts have stay in place
         sides = zip(src.dims, dst.dims, src.padded, dst.padded, strict=True)
         fixed = tuple([len(_common_prefix(a, b)) if p == q else 0 for a, b, p, q in sides])
-    if not standing:
-        value = frame.value(tuple(range(len(shape))), itemsize, fixed, frame.axes, dst.pending)
-        return _Search(value.number(src), value.number(dst), value, frame.few)
-    order = frame.order(src, dst)
-    first, last, axes = _renamed(src, dst, order, frame.axes, network)
-    value = frame.value(order, itemsize * frame.others, fixed, axes, last.pending)
-    return _Search(value.number(first), value.number(last), value, frame.few)
+    value = frame.value(standing, itemsize, fixed, dst.pending)
+    return _Search(value.number(src), value.number(dst), value, frame.few)
 
 
 class _Search(NamedTuple):
@@ -282,8 +282,9 @@ def _nothing(node: int) -> Cost:
 @dataclass(frozen=True, eq=False)
 class _Frame:
     """Between which layouts paths are looked for, whichever axes are where: over a `few` axes, through all
-    layouts. `columns`: the dims that may be split, each with its place in an order that does not depend on
-    theirs; `others`: elements of the others. `values`: those that were looked up.
+    layouts. `order`: the dims that may be split, sorted, so that one value stands for all that differ by the
+    order of theirs; `others`: elements of the others. `values`: those that were looked up, and the `numbers`
+    of their layouts in a space.
     """
 
     shape: tuple[int, ...]
@@ -293,127 +294,101 @@ class _Frame:
     minor: int | None
     network: Network
     few: bool
-    columns: tuple[tuple[Any, int], ...]
+    order: tuple[int, ...]
     others: int
     values: dict[Hashable, "_Value"] = field(default_factory=dict)
+    numbers: dict[Hashable, dict[State, int]] = field(default_factory=dict)
 
-    def order(self, src: State, dst: State) -> tuple[int, ...]:
-        """The dims that may be split, in an order that is the same for all that cost the same."""
-        columns = [(place, src.dims[d], dst.dims[d], d) for place, d in self.columns]
-        for i, (place, here, there, d) in enumerate(columns):
-            if place[2]:
-                columns[i] = ((*place[:2], (*place[2], src.padded[d], dst.padded[d])), here, there, d)
-        return tuple([d for *_, d in sorted(columns)])
-
-    def value(
-        self, order: tuple[int, ...], itemsize: int, fixed: tuple[int, ...], axes: Axes, owing: Pending
-    ) -> "_Value":
-        """A value that has these dims, in this order."""
-        key = order, itemsize, fixed, axes, owing
+    def value(self, standing: bool, itemsize: int, fixed: tuple[int, ...], owing: Pending) -> "_Value":
+        """This value, or the one that stands for it."""
+        key = standing, itemsize, fixed, owing
         if key not in self.values:
-            shape, paddings = tuple([self.shape[d] for d in order]), tuple([self.paddings[d] for d in order])
-            fixed = tuple([fixed[d] for d in order])
-            dims = tuple([i for i, d in enumerate(order) if d in self.dims])
-            minor = order.index(self.minor) if self.minor in order else None
-            self.values[key] = _value(
-                shape, itemsize, axes, dims, paddings, fixed, minor, self.network, owing
-            )
+            if standing:
+                value = _value(self, self.order, itemsize * self.others, fixed, owing)
+            else:
+                value = _value(self, tuple(range(len(self.shape))), itemsize, fixed, owing)
+            self.values[key] = value
         return self.values[key]
 
 
 @lru_cache(maxsize=1 << 14)
-def _frame(
-    shape: tuple[int, ...], before: tuple[int, ...], after: tuple[int, ...], axes: Axes, network: Network
-) -> _Frame:
-    """`before` and `after`: to what size each dim is padded, 0 where it is not split."""
-    few, counts = len(axes) <= FEW, _counts(network)
-    paddings = tuple([_paddings(*sizes, axes, counts) for sizes in zip(shape, before, after, strict=True)])
-    dims = _dims(before, after, shape, paddings, few=not few)
+def _frame(shape: tuple[int, ...], uses: frozenset[Any], network: Network) -> _Frame:
+    """`uses`: what either layout does (`_uses`)."""
+    axes, counts = _axes(uses, network), _counts(network)
+    split = [set[int]() for _ in shape]
+    for dim, padded in uses.difference(axes):
+        split[dim].add(padded)
+    paddings = tuple(
+        [_paddings(n, tuple(sorted(padded)), axes, counts) for n, padded in zip(shape, split, strict=True)]
+    )
+    few = len(axes) <= FEW
+    dims = _dims([d for d, padded in enumerate(split) if padded], shape, paddings, few=not few)
+    paddings = tuple([sizes if d in dims else () for d, sizes in enumerate(paddings)])
+    return _frame_of(shape, axes, dims, paddings, few, network)
+
+
+@lru_cache(maxsize=1 << 14)
+def _frame_of(shape: tuple[int, ...], axes: Axes, dims, paddings, few: bool, network: Network) -> _Frame:
+    counts = _counts(network)
     minor = minor_most(shape) if shape and network.chip.lanes else None
-    columns, others = [], 1
+    places, others = [], 1
     for d, n in enumerate(shape):
-        if d not in dims or not paddings[d]:
+        if not paddings[d]:
             others *= n
         elif paddings[d] == (n,):
-            columns.append(((d == minor, _least(n, axes, counts), ()), d))
+            places.append((d == minor, _least(n, axes, counts), (), d))
         else:
-            columns.append(((d == minor, n, paddings[d]), d))
-    return _Frame(shape, axes, dims, paddings, minor, network, few, tuple(columns), others)
+            places.append((d == minor, n, paddings[d], d))
+    order = tuple([d for *_, d in sorted(places)])
+    return _Frame(shape, axes, dims, paddings, minor, network, few, order, others)
 
 
-def _renamed(
-    src: State, dst: State, order: tuple[int, ...], axes: Axes, network: Network
-) -> tuple[State, State, Axes]:
-    """Two layouts with some of their dims, in this order, and the names of axes that stand for all that are
-    joined alike; these axes."""
-    first, last = (
-        State(tuple([s.dims[d] for d in order]), tuple([s.padded[d] for d in order]), s.pending)
-        for s in (src, dst)
-    )
-    names = _standing_names(first, last, network)
-    if not names:
-        return first, last, axes
-    return (
-        _with_names(first, names),
-        _with_names(last, names),
-        tuple([a for a in network if a in names.values()]),
-    )
+def _axes(uses: frozenset[Any], network: Network) -> Axes:
+    return tuple([a for a in network if a in uses])
 
 
-def _standing_names(src: State, dst: State, network: Network) -> dict[str, str]:
-    """For each axis, in the order in which it is used, the first of those joined alike that none before it
-    has; nothing where none are."""
-    alike = _joined_alike(network)
-    if not alike:
-        return {}
-    used = dict.fromkeys(itertools.chain(*src.dims, src.pending_axes, *dst.dims, dst.pending_axes))
-    left = {group: iter(group) for group in alike.values()}
-    return {axis: next(left[alike[axis]]) for axis in used}
-
-
-@lru_cache
-def _joined_alike(network: Network) -> dict[str, Axes]:
-    """For each axis those that are joined as it is; nothing where no two are."""
-    groups: dict[Hashable, list[str]] = {}
-    for axis in network:
-        groups.setdefault((network[axis], network.lines[axis]), []).append(axis)
-    if len(groups) == len(network):
-        return {}
-    return {axis: tuple(group) for group in groups.values() for axis in group}
-
-
-def _with_names(state: State, names: Mapping[str, str]) -> State:
-    dims = tuple([tuple([names[a] for a in axes]) for axes in state.dims])
-    pending = tuple([(names[a], kind) for a, kind in state.pending])
-    return State(dims, state.padded, canonical_pending(pending))
-
-
-class _Value(NamedTuple):
-    """A value as one of a space, in which even dims are as short as they can be; `even`: these."""
+@dataclass(frozen=True, eq=False, slots=True)
+class _Value:
+    """A value as one of a space, which has its dims in this `order`, even ones as short as they can be;
+    `even`: these. `shape`: of the value, in this order. `numbers`: of the layouts that were looked up.
+    """
 
     scale: Scale
+    order: tuple[int, ...]
     shape: tuple[int, ...]
     itemsize: int
     even: tuple[bool, ...]
+    numbers: dict[State, int]
 
     def number(self, state: State) -> int:
-        return self.scale.space.number(self._with(state, self.scale.space.shape))
+        known = self.numbers.get(state)
+        if known is None:
+            dims, padded = [state.dims[d] for d in self.order], [state.padded[d] for d in self.order]
+            known = self.numbers[state] = self.scale.space.number(
+                State(tuple(dims), self._padded(self.scale.space.shape, padded), state.pending)
+            )
+        return known
 
     def state(self, number: int) -> State:
-        return self._with(self.scale.space.states[number], self.shape)
+        dims, padded, pending = self.scale.space.states[number]
+        return State(dims, self._padded(self.shape, padded), pending)
 
-    def _with(self, state: State, shape: tuple[int, ...]) -> State:
-        sizes = zip(shape, state.padded, self.even, strict=True)
-        return State(state.dims, tuple([n if even else p for n, p, even in sizes]), state.pending)
+    def _padded(self, shape: tuple[int, ...], padded: Sequence[int]) -> tuple[int, ...]:
+        return tuple([n if even else p for n, p, even in zip(shape, padded, self.even, strict=True)])
 
 
 def _value(
-    shape, itemsize: int, axes: Axes, dims, paddings, fixed, minor: int | None, network: Network, owing
+    frame: _Frame, order: tuple[int, ...], itemsize: int, fixed: tuple[int, ...], owing: Pending
 ) -> _Value:
     """Values share a space in which all bytes can be divided: the dims that are split evenly are there as
     long as all axes need, and each value has the part of it that its own dims divide. Over many axes, where
     there are very many layouts, those dims are as short as they can be instead.
     """
+    axes, network = frame.axes, frame.network
+    shape, paddings = tuple([frame.shape[d] for d in order]), [frame.paddings[d] for d in order]
+    fixed = tuple([fixed[d] for d in order])
+    dims = tuple([i for i, d in enumerate(order) if d in frame.dims])
+    minor = order.index(frame.minor) if frame.minor in order else None
     counts = _counts(network)
     split = [d in dims and bool(paddings[d]) for d in range(len(shape))]
     even = tuple([not splits or paddings[d] == (shape[d],) for d, splits in enumerate(split)])
@@ -433,7 +408,9 @@ def _value(
     ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * counts[axes]
     shared = math.gcd(ours, theirs)
     stretch = (1, 1) if minor is None else (lengths[minor], shape[minor])
-    return _Value(_scale(part, ours // shared, theirs // shared, stretch), shape, itemsize, even)
+    scale = _scale(part, ours // shared, theirs // shared, stretch)
+    numbers = frame.numbers.setdefault((order, space.like or space), {})
+    return _Value(scale, order, shape, itemsize, even, numbers)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -459,13 +436,13 @@ def _counts(network: Network) -> Counts:
 
 
 @lru_cache(maxsize=1 << 14)
-def _paddings(size: int, before: int, after: int, axes: Axes, counts: Counts) -> tuple[int, ...]:
-    """The sizes to which a dim may be padded: as it is before and after, 0 where it is not split, and so that
-    axes make no more blocks of it than it has rows, or had.
+def _paddings(size: int, split: tuple[int, ...], axes: Axes, counts: Counts) -> tuple[int, ...]:
+    """The sizes to which a dim may be padded: as it is before or after, where it is split, and so that axes
+    make no more blocks of it than it has rows, or had.
     """
-    most, split = max(size, before, after), {before, after} - {0}
+    most = max((size, *split))
     rounded = {round_up(size, count) for count in _counts_of_subsets(axes, counts) if count <= most}
-    return tuple(sorted(split | rounded))
+    return tuple(sorted({*split} | rounded))
 
 
 @lru_cache
@@ -475,11 +452,7 @@ def _counts_of_subsets(axes: Axes, counts: Counts) -> list[int]:
 
 
 def _dims(
-    before: tuple[int, ...],
-    after: tuple[int, ...],
-    shape: tuple[int, ...],
-    paddings: Sequence[tuple[int, ...]],
-    few: bool,
+    used: list[int], shape: tuple[int, ...], paddings: Sequence[tuple[int, ...]], few: bool
 ) -> tuple[int, ...]:
     """The dims that may be split on the way: all, if these are not many and even; else those that are split
     before or after, and one more that all axes divide, or two.
@@ -488,7 +461,6 @@ def _dims(
     being scattered then; an all_to_all brings y to dim 0. (More dims would win a little only where several
     are uneven, and cost the search much.)
     """
-    used = [d for d in range(len(shape)) if before[d] or after[d]]
     others = [d for d in range(len(shape)) if d not in used and shape[d] > 1]
     if (
         not few

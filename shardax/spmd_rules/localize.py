@@ -108,11 +108,8 @@ def reduced_pending(factors: Factors, splits: Splits) -> Pending:
     >>> reduced_pending(bind(parse("m k+ -> m"), ((2, 4),), ((2,),)), {"k": Split(("x",), 4)})
     (('x', 'sum'),)
     """
-    return tuple(
-        sorted(
-            {(axis, factors.type_of(f)) for f in factors.reduced if f in splits for axis in splits[f].axes}
-        )
-    )
+    owed = {(axis, factors.type_of(f)) for f in factors.reduced if f in splits for axis in splits[f].axes}
+    return tuple(sorted(owed))
 
 
 def run_local(entry: Entry, local: Local, factors: Factors, shards: Sequence[Any]) -> list[Any]:

@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import combinations
 from types import MappingProxyType
 
 Shape = tuple[int, ...]
@@ -77,6 +78,12 @@ class Factors:
         """Whether a factor stands twice on one tensor."""
         each = ([f for dim in tensor for f in dim] for tensor in self.tensors)
         return any(len(set(factors)) < len(factors) for factors in each)
+
+    @cached_property
+    def all_meet(self) -> bool:
+        """Whether any two factors stand together on some tensor, as they mostly do."""
+        each = [{f for dim in tensor for f in dim} for tensor in self.tensors]
+        return all(any(pair <= tensor for tensor in each) for pair in map(set, combinations(self.sizes, 2)))
 
     @cached_property
     def window_groups(self) -> tuple[tuple[str, ...], ...]:
