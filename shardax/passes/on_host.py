@@ -10,7 +10,7 @@ the host's memory, and what it is of is free then. Numbers that are computed wit
 device, where they are not in a call.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,24 @@ def called(jaxpr):
     given = {v for part in parts for v in _reads(part)} | set(variables(opened.outvars))
     for part in parts:
         new += _call(part, makers, given) if isinstance(part, Segment) else [part]
-    return _jax.replaced_eqns(jaxpr, new)
+    sent = {makers[v].invars[0] for each in found for v in each.reads() if v in makers and v.aval.shape}
+    return _jax.with_eqns_and_results(jaxpr, *_stored(new, opened.outvars, sent))
+
+
+def _stored(eqns: Sequence[Any], results: Sequence[Any], sent: Collection[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations and results, what is sent behind a barrier for all who read it. (XLA would make it anew for the norm of all
+    gradients, in which it fuses its cast, and keep for that of what it is cast.)
+    """
+    stored: dict[Any, Any] = {}
+    read = lambda atom: atom if _jax.is_literal(atom) else stored.get(atom, atom)  # noqa: E731
+    new = []
+    for eqn in eqns:
+        new.append(eqn.replace(invars=list(map(read, eqn.invars))))
+        for v in sent.intersection(eqn.outvars):
+            barrier = lambda x: lax.optimization_barrier(x)  # noqa: E731  (traced anew)
+            eqns, (stored[v],) = equations_like(eqn, barrier, [v])
+            new += eqns
+    return new, list(map(read, results))
 
 
 def _reads(part) -> list[Any]:
