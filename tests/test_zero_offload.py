@@ -344,8 +344,9 @@ def test_nothing_is_sent_in_the_memory_of_the_host():
     assert plan.memory().host == pytest.approx(sum(zero.resident(plan).hosted.values()), rel=0.05)
 
 
+@pytest.mark.parametrize("update_on", ["device", "host"])
 @pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, BOTH)])
-def test_made_at_host(stage, offload):
+def test_made_at_host(stage, offload, update_on):
     """A state of `init` is where the step takes it, and the step is compiled once."""
     mesh, tx = make_mesh({"data": 4}), optax.adam(1e-2)
     params = {name: jnp.full(shape, 0.1, "float32") for name, shape in {"w": (2, 7, 9), "b": (2, 9)}.items()}
@@ -356,7 +357,9 @@ def test_made_at_host(stage, offload):
         return (jax.lax.scan(layer, x_BM, params)[0] ** 2).mean()
 
     how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
-    step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", stage, offload=offload)], **how)
+    step = sx.shard_jit(
+        step_of(loss, tx), transforms=[Zero("data", stage, offload=offload, update_on=update_on)], **how
+    )
     x_BM = np.ones((8, 7), "float32")
     rests = sx.abstract_state(step, jax.eval_shape(lambda: state), x_BM)
     for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(rests), strict=True):
@@ -369,8 +372,9 @@ def test_made_at_host(stage, offload):
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("update_on", ["device", "host"])
 @pytest.mark.parametrize("model, hidden, rows", [(22, 18, 22), (21, 42, 42)])
-def test_nothing_is_resharded_at_the_host(model, hidden, rows, quick_compilation):
+def test_nothing_is_resharded_at_the_host(model, hidden, rows, update_on, quick_compilation):
     """Another axis splits a dim of a parameter whose size the program pads further where the batch has it: the
     parameter is brought first.
     """
@@ -387,7 +391,8 @@ def test_nothing_is_resharded_at_the_host(model, hidden, rows, quick_compilation
 
     for offload in (), BOTH:
         how = {"mesh": mesh, "in_shardings": ((specs, None), P(("model", "data"))), "donate_argnums": 0}
-        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 3, offload=offload)], **how)
+        zero = Zero("data", 3, offload=offload, update_on=update_on if offload else "device")
+        step = sx.shard_jit(step_of(loss, tx), transforms=[zero], **how)
         state = sx.zero.init(tx, params, mesh, "data", 3, requested=specs, bucket=0, offload=offload)
         for _ in range(2):
             state, value = step(state, x_BM)

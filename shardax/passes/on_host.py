@@ -1,6 +1,6 @@
 """On host: what the host computes of one array is one call, of arrays that are in its memory.
 
-    g_host = send(g)                         g_host = send(barrier(send(g)))
+    g_host = send(g)                         g = barrier(g);  g_host = send(barrier(send(g)))
     m = b m + g_host       (on the host) ->  m, u = call(m, g_host)
     u = m / sqrt(v)        (on the host)
 
@@ -27,55 +27,45 @@ def called(jaxpr):
     """The same jaxpr, closed or open, and its bodies, with such calls."""
     opened = _jax.closed(jaxpr).jaxpr
     eqns = [_jax.with_bodies(eqn, called) for eqn in opened.eqns]
-    computed = [eqn for eqn in eqns if is_computed_there(eqn)]
-    if not computed:
+    found = _computed(eqns, opened.outvars)
+    if not found:
         return _jax.replaced_eqns(jaxpr, eqns)
-    roots = {v for eqn in computed for v in eqn.invars if is_at_host(v)} - {
-        v for eqn in computed for v in eqn.outvars
-    }
-    found = [each for each in segments(eqns, roots, opened.outvars) if is_computed_there(each.eqns[-1])]
-    makers = {eqn.outvars[0]: eqn for eqn in eqns if moves(eqn)}
+    sends = {eqn.outvars[0]: eqn for eqn in eqns if moves(eqn) and eqn.outvars[0].aval.shape}
     parts, new = in_order(eqns, found), []
-    given = {v for part in parts for v in _reads(part)} | set(variables(opened.outvars))
+    read = {v for part in parts for v in _reads(part)} | set(variables(opened.outvars))
     for part in parts:
-        new += _call(part, makers, given) if isinstance(part, Segment) else [part]
-    sent = {makers[v].invars[0] for each in found for v in each.reads() if v in makers and v.aval.shape}
-    return _jax.with_eqns_and_results(jaxpr, *_stored(new, opened.outvars, sent))
+        new += _call(part, sends, read) if isinstance(part, Segment) else [part]
+    sent = {sends[v].invars[0] for each in found for v in each.reads() if v in sends}
+    return _jax.with_eqns_and_results(jaxpr, *_made_once(new, opened.outvars, sent))
 
 
-def _stored(eqns: Sequence[Any], results: Sequence[Any], sent: Collection[Any]) -> tuple[list[Any], list[Any]]:
-    """The equations and results, what is sent behind a barrier for all who read it. (XLA would make it anew for the norm of all
-    gradients, in which it fuses its cast, and keep for that of what it is cast.)
-    """
-    stored: dict[Any, Any] = {}
-    read = lambda atom: atom if _jax.is_literal(atom) else stored.get(atom, atom)  # noqa: E731
-    new = []
-    for eqn in eqns:
-        new.append(eqn.replace(invars=list(map(read, eqn.invars))))
-        for v in sent.intersection(eqn.outvars):
-            barrier = lambda x: lax.optimization_barrier(x)  # noqa: E731  (traced anew)
-            eqns, (stored[v],) = equations_like(eqn, barrier, [v])
-            new += eqns
-    return new, list(map(read, results))
+def is_on_host(eqn) -> bool:
+    """Whether the host computes what an equation makes of each element."""
+    return is_elementwise(eqn) and is_at_host(eqn.outvars[0])
+
+
+def _computed(eqns: Sequence[Any], results: Sequence[Any]) -> list[Segment]:
+    """What the host computes, by arrays."""
+    computed = list(filter(is_on_host, eqns))
+    made = {eqn.outvars[0] for eqn in computed}
+    roots = {v for eqn in computed for v in eqn.invars if is_at_host(v)} - made
+    return [each for each in segments(eqns, roots, results) if is_on_host(each.eqns[-1])]
 
 
 def _reads(part) -> list[Any]:
     return part.reads() if isinstance(part, Segment) else variables(part.invars)
 
 
-def is_computed_there(eqn) -> bool:
-    """Whether the host computes what an equation makes of each element."""
-    return is_elementwise(eqn) and is_at_host(eqn.outvars[0])
+def _call(segment: Segment, sends: Mapping[Any, Any], read: Collection[Any]) -> list[Any]:
+    """The equations of a segment, as one call, which gives what is `read` outside of it.
 
-
-def _call(segment: Segment, makers: Mapping[Any, Any], given: Collection[Any]) -> list[Any]:
-    """The equations of a segment, as one call, which gives what is read outside of it."""
-    eqns, there, results = [], {}, [v for v in segment.made if v in given]
-    for v in segment.reads():
-        if v in makers and v.aval.shape:
-            new, (there[v],) = equations_like(makers[v], lambda x: _there(x), [v])  # (traced anew)
-            eqns += new
-    operands = segment.reads()
+    sends: by copies at the host the equations that make them.
+    """
+    eqns, operands, results = [], segment.reads(), [v for v in segment.made if v in read]
+    there = {}
+    for v in filter(sends.__contains__, operands):
+        new, (there[v],) = equations_like(sends[v], lambda x: _at_host(x), [v])  # (each time new variables)
+        eqns += new
 
     def run(*values):
         env = dict(zip(operands, values, strict=True))
@@ -88,6 +78,24 @@ def _call(segment: Segment, makers: Mapping[Any, Any], given: Collection[Any]) -
     return [*eqns, *equations_of(jax.jit(run), atoms, results, segment.eqns[-1])]
 
 
-def _there(x) -> Any:
-    """A value that is at the host, in fact. XLA forgets behind a barrier where it is, and has to be told."""
+def _at_host(x) -> Any:
+    """A copy that XLA makes. It forgets behind a barrier in which memory that is, and has to be told."""
     return jax.device_put(lax.optimization_barrier(x), HOST)
+
+
+def _made_once(eqns: Sequence[Any], results: Sequence[Any], sent: set[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations and results, of which others read what is sent behind a barrier. (XLA would fuse casts of
+    gradients into their norm, which comes late, and keep what they are cast from beside what is sent.)
+    """
+    behind: dict[Any, Any] = {}
+
+    def now(atom):
+        return atom if _jax.is_literal(atom) else behind.get(atom, atom)
+
+    new = []
+    for eqn in eqns:
+        new.append(eqn.replace(invars=list(map(now, eqn.invars))))
+        for v in sent.intersection(eqn.outvars):
+            barrier, (behind[v],) = equations_like(eqn, lambda x: lax.optimization_barrier(x), [v])
+            new += barrier
+    return new, list(map(now, results))

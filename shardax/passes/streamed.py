@@ -25,7 +25,7 @@ from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
 from shardax.passes.blocks import Block, Blocks, blocks, put
 from shardax.passes.moves import DEVICE, WHOLE, brings, is_at_host, moves, nbytes, variables
-from shardax.passes.on_host import is_computed_there
+from shardax.passes.on_host import is_on_host
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
 
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
@@ -142,7 +142,9 @@ class _Update:
 
 
 def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
-    """Those of what is brought from the host and goes back, but for the smallest."""
+    """Those of what is brought from the host and goes back, but for the smallest. (What the host
+    updates stays there.)
+    """
     roots = {eqn.outvars[0] for eqn in eqns if brings(eqn)}
     elementwise = {eqn.outvars[0] for eqn in eqns if is_elementwise(eqn)}
     roots |= {
@@ -157,7 +159,7 @@ def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
     makers = {eqn.outvars[0]: eqn for eqn in eqns if moves(eqn) or eqn.primitive is lax.dynamic_slice_p}
     sends = list(filter(moves, eqns))
     made = (_update(each, makers, sends, readers) for each in segments(eqns, roots, results))
-    found = [update for update in made if update.moved and not is_computed_there(update.segment.eqns[-1])]
+    found = [each for each in made if each.moved and not is_on_host(each.segment.eqns[-1])]
     left = sum(update.moved for update in found) / WHOLE
     small = set()
     for update in sorted(found, key=lambda update: update.moved):

@@ -106,10 +106,10 @@ class _Run:
         jaxpr = self.closed.jaxpr
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
-        self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left], self._adds_tail)
+        self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left], self._stays)
         self.resting = _resting(jaxpr.eqns, self.wanted)
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
-        self.readers = _readers(jaxpr.eqns, kept, self.wanted, self._adds_tail)
+        self.readers = _readers(jaxpr.eqns, kept, self.wanted, self._stays)
         found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
         for part in in_order(jaxpr.eqns, found):
             if isinstance(part, Segment):
@@ -179,6 +179,10 @@ class _Run:
         """Whether the host itself makes a padded array of one."""
         return self.how.on_host and is_tail(eqn.primitive.name, eqn.source_info.name_stack)
 
+    def _stays(self, eqn) -> bool:
+        """Whether an equation, which annotates its operand or adds a tail, leaves it in the host's memory."""
+        return eqn.primitive is annotate_p or self._adds_tail(eqn)
+
     def _of_padded(self, eqn) -> Any:
         """The result of an equation, where it cuts or annotates what the host has padded."""
         (v, *_), out = eqn.invars, eqn.outvars[0]
@@ -201,7 +205,9 @@ class _Run:
             self._see_rest(eqn)
             made: Sequence[Any] = ()
         elif eqn.outvars[0] in self.wanted and self._adds_tail(eqn):
-            made = bound(_jax.on_host(eqn), [self.at_host(eqn.invars[0]), *map(self.on_device, eqn.invars[1:])])
+            made = bound(
+                _jax.on_host(eqn), [self.at_host(eqn.invars[0]), *map(self.on_device, eqn.invars[1:])]
+            )
         elif held and name in _BODIES:
             made = _BODIES[name](self, eqn, set(held))
         else:
@@ -232,13 +238,13 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [v for v in atoms if not _jax.is_literal(v)]
 
 
-def _wanted(eqns: Sequence[Any], left: Sequence[Any], adds_tail: Callable[[Any], bool]) -> set[Any]:
-    """The variables whose values the host is to have: results, and what an annotation alone, or a tail that it
-    adds itself, is between.
+def _wanted(eqns: Sequence[Any], left: Sequence[Any], stays: Callable[[Any], bool]) -> set[Any]:
+    """The variables whose values the host is to have: results, and those of which it is to have what an
+    equation makes that `stays` there.
     """
     wanted = set(_variables(left))
     for eqn in reversed(eqns):
-        if eqn.outvars and eqn.outvars[0] in wanted and (eqn.primitive is annotate_p or adds_tail(eqn)):
+        if stays(eqn) and eqn.outvars[0] in wanted:
             wanted.update(_variables(eqn.invars[:1]))
     return wanted
 
@@ -259,17 +265,17 @@ def _same_rows(a, b) -> bool:
 
 
 def _readers(
-    eqns: Sequence[Any], kept: Sequence[Any], wanted: set[Any], adds_tail: Callable[[Any], bool]
+    eqns: Sequence[Any], kept: Sequence[Any], wanted: set[Any], stays: Callable[[Any], bool]
 ) -> Mapping[Any, set[int]]:
-    """Which equations read a variable on the device, by their `id`; 0 where it is a result there. Annotations
-    of what the host is to have are none, nor tails that it adds.
+    """Which equations read a variable on the device, by their `id`; 0 where it is a result there. Those of
+    what the host is to have that `stays` there are none.
     """
     readers = defaultdict(set)
     for v in kept:
         if not _jax.is_literal(v):
             readers[v].add(0)
     for eqn in eqns:
-        if not (eqn.outvars and eqn.outvars[0] in wanted and (eqn.primitive is annotate_p or adds_tail(eqn))):
+        if not (stays(eqn) and eqn.outvars[0] in wanted):
             for v in eqn.invars:
                 if not _jax.is_literal(v):
                     readers[v].add(id(eqn))
