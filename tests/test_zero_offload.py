@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -526,9 +528,14 @@ def compiled(mesh, name: str, stage: int, offload) -> dict[str, int]:
         state = sx.zero.init(tx, params, mesh, "data", stage)
     how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
     step = sx.shard_jit(step, transforms=[Zero("data", stage, offload=offload, update_on=on)], **how)
-    found = step.lower(sx.abstract_state(step, state, x_BM), x_BM).compile().memory_analysis()
+    lowered = step.lower(sx.abstract_state(step, state, x_BM), x_BM)
+    with tempfile.TemporaryDirectory() as at:
+        how = {"xla_dump_to": at, "xla_dump_hlo_as_text": True}
+        found = lowered.compile(compiler_options=how).memory_analysis()
+        (assignment,) = Path(at).glob("*jit_step*.after_optimizations-buffer-assignment.txt")
+        (temporaries,) = re.findall(r": size (\d+), preallocated-temp:", assignment.read_text()) or ["0"]
     return {
-        "device": found.argument_size_in_bytes + found.temp_size_in_bytes,
+        "device": found.argument_size_in_bytes + int(temporaries),
         "in use": found.peak_memory_in_bytes - found.host_argument_size_in_bytes,
         "host": found.host_argument_size_in_bytes,
         "temporaries at the host": found.host_temp_size_in_bytes,

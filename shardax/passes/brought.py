@@ -251,6 +251,7 @@ class _Emitter:
         self.new: list[Any] = []
         self.env: dict[Any, Any] = {}
         self.made: dict[Any, Any] = {}
+        self.last: list[Any] = []
 
     def now(self, atom) -> Any:
         return atom if _jax.is_literal(atom) else self.env.get(atom, atom)
@@ -260,11 +261,11 @@ class _Emitter:
         source, first = bring.source, bring.reads[0][1]
         if bring.after is not None:
             wait = lambda *operands: _waiting(*operands)  # noqa: E731  (traced anew, so of new variables)
-            pair, like = [self.now(bring.after), source], self.code.eqns[bring.begin]
+            pair, like = [self.now(bring.after), source, *self.last], self.code.eqns[bring.begin]
             eqns, (self.env[bring.after], source) = equations_like(like, wait, pair)
             self.new += eqns
         self.made[bring] = self._made_of(self.code.copies[first].eqns[0], source)
-        self.copied(bring, first)
+        self.last = [self.copied(bring, first)]
 
     def copied(self, bring: _Bring, v) -> Any:
         x = self.made[bring]
@@ -287,9 +288,9 @@ def _of(eqn, x) -> Any:
     return eqn.replace(invars=atoms, outvars=[_jax.new_variable(eqn.outvars[0].aval)])
 
 
-def _waiting(x, at_host):
+def _waiting(x, at_host, *last):
     """Both, the array at the host as soon as there is `x`. XLA forgets behind a barrier where an array is,
     and has to be told.
     """
-    x, at_host = lax.optimization_barrier((x, at_host))
+    x, at_host, *_ = lax.optimization_barrier((x, at_host, *last))
     return x, jax.device_put(at_host, HOST)

@@ -250,12 +250,12 @@ def _wanted(eqns: Sequence[Any], left: Sequence[Any], stays: Callable[[Any], boo
 
 
 def _resting(eqns: Sequence[Any], wanted: Collection[Any]) -> dict[Any, Any]:
-    """By the variables that the host is to have the annotations of what they are then, where it is split."""
+    """By the variables that the host is to have the annotations of what they are then, split or whole."""
     found: dict[Any, Any] = {}
     for eqn in reversed(eqns):
         if eqn.primitive is annotate_p and eqn.outvars[0] in wanted:
             (v,), (out,) = eqn.invars, eqn.outvars
-            last = found.get(out, eqn if any(eqn.params["dims"]) else None)
+            last = found.get(out, None if None in eqn.params["dims"] else eqn)
             found |= {} if last is None or _jax.is_literal(v) else {v: last}
     return found
 
