@@ -12,7 +12,7 @@ loop: what is sent of one overlaps with what is brought of the other.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from shardax import _jax
 from shardax.annotations.explicit import memory_of
 from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
-from shardax.passes.blocks import Block, Blocks, blocks, put
+from shardax.passes.blocks import Block, Blocks, Part, blocks, put
 from shardax.passes.moves import DEVICE, WHOLE, brings, is_at_host, moves, nbytes, variables
 from shardax.passes.on_host import is_on_host
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
@@ -104,28 +104,41 @@ class _Update:
 
     makers: of variables that only it reads the equations that copy them from the other memory, or cut them
       out of another array.
+    cuts: of variables that are copies of a part of an array at the host the equations that cut that out,
+      along one dim.
     sent: by copies of results in the other memory what they are copies of.
     kept: results that something else reads.
     """
 
     segment: Segment
     makers: Mapping[Any, Any]
+    cuts: Mapping[Any, Any]
     sent: Mapping[Any, Any]
     kept: Sequence[Any]
-    eqns: Sequence[Any]
+    own: Sequence[Any]
 
     @property
     def made(self) -> list[Any]:
         return [*self.sent, *self.kept]
 
     def reads(self) -> list[Any]:
-        read = ([v] if v not in self.makers else self.makers[v].invars for v in self.segment.reads())
+        makers = {**self.makers, **self.cuts}
+        read = (makers[v].invars if v in makers else [v] for v in self.segment.reads())
         return list(dict.fromkeys(v for atoms in read for v in variables(atoms)))
 
     def source(self, v) -> Any:
-        """What a variable that the segment reads is a copy of; or itself."""
-        eqn = self.makers.get(v)
-        return eqn.invars[0] if eqn is not None and moves(eqn) else v
+        """What a variable that the segment reads is a copy of, or of a part of; or itself."""
+        eqn = self.cuts.get(v, self.makers.get(v))
+        is_copy = v in self.cuts or eqn is not None and moves(eqn)
+        return eqn.invars[0] if is_copy else v
+
+    @property
+    def eqns(self) -> list[Any]:
+        return [*self.cuts.values(), *self.own]
+
+    def uncut(self) -> "_Update":
+        """The same, of parts that the host cuts out."""
+        return replace(self, cuts={})
 
     @property
     def hosted(self) -> list[Any]:
@@ -133,8 +146,11 @@ class _Update:
         return [v for v in self.segment.reads() if v.aval.shape and is_at_host(self.source(v))]
 
     def blocks(self, most: int) -> Blocks | None:
-        """Of at most so many bytes in each array, if there are such."""
-        return blocks(self.segment.shape, [v.aval.dtype.itemsize for v in self.hosted], most)
+        """Of at most so many bytes in each array, if there are such; where it reads parts, along their dim."""
+        dims = {cut_dim(eqn) for eqn in self.cuts.values()}
+        if len(dims) > 1:
+            return None
+        return blocks(self.segment.shape, [v.aval.dtype.itemsize for v in self.hosted], most, *dims)
 
     @property
     def moved(self) -> int:
@@ -173,12 +189,27 @@ def _update(
 ) -> _Update:
     inner = {id(eqn) for eqn in segment.eqns}
     own = {v: makers[v] for v in segment.reads() if v in makers and readers[v] <= inner}
+    cuts = {v: makers[eqn.invars[0]] for v, eqn in own.items() if _is_of_part(eqn, makers, readers)}
     made = set(segment.made)
     its = [eqn for eqn in sends if eqn.invars[0] in made]
     inner |= {id(eqn) for eqn in its}
     sent = {eqn.outvars[0]: eqn.invars[0] for eqn in its}
     kept = [v for v in segment.made if readers[v] - inner]
-    return _Update(segment, own, sent, kept, [*own.values(), *segment.eqns, *its])
+    return _Update(segment, own, cuts, sent, kept, [*own.values(), *segment.eqns, *its])
+
+
+def _is_of_part(eqn, makers: Mapping[Any, Any], readers: Mapping[Any, set[int]]) -> bool:
+    """Whether an equation alone brings a part of an array at the host, cut along one dim."""
+    (part,) = eqn.invars[:1]
+    is_part = brings(eqn) and part in makers and makers[part].primitive is lax.dynamic_slice_p
+    return is_part and cut_dim(makers[part]) is not None and readers[part] == {id(eqn)}
+
+
+def cut_dim(eqn) -> int | None:
+    """Along which dim a `dynamic_slice` cuts, if it is one."""
+    sizes = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
+    dims = [dim for dim, (whole, part) in enumerate(sizes) if whole != part]
+    return dims[0] if len(dims) == 1 else None
 
 
 def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
@@ -186,8 +217,10 @@ def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
     most = sum(update.moved for update in updates) // BLOCK
     by_depth: dict[int, list[_Streaming]] = defaultdict(list)
     for update in updates:
-        if (cut := update.blocks(most)) is not None:
-            by_depth[update.segment.depth].append(_Streaming(update, cut))
+        for each in (update, update.uncut()):
+            if (cut := each.blocks(most)) is not None:
+                by_depth[update.segment.depth].append(_Streaming(each, cut))
+                break
     found = []
     for each in by_depth.values():
         each.sort(key=lambda one: one.blocks.count)
@@ -223,7 +256,13 @@ class _Streaming:
             eqn = update.makers.get(v)
             is_cut = eqn is not None and not moves(eqn)
             values[v] = self._cut_late(eqn, env) if is_cut else env[update.source(v)]
-        return {v: x.reshape(self.blocks.view) if x.shape else x for v, x in values.items()}
+        return {v: x.reshape(self.blocks.viewed(x.shape)) if x.shape else x for v, x in values.items()}
+
+    def parts(self, env: Mapping[Any, Any]) -> dict[Any, Part]:
+        """Of what is read of a part of an array, which."""
+        starts = {v: eqn.invars[1 + cut_dim(eqn)] for v, eqn in self.update.cuts.items()}
+        begins = {v: a.val if _jax.is_literal(a) else env[a] for v, a in starts.items()}
+        return {v: Part(cut_dim(eqn), begins[v]) for v, eqn in self.update.cuts.items()}
 
     def _cut_late(self, eqn, env: Mapping[Any, Any]) -> Any:
         late = _nothing_of(env[v] for v in self.update.segment.reads() if v not in self.update.makers)
@@ -235,10 +274,18 @@ class _Streaming:
         pairs = zip(self.update.made, places, strict=True)
         return [jnp.zeros(self.blocks.view, v.aval.dtype) if old is None else values[old] for v, old in pairs]
 
-    def step(self, values: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: Block):
-        """The results with one more block, of the values that the segment reads."""
+    def step(
+        self,
+        values: Mapping[Any, Any],
+        parts: Mapping[Any, Part],
+        done: Sequence[Any],
+        places: Sequence[Any],
+        block: Block,
+    ):
+        """The results with one more block, of the values that the segment reads, some in `parts` of them."""
         now = {**values, **dict(zip(places, done, strict=True))}
-        env = {v: put(block.read(x) if x.shape else x, memory_of(v.aval)) for v in values for x in [now[v]]}
+        blocks = {v: block.read(now[v], parts.get(v)) if now[v].shape else now[v] for v in values}
+        env = {v: put(x, memory_of(v.aval)) for v, x in blocks.items()}
         for eqn in self.update.segment.eqns:
             env[eqn.outvars[0]] = _of_block(eqn, env, block)
         sent = self.update.sent
@@ -294,7 +341,7 @@ class _Together:
             env = dict(zip(operands, values, strict=True))
             read = [each.values(env) for each in self.streams]
             triples = list(zip(self.streams, read, places, strict=True))
-            steps = [partial(each.step, own, places=place) for each, own, place in triples]
+            steps = [partial(each.step, own, each.parts(env), places=place) for each, own, place in triples]
             state = self._run(steps, [each.begun(own, place) for each, own, place in triples])
             made = zip(self.made, (x for done in state for x in done), strict=True)
             return [put(x.reshape(v.aval.shape), memory_of(v.aval)) for v, x in made]

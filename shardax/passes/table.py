@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
-from shardax.passes import brought, combine, cpu, dead, on_host, share, streamed, tpu
+from shardax.passes import brought, combine, cpu, dead, in_turn, on_host, share, streamed, tpu
 from shardax.sharding import AxisSizes
 from shardax.validation import require
 
@@ -48,11 +48,16 @@ class Pass(Protocol):
     def __call__(self, jaxpr: Any, context: PassContext, /) -> Any: ...
 
 
+def _hosted(jaxpr) -> Any:
+    """What rests at the host."""
+    return in_turn.in_turn(on_host.called(brought.brought(streamed.streamed(jaxpr))))
+
+
 PASSES: dict[str, Pass] = {
     "dead": lambda jaxpr, context: dead.dropped(jaxpr),
     "share": lambda jaxpr, context: share.shared(jaxpr),
     "combine": lambda jaxpr, context: combine.combined(jaxpr, context.sizes),
-    "streamed": lambda jaxpr, context: on_host.called(brought.brought(streamed.streamed(jaxpr))),
+    "streamed": lambda jaxpr, context: _hosted(jaxpr),
 }
 """Those that run where a program is planned."""
 
