@@ -3,8 +3,8 @@
     a = all_gather(x);  a_host = send(a)         a = all_gather(x);               a_host = send(a)
     b = all_gather(y);  b_host = send(b)   ->    b = all_gather(barrier(y, a_host));  b_host = send(b)
 
-New parameters that rest whole are gathered so (stages 1 and 2 of ZeRO). XLA would gather all of them before it
-sends the first.
+New parameters that rest whole are gathered so (stages 1 and 2 of ZeRO). XLA would gather all of them before
+it sends the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,24 +20,38 @@ from shardax.passes.moves import is_at_host, moves, nbytes, variables
 def in_turn(jaxpr):
     """The same jaxpr, closed or open, and its bodies, with such arrays in turn."""
     eqns = [_jax.with_bodies(eqn, in_turn) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
-    sends = {eqn.invars[0]: eqn.outvars[0] for eqn in eqns if moves(eqn) and is_at_host(eqn.outvars[0])}
-    return _jax.replaced_eqns(jaxpr, _ordered(eqns, sends))
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    after: dict[int, list[Any]] = {}
+    last: list[Any] = []
+    for eqn in filter(sends, eqns):
+        large = put_together(eqn, makers)
+        if large is not None:
+            after[id(large)], last = last, eqn.outvars
+    return _jax.replaced_eqns(jaxpr, _ordered(eqns, after))
 
 
-def _ordered(eqns: Sequence[Any], sends: Mapping[Any, Any]) -> list[Any]:
-    """The equations, each that makes something larger, to be sent, after the array before is sent."""
-    new, last = [], None
+def sends(eqn) -> bool:
+    return moves(eqn) and is_at_host(eqn.outvars[0])
+
+
+def put_together(send, makers: Mapping[Any, Any]) -> Any:
+    """What makes the array that is sent larger than what that is made of; other equations may cut it then."""
+    eqn = makers.get(send.invars[0])
+    while eqn is not None:
+        read = variables(eqn.invars)
+        if read and nbytes(eqn.outvars[0]) > sum(map(nbytes, read)):
+            return eqn
+        eqn = makers.get(read[0]) if len(read) == 1 else None
+    return None
+
+
+def _ordered(eqns: Sequence[Any], after: Mapping[int, Sequence[Any]]) -> list[Any]:
+    """The equations, those in `after`, by their numbers, behind copies."""
+    new = []
     for eqn in eqns:
-        if len(eqn.outvars) == 1 and eqn.outvars[0] in sends and _enlarges(eqn):
-            if last is not None:
-                wait = lambda *operands: lax.optimization_barrier(operands)[0]  # noqa: E731  (traced anew)
-                waits, made = equations_like(eqn, wait, [eqn.invars[0], last])
-                new, eqn = [*new, *waits], eqn.replace(invars=[*made, *eqn.invars[1:]])
-            last = sends[eqn.outvars[0]]
+        if copies := after.get(id(eqn), ()):
+            wait = lambda *operands: lax.optimization_barrier(operands)[0]  # noqa: E731  (traced anew)
+            waits, operand = equations_like(eqn, wait, [eqn.invars[0], *copies])
+            new, eqn = [*new, *waits], eqn.replace(invars=[*operand, *eqn.invars[1:]])
         new.append(eqn)
     return new
-
-
-def _enlarges(eqn) -> bool:
-    arrays = variables(eqn.invars)
-    return bool(arrays) and nbytes(eqn.outvars[0]) > sum(map(nbytes, arrays))

@@ -26,6 +26,7 @@ from shardax.graph.evaluate import bound
 from shardax.passes.blocks import Block, Blocks, Part, blocks, put
 from shardax.passes.moves import DEVICE, WHOLE, brings, is_at_host, moves, nbytes, variables
 from shardax.passes.on_host import is_on_host
+from shardax.passes.parts import Cut, cut_of
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
 
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
@@ -104,15 +105,14 @@ class _Update:
 
     makers: of variables that only it reads the equations that copy them from the other memory, or cut them
       out of another array.
-    cuts: of variables that are copies of a part of an array at the host the equations that cut that out,
-      along one dim.
+    cuts: of variables that are copies of a part of an array at the host how that is cut out.
     sent: by copies of results in the other memory what they are copies of.
     kept: results that something else reads.
     """
 
     segment: Segment
     makers: Mapping[Any, Any]
-    cuts: Mapping[Any, Any]
+    cuts: Mapping[Any, Cut]
     sent: Mapping[Any, Any]
     kept: Sequence[Any]
     own: Sequence[Any]
@@ -122,19 +122,23 @@ class _Update:
         return [*self.sent, *self.kept]
 
     def reads(self) -> list[Any]:
-        makers = {**self.makers, **self.cuts}
-        read = (makers[v].invars if v in makers else [v] for v in self.segment.reads())
-        return list(dict.fromkeys(v for atoms in read for v in variables(atoms)))
+        return list(dict.fromkeys(v for each in self.segment.reads() for v in self._reads(each)))
+
+    def _reads(self, v) -> list[Any]:
+        if v in self.cuts:
+            return self.cuts[v].reads
+        return variables(self.makers[v].invars) if v in self.makers else [v]
 
     def source(self, v) -> Any:
         """What a variable that the segment reads is a copy of, or of a part of; or itself."""
-        eqn = self.cuts.get(v, self.makers.get(v))
-        is_copy = v in self.cuts or eqn is not None and moves(eqn)
-        return eqn.invars[0] if is_copy else v
+        if v in self.cuts:
+            return self.cuts[v].source
+        eqn = self.makers.get(v)
+        return eqn.invars[0] if eqn is not None and moves(eqn) else v
 
     @property
     def eqns(self) -> list[Any]:
-        return [*self.cuts.values(), *self.own]
+        return [*(eqn for cut in self.cuts.values() for eqn in cut.eqns), *self.own]
 
     def uncut(self) -> "_Update":
         """The same, of parts that the host cuts out."""
@@ -146,11 +150,12 @@ class _Update:
         return [v for v in self.segment.reads() if v.aval.shape and is_at_host(self.source(v))]
 
     def blocks(self, most: int) -> Blocks | None:
-        """Of at most so many bytes in each array, if there are such; where it reads parts, along their dim."""
-        dims = {cut_dim(eqn) for eqn in self.cuts.values()}
-        if len(dims) > 1:
-            return None
-        return blocks(self.segment.shape, [v.aval.dtype.itemsize for v in self.hosted], most, *dims)
+        """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim;
+        one that is to be padded along others.
+        """
+        widths = [v.aval.dtype.itemsize for v in self.hosted]
+        ways = {(None, cut.dim) if cut.fill is not None else (cut.dim, None) for cut in self.cuts.values()}
+        return None if len(ways) > 1 else blocks(self.segment.shape, widths, most, *(*ways, ())[0])
 
     @property
     def moved(self) -> int:
@@ -172,7 +177,7 @@ def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
             readers[v].add(id(eqn))
     for v in variables(results):
         readers[v].add(0)
-    makers = {eqn.outvars[0]: eqn for eqn in eqns if moves(eqn) or eqn.primitive is lax.dynamic_slice_p}
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     sends = list(filter(moves, eqns))
     made = (_update(each, makers, sends, readers) for each in segments(eqns, roots, results))
     found = [each for each in made if each.moved and not is_on_host(each.segment.eqns[-1])]
@@ -188,8 +193,8 @@ def _update(
     segment: Segment, makers: Mapping[Any, Any], sends: Sequence[Any], readers: Mapping[Any, set[int]]
 ) -> _Update:
     inner = {id(eqn) for eqn in segment.eqns}
-    own = {v: makers[v] for v in segment.reads() if v in makers and readers[v] <= inner}
-    cuts = {v: makers[eqn.invars[0]] for v, eqn in own.items() if _is_of_part(eqn, makers, readers)}
+    own = {v: makers[v] for v in segment.reads() if readers[v] <= inner and _is_late(makers.get(v))}
+    cuts = {v: cut for v, eqn in own.items() if (cut := cut_of(eqn, makers, readers)) is not None}
     made = set(segment.made)
     its = [eqn for eqn in sends if eqn.invars[0] in made]
     inner |= {id(eqn) for eqn in its}
@@ -198,18 +203,9 @@ def _update(
     return _Update(segment, own, cuts, sent, kept, [*own.values(), *segment.eqns, *its])
 
 
-def _is_of_part(eqn, makers: Mapping[Any, Any], readers: Mapping[Any, set[int]]) -> bool:
-    """Whether an equation alone brings a part of an array at the host, cut along one dim."""
-    (part,) = eqn.invars[:1]
-    is_part = brings(eqn) and part in makers and makers[part].primitive is lax.dynamic_slice_p
-    return is_part and cut_dim(makers[part]) is not None and readers[part] == {id(eqn)}
-
-
-def cut_dim(eqn) -> int | None:
-    """Along which dim a `dynamic_slice` cuts, if it is one."""
-    sizes = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
-    dims = [dim for dim, (whole, part) in enumerate(sizes) if whole != part]
-    return dims[0] if len(dims) == 1 else None
+def _is_late(eqn) -> bool:
+    """Whether an equation, if it is one, copies an array or cuts a part out of it, which may be done late."""
+    return eqn is not None and (moves(eqn) or eqn.primitive is lax.dynamic_slice_p)
 
 
 def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
@@ -260,9 +256,7 @@ class _Streaming:
 
     def parts(self, env: Mapping[Any, Any]) -> dict[Any, Part]:
         """Of what is read of a part of an array, which."""
-        starts = {v: eqn.invars[1 + cut_dim(eqn)] for v, eqn in self.update.cuts.items()}
-        begins = {v: a.val if _jax.is_literal(a) else env[a] for v, a in starts.items()}
-        return {v: Part(cut_dim(eqn), begins[v]) for v, eqn in self.update.cuts.items()}
+        return {v: cut.part(env) for v, cut in self.update.cuts.items()}
 
     def _cut_late(self, eqn, env: Mapping[Any, Any]) -> Any:
         late = _nothing_of(env[v] for v in self.update.segment.reads() if v not in self.update.makers)

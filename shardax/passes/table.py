@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
-from shardax.passes import brought, combine, cpu, dead, in_turn, on_host, share, streamed, tpu
+from shardax.passes import brought, combine, cpu, dead, in_turn, layouts, on_host, share, streamed, tpu
 from shardax.sharding import AxisSizes
 from shardax.validation import require
 
@@ -63,7 +63,7 @@ PASSES: dict[str, Pass] = {
 
 ON_PLATFORM: dict[str, Callable[[Any, Mesh | AbstractMesh], Any]] = {
     "cpu": lambda jaxpr, mesh: cpu.suited(jaxpr),
-    "tpu": tpu.suited,
+    "tpu": lambda jaxpr, mesh: tpu.suited(layouts.laid_out(jaxpr), mesh),
 }
 """Those that run where it is lowered for a platform of that name, with the mesh whose axes it names."""
 
