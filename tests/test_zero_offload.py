@@ -68,6 +68,7 @@ def planned(zero, devices=8):
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", [1, 3])
 def test_peak_falls_by_what_moved(stage):
+    """But for one new array at a time, where these are put together on the device."""
     without, _ = planned(Zero("data", stage))
     before = without.memory()
     assert before.host == 0
@@ -80,7 +81,8 @@ def test_peak_falls_by_what_moved(stage):
             for place in plan.arguments()
             if place.at_host and place.aval.shape
         )
-        assert abs(before.peak - memory.peak - moved) <= 0.02 * moved
+        together = 4 * LAYERS * MODEL * HIDDEN if (stage, offload) == (1, BOTH) else 0
+        assert -0.02 * moved <= moved - (before.peak - memory.peak) <= 0.02 * moved + together
         assert sum(memory.hosted.values()) == moved <= memory.host
         assert plan.comm_bytes == without.comm_bytes
         assert plan.estimate("v5p").host == pytest.approx(2 * moved / 16e9, rel=0.6)
@@ -290,7 +292,8 @@ def test_parameters_of_unrolled_layers_come_one_layer_ahead(stage):
     moved = sum(zero.resident(after).hosted.values())
     assert before.memory().peak - after.memory().peak >= 0.98 * moved > 0
     assert after.comm_bytes == before.comm_bytes
-    assert after.estimate("v5p").host <= 1.01 * (2 * moved + 2 * moved / 3) / 16e9  # parameters three times
+    parameters, moments = after.memory().hosted.values()
+    assert after.estimate("v5p").host <= 1.01 * (4 * parameters + 2 * moments) / 16e9
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -347,7 +350,7 @@ def test_nothing_is_sent_in_the_memory_of_the_host():
 
 
 @pytest.mark.parametrize("update_on", ["device", "host"])
-@pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, BOTH)])
+@pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (2, BOTH), (3, BOTH)])
 def test_made_at_host(stage, offload, update_on):
     """A state of `init` is where the step takes it, and the step is compiled once."""
     mesh, tx = make_mesh({"data": 4}), optax.adam(1e-2)

@@ -278,8 +278,10 @@ class _Streaming:
     ):
         """The results with one more block, of the values that the segment reads, some in `parts` of them."""
         now = {**values, **dict(zip(places, done, strict=True))}
-        blocks = {v: block.read(now[v], parts.get(v)) if now[v].shape else now[v] for v in values}
-        env = {v: put(x, memory_of(v.aval)) for v, x in blocks.items()}
+        env = {}
+        for v in values:
+            x = block.read(now[v], parts.get(v)) if now[v].shape else now[v]
+            env[v] = put(x, memory_of(v.aval))
         for eqn in self.update.segment.eqns:
             env[eqn.outvars[0]] = _of_block(eqn, env, block)
         sent = self.update.sent
