@@ -7,6 +7,7 @@ New parameters that rest whole are gathered so (stages 1 and 2 of ZeRO). XLA wou
 it sends the first.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,19 +15,21 @@ from jax import lax
 
 from shardax import _jax
 from shardax.graph.equations import equations_like
-from shardax.passes.moves import is_at_host, moves, nbytes, variables
+from shardax.passes.moves import is_at_host, moves, variables
 
 
 def in_turn(jaxpr):
     """The same jaxpr, closed or open, and its bodies, with such arrays in turn."""
     eqns = [_jax.with_bodies(eqn, in_turn) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    place = {id(eqn): n for n, eqn in enumerate(eqns)}
     after: dict[int, list[Any]] = {}
-    last: list[Any] = []
+    sent, last = -1, []
     for eqn in filter(sends, eqns):
         large = put_together(eqn, makers)
-        if large is not None:
-            after[id(large)], last = last, eqn.outvars
+        if large is not None and place[id(large)] > sent:
+            after[id(large)] = last
+            sent, last = place[id(eqn)], eqn.outvars
     return _jax.replaced_eqns(jaxpr, _ordered(eqns, after))
 
 
@@ -35,14 +38,18 @@ def sends(eqn) -> bool:
 
 
 def put_together(send, makers: Mapping[Any, Any]) -> Any:
-    """What makes the array that is sent larger than what that is made of; other equations may cut it then."""
+    """What makes the array that is sent of fewer elements than it has; other equations may cut it then."""
     eqn = makers.get(send.invars[0])
     while eqn is not None:
         read = variables(eqn.invars)
-        if read and nbytes(eqn.outvars[0]) > sum(map(nbytes, read)):
+        if read and _size(eqn.outvars[0]) > sum(map(_size, read)):
             return eqn
         eqn = makers.get(read[0]) if len(read) == 1 else None
     return None
+
+
+def _size(v) -> int:
+    return math.prod(v.aval.shape)
 
 
 def _ordered(eqns: Sequence[Any], after: Mapping[int, Sequence[Any]]) -> list[Any]:
