@@ -49,6 +49,15 @@ def test_what_is_only_cut_waits_for_nothing():
     assert in_turn(before) is before
 
 
+def test_what_is_put_together_before_another_is_sent_waits_for_nothing():
+    def f(x, y):
+        whole = [lax.pad(each, jnp.float32(0), [(0, 0, 0), (0, 48, 0)]) for each in (x, y)]
+        return [jax.device_put(each, HOST) for each in whole]
+
+    before = program(f, *[(SHARD, False)] * 2)
+    assert in_turn(before) is before
+
+
 def test_what_is_copied_lies_as_at_rest():
     """What is brought, what is sent, and what this is put together of; not what a loop brings of it."""
 
@@ -59,9 +68,10 @@ def test_what_is_copied_lies_as_at_rest():
     eqns = laid_out(program(f, (SHARD, False), (SHARD, True))).jaxpr.eqns
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     readers = {v: eqn for eqn in eqns for v in eqn.invars if not isinstance(v, jax.extend.core.Literal)}
-    layout = lambda eqn: (
-        eqn.params["layout"].major_to_minor if eqn.primitive.name == "layout_constraint" else None
-    )  # noqa: E731
-    assert [layout(makers[eqn.invars[0]]) for eqn in eqns if sends(eqn)] == [(1, 0)]  # TPUs tile these the other way round
+
+    def layout(eqn):
+        return eqn.params["layout"].major_to_minor if eqn.primitive.name == "layout_constraint" else None
+
+    assert [layout(makers[eqn.invars[0]]) for eqn in eqns if sends(eqn)] == [(1, 0)]  # as TPUs tile it
     assert [layout(readers[eqn.outvars[0]]) for eqn in eqns if brings(eqn)] == [(1, 0)]
     assert sum(eqn.primitive.name == "layout_constraint" for eqn in eqns) == 3
