@@ -29,6 +29,7 @@ from shardax.differentiated import is_transposed
 from shardax.graph.equations import equations_like
 from shardax.ledger.collectives import KINDS
 from shardax.passes.moves import DEVICE, HOST, WHOLE, brings, nbytes, variables
+from shardax.passes.on_host import is_on_host
 from shardax.spmd_rules.registry import RULES
 
 FAR = 8  # of all that is brought: an array that is read again after so much of it is brought again
@@ -47,8 +48,9 @@ def brought(jaxpr):
 
 
 def _large(eqns: Sequence[Any]) -> set[Any]:
-    """The arrays at the host that equations bring, but for the smallest ones."""
-    sources = sorted({eqn.invars[0] for eqn in filter(brings, eqns)}, key=nbytes)
+    """The arrays at the host that equations bring, but for the smallest ones, and what the host computes."""
+    computed = {eqn.outvars[0] for eqn in filter(is_on_host, eqns)}
+    sources = sorted({eqn.invars[0] for eqn in filter(brings, eqns)} - computed, key=nbytes)
     left, found = sum(map(nbytes, sources)) / WHOLE, set()
     for v in sources:
         left -= nbytes(v)
