@@ -8,6 +8,7 @@ large parameters; `stage` splits stacked layers by their number. Any of them may
 
 from collections.abc import Collection
 from functools import partial
+from typing import Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -50,9 +51,10 @@ def _on_stages(axes: Collection[str], path, spec: P, leaf) -> P:
     return P("stage", *(tuple(spec) or (None,) * leaf.ndim)[1:]) if stacked else spec
 
 
-def sharded_step(
-    step: Step, state: State, mesh: Mesh | AbstractMesh, zero: int = 0, offload: tuple[str, ...] = ()
-):
+Offload = tuple[Literal["optimizer", "parameters"], ...]
+
+
+def sharded_step(step: Step, state: State, mesh: Mesh | AbstractMesh, zero: int = 0, offload: Offload = ()):
     """A GPT-2's train step by shardax: parameters and batch are annotated, the rest follows. `state` may be
     of shapes. `zero`: the stage of ZeRO over the first axis of the batch, 0 for none; `offload`: what of the
     state rests at the host then.

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from models import gpt2
-from models.gpt2_sharding import AXES
+from models.gpt2_sharding import AXES, Offload
 
 PARTITIONERS = ("shardax", "xla", "both")
-OFFLOADS = {"optimizer": ("optimizer",), "parameters": ("parameters",), "both": ("optimizer", "parameters")}
+OFFLOADS: Mapping[str, Offload] = {
+    "optimizer": ("optimizer",),
+    "parameters": ("parameters",),
+    "both": ("optimizer", "parameters"),
+}
 
 
 @dataclass(frozen=True)

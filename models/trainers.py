@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from models.gpt2_sharding import BATCH, PARAMS, sharded_step
+from models.gpt2_sharding import BATCH, PARAMS, Offload, sharded_step
 from models.job import Job
 from models.rules import on_axes, path_name, specs_by_path
 from models.steps import Init, State, Step
@@ -32,7 +32,7 @@ class Trainer:
     dropped: tuple[str, ...] = ()  # what XLA does not split, and why
 
 
-def by_shardax(job: Job, mesh: Mesh, zero: int = 0, offload: tuple[str, ...] = ()) -> Trainer:
+def by_shardax(job: Job, mesh: Mesh, zero: int = 0, offload: Offload = ()) -> Trainer:
     """The state rests as completion infers from the train step, from its first moment; parameters at the host
     are brought where the held-out loss and the sample read them, too.
     """

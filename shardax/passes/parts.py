@@ -55,8 +55,7 @@ def cut_of(bring, makers: Mapping[Any, Any], readers: Mapping[Any, set[int]]) ->
         return maker if is_only else None
 
     cut = only(bring.invars[0], bring, lax.dynamic_slice_p) if brings(bring) else None
-    dim = None if cut is None else _cut_dim(cut)
-    if dim is None:
+    if cut is None or (dim := _cut_dim(cut)) is None:
         return None
     (source, *begins), size = cut.invars, cut.invars[0].aval.shape[dim]
     pad = only(source, cut, lax.pad_p)
