@@ -8,6 +8,7 @@ large parameters; `stage` splits stacked layers by their number. Any of them may
 
 from collections.abc import Collection
 from functools import partial
+from typing import Literal
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -50,14 +51,18 @@ def _on_stages(axes: Collection[str], path, spec: P, leaf) -> P:
     return P("stage", *(tuple(spec) or (None,) * leaf.ndim)[1:]) if stacked else spec
 
 
-def sharded_step(step: Step, state: State, mesh: Mesh | AbstractMesh, zero: int = 0):
+Offload = tuple[Literal["optimizer", "parameters"], ...]
+
+
+def sharded_step(step: Step, state: State, mesh: Mesh | AbstractMesh, zero: int = 0, offload: Offload = ()):
     """A GPT-2's train step by shardax: parameters and batch are annotated, the rest follows. `state` may be
-    of shapes. `zero`: the stage of ZeRO over the first axis of the batch, 0 for none.
+    of shapes. `zero`: the stage of ZeRO over the first axis of the batch, 0 for none; `offload`: what of the
+    state rests at the host then.
     """
     unknown = [axis for axis in mesh.axis_names if axis not in AXES]
     if unknown:
         raise ValueError(f"unknown axis {unknown[0]!r}: the shardings of models.gpt2 know {', '.join(AXES)}")
     specs = State(param_specs(state.params, mesh.axis_names), None, None), on_axes(BATCH, mesh.axis_names)
     axis = next((axis for axis in ("data", "fsdp") if axis in mesh.axis_names), "data")
-    transforms = [sx.zero.Zero(axis, zero)] if zero else []
+    transforms = [sx.zero.Zero(axis, zero, offload=offload)] if zero else []
     return sx.shard_jit(step, mesh=mesh, in_shardings=specs, donate_argnums=0, transforms=transforms)

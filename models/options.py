@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from models import gpt2
-from models.gpt2_sharding import AXES
+from models.gpt2_sharding import AXES, Offload
 
 PARTITIONERS = ("shardax", "xla", "both")
+OFFLOADS: Mapping[str, Offload] = {
+    "optimizer": ("optimizer",),
+    "parameters": ("parameters",),
+    "both": ("optimizer", "parameters"),
+}
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class Options:
     rate: float
     dropout: float
     zero: int
+    offload: str | None
     seed: int
     compare: bool
     partitioner: str
@@ -44,6 +50,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         stop("--checkpoints keeps the states of one partitioner: name it, --partitioner shardax or xla")
     if options.zero and options.partitioner == "xla":
         stop("--zero is a transform of shardax: leave it out, or name --partitioner shardax")
+    if options.offload and not options.zero:
+        stop("--offload is of ZeRO's state: name its stage, --zero 3")
     if options.checkpoints and options.checkpoints.is_file():
         stop(f"--checkpoints {options.checkpoints} is a file: name a folder")
     if options.cluster and options.coordinator:
@@ -110,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=range(4),
         default=0,
         help="what rests split over the axis data: 1 optimizer state, 2 and gradients, 3 and parameters",
+    )
+    add(
+        "--offload",
+        choices=OFFLOADS,
+        help="what of the state rests in the host's memory, with --zero (default: nothing)",
     )
     add("--seed", type=_at_least(0), default=0)
     add(

@@ -18,7 +18,7 @@ from models import report, text
 from models.checkpoints import Checkpoints
 from models.devices import connect, fully_sharded, make_mesh, mesh_text
 from models.job import Job, make_job
-from models.options import Options, parse, stop
+from models.options import OFFLOADS, Options, parse, stop
 from models.steps import State
 from models.trainers import Trainer, by_shardax, by_xla, on_one_device
 
@@ -57,7 +57,7 @@ def heading(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> str:
 
 
 def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
-    trainer = make_trainer(options.partitioner, job, mesh, options.zero)
+    trainer = make_trainer(options.partitioner, job, mesh, options)
     held_out: dict[int, float] = {}  # by the number of steps before; of a resumed run, those of this part
 
     def evaluate(step: int, state: State) -> None:
@@ -83,9 +83,10 @@ def train(options: Options, mesh: Mesh, job: Job, corpus: text.Text) -> None:
     print(f"losses plotted in {options.out}")
 
 
-def make_trainer(partitioner: str, job: Job, mesh: Mesh, zero: int = 0) -> Trainer:
+def make_trainer(partitioner: str, job: Job, mesh: Mesh, options: Options) -> Trainer:
+    zero = options.zero
     if partitioner == "shardax":
-        return by_shardax(job, mesh, zero)
+        return by_shardax(job, mesh, zero, OFFLOADS.get(options.offload or "", ()))
     mesh = fully_sharded(mesh) if zero == 3 else mesh
     if zero:
         print(f"xla: {'FSDP by annotation' if zero == 3 else 'without ZeRO'}, mesh {mesh_text(mesh.shape)}")
@@ -186,7 +187,7 @@ def compare_speeds(options: Options, mesh: Mesh, job: Job, corpus: text.Text) ->
     """Both partitioners in turn, three times; between them they take the steps that were asked for. The ratio
     is the median of those of each round.
     """
-    trainers = [make_trainer(name, job, mesh, options.zero) for name in ("shardax", "xla")]
+    trainers = [make_trainer(name, job, mesh, options) for name in ("shardax", "xla")]
     races = [race(trainer, options, corpus) for trainer in trainers]
     rounds = [[next(r) for r in races] for _ in range(ROUNDS)]
     for trainer, speeds in zip(trainers, zip(*rounds, strict=True), strict=True):

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from models.gpt2_sharding import BATCH, PARAMS, sharded_step
+from models.gpt2_sharding import BATCH, PARAMS, Offload, sharded_step
 from models.job import Job
 from models.rules import on_axes, path_name, specs_by_path
 from models.steps import Init, State, Step
@@ -32,9 +32,12 @@ class Trainer:
     dropped: tuple[str, ...] = ()  # what XLA does not split, and why
 
 
-def by_shardax(job: Job, mesh: Mesh, zero: int = 0) -> Trainer:
-    """The state rests as completion infers from the train step, from its first moment."""
-    step = sharded_step(job.pipelined or job.step, job.state, mesh, zero)
+def by_shardax(job: Job, mesh: Mesh, zero: int = 0, offload: Offload = ()) -> Trainer:
+    """The state rests as completion infers from the train step, from its first moment; parameters at the host
+    are brought where the held-out loss and the sample read them, too.
+    """
+    step = sharded_step(job.pipelined or job.step, job.state, mesh, zero, offload)
+    at_host = [sx.zero.AtHost("params")] if "parameters" in offload else []
     batch = on_axes(BATCH, mesh.axis_names)
     plan = step.plan(job.state, job.batch)
     state, batch_at_rest = plan.in_shardings
@@ -42,8 +45,10 @@ def by_shardax(job: Job, mesh: Mesh, zero: int = 0) -> Trainer:
         name="shardax",
         init=sx.shard_jit(job.init, mesh=mesh, out_shardings=state),
         step=step,
-        loss=sx.shard_jit(job.loss, mesh=mesh, in_shardings=(state.params, batch)),
-        next_token=sx.shard_jit(job.next_token, mesh=mesh, in_shardings=(state.params, P(), P())),
+        loss=sx.shard_jit(job.loss, mesh=mesh, in_shardings=(state.params, batch), transforms=at_host),
+        next_token=sx.shard_jit(
+            job.next_token, mesh=mesh, in_shardings=(state.params, P(), P()), transforms=at_host
+        ),
         state=jax.tree.map(_sharded, job.state, state),
         batch=batch_at_rest,
         plan=plan,

@@ -284,13 +284,15 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
         name, rest = _argument_name(path, request.argument_names)
         aval = _jax.value_type(x)
         dims = dims_of(spec, aval.shape, request.mesh, f"argument {name}")
-        aval = aval if request.types is None else request.types[index]
+        told = aval if request.types is None else request.types[index]
+        memory = _memory(spec) if memory_of(told) is memory_of(aval) else None  # transforms say where it is
+        aval = told
         owing = owing_of_leaf(spec, aval.dtype, f"argument {name}")
         typed = None if _jax.is_ref(x) else explicit_sharding(x)
         for one in (owing, typed.owing if typed else owing):
             require_sum(one, f"argument {name} is unreduced over {', '.join(one.unreduced)}")
         source = f"in_shardings{path[len('[0]') :]}"
-        fields = dims, own_mesh(spec), owing, _memory(spec), index in request.donated, _jax.is_ref(x)
+        fields = dims, own_mesh(spec), owing, memory, index in request.donated, _jax.is_ref(x)
         slots.append(Slot(name, rest, source, "argument", aval, *fields))
     return slots, leaves, tree
 

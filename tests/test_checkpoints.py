@@ -31,9 +31,7 @@ def options(folder, *argv: str) -> Options:
 
 def losses(options: Options, stop_at: int | None = None):
     """The losses of a run; `stop_at`: the step that does not come to its end."""
-    trainer = train.make_trainer(
-        "shardax", train.make_job(options), train.make_mesh(options.mesh), options.zero
-    )
+    trainer = train.make_trainer("shardax", train.make_job(options), train.make_mesh(options.mesh), options)
     steps = iter(range(stop_at or options.steps))
 
     def step(state, batch):
@@ -46,15 +44,20 @@ def losses(options: Options, stop_at: int | None = None):
 
 
 @pytest.mark.once
-def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path):
-    """And in another stage of ZeRO."""
+@pytest.mark.parametrize(
+    "before, after",
+    [
+        (["--zero", "3"], ["--zero", "1", "--offload", "optimizer"]),
+        pytest.param(["--zero", "3", "--offload", "both"], ["--zero", "1"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_where_it_stopped_on_another_mesh(tmp_path, before, after):
+    """And in another stage of ZeRO, with state at the host and without."""
     whole = losses(replace(options(tmp_path), checkpoints=None))
     with pytest.raises(Stopped):
-        losses(options(tmp_path, "--mesh", "data=4,model=2", "--zero", "3"), stop_at=5)
+        losses(options(tmp_path, "--mesh", "data=4,model=2", *before), stop_at=5)
     assert kill.newest(tmp_path / "kept") in (2, 4)
-    curve = losses(
-        options(tmp_path, "--mesh", "data=1,fsdp=2,model=2", "--zero", "1")
-    )  # on half of the devices
+    curve = losses(options(tmp_path, "--mesh", "data=1,fsdp=2,model=2", *after))  # on half of the devices
     assert len(curve) == len(whole) == 12
     assert largest_difference(curve, whole) < 1e-5
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["10", "12"]
@@ -77,7 +80,7 @@ def test_what_is_saved_is_the_state_of_that_step(tmp_path):
     """The next step is given the buffers of the state while they are still being written."""
     some = options(tmp_path, "--steps", "4", "--save-every", "1")
     job = train.make_job(some)
-    trainer = train.make_trainer("shardax", job, train.make_mesh(some.mesh))
+    trainer = train.make_trainer("shardax", job, train.make_mesh(some.mesh), some)
     states = []
 
     def step(state, batch):

@@ -174,6 +174,36 @@ def test_a_part_of_an_array_is_cut_out_late():
     assert makers[cut.invars[1]].primitive.name == "add"
 
 
+@pytest.mark.parametrize(
+    "whole, dim, shape, block",
+    [
+        ((256, 256), 0, (64, 256), (8, 256)),  # along its dim
+        ((64, 1024), 1, (64, 256), (8, 1024)),  # along columns, of whole rows
+        ((24, 64, 256), 1, (24, 16, 256), (24, 8, 256)),  # of all layers
+        ((250, 256), 0, (64, 256), None),  # padded to 256: there is no other dim that could be cut
+        ((64, 1021), 1, (64, 256), (8, 1021)),
+        ((6, 253, 256), 1, (6, 64, 256), (1, 253, 256)),
+    ],
+)
+def test_the_host_cuts_out_no_part(whole, dim, shape, block):
+    """What is read of an array that rests whole at the host, padded or not, each block brings its rows of."""
+
+    def update(m, g, w, i):
+        tail = 4 * shape[dim] - whole[dim]
+        w = lax.pad(w, jnp.float32(0), [(0, tail * (d == dim), 0) for d in range(len(whole))])
+        starts = [(i + 2) * shape[dim] if d == dim else 0 for d in range(len(whole))]
+        w = lax.dynamic_slice(w, starts, shape)
+        return momentum(m, jax.device_put(w, DEVICE), g)
+
+    array = shape, "float32"
+    eqns = in_blocks(update, (*array, True), (*array, False), (whole, "float32", True), ((), "int32", False))
+    cuts = [eqn for eqn in eqns if eqn.primitive in (lax.pad_p, lax.dynamic_slice_p)]
+    if block is None:
+        assert cuts
+    else:
+        assert not cuts and block in set().union(*map(blocks_of, scans(eqns)))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "update, types",

@@ -100,6 +100,19 @@ def test_xla_says_what_it_drops(capsys, tmp_path):
 
 
 @pytest.mark.once
+def test_state_at_the_host(capsys, tmp_path):
+    """The same losses; the held-out loss and the sample read parameters there."""
+    argv = "--mesh", "data=8", "--steps", "3", "--zero", "3", "--rate", "1e-2"
+    plain = run(capsys, tmp_path, *argv)
+    assert "in the host's memory" not in (tmp_path / "plan.txt").read_text()
+    found = run(capsys, tmp_path, *argv, "--offload", "both")
+    assert "in the host's memory" in (tmp_path / "plan.txt").read_text()
+    np.testing.assert_allclose(losses(found, "shardax"), losses(plain, "shardax"), atol=2e-4)
+    held_out = [float(re.findall(r"held-out loss: (\d\.\d+)", out)[0]) for out in (plain, found)]
+    assert abs(held_out[0] - held_out[1]) <= 2e-4
+
+
+@pytest.mark.once
 def test_speeds(capsys, tmp_path):
     """Of stage 3 of ZeRO beside that by annotation."""
     out = run(capsys, tmp_path, "--steps", "1", "--partitioner", "both", "--zero", "3", "--mesh", "data=8")
@@ -149,6 +162,7 @@ def test_speeds(capsys, tmp_path):
             ["--zero", "3", "--partitioner", "xla"],
             "train: --zero is a transform of shardax: leave it out, or name --partitioner shardax",
         ),
+        (["--offload", "both"], "train: --offload is of ZeRO's state: name its stage, --zero 3"),
         (["--epochs", "3"], "train: unrecognized arguments: --epochs 3"),
     ],
 )

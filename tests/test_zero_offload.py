@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +68,7 @@ def planned(zero, devices=8):
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", [1, 3])
 def test_peak_falls_by_what_moved(stage):
+    """But for one new array at a time, where these are put together on the device."""
     without, _ = planned(Zero("data", stage))
     before = without.memory()
     assert before.host == 0
@@ -78,7 +81,8 @@ def test_peak_falls_by_what_moved(stage):
             for place in plan.arguments()
             if place.at_host and place.aval.shape
         )
-        assert abs(before.peak - memory.peak - moved) <= 0.02 * moved
+        together = 4 * LAYERS * MODEL * HIDDEN if (stage, offload) == (1, BOTH) else 0
+        assert -0.02 * moved <= moved - (before.peak - memory.peak) <= 0.02 * moved + together
         assert sum(memory.hosted.values()) == moved <= memory.host
         assert plan.comm_bytes == without.comm_bytes
         assert plan.estimate("v5p").host == pytest.approx(2 * moved / 16e9, rel=0.6)
@@ -288,7 +292,8 @@ def test_parameters_of_unrolled_layers_come_one_layer_ahead(stage):
     moved = sum(zero.resident(after).hosted.values())
     assert before.memory().peak - after.memory().peak >= 0.98 * moved > 0
     assert after.comm_bytes == before.comm_bytes
-    assert after.estimate("v5p").host <= 1.01 * (2 * moved + 2 * moved / 3) / 16e9  # parameters three times
+    parameters, moments = after.memory().hosted.values()
+    assert after.estimate("v5p").host <= 1.01 * (4 * parameters + 2 * moments) / 16e9
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -344,8 +349,9 @@ def test_nothing_is_sent_in_the_memory_of_the_host():
     assert plan.memory().host == pytest.approx(sum(zero.resident(plan).hosted.values()), rel=0.05)
 
 
-@pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, BOTH)])
-def test_made_at_host(stage, offload):
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (2, BOTH), (3, BOTH)])
+def test_made_at_host(stage, offload, update_on):
     """A state of `init` is where the step takes it, and the step is compiled once."""
     mesh, tx = make_mesh({"data": 4}), optax.adam(1e-2)
     params = {name: jnp.full(shape, 0.1, "float32") for name, shape in {"w": (2, 7, 9), "b": (2, 9)}.items()}
@@ -356,7 +362,9 @@ def test_made_at_host(stage, offload):
         return (jax.lax.scan(layer, x_BM, params)[0] ** 2).mean()
 
     how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
-    step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", stage, offload=offload)], **how)
+    step = sx.shard_jit(
+        step_of(loss, tx), transforms=[Zero("data", stage, offload=offload, update_on=update_on)], **how
+    )
     x_BM = np.ones((8, 7), "float32")
     rests = sx.abstract_state(step, jax.eval_shape(lambda: state), x_BM)
     for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(rests), strict=True):
@@ -369,8 +377,9 @@ def test_made_at_host(stage, offload):
         np.testing.assert_allclose(np.asarray(x), y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("update_on", ["device", "host"])
 @pytest.mark.parametrize("model, hidden, rows", [(22, 18, 22), (21, 42, 42)])
-def test_nothing_is_resharded_at_the_host(model, hidden, rows, quick_compilation):
+def test_nothing_is_resharded_at_the_host(model, hidden, rows, update_on, quick_compilation):
     """Another axis splits a dim of a parameter whose size the program pads further where the batch has it: the
     parameter is brought first.
     """
@@ -387,7 +396,8 @@ def test_nothing_is_resharded_at_the_host(model, hidden, rows, quick_compilation
 
     for offload in (), BOTH:
         how = {"mesh": mesh, "in_shardings": ((specs, None), P(("model", "data"))), "donate_argnums": 0}
-        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 3, offload=offload)], **how)
+        zero = Zero("data", 3, offload=offload, update_on=update_on if offload else "device")
+        step = sx.shard_jit(step_of(loss, tx), transforms=[zero], **how)
         state = sx.zero.init(tx, params, mesh, "data", 3, requested=specs, bucket=0, offload=offload)
         for _ in range(2):
             state, value = step(state, x_BM)
@@ -431,9 +441,16 @@ TPU_MODELS = {  # layers, model, hidden; arrays of a shard do not fit into VMEM,
     "unrolled": (8, 2048, 8192),
     "deep": (16, 2048, 8192),  # unrolled too
     "on the host": (24, 2048, 8192),
+    "unrolled on the host": (8, 2048, 8192),
+    "padded on the host": (20, 2043, 8181),
 }
-WAYS = [(1, ()), (1, "optimizer"), (3, ()), (3, "optimizer"), (3, BOTH)]
-WAYS_OF = {"deep": WAYS[2:], "on the host": [way for way in WAYS if way[1]]}
+WAYS = [(1, ()), (1, "optimizer"), (1, BOTH), (3, ()), (3, "optimizer"), (3, BOTH)]
+WAYS_OF = {
+    "deep": WAYS[3:],
+    "on the host": [(1, "optimizer"), (3, "optimizer"), (3, BOTH)],
+    "unrolled on the host": [(3, "optimizer")],
+    "padded on the host": [(3, "optimizer"), (3, BOTH)],
+}
 TILED = [
     (2048, 8192),
     (2043, 8181),
@@ -451,7 +468,7 @@ def compiled_for_tpu():
     """What `python -m tests.test_zero_offload` finds."""
     pytest.importorskip("libtpu")
     command = [sys.executable, "-m", "tests.test_zero_offload"]
-    run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=900)
+    run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, run.stderr[-4000:]
     print(run.stdout)
     return json.loads(run.stdout.splitlines()[-1])
@@ -461,18 +478,25 @@ def compiled_for_tpu():
 @pytest.mark.parametrize(
     "model, stage, offload",
     [
-        *((model, stage, "optimizer") for model in ("large", "small", "unrolled") for stage in (1, 3)),
-        *((model, 3, "both") for model in ("large", "small", "padded")),
-        ("padded", 3, "optimizer"),
+        *((m, stage, "optimizer") for m in ("large", "small", "padded", "unrolled") for stage in (1, 3)),
+        *(
+            (m, 3, "both")
+            for m in ("large", "small", "padded", "unrolled", "on the host", "padded on the host")
+        ),
+        *((m, 1, "both") for m in ("large", "small", "unrolled")),
         ("on the host", 1, "optimizer"),
+        ("on the host", 3, "optimizer"),
+        ("unrolled on the host", 3, "optimizer"),
     ],
 )
 def test_bytes_in_the_program_for_tpu(compiled_for_tpu, model, stage, offload):
-    """As XLA counts them: the device holds less by what moved, and the host holds it once."""
-    before = compiled_for_tpu["large" if model == "on the host" else model][f"{stage}"]
-    after = compiled_for_tpu[model][f"{stage} {offload}"]
+    """As XLA allocates them: the device holds less by what moved, and the host holds it once, unless it
+    computes the update.
+    """
+    name = "large" if model == "on the host" else model.removesuffix(" on the host")
+    before, after = compiled_for_tpu[name][f"{stage}"], compiled_for_tpu[model][f"{stage} {offload}"]
     assert before["device"] - after["device"] >= 0.98 * after["host"] > 0
-    assert after["temporaries at the host"] == 0 or model == "on the host"
+    assert after["temporaries at the host"] == 0 or "on the host" in model
 
 
 @pytest.mark.tpu
@@ -505,11 +529,11 @@ def unrolled_step(tx):
 def compiled(mesh, name: str, stage: int, offload) -> dict[str, int]:
     """Bytes of a model's program."""
     layers, model, hidden = TPU_MODELS[name]
-    tx, on = adamw(), "host" if name == "on the host" and offload else "device"
+    tx, on = adamw(), "host" if "on the host" in name else "device"
     shapes = {"up": (layers, model, hidden), "down": (layers, hidden, model)}
     params = {key: jax.ShapeDtypeStruct(shape, "float32") for key, shape in shapes.items()}
     step, x_BM = stacked_step(tx), jax.ShapeDtypeStruct((1024, model), "float32")
-    if name in ("unrolled", "deep"):
+    if "unrolled" in name or name == "deep":
         one = {key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for key, x in params.items()}
         params, step, x_BM = (
             [one] * layers,
@@ -517,13 +541,18 @@ def compiled(mesh, name: str, stage: int, offload) -> dict[str, int]:
             jax.ShapeDtypeStruct((32768, model), "float32"),
         )
     state = params, jax.eval_shape(tx.init, params)
-    if name == "padded":
+    if "padded" in name:
         state = sx.zero.init(tx, params, mesh, "data", stage)
     how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
     step = sx.shard_jit(step, transforms=[Zero("data", stage, offload=offload, update_on=on)], **how)
-    found = step.lower(sx.abstract_state(step, state, x_BM), x_BM).compile().memory_analysis()
+    lowered = step.lower(sx.abstract_state(step, state, x_BM), x_BM)
+    with tempfile.TemporaryDirectory() as at:
+        how = {"xla_dump_to": at, "xla_dump_hlo_as_text": True}
+        found = lowered.compile(compiler_options=how).memory_analysis()
+        (assignment,) = Path(at).glob("*jit_step*.after_optimizations-buffer-assignment.txt")
+        (temporaries,) = re.findall(r": size (\d+), preallocated-temp:", assignment.read_text()) or ["0"]
     return {
-        "device": found.argument_size_in_bytes + found.temp_size_in_bytes,
+        "device": found.argument_size_in_bytes + int(temporaries),
         "in use": found.peak_memory_in_bytes - found.host_argument_size_in_bytes,
         "host": found.host_argument_size_in_bytes,
         "temporaries at the host": found.host_temp_size_in_bytes,
@@ -550,7 +579,7 @@ def main() -> None:
             name = f"{stage} {'both' if offload is BOTH else offload or ''}".strip()
             its = found.setdefault(model, {})[name] = compiled(mesh, model, stage, offload)
             print(
-                f"{model:<12}{name:<12}",
+                f"{model:<22}{name:<12}",
                 *(f"{kind} {n / 2**20:.1f} MiB " for kind, n in its.items()),
                 flush=True,
             )

@@ -133,6 +133,9 @@ def test_at_host_on_a_mesh():
     equal(run(params, *args), wanted)
     placed = params | {name: jax.device_put(params[name], place) for name in ("w", "shared")}
     equal(run(placed, *args), wanted)
+    named = {name: place if name in ("w", "shared") else None for name in params}
+    how = {"mesh": mesh, "in_shardings": (named, P("y"), None)}
+    equal(sx.shard_jit(scanned, transforms=[AtHost("p")], **how)(placed, *args), wanted)
     plan = run.plan(params, *args)
     assert plan.memory().host == sum(
         p.aval.size * p.aval.dtype.itemsize // p.shards for p in plan.arguments() if p.at_host

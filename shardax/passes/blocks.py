@@ -21,14 +21,22 @@ TILE = 32  # bytes of a column of a tile
 Shape = tuple[int, ...]
 
 
-def blocks(shape: Shape, widths: list[int], most: int) -> "Blocks | None":
+def blocks(
+    shape: Shape, widths: list[int], most: int, along: int | None = None, whole: int | None = None
+) -> "Blocks | None":
     """The largest ones of at most so many bytes in each array, or else the smallest there are; None where it
-    cannot be cut. `widths`: the bytes of an element in each.
+    cannot be cut.
+
+    widths: the bytes of an element in each.
+    along: the dim along which alone they are cut, if they can be.
+    whole: a dim along which they are not cut.
 
     >>> blocks((24, 256, 8192), [4, 4], 2**20).sizes, blocks((4096,), [4], 2**10)
     ((32, 8192), None)
     """
-    ways = [_rows(shape, *cut, most // max(widths)) for cut in _cuts(shape, TILE // min(widths))]
+    ways = [
+        _rows(shape, *cut, most // max(widths)) for cut in _cuts(shape, TILE // min(widths), along, whole)
+    ]
     fits = [way for way in ways if way.elements * max(widths) <= most]
     return max(fits, key=_elements) if fits else min(ways, key=_elements, default=None)
 
@@ -54,7 +62,11 @@ class Blocks:
 
     @property
     def view(self) -> Shape:
-        return *self.shape[: self.first], self.rows, *self.shape[self.end :]
+        return self.viewed(self.shape)
+
+    def viewed(self, shape: Shape) -> Shape:
+        """The shape in which these dims are one."""
+        return *shape[: self.first], math.prod(shape[self.first : self.end]), *shape[self.end :]
 
     @property
     def sizes(self) -> Shape:
@@ -100,8 +112,21 @@ class Block:
         """Of each element the row in which it lies."""
         return self.start + lax.broadcasted_iota("int32", self.sizes, self.of.first)
 
-    def read(self, x) -> Any:
-        return lax.dynamic_slice(x, self._starts, self.sizes, allow_negative_indices=False)
+    def read(self, x, part: "Part | None" = None) -> Any:
+        """It of an array, or of a part of that."""
+        starts, sizes = self._starts, list(self.sizes)
+        if part is None:
+            return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+        if part.dim == self.of.first:
+            starts[part.dim] += part.begin
+            return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+        dim = part.dim if part.dim < self.of.first else part.dim - (self.of.end - self.of.first - 1)
+        sizes[dim] = x.shape[dim]
+        rows = put(lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False), DEVICE)
+        if part.fill is not None:
+            tail = part.size - x.shape[dim]
+            rows = lax.pad(rows, part.fill, [(0, tail * (d == dim), 0) for d in range(rows.ndim)])
+        return lax.dynamic_slice_in_dim(rows, part.begin, self.sizes[dim], dim, allow_negative_indices=False)
 
     def write(self, whole, x) -> Any:
         """The whole, in whatever memory, with the block `x`, but for the rows that are done."""
@@ -119,21 +144,34 @@ class Block:
         return lax.convert_element_type(place, dtype)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of an array: rows of `dim` from `begin` on, after this is padded to `size` with `fill`, if that
+    is not None.
+    """
+
+    dim: int
+    begin: Any
+    size: int
+    fill: Any = None
+
+
 def put(x, to: Any) -> Any:
     """The value in that memory."""
     return x if memory_of(jax.typeof(x)) is to else jax.device_put(x, to)
 
 
-def _cuts(shape: Shape, tile: int) -> Iterator[tuple[int, int, int]]:
+def _cuts(shape: Shape, tile: int, along: int | None, whole: int | None) -> Iterator[tuple[int, int, int]]:
     """From which dim to before which an array may be cut, as one, and into multiples of how many rows. Dims
     are one where they are in order, and there are whole tiles of rows of the last but one.
     """
     rank, (rows, lanes) = len(shape), tiled_dims(shape)
     in_order = (rows, lanes) == (rank - 2, rank - 1)
-    for dim in range(rank):
-        first = 0 if in_order and (dim != rows or shape[rows] % tile == 0) else dim
+    for dim in range(rank) if along in (None, lanes) else (along,):
+        are_one = dim != along and in_order and (dim != rows or shape[rows] % tile == 0)
+        first = 0 if are_one and (whole is None or whole > dim) else dim
         unit = tile if dim == rows else 1
-        if dim != lanes and math.prod(shape[first : dim + 1]) > unit:
+        if dim not in (lanes, whole) and math.prod(shape[first : dim + 1]) > unit:
             yield first, dim + 1, unit
 
 

@@ -29,6 +29,7 @@ from shardax.differentiated import is_transposed
 from shardax.graph.equations import equations_like
 from shardax.ledger.collectives import KINDS
 from shardax.passes.moves import DEVICE, HOST, WHOLE, brings, nbytes, variables
+from shardax.passes.on_host import is_on_host
 from shardax.spmd_rules.registry import RULES
 
 FAR = 8  # of all that is brought: an array that is read again after so much of it is brought again
@@ -47,8 +48,9 @@ def brought(jaxpr):
 
 
 def _large(eqns: Sequence[Any]) -> set[Any]:
-    """The arrays at the host that equations bring, but for the smallest ones."""
-    sources = sorted({eqn.invars[0] for eqn in filter(brings, eqns)}, key=nbytes)
+    """The arrays at the host that equations bring, but for the smallest ones, and what the host computes."""
+    computed = {eqn.outvars[0] for eqn in filter(is_on_host, eqns)}
+    sources = sorted({eqn.invars[0] for eqn in filter(brings, eqns)} - computed, key=nbytes)
     left, found = sum(map(nbytes, sources)) / WHOLE, set()
     for v in sources:
         left -= nbytes(v)
@@ -251,6 +253,7 @@ class _Emitter:
         self.new: list[Any] = []
         self.env: dict[Any, Any] = {}
         self.made: dict[Any, Any] = {}
+        self.last: list[Any] = []
 
     def now(self, atom) -> Any:
         return atom if _jax.is_literal(atom) else self.env.get(atom, atom)
@@ -260,11 +263,11 @@ class _Emitter:
         source, first = bring.source, bring.reads[0][1]
         if bring.after is not None:
             wait = lambda *operands: _waiting(*operands)  # noqa: E731  (traced anew, so of new variables)
-            pair, like = [self.now(bring.after), source], self.code.eqns[bring.begin]
+            pair, like = [self.now(bring.after), source, *self.last], self.code.eqns[bring.begin]
             eqns, (self.env[bring.after], source) = equations_like(like, wait, pair)
             self.new += eqns
         self.made[bring] = self._made_of(self.code.copies[first].eqns[0], source)
-        self.copied(bring, first)
+        self.last = [self.copied(bring, first)]
 
     def copied(self, bring: _Bring, v) -> Any:
         x = self.made[bring]
@@ -287,9 +290,9 @@ def _of(eqn, x) -> Any:
     return eqn.replace(invars=atoms, outvars=[_jax.new_variable(eqn.outvars[0].aval)])
 
 
-def _waiting(x, at_host):
+def _waiting(x, at_host, *last):
     """Both, the array at the host as soon as there is `x`. XLA forgets behind a barrier where an array is,
     and has to be told.
     """
-    x, at_host = lax.optimization_barrier((x, at_host))
+    x, at_host, *_ = lax.optimization_barrier((x, at_host, *last))
     return x, jax.device_put(at_host, HOST)

@@ -12,7 +12,7 @@ loop: what is sent of one overlaps with what is brought of the other.
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,10 @@ from shardax import _jax
 from shardax.annotations.explicit import memory_of
 from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
-from shardax.passes.blocks import Block, Blocks, blocks, put
+from shardax.passes.blocks import Block, Blocks, Part, blocks, put
 from shardax.passes.moves import DEVICE, WHOLE, brings, is_at_host, moves, nbytes, variables
+from shardax.passes.on_host import is_on_host
+from shardax.passes.parts import Cut, cut_of
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
 
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
@@ -103,28 +105,44 @@ class _Update:
 
     makers: of variables that only it reads the equations that copy them from the other memory, or cut them
       out of another array.
+    cuts: of variables that are copies of a part of an array at the host how that is cut out.
     sent: by copies of results in the other memory what they are copies of.
     kept: results that something else reads.
     """
 
     segment: Segment
     makers: Mapping[Any, Any]
+    cuts: Mapping[Any, Cut]
     sent: Mapping[Any, Any]
     kept: Sequence[Any]
-    eqns: Sequence[Any]
+    own: Sequence[Any]
 
     @property
     def made(self) -> list[Any]:
         return [*self.sent, *self.kept]
 
     def reads(self) -> list[Any]:
-        read = ([v] if v not in self.makers else self.makers[v].invars for v in self.segment.reads())
-        return list(dict.fromkeys(v for atoms in read for v in variables(atoms)))
+        return list(dict.fromkeys(v for each in self.segment.reads() for v in self._reads(each)))
+
+    def _reads(self, v) -> list[Any]:
+        if v in self.cuts:
+            return self.cuts[v].reads
+        return variables(self.makers[v].invars) if v in self.makers else [v]
 
     def source(self, v) -> Any:
-        """What a variable that the segment reads is a copy of; or itself."""
+        """What a variable that the segment reads is a copy of, or of a part of; or itself."""
+        if v in self.cuts:
+            return self.cuts[v].source
         eqn = self.makers.get(v)
         return eqn.invars[0] if eqn is not None and moves(eqn) else v
+
+    @property
+    def eqns(self) -> list[Any]:
+        return [*(eqn for cut in self.cuts.values() for eqn in cut.eqns), *self.own]
+
+    def uncut(self) -> "_Update":
+        """The same, of parts that the host cuts out."""
+        return replace(self, cuts={})
 
     @property
     def hosted(self) -> list[Any]:
@@ -132,8 +150,12 @@ class _Update:
         return [v for v in self.segment.reads() if v.aval.shape and is_at_host(self.source(v))]
 
     def blocks(self, most: int) -> Blocks | None:
-        """Of at most so many bytes in each array, if there are such."""
-        return blocks(self.segment.shape, [v.aval.dtype.itemsize for v in self.hosted], most)
+        """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim;
+        one that is to be padded along others.
+        """
+        widths = [v.aval.dtype.itemsize for v in self.hosted]
+        ways = {(None, cut.dim) if cut.fill is not None else (cut.dim, None) for cut in self.cuts.values()}
+        return None if len(ways) > 1 else blocks(self.segment.shape, widths, most, *(*ways, ())[0])
 
     @property
     def moved(self) -> int:
@@ -141,7 +163,9 @@ class _Update:
 
 
 def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
-    """Those of what is brought from the host and goes back, but for the smallest."""
+    """Those of what is brought from the host and goes back, but for the smallest. (What the host
+    updates stays there.)
+    """
     roots = {eqn.outvars[0] for eqn in eqns if brings(eqn)}
     elementwise = {eqn.outvars[0] for eqn in eqns if is_elementwise(eqn)}
     roots |= {
@@ -153,10 +177,10 @@ def _updates(eqns: Sequence[Any], results: Sequence[Any]) -> list[_Update]:
             readers[v].add(id(eqn))
     for v in variables(results):
         readers[v].add(0)
-    makers = {eqn.outvars[0]: eqn for eqn in eqns if moves(eqn) or eqn.primitive is lax.dynamic_slice_p}
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
     sends = list(filter(moves, eqns))
     made = (_update(each, makers, sends, readers) for each in segments(eqns, roots, results))
-    found = [update for update in made if update.moved]
+    found = [each for each in made if each.moved and not is_on_host(each.segment.eqns[-1])]
     left = sum(update.moved for update in found) / WHOLE
     small = set()
     for update in sorted(found, key=lambda update: update.moved):
@@ -169,13 +193,19 @@ def _update(
     segment: Segment, makers: Mapping[Any, Any], sends: Sequence[Any], readers: Mapping[Any, set[int]]
 ) -> _Update:
     inner = {id(eqn) for eqn in segment.eqns}
-    own = {v: makers[v] for v in segment.reads() if v in makers and readers[v] <= inner}
+    own = {v: makers[v] for v in segment.reads() if readers[v] <= inner and _is_late(makers.get(v))}
+    cuts = {v: cut for v, eqn in own.items() if (cut := cut_of(eqn, makers, readers)) is not None}
     made = set(segment.made)
     its = [eqn for eqn in sends if eqn.invars[0] in made]
     inner |= {id(eqn) for eqn in its}
     sent = {eqn.outvars[0]: eqn.invars[0] for eqn in its}
     kept = [v for v in segment.made if readers[v] - inner]
-    return _Update(segment, own, sent, kept, [*own.values(), *segment.eqns, *its])
+    return _Update(segment, own, cuts, sent, kept, [*own.values(), *segment.eqns, *its])
+
+
+def _is_late(eqn) -> bool:
+    """Whether an equation, if it is one, copies an array or cuts a part out of it, which may be done late."""
+    return eqn is not None and (moves(eqn) or eqn.primitive is lax.dynamic_slice_p)
 
 
 def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
@@ -183,8 +213,10 @@ def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
     most = sum(update.moved for update in updates) // BLOCK
     by_depth: dict[int, list[_Streaming]] = defaultdict(list)
     for update in updates:
-        if (cut := update.blocks(most)) is not None:
-            by_depth[update.segment.depth].append(_Streaming(update, cut))
+        for each in (update, update.uncut()):
+            if (cut := each.blocks(most)) is not None:
+                by_depth[update.segment.depth].append(_Streaming(each, cut))
+                break
     found = []
     for each in by_depth.values():
         each.sort(key=lambda one: one.blocks.count)
@@ -220,7 +252,11 @@ class _Streaming:
             eqn = update.makers.get(v)
             is_cut = eqn is not None and not moves(eqn)
             values[v] = self._cut_late(eqn, env) if is_cut else env[update.source(v)]
-        return {v: x.reshape(self.blocks.view) if x.shape else x for v, x in values.items()}
+        return {v: x.reshape(self.blocks.viewed(x.shape)) if x.shape else x for v, x in values.items()}
+
+    def parts(self, env: Mapping[Any, Any]) -> dict[Any, Part]:
+        """Of what is read of a part of an array, which."""
+        return {v: cut.part(env) for v, cut in self.update.cuts.items()}
 
     def _cut_late(self, eqn, env: Mapping[Any, Any]) -> Any:
         late = _nothing_of(env[v] for v in self.update.segment.reads() if v not in self.update.makers)
@@ -232,10 +268,20 @@ class _Streaming:
         pairs = zip(self.update.made, places, strict=True)
         return [jnp.zeros(self.blocks.view, v.aval.dtype) if old is None else values[old] for v, old in pairs]
 
-    def step(self, values: Mapping[Any, Any], done: Sequence[Any], places: Sequence[Any], block: Block):
-        """The results with one more block, of the values that the segment reads."""
+    def step(
+        self,
+        values: Mapping[Any, Any],
+        parts: Mapping[Any, Part],
+        done: Sequence[Any],
+        places: Sequence[Any],
+        block: Block,
+    ):
+        """The results with one more block, of the values that the segment reads, some in `parts` of them."""
         now = {**values, **dict(zip(places, done, strict=True))}
-        env = {v: put(block.read(x) if x.shape else x, memory_of(v.aval)) for v in values for x in [now[v]]}
+        env = {}
+        for v in values:
+            x = block.read(now[v], parts.get(v)) if now[v].shape else now[v]
+            env[v] = put(x, memory_of(v.aval))
         for eqn in self.update.segment.eqns:
             env[eqn.outvars[0]] = _of_block(eqn, env, block)
         sent = self.update.sent
@@ -291,7 +337,7 @@ class _Together:
             env = dict(zip(operands, values, strict=True))
             read = [each.values(env) for each in self.streams]
             triples = list(zip(self.streams, read, places, strict=True))
-            steps = [partial(each.step, own, places=place) for each, own, place in triples]
+            steps = [partial(each.step, own, each.parts(env), places=place) for each, own, place in triples]
             state = self._run(steps, [each.begun(own, place) for each, own, place in triples])
             made = zip(self.made, (x for done in state for x in done), strict=True)
             return [put(x.reshape(v.aval.shape), memory_of(v.aval)) for v, x in made]

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
-from shardax.passes import brought, combine, cpu, dead, share, streamed, tpu
+from shardax.passes import brought, combine, cpu, dead, in_turn, layouts, on_host, share, streamed, tpu
 from shardax.sharding import AxisSizes
 from shardax.validation import require
 
@@ -48,17 +48,22 @@ class Pass(Protocol):
     def __call__(self, jaxpr: Any, context: PassContext, /) -> Any: ...
 
 
+def _hosted(jaxpr) -> Any:
+    """What rests at the host."""
+    return in_turn.in_turn(on_host.called(brought.brought(streamed.streamed(jaxpr))))
+
+
 PASSES: dict[str, Pass] = {
     "dead": lambda jaxpr, context: dead.dropped(jaxpr),
     "share": lambda jaxpr, context: share.shared(jaxpr),
     "combine": lambda jaxpr, context: combine.combined(jaxpr, context.sizes),
-    "streamed": lambda jaxpr, context: brought.brought(streamed.streamed(jaxpr)),
+    "streamed": lambda jaxpr, context: _hosted(jaxpr),
 }
 """Those that run where a program is planned."""
 
 ON_PLATFORM: dict[str, Callable[[Any, Mesh | AbstractMesh], Any]] = {
     "cpu": lambda jaxpr, mesh: cpu.suited(jaxpr),
-    "tpu": tpu.suited,
+    "tpu": lambda jaxpr, mesh: tpu.suited(layouts.laid_out(jaxpr), mesh),
 }
 """Those that run where it is lowered for a platform of that name, with the mesh whose axes it names."""
 

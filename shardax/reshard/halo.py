@@ -27,7 +27,7 @@ of one row each, where there are four distances:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -35,8 +35,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardax.annotations.explicit import memory_of
 from shardax.cost.network import reaches_far
 from shardax.sharding import Axes
+
+HOST = jax.memory.Space.Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +317,20 @@ def _shows_garbage(request: HaloRequest, exchange: Exchange, fill) -> bool:
 
 
 def _filled(request: HaloRequest, rows, fill, device):
+    if memory_of(jax.typeof(rows)) is HOST:
+        return _filled_at_host(request, rows, fill, device)
     inside = inside_of(request, device, rows.shape, request.dim)
     return lax.select(inside, rows, jnp.broadcast_to(jnp.asarray(fill, rows.dtype), rows.shape))
+
+
+def _filled_at_host(request: HaloRequest, rows, fill, device):
+    """The same of rows in the host's memory, to which one number for each of them is sent."""
+    inside = jax.device_put(inside_of(request, device, (request.rows,), 0), HOST)
+    filling = jax.device_put(jnp.asarray(fill, rows.dtype), HOST)
+    whole = partial(lax.broadcast_in_dim, shape=rows.shape)
+    return lax.select(
+        whole(inside, broadcast_dimensions=(request.dim,)), rows, whole(filling, broadcast_dimensions=())
+    )
 
 
 def inside_of(request: HaloRequest, device, shape: tuple[int, ...], dim: int):

@@ -25,7 +25,7 @@ from shardax.annotations.annotate import annotate_p, bind_annotation
 from shardax.annotations.explicit import as_at, memory_of, shape_of
 from shardax.graph.evaluate import bound, evaluate
 from shardax.passes.segments import Segment, Shape, in_order, segments
-from shardax.zero.padded import Padded, is_cut, unpad
+from shardax.zero.padded import Padded, is_cut, is_tail, unpad
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 KIND = "pinned_host"
@@ -106,10 +106,10 @@ class _Run:
         jaxpr = self.closed.jaxpr
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
-        self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left])
+        self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left], self._stays)
         self.resting = _resting(jaxpr.eqns, self.wanted)
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
-        self.readers = _readers(jaxpr.eqns, kept, self.wanted)
+        self.readers = _readers(jaxpr.eqns, kept, self.wanted, self._stays)
         found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
         for part in in_order(jaxpr.eqns, found):
             if isinstance(part, Segment):
@@ -173,7 +173,15 @@ class _Run:
 
     def _cuts_rows(self, eqn) -> bool:
         """Whether it takes an array out of a padded one, along other dims than the first."""
-        return is_cut(eqn) and not self.how.on_host and _same_rows(eqn.invars[0], eqn.outvars[0])
+        return is_cut(eqn) and _same_rows(eqn.invars[0], eqn.outvars[0])
+
+    def _adds_tail(self, eqn) -> bool:
+        """Whether the host itself makes a padded array of one."""
+        return self.how.on_host and is_tail(eqn.primitive.name, eqn.source_info.name_stack)
+
+    def _stays(self, eqn) -> bool:
+        """Whether an equation, which annotates its operand or adds a tail, leaves it in the host's memory."""
+        return eqn.primitive is annotate_p or self._adds_tail(eqn)
 
     def _of_padded(self, eqn) -> Any:
         """The result of an equation, where it cuts or annotates what the host has padded."""
@@ -196,6 +204,10 @@ class _Run:
             self.host[eqn.outvars[0]] = bound(eqn, [self.at_host(eqn.invars[0])])[0]
             self._see_rest(eqn)
             made: Sequence[Any] = ()
+        elif eqn.outvars[0] in self.wanted and self._adds_tail(eqn):
+            made = bound(
+                _jax.on_host(eqn), [self.at_host(eqn.invars[0]), *map(self.on_device, eqn.invars[1:])]
+            )
         elif held and name in _BODIES:
             made = _BODIES[name](self, eqn, set(held))
         else:
@@ -219,30 +231,31 @@ class _Run:
                 self.device[v] = _put(values[v], DEVICE)
 
     def _value(self, v) -> Any:
-        at_host = v not in self.device and self.how.on_host and not isinstance(self.host[v], Tailed)
-        return self.host[v] if at_host else self.on_device(v)
+        return self.host[v] if self.how.on_host and v not in self.device else self.on_device(v)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [v for v in atoms if not _jax.is_literal(v)]
 
 
-def _wanted(eqns: Sequence[Any], left: Sequence[Any]) -> set[Any]:
-    """The variables whose values the host is to have: results, and what an annotation alone is between."""
+def _wanted(eqns: Sequence[Any], left: Sequence[Any], stays: Callable[[Any], bool]) -> set[Any]:
+    """The variables whose values the host is to have: results, and those of which it is to have what an
+    equation makes that `stays` there.
+    """
     wanted = set(_variables(left))
     for eqn in reversed(eqns):
-        if eqn.primitive is annotate_p and eqn.outvars[0] in wanted:
-            wanted.update(_variables(eqn.invars))
+        if stays(eqn) and eqn.outvars[0] in wanted:
+            wanted.update(_variables(eqn.invars[:1]))
     return wanted
 
 
 def _resting(eqns: Sequence[Any], wanted: Collection[Any]) -> dict[Any, Any]:
-    """By the variables that the host is to have the annotations of what they are then, where it is split."""
+    """By the variables that the host is to have the annotations of what they are then, split or whole."""
     found: dict[Any, Any] = {}
     for eqn in reversed(eqns):
         if eqn.primitive is annotate_p and eqn.outvars[0] in wanted:
             (v,), (out,) = eqn.invars, eqn.outvars
-            last = found.get(out, eqn if any(eqn.params["dims"]) else None)
+            last = found.get(out, None if None in eqn.params["dims"] else eqn)
             found |= {} if last is None or _jax.is_literal(v) else {v: last}
     return found
 
@@ -251,16 +264,18 @@ def _same_rows(a, b) -> bool:
     return len(a.aval.shape) > 1 and a.aval.shape[0] == b.aval.shape[0]
 
 
-def _readers(eqns: Sequence[Any], kept: Sequence[Any], wanted: set[Any]) -> Mapping[Any, set[int]]:
-    """Which equations read a variable on the device, by their `id`; 0 where it is a result there. Annotations
-    of what the host is to have are none.
+def _readers(
+    eqns: Sequence[Any], kept: Sequence[Any], wanted: set[Any], stays: Callable[[Any], bool]
+) -> Mapping[Any, set[int]]:
+    """Which equations read a variable on the device, by their `id`; 0 where it is a result there. Those of
+    what the host is to have that `stays` there are none.
     """
     readers = defaultdict(set)
     for v in kept:
         if not _jax.is_literal(v):
             readers[v].add(0)
     for eqn in eqns:
-        if eqn.primitive is not annotate_p or eqn.outvars[0] not in wanted:
+        if not (stays(eqn) and eqn.outvars[0] in wanted):
             for v in eqn.invars:
                 if not _jax.is_literal(v):
                     readers[v].add(id(eqn))
