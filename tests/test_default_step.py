@@ -67,7 +67,12 @@ def expected() -> Counter:
             layers,
         ),  # its gradient: back
         ("all_gather", MODEL, (heads, head, width), layers),  # attention's projection is whole then
-        ("reduce_scatter", BOTH, (width, config.heads, head), layers),  # and so is its gradient, over data too
+        (
+            "reduce_scatter",
+            BOTH,
+            (width, config.heads, head),
+            layers,
+        ),  # and so is its gradient, over data too
         (
             "all_gather",
             MODEL,
