@@ -14,7 +14,9 @@ from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
 from shardax.passes import brought, combine, cpu, dead, in_turn, layouts, on_host, share, streamed, tpu
+from shardax.passes.moves import is_at_host, moves
 from shardax.sharding import AxisSizes
+from shardax.spmd_rules.equations import any_inside
 from shardax.validation import require
 
 
@@ -49,7 +51,10 @@ class Pass(Protocol):
 
 
 def _hosted(jaxpr) -> Any:
-    """What rests at the host."""
+    """What rests at the host. Nothing is there but arguments, and what was sent."""
+    opened = _jax.closed(jaxpr).jaxpr
+    if not any(map(is_at_host, opened.invars)) and not any(any_inside(moves, eqn) for eqn in opened.eqns):
+        return jaxpr
     return in_turn.in_turn(on_host.called(brought.brought(streamed.streamed(jaxpr))))
 
 
