@@ -74,7 +74,3 @@ def _cut_dim(eqn) -> int | None:
     sizes = zip(eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
     dims = [dim for dim, (whole, part) in enumerate(sizes) if whole != part]
     return dims[0] if len(dims) == 1 else None
-
-
-def _paddings(pad) -> list[tuple[int, tuple[int, int, int]]]:
-    return list(enumerate(pad.params["padding_config"]))
