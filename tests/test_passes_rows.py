@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.passes import tpu
+from shardax.passes import rows, tpu
 
 MESH = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 ARGS = jnp.arange(32.0).reshape(8, 4), jnp.arange(24.0).reshape(8, 1, 3), jnp.arange(8.0)
@@ -34,6 +34,12 @@ def maxima(a, b, c):
 def one_twice(a, b, c):
     row = lax.psum(flat(a, c, a), ("x", "y"))
     return row[:4].reshape(1, 4), row[4:5], row[5:9].reshape(2, 2) + row[5:9].reshape(2, 2)
+
+
+def wide(a, b, c):
+    """[2, 8] and [1]: none is narrow."""
+    row = lax.psum(flat(jnp.tile(a, (2, 2)), c), "x")
+    return row[:16].reshape(2, 8), row[16:], c
 
 
 def some(a, b, c):
@@ -84,14 +90,17 @@ def reductions(closed) -> list[tuple[int, ...]]:
         (maxima, [(1, 4), (1, 1, 3), (1,)]),
         (one_twice, [(1, 4), (1,), (1, 4)]),
         (some, [(1, 1, 3), (1,)]),
+        (wide, [(17,)]),
         (read_whole, [(8,)]),
         (read_across, [(8,)]),
         (read_before, [(8,)]),
         (columns, [(1, 7)]),
     ],
 )
-def test_rows_are_taken_apart(run, shapes):
+def test_rows_are_taken_apart(run, shapes, monkeypatch):
     closed = mapped(run)
+    assert reductions(tpu.suited(closed)) == reductions(closed)  # they are small
+    monkeypatch.setattr(rows, "TILE", 0)
     suited = tpu.suited(closed)
     assert reductions(suited) == shapes
     got, want = (jax.jit(jaxpr_as_fun(program))(*ARGS) for program in (suited, closed))
@@ -106,10 +115,10 @@ def test_what_is_combined_is_taken_apart():
         loss = lambda w, b: jnp.mean((x @ w + b[None]) ** 2)  # noqa: E731
         return jax.grad(loss, (0, 1))(w, b)
 
-    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8), (8,), (1 << 20, 16))]
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 512), (512,), (1 << 20, 3))]
     how = {"mesh": MESH, "in_shardings": (None, None, P(("x", "y"))), "options": sx.Options(chip="v5e")}
     plan = sx.shard_jit(step, **how).plan(*args)
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
     combined = plan.local_jaxpr
-    assert reductions(combined) == [(136,)]
-    assert sorted(map(math.prod, reductions(tpu.suited(combined)))) == [8, 128]
+    assert reductions(combined) == [(2048,)]
+    assert sorted(map(math.prod, reductions(tpu.suited(combined)))) == [512, 1536]

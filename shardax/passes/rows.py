@@ -1,13 +1,14 @@
-"""Reductions of arrays in a row, taken apart where the compiler makes one of several by itself.
+"""Reductions of arrays in a row, taken apart where one of the arrays is narrow.
 
-    s = psum concatenate(x, y)[960]    a = s[:768]    b = s[768:]    ->    a = psum x[768]    b = psum y[192]
+    s = psum concatenate(x, y)[960]   a = s[:768]   b = s[768:]   ->   a = psum x[192, 4]   b = psum y[192]
 
-So `passes/combine.py` writes them, and so users do. XLA's TPU compiler makes one collective of those that
-stand together, in whatever order each array lies in memory; in a row all have to lie row by row. What makes
-an array is made in that order then, which may cost it far more than the copies: the gradient of a kernel of
-four channels took 4.6 times as many cycles so, and as long to compile as all else.
+So `passes/combine.py` writes them, and so users do. In a row all arrays have to lie row by row, and what
+makes one is made in that order. XLA's TPU compiler fills the lanes with the minor-most dim: the gradient of a
+kernel of four channels took 4.6 times as many cycles so, and as long to compile as all else. By itself it
+makes one collective of reductions that stand together, in whatever order each array lies.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,13 +19,16 @@ from shardax import _jax
 from shardax.graph.equations import equations_of
 from shardax.passes.combine import REDUCTIONS
 
+NARROW = 8  # of the 128 lanes; fewer elements of the minor-most dim than that leave most of them empty
+TILE = 1024  # elements, which are laid out together: so few stay in a row
+
 Readers = Mapping[Any, Sequence[Any]]
 """The equations that read each variable; None is the end of the program."""
 
 
 def taken_apart(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The equations of a program with these results, each reduction of a row one for each part, where no more
-    is read of it than parts.
+    is read of it than parts, of which one is narrow.
     """
     readers: dict[Any, list[Any]] = {}
     for eqn, atoms in (*((eqn, eqn.invars) for eqn in eqns), (None, results)):
@@ -35,7 +39,7 @@ def taken_apart(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     gone, new = set(), {}
     for eqn in eqns:
         row = _row(eqn, makers, readers)
-        if row is not None:
+        if row is not None and any(_is_narrow(_array(v, makers).aval.shape) for v in row.invars):
             gone |= {id(row), *(id(reader) for reader in readers[eqn.outvars[0]])}
             new[id(eqn)] = _of_parts(eqn, row, readers[eqn.outvars[0]], makers)
     return [made for eqn in eqns if id(eqn) not in gone for made in new.get(id(eqn), [eqn])]
@@ -51,6 +55,10 @@ def _row(eqn, makers: Mapping[Any, Any], readers: Readers):
     parts, reading = set(_ends(row)), readers.get(eqn.outvars[0], ())
     whole = len(readers[row.outvars[0]]) == 1 and all(not _jax.is_literal(v) for v in row.invars)
     return row if whole and reading and all(_part(reader) in parts for reader in reading) else None
+
+
+def _is_narrow(shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and shape[-1] < NARROW and math.prod(shape) > TILE
 
 
 def _part(eqn) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ A reduce_scatter of which slices are taken by device: it makes an all_reduce of 
 between the two keeps it.
 
 Collectives over a whole torus: `passes/torus.py`. Casts of weights that a loop gathers: `passes/casts.py`.
-Reductions of arrays in a row: `passes/rows.py`.
+Reductions of narrow arrays in a row: `passes/rows.py`.
 
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
