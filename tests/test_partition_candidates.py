@@ -13,7 +13,6 @@ from shardax.partition.candidates import (
     assignments,
     candidate_of,
     compatible,
-    left,
     options_of,
     suggest,
     waits,
@@ -165,16 +164,15 @@ def test_windowed_dims_are_split_over_the_same_axes():
     assert blocks == {16}  # four blocks of four, its own and those of the other
 
 
-def test_what_another_dim_leaves_stays():
-    """Rows over x and y of experts over y: rows may stay over x where the experts are split."""
+def test_axes_of_tokens_go_to_experts_that_all_share():
     layouts = [
         [layout(P(), (4, 8, 8))],
-        [layout(P(None, ("x", "y")), (4, 8, 16))],
+        [layout(P(None, "x"), (4, 8, 16))],
         [layout(P("y"), (4, 16, 8))],
     ]
-    space = Space("batched product", layouts)
-    assert Split(("x",), 8) not in space.suggestions["m"]
-    assert left(space.suggestions, space.factors, PADDING) == {"m": [Split(("x",), 8)]}
+    assert Split(("y", "x"), 4) not in Space("batched product", layouts).suggestions["b"]
+    shared = Space("batched product", layouts, Offer(shared=True)).suggestions
+    assert Split(("x",), 4) in shared["b"] and Split(("y",), 16) not in shared.get("n", [])
 
 
 def test_axes_of_what_must_be_whole_go_to_another_dim():

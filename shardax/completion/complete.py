@@ -17,6 +17,7 @@ from shardax.completion.cells import ALL, DATA, SPREAD_DATA, SPREAD_STATE, Cell,
 from shardax.completion.edges import ELEMENTWISE, successor_edges
 from shardax.completion.node_classes import NodeClass, NodeClasses
 from shardax.completion.repeats import REST, groups
+from shardax.completion.wishes import wishes
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.state import state
@@ -24,6 +25,7 @@ from shardax.ledger.collectives import array_text
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
 
 UPDATED_AT_REST = "state is updated as it rests"
+WISHED = "a product has another operand split so"
 
 Notes = Sequence[tuple[Node, annotations.Annotation]]
 
@@ -44,6 +46,7 @@ class Completion:
     """The sharding of every value, where each came from, and the parts of the program that were completed
     alike.
 
+    `wished`: what it would be if products had their way, of values of which it is something else.
     `notes`: the program's annotations. `resting`: for each argument how it rests between calls, None where
     no sharding is requested.
     """
@@ -57,6 +60,7 @@ class Completion:
     resting: list[Sharding | None]
     shardings: dict[Value, Sharding] = field(default_factory=dict)
     origins: dict[tuple[Value, int], Origin] = field(default_factory=dict)
+    wished: dict[Value, Sharding] = field(default_factory=dict)
 
     def __str__(self):
         """A line for each value that is no scalar, by the primitive that makes it, bodies before what they
@@ -173,25 +177,51 @@ def complete(
     homes = _Homes(blocks)
     done = Completion(graph, sizes, items, blocks, homes, notes, _resting(graph, arguments, notes, sizes))
     requests = list(_requests(graph, done))
-    _spread(done, Worklist(blocks, homes), requests, _state(graph, notes), cells)
+    done.origins |= {
+        (g.value, d): Origin(g.source, g.node) for g in requests for d, a in enumerate(g.dims) if a
+    }
+    state_values = _state(graph, notes)
+    _spread(Worklist(blocks, homes), requests, state_values, cells)
     done.shardings.update((g.value, Sharding(g.cell_dims)) for g in requests)
+    done.shardings.update(_shardings(blocks, cells))
+    done.wished.update(_wished(done, requests, state_values, cells))
+    _update_at_rest(done, graph, cells, homes.home, {g.value for g in requests if any(g.closed)})
+    return done
+
+
+def _shardings(blocks: Sequence[Block], cells: Cells) -> Iterator[tuple[Value, Sharding]]:
+    """Every value's, once all has spread."""
     for block in blocks:
         if block.state.shardings is None:  # blocks in one state share the list
             known = zip(block.live().cells, block.values, strict=True)
             block.state.shardings = [cells.sharding(cell or cells.blank(len(v.shape))) for cell, v in known]
             block.state.learned = block.live().learned
-        done.shardings.update(zip(block.values, block.state.shardings, strict=True))
-    _update_at_rest(done, graph, cells, homes.home, {g.value for g in requests if any(g.closed)})
-    return done
+        yield from zip(block.values, block.state.shardings, strict=True)
 
 
-def _spread(
-    done: Completion, worklist: Worklist, requests: Sequence["_Request"], state: set[Value], cells: Cells
-) -> None:
+def _wished(
+    done: Completion, requests: Sequence["_Request"], state: set[Value], cells: Cells
+) -> dict[Value, Sharding]:
+    """What completion gives if the user annotates what products wish, of the values of which it gives
+    something else without."""
+    taken = {g.value for g in requests}
+    wished = [
+        _Request(value, dims, WISHED, None)
+        for value, dims in wishes(done.graph, done.items.node_classes, done.sharding).items()
+        if value not in taken
+    ]
+    if not wished:
+        return {}
+    blocks = [Block(b.pattern, b.items, b.values, b.place, cells) for b in done.blocks]
+    _spread(Worklist(blocks, _Homes(blocks)), [*wished, *requests], state, cells)
+    found = dict(_shardings(blocks, cells))
+    return {v: sharding for v, sharding in found.items() if sharding != done.shardings[v]}
+
+
+def _spread(worklist: Worklist, requests: Sequence["_Request"], state: set[Value], cells: Cells) -> None:
     """Spreads the annotations in phases, see `cells`."""
     ours = [(g, cells.number(Cell(g.cell_dims, g.closed, g.argument in state))) for g in requests]
     for g, cell in ours:
-        done.origins |= {(g.value, d): Origin(g.source, g.node) for d, axes in enumerate(g.dims) if axes}
         worklist.tell(g.value, cell, g.argument not in state)
     worklist.run(SPREAD_DATA, ELEMENTWISE + 1)
     for g, cell in ours:

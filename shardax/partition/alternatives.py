@@ -2,16 +2,18 @@
 results, suggest.
 
 Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that
-look cheapest where they stand, and the one that splits nothing, if there is one: what is gathered for others
-anyway looks dear there, and the more axes there are, the more ways stand before it. Two more may split
-products over axes that no operand has. Whatever is left out is left out for all searches of that program
-alike.
+look cheapest where they stand: with what it takes to make the operands so, from the beginning of the program
+on, a value's price shared by its readers. And the one that splits nothing, if there is one: what is gathered
+for others anyway looks dear there, and the more axes there are, the more ways stand before it. Two more may
+split products over axes that no operand has. Whatever is left out is left out for all searches of that
+program alike.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 from shardax.completion.complete import Completion
@@ -24,7 +26,6 @@ from shardax.partition.candidates import (
     assignments,
     candidate_of,
     compatible,
-    left,
     options_of,
     project_all,
     suggest,
@@ -38,7 +39,11 @@ from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
-MOST = 24
+Made = Mapping[Layout, float]
+"""The layouts in which a value may be made, and about how much more each costs than the cheapest, with all
+that goes before it."""
+
+MOST = 16
 SPARED = 2  # ways over axes that no operand has, of what does at least so
 HEAVY = 1000  # many FLOPs for each byte that it makes: chips do 400 to 5100 while they send one
 _SMALL = 64  # what is small costs so many times less
@@ -58,22 +63,23 @@ class Alternatives:
         self.views = views(graph, self.stored)
         self.whole = whole_axes(graph, completion, self.network.cut)
         self.joined = joined_axes(graph, completion)
-        self.memo: dict[Hashable, Sequence[Way]] = {}
-        self.guesses: dict[Hashable, dict[Layout, float]] = {}
+        self.memo: dict[Hashable, tuple[Sequence[Way], Sequence[Made]]] = {}
+        self.guesses: dict[Hashable, float] = {}
         self.elements: dict[Layout, int] = {}
 
     def of(
-        self, node: Node, made: Sequence[Layouts], requested: Sequence[Layout], hidden: frozenset[str]
-    ) -> Sequence[Way]:
-        """The ways of a node without bodies. `made`: the layouts in which each operand may be; `requested`:
-        those that completion requests, of operands and results; `hidden`: axes over which nothing may be
-        split here.
+        self, node: Node, made: Sequence[Made], requested: Sequence[Layouts], hidden: frozenset[str]
+    ) -> tuple[Sequence[Way], Sequence[Made]]:
+        """The ways of a node without bodies, and how its results may be made. `made`: how each operand may;
+        `requested`: the layouts that completion requests, and those that products wish for, of operands and
+        results; `hidden`: axes over which nothing may be split here.
         """
         entry = RULES.get(node.name) or Entry(node.name, replicated_rule, run_replicated)
         factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
         key = self._key(node, entry, factors, made, requested, hidden)
         if key not in self.memo:
-            self.memo[key] = self._ways(node, entry, factors, made, requested, hidden)
+            ways = self._ways(node, entry, factors, made, requested, hidden)
+            self.memo[key] = ways, self.made(node, made, ways)
         return self.memo[key]
 
     def _key(self, node: Node, entry: Entry, factors: Factors, made, requested, hidden) -> Hashable:
@@ -87,7 +93,7 @@ class Alternatives:
         return (
             entry.name,
             id(factors),
-            tuple(made),
+            tuple([tuple(layouts.items()) for layouts in made]),
             tuple(requested),
             sizes,
             same,
@@ -117,7 +123,7 @@ class Alternatives:
     ) -> Sequence[Way]:
         count = len(node.inputs)
         if note := annotations.of_node(node):
-            result = requested[count]
+            result = requested[count][0]
             pending = tuple(p for p in note.owing.pending if p[0] not in hidden)
             if not set(note.owing.unreduced).isdisjoint(result.sharding.axes):  # an open dim was split so
                 result = self.paddings.of_node(node).layout(
@@ -135,7 +141,7 @@ class Alternatives:
         if not (joined := self.joined_of(node)):
             return apart
         cut = [axes for axes in self.whole_of(node) if not any(set(axes) <= set(run) for run in joined)]
-        kept = [tuple([lay for lay in sources if _keeps(lay, joined)]) or sources for sources in made]
+        kept = [{lay: p for lay, p in sources.items() if _keeps(lay, joined)} or sources for sources in made]
         together = self._best(node, entry, factors, kept, requested, hidden, (*joined, *cut))
         return _merged(together, apart)
 
@@ -150,15 +156,16 @@ class Alternatives:
         whole: tuple[Axes, ...],
     ) -> list[Way]:
         """The best ways of a node, in which the axes of `whole` are offered together only."""
-        ways = self._ranked(node, entry, factors, made, requested, Offer(reduced=True, whole=whole))
+        shares = entry.flops is not None
+        ways = self._ranked(node, entry, factors, made, requested, Offer((), True, shares, whole))
         layouts = (*ways[0].operands, *ways[0].results)
         used = {a for layout in layouts for a in (*layout.sharding.axes, *layout.pending_axes)}
-        have = [a for sources in made if sources for a in sources[0].sharding.axes]
+        have = [a for sources in made if sources for a in next(iter(sources)).sharding.axes]
         if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
-            ways = self._ranked(node, entry, factors, made, requested, Offer(idle, True, whole))
+            ways = self._ranked(node, entry, factors, made, requested, Offer(idle, True, shares, whole))
         assert ways, f"no way to run {node.name}"
         if spare := self._spare(node, entry, ways[0], hidden):
-            offer = Offer(spare, True, whole)
+            offer = Offer(spare, True, shares, whole)
             ways = _merged(self._ranked(node, entry, factors, made, requested, offer)[:SPARED], ways)
         return ways
 
@@ -189,7 +196,7 @@ class Alternatives:
                 ways_by_layout[way.operands, way.results] = way
         ways = list(ways_by_layout.values())
         if len(ways) > 1:
-            taken = cache(partial(self.taken, node.inputs, made))
+            taken = self.taking(node.inputs, made)
             given = cache(partial(self.given, node.outputs, requested[count:]))
             ways.sort(key=lambda way: self.guess(way, taken, given))
             unsplit = (way for way in ways[MOST:] if not way.detail[0])
@@ -211,13 +218,13 @@ class Alternatives:
         )
 
     def staying(
-        self, candidates: list[Candidate], node: Node, made: Sequence[Layouts], requested: Sequence[Layout]
+        self, candidates: list[Candidate], node: Node, made: Sequence[Made], requested: Sequence[Layouts]
     ) -> Iterator[Candidate]:
         """The candidates that take what is at the host as it lies there, or a part of it, and give it as it
         is to rest: nothing is sent or padded in the host's memory. All, where there are no such.
         """
 
-        def is_cut(v: Value, layouts: Layouts, target: Layout) -> bool:
+        def is_cut(v: Value, layouts: Made, target: Layout) -> bool:
             each = (paths.plan(layout, target, v.shape, v.itemsize, self.sizes) for layout in layouts)
             return any(all(step.kind == "slice" for step in path.steps) for path in each)
 
@@ -228,7 +235,7 @@ class Alternatives:
             each
             for each in candidates
             if all(is_cut(node.inputs[k], made[k], each.operands[k]) for k in taken)
-            and all(each.results[k] == wanted[k] for k in given)
+            and all(each.results[k] == wanted[k][0] for k in given)
         )
         return iter(list(staying) or candidates)
 
@@ -236,17 +243,15 @@ class Alternatives:
         self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer
     ) -> Iterator[Candidate]:
         count = len(node.inputs)
-        operands = [(*have, request) for have, request in zip(made, requested, strict=False)]
-        results = [(request,) for request in requested[count:]]
+        operands = [(*have, *requests) for have, requests in zip(made, requested, strict=False)]
+        results = list(requested[count:])
         layouts, tensors = results + operands, factors.results + factors.operands
         padding = self.paddings.of_node(node)
         suggestions = suggest(layouts, tensors, factors, padding, offer)
-        for factor, splits in left(suggestions, factors, padding).items():
-            suggestions[factor] += splits
-        options = options_of(suggestions, factors, padding)
         each = partial(whole, layouts, tensors, factors, self.sizes)
         ways = list(waits(entry.passes_of(node), made))
-        for splits in assignments(options, factors, self.sizes, each):
+        options = options_of(suggestions, factors, padding)
+        for splits in assignments(options, factors, self.sizes, each, mixed=entry.flops is not None):
             for group, pending in ways:
                 if not pending or compatible(factors, splits, pending):
                     yield candidate_of(factors, splits, group, pending)
@@ -316,25 +321,45 @@ class Alternatives:
         brought = sum([taken(i, layout) for i, layout in enumerate(way.operands)])
         return way.price + brought + sum([given(i, layout) for i, layout in enumerate(way.results)]), brought
 
-    def taken(self, values: Sequence[Value], made: Sequence[Layouts], which: int, target: Layout) -> float:
-        """About what it costs to bring one of several values to a layout, from any of those in which it may
-        be made."""
-        sources = made[which]
-        return 0.0 if not sources or target in sources else self.guessed(values[which], sources, target)
+    def made(self, node: Node, made: Sequence[Made], ways: Sequence[Way]) -> Sequence[Made]:
+        """How the results of a node may be made, by some ways to run it."""
+        taken = self.taking(node.inputs, made)
+        prices = [w.price + sum([taken(i, lay) for i, lay in enumerate(w.operands)]) for w in ways]
+        least, found = min(prices), tuple(dict[Layout, float]() for _ in node.outputs)
+        for way, price in zip(ways, prices, strict=True):
+            for layouts, layout in zip(found, way.results, strict=True):
+                layouts[layout] = min(layouts.get(layout, math.inf), price - least)
+        return found
 
-    def given(self, values: Sequence[Value], requested: Sequence[Layout], which: int, have: Layout) -> float:
-        """About what it costs to bring one of several values from a layout to that requested."""
-        return self.guessed(values[which], [have], requested[which])
+    def taking(self, values: Sequence[Value], made: Sequence[Made]) -> Callable[[int, Layout], float]:
+        """About what it costs to have one of several values in a layout: to make it in the best of those in
+        which it may be made, and to bring it from there. What costs more to make so than this is not tried.
+        """
+        sources = [sorted(layouts.items(), key=itemgetter(1)) for layouts in made]
 
-    def guessed(self, value: Value, sources: Sequence[Layout], target: Layout) -> float:
-        if value.is_literal:
+        @cache
+        def taken(which: int, target: Layout) -> float:
+            best = made[which].get(target, math.inf) if made[which] else 0.0
+            for source, more in sources[which]:
+                if more >= best:
+                    break
+                best = min(best, more + self.guessed(values[which], source, target))
+            return best
+
+        return taken
+
+    def given(self, values: Sequence[Value], requested: Sequence[Layouts], which: int, have: Layout) -> float:
+        """About what it costs to bring one of several values from a layout to one that is requested."""
+        return min([self.guessed(values[which], have, request) for request in requested[which]])
+
+    def guessed(self, value: Value, source: Layout, target: Layout) -> float:
+        if value.is_literal or source == target:
             return 0.0
-        key = target, value.shape, value.itemsize
-        known = self.guesses.get(key) or self.guesses.setdefault(key, {target: 0.0})
-        for source in sources:
-            if source not in known:
-                known[source] = self._guessed(value, source, target)
-        return min([known[source] for source in sources])
+        key = source, target, value.shape, value.itemsize
+        known = self.guesses.get(key)
+        if known is None:
+            known = self.guesses[key] = self._guessed(value, source, target)
+        return known
 
     def _guessed(self, value: Value, source: Layout, target: Layout) -> float:
         sent, network = 0.0, self.network

@@ -51,12 +51,14 @@ class Offer:
     """Axes that may go to dims where no tensor has them: what all_to_alls bring to them.
 
     `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split
-    so: no other need be gathered. Those that split what must be unsplit always may. `whole`: the axes that go
+    so: no other need be gathered. `shared`: those of other kept factors, to factors that all tensors share: of
+    the tokens to the experts. Those that split what must be unsplit always may. `whole`: the axes that go
     together, because they are one that is cut only for other parts of the program.
     """
 
     idle: Axes = ()
     reduced: bool = False
+    shared: bool = False
     whole: tuple[Axes, ...] = ()
 
     def apart(self, axes: Axes) -> list[Axes]:
@@ -90,27 +92,6 @@ def suggest(
     return suggestions
 
 
-def left(suggestions: dict[str, list[Split]], factors: Factors, padding: Padding) -> dict[str, list[Split]]:
-    """What factors keep of several axes where others take some of them: of a batch over data and experts
-    data, while the experts are split over theirs. As many as there is patience for."""
-    found: dict[str, list[Split]] = {}
-    ways = math.prod(len(splits) + 1 for splits in suggestions.values())
-    for factor, splits in suggestions.items():
-        taken = {split.axes for f, each in suggestions.items() if f != factor for split in each}
-        several = dict.fromkeys(split.axes for split in splits if len(split.axes) > 1 and "~" not in factor)
-        rests = dict.fromkeys(
-            tuple([a for a in axes if a not in some])
-            for axes, some in itertools.product(several, taken)
-            if not set(some).isdisjoint(axes)
-        )
-        known = {split.axes for split in splits}
-        for rest in rests:
-            ways += ways // (len(splits) + 1)
-            if rest and rest not in known and ways <= _MOST_CANDIDATES:
-                found.setdefault(factor, []).append(Split(rest, padding.padded(factors.sizes[factor], rest)))
-    return found
-
-
 def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> None:
     have = suggestions.setdefault(factor, [])
     if split not in have:
@@ -125,20 +106,25 @@ def _redistributed(
     Where there are more devices than elements some have none, as most do of a few matrices: what that takes
     has its price. Where fewer than an eighth would have one, only axes that must leave an unsplit factor
     come, for which there may be no other way: looking at all took a third longer to choose."""
-    others = [
-        split for f, split in splits.items() if (factors.type_of(f) != KEEP or "~" in f) and f not in stays
-    ]
+    kept = {f for f in splits if factors.type_of(f) == KEEP and "~" not in f}
+    others = [split for f, split in splits.items() if f not in kept and f not in stays]
     must_leave = {a for f, split in splits.items() if factors.type_of(f) == UNSPLIT for a in split.axes}
     freed = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *offer.idle]))
-    if not freed:
+    sharing = factors.shared if offer.shared and kept else ()
+    if not freed and not sharing:
         return
     for factor in dict.fromkeys(
         f for dim in dims for f in dim if factors.type_of(f) == KEEP and (offer.idle or "~" not in f)
     ):
         have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
         have = tuple(a for a in have if a not in freed)
-        for more in dict.fromkeys((freed, *(split.axes for split in others), *offer.apart(freed))):
-            if size <= shard_count(have, padding.sizes):
+        groups = [freed, *(split.axes for split in others), *offer.apart(freed)] if freed else []
+        if factor in sharing:
+            moved = [splits[f].axes for f in splits if f in kept and f not in sharing]
+            joined = tuple(itertools.chain(*moved))
+            groups += [joined + tuple(a for a in freed if a not in joined), *moved, *offer.apart(joined)]
+        for more in dict.fromkeys(filter(None, groups)):
+            if size <= shard_count(have, padding.sizes) or not set(more).isdisjoint(have):
                 continue
             busy = BUSY * size >= shard_count(have + more, padding.sizes)
             if busy or must_leave.intersection(more):
@@ -199,11 +185,15 @@ def whole(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, sizes:
 
 
 def assignments(
-    options: Options, factors: Factors, sizes: AxisSizes, each: Callable[[], Sequence[Splits]]
+    options: Options,
+    factors: Factors,
+    sizes: AxisSizes,
+    each: Callable[[], Sequence[Splits]],
+    mixed: bool = True,
 ) -> Iterator[Splits]:
     """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then
-    every way, the fullest first, as far as there is patience; last, none. Where there is none for all, those
-    of `each` come before.
+    every way, the fullest first; last, none. Where there is no patience for all, those of `each`, and of the
+    others as many as there is patience for, if they may be `mixed`.
     """
     greedy: dict[str, Split] = {}
     for ways in options:
@@ -213,13 +203,10 @@ def assignments(
                 greedy = more
                 break
     yield greedy
+    found = _compatible_choices(options, factors, {})
     if math.prod(len(ways) + 1 for ways in options) > _MOST_CANDIDATES:
-        yield from (s for s in each() if compatible(factors, s, ()) and fits(factors, s, sizes))
-        every = itertools.islice(itertools.product(*([*ways, {}] for ways in options)), _MOST_CANDIDATES)
-        each_way = ({f: split for way in chosen for f, split in way.items()} for chosen in every)
-        found = (splits for splits in each_way if compatible(factors, splits, ()))
-    else:
-        found = _compatible_choices(options, factors, {})
+        some = itertools.islice(found, _MOST_CANDIDATES) if mixed else ()
+        found = (*(splits for splits in each() if compatible(factors, splits, ())), *some)
     yield from (splits for splits in found if splits and splits != greedy and fits(factors, splits, sizes))
     if greedy:
         yield {}

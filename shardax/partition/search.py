@@ -7,6 +7,8 @@ in which it is read (`copies.py`). All prices are picoseconds, times the trip co
 """
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -20,7 +22,7 @@ from shardax.cost.network import network_of
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.partition import copies
-from shardax.partition.alternatives import Alternatives
+from shardax.partition.alternatives import Alternatives, Made
 from shardax.partition.ports import Ports, iteration_splits, lay_out
 from shardax.partition.sites import Layouts, Site, Way, sums_left
 from shardax.partition.tables import Problem, Solution, solve
@@ -47,7 +49,8 @@ class Search:
     every device can make any part of. `scope`: how often the code runs that holds a value; `times`: in how
     many alike blocks. `maps`: how the iterations of each map may be split, `splits`: how they are. `left`:
     the layouts in which bodies give carries back; `returned`: those of the last time. `avoided`: the steps of
-    reshards that strict mode avoids. `byte_price`: picoseconds for each byte that is stored.
+    reshards that strict mode avoids. `excess`: how much more it costs to make a value in each layout than in
+    the cheapest; `readers`: how many share that. `byte_price`: picoseconds for each byte that is stored.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Search:
             if note.is_inside or note.owing
         }
         self.reader = _only_readers(graph)
+        self.excess: dict[Value, Made] = {}
+        self.readers = Counter(v for node in graph.walk() for v in node.inputs)
         self.tables: dict[Hashable, Any] = {}
         self.prices: dict[Hashable, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
@@ -144,6 +149,8 @@ class Search:
             self.scope[other], self.layouts[other] = self.scope[value], self.layouts[value]
             if value in self.maker:
                 self.maker[other] = self.maker[value]
+            if value in self.excess:
+                self.excess[other] = self.excess[value]
             if value in self.anywhere:
                 self.anywhere.add(other)
 
@@ -161,9 +168,10 @@ class Search:
         return self.ports[node].sites if node.bodies else [self.site_of[node]]
 
     def node(self, node: Node, runs: float, hidden: frozenset[str]) -> Site:
-        made = [self.made(v) for v in node.inputs]
-        requested = [self.requested(v, hidden) for v in (*node.inputs, *node.outputs)]
-        ways = self.alternatives.of(node, made, requested, hidden)
+        made = [self.made_at(v, runs) for v in node.inputs]
+        requested = [self.requests(v, hidden) for v in (*node.inputs, *node.outputs)]
+        ways, results = self.alternatives.of(node, made, requested, hidden)
+        self.excess.update(zip(node.outputs, results, strict=True))
         note = annotations.of_node(node)
         renames = annotations.renames(node)
         if renames:
@@ -247,6 +255,14 @@ class Search:
             else layouts
         )
 
+    def made_at(self, value: Value, runs: float) -> Made:
+        """The same, with how much more each layout costs, for one run of one of the value's readers."""
+        excess, layouts = self.excess.get(value), self.made(value)
+        if excess is None:
+            return dict.fromkeys(layouts, 0.0)
+        share = self.scope[value] / runs / self.readers[value]
+        return {layout: roughly(excess.get(layout, 0.0) * share) for layout in layouts}
+
     def at_hand(self, value: Value, hidden: frozenset[str]) -> list[Layout]:
         """Those of them in which nothing is owed, and that split nothing over hidden axes."""
         return [lay for lay in self.made(value) if not lay.pending and hidden.isdisjoint(lay.sharding.axes)]
@@ -255,6 +271,14 @@ class Search:
         """The layout that completion requests for a value, as far as axes are not hidden."""
         sharding = self.completion.sharding(value)
         return self.paddings.of(value).layout(sharding.without(hidden) if hidden else sharding, value.shape)
+
+    def requests(self, value: Value, hidden: frozenset[str]) -> Layouts:
+        """That layout, and the one that products wish for, where they do."""
+        first, wished = self.requested(value, hidden), self.completion.wished.get(value)
+        if wished is None:
+            return (first,)
+        other = self.paddings.of(value).layout(wished.without(hidden), value.shape)
+        return (first, other) if other != first else (first,)
 
     def owing(self, requested: Layout, value: Value, made: Iterable[Layout]) -> Layouts:
         """The layout that is requested of a value, and those that owe the sums that are left as it is made:
@@ -449,6 +473,16 @@ class _Distinct:
         numbers: dict[Layout, int] = {}
         self.places = [numbers.setdefault(layout, len(numbers)) for layout in layouts]
         self.layouts = list(numbers)
+
+
+def roughly(price: float) -> float:
+    """A price to an eighth, so that what stands alike has equal ones.
+
+    >>> roughly(1000.0), roughly(1040.0), roughly(0.0)
+    (1024.0, 1024.0, 0.0)
+    """
+    part, exponent = math.frexp(price)
+    return math.ldexp(round(part * 8), exponent - 3)
 
 
 def _inside(node: Node) -> Iterator[Node]:

@@ -74,6 +74,13 @@ class Factors:
         return self.operands + self.results
 
     @cached_property
+    def shared(self) -> tuple[str, ...]:
+        """The kept factors, windows aside, that every operand and result has: the batch of a product."""
+        tensors = [{f for dim in tensor for f in dim} for tensor in self.tensors]
+        kept = (f for f in self.sizes if self.type_of(f) == KEEP and "~" not in f)
+        return tuple([f for f in kept if all(f in tensor for tensor in tensors)])
+
+    @cached_property
     def has_diagonals(self) -> bool:
         """Whether a factor stands twice on one tensor."""
         each = ([f for dim in tensor for f in dim] for tensor in self.tensors)
