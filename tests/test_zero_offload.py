@@ -485,8 +485,7 @@ def compiled_for_tpu():
         ),
         *((m, 1, "both") for m in ("large", "small", "unrolled")),
         ("on the host", 1, "optimizer"),
-        ("on the host", 3, "optimizer"),
-        ("unrolled on the host", 3, "optimizer"),
+        *((m, 3, "optimizer") for m in ("on the host", "padded on the host", "unrolled on the host")),
     ],
 )
 def test_bytes_in_the_program_for_tpu(compiled_for_tpu, model, stage, offload):

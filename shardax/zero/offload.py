@@ -106,11 +106,12 @@ class _Run:
         jaxpr = self.closed.jaxpr
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
-        self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left], self._stays)
+        found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
+        left = [jaxpr.outvars[r] for r in self.left] + self._tails(jaxpr.eqns, found)
+        self.wanted = _wanted(jaxpr.eqns, left, self._stays)
         self.resting = _resting(jaxpr.eqns, self.wanted)
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
         self.readers = _readers(jaxpr.eqns, kept, self.wanted, self._stays)
-        found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
         for part in in_order(jaxpr.eqns, found):
             if isinstance(part, Segment):
                 self._run_segment(part)
@@ -178,6 +179,11 @@ class _Run:
     def _adds_tail(self, eqn) -> bool:
         """Whether the host itself makes a padded array of one."""
         return self.how.on_host and is_tail(eqn.primitive.name, eqn.source_info.name_stack)
+
+    def _tails(self, eqns: Sequence[Any], found: Sequence[Segment]) -> list[Any]:
+        """What the host makes of arrays that it computes, by adding a tail."""
+        made = {v for segment in found for v in segment.made}
+        return [eqn.outvars[0] for eqn in eqns if self._adds_tail(eqn) and eqn.invars[0] in made]
 
     def _stays(self, eqn) -> bool:
         """Whether an equation, which annotates its operand or adds a tail, leaves it in the host's memory."""
