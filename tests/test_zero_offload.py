@@ -68,7 +68,6 @@ def planned(zero, devices=8):
 @pytest.mark.quick
 @pytest.mark.parametrize("stage", [1, 3])
 def test_peak_falls_by_what_moved(stage):
-    """But for one new array at a time, where these are put together on the device."""
     without, _ = planned(Zero("data", stage))
     before = without.memory()
     assert before.host == 0
@@ -81,8 +80,7 @@ def test_peak_falls_by_what_moved(stage):
             for place in plan.arguments()
             if place.at_host and place.aval.shape
         )
-        together = 4 * LAYERS * MODEL * HIDDEN if (stage, offload) == (1, BOTH) else 0
-        assert -0.02 * moved <= moved - (before.peak - memory.peak) <= 0.02 * moved + together
+        assert -0.02 * moved <= moved - (before.peak - memory.peak) <= 0.02 * moved
         assert sum(memory.hosted.values()) == moved <= memory.host
         assert plan.comm_bytes == without.comm_bytes
         assert plan.estimate("v5p").host == pytest.approx(2 * moved / 16e9, rel=0.6)

@@ -104,7 +104,7 @@ class Block:
         return self.of.sizes
 
     @property
-    def _starts(self) -> list[Any]:
+    def starts(self) -> list[Any]:
         return [self.start if dim == self.of.first else 0 for dim in range(len(self.sizes))]
 
     @property
@@ -114,7 +114,7 @@ class Block:
 
     def read(self, x, part: "Part | None" = None) -> Any:
         """It of an array, or of a part of that."""
-        starts, sizes = self._starts, list(self.sizes)
+        starts, sizes = self.starts, list(self.sizes)
         if part is None:
             return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
         if part.dim == self.of.first:
@@ -133,7 +133,7 @@ class Block:
         if self.done:
             x = lax.select(self._rows < self.done, put(self.read(whole), DEVICE), put(x, DEVICE))
         x = put(x, memory_of(jax.typeof(whole)))
-        return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
+        return lax.dynamic_update_slice(whole, x, self.starts, allow_negative_indices=False)
 
     def places(self, dim: int, dtype) -> Any:
         """Of each element where it lies along a dim of the array."""

@@ -13,7 +13,19 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
-from shardax.passes import brought, combine, cpu, dead, in_turn, layouts, on_host, share, streamed, tpu
+from shardax.passes import (
+    brought,
+    combine,
+    cpu,
+    dead,
+    in_pieces,
+    in_turn,
+    layouts,
+    on_host,
+    share,
+    streamed,
+    tpu,
+)
 from shardax.passes.moves import is_at_host, moves
 from shardax.sharding import AxisSizes
 from shardax.spmd_rules.equations import any_inside
@@ -55,7 +67,8 @@ def _hosted(jaxpr) -> Any:
     opened = _jax.closed(jaxpr).jaxpr
     if not any(map(is_at_host, opened.invars)) and not any(any_inside(moves, eqn) for eqn in opened.eqns):
         return jaxpr
-    return in_turn.in_turn(on_host.called(brought.brought(streamed.streamed(jaxpr))))
+    in_blocks = in_pieces.in_pieces(streamed.streamed(jaxpr))
+    return in_turn.in_turn(on_host.called(brought.brought(in_blocks)))
 
 
 PASSES: dict[str, Pass] = {
