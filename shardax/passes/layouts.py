@@ -76,7 +76,7 @@ def _laid_out(eqn, before: Mapping[int, Shape], behind: set[int]) -> Sequence[An
 
 def _has_layout(v) -> bool:
     """Whether it is an array of numbers on the device that may lie in several ways."""
-    is_number = not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    is_number = not jax.numpy.issubdtype(v.aval.dtype, jax.dtypes.extended)
     return is_number and len(v.aval.shape) > 1 and not is_at_host(v)
 
 
