@@ -136,6 +136,19 @@ def test_norms_divide_updates():
     assert len(scans(in_blocks(update, (*x, True), (*x, False), (*x, False)))) == 1
 
 
+def test_gradients_stay_narrow():
+    """Blocks are cast, though a norm reads all of the wider array before."""
+
+    def update(m, w, g):
+        g = g.astype("float32")
+        return momentum(m, w, jnp.where(jnp.linalg.norm(g) < 1e3, g, 0))
+
+    x = (64, 256), "float32"
+    (scan,) = scans(in_blocks(update, (*x, True), (*x, False), (x[0], "bfloat16", False)))
+    consts, _ = _jax.scan_counts(scan.params)
+    assert [v.aval.dtype for v in scan.invars[:consts] if v.aval.shape == x[0]] == ["bfloat16"]
+
+
 def test_what_is_sent_in_another_dtype_has_no_place():
     def update(m, g):
         return jax.device_put((jax.device_put(m, DEVICE) + g).astype("bfloat16"), HOST)

@@ -479,9 +479,10 @@ def compiled_for_tpu():
         *((m, stage, "optimizer") for m in ("large", "small", "padded", "unrolled") for stage in (1, 3)),
         *(
             (m, 3, "both")
-            for m in ("large", "small", "padded", "unrolled", "on the host", "padded on the host")
+            for m in ("large", "small", "padded", "unrolled", "deep", "on the host", "padded on the host")
         ),
-        *((m, 1, "both") for m in ("large", "small", "unrolled")),
+        *((m, 1, "both") for m in ("large", "small", "padded", "unrolled")),
+        ("deep", 3, "optimizer"),
         ("on the host", 1, "optimizer"),
         *((m, 3, "optimizer") for m in ("on the host", "padded on the host", "unrolled on the host")),
     ],
