@@ -104,8 +104,8 @@ def _widened_late(eqns: Sequence[Any], updates: "Sequence[_Update]") -> list[Any
 
 def _widens(eqn) -> bool:
     """Whether an equation, if it is one, casts an array to a wider type."""
-    entry = None if eqn is None else RULES.get(eqn.primitive.name)
-    return entry is not None and entry.casts and nbytes(eqn.outvars[0]) > nbytes(eqn.invars[0])
+    entry = eqn and RULES.get(eqn.primitive.name)
+    return bool(entry and entry.casts) and nbytes(eqn.outvars[0]) > nbytes(eqn.invars[0])
 
 
 def _reading(eqn, instead: Mapping[Any, Any]) -> Any:
