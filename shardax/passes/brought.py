@@ -28,6 +28,7 @@ from shardax.annotations.explicit import memory_of
 from shardax.differentiated import is_transposed
 from shardax.graph.equations import equations_like
 from shardax.ledger.collectives import KINDS
+from shardax.passes.lookups import is_looked_up
 from shardax.passes.moves import DEVICE, HOST, WHOLE, brings, nbytes, variables
 from shardax.passes.on_host import is_on_host
 from shardax.spmd_rules.registry import RULES
@@ -49,7 +50,7 @@ def brought(jaxpr):
 
 def _large(eqns: Sequence[Any]) -> set[Any]:
     """The arrays at the host that equations bring, but for the smallest ones, and what the host computes."""
-    computed = {eqn.outvars[0] for eqn in filter(is_on_host, eqns)}
+    computed = {eqn.outvars[0] for eqn in eqns if is_on_host(eqn) or is_looked_up(eqn)}
     sources = sorted({eqn.invars[0] for eqn in filter(brings, eqns)} - computed, key=nbytes)
     left, found = sum(map(nbytes, sources)) / WHOLE, set()
     for v in sources:
@@ -169,11 +170,13 @@ def _brought(code: _Code) -> list[_Bring]:
     for n, v in code.reads:
         key = code.copies[v].source, n == len(code.eqns) or is_transposed(code.eqns[n].source_info.name_stack)
         then, bring = last.get(key, (0, None))
-        if bring is None or FAR * (so_far - then) > total:
+        if found and found[-1].source is key[0]:
+            bring = found[-1]
+        elif bring is None or FAR * (so_far - then) > total:
             so_far += nbytes(key[0])
             bring = _Bring(key[0], [], n)
-            last[key] = so_far, bring
             found.append(bring)
+        last[key] = so_far, bring
         bring.reads.append((n, v))
     return found
 

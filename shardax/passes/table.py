@@ -21,6 +21,7 @@ from shardax.passes import (
     in_pieces,
     in_turn,
     layouts,
+    lookups,
     on_host,
     share,
     streamed,
@@ -68,7 +69,7 @@ def _hosted(jaxpr) -> Any:
     if not any(map(is_at_host, opened.invars)) and not any(any_inside(moves, eqn) for eqn in opened.eqns):
         return jaxpr
     in_blocks = in_pieces.in_pieces(streamed.streamed(jaxpr))
-    return in_turn.in_turn(on_host.called(brought.brought(in_blocks)))
+    return in_turn.in_turn(on_host.called(brought.brought(lookups.looked_up(in_blocks))))
 
 
 PASSES: dict[str, Pass] = {
