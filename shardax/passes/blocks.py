@@ -168,7 +168,7 @@ def _cuts(shape: Shape, tile: int, along: int | None, whole: int | None) -> Iter
     rank, (rows, lanes) = len(shape), tiled_dims(shape)
     in_order = (rows, lanes) == (rank - 2, rank - 1)
     for dim in range(rank) if along in (None, lanes) else (along,):
-        are_one = dim != along and in_order and (dim != rows or shape[rows] % tile == 0)
+        are_one = dim == rows != along and in_order and shape[rows] % tile == 0
         first = 0 if are_one and (whole is None or whole > dim) else dim
         unit = tile if dim == rows else 1
         if dim not in (lanes, whole) and math.prod(shape[first : dim + 1]) > unit:

@@ -183,12 +183,16 @@ class _Update:
         return [v for v in self.segment.reads() if v.aval.shape and is_at_host(self.source(v))]
 
     def blocks(self, most: int) -> Blocks | None:
-        """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim;
-        one that is to be padded along others.
+        """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim,
+        or else along others, as one is that is to be padded.
         """
         widths = [v.aval.dtype.itemsize for v in self.hosted]
-        ways = {(None, cut.dim) if cut.fill is not None else (cut.dim, None) for cut in self.cuts.values()}
-        return None if len(ways) > 1 else blocks(self.segment.shape, widths, most, *(*ways, ())[0])
+        dims = {cut.dim for cut in self.cuts.values()}
+        if len(dims) > 1:
+            return None
+        dim, is_padded = next(iter(dims), None), any(cut.fill is not None for cut in self.cuts.values())
+        along = None if is_padded else blocks(self.segment.shape, widths, most, along=dim)
+        return along or blocks(self.segment.shape, widths, most, whole=dim)
 
     @property
     def moved(self) -> int:

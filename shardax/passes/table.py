@@ -20,6 +20,7 @@ from shardax.passes import (
     dead,
     in_pieces,
     in_turn,
+    layers,
     layouts,
     lookups,
     on_host,
@@ -82,7 +83,7 @@ PASSES: dict[str, Pass] = {
 
 ON_PLATFORM: dict[str, Callable[[Any, Mesh | AbstractMesh], Any]] = {
     "cpu": lambda jaxpr, mesh: cpu.suited(jaxpr),
-    "tpu": lambda jaxpr, mesh: tpu.suited(layouts.laid_out(jaxpr), mesh),
+    "tpu": lambda jaxpr, mesh: tpu.suited(layouts.laid_out(layers.cut_out(jaxpr)), mesh),
 }
 """Those that run where it is lowered for a platform of that name, with the mesh whose axes it names."""
 
@@ -100,9 +101,10 @@ def planned(jaxpr, context: PassContext) -> Any:
 
 def lowered(jaxpr, options: Options, platforms: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
     """The local program, which names the axes of `mesh`, as it is lowered for these platforms."""
-    for platform, suited in ON_PLATFORM.items():
-        if platform in platforms and platform in options.passes:
-            jaxpr = suited(jaxpr, mesh)
+    with _jax.axes_in_scope(mesh.shape):
+        for platform, suited in ON_PLATFORM.items():
+            if platform in platforms and platform in options.passes:
+                jaxpr = suited(jaxpr, mesh)
     return jaxpr
 
 
