@@ -192,7 +192,9 @@ def test_a_part_of_an_array_is_cut_out_late():
     [
         ((256, 256), 0, (64, 256), (8, 256)),  # along its dim
         ((64, 1024), 1, (64, 256), (8, 1024)),  # along columns, of whole rows
-        ((24, 64, 256), 1, (24, 16, 256), (24, 8, 256)),  # of all layers
+        ((2, 8192, 128), 1, (2, 2048, 128), (2, 8, 128)),  # of all layers
+        ((24, 64, 256), 1, (24, 16, 256), (1, 64, 256)),  # or of whole ones, where that would be half of it
+        ((24, 64, 256), 1, (24, 8, 256), (1, 64, 256)),  # and where there is but one tile of rows
         ((250, 256), 0, (64, 256), None),  # padded to 256: there is no other dim that could be cut
         ((64, 1021), 1, (64, 256), (8, 1021)),
         ((6, 253, 256), 1, (6, 64, 256), (1, 253, 256)),

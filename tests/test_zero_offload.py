@@ -83,7 +83,9 @@ def test_peak_falls_by_what_moved(stage):
         assert -0.02 * moved <= moved - (before.peak - memory.peak) <= 0.02 * moved
         assert sum(memory.hosted.values()) == moved <= memory.host
         assert plan.comm_bytes == without.comm_bytes
-        assert plan.estimate("v5p").host == pytest.approx(2 * moved / 16e9, rel=0.6)
+        parameters = sum(x.size * 4 for x in jax.tree.leaves(resting[0])) // (1 if stage == 1 else 8)
+        again = 2 * parameters if offload is BOTH else 0  # both passes and the update read them
+        assert 2 * moved <= 16e9 * plan.estimate("v5p").host <= 1.001 * (2 * moved + again)
         kinds = {x.sharding.memory_kind for x in jax.tree.leaves(resting[0])}
         assert kinds == ({"pinned_host"} if offload is BOTH else {None, "device"} & kinds)
         assert {x.sharding.memory_kind for x in jax.tree.leaves(resting[1]) if x.shape} == {"pinned_host"}

@@ -31,6 +31,7 @@ from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, 
 from shardax.spmd_rules.registry import RULES
 
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
+LARGE = 4  # times as large are blocks for which all of an array comes to each device, rather than its part
 
 
 def streamed(jaxpr):
@@ -184,15 +185,17 @@ class _Update:
 
     def blocks(self, most: int) -> Blocks | None:
         """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim,
-        or else along others, as one is that is to be padded.
+        or where that makes large blocks along others, as one is that is to be padded.
         """
         widths = [v.aval.dtype.itemsize for v in self.hosted]
         dims = {cut.dim for cut in self.cuts.values()}
         if len(dims) > 1:
             return None
         dim, is_padded = next(iter(dims), None), any(cut.fill is not None for cut in self.cuts.values())
-        along = None if is_padded else blocks(self.segment.shape, widths, most, along=dim)
-        return along or blocks(self.segment.shape, widths, most, whole=dim)
+        shape = self.segment.shape
+        along = None if is_padded else blocks(shape, widths, most, along=dim)
+        is_small = along is not None and along.elements * max(widths) <= LARGE * most
+        return along if is_small else blocks(shape, widths, most, whole=dim) or along
 
     @property
     def moved(self) -> int:
