@@ -31,7 +31,6 @@ from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, 
 from shardax.spmd_rules.registry import RULES
 
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
-LARGE = 4  # times as large are blocks for which all of an array comes to each device, rather than its part
 
 
 def streamed(jaxpr):
@@ -185,17 +184,19 @@ class _Update:
 
     def blocks(self, most: int) -> Blocks | None:
         """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim,
-        or where that makes large blocks along others, as one is that is to be padded.
+        or where less is brought at once then along others, as one is that is to be padded.
         """
         widths = [v.aval.dtype.itemsize for v in self.hosted]
-        dims = {cut.dim for cut in self.cuts.values()}
+        dims, shape = {cut.dim for cut in self.cuts.values()}, self.segment.shape
         if len(dims) > 1:
             return None
         dim, is_padded = next(iter(dims), None), any(cut.fill is not None for cut in self.cuts.values())
-        shape = self.segment.shape
         along = None if is_padded else blocks(shape, widths, most, along=dim)
-        is_small = along is not None and along.elements * max(widths) <= LARGE * most
-        return along if is_small else blocks(shape, widths, most, whole=dim) or along
+        across = blocks(shape, widths, most, whole=dim)
+        if along is None or across is None:
+            return along or across
+        rows = max((cut.source.aval.shape[dim] for cut in self.cuts.values()), default=0)
+        return along if dim is None or along.elements <= across.elements * rows // shape[dim] else across
 
     @property
     def moved(self) -> int:
