@@ -1,12 +1,7 @@
 """ZeRO's offload: state rests at the host, the device holds less by just that, and results are the same."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +18,7 @@ from models.devices import make_mesh
 from shardax.passes.blocks import tiled_dims
 from shardax.zero import Zero
 from shardax.zero.offload import require_memory
-from tests.test_tpu import WITHOUT_TPU
+from tests import on_tpu
 from tests.test_zero import OPTIMIZERS, SIZES, losses, quick_compilation, train_step
 from tests.zero_steps import step_of
 
@@ -466,12 +461,7 @@ TILED = [
 @pytest.fixture(scope="module")
 def compiled_for_tpu():
     """What `python -m tests.test_zero_offload` finds."""
-    pytest.importorskip("libtpu")
-    command = [sys.executable, "-m", "tests.test_zero_offload"]
-    run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=1800)
-    assert run.returncode == 0, run.stderr[-4000:]
-    print(run.stdout)
-    return json.loads(run.stdout.splitlines()[-1])
+    return on_tpu.found("tests.test_zero_offload", timeout=1800)
 
 
 @pytest.mark.tpu
@@ -545,18 +535,7 @@ def compiled(mesh, name: str, stage: int, offload) -> dict[str, int]:
         state = sx.zero.init(tx, params, mesh, "data", stage)
     how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
     step = sx.shard_jit(step, transforms=[Zero("data", stage, offload=offload, update_on=on)], **how)
-    lowered = step.lower(sx.abstract_state(step, state, x_BM), x_BM)
-    with tempfile.TemporaryDirectory() as at:
-        how = {"xla_dump_to": at, "xla_dump_hlo_as_text": True}
-        found = lowered.compile(compiler_options=how).memory_analysis()
-        (assignment,) = Path(at).glob("*jit_step*.after_optimizations-buffer-assignment.txt")
-        (temporaries,) = re.findall(r": size (\d+), preallocated-temp:", assignment.read_text()) or ["0"]
-    return {
-        "device": found.argument_size_in_bytes + int(temporaries),
-        "in use": found.peak_memory_in_bytes - found.host_argument_size_in_bytes,
-        "host": found.host_argument_size_in_bytes,
-        "temporaries at the host": found.host_temp_size_in_bytes,
-    }
+    return on_tpu.bytes_of(step, state, x_BM)
 
 
 def layouts(mesh) -> list[list[int]]:
@@ -570,9 +549,7 @@ def layouts(mesh) -> list[list[int]]:
 
 def main() -> None:
     """Prints bytes of programs for a TPU v5e-8, by model, ZeRO stage and what is offloaded."""
-    from jax.experimental import topologies
-
-    mesh = topologies.make_mesh(topologies.get_topology_desc("v5e:2x4", "tpu"), (8,), ("data",))
+    mesh = on_tpu.mesh(data=8)
     found: dict[str, Any] = {"layouts": layouts(mesh)}
     for model in TPU_MODELS:
         for stage, offload in WAYS_OF.get(model, WAYS):
