@@ -309,6 +309,78 @@ def test_unrolled_layers_give_the_same(stage):
         np.testing.assert_array_equal(x, y)
 
 
+def microbatched_step(tx):
+    """A loop that adds up gradients of microbatches; each looks a table up, and goes over layers."""
+
+    def loss(params, t_B):
+        def layer(h_BM, w):
+            return h_BM + jnp.tanh(h_BM @ w["up"]) @ w["down"], None
+
+        h_BM = params["table"].astype("bfloat16")[t_B].astype("float32")
+        layers = {name: params[name] for name in ("up", "down")}
+        return jnp.mean((jax.lax.scan(jax.checkpoint(layer), h_BM, layers)[0] - 1) ** 2)
+
+    def step(state, t_KB):
+        params, opt_state = state
+
+        def add(total, t_B):
+            value, grads = jax.value_and_grad(loss)(params, t_B)
+            return jax.tree.map(jnp.add, total, (grads, value)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
+        grads, value = jax.lax.scan(add, zeros, t_KB)[0]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+MICROBATCHED = {"even": (24, 512, 2048), "padded": (20, 509, 2039), "by rows": (24, 509, 2039)}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("sizes", ["even", "padded"])
+def test_each_microbatch_brings_its_layers(stage, sizes):
+    layers, model, hidden = MICROBATCHED[sizes]
+    mesh, tx, plans = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,)), adamw(), []
+    shapes = {"up": (layers, model, hidden), "down": (layers, hidden, model), "table": (4099, model)}
+    params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    state = params, jax.eval_shape(tx.init, params)
+    if sizes == "padded":
+        state = sx.zero.init(tx, params, mesh, "data", stage, bucket=0)
+    for zero in Zero("data", stage), Zero("data", stage, offload=BOTH):
+        how = {"mesh": mesh, "in_shardings": (None, P(None, "data")), "donate_argnums": 0}
+        step = sx.shard_jit(microbatched_step(tx), transforms=[zero], **how)
+        plans.append(step.plan(state, jax.ShapeDtypeStruct((4, 512), "int32")))
+    before, after = plans
+    moved = sum(zero.resident(after).hosted.values())
+    assert before.memory().peak - after.memory().peak >= 0.98 * moved > 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("sizes", MICROBATCHED)
+def test_microbatches_give_the_same(stage, sizes, quick_compilation):
+    layers, model, hidden = MICROBATCHED[sizes][0] // 3, *(n // 32 for n in MICROBATCHED[sizes][1:])
+    mesh, tx = make_mesh({"data": 4, "model": 2}), optax.adamw(1e-2)
+    shapes = {"up": (layers, model, hidden), "down": (layers, hidden, model), "table": (251, model)}
+    rng = np.random.default_rng(0)
+    params = {name: 0.1 * rng.normal(size=shape).astype("float32") for name, shape in shapes.items()}
+    t_NKB, found = rng.integers(0, 251, (2, 3, 32)).astype("int32"), []
+    for offload in (), BOTH:
+        state: Any = (params, jax.jit(tx.init)(params))
+        if sizes == "padded":
+            state = sx.zero.init(tx, params, mesh, "data", stage, bucket=0, offload=offload)
+        how = {"mesh": mesh, "in_shardings": (None, P(None, "data")), "donate_argnums": 0}
+        how |= {"compiler_options": AS_WRITTEN, "options": sx.Options(chip="slow")}
+        step = sx.shard_jit(microbatched_step(tx), transforms=[Zero("data", stage, offload=offload)], **how)
+        for t_KB in t_NKB:
+            state, value = step(state, t_KB)
+        found.append((value, sx.zero.unpad(jax.device_get(state))))
+    for x, y in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("stage, offload", [(1, "optimizer"), (3, BOTH)])
 def test_buckets_cost_nothing_at_the_peak(stage, offload):
@@ -435,6 +507,8 @@ TPU_MODELS = {  # layers, model, hidden; arrays of a shard do not fit into VMEM,
     "padded": (20, 2043, 8181),
     "unrolled": (8, 2048, 8192),
     "deep": (16, 2048, 8192),  # unrolled too
+    "in tiles, padded": (24, 2043, 8181),  # of layers with others
+    "microbatched": (24, 2048, 8192),  # and a table
     "on the host": (24, 2048, 8192),
     "unrolled on the host": (8, 2048, 8192),
     "padded on the host": (20, 2043, 8181),
@@ -442,6 +516,8 @@ TPU_MODELS = {  # layers, model, hidden; arrays of a shard do not fit into VMEM,
 WAYS = [(1, ()), (1, "optimizer"), (1, BOTH), (3, ()), (3, "optimizer"), (3, BOTH)]
 WAYS_OF = {
     "deep": WAYS[3:],
+    "in tiles, padded": [(1, ()), (1, BOTH), (3, ()), (3, BOTH)],
+    "microbatched": [(1, ()), (1, BOTH), (3, ()), (3, BOTH)],
     "on the host": [(1, "optimizer"), (3, "optimizer"), (3, BOTH)],
     "unrolled on the host": [(3, "optimizer")],
     "padded on the host": [(3, "optimizer"), (3, BOTH)],
@@ -469,14 +545,12 @@ def compiled_for_tpu():
     "model, stage, offload",
     [
         *((m, stage, "optimizer") for m in ("large", "small", "padded", "unrolled") for stage in (1, 3)),
-        *(
-            (m, 3, "both")
-            for m in ("large", "small", "padded", "unrolled", "deep", "on the host", "padded on the host")
-        ),
-        *((m, 1, "both") for m in ("large", "small", "padded", "unrolled")),
-        ("deep", 3, "optimizer"),
-        ("on the host", 1, "optimizer"),
+        *((m, stage, "both") for m in ("large", "small", "padded", "unrolled") for stage in (1, 3)),
+        *((m, stage, "both") for m in ("in tiles, padded", "microbatched") for stage in (1, 3)),
+        *(("deep", 3, offload) for offload in ("optimizer", "both")),
+        *((m, 3, "both") for m in ("on the host", "padded on the host")),
         *((m, 3, "optimizer") for m in ("on the host", "padded on the host", "unrolled on the host")),
+        ("on the host", 1, "optimizer"),
     ],
 )
 def test_bytes_in_the_program_for_tpu(compiled_for_tpu, model, stage, offload):
@@ -530,10 +604,14 @@ def compiled(mesh, name: str, stage: int, offload) -> dict[str, int]:
             unrolled_step(tx),
             jax.ShapeDtypeStruct((32768, model), "float32"),
         )
+    batch = P("data")
+    if name == "microbatched":
+        params |= {"table": jax.ShapeDtypeStruct((50304, model), "float32")}
+        step, x_BM, batch = microbatched_step(tx), jax.ShapeDtypeStruct((4, 8192), "int32"), P(None, "data")
     state = params, jax.eval_shape(tx.init, params)
     if "padded" in name:
         state = sx.zero.init(tx, params, mesh, "data", stage)
-    how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
+    how = {"mesh": mesh, "in_shardings": (None, batch), "donate_argnums": 0}
     step = sx.shard_jit(step, transforms=[Zero("data", stage, offload=offload, update_on=on)], **how)
     return on_tpu.bytes_of(step, state, x_BM)
 
