@@ -183,7 +183,7 @@ def _brought(code: _Code) -> list[_Bring]:
 
 def _begun(code: _Code, found: Sequence[_Bring]) -> list[_Bring]:
     """The copies, each to begin at the last place before its first read at which something is computed with
-    an earlier one.
+    an earlier one, or else where it is read: after what it is computed with.
     """
     made = {v: n for n, eqn in enumerate(code.eqns) for v in eqn.outvars}
     readers: dict[Any, list[int]] = defaultdict(list)
@@ -193,9 +193,11 @@ def _begun(code: _Code, found: Sequence[_Bring]) -> list[_Bring]:
     begun, places = [], {}
     for bring in found:
         earlier = [n for n in places if made.get(bring.source, -1) < n < bring.first]
-        place = max(earlier, default=bring.first)
-        begun.append(_Bring(bring.source, bring.reads, place, places.get(place)))
-        places |= _used(code, bring, made, readers)
+        place, used = max(earlier, default=bring.first), _used(code, bring, made, readers)
+        after = places[place] if earlier else next(iter(used.values()), None)
+        is_there = after is not None and made[after] < place
+        begun.append(_Bring(bring.source, bring.reads, place, after if is_there else None))
+        places |= used
     return begun
 
 
