@@ -3,11 +3,11 @@
     w = bring(w_host)                        x_host = gather(w_host, send(i))       on the host
     x = gather(cast(w), i)           ->      x = cast(bring(x_host))
 
-What else reads the table, such as logits that it makes too, has it brought whole, and where more is looked
-up than there is, it is brought too. Its gradient is added up on the device, as that of any parameter.
+What else reads the table, such as logits that it makes too, has it brought whole. So is a small one, and one
+of which more is looked up than there is. Its gradient is added up on the device, as that of any parameter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,15 +19,16 @@ from shardax import _jax
 from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
 from shardax.passes.blocks import DEVICE
-from shardax.passes.moves import HOST, brings, is_at_host, nbytes
+from shardax.passes.moves import HOST, brings, is_at_host, large, nbytes
 from shardax.spmd_rules.registry import RULES
 
 
 def looked_up(jaxpr):
     """The same jaxpr, closed or open, and its bodies, with such lookups at the host."""
     eqns = [_jax.with_bodies(eqn, looked_up) for eqn in _jax.closed(jaxpr).jaxpr.eqns]
+    tables = large(eqn.invars[0] for eqn in filter(brings, eqns))
     makers = {v: eqn for eqn in eqns for v in eqn.outvars}
-    return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _at_host(eqn, makers)])
+    return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _at_host(eqn, makers, tables)])
 
 
 def is_looked_up(eqn) -> bool:
@@ -35,7 +36,7 @@ def is_looked_up(eqn) -> bool:
     return eqn.primitive is lax.gather_p and is_at_host(eqn.outvars[0])
 
 
-def _at_host(eqn, makers: Mapping[Any, Any]) -> list[Any]:
+def _at_host(eqn, makers: Mapping[Any, Any], tables: Collection[Any]) -> list[Any]:
     """The equation, or those by which the host does what it does."""
     if eqn.primitive is not lax.gather_p:
         return [eqn]
@@ -45,7 +46,7 @@ def _at_host(eqn, makers: Mapping[Any, Any]) -> list[Any]:
     if maker is None or not brings(maker):
         return [eqn]
     source, indices = maker.invars[0], eqn.invars[1]
-    if nbytes(source) <= nbytes(eqn.outvars[0]):
+    if source not in tables or nbytes(source) <= nbytes(eqn.outvars[0]):
         return [eqn]
 
     def run(table, indices):
