@@ -4,8 +4,6 @@ it prints.
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 
 import jax
@@ -24,6 +22,7 @@ from benchmarks.workloads import workloads
 from shardax.cost import noted
 from shardax.cost.chips import V3
 from shardax.pipeline.schedules import make_schedule
+from tests import on_tpu
 
 LOOP = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -392,10 +391,7 @@ def test_json_is_never_there_in_part(tmp_path):
 
 @pytest.mark.tpu
 def test_a_small_step_compiles_for_a_tpu(tmp_path):
-    pytest.importorskip("libtpu")
-    command = [sys.executable, "-m", "benchmarks.tpu", "tiny", "--json", str(tmp_path / "figures.json")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    on_tpu.run("benchmarks.tpu", "tiny", "--json", str(tmp_path / "figures.json"))
     columns = json.loads((tmp_path / "figures.json").read_text())["tiny"]
     assert set(columns) == {"jax.jit", "shard_jit"}
     # 0.70 of the bytes and 0.95 of the seconds, for 1.13 of the memory, which nothing prices yet
@@ -408,11 +404,8 @@ def test_a_small_step_compiles_for_a_tpu(tmp_path):
 
 @pytest.mark.tpu
 def test_a_small_pipelined_step_compiles_for_a_tpu(tmp_path):
-    pytest.importorskip("libtpu")
     file = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.tpu", "tiny-pipelined", "--json", str(file)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    on_tpu.run("benchmarks.tpu", "tiny-pipelined", "--json", str(file))
     columns = json.loads(file.read_text())["tiny-pipelined"]
     assert set(columns) == {"buffer", "eager-1f1b"}
     assert columns["eager-1f1b"]["seconds"] < 1.25 * columns["buffer"]["seconds"]

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 from shardax import _jax
-from shardax.passes.moves import is_at_host, moves
+from shardax.passes.moves import brings, is_at_host, moves
 from shardax.zero import Zero
 from tests.test_zero_offload import BOTH, odd_step, unrolled
 
@@ -84,6 +84,15 @@ def test_the_host_updates_what_rests_padded(offload):
     plan = step.plan(state, x_BM)
     found = [eqn for x in programs(plan.local_jaxpr) for eqn in roots_of_arrays(x)]
     assert len(found) == 2 and all(is_at_host(eqn.outvars[0]) for eqn in found)
+
+
+def test_new_parameters_that_rest_padded_come_from_the_host_as_they_rest():
+    """The device masks no tail of what it is sent: XLA would make an array for that."""
+    step, state, _, x_BM = odd_step(Zero("data", 3, offload="optimizer", update_on="host"))
+    (program,) = (x for x in programs(step.plan(state, x_BM).local_jaxpr) if any(map(_is_call, x.eqns)))
+    makers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    for new in program.outvars[:2]:
+        assert brings(makers[new]) and _is_call(makers[makers[new].invars[0]])
 
 
 def _is_call(eqn) -> bool:

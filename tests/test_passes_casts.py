@@ -1,9 +1,6 @@
 """Casts of weights that a loop over layers gathers stay in the loop, on TPUs."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -16,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from benchmarks.tpu import WITHOUT_TPU
 from shardax.passes import casts, tpu
+from tests import on_tpu
 
 LAYERS, M = 4, 64
 
@@ -93,20 +90,13 @@ def test_values_are_the_same(monkeypatch):
 @pytest.mark.tpu
 def test_memory_in_the_program_for_tpu():
     """A device has an eighth of 8 layers of two matrices, 4096 by 16384: 128 MiB of them in bfloat16."""
-    pytest.importorskip("libtpu")
-    command = [sys.executable, "-m", "tests.test_passes_casts"]
-    run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-4000:]
-    print(run.stdout)
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = on_tpu.found("tests.test_passes_casts")
     assert found["in front"] - found["in the loop"] > 0.95 * 256 * 2**20
 
 
 def main() -> None:
     """Prints the bytes of temporaries of a train step for a TPU v5e-8, casts before the loop and in it."""
-    from jax.experimental import topologies
-
-    mesh = topologies.make_mesh(topologies.get_topology_desc("v5e:2x4", "tpu"), (8,), ("data",))
+    mesh = on_tpu.mesh(data=8)
     shapes = {"up": (8, 4096, 16384), "down": (8, 16384, 4096)}
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
 

@@ -136,6 +136,19 @@ def test_norms_divide_updates():
     assert len(scans(in_blocks(update, (*x, True), (*x, False), (*x, False)))) == 1
 
 
+def test_gradients_stay_narrow():
+    """Blocks are cast, though a sum reads all of the wider array before."""
+
+    def update(m, w, g):
+        g = g.astype("float32")
+        return momentum(m, w, lax.min(g, lax.broadcast(jnp.sum(g), g.shape)))
+
+    x = (64, 256), "float32"
+    (scan,) = scans(in_blocks(update, (*x, True), (*x, False), (x[0], "bfloat16", False)))
+    consts, _ = _jax.scan_counts(scan.params)
+    assert [v.aval.dtype for v in scan.invars[:consts] if v.aval.shape == x[0]] == ["bfloat16"]
+
+
 def test_what_is_sent_in_another_dtype_has_no_place():
     def update(m, g):
         return jax.device_put((jax.device_put(m, DEVICE) + g).astype("bfloat16"), HOST)
@@ -179,7 +192,9 @@ def test_a_part_of_an_array_is_cut_out_late():
     [
         ((256, 256), 0, (64, 256), (8, 256)),  # along its dim
         ((64, 1024), 1, (64, 256), (8, 1024)),  # along columns, of whole rows
-        ((24, 64, 256), 1, (24, 16, 256), (24, 8, 256)),  # of all layers
+        ((2, 8192, 128), 1, (2, 2048, 128), (2, 8, 128)),  # of all layers
+        ((24, 64, 256), 1, (24, 16, 256), (1, 64, 256)),  # or of whole ones, where that would be half of it
+        ((24, 64, 256), 1, (24, 8, 256), (1, 64, 256)),  # and where there is but one tile of rows
         ((250, 256), 0, (64, 256), None),  # padded to 256: there is no other dim that could be cut
         ((64, 1021), 1, (64, 256), (8, 1021)),
         ((6, 253, 256), 1, (6, 64, 256), (1, 253, 256)),

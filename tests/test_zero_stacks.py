@@ -1,9 +1,6 @@
 """Stacks: what an update computes of separate matrices alike is one computation, and results are the same."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -22,9 +19,8 @@ from shardax import program
 from shardax.cost.chips import V5E
 from shardax.zero import Zero
 from shardax.zero.stacks import stacked
-from tests import test_zero
+from tests import on_tpu, test_zero
 from tests.kronecker import root_by_newton, shampoo, soap
-from tests.test_tpu import WITHOUT_TPU
 from tests.test_zero import abstract
 from tests.zero_steps import step_of
 
@@ -514,12 +510,7 @@ def test_explicit_form_chooses_alike():
 @pytest.mark.tpu
 def test_cycles_in_the_program_for_tpu():
     """As XLA estimates them: those of the update fall, and most where its state rests as it is computed with."""
-    pytest.importorskip("libtpu")
-    command = [sys.executable, "-m", "tests.test_zero_stacks"]
-    run = subprocess.run(command, env=os.environ | WITHOUT_TPU, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-4000:]
-    print(run.stdout)
-    cycles = json.loads(run.stdout.splitlines()[-1])
+    cycles = on_tpu.found("tests.test_zero_stacks")
     assert cycles["dealt"] < 0.9 * cycles["alike"] and cycles["dealt, and at rest"] < cycles["dealt"]
 
 
@@ -527,9 +518,7 @@ def main() -> None:
     """Prints the cycles, and the bytes sent, of steps for a TPU v5e-8: eight matrices, 1024 by 4096, 8192 rows
     on each device; with momentum alone, and with Muon.
     """
-    from jax.experimental import topologies
-
-    mesh = topologies.make_mesh(topologies.get_topology_desc("v5e:2x4", "tpu"), (8,), ("data",))
+    mesh = on_tpu.mesh(data=8)
     muon, momentum, params = WIDE["muon"](), optax.sgd(0.1, momentum=0.9), [jnp_type(1024, 4096)] * 8
     apart = jax.eval_shape(muon.init, params)
     forms = {

@@ -104,7 +104,7 @@ class Block:
         return self.of.sizes
 
     @property
-    def _starts(self) -> list[Any]:
+    def starts(self) -> list[Any]:
         return [self.start if dim == self.of.first else 0 for dim in range(len(self.sizes))]
 
     @property
@@ -114,7 +114,7 @@ class Block:
 
     def read(self, x, part: "Part | None" = None) -> Any:
         """It of an array, or of a part of that."""
-        starts, sizes = self._starts, list(self.sizes)
+        starts, sizes = self.starts, list(self.sizes)
         if part is None:
             return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
         if part.dim == self.of.first:
@@ -133,7 +133,7 @@ class Block:
         if self.done:
             x = lax.select(self._rows < self.done, put(self.read(whole), DEVICE), put(x, DEVICE))
         x = put(x, memory_of(jax.typeof(whole)))
-        return lax.dynamic_update_slice(whole, x, self._starts, allow_negative_indices=False)
+        return lax.dynamic_update_slice(whole, x, self.starts, allow_negative_indices=False)
 
     def places(self, dim: int, dtype) -> Any:
         """Of each element where it lies along a dim of the array."""
@@ -168,7 +168,7 @@ def _cuts(shape: Shape, tile: int, along: int | None, whole: int | None) -> Iter
     rank, (rows, lanes) = len(shape), tiled_dims(shape)
     in_order = (rows, lanes) == (rank - 2, rank - 1)
     for dim in range(rank) if along in (None, lanes) else (along,):
-        are_one = dim != along and in_order and (dim != rows or shape[rows] % tile == 0)
+        are_one = dim == rows != along and in_order and shape[rows] % tile == 0
         first = 0 if are_one and (whole is None or whole > dim) else dim
         unit = tile if dim == rows else 1
         if dim not in (lanes, whole) and math.prod(shape[first : dim + 1]) > unit:

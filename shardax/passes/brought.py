@@ -28,7 +28,8 @@ from shardax.annotations.explicit import memory_of
 from shardax.differentiated import is_transposed
 from shardax.graph.equations import equations_like
 from shardax.ledger.collectives import KINDS
-from shardax.passes.moves import DEVICE, HOST, WHOLE, brings, nbytes, variables
+from shardax.passes.lookups import is_looked_up
+from shardax.passes.moves import DEVICE, HOST, brings, large, nbytes, variables
 from shardax.passes.on_host import is_on_host
 from shardax.spmd_rules.registry import RULES
 
@@ -40,22 +41,17 @@ def brought(jaxpr):
     """The same jaxpr, closed or open, and its bodies but those of loops, with copies in that order."""
     opened = _jax.closed(jaxpr).jaxpr
     eqns = [eqn if eqn.primitive in _LOOPS else _jax.with_bodies(eqn, brought) for eqn in opened.eqns]
-    large = _large(eqns)
-    if not large:
+    sources = _sources(eqns)
+    if not sources:
         return _jax.replaced_eqns(jaxpr, eqns)
-    code = _code(_casts_first(eqns, opened.outvars, large), opened.outvars, large)
+    code = _code(_casts_first(eqns, opened.outvars, sources), opened.outvars, sources)
     return _jax.with_eqns_and_results(jaxpr, *_emitted(code, _begun(code, _brought(code))))
 
 
-def _large(eqns: Sequence[Any]) -> set[Any]:
+def _sources(eqns: Sequence[Any]) -> set[Any]:
     """The arrays at the host that equations bring, but for the smallest ones, and what the host computes."""
-    computed = {eqn.outvars[0] for eqn in filter(is_on_host, eqns)}
-    sources = sorted({eqn.invars[0] for eqn in filter(brings, eqns)} - computed, key=nbytes)
-    left, found = sum(map(nbytes, sources)) / WHOLE, set()
-    for v in sources:
-        left -= nbytes(v)
-        found |= {v} if left < 0 else set()
-    return found
+    computed = {eqn.outvars[0] for eqn in eqns if is_on_host(eqn) or is_looked_up(eqn)}
+    return large(v for eqn in filter(brings, eqns) if (v := eqn.invars[0]) not in computed)
 
 
 def _goes_along(eqn, copies: Collection[Any]) -> bool:
@@ -69,7 +65,7 @@ def _goes_along(eqn, copies: Collection[Any]) -> bool:
     return v in copies and memory_of(made.aval) is DEVICE and nbytes(made) <= nbytes(v)
 
 
-def _casts_first(eqns: Sequence[Any], results: Sequence[Any], large: Collection[Any]) -> list[Any]:
+def _casts_first(eqns: Sequence[Any], results: Sequence[Any], sources: Collection[Any]) -> list[Any]:
     """The equations; where an array is brought, stands at a barrier, and is cast, it is cast before that. (So
     the layers of `jax.checkpoint` read parameters.)
     """
@@ -97,7 +93,7 @@ def _casts_first(eqns: Sequence[Any], results: Sequence[Any], large: Collection[
             outs = [casts[out].outvars[0] if out in casts else out for _, out in pairs]
             new.append(eqn.replace(invars=ins, outvars=outs))
         elif id(eqn) not in gone:
-            if brings(eqn) and eqn.invars[0] in large or _goes_along(eqn, copies):
+            if brings(eqn) and eqn.invars[0] in sources or _goes_along(eqn, copies):
                 copies.add(eqn.outvars[0])
             new.append(eqn)
     return new
@@ -126,11 +122,11 @@ class _Code(NamedTuple):
         return list(dict.fromkeys(variables(self.eqns[n].invars if n < len(self.eqns) else self.results)))
 
 
-def _code(eqns: Sequence[Any], results: Sequence[Any], large: Collection[Any]) -> _Code:
+def _code(eqns: Sequence[Any], results: Sequence[Any], sources: Collection[Any]) -> _Code:
     copies: dict[Any, _Copy] = {}
     kept = []
     for eqn in eqns:
-        if brings(eqn) and eqn.invars[0] in large:
+        if brings(eqn) and eqn.invars[0] in sources:
             copies[eqn.outvars[0]] = _Copy(eqn.invars[0], (eqn,))
         elif _goes_along(eqn, copies):
             (v,) = variables(eqn.invars)
@@ -169,18 +165,20 @@ def _brought(code: _Code) -> list[_Bring]:
     for n, v in code.reads:
         key = code.copies[v].source, n == len(code.eqns) or is_transposed(code.eqns[n].source_info.name_stack)
         then, bring = last.get(key, (0, None))
-        if bring is None or FAR * (so_far - then) > total:
+        if found and found[-1].source is key[0]:
+            bring = found[-1]
+        elif bring is None or FAR * (so_far - then) > total:
             so_far += nbytes(key[0])
             bring = _Bring(key[0], [], n)
-            last[key] = so_far, bring
             found.append(bring)
+        last[key] = so_far, bring
         bring.reads.append((n, v))
     return found
 
 
 def _begun(code: _Code, found: Sequence[_Bring]) -> list[_Bring]:
     """The copies, each to begin at the last place before its first read at which something is computed with
-    an earlier one.
+    an earlier one, or else where it is read: after what it is computed with.
     """
     made = {v: n for n, eqn in enumerate(code.eqns) for v in eqn.outvars}
     readers: dict[Any, list[int]] = defaultdict(list)
@@ -190,9 +188,11 @@ def _begun(code: _Code, found: Sequence[_Bring]) -> list[_Bring]:
     begun, places = [], {}
     for bring in found:
         earlier = [n for n in places if made.get(bring.source, -1) < n < bring.first]
-        place = max(earlier, default=bring.first)
-        begun.append(_Bring(bring.source, bring.reads, place, places.get(place)))
-        places |= _used(code, bring, made, readers)
+        place, used = max(earlier, default=bring.first), _used(code, bring, made, readers)
+        after = places[place] if earlier else next(iter(used.values()), None)
+        is_there = after is not None and made[after] < place
+        begun.append(_Bring(bring.source, bring.reads, place, after if is_there else None))
+        places |= used
     return begun
 
 

@@ -1,7 +1,7 @@
 """Moves: which equations copy an array from one memory to the other, and how large it is."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,16 @@ def moves(eqn) -> bool:
     if eqn.primitive.name != "device_put" or len(eqn.invars) != 1 or _jax.is_literal(eqn.invars[0]):
         return False
     return memory_of(eqn.invars[0].aval) is not memory_of(eqn.outvars[0].aval)
+
+
+def large(arrays: Iterable[Any]) -> set[Any]:
+    """Those of some arrays but for the smallest ones, half a percent of all."""
+    ordered = sorted(dict.fromkeys(arrays), key=nbytes)
+    left, found = sum(map(nbytes, ordered)) / WHOLE, set()
+    for v in ordered:
+        left -= nbytes(v)
+        found |= {v} if left < 0 else set()
+    return found
 
 
 def brings(eqn) -> bool:

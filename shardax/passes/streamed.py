@@ -28,6 +28,7 @@ from shardax.passes.moves import DEVICE, WHOLE, brings, is_at_host, moves, nbyte
 from shardax.passes.on_host import is_on_host
 from shardax.passes.parts import Cut, cut_of
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
+from shardax.spmd_rules.registry import RULES
 
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
 
@@ -39,6 +40,7 @@ def streamed(jaxpr):
     if not any(is_at_host(v) for eqn in eqns for v in eqn.invars):
         return _jax.replaced_eqns(jaxpr, eqns)
     eqns, results = _without_noops(eqns, opened.outvars)
+    eqns = _widened_late(eqns, _updates(eqns, results))
     updates = _updates(eqns, results)
     order = _Order(opened.invars, results)
     parts = in_order(eqns, _pairs(updates))
@@ -64,12 +66,10 @@ def _without_noops(eqns: Sequence[Any], results: Sequence[Any]) -> tuple[list[An
 
     kept = []
     for eqn in eqns:
-        invars = list(map(read, eqn.invars))
         if _is_noop(eqn):
-            same[eqn.outvars[0]] = invars[0]
+            same[eqn.outvars[0]] = read(eqn.invars[0])
         else:
-            is_same = all(a is b for a, b in zip(invars, eqn.invars, strict=True))
-            kept.append(eqn if is_same else eqn.replace(invars=invars))
+            kept.append(_reading(eqn, same))
     return kept, list(map(read, results))
 
 
@@ -80,6 +80,39 @@ def _is_noop(eqn) -> bool:
     if eqn.primitive is lax.pad_p:
         return all(padding == (0, 0, 0) for padding in eqn.params["padding_config"])
     return eqn.primitive is lax.slice_p and eqn.outvars[0].aval.shape == eqn.invars[0].aval.shape
+
+
+def _widened_late(eqns: Sequence[Any], updates: "Sequence[_Update]") -> list[Any]:
+    """The equations, of which those of updates read casts to wider types that are made for them alone: in
+    blocks. So gradients stay as narrow as they come, also where their norm reads them before.
+    """
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    own: dict[int, dict[Any, Any]] = {}
+    for update in updates:
+        wide = [v for v in update.segment.reads() if _widens(makers.get(v))]
+        casts = {v: makers[v].replace(outvars=[_jax.new_variable(v.aval)]) for v in wide}
+        own |= {id(eqn): casts for eqn in update.segment.eqns}
+    new, done = [], set()
+    for eqn in eqns:
+        casts = {v: own.get(id(eqn), {}).get(v) for v in variables(eqn.invars)}
+        casts = {v: cast for v, cast in casts.items() if cast is not None}
+        new += [cast for cast in casts.values() if id(cast) not in done]
+        done |= set(map(id, casts.values()))
+        new.append(_reading(eqn, {v: cast.outvars[0] for v, cast in casts.items()}))
+    return new
+
+
+def _widens(eqn) -> bool:
+    """Whether an equation, if it is one, casts an array to a wider type."""
+    entry = eqn and RULES.get(eqn.primitive.name)
+    return bool(entry and entry.casts) and nbytes(eqn.outvars[0]) > nbytes(eqn.invars[0])
+
+
+def _reading(eqn, instead: Mapping[Any, Any]) -> Any:
+    """The equation, reading other variables instead of its own."""
+    if instead.keys().isdisjoint(variables(eqn.invars)):
+        return eqn
+    return eqn.replace(invars=[v if _jax.is_literal(v) else instead.get(v, v) for v in eqn.invars])
 
 
 class _Order:
@@ -150,12 +183,20 @@ class _Update:
         return [v for v in self.segment.reads() if v.aval.shape and is_at_host(self.source(v))]
 
     def blocks(self, most: int) -> Blocks | None:
-        """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim;
-        one that is to be padded along others.
+        """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim,
+        or where less is brought at once then along others, as one is that is to be padded.
         """
         widths = [v.aval.dtype.itemsize for v in self.hosted]
-        ways = {(None, cut.dim) if cut.fill is not None else (cut.dim, None) for cut in self.cuts.values()}
-        return None if len(ways) > 1 else blocks(self.segment.shape, widths, most, *(*ways, ())[0])
+        dims, shape = {cut.dim for cut in self.cuts.values()}, self.segment.shape
+        if len(dims) > 1:
+            return None
+        dim, is_padded = next(iter(dims), None), any(cut.fill is not None for cut in self.cuts.values())
+        along = None if is_padded else blocks(shape, widths, most, along=dim)
+        across = blocks(shape, widths, most, whole=dim)
+        if along is None or across is None:
+            return along or across
+        rows = max((cut.source.aval.shape[dim] for cut in self.cuts.values()), default=0)
+        return along if dim is None or along.elements <= across.elements * rows // shape[dim] else across
 
     @property
     def moved(self) -> int:

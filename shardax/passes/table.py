@@ -13,7 +13,21 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.options import Options
 from shardax.partition.decisions import Origin
-from shardax.passes import brought, combine, cpu, dead, in_turn, layouts, on_host, share, streamed, tpu
+from shardax.passes import (
+    brought,
+    combine,
+    cpu,
+    dead,
+    in_pieces,
+    in_turn,
+    layers,
+    layouts,
+    lookups,
+    on_host,
+    share,
+    streamed,
+    tpu,
+)
 from shardax.passes.moves import is_at_host, moves
 from shardax.sharding import AxisSizes
 from shardax.spmd_rules.equations import any_inside
@@ -55,7 +69,8 @@ def _hosted(jaxpr) -> Any:
     opened = _jax.closed(jaxpr).jaxpr
     if not any(map(is_at_host, opened.invars)) and not any(any_inside(moves, eqn) for eqn in opened.eqns):
         return jaxpr
-    return in_turn.in_turn(on_host.called(brought.brought(streamed.streamed(jaxpr))))
+    in_blocks = in_pieces.in_pieces(streamed.streamed(jaxpr))
+    return in_turn.in_turn(on_host.called(brought.brought(lookups.looked_up(in_blocks))))
 
 
 PASSES: dict[str, Pass] = {
@@ -68,7 +83,7 @@ PASSES: dict[str, Pass] = {
 
 ON_PLATFORM: dict[str, Callable[[Any, Mesh | AbstractMesh], Any]] = {
     "cpu": lambda jaxpr, mesh: cpu.suited(jaxpr),
-    "tpu": lambda jaxpr, mesh: tpu.suited(layouts.laid_out(jaxpr), mesh),
+    "tpu": lambda jaxpr, mesh: tpu.suited(layouts.laid_out(layers.cut_out(jaxpr)), mesh),
 }
 """Those that run where it is lowered for a platform of that name, with the mesh whose axes it names."""
 
@@ -86,9 +101,10 @@ def planned(jaxpr, context: PassContext) -> Any:
 
 def lowered(jaxpr, options: Options, platforms: tuple[str, ...], mesh: Mesh | AbstractMesh) -> Any:
     """The local program, which names the axes of `mesh`, as it is lowered for these platforms."""
-    for platform, suited in ON_PLATFORM.items():
-        if platform in platforms and platform in options.passes:
-            jaxpr = suited(jaxpr, mesh)
+    with _jax.axes_in_scope(mesh.shape):
+        for platform, suited in ON_PLATFORM.items():
+            if platform in platforms and platform in options.passes:
+                jaxpr = suited(jaxpr, mesh)
     return jaxpr
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardax import _jax
@@ -25,6 +26,7 @@ from shardax.annotations.annotate import annotate_p, bind_annotation
 from shardax.annotations.explicit import as_at, memory_of, shape_of
 from shardax.graph.evaluate import bound, evaluate
 from shardax.passes.segments import Segment, Shape, in_order, segments
+from shardax.spmd_rules import equations
 from shardax.zero.padded import Padded, is_cut, is_tail, unpad
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -106,11 +108,12 @@ class _Run:
         jaxpr = self.closed.jaxpr
         for v, x in zip((*jaxpr.constvars, *jaxpr.invars), (*self.closed.consts, *args), strict=True):
             (self.host if memory_of(jax.typeof(x)) is HOST else self.device)[v] = x
-        self.wanted = _wanted(jaxpr.eqns, [jaxpr.outvars[r] for r in self.left], self._stays)
+        found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
+        left = [jaxpr.outvars[r] for r in self.left] + self._tails(jaxpr.eqns, found)
+        self.wanted = _wanted(jaxpr.eqns, left, self._stays)
         self.resting = _resting(jaxpr.eqns, self.wanted)
         kept = [v for r, v in enumerate(jaxpr.outvars) if r not in self.left]
         self.readers = _readers(jaxpr.eqns, kept, self.wanted, self._stays)
-        found = segments(jaxpr.eqns, self._aliases(jaxpr.eqns), jaxpr.outvars)
         for part in in_order(jaxpr.eqns, found):
             if isinstance(part, Segment):
                 self._run_segment(part)
@@ -178,6 +181,11 @@ class _Run:
     def _adds_tail(self, eqn) -> bool:
         """Whether the host itself makes a padded array of one."""
         return self.how.on_host and is_tail(eqn.primitive.name, eqn.source_info.name_stack)
+
+    def _tails(self, eqns: Sequence[Any], found: Sequence[Segment]) -> list[Any]:
+        """What the host makes of arrays that it computes, by adding a tail."""
+        made = {v for segment in found for v in segment.made}
+        return [eqn.outvars[0] for eqn in eqns if self._adds_tail(eqn) and eqn.invars[0] in made]
 
     def _stays(self, eqn) -> bool:
         """Whether an equation, which annotates its operand or adds a tail, leaves it in the host's memory."""
@@ -289,34 +297,74 @@ def _put(x, memory) -> Any:
 
 
 def _scan(run: _Run, eqn, held: set[int]) -> list[Any]:
-    """Of what a loop goes over, each iteration brings its row; what it reads in all of them is brought once,
-    before, and so is what rests on each device in other rows: nothing is sent from host to host.
+    """Of what a loop goes over, each iteration brings its row. What it reads in all of them is brought once,
+    before, unless each reads it in parts, as one of several microbatches does, by a loop over layers. What
+    rests on each device in other rows is brought before too: nothing is sent from host to host.
     """
-    first = sum(_jax.scan_counts(eqn.params))
-    rows = {k for k in held if k >= first and eqn.invars[k] not in run.device}
-    apart = {k for k in rows if run.rests_by_rows(eqn.invars[k])}
-    rows -= apart
+    consts, carries = _jax.scan_counts(eqn.params)
+    inside = {k for k in held if not consts <= k < consts + carries and eqn.invars[k] not in run.device}
+    apart = {k for k in inside if run.rests_by_rows(eqn.invars[k])}
+    rows = {k for k in inside - apart if k >= consts}
+    parts = _read_in_parts(eqn, {k for k in inside - apart if k < consts})
     bring: Callable[[int, Any], Any] = lambda k, v: run.as_it_rests(v) if k in apart else run.on_device(v)  # noqa: E731
-    operands = [run.host[v] if k in rows else bring(k, v) for k, v in enumerate(eqn.invars)]
+    operands = [run.host[v] if k in rows | parts else bring(k, v) for k, v in enumerate(eqn.invars)]
     cut = {k: x for k, x in enumerate(operands) if isinstance(x, Tailed)}
     operands = [x.value if isinstance(x, Tailed) else x for x in operands]
-    return bound(_jax.with_bodies(eqn, lambda body: _bringing(body, rows, cut)), operands)
+
+    def change(body):
+        closed = _jax.closed(body)
+        if parts:
+            padded = {k: cut[k].value.shape for k in parts if k in cut}
+            closed = run.how.program(_on_device(closed, padded, parts), parts, ())
+        padded = {k: cut[k].value.shape[1:] for k in rows if k in cut}
+        return _like(_on_device(closed, padded, rows, HOST), body)
+
+    return bound(_jax.with_bodies(eqn, change), operands)
 
 
-def _bringing(body, hosted: Collection[int], cut: Mapping[int, Tailed]):
-    """A body that takes some arguments from the host's memory, rows of what is `cut` with their tails."""
-    inner = _jax.closed(body)
+def _read_in_parts(eqn, consts: set[int]) -> set[int]:
+    """Which constants of a loop each iteration reads in parts: loops go over them, or rows are looked up."""
+    if not consts:
+        return consts
+    body = _jax.closed(eqn.params["jaxpr"])
+    flat = jax.make_jaxpr(lambda *args: evaluate(body, args))(*map(shape_of, body.in_avals)).jaxpr
+    return {k for k in consts if _is_read_in_parts(flat, flat.invars[k])}
+
+
+def _is_read_in_parts(jaxpr, v, loops: bool = True) -> bool:
+    readers = ((eqn, k) for eqn in jaxpr.eqns for k, x in enumerate(eqn.invars) if x is v)
+    return all(x is not v for x in jaxpr.outvars) and all(_reads_parts(jaxpr, *r, loops) for r in readers)
+
+
+def _reads_parts(jaxpr, eqn, k: int, loops: bool) -> bool:
+    """Whether an equation reads parts of an operand, or all that read it as it is, cut or cast, do; `loops`:
+    whether those count that go over it.
+    """
+    if eqn.primitive is lax.scan_p:
+        return loops and (k >= sum(_jax.scan_counts(eqn.params)) or bool(_read_in_parts(eqn, {k})))
+    if eqn.primitive is annotate_p or is_cut(eqn):
+        return _is_read_in_parts(jaxpr, eqn.outvars[0], loops)
+    if (entry := equations.entry_of(eqn)) is not None and entry.casts:
+        return _is_read_in_parts(jaxpr, eqn.outvars[0], loops=False)
+    return eqn.primitive is lax.gather_p and k == 0
+
+
+def _on_device(closed, padded: Mapping[int, Shape], brought: Collection[int], memory=DEVICE):
+    """A body that takes the arguments `brought` in a memory, those that are `padded` with their tails, brings
+    them and cuts them.
+    """
 
     def run(*args):
-        rows = [Tailed(x, inner.in_avals[i].shape) if i in cut else x for i, x in enumerate(args)]
-        return evaluate(inner, [_put(x, DEVICE) for x in rows])
+        tailed = {i: Tailed(args[i], closed.in_avals[i].shape) for i in padded}
+        return evaluate(
+            closed, [_put(tailed.get(i, x), DEVICE) if i in brought else x for i, x in enumerate(args)]
+        )
 
-    def row(i, aval):
-        shape = cut[i].value.shape[1:] if i in cut else aval.shape
-        return at_host(aval.update(shape=shape)) if i in hosted else shape_of(aval)
+    def type_of(i, aval):
+        is_hosted = memory_of(aval) is HOST or i in brought and memory is HOST
+        return (at_host if is_hosted else shape_of)(aval.update(shape=padded.get(i, aval.shape)))
 
-    types = [row(i, a) for i, a in enumerate(inner.in_avals)]
-    return _like(jax.make_jaxpr(run)(*types), body)
+    return jax.make_jaxpr(run)(*(type_of(i, a) for i, a in enumerate(closed.in_avals)))
 
 
 def _cond(run: _Run, eqn, held: set[int]) -> list[Any]:
