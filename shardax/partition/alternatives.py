@@ -158,16 +158,24 @@ class Alternatives:
         """The best ways of a node, in which the axes of `whole` are offered together only."""
         shares = entry.flops is not None
         ways = self._ranked(node, entry, factors, made, requested, Offer((), True, shares, whole))
-        layouts = (*ways[0].operands, *ways[0].results)
+        best = self._best_at_hand(node, made, requested, ways)
+        layouts = (*best.operands, *best.results)
         used = {a for layout in layouts for a in (*layout.sharding.axes, *layout.pending_axes)}
         have = [a for sources in made if sources for a in next(iter(sources)).sharding.axes]
         if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
             ways = self._ranked(node, entry, factors, made, requested, Offer(idle, True, shares, whole))
-        assert ways, f"no way to run {node.name}"
-        if spare := self._spare(node, entry, ways[0], hidden):
+            best = self._best_at_hand(node, made, requested, ways)
+        if spare := self._spare(node, entry, best, hidden):
             offer = Offer(spare, True, shares, whole)
             ways = _merged(self._ranked(node, entry, factors, made, requested, offer)[:SPARED], ways)
         return ways
+
+    def _best_at_hand(self, node: Node, made, requested, ways: Sequence[Way]) -> Way:
+        """The cheapest, were all operands there in each of their layouts, as in a loop they may be from the
+        beginning."""
+        taken = self.taking(node.inputs, [dict.fromkeys(layouts, 0.0) for layouts in made])
+        given = cache(partial(self.given, node.outputs, requested[len(node.inputs) :]))
+        return min(ways, key=lambda way: self.guess(way, taken, given))
 
     def _spare(self, node: Node, entry: Entry, way: Way, hidden: Set[str]) -> Axes:
         """The axes that a way does not use, where it multiplies so much for what it makes that, split over
