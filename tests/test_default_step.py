@@ -86,7 +86,7 @@ def expected() -> Counter:
             1,
         ),  # the first layer's normalization of its input
         ("all_gather", MODEL, (batch, options.seq // MODEL), 1),  # and its other sum, before it is a column
-        ("all_reduce", BOTH, (2,), 1),  # the loss, and the norm of all gradients for clipping
+        ("all_reduce", BOTH, (), 2),  # the loss, and the norm of all gradients for clipping
         *gradients(),
     ]
     total = Counter()
@@ -113,7 +113,8 @@ def gradients() -> list[tuple]:
         ("all_gather", DATA, (vocab, width // BOTH), 1),
         ("reduce_scatter", DATA, (positions // MODEL, width), 1),
         ("all_gather", BOTH, (positions // BOTH, width), 1),
-        ("all_reduce", BOTH, (width,), 6 * layers + 2),  # of norms and biases
+        ("all_reduce", BOTH, (1, 1, width), 6 * layers + 1),  # of norms and biases, as they are summed
+        ("all_reduce", BOTH, (width,), 1),
         ("all_reduce", DATA, (3, heads, head), layers),
         ("all_reduce", DATA, (hidden,), layers),
     ]

@@ -1,5 +1,6 @@
 """Alternatives: few ways of each node, the best where they stand, priced by what a device does."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -50,13 +51,25 @@ def test_ways_are_few_and_differ(name, specs):
 def test_they_are_in_the_order_of_what_they_look_to_cost(name, specs):
     search = laid_out(program_of(name), specs)
     for node, ways in ways_of(search):
-        made, requested = (list(map(side, node.inputs)) for side in (search.made, search.requested))
-        requested += map(search.requested, node.outputs)
-
-        taken = partial(search.alternatives.taken, node.inputs, made)
-        given = partial(search.alternatives.given, node.outputs, requested[len(node.inputs) :])
+        made = [search.made_at(v, 1.0) for v in node.inputs]
+        requested = [search.requests(v, frozenset()) for v in node.outputs]
+        taken = search.alternatives.taking(node.inputs, made)
+        given = partial(search.alternatives.given, node.outputs, requested)
         costs = [search.alternatives.guess(way, taken, given) for way in ways]
-        assert costs == sorted(costs)
+        descents = sum(a > b for a, b in itertools.pairwise(costs))
+        assert descents <= bool(search.alternatives.joined_of(node))  # those of joined axes come first
+
+
+@CASES
+def test_a_layout_of_an_operand_costs_what_it_takes_to_make_it_and_bring_it(name, specs):
+    """Never more than to make it so, and nothing in the layout that is made cheapest."""
+    search = laid_out(program_of(name), specs)
+    for node, _ in ways_of(search):
+        made = [search.made_at(v, 1.0) for v in node.inputs]
+        taken = search.alternatives.taking(node.inputs, made)
+        for i, layouts in enumerate(made):
+            assert min(layouts.values()) == 0.0
+            assert all(0.0 <= taken(i, layout) <= more for layout, more in layouts.items())
 
 
 @CASES
