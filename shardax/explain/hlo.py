@@ -7,7 +7,7 @@ have. `counts` makes them comparable with a plan's.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,21 +112,47 @@ def normalized(
       compiled: what `compiled` reads.
       backend: "cpu" or "tpu", whose `REWRITINGS` are allowed.
     """
-    planned = list(planned)
-    once, compiled_counts = counts(map(_once, planned)), counts(compiled)
-    only_planned, only_compiled, applied = once - compiled_counts, compiled_counts - once, Counter()
-    for words, rewrite in REWRITINGS[backend].items():
-        for c in planned:
-            for entry in counts([_once(c)]):
-                for other in rewrite(entry, c):
-                    n = min(only_planned[entry], only_compiled[other], 1)
-                    only_planned[entry] -= n
-                    only_compiled[other] -= n
-                    applied[words] += n
-    for entry in sorted(+only_planned):
-        if compiled_counts[entry]:
-            applied[CSE] += only_planned.pop(entry)
-    return +only_planned, +only_compiled, +applied
+    left, options = counts(compiled), list[tuple[Entry, dict[Entry, str]]]()
+    for c in planned:
+        for entry, times in counts([_once(c)]).items():
+            others = {o: words for words, rewrite in REWRITINGS[backend].items() for o in rewrite(entry, c)}
+            options += [(entry, {entry: "", **others})] * times
+    compiled_kinds = set(left)
+    taken = _matched([list(others) for _, others in options], left)
+    only_planned, applied = Counter[Entry](), Counter[str]()
+    for (entry, others), one in zip(options, taken, strict=True):
+        if one is not None:
+            applied[others[one]] += 1
+        elif entry in compiled_kinds:
+            applied[CSE] += 1
+        else:
+            only_planned[entry] += 1
+    del applied[""]
+    return only_planned, left - Counter(one for one in taken if one is not None), applied
+
+
+def _matched(options: Sequence[Sequence[Entry]], there: Counter[Entry]) -> list[Entry | None]:
+    """For each of some the one that it became, of those that it may have, the first best; each as often as it
+    is there, and as many as possible matched: who has taken one gives it up where it may have another."""
+    taken: list[Entry | None] = [None] * len(options)
+    holders: dict[Entry, list[int]] = {entry: [] for entry in there}
+
+    def take(i: int, tried: set[Entry]) -> bool:
+        for entry in options[i]:
+            if entry not in holders or entry in tried:
+                continue
+            tried.add(entry)
+            if len(holders[entry]) < there[entry] or any(take(other, tried) for other in holders[entry]):
+                if (before := taken[i]) is not None:
+                    holders[before].remove(i)
+                holders[entry].append(i)
+                taken[i] = entry
+                return True
+        return False
+
+    for i in range(len(options)):
+        take(i, set())
+    return taken
 
 
 def _once(c: Collective) -> Collective:

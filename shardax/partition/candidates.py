@@ -51,9 +51,9 @@ class Offer:
     """Axes that may go to dims where no tensor has them: what all_to_alls bring to them.
 
     `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split
-    so: no other need be gathered. `shared`: those of other kept factors, to factors that all tensors share: of
-    the tokens to the experts. Those that split what must be unsplit always may. `whole`: the axes that go
-    together, because they are one that is cut only for other parts of the program.
+    so: no other need be gathered. `shared`: those of other kept factors, to factors that all tensors share:
+    of the tokens to the experts. Those that split what must be unsplit always may. `whole`: the axes that
+    go together, because they are one that is cut only for other parts of the program.
     """
 
     idle: Axes = ()
