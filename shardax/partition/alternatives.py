@@ -2,7 +2,7 @@
 results, suggest.
 
 Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that
-look cheapest where they stand: with what it takes to make the operands so, from the beginning of the program
+look cheapest where they stand, with what it takes to make the operands so, from the beginning of the program
 on, a value's price shared by its readers. And the one that splits nothing, if there is one: what is gathered
 for others anyway looks dear there, and the more axes there are, the more ways stand before it. Two more may
 split products over axes that no operand has. Whatever is left out is left out for all searches of that
