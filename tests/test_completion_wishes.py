@@ -4,6 +4,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardax.completion.node_classes import NodeClasses
+from shardax.completion.wishes import wishes
 from shardax.sharding import from_spec
 from tests.choices import laid_out
 from tests.graphs import graph
@@ -29,6 +31,15 @@ def test_tokens_that_come_by_groups_are_wished_by_experts():
     assert found["tanh"] == (from_spec(P("x"), 3), from_spec(P(None, "x"), 3))
     product, wish = found["dot_general"]
     assert product == from_spec(P(None, "x"), 3) and wish == from_spec(P("x"), 3)
+
+
+def test_each_product_wishes_along_its_batch():
+    program = graph(of_experts, (64, 8, 16), (8, 16, 32))
+    tokens, weights = program.inputs
+    specs = {tokens: P("x"), weights: P("x")}
+    found = wishes(program, NodeClasses(), lambda v: from_spec(specs.get(v, P(None, "x")), len(v.shape)))
+    products = [node for node in program.nodes if node.name == "dot_general"]
+    assert all(any(v in found for v in (*n.inputs, *n.outputs)) for n in products) and weights not in found
 
 
 def test_what_other_dims_can_keep_they_keep():

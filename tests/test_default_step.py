@@ -113,8 +113,7 @@ def gradients() -> list[tuple]:
         ("all_gather", DATA, (vocab, width // BOTH), 1),
         ("reduce_scatter", DATA, (positions // MODEL, width), 1),
         ("all_gather", BOTH, (positions // BOTH, width), 1),
-        ("all_reduce", BOTH, (1, 1, width), 6 * layers + 1),  # of norms and biases, as they are summed
-        ("all_reduce", BOTH, (width,), 1),
+        ("all_reduce", BOTH, (width,), 6 * layers + 2),  # of norms and biases
         ("all_reduce", DATA, (3, heads, head), layers),
         ("all_reduce", DATA, (hidden,), layers),
     ]

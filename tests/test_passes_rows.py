@@ -112,10 +112,10 @@ def test_what_is_combined_is_taken_apart():
     """A plan has one collective; on TPUs the compiler makes it of those that stand there."""
 
     def step(w, b, x):
-        loss = lambda w, b: jnp.mean((x @ w + b[None]) ** 2)  # noqa: E731
+        loss = lambda w, b: jnp.mean((x @ w.T + b[None]) ** 2)  # noqa: E731
         return jax.grad(loss, (0, 1))(w, b)
 
-    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 512), (512,), (1 << 20, 3))]
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 3), (512,), (1 << 20, 3))]
     how = {"mesh": MESH, "in_shardings": (None, None, P(("x", "y"))), "options": sx.Options(chip="v5e")}
     plan = sx.shard_jit(step, **how).plan(*args)
     assert [c.kind for c in plan.collectives] == ["all_reduce"]

@@ -476,13 +476,14 @@ class _Distinct:
 
 
 def roughly(price: float) -> float:
-    """A price to an eighth, so that what stands alike has equal ones.
+    """A price to a 64th, so that what stands alike has equal ones; no less, so that of equals those go first
+    that cost nothing to make.
 
-    >>> roughly(1000.0), roughly(1040.0), roughly(0.0)
-    (1024.0, 1024.0, 0.0)
+    >>> roughly(1024.0), roughly(1025.0), roughly(0.0)
+    (1024.0, 1056.0, 0.0)
     """
     part, exponent = math.frexp(price)
-    return math.ldexp(round(part * 8), exponent - 3)
+    return math.ldexp(math.ceil(part * 64), exponent - 6)
 
 
 def _inside(node: Node) -> Iterator[Node]:
