@@ -85,3 +85,10 @@ def test_the_rewritings_of_tpus():
     ]
     assert hlo.normalized(planned, compiled, "tpu")[:2] == (Counter(), Counter())
     assert sum(hlo.normalized(planned, compiled, "cpu")[0].values()) == 3
+
+
+def test_what_is_half_of_one_is_not_taken_for_the_whole_of_another():
+    planned = [sent("all_gather", "float32", 8), sent("all_gather", "float32", 16)]
+    compiled = [sent("all_gather", "bfloat16", 8), sent("all_gather", "bfloat16", 16)]
+    *left, applied = hlo.normalized(planned, compiled, "tpu")
+    assert left == [Counter(), Counter()] and list(applied.values()) == [2]

@@ -25,7 +25,6 @@ from shardax.ledger.collectives import array_text
 from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
 
 UPDATED_AT_REST = "state is updated as it rests"
-WISHED = "a product has another operand split so"
 
 Notes = Sequence[tuple[Node, annotations.Annotation]]
 
@@ -206,7 +205,7 @@ def _wished(
     something else without."""
     taken = {g.value for g in requests}
     wished = [
-        _Request(value, dims, WISHED, None)
+        _Request(value, dims, "", None)
         for value, dims in wishes(done.graph, done.items.node_classes, done.sharding).items()
         if value not in taken
     ]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 from shardax.ledger.collectives import Collective, array_bytes, bytes_sent, other_branches
 
@@ -132,27 +134,18 @@ def normalized(
 
 
 def _matched(options: Sequence[Sequence[Entry]], there: Counter[Entry]) -> list[Entry | None]:
-    """For each of some the one that it became, of those that it may have, the first best; each as often as it
-    is there, and as many as possible matched: who has taken one gives it up where it may have another."""
-    taken: list[Entry | None] = [None] * len(options)
-    holders: dict[Entry, list[int]] = {entry: [] for entry in there}
-
-    def take(i: int, tried: set[Entry]) -> bool:
-        for entry in options[i]:
-            if entry not in holders or entry in tried:
-                continue
-            tried.add(entry)
-            if len(holders[entry]) < there[entry] or any(take(other, tried) for other in holders[entry]):
-                if (before := taken[i]) is not None:
-                    holders[before].remove(i)
-                holders[entry].append(i)
-                taken[i] = entry
-                return True
-        return False
-
-    for i in range(len(options)):
-        take(i, set())
-    return taken
+    """For each of some the one that it became, of those that it may have been, each as often as it is there:
+    as many as possible, then the first ones.
+    """
+    columns = list(there.elements())
+    nowhere = sum(map(len, options)) + 1
+    prices = np.full((len(options), len(columns)), nowhere)
+    for row, ranked in enumerate(options):
+        rank = {entry: i for i, entry in enumerate(ranked)}
+        prices[row] = [rank.get(entry, nowhere) for entry in columns]
+    pairs = zip(*linear_sum_assignment(prices), strict=True)
+    taken = {row: columns[column] for row, column in pairs if prices[row, column] < nowhere}
+    return [taken.get(row) for row in range(len(options))]
 
 
 def _once(c: Collective) -> Collective:

@@ -12,6 +12,7 @@ program alike.
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import Any
@@ -156,23 +157,26 @@ class Alternatives:
         whole: tuple[Axes, ...],
     ) -> list[Way]:
         """The best ways of a node, in which the axes of `whole` are offered together only."""
-        shares = entry.flops is not None
-        ways = self._ranked(node, entry, factors, made, requested, Offer((), True, shares, whole))
-        best = self._best_at_hand(node, made, requested, ways)
-        layouts = (*best.operands, *best.results)
-        used = {a for layout in layouts for a in (*layout.sharding.axes, *layout.pending_axes)}
+        multiplies = entry.flops is not None
+        offer = Offer(reduced=True, shared=multiplies, whole=whole)
+        ways = self._ranked(node, entry, factors, made, requested, offer)
+        used = _axes_of(self._best_at_hand(node, made, requested, ways))
         have = [a for sources in made if sources for a in next(iter(sources)).sharding.axes]
         if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
-            ways = self._ranked(node, entry, factors, made, requested, Offer(idle, True, shares, whole))
-            best = self._best_at_hand(node, made, requested, ways)
-        if spare := self._spare(node, entry, best, hidden):
-            offer = Offer(spare, True, shares, whole)
-            ways = _merged(self._ranked(node, entry, factors, made, requested, offer)[:SPARED], ways)
-        return ways
+            ways = self._ranked(node, entry, factors, made, requested, replace(offer, idle=idle))
+        if not multiplies:
+            return ways
+        spare = self._spare(node, entry, self._best_at_hand(node, made, requested, ways), hidden)
+        if not spare:
+            return ways
+        more = self._ranked(node, entry, factors, made, requested, replace(offer, idle=spare))
+        return _merged(more[:SPARED], ways)
 
     def _best_at_hand(self, node: Node, made, requested, ways: Sequence[Way]) -> Way:
         """The cheapest, were all operands there in each of their layouts, as in a loop they may be from the
         beginning."""
+        if not any(any(layouts.values()) for layouts in made):
+            return ways[0]
         taken = self.taking(node.inputs, [dict.fromkeys(layouts, 0.0) for layouts in made])
         given = cache(partial(self.given, node.outputs, requested[len(node.inputs) :]))
         return min(ways, key=lambda way: self.guess(way, taken, given))
@@ -181,9 +185,9 @@ class Alternatives:
         """The axes that a way does not use, where it multiplies so much for what it makes that, split over
         them, it would take less time even with the results gathered.
         """
-        used = {a for lay in (*way.operands, *way.results) for a in (*lay.sharding.axes, *lay.pending_axes)}
+        used = _axes_of(way)
         unused = tuple([a for a in self.sizes if a not in used and a not in hidden])
-        if entry.flops is None or not unused:
+        if not unused:
             return ()
         local = Local(node, way.operands, way.results, way.detail[0], self.sizes)
         spared = 1 - 1 / shard_count(unused, self.sizes)
@@ -259,7 +263,7 @@ class Alternatives:
         each = partial(whole, layouts, tensors, factors, self.sizes)
         ways = list(waits(entry.passes_of(node), made))
         options = options_of(suggestions, factors, padding)
-        for splits in assignments(options, factors, self.sizes, each, mixed=entry.flops is not None):
+        for splits in assignments(options, factors, self.sizes, each):
             for group, pending in ways:
                 if not pending or compatible(factors, splits, pending):
                     yield candidate_of(factors, splits, group, pending)
@@ -389,6 +393,11 @@ class Alternatives:
         if source.padded != target.padded and not lost:
             sent += self.nbytes(value, target) / 8
         return network.collective("all_gather", (), sent) if sent else 0.0
+
+
+def _axes_of(way: Way) -> set[str]:
+    """The axes over which something of it is split, or owed."""
+    return {a for lay in (*way.operands, *way.results) for a in (*lay.sharding.axes, *lay.pending_axes)}
 
 
 def _keeps(layout: Layout, joined: Sequence[Axes]) -> bool:

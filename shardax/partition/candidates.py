@@ -185,15 +185,11 @@ def whole(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, sizes:
 
 
 def assignments(
-    options: Options,
-    factors: Factors,
-    sizes: AxisSizes,
-    each: Callable[[], Sequence[Splits]],
-    mixed: bool = True,
+    options: Options, factors: Factors, sizes: AxisSizes, each: Callable[[], Sequence[Splits]]
 ) -> Iterator[Splits]:
     """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then
-    every way, the fullest first; last, none. Where there is no patience for all, those of `each`, and of the
-    others as many as there is patience for, if they may be `mixed`.
+    every way, the fullest first, as far as there is patience; last, none. Where there may be none for all,
+    those of `each` come before.
     """
     greedy: dict[str, Split] = {}
     for ways in options:
@@ -205,8 +201,8 @@ def assignments(
     yield greedy
     found = _compatible_choices(options, factors, {})
     if math.prod(len(ways) + 1 for ways in options) > _MOST_CANDIDATES:
-        some = itertools.islice(found, _MOST_CANDIDATES) if mixed else ()
-        found = (*(splits for splits in each() if compatible(factors, splits, ())), *some)
+        some = (splits for splits in each() if compatible(factors, splits, ()))
+        found = itertools.chain(some, itertools.islice(found, _MOST_CANDIDATES))
     yield from (splits for splits in found if splits and splits != greedy and fits(factors, splits, sizes))
     if greedy:
         yield {}

@@ -90,9 +90,10 @@ class Search:
             for node, note in completion.notes
             if note.is_inside or note.owing
         }
-        self.reader = _only_readers(graph)
         self.excess: dict[Value, Made] = {}
-        self.readers = Counter(v for node in graph.walk() for v in node.inputs)
+        nodes = list(graph.walk())
+        self.readers = Counter(v for node in nodes for v in node.inputs)
+        self.reader = {v: node for node in nodes for v in node.inputs if self.readers[v] == 1}
         self.tables: dict[Hashable, Any] = {}
         self.prices: dict[Hashable, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
@@ -519,12 +520,3 @@ class _Patterns:
 
     def twin(self, node: Node) -> Node | None:
         return self.twins.get(node)
-
-
-def _only_readers(graph: Graph) -> dict[Value, Node]:
-    """For each value that one node alone reads, that node."""
-    readers: dict[Value, Node | None] = {}
-    for node in graph.walk():
-        for v in node.inputs:
-            readers[v] = None if v in readers else node
-    return {v: node for v, node in readers.items() if node is not None}

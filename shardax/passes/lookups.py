@@ -20,7 +20,7 @@ from shardax.graph.equations import equations_of
 from shardax.graph.evaluate import bound
 from shardax.passes.blocks import DEVICE
 from shardax.passes.moves import HOST, brings, is_at_host, large, nbytes
-from shardax.spmd_rules.registry import RULES
+from shardax.spmd_rules import equations
 
 
 def looked_up(jaxpr):
@@ -41,7 +41,7 @@ def _at_host(eqn, makers: Mapping[Any, Any], tables: Collection[Any]) -> list[An
     if eqn.primitive is not lax.gather_p:
         return [eqn]
     table, casts = eqn.invars[0], []
-    while (maker := makers.get(table)) is not None and _casts(maker):
+    while (maker := makers.get(table)) is not None and equations.casts(maker):
         table, casts = maker.invars[0], [maker, *casts]
     if maker is None or not brings(maker):
         return [eqn]
@@ -85,8 +85,3 @@ def _last(eqn, indices) -> Any:
     last = [min(shape[d] - sizes[d], most) for d in eqn.params["dimension_numbers"].start_index_map]
     numbers = [lax.full((*indices.shape[:-1], 1), each, indices.dtype) for each in last]
     return lax.concatenate(numbers, indices.ndim - 1)
-
-
-def _casts(eqn) -> bool:
-    entry = RULES.get(eqn.primitive.name)
-    return entry is not None and entry.casts

@@ -28,7 +28,7 @@ from shardax.passes.moves import DEVICE, WHOLE, brings, is_at_host, moves, nbyte
 from shardax.passes.on_host import is_on_host
 from shardax.passes.parts import Cut, cut_of
 from shardax.passes.segments import Segment, in_order, is_elementwise, is_fill, is_made, segments
-from shardax.spmd_rules.registry import RULES
+from shardax.spmd_rules import equations
 
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
 
@@ -104,8 +104,7 @@ def _widened_late(eqns: Sequence[Any], updates: "Sequence[_Update]") -> list[Any
 
 def _widens(eqn) -> bool:
     """Whether an equation, if it is one, casts an array to a wider type."""
-    entry = eqn and RULES.get(eqn.primitive.name)
-    return bool(entry and entry.casts) and nbytes(eqn.outvars[0]) > nbytes(eqn.invars[0])
+    return eqn is not None and equations.casts(eqn) and nbytes(eqn.outvars[0]) > nbytes(eqn.invars[0])
 
 
 def _reading(eqn, instead: Mapping[Any, Any]) -> Any:

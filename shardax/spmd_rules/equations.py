@@ -22,6 +22,12 @@ def entry_of(eqn) -> Entry | None:
     return RULES.get(eqn.primitive.name)
 
 
+def casts(eqn) -> bool:
+    """Whether it only changes a dtype."""
+    entry = entry_of(eqn)
+    return entry is not None and entry.casts
+
+
 def node_of(eqn) -> Node:
     """The equation as a node of no graph, which rules can be asked about."""
     inputs = [Value(v.aval, v.val, True) if isinstance(v, Literal) else Value(v.aval) for v in eqn.invars]

@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
 from shardax import _jax
 from shardax.graph.equations import equations_of
-from shardax.spmd_rules.equations import entry_of
+from shardax.spmd_rules.equations import casts
 
 Gather = Callable[[Array, int], Array]
 """The parameter of one layer, whole, and which operand of the loop's body it is."""
@@ -77,7 +77,7 @@ def _dtypes(jaxpr, var) -> set[Any]:
 
 
 def _dtypes_of_reader(eqn, var) -> set[Any]:
-    if (entry := entry_of(eqn)) is not None and entry.casts:
+    if casts(eqn):
         return {eqn.outvars[0].aval.dtype}
     bodies = [_jax.closed(body).jaxpr for body in jaxprs_in_params(eqn.params)]
     if (

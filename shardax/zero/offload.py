@@ -344,7 +344,7 @@ def _reads_parts(jaxpr, eqn, k: int, loops: bool) -> bool:
         return loops and (k >= sum(_jax.scan_counts(eqn.params)) or bool(_read_in_parts(eqn, {k})))
     if eqn.primitive is annotate_p or is_cut(eqn):
         return _is_read_in_parts(jaxpr, eqn.outvars[0], loops)
-    if (entry := equations.entry_of(eqn)) is not None and entry.casts:
+    if equations.casts(eqn):
         return _is_read_in_parts(jaxpr, eqn.outvars[0], loops=False)
     return eqn.primitive is lax.gather_p and k == 0
 
