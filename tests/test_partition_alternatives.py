@@ -1,7 +1,6 @@
 """Alternatives: few ways of each node, the best where they stand, priced by what a device does."""
 
 import itertools
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +52,11 @@ def test_they_are_in_the_order_of_what_they_look_to_cost(name, specs):
     for node, ways in ways_of(search):
         made = [search.made_at(v, 1.0) for v in node.inputs]
         requested = [search.requests(v, frozenset()) for v in node.outputs]
-        taken = search.alternatives.taking(node.inputs, made)
-        given = partial(search.alternatives.given, node.outputs, requested)
-        costs = [search.alternatives.guess(way, taken, given) for way in ways]
+        taken = search.alternatives.guesses.taking(node.inputs, made)
+        given = search.alternatives.guesses.giving(node.outputs, requested)
+        brought = [sum(taken(i, lay) for i, lay in enumerate(way.operands)) for way in ways]
+        left = [sum(given(i, lay) for i, lay in enumerate(way.results)) for way in ways]
+        costs = [(way.price + b + g, b) for way, b, g in zip(ways, brought, left, strict=True)]
         descents = sum(a > b for a, b in itertools.pairwise(costs))
         assert descents <= bool(search.alternatives.joined_of(node))  # those of joined axes come first
 
@@ -66,7 +67,7 @@ def test_a_layout_of_an_operand_costs_what_it_takes_to_make_it_and_bring_it(name
     search = laid_out(program_of(name), specs)
     for node, _ in ways_of(search):
         made = [search.made_at(v, 1.0) for v in node.inputs]
-        taken = search.alternatives.taking(node.inputs, made)
+        taken = search.alternatives.guesses.taking(node.inputs, made)
         for i, layouts in enumerate(made):
             assert min(layouts.values()) == 0.0
             assert all(0.0 <= taken(i, layout) <= more for layout, more in layouts.items())

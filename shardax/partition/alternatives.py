@@ -11,11 +11,10 @@ program alike.
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import replace
-from functools import cache, partial
-from operator import itemgetter
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from shardax.completion.complete import Completion
 from shardax.cost.network import PICO, network_of
@@ -33,6 +32,7 @@ from shardax.partition.candidates import (
     waits,
     whole,
 )
+from shardax.partition.guesses import Guesses, Made, Taking
 from shardax.partition.paddings import arrays_of, is_at_host, joined_axes, paddings_of, whole_axes
 from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.reshard import paths
@@ -40,15 +40,33 @@ from shardax.sharding import Axes, AxisSizes, Layout, shard_count
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
-Made = Mapping[Layout, float]
-"""The layouts in which a value may be made, and about how much more each costs than the cheapest, with all
-that goes before it."""
-
 MOST = 16
 SPARED = 2  # ways over axes that no operand has, of what does at least so
 HEAVY = 1000  # many FLOPs for each byte that it makes: chips do 400 to 5100 while they send one
 _SMALL = 64  # what is small costs so many times less
 _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is computed in parts
+
+
+class Around(NamedTuple):
+    """A node, and what stands around it: how each operand may be made, the layouts requested of operands and
+    results, and about what it costs to have an operand in a layout. `likeness`: equal for all whose ways are
+    the same, in another order where operands cost otherwise.
+    """
+
+    node: Node
+    entry: Entry
+    factors: Factors
+    made: Sequence[Made]
+    requested: Sequence[Layouts]
+    taken: Taking
+    likeness: Hashable
+
+
+class Offered(NamedTuple):
+    """A way, and about what it costs with its results brought to where they are requested."""
+
+    way: Way
+    price: float
 
 
 class Alternatives:
@@ -64,8 +82,11 @@ class Alternatives:
         self.views = views(graph, self.stored)
         self.whole = whole_axes(graph, completion, self.network.cut)
         self.joined = joined_axes(graph, completion)
+        self.guesses = Guesses(self.network, self.nbytes)
+        self.likenesses: dict[Hashable, int] = {}
         self.memo: dict[Hashable, tuple[Sequence[Way], Sequence[Made]]] = {}
-        self.guesses: dict[Hashable, float] = {}
+        self.offers: dict[Hashable, Sequence[Offered]] = {}
+        self.at_hand: dict[Hashable, Taking] = {}
         self.elements: dict[Layout, int] = {}
 
     def of(
@@ -77,13 +98,16 @@ class Alternatives:
         """
         entry = RULES.get(node.name) or Entry(node.name, replicated_rule, run_replicated)
         factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
-        key = self._key(node, entry, factors, made, requested, hidden)
+        likeness = self._likeness(node, entry, factors, made, requested, hidden)
+        key = likeness, tuple([tuple(layouts.values()) for layouts in made])
         if key not in self.memo:
-            ways = self._ways(node, entry, factors, made, requested, hidden)
-            self.memo[key] = ways, self.made(node, made, ways)
+            taken = self.guesses.taking(node.inputs, made)
+            ways = self._ways(Around(node, entry, factors, made, requested, taken, likeness), hidden)
+            self.memo[key] = ways, self.made(node, taken, ways)
         return self.memo[key]
 
-    def _key(self, node: Node, entry: Entry, factors: Factors, made, requested, hidden) -> Hashable:
+    def _likeness(self, node: Node, entry: Entry, factors: Factors, made, requested, hidden) -> int:
+        """A number for all that decides which ways a node has, but what its operands cost."""
         values = [*node.inputs, *node.outputs]
         note = annotations.of_node(node)
         params = (
@@ -91,10 +115,10 @@ class Alternatives:
         )
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sizes = tuple([(v.itemsize, v in self.stored, v in self.views, is_at_host(v)) for v in values])
-        return (
+        key = (
             entry.name,
             id(factors),
-            tuple([tuple(layouts.items()) for layouts in made]),
+            tuple(map(tuple, made)),
             tuple(requested),
             sizes,
             same,
@@ -105,6 +129,7 @@ class Alternatives:
             self.whole_of(node),
             self.joined_of(node),
         )
+        return self.likenesses.setdefault(key, len(self.likenesses))
 
     def whole_of(self, node: Node) -> tuple[Axes, ...]:
         """The axes that are cut, but not for the part of the program that a node is in."""
@@ -119,69 +144,66 @@ class Alternatives:
         runs = next((self.joined[v] for v in arrays_of(node) if v in self.joined), ())
         return tuple([run for run in runs if not any(set(run) <= set(axes) for axes in whole)])
 
-    def _ways(
-        self, node: Node, entry: Entry, factors: Factors, made, requested, hidden: frozenset[str]
-    ) -> Sequence[Way]:
-        count = len(node.inputs)
+    def _ways(self, around: Around, hidden: frozenset[str]) -> Sequence[Way]:
+        node, made = around.node, around.made
         if note := annotations.of_node(node):
-            result = requested[count][0]
-            pending = tuple(p for p in note.owing.pending if p[0] not in hidden)
-            if not set(note.owing.unreduced).isdisjoint(result.sharding.axes):  # an open dim was split so
-                result = self.paddings.of_node(node).layout(
-                    result.sharding.without(note.owing.unreduced), node.outputs[0].shape
-                )
-            splits = project_all([result], factors.results, factors, self.sizes)
-            split = result.sharding.axes
-            left = (sums_left(lay) for lay in made[0] if note.role == "stack")
-            sums = [owed for p in left if (owed := tuple(p for p in p if p[0] not in split))]
-            each = [
-                candidate_of(factors, splits, (0,) if p else (), p) for p in dict.fromkeys([pending, *sums])
-            ]
-            return [Way(c.operands, c.results, 0.0, (splits, factors, entry)) for c in each]
-        apart = self._best(node, entry, factors, made, requested, hidden, self.whole_of(node))
+            return self._annotated(around, note, hidden)
+        apart = self._best(around, hidden, self.whole_of(node))
         if not (joined := self.joined_of(node)):
             return apart
         cut = [axes for axes in self.whole_of(node) if not any(set(axes) <= set(run) for run in joined)]
         kept = [{lay: p for lay, p in sources.items() if _keeps(lay, joined)} or sources for sources in made]
-        together = self._best(node, entry, factors, kept, requested, hidden, (*joined, *cut))
-        return _merged(together, apart)
+        together = around._replace(
+            made=kept, taken=self.guesses.taking(node.inputs, kept), likeness=(around.likeness, joined)
+        )
+        return _merged(self._best(together, hidden, (*joined, *cut)), apart)
 
-    def _best(
-        self,
-        node: Node,
-        entry: Entry,
-        factors: Factors,
-        made,
-        requested,
-        hidden: frozenset[str],
-        whole: tuple[Axes, ...],
-    ) -> list[Way]:
+    def _annotated(
+        self, around: Around, note: annotations.Annotation, hidden: frozenset[str]
+    ) -> Sequence[Way]:
+        """The layout that a user requests, and that owing the sums that a stack is made with."""
+        node, factors = around.node, around.factors
+        result = around.requested[len(node.inputs)][0]
+        pending = tuple(p for p in note.owing.pending if p[0] not in hidden)
+        if not set(note.owing.unreduced).isdisjoint(result.sharding.axes):  # an open dim was split so
+            padding, sharding = self.paddings.of_node(node), result.sharding.without(note.owing.unreduced)
+            result = padding.layout(sharding, node.outputs[0].shape)
+        splits = project_all([result], factors.results, factors, self.sizes)
+        split = result.sharding.axes
+        left = (sums_left(lay) for lay in around.made[0] if note.role == "stack")
+        sums = [owed for p in left if (owed := tuple(p for p in p if p[0] not in split))]
+        each = [candidate_of(factors, splits, (0,) if p else (), p) for p in dict.fromkeys([pending, *sums])]
+        return [Way(c.operands, c.results, 0.0, (splits, factors, around.entry)) for c in each]
+
+    def _best(self, around: Around, hidden: frozenset[str], whole: tuple[Axes, ...]) -> list[Way]:
         """The best ways of a node, in which the axes of `whole` are offered together only."""
-        multiplies = entry.flops is not None
+        multiplies = around.entry.flops is not None
         offer = Offer(reduced=True, shared=multiplies, whole=whole)
-        ways = self._ranked(node, entry, factors, made, requested, offer)
-        used = _axes_of(self._best_at_hand(node, made, requested, ways))
-        have = [a for sources in made if sources for a in next(iter(sources)).sharding.axes]
+        offered = self._ranked(around, offer)
+        used = _axes_of(self._best_at_hand(around, offered))
+        have = [a for sources in around.made if sources for a in next(iter(sources)).sharding.axes]
         if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
-            ways = self._ranked(node, entry, factors, made, requested, replace(offer, idle=idle))
+            offered = self._ranked(around, replace(offer, idle=idle))
+        ways = [each.way for each in offered]
         if not multiplies:
             return ways
-        spare = self._spare(node, entry, self._best_at_hand(node, made, requested, ways), hidden)
+        spare = self._spare(around, self._best_at_hand(around, offered), hidden)
         if not spare:
             return ways
-        more = self._ranked(node, entry, factors, made, requested, replace(offer, idle=spare))
-        return _merged(more[:SPARED], ways)
+        more = self._ranked(around, replace(offer, idle=spare))
+        return _merged([each.way for each in more[:SPARED]], ways)
 
-    def _best_at_hand(self, node: Node, made, requested, ways: Sequence[Way]) -> Way:
+    def _best_at_hand(self, around: Around, offered: Sequence[Offered]) -> Way:
         """The cheapest, were all operands there in each of their layouts, as in a loop they may be from the
         beginning."""
-        if not any(any(layouts.values()) for layouts in made):
-            return ways[0]
-        taken = self.taking(node.inputs, [dict.fromkeys(layouts, 0.0) for layouts in made])
-        given = cache(partial(self.given, node.outputs, requested[len(node.inputs) :]))
-        return min(ways, key=lambda way: self.guess(way, taken, given))
+        if not any(any(layouts.values()) for layouts in around.made):
+            return offered[0].way
+        if around.likeness not in self.at_hand:
+            free = [dict.fromkeys(layouts, 0.0) for layouts in around.made]
+            self.at_hand[around.likeness] = self.guesses.taking(around.node.inputs, free)
+        return min(offered, key=partial(_looks, self.at_hand[around.likeness])).way
 
-    def _spare(self, node: Node, entry: Entry, way: Way, hidden: Set[str]) -> Axes:
+    def _spare(self, around: Around, way: Way, hidden: Set[str]) -> Axes:
         """The axes that a way does not use, where it multiplies so much for what it makes that, split over
         them, it would take less time even with the results gathered.
         """
@@ -189,6 +211,7 @@ class Alternatives:
         unused = tuple([a for a in self.sizes if a not in used and a not in hidden])
         if not unused:
             return ()
+        node, entry = around.node, around.entry
         local = Local(node, way.operands, way.results, way.detail[0], self.sizes)
         spared = 1 - 1 / shard_count(unused, self.sizes)
         made = [self.nbytes(v, lay) for v, lay in zip(node.outputs, way.results, strict=True)]
@@ -197,30 +220,38 @@ class Alternatives:
         gathers = sum([self.network.collective("all_gather", unused, spared * nbytes) for nbytes in made])
         return unused if spared * self.network.compute(flops, 0) > gathers else ()
 
-    def _ranked(self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer) -> list[Way]:
-        """The ways that look cheapest where they stand, the cheapest first, and one that splits nothing."""
-        count = len(node.inputs)
-        ways_by_layout, moved = dict[Any, Way](), self.moved(node, entry)
-        for candidate in self.candidates(node, entry, factors, made, requested, offer):
-            way = self.way(node, entry, factors, candidate, moved)
-            kept = ways_by_layout.setdefault((way.operands, way.results), way)
-            if way.price < kept.price:
-                ways_by_layout[way.operands, way.results] = way
-        ways = list(ways_by_layout.values())
-        if len(ways) > 1:
-            taken = self.taking(node.inputs, made)
-            given = cache(partial(self.given, node.outputs, requested[count:]))
-            ways.sort(key=lambda way: self.guess(way, taken, given))
-            unsplit = (way for way in ways[MOST:] if not way.detail[0])
-            ways = [*ways[:MOST], *itertools.islice(unsplit, 1)]
-        return ways
+    def _ranked(self, around: Around, offer: Offer) -> Sequence[Offered]:
+        """The ways that look cheapest where they stand, the cheapest first, and one that splits nothing. Of
+        equals those come first that take their operands as they are made."""
+        key = around.likeness, offer
+        if key not in self.offers:
+            self.offers[key] = self._offered(around, offer)
+        offered = self.offers[key]
+        if len(offered) < 2:
+            return offered
+        ranked = sorted(offered, key=partial(_looks, around.taken))
+        unsplit = (each for each in ranked[MOST:] if not each.way.detail[0])
+        return [*ranked[:MOST], *itertools.islice(unsplit, 1)]
 
-    def candidates(
-        self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer
-    ) -> Iterator[Candidate]:
-        ruled = self.of_rule(node, entry, factors, made, requested, offer)
+    def _offered(self, around: Around, offer: Offer) -> Sequence[Offered]:
+        """The ways, of those with the same layouts the cheapest."""
+        node, ways, moved = around.node, dict[Any, Way](), self.moved(around.node, around.entry)
+        for candidate in self.candidates(around, offer):
+            way = self.way(node, around.entry, around.factors, candidate, moved)
+            kept = ways.setdefault((way.operands, way.results), way)
+            if way.price < kept.price:
+                ways[way.operands, way.results] = way
+        given = self.guesses.giving(node.outputs, around.requested[len(node.inputs) :])
+        return [
+            Offered(way, way.price + sum([given(i, layout) for i, layout in enumerate(way.results)]))
+            for way in ways.values()
+        ]
+
+    def candidates(self, around: Around, offer: Offer) -> Iterator[Candidate]:
+        node, entry = around.node, around.entry
+        ruled = self.of_rule(around, offer)
         if any(map(is_at_host, (*node.inputs, *node.outputs))):
-            ruled = self.staying(list(ruled), node, made, requested)
+            ruled = self.staying(list(ruled), node, around.made, around.requested)
         if entry.ways is None:
             return ruled
         locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in ruled)
@@ -251,17 +282,15 @@ class Alternatives:
         )
         return iter(list(staying) or candidates)
 
-    def of_rule(
-        self, node: Node, entry: Entry, factors: Factors, made, requested, offer: Offer
-    ) -> Iterator[Candidate]:
-        count = len(node.inputs)
+    def of_rule(self, around: Around, offer: Offer) -> Iterator[Candidate]:
+        node, entry, factors, made, requested, *_ = around
         operands = [(*have, *requests) for have, requests in zip(made, requested, strict=False)]
-        results = list(requested[count:])
+        results = list(requested[len(node.inputs) :])
         layouts, tensors = results + operands, factors.results + factors.operands
         padding = self.paddings.of_node(node)
         suggestions = suggest(layouts, tensors, factors, padding, offer)
         each = partial(whole, layouts, tensors, factors, self.sizes)
-        ways = list(waits(entry.passes_of(node), made))
+        ways = list(waits(entry.passes_of(node), list(map(tuple, made))))
         options = options_of(suggestions, factors, padding)
         for splits in assignments(options, factors, self.sizes, each):
             for group, pending in ways:
@@ -325,17 +354,8 @@ class Alternatives:
             elements = self.elements[layout] = math.prod(layout.local_shape(self.sizes))
         return elements
 
-    def guess(
-        self, way: Way, taken: Callable[[int, Layout], float], given: Callable[[int, Layout], float]
-    ) -> tuple[float, float]:
-        """About what a way costs where it stands, its operands brought and its results as requested: only to
-        rank ways. Of equals those come first that take their operands as they are made."""
-        brought = sum([taken(i, layout) for i, layout in enumerate(way.operands)])
-        return way.price + brought + sum([given(i, layout) for i, layout in enumerate(way.results)]), brought
-
-    def made(self, node: Node, made: Sequence[Made], ways: Sequence[Way]) -> Sequence[Made]:
+    def made(self, node: Node, taken: Taking, ways: Sequence[Way]) -> Sequence[Made]:
         """How the results of a node may be made, by some ways to run it."""
-        taken = self.taking(node.inputs, made)
         prices = [w.price + sum([taken(i, lay) for i, lay in enumerate(w.operands)]) for w in ways]
         least, found = min(prices), tuple(dict[Layout, float]() for _ in node.outputs)
         for way, price in zip(ways, prices, strict=True):
@@ -343,56 +363,11 @@ class Alternatives:
                 layouts[layout] = min(layouts.get(layout, math.inf), price - least)
         return found
 
-    def taking(self, values: Sequence[Value], made: Sequence[Made]) -> Callable[[int, Layout], float]:
-        """About what it costs to have one of several values in a layout: to make it in the best of those in
-        which it may be made, and to bring it from there. What costs more to make so than this is not tried.
-        """
-        sources = [sorted(layouts.items(), key=itemgetter(1)) for layouts in made]
 
-        @cache
-        def taken(which: int, target: Layout) -> float:
-            best = made[which].get(target, math.inf) if made[which] else 0.0
-            for source, more in sources[which]:
-                if more >= best:
-                    break
-                best = min(best, more + self.guessed(values[which], source, target))
-            return best
-
-        return taken
-
-    def given(self, values: Sequence[Value], requested: Sequence[Layouts], which: int, have: Layout) -> float:
-        """About what it costs to bring one of several values from a layout to one that is requested."""
-        return min([self.guessed(values[which], have, request) for request in requested[which]])
-
-    def guessed(self, value: Value, source: Layout, target: Layout) -> float:
-        if value.is_literal or source == target:
-            return 0.0
-        key = source, target, value.shape, value.itemsize
-        known = self.guesses.get(key)
-        if known is None:
-            known = self.guesses[key] = self._guessed(value, source, target)
-        return known
-
-    def _guessed(self, value: Value, source: Layout, target: Layout) -> float:
-        sent, network = 0.0, self.network
-        owed = tuple(a for a in source.pending_axes if a not in target.pending_axes)
-        if owed:
-            scattered = not set(owed).isdisjoint(target.sharding.axes)
-            sent += (1 if scattered else 2) * self.nbytes(value, source)
-        lost = [
-            a
-            for have, needed in zip(source.dims, target.dims, strict=True)
-            for a in have
-            if needed[: len(have)] != have
-        ]
-        kept = [a for a in lost if a in target.sharding.axes]
-        if kept:
-            sent += self.nbytes(value, source)
-        if lost and len(kept) < len(lost):
-            sent += self.nbytes(value, target)
-        if source.padded != target.padded and not lost:
-            sent += self.nbytes(value, target) / 8
-        return network.collective("all_gather", (), sent) if sent else 0.0
+def _looks(taken: Taking, offered: Offered) -> tuple[float, float]:
+    """About what a way costs where it stands, and what of it brings its operands: only to rank ways."""
+    brought = sum([taken(i, layout) for i, layout in enumerate(offered.way.operands)])
+    return offered.price + brought, brought
 
 
 def _axes_of(way: Way) -> set[str]:

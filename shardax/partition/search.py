@@ -22,7 +22,8 @@ from shardax.cost.network import network_of
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.partition import copies
-from shardax.partition.alternatives import Alternatives, Made
+from shardax.partition.alternatives import Alternatives
+from shardax.partition.guesses import Made
 from shardax.partition.ports import Ports, iteration_splits, lay_out
 from shardax.partition.sites import Layouts, Site, Way, sums_left
 from shardax.partition.tables import Problem, Solution, solve
