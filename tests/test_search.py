@@ -24,6 +24,8 @@ from shardax.partition.choose import choose, memory
 from shardax.partition.copies import copies_of, is_cut
 from shardax.partition.search import Search
 from shardax.sharding import Layout, Sharding, replicated_layout
+from shardax.spmd_rules.registry import RULES
+from tests.graphs import graph
 from tests.test_traffic import MESH, ROWS
 
 SHARED = ["recurrence", "x.at[i].mul", "map", "rotate half", "more lookups than rows", "argmax"]
@@ -194,6 +196,28 @@ def test_few_images_are_not_split_further_on_tpus(count, kinds):
     shardings = (P("data", "rows"), None, None)
     step = sx.shard_jit(four, mesh=mesh, in_shardings=shardings, options=sx.Options(chip="v4"))
     assert {c.kind for c in step.plan(*args).collectives} - {"all_reduce"} == kinds
+
+
+@pytest.mark.parametrize(
+    "kernel, stride, padding", [(3, 1, "SAME"), (3, 2, "SAME"), (7, 2, "VALID"), (16, 16, "VALID")]
+)
+def test_what_a_kernels_gradient_sums_over_are_no_items_of_a_batch(kernel, stride, padding):
+    """Of the operation itself and its operand's gradient images are, of the kernel's nothing: JAX has the
+    channels there where images else are."""
+
+    def f(x, w):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (stride, stride), padding, dimension_numbers=dims).sum()
+
+    shapes = (2, 224, 224, 4), (kernel, kernel, 4, 32)
+    program = graph(jax.value_and_grad(f, argnums=(0, 1)), *shapes)
+    items = {}
+    for node in program.walk():
+        if node.name == "conv_general_dilated":
+            (made,) = (v.shape for v in node.outputs)
+            what = "operand" if made == shapes[0] else "kernel" if kernel in made else "result"
+            items[what] = RULES[node.name].batch(node.params, [v.shape for v in node.inputs], [made])
+    assert items == {"result": 2, "operand": 2, "kernel": None}
 
 
 def test_idle_axes_raise_no_price():
