@@ -534,6 +534,21 @@ def test_a_price_is_that_of_the_path(mesh, chip):
         assert paths.price(src, dst, shape, 2, network) == path.price, f"{src} -> {dst}: {path}"
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_a_lower_bound_is_one(chip):
+    """And the price itself where the axes are few."""
+    network, rng, bounded = Network({"w": 2, "x": 2, "y": 3, "z": 2}, chip), random.Random(2), 0
+    for i in range(40):
+        shape = [(8, 6), (16, 24), (48,), (5, 8), (4, 6, 8)][i % 5]
+        src, dst = (random_layout(rng, shape, network, ["sum", "sum", "max"]) for _ in range(2))
+        price, least = (f(src, dst, shape, 2, network) for f in (paths.price, paths.least))
+        used = {*src.sharding.axes, *dst.sharding.axes, *src.pending_axes, *dst.pending_axes}
+        assert (least == price) if len(used) <= 3 else (0 <= least <= price), f"{src} -> {dst}"
+        bounded += least < price
+    assert bounded
+
+
 # The known cases
 
 

@@ -488,6 +488,35 @@ def test_what_is_chosen_is_the_exhaustive_optimum(monkeypatch):
             compared += 1
 
 
+@pytest.mark.promotes_ranks
+@pytest.mark.once
+def test_over_many_axes_what_is_chosen_costs_no_more_than_with_all_prices_known(monkeypatch):
+    """A search begins with lower bounds, and finds the prices of what it chooses: of many fewer reshards."""
+    mesh = AbstractMesh((2, 2, 2, 2), tuple("wxyz"), axis_types=(AxisType.Auto,) * 4)
+    solve, found, unknown = Search.solve, [], 0
+    monkeypatch.setattr(Search, "solve", lambda search: found.append((search, solve(search))) or found[-1][1])
+    for seed in range(12):
+        f, *_ = random_program(seed)
+        rng = np.random.default_rng(seed)
+        dims = lambda: [tuple(a for a in "wxyz" if place[a] == d) for d in (0, 1)]  # noqa: E731
+        specs = []
+        for _ in range(4):
+            place = {a: rng.integers(3) for a in "wxyz"}
+            specs.append(P(*dims()))
+        args = [jax.ShapeDtypeStruct(((48, 80), (512, 1024))[seed % 2], "float32")] * 2
+        step = sx.shard_jit(f, mesh=mesh, in_shardings=tuple(specs[:2]), out_shardings=tuple(specs[2:]))
+        price, (search, solution) = step.plan(*args).decisions.price, found.pop()
+        with monkeypatch.context() as patch:
+            patch.setattr(Search, "is_exact", lambda *_: True)
+            fully = sx.shard_jit(f, mesh=mesh, in_shardings=tuple(specs[:2]), out_shardings=tuple(specs[2:]))
+            known, (_, best) = fully.plan(*args).decisions.price, found.pop()
+        unknown += len(search.alternatives.exact)
+        assert solution.bound <= best.price + 1
+        if solution.price - solution.bound < 1 and best.price - best.bound < 1:
+            assert price == pytest.approx(known, abs=2), seed
+    assert unknown
+
+
 def test_memory_is_bought_for_time():
     """A short array is cheaper gathered once than reduced three times, and takes more memory."""
 

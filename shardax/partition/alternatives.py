@@ -88,6 +88,7 @@ class Alternatives:
         self.offers: dict[Hashable, Sequence[Offered]] = {}
         self.at_hand: dict[Hashable, Taking] = {}
         self.elements: dict[Layout, int] = {}
+        self.exact: set[tuple[Layout, Layout, tuple[int, ...], int]] = set()
 
     def of(
         self, node: Node, made: Sequence[Made], requested: Sequence[Layouts], hidden: frozenset[str]

@@ -31,6 +31,9 @@ from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, replicated_layout
 from shardax.spmd_rules.registry import RULES, Split
 
+Kind = tuple[tuple[int, ...], int, bool, bool]
+"""Of a value, all on which the prices of its reshards depend but the layouts."""
+
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
 _UNREQUESTED = 1e13  # picoseconds: under strict mode, for a reshard that nobody requested
 _COLLECTIVE_OF = {
@@ -95,8 +98,9 @@ class Search:
         nodes = list(graph.walk())
         self.readers = Counter(v for node in nodes for v in node.inputs)
         self.reader = {v: node for node in nodes for v in node.inputs if self.readers[v] == 1}
-        self.tables: dict[Hashable, Any] = {}
-        self.prices: dict[Hashable, copies.Price] = {}
+        self.all_exact = bool(self.avoided)
+        self.tables: dict[tuple, Any] = {}
+        self.prices: dict[Kind, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
         self.interned: dict[Layouts, Layouts] = {}
 
@@ -320,12 +324,62 @@ class Search:
             return 0.0
         if copies.is_cut(source, target):
             return self.alternatives.traffic_price(2 * self.nbytes(value, target))
-        return paths.price(source, target, value.shape, value.itemsize, self.sizes)
+        price = paths.price if self.is_exact(value, source, target) else paths.least
+        return price(source, target, value.shape, value.itemsize, self.sizes)
+
+    def is_exact(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Whether the price of a reshard is looked for. A search begins with lower bounds."""
+        return self.all_exact or (source, target, value.shape, value.itemsize) in self.alternatives.exact
 
     # The tables
 
     def solve(self) -> Solution:
-        """Chooses a way for each site."""
+        """Chooses a way for each site. Prices of reshards over many axes take long to find, so they are lower
+        bounds at first: what is chosen is cheapest where those that it takes are exact.
+        """
+        solution = self._solved()
+        while self._rises():
+            solution = self._solved()
+        self.all_exact = True
+        self.prices.clear()
+        return solution
+
+    def _rises(self) -> bool:
+        """Finds the prices of the reshards that were chosen, and whether some are more than was known."""
+        risen = set[tuple[tuple[int, ...], int]]()
+        for value, reads, _ in () if self.all_exact else self._readers():
+            maker, result = self.maker[value]
+            read = dict.fromkeys(site.chosen.operands[i] for site, i in reads)
+            whole = [replicated_layout(value.shape)] if value in self.anywhere else []
+            for source, target in itertools.product([maker.chosen.results[result], *read, *whole], read):
+                if self._settle(value, source, target):
+                    risen.add((value.shape, value.itemsize))
+                    self._settle_others(value, reads, source, target)
+        for known in (self.prices, self.tables):
+            for key in [key for key in known if (key[-4], key[-3]) in risen]:
+                del known[key]
+        return bool(risen)
+
+    def _settle(self, value: Value, source: Layout, target: Layout) -> bool:
+        """Finds the price of a reshard; whether it is more than was known."""
+        if self.is_exact(value, source, target):
+            return False
+        known = self.sent(value, source, target)
+        self.alternatives.exact.add((source, target, value.shape, value.itemsize))
+        return self.sent(value, source, target) > known
+
+    def _settle_others(self, value: Value, reads, source: Layout, target: Layout) -> None:
+        """The same of those that looked cheaper, of another way of who makes the value or of who reads it:
+        else they would be chosen next."""
+        maker, result = self.maker[value]
+        price = self.sent(value, source, target)
+        pairs = [(way.results[result], target) for way in maker.ways]
+        pairs += [(source, way.operands[i]) for site, i in reads for way in site.ways]
+        for other in dict.fromkeys(pairs):
+            if self.sent(value, *other) < price:
+                self._settle(value, *other)
+
+    def _solved(self) -> Solution:
         problem = Problem()
         self.variable = {site: problem.variable(len(site.ways)) for site in self.sites if len(site.ways) > 1}
         self.constant = 0.0
@@ -415,7 +469,7 @@ class Search:
         maker, result = self.maker[value]
         made = self._layouts_of(maker, result, made=True)
         targets = tuple([self._layouts_of(site, i, made=False) for site, i in reads])
-        key = (id(made), tuple(map(id, targets)), value.shape, value.itemsize, value in self.anywhere, strict)
+        key = (id(made), tuple(map(id, targets)), *self._kind(value, strict))
         if key not in self.tables:
             self.tables[key] = self._make_tables(value, made, targets, strict)
         if self.tables[key] is None:
@@ -435,10 +489,13 @@ class Search:
 
     def price_of(self, value: Value, strict: bool = False) -> copies.Price:
         """`price` of a value, and of all that are like it."""
-        key = (value.shape, value.itemsize, value in self.anywhere, strict)
+        key = self._kind(value, strict)
         if key not in self.prices:
             self.prices[key] = cache(partial(self.price, value, strict=strict))
         return self.prices[key]
+
+    def _kind(self, value: Value, strict: bool) -> Kind:
+        return value.shape, value.itemsize, value in self.anywhere, strict
 
     def _layouts_of(self, site: Site, place: int, made: bool) -> Layouts:
         """The layouts that the ways of a site give to one of its results, or operands; equal ones are one

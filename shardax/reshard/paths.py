@@ -107,7 +107,23 @@ def price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes
     return _price(src, dst, tuple(shape), itemsize, network_of(sizes))
 
 
+def least(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> float:
+    """A lower bound on that price: itself, where it is quick to find, which it is not over many axes."""
+    if src == dst or 0 in shape:
+        return 0.0
+    return _least_price(src, dst, tuple(shape), itemsize, network_of(sizes))
+
+
 # The search
+
+
+@lru_cache(maxsize=1 << 18)
+def _least_price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> float:
+    first, last = _end(src, shape, network), _end(dst, shape, network)
+    if _only_slices(first, last):
+        return 0.0
+    first, last, shape, _, _ = _within_blocks(first, last, shape, network)
+    return _search(first, last, shape, itemsize, network, standing=True).least()
 
 
 @lru_cache(maxsize=1 << 18)
@@ -261,6 +277,9 @@ class _Search(NamedTuple):
         if self.few:
             return _reach(self.first, self.value.scale).to(self.last)
         return self.path()[0]
+
+    def least(self) -> float:
+        return self.price() if self.few else _bound(self.last, self.value)(self.first)[0]
 
     def path(self) -> tuple[float, list[Edge]]:
         """Its price and its steps."""
