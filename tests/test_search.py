@@ -497,12 +497,12 @@ def test_over_many_axes_what_is_chosen_costs_no_more_than_with_all_prices_known(
     monkeypatch.setattr(Search, "solve", lambda search: found.append((search, solve(search))) or found[-1][1])
     for seed in range(12):
         f, *_ = random_program(seed)
-        rng = np.random.default_rng(seed)
-        dims = lambda: [tuple(a for a in "wxyz" if place[a] == d) for d in (0, 1)]  # noqa: E731
-        specs = []
+        rng, specs = np.random.default_rng(seed), []
         for _ in range(4):
-            place = {a: rng.integers(3) for a in "wxyz"}
-            specs.append(P(*dims()))
+            places = rng.integers(3, size=4)
+            specs.append(
+                P(*(tuple(a for a, at in zip("wxyz", places, strict=True) if at == d) for d in (0, 1)))
+            )
         args = [jax.ShapeDtypeStruct(((48, 80), (512, 1024))[seed % 2], "float32")] * 2
         step = sx.shard_jit(f, mesh=mesh, in_shardings=tuple(specs[:2]), out_shardings=tuple(specs[2:]))
         price, (search, solution) = step.plan(*args).decisions.price, found.pop()
