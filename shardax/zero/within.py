@@ -7,7 +7,7 @@ annotations of the state, where the plan's report finds them.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -18,21 +18,24 @@ from shardax.explain.tables import Group, Row
 from shardax.ledger.words import bytes_text, seconds_text
 from shardax.transforms import Context
 
+BY_COST: Literal["by cost"] = "by cost"
+Dealt = bool | Literal["by cost"]
+
 
 @dataclass(frozen=True)
 class Way:
     """How gradients of microbatches are accumulated; whether parameters are gathered again for the backward
     pass: None, where they are never gathered; and whether matrices that an update computes with alike are
-    dealt out: None, where there are none.
+    dealt out, `True` by number within each size, or "by cost": None, where there are none.
     """
 
     accumulate: str
     again: bool | None
-    dealt: bool | None = None
+    dealt: Dealt | None = None
 
     def __str__(self):
         again = "" if self.again is None else f", reshard_after_forward={self.again}"
-        dealt = "" if self.dealt is None else f", dealt={self.dealt}"
+        dealt = "" if self.dealt is None else f", dealt={self.dealt!r}"
         return f"accumulate={self.accumulate!r}{again}{dealt}"
 
 
