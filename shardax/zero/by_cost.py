@@ -18,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -37,6 +37,10 @@ from shardax.zero.loads import Load, Size, loads, longest, rows
 from shardax.zero.packs import Pack
 
 GAIN = 0.99  # of the seconds by size: where devices have as much to do by cost, nothing is dealt out so
+
+BY_COST: Literal["by cost"] = "by cost"
+Dealt = bool | Literal["by cost"]
+"""Whether matrices are dealt out: not, each size by number, or all by cost."""
 
 Read = Callable[[Any], Any]
 
@@ -118,6 +122,10 @@ class Deal:
     loads: Sequence[Load]
 
     @property
+    def packs(self) -> list[Pack]:
+        return [pack for kind in self.kinds for chain in kind.chains for pack in chain.packs]
+
+    @property
     def common(self) -> list[Any]:
         return list(dict.fromkeys(v for kind in self.kinds for v in kind.first.common))
 
@@ -173,7 +181,7 @@ class ByCost(Chains):
             dealt = _loads(kinds, [self._seconds(kind.first, costs) for kind in kinds], costs)
             if dealt:
                 deal = Deal(kinds, dealt)
-                yield from ((pack, deal) for chain in chains for pack in chain.packs)
+                yield from ((pack, deal) for pack in deal.packs)
 
     def _kinds(self, chains: Sequence[Chain], devices: int) -> list[Kind]:
         """Alike chains as one, where the device with most of their members then has fewer."""
@@ -195,6 +203,7 @@ class ByCost(Chains):
                 _placed(list(map(read, packs)), places) for kind, places in pairs for packs in kind.stacks
             ]
             made = iter(self._shared(deal, stacks, list(map(read, deal.common))))
+            env.update(dict.fromkeys(deal.packs))  # all are done, and only results are read
             for kind, places in pairs:
                 counts = [chain.count for chain in kind.chains]
                 for packs in kind.results:
@@ -253,15 +262,14 @@ def _nbytes(chain: Chain) -> int:
 
 def _placed(stacks: Sequence[Any], places: Sequence[int | None]) -> Any:
     """A stack with the rows of others, one after the other, in these places, zeros in those of none."""
-    members = [(x, k) for x in stacks for k in range(x.shape[0])]
-    parts = []
-    for stack, run in itertools.groupby(places, lambda k: None if k is None else id(members[k][0])):
-        own = list(run)
-        if stack is None:
-            parts.append(lax.full((len(own), *stacks[0].shape[1:]), 0, stacks[0].dtype))
+    members, parts = [(n, k) for n, x in enumerate(stacks) for k in range(x.shape[0])], []
+    found = [(None, 0) if k is None else members[k] for k in places]
+    for number, run in itertools.groupby(found, lambda place: place[0]):
+        rows_ = [k for _, k in run]
+        if number is None:
+            parts.append(lax.full((len(rows_), *stacks[0].shape[1:]), 0, stacks[0].dtype))
         else:
-            (x, first), (_, last) = members[own[0]], members[own[-1]]
-            parts.append(_rows(x, first, last + 1))
+            parts.append(_rows(stacks[number], rows_[0], rows_[-1] + 1))
     return _joined(parts)
 
 

@@ -63,7 +63,7 @@ class Chains(Packs):
         return made, tuple(number[x] for x in chain.results)
 
     def computed(self, chain: Chain, operands: Sequence[Any]) -> list[Any]:
-        """The results of a chain, of its stacks, of any number of members, and of what these have in common."""
+        """The results of a chain, of its stacks with any number of members, and of what these share."""
         env = dict(zip((*chain.stacks, *chain.common), operands, strict=True))
         for pack in (*chain.before, *chain.packs):
             if pack not in env:

@@ -26,7 +26,7 @@ from shardax.differentiated import is_differentiated
 from shardax.graph.evaluate import bound, without_calls
 from shardax.zero.alike import Alike, key
 from shardax.zero.branches import Members, buckets_in
-from shardax.zero.by_cost import ByCost, Costs
+from shardax.zero.by_cost import BY_COST, ByCost, Costs, Dealt, is_dealt_by_cost
 from shardax.zero.matrices import has_matrices, of_update
 from shardax.zero.packs import Pack
 from shardax.zero.parted import parted
@@ -56,6 +56,19 @@ def stacked(
     plain = without_calls(jaxpr)
     new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state}, devices, costs)
     return jaxpr if new is plain else new
+
+
+def dealt_ways(jaxpr, state: Collection[int], costs: Costs, dealt: Dealt | None) -> dict[Dealt, Any]:
+    """The programs in which matrices are dealt out: as is said, or in each way in which that differs. None
+    where there are no such matrices.
+    """
+    ways: dict[Dealt, Any] = {}
+    if dealt in (None, True):
+        ways[True] = stacked(jaxpr, state, costs.devices)
+    if dealt in (None, BY_COST):
+        ways[BY_COST] = stacked(jaxpr, state, costs.devices, costs=costs)
+    differs = dealt == BY_COST or BY_COST in ways and is_dealt_by_cost(ways[BY_COST])
+    return {how: new for how, new in ways.items() if new is not jaxpr and (how != BY_COST or differs)}
 
 
 def state_stacks(jaxpr, succeeded: Mapping[int, int]) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """Zero: the transform by which devices that compute on different data share what they would all keep."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -28,17 +28,17 @@ from shardax.sharding import (
 )
 from shardax.transforms import Argument, Context
 from shardax.validation import is_integer, is_number, require
-from shardax.zero.by_cost import Costs, is_dealt_by_cost
+from shardax.zero.by_cost import BY_COST, Costs, Dealt
 from shardax.zero.inside import Inside, OfShape
 from shardax.zero.offload import Offload, on_device, require_memory
 from shardax.zero.padded import Shape, around, cuts
 from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, filled, resident
 from shardax.zero.rest import padded_dim, split_further, split_padded
 from shardax.zero.roles import Roles, is_update, roles
-from shardax.zero.stacks import stacked
+from shardax.zero.stacks import dealt_ways
 from shardax.zero.together import together
 from shardax.zero.whole import repeated_group
-from shardax.zero.within import BY_COST, Dealt, Way, choice_group, fastest
+from shardax.zero.within import Way, choice_group, fastest
 
 Accumulate = Literal["scattered", "unreduced"]
 Offloaded = Literal["optimizer", "parameters"]
@@ -178,10 +178,11 @@ class Zero:
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
 
         may_deal = self.dealt or self.dealt is None and not self.offload
-        deals = self._deals(jaxpr, rests, context) if may_deal else {}
+        costs = Costs(context.mesh, self.axes, context.options.priced_for)
+        deals = dealt_ways(jaxpr, rests, costs, self.dealt) if may_deal else {}
 
         def made(way: Way, scope: AbstractContextManager):
-            own, roles = deals.get(way.dealt, jaxpr), found
+            own, roles = deals[way.dealt] if way.dealt else jaxpr, found
             if way.accumulate == "scattered":
                 own = noted.without_whole_sums(own)
             if own is not jaxpr:
@@ -192,21 +193,6 @@ class Zero:
 
         ways = self._ways(found, scattering is not jaxpr, list(deals))
         return fastest(ways, made, context, self.memory, str(self))
-
-    def _deals(self, jaxpr, state: Collection[int], context: Context) -> dict[Dealt, Any]:
-        """The programs in which matrices are dealt out, in the ways that are left open, if there are any."""
-        devices = shard_count(self.axes, context.mesh.shape)
-        costs = Costs(context.mesh, self.axes, context.options.priced_for)
-        found: dict[Dealt, Any] = {}
-        if self.dealt != BY_COST:
-            found[True] = stacked(jaxpr, state, devices)
-        if self.dealt is not True:
-            found[BY_COST] = stacked(jaxpr, state, devices, costs=costs)
-        return {
-            how: new
-            for how, new in found.items()
-            if new is not jaxpr and (how is True or self.dealt == BY_COST or is_dealt_by_cost(new))
-        }
 
     def _ways(self, found: Roles, in_pipeline: bool, deals: Sequence[Dealt]) -> list[Way]:
         """Those that are left open; of how to accumulate and gather the default one, where memory has no

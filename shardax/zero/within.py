@@ -7,7 +7,7 @@ annotations of the state, where the plan's report finds them.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
@@ -17,9 +17,7 @@ from shardax.explain.memory import memory as memory_of
 from shardax.explain.tables import Group, Row
 from shardax.ledger.words import bytes_text, seconds_text
 from shardax.transforms import Context
-
-BY_COST: Literal["by cost"] = "by cost"
-Dealt = bool | Literal["by cost"]
+from shardax.zero.by_cost import Dealt
 
 
 @dataclass(frozen=True)
