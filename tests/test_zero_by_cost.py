@@ -145,7 +145,7 @@ def test_most_loaded_device(axes, stage):
         return plan.estimate("v5p").flops - plain
 
     by_size, by_cost = (of_update(dealt, V5P) for dealt in (True, BY_COST))
-    assert by_cost < 0.75 * by_size and by_cost < 0.6 * sum(each)
+    assert by_cost < 0.75 * by_size and by_cost < 0.7 * sum(each)
     assert of_update(BY_COST, FAST) == pytest.approx(longest(loads(sizes, devices), sizes), rel=0.02)
 
 
@@ -314,6 +314,7 @@ def assert_equal(found, wanted):
         np.testing.assert_allclose(x, y, rtol=10 * error, atol=error * max(1, np.abs(y).max()))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     "name, stage, axes, form",
     CELLS + [pytest.param(*cell, marks=pytest.mark.slow) for cell in ALL if cell not in CELLS],
@@ -342,6 +343,7 @@ def test_results(name, stage, axes, form, quick_compilation):
         assert_equal(trained(step, state), wanted)
 
 
+@pytest.mark.once
 def test_results_in_bfloat16(quick_compilation):
     """Parameters and momentum of two bytes: as far from float32 as one device is."""
     tx, mesh, params = OPTIMIZERS["muon"](), make_mesh({"data": 8}), make_params("bfloat16")
@@ -354,14 +356,14 @@ def test_results_in_bfloat16(quick_compilation):
     )
     state = params, jax.jit(tx.init)(params)
     exact = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jnp.bfloat16 else x, state)
-    found, alone, wanted = (
-        [np.float32(x) for x in jax.tree.leaves(trained(f, s)[0])]
-        for f, s in ((step, state), (jax.jit(step_of(loss, tx)), state), (jax.jit(step_of(loss, tx)), exact))
-    )
-    errors = [max(np.abs(x - y).max() for x, y in zip(own, wanted, strict=True)) for own in (found, alone)]
-    assert errors[0] < 2 * errors[1]
+    alone = jax.jit(step_of(loss, tx))
+    runs = [trained(own, its)[0] for own, its in ((alone, exact), (alone, state), (step, state))]
+    wanted, *others = ([np.float32(x) for x in jax.tree.leaves(params)] for params in runs)
+    errors = [max(np.abs(x - y).max() for x, y in zip(own, wanted, strict=True)) for own in others]
+    assert errors[1] < 2 * errors[0]
 
 
+@pytest.mark.once
 def test_explicit_axes():
     tx, mesh, params = OPTIMIZERS["muon"](), make_mesh({"data": 8}), make_params()
     explicit = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,))
@@ -369,9 +371,11 @@ def test_explicit_axes():
     wanted = trained(jax.jit(step_of(loss, tx)), state)
     how = {"mesh": explicit, "in_shardings": (None, P("data")), "donate_argnums": 0}
     step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 3, dealt=BY_COST)], **how)
+    assert is_dealt_by_cost(step.plan(state, np.zeros((40, 6), "float32")).global_jaxpr)
     assert_equal(trained(step, state), wanted)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_results_of_the_explicit_form(name, quick_compilation):
     with jax.enable_x64(True):
@@ -384,6 +388,7 @@ def test_results_of_the_explicit_form(name, quick_compilation):
         assert_equal(trained(step, state), wanted)
 
 
+@pytest.mark.once
 def test_several_steps_in_one_call(quick_compilation):
     """The update is in a loop there, and in a branch of it where steps are accumulated."""
     with jax.enable_x64(True):

@@ -213,11 +213,12 @@ class ByCost(Chains):
         """The stacks of results: each device computes its load, in a branch of its own."""
         assert self._costs is not None
         axes, different = self._costs.axes, list(dict.fromkeys(deal.loads))
-        numbers = np.array([different.index(load) for load in deal.loads], np.int32)
+        firsts = [deal.loads.index(load) for load in different[1:]]  # alike loads are side by side
         branches = [functools.partial(self._of_load, deal, load) for load in different]
 
         def local(*operands):
-            number = lax.dynamic_index_in_dim(numbers, lax.axis_index(axes), keepdims=False)
+            place = lax.axis_index(axes)
+            number = sum((lax.convert_element_type(place >= n, "int32") for n in firsts), np.int32(0))
             return lax.switch(number, branches, *operands)
 
         split = PartitionSpec(axes)
