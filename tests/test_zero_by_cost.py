@@ -4,6 +4,7 @@ same.
 
 import functools
 import itertools
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +21,14 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from benchmarks.hlo_cost import cost
 from models.devices import make_mesh
-from shardax.cost.chips import SLOW, V5P
+from shardax.cost.chips import SLOW, V5E, V5P
 from shardax.zero import Zero
 from shardax.zero.by_cost import Costs, is_dealt_by_cost
 from shardax.zero.loads import MOST_LOADS, Size, loads, longest, rows
 from shardax.zero.stacks import stacked
-from tests import test_zero
+from tests import on_tpu, test_zero
 from tests.kronecker import root_by_newton, shampoo, soap
 from tests.test_zero import abstract
 from tests.zero_steps import step_of
@@ -147,6 +149,19 @@ def test_most_loaded_device(axes, stage):
     by_size, by_cost = (of_update(dealt, V5P) for dealt in (True, BY_COST))
     assert by_cost < 0.75 * by_size and by_cost < 0.7 * sum(each)
     assert of_update(BY_COST, FAST) == pytest.approx(longest(loads(sizes, devices), sizes), rel=0.02)
+
+
+@pytest.mark.quick
+def test_matrices_of_sizes_of_their_own():
+    """One of each size: by size there is no stack, and all devices compute with all of them."""
+    axes, muon = {"x": 8}, optax.contrib.muon(0.1)
+    plain, alike, by_size, by_cost = (
+        planned(tx, dealt, axes, layers=1).estimate("v5p")
+        for tx, dealt in ((optax.trace(0.9), None), (muon, False), (muon, True), (muon, BY_COST))
+    )
+    assert by_size.flops == alike.flops and by_cost.seconds < alike.seconds
+    largest = max(map(muon_flops, FOUR.values()))
+    assert by_cost.flops - plain.flops == pytest.approx(largest, rel=0.02)
 
 
 @pytest.mark.quick
@@ -415,3 +430,32 @@ def test_bad_input():
         sx.zero.init(tx, w, abstract(data=8), dealt=BY_COST)
     with pytest.raises(ValueError, match="dealt of pad is 'by cost', of type str: give True, False or None"):
         sx.zero.pad(w, abstract(data=8), dealt=BY_COST)
+
+
+@pytest.mark.tpu
+def test_cycles_in_the_program_for_tpu():
+    """As XLA estimates them, of the branch that takes longest."""
+    cycles = on_tpu.found("tests.test_zero_by_cost")
+    assert cycles["by cost"] < cycles["by size"] < cycles["alike"]
+
+
+def main() -> None:
+    """Prints the cycles, and the bytes sent, of steps of Muon for a TPU v5e-8: three matrices of each of four
+    sizes, 4096 rows on each device.
+    """
+    mesh, muon = on_tpu.mesh(x=8), optax.contrib.muon(0.1)
+    params = [{name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in FOUR.items()}] * 3
+    state, found = (params, jax.eval_shape(muon.init, params)), {}
+    for form, dealt in {"alike": False, "by size": True, "by cost": BY_COST}.items():
+        how = {"mesh": mesh, "in_shardings": (None, P("x")), "donate_argnums": 0}
+        how["options"] = sx.Options(chip="v5e")
+        step = sx.shard_jit(step_of(of_four, muon), transforms=[Zero("x", 1, dealt=dealt)], **how)
+        lowered = step.lower(state, jax.ShapeDtypeStruct((8 * 4096, 1024), "float32"))
+        total = cost(lowered.compile().as_text(), None, V5E)
+        found[form] = total.cycles
+        print(f"{form}: {total.cycles / 1e6:.1f} million cycles, {total.sent.total() / 1e6:.0f} MB sent")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

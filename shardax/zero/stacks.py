@@ -165,7 +165,8 @@ class _Stacks(ByCost):
         for whole, members in buckets.cut.items():
             pack = self.add(Pack(members, whole=whole))
             self._cut.update((v, (pack, k)) for k, v in enumerate(members))
-        for eqns in self._products():
+        products = self._products()
+        for eqns in (eqns for eqns in products if len(eqns) > 1):
             self.pack(self._ordered(eqns))
         for whole, members in buckets.joined.items():
             self.joins[whole] = self.pack(members)
@@ -175,6 +176,9 @@ class _Stacks(ByCost):
         for packs in self._of_same_products():
             if _most(map(_count, packs), devices) > _most([sum(map(_count, packs))], devices):
                 self._as_one.update((its, packs) for pack in packs for its in self.siblings(pack))
+        for eqns in products if costs is not None else ():
+            if len(eqns) == 1:  # of a matrix that has its size alone
+                self.pack((eqns[0].outvars[0],))
 
     def joined(self, pack: Pack, members: Sequence[Any]) -> Any:
         rows = [
@@ -241,12 +245,12 @@ class _Stacks(ByCost):
         return all(isinstance(pair[0], Pack) or self._alike.is_one(pair) for pair in pairs)
 
     def _products(self) -> list[list[Any]]:
-        """Products of matrices that are alike, several of each, in program order."""
+        """Products of matrices that are alike, in program order."""
         alike: dict[int, list[Any]] = {}
         for eqn in self.eqns:
             if self._alike.is_packable(eqn) and has_matrices(eqn):
                 alike.setdefault(self._alike.number(eqn.outvars[0]), []).append(eqn)
-        return [eqns for eqns in alike.values() if len(eqns) > 1]
+        return list(alike.values())
 
     def _ordered(self, eqns: Sequence[Any]) -> Members:
         """Their first results, in the order of a pack that they read, if any."""
@@ -268,10 +272,12 @@ class _Stacks(ByCost):
         if not eqns:
             return self.add(Pack(members))
         columns = list(zip(*(eqn.invars for eqn in eqns), strict=True))
-        chooses = eqns[0].primitive.name == "cond" and not self._alike.is_one(columns[0])
-        if chooses or all(map(self._alike.is_one, columns)):
-            return self.add(Pack(members))  # of a stack all branches would run; or the same for all
-        operands = [column[0] if self._alike.is_one(column) else self.pack(column) for column in columns]
+        shared = list(map(self._alike.is_shared, columns))
+        if all(shared) or eqns[0].primitive.name == "cond" and not shared[0]:
+            return self.add(Pack(members))  # the same for all; or of a stack all branches would run
+        operands = [
+            column[0] if is_one else self.pack(column) for column, is_one in zip(columns, shared, strict=True)
+        ]
         results = zip(*(eqn.outvars for eqn in eqns), strict=True)
         packs = [self.add(Pack(result, eqns, operands, index=j)) for j, result in enumerate(results)]
         return packs[eqns[0].outvars.index(members[0])]
