@@ -153,13 +153,15 @@ def test_most_loaded_device(axes, stage):
 
 @pytest.mark.quick
 def test_matrices_of_sizes_of_their_own():
-    """One of each size: by size there is no stack, and all devices compute with all of them."""
+    """One of each size: by size there is no stack, and all devices compute with all of them; by cost the one
+    with the largest has that alone.
+    """
     axes, muon = {"x": 8}, optax.contrib.muon(0.1)
     plain, alike, by_size, by_cost = (
         planned(tx, dealt, axes, layers=1).estimate("v5p")
         for tx, dealt in ((optax.trace(0.9), None), (muon, False), (muon, True), (muon, BY_COST))
     )
-    assert by_size.flops == alike.flops and by_cost.seconds < alike.seconds
+    assert by_size.flops == alike.flops
     largest = max(map(muon_flops, FOUR.values()))
     assert by_cost.flops - plain.flops == pytest.approx(largest, rel=0.02)
 
@@ -354,7 +356,8 @@ def test_results(name, stage, axes, form, quick_compilation):
         if form == "at rest":
             state = sx.zero.init(tx, params, mesh, axis, stage, dealt=True)
         x = np.zeros((40, 6), jax.tree.leaves(params)[0].dtype)
-        assert is_dealt_by_cost(step.plan(state, x).global_jaxpr)
+        is_dealt = is_dealt_by_cost(step.plan(state, x).global_jaxpr)
+        assert is_dealt
         assert_equal(trained(step, state), wanted)
 
 
@@ -386,7 +389,8 @@ def test_explicit_axes():
     wanted = trained(jax.jit(step_of(loss, tx)), state)
     how = {"mesh": explicit, "in_shardings": (None, P("data")), "donate_argnums": 0}
     step = sx.shard_jit(step_of(loss, tx), transforms=[Zero("data", 3, dealt=BY_COST)], **how)
-    assert is_dealt_by_cost(step.plan(state, np.zeros((40, 6), "float32")).global_jaxpr)
+    is_dealt = is_dealt_by_cost(step.plan(state, np.zeros((40, 6), "float32")).global_jaxpr)
+    assert is_dealt
     assert_equal(trained(step, state), wanted)
 
 
@@ -399,7 +403,8 @@ def test_results_of_the_explicit_form(name, quick_compilation):
         wanted = trained(jax.jit(step_of(loss, tx)), state)
         how = {"mesh": mesh, "in_shardings": (None, P("data")), "donate_argnums": 0}
         step = sx.shard_jit(step_of(loss, sx.zero.shard(tx, dealt=BY_COST)), **how)
-        assert is_dealt_by_cost(step.plan(state, np.zeros((40, 6))).global_jaxpr)
+        is_dealt = is_dealt_by_cost(step.plan(state, np.zeros((40, 6))).global_jaxpr)
+        assert is_dealt
         assert_equal(trained(step, state), wanted)
 
 
@@ -416,7 +421,8 @@ def test_several_steps_in_one_call(quick_compilation):
         how["options"] = sx.Options(chip="slow")
         step = sx.shard_jit(steps, transforms=[Zero("data", 1, dealt=BY_COST)], **how)
         state, x_KBM = (params, jax.jit(tx.init)(params)), np.random.default_rng(0).normal(size=(4, 40, 6))
-        assert is_dealt_by_cost(step.plan(state, x_KBM).global_jaxpr)
+        is_dealt = is_dealt_by_cost(step.plan(state, x_KBM).global_jaxpr)
+        assert is_dealt
         wanted = jax.jit(steps)(state, x_KBM)
         assert_equal(step(state, x_KBM), wanted)
 

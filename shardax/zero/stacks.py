@@ -99,13 +99,20 @@ def _with_parts(closed):
 def _in_plain(closed, kinds: Mapping[int, Hashable], devices: int, costs: Costs | None):
     """The same of a program without calls, and in the bodies of what it computes alone."""
     closed = _with_parts(closed)
-    packs = _Stacks(closed, kinds, devices=devices, costs=costs)
+    by_size = _Stacks(closed, kinds, devices=devices)
     eqns = [
-        eqn if packs.is_packed(eqn) else _with_stacks_inside(eqn, devices, costs) for eqn in closed.jaxpr.eqns
+        eqn if by_size.is_packed(eqn) else _with_stacks_inside(eqn, devices, costs)
+        for eqn in closed.jaxpr.eqns
     ]
     inside = _jax.replaced_eqns(closed, eqns)
-    packs = packs if inside is closed else _Stacks(inside, kinds, devices=devices, costs=costs)
-    return packs.program() if packs.found else inside
+    if costs is not None:
+        opened = [new for old, new in zip(closed.jaxpr.eqns, eqns, strict=True) if new is not old]
+        by_cost = _Stacks(inside, kinds, devices=devices, costs=costs, opened=opened)
+        program = by_cost.program()
+        if by_cost.deals:
+            return program
+    by_size = by_size if inside is closed else _Stacks(inside, kinds, devices=devices)
+    return by_size.program() if by_size.found else inside
 
 
 def _with_stacks_inside(eqn, devices: int, costs: Costs | None):
@@ -142,7 +149,8 @@ def _most(counts: Iterable[int], devices: int) -> int:
 
 class _Stacks(ByCost):
     """Members along the first dim of an array, and computed together under `jax.vmap`. `movable`: arguments,
-    by their numbers, that may come in a stack. `devices`: those that share the matrices.
+    by their numbers, that may come in a stack. `devices`: those that share the matrices. `opened`: equations
+    in whose bodies stacks are already, so that they are not computed as a matrix of its own.
     """
 
     def __init__(
@@ -152,6 +160,7 @@ class _Stacks(ByCost):
         movable: Collection[int] = (),
         devices: int = 1,
         costs: Costs | None = None,
+        opened: Sequence[Any] = (),
     ):
         super().__init__(closed, costs)
         self._movable = {closed.jaxpr.invars[i] for i in movable}
@@ -176,9 +185,13 @@ class _Stacks(ByCost):
         for packs in self._of_same_products():
             if _most(map(_count, packs), devices) > _most([sum(map(_count, packs))], devices):
                 self._as_one.update((its, packs) for pack in packs for its in self.siblings(pack))
-        for eqns in products if costs is not None else ():
-            if len(eqns) == 1:  # of a matrix that has its size alone
-                self.pack((eqns[0].outvars[0],))
+        if costs is not None:
+            self._pack_alone(eqns[0] for eqns in products if len(eqns) == 1 and eqns[0] not in opened)
+
+    def _pack_alone(self, eqns: Iterable[Any]) -> None:
+        """Packs of one, for matrices that have their size alone."""
+        for eqn in eqns:
+            self.pack((eqn.outvars[0],))
 
     def joined(self, pack: Pack, members: Sequence[Any]) -> Any:
         rows = [
