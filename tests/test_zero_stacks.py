@@ -399,7 +399,9 @@ def test_learning_rates_of_their_own():
 
 @pytest.mark.quick
 def test_bad_input():
-    with pytest.raises(ValueError, match="dealt of Zero is 'yes', of type str: give True, False or None"):
+    with pytest.raises(
+        ValueError, match="dealt of Zero is 'yes', of type str: give True, False, 'by cost' or None"
+    ):
         Zero(dealt="yes")  # type: ignore[arg-type]
 
 

@@ -51,6 +51,15 @@ class Alike:
             return False
         return not self._depends(atoms[0]) or all(x is atoms[0] for x in atoms)
 
+    def is_shared(self, atoms: Members) -> bool:
+        """Whether these have one value, and are not one array of an update alone."""
+        alone = len(atoms) == 1 and self._depends(atoms[0]) and bool(atoms[0].aval.shape)
+        return self.is_one(atoms) and not alone
+
+    def value(self, atom) -> Hashable:
+        """The same for two that have one value."""
+        return atom if self._depends(atom) else self.number(atom)
+
     def number(self, atom) -> int:
         if _jax.is_literal(atom):
             return self._number(("literal", str(atom.aval), _content(atom.val)))

@@ -15,11 +15,12 @@ from shardax import _jax
 from shardax.annotations.annotate import bind_annotation
 from shardax.graph.evaluate import evaluate
 from shardax.options import Options
-from shardax.sharding import NOTHING_OWED, Axes, Owing, from_spec, shard_count
+from shardax.sharding import NOTHING_OWED, Axes, Owing, from_spec
 from shardax.transforms import Context
+from shardax.zero.by_cost import Costs, Dealt
 from shardax.zero.mixed import traced as traced_update
 from shardax.zero.padded import padded_as, unpad
-from shardax.zero.stacks import stacked, state_stacks
+from shardax.zero.stacks import dealt_ways, state_stacks
 from shardax.zero.within import planned
 
 Update = Callable[..., Any]
@@ -58,12 +59,13 @@ def seconds(
         return updates, _each(padded_as(new, state), dims, "result")
 
     program, _ = traced_update(run, params, state, params)
-    return min(_seconds(way, mesh) for way in _ways(program, shard_count(axes, mesh.shape)))
+    ways = _ways(program, len(program.in_avals), mesh, axes).values()
+    return min(_seconds(way, mesh) for way in (program, *ways))
 
 
-def dealt_out(run: Callable[..., Any], args: tuple[Any, ...], axes: Axes, dealt: bool | None) -> Any:
+def dealt_out(run: Callable[..., Any], args: tuple[Any, ...], axes: Axes, dealt: Dealt | None) -> Any:
     """What a function makes of gradients and other arguments, in a program on the mesh in context: what it
-    computes alike with matrices in stacks, where `dealt` says so, or where that is faster.
+    computes alike with matrices in stacks, as `dealt` says, or as that is fastest.
     """
     leaves, structure = jax.tree.flatten(args)
     mesh = _jax.context_mesh()
@@ -76,19 +78,27 @@ def dealt_out(run: Callable[..., Any], args: tuple[Any, ...], axes: Axes, dealt:
 
     traced, out = jax.make_jaxpr(lambda *xs: run(*structure.unflatten(xs)), return_shape=True)(*leaves)
     jaxpr, consts = _jax.hoist_consts(traced)  # what the function closes over may be traced too
-    devices = shard_count(axes, mesh.shape)
-    stacks = stacked(jaxpr, range(len(leaves)), devices)
-    if stacks is jaxpr:
+    ways = _ways(jaxpr, len(leaves), mesh, axes, dealt)
+    how = next(iter(ways), False)
+    if dealt is None and ways:
+        alone = _jax.hoist_consts(jax.make_jaxpr(with_pending)(*leaves))[0]
+        others = _ways(alone, len(leaves), mesh, axes)
+        found = {False: _seconds(alone, mesh), **{k: _seconds(others[k], mesh) for k in ways if k in others}}
+        how = min(found, key=found.__getitem__)
+    if not how:
         return run(*args)
-    ways = [] if dealt else _ways(_jax.hoist_consts(jax.make_jaxpr(with_pending)(*leaves))[0], devices)
-    taken = stacks if dealt or _seconds(ways[-1], mesh) < _seconds(ways[0], mesh) else jaxpr
-    return jax.tree.unflatten(jax.tree.structure(out), evaluate(taken, [*leaves, *consts]))
+    return jax.tree.unflatten(jax.tree.structure(out), evaluate(ways[how], [*leaves, *consts]))
 
 
-def _ways(program, devices: int) -> list[Any]:
-    """The program, and the same with stacks, if there are any."""
-    new = stacked(program, range(len(program.in_avals)), devices)
-    return [program] if new is program else [program, new]
+def _ways(
+    program, leaves: int, mesh: Mesh | AbstractMesh, axes: Axes, dealt: Dealt | None = None
+) -> dict[Dealt, Any]:
+    """The program with stacks, dealt out as is said, or in each way. An island, as by cost, has axes of the
+    type Auto.
+    """
+    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        dealt = True
+    return dealt_ways(program, range(leaves), Costs(mesh, axes, Options().priced_for), dealt)
 
 
 def _seconds(program, mesh: Mesh | AbstractMesh) -> float:

@@ -72,7 +72,8 @@ def init(
     >>> adam.mu.rest["w"], adam.mu.buckets["float32"]
     (Padded(float32[1300, 1001] as [1304, 1001]), Padded(float32[1014] as [1016]))
     """
-    zero = Zero(axis, stage, offload=offload, dealt=dealt)
+    zero = Zero(axis, stage, offload=offload)
+    require(dealt in (None, True, False), "dealt of init", dealt, "True, False or None")
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of init", tx, "an optax optimizer")
     require(is_integer(bucket, 0), "bucket of init", bucket, "a number of bytes")
     made = jax.eval_shape(tx.init, params)
@@ -133,6 +134,7 @@ def pad(
     ({'m': Padded(float32[7, 3] as [8, 3])}, P('data', None))
     """
     axes = Zero(axis).axes
+    require(dealt in (None, True, False), "dealt of pad", dealt, "True, False or None")
     require(is_integer(bucket, 0), "bucket of pad", bucket, "a number of bytes")
     mixed = mixed_in(tree, tx, params, "pad")
     rests = _Rests(_mesh(mesh, axes, "pad"), axes, params, bucket, mixed)

@@ -13,28 +13,32 @@ there, and 24 are 3.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxprs_in_params
 
 from shardax import _jax
 from shardax.annotations.explicit import as_at
 from shardax.differentiated import is_differentiated
 from shardax.graph.evaluate import bound, without_calls
-from shardax.spmd_rules.registry import RULES
 from shardax.zero.alike import Alike, key
 from shardax.zero.branches import Members, buckets_in
-from shardax.zero.packs import Pack, Packs
+from shardax.zero.by_cost import BY_COST, ByCost, Costs, Dealt, is_dealt_by_cost
+from shardax.zero.matrices import has_matrices, of_update
+from shardax.zero.packs import Pack
 from shardax.zero.parted import parted
 
-MATRICES = 2  # FLOPs for each number that is read or made: products of matrices have more, of vectors fewer
 
-
-def stacked(jaxpr, state: Collection[int], devices: int = 1, kinds: Mapping[int, Hashable] | None = None):
+def stacked(
+    jaxpr,
+    state: Collection[int],
+    devices: int = 1,
+    kinds: Mapping[int, Hashable] | None = None,
+    costs: Costs | None = None,
+):
     """The program, of which equations that compute alike with matrices, each of another array, are one; the
     program itself, where there are none.
 
@@ -44,12 +48,27 @@ def stacked(jaxpr, state: Collection[int], devices: int = 1, kinds: Mapping[int,
         not differentiated, is part of an update.
       devices: those that share the matrices. Of one, each stack is computed by itself.
       kinds: of those arguments something that must be alike too, as how they rest.
+      costs: by which matrices of all sizes are dealt out together, if any, where a device then has less to
+        do (`by_cost`); else each stack is by itself.
     """
-    if _jax.ordered_effects(jaxpr.jaxpr) or not any(map(_has_matrices, _update(jaxpr.jaxpr.eqns))):
+    if _jax.ordered_effects(jaxpr.jaxpr) or not any(map(has_matrices, of_update(jaxpr.jaxpr.eqns))):
         return jaxpr
     plain = without_calls(jaxpr)
-    new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state}, devices)
+    new = _in_plain(plain, {i: (kinds or {}).get(i) for i in state}, devices, costs)
     return jaxpr if new is plain else new
+
+
+def dealt_ways(jaxpr, state: Collection[int], costs: Costs, dealt: Dealt | None) -> dict[Dealt, Any]:
+    """The programs in which matrices are dealt out: as is said, or in each way in which that differs. None
+    where there are no such matrices.
+    """
+    ways: dict[Dealt, Any] = {}
+    if dealt in (None, True):
+        ways[True] = stacked(jaxpr, state, costs.devices)
+    if dealt in (None, BY_COST):
+        ways[BY_COST] = stacked(jaxpr, state, costs.devices, costs=costs)
+    differs = dealt == BY_COST or BY_COST in ways and is_dealt_by_cost(ways[BY_COST])
+    return {how: new for how, new in ways.items() if new is not jaxpr and (how != BY_COST or differs)}
 
 
 def state_stacks(jaxpr, succeeded: Mapping[int, int]) -> list[list[int]]:
@@ -77,24 +96,36 @@ def _with_parts(closed):
     return _jax.replaced_eqns(closed, [part for eqn in closed.jaxpr.eqns for part in _parts(eqn)])
 
 
-def _in_plain(closed, kinds: Mapping[int, Hashable], devices: int):
+def _in_plain(closed, kinds: Mapping[int, Hashable], devices: int, costs: Costs | None):
     """The same of a program without calls, and in the bodies of what it computes alone."""
     closed = _with_parts(closed)
-    packs = _Stacks(closed, kinds, devices=devices)
-    eqns = [eqn if packs.is_packed(eqn) else _with_stacks_inside(eqn, devices) for eqn in closed.jaxpr.eqns]
+    by_size = _Stacks(closed, kinds, devices=devices)
+    eqns = [
+        eqn if by_size.is_packed(eqn) else _with_stacks_inside(eqn, devices, costs)
+        for eqn in closed.jaxpr.eqns
+    ]
     inside = _jax.replaced_eqns(closed, eqns)
-    packs = packs if inside is closed else _Stacks(inside, kinds, devices=devices)
-    return packs.program() if packs.found else inside
+    if costs is not None:
+        opened = [new for old, new in zip(closed.jaxpr.eqns, eqns, strict=True) if new is not old]
+        by_cost = _Stacks(inside, kinds, devices=devices, costs=costs, opened=opened)
+        program = by_cost.program()
+        if by_cost.deals:
+            return program
+    by_size = by_size if inside is closed else _Stacks(inside, kinds, devices=devices)
+    return by_size.program() if by_size.found else inside
 
 
-def _with_stacks_inside(eqn, devices: int):
-    """The update of a step in a loop, or of a branch, is in a body, of which all arrays count as state."""
-    if is_differentiated(eqn.source_info.name_stack) or not _has_matrices(eqn):
+def _with_stacks_inside(eqn, devices: int, costs: Costs | None):
+    """The update of a step in a loop, or of a branch, is in a body, of which all arrays count as state. In an
+    island each device has an update of its own.
+    """
+    if is_differentiated(eqn.source_info.name_stack) or not has_matrices(eqn):
         return eqn
+    costs = None if eqn.primitive.name == "shard_map" else costs
 
     def change(body):
         plain = without_calls(body)
-        new = _in_plain(plain, dict.fromkeys(range(len(plain.in_avals))), devices)
+        new = _in_plain(plain, dict.fromkeys(range(len(plain.in_avals))), devices, costs)
         if hasattr(body, "consts"):
             return body if new is plain else new
         return body if new is plain or new.consts else new.jaxpr
@@ -103,21 +134,8 @@ def _with_stacks_inside(eqn, devices: int):
 
 
 def _parts(eqn) -> list[Any]:
-    is_of_update = not is_differentiated(eqn.source_info.name_stack) and _has_matrices(eqn)
-    return parted(eqn, _has_matrices) if is_of_update else [eqn]
-
-
-def _update(eqns: Sequence[Any]) -> Iterator[Any]:
-    return (eqn for eqn in eqns if not is_differentiated(eqn.source_info.name_stack))
-
-
-def _has_matrices(eqn) -> bool:
-    """Whether an equation or one in its bodies that is of an update multiplies or factors matrices."""
-    entry = RULES.get(eqn.primitive.name)
-    if entry is not None and (flops := entry.flops_at(eqn)) is not None:
-        return flops > MATRICES * sum(v.aval.size for v in (*eqn.invars, *eqn.outvars))
-    bodies = jaxprs_in_params(eqn.params)
-    return any(_has_matrices(inner) for body in bodies for inner in _update(_jax.closed(body).jaxpr.eqns))
+    is_of_update = not is_differentiated(eqn.source_info.name_stack) and has_matrices(eqn)
+    return parted(eqn, has_matrices) if is_of_update else [eqn]
 
 
 def _count(pack: Pack) -> int:
@@ -129,15 +147,22 @@ def _most(counts: Iterable[int], devices: int) -> int:
     return sum(-(-count // devices) for count in counts)
 
 
-class _Stacks(Packs):
+class _Stacks(ByCost):
     """Members along the first dim of an array, and computed together under `jax.vmap`. `movable`: arguments,
-    by their numbers, that may come in a stack. `devices`: those that share the matrices.
+    by their numbers, that may come in a stack. `devices`: those that share the matrices. `opened`: equations
+    in whose bodies stacks are already, so that they are not computed as a matrix of its own.
     """
 
     def __init__(
-        self, closed, kinds: Mapping[int, Hashable], movable: Collection[int] = (), devices: int = 1
+        self,
+        closed,
+        kinds: Mapping[int, Hashable],
+        movable: Collection[int] = (),
+        devices: int = 1,
+        costs: Costs | None = None,
+        opened: Sequence[Any] = (),
     ):
-        super().__init__(closed)
+        super().__init__(closed, costs)
         self._movable = {closed.jaxpr.invars[i] for i in movable}
         self._alike = Alike(closed.jaxpr, kinds)
         self.readers = defaultdict(list)
@@ -149,7 +174,8 @@ class _Stacks(Packs):
         for whole, members in buckets.cut.items():
             pack = self.add(Pack(members, whole=whole))
             self._cut.update((v, (pack, k)) for k, v in enumerate(members))
-        for eqns in self._products():
+        products = self._products()
+        for eqns in (eqns for eqns in products if len(eqns) > 1):
             self.pack(self._ordered(eqns))
         for whole, members in buckets.joined.items():
             self.joins[whole] = self.pack(members)
@@ -159,6 +185,13 @@ class _Stacks(Packs):
         for packs in self._of_same_products():
             if _most(map(_count, packs), devices) > _most([sum(map(_count, packs))], devices):
                 self._as_one.update((its, packs) for pack in packs for its in self.siblings(pack))
+        if costs is not None:
+            self._pack_alone(eqns[0] for eqns in products if len(eqns) == 1 and eqns[0] not in opened)
+
+    def _pack_alone(self, eqns: Iterable[Any]) -> None:
+        """Packs of one, for matrices that have their size alone."""
+        for eqn in eqns:
+            self.pack((eqn.outvars[0],))
 
     def joined(self, pack: Pack, members: Sequence[Any]) -> Any:
         rows = [
@@ -175,7 +208,8 @@ class _Stacks(Packs):
         return jax.vmap(lambda *xs: bound(pack.made[0], xs), axes)(*operands)
 
     def as_one(self, pack: Pack) -> Sequence[Pack]:
-        return [its for its in self._as_one.get(pack, ()) if its not in self.apart] or [pack]
+        others = (its for its in self._as_one.get(pack, ()) if its not in self.apart)
+        return [its for its in others if its not in self.deals] or [pack]
 
     def made_as_one(
         self, packs: Sequence[Pack], operands: Sequence[Sequence[Any]]
@@ -191,13 +225,16 @@ class _Stacks(Packs):
             rows = [(end - _count(pack), end) for end, pack in zip(ends, packs, strict=True)]
             return [[lax.slice_in_dim(x, *of_pack) for x in results] for of_pack in rows]
 
+    def value(self, atom: Any) -> Hashable:
+        return self._alike.value(atom)
+
     def _of_same_products(self) -> list[list[Pack]]:
         """Packs that the same products make of packs of the same sizes, none of what another makes: as many
         products follow each other up to each.
         """
         levels, groups = self._levels(), defaultdict(list)
         for pack in self.found:
-            if pack.made and pack.index == 0 and _has_matrices(pack.made[0]):
+            if pack.made and pack.index == 0 and has_matrices(pack.made[0]):
                 level = {levels[v] for v in pack.members}
                 alike = groups[frozenset(level), key(pack.made[0])] if len(level) == 1 else []
                 if not alike or self._read_as_one(alike[0], pack):
@@ -209,7 +246,7 @@ class _Stacks(Packs):
         levels: dict[Any, int] = {}
         for eqn in self.eqns:
             before = (levels.get(v, 0) for v in eqn.invars if not _jax.is_literal(v))
-            own = self._alike.is_packable(eqn) and _has_matrices(eqn)
+            own = self._alike.is_packable(eqn) and has_matrices(eqn)
             levels.update(dict.fromkeys(eqn.outvars, max(before, default=0) + own))
         return levels
 
@@ -221,12 +258,12 @@ class _Stacks(Packs):
         return all(isinstance(pair[0], Pack) or self._alike.is_one(pair) for pair in pairs)
 
     def _products(self) -> list[list[Any]]:
-        """Products of matrices that are alike, several of each, in program order."""
+        """Products of matrices that are alike, in program order."""
         alike: dict[int, list[Any]] = {}
         for eqn in self.eqns:
-            if self._alike.is_packable(eqn) and _has_matrices(eqn):
+            if self._alike.is_packable(eqn) and has_matrices(eqn):
                 alike.setdefault(self._alike.number(eqn.outvars[0]), []).append(eqn)
-        return [eqns for eqns in alike.values() if len(eqns) > 1]
+        return list(alike.values())
 
     def _ordered(self, eqns: Sequence[Any]) -> Members:
         """Their first results, in the order of a pack that they read, if any."""
@@ -248,10 +285,12 @@ class _Stacks(Packs):
         if not eqns:
             return self.add(Pack(members))
         columns = list(zip(*(eqn.invars for eqn in eqns), strict=True))
-        chooses = eqns[0].primitive.name == "cond" and not self._alike.is_one(columns[0])
-        if chooses or all(map(self._alike.is_one, columns)):
-            return self.add(Pack(members))  # of a stack all branches would run; or the same for all
-        operands = [column[0] if self._alike.is_one(column) else self.pack(column) for column in columns]
+        shared = list(map(self._alike.is_shared, columns))
+        if all(shared) or eqns[0].primitive.name == "cond" and not shared[0]:
+            return self.add(Pack(members))  # the same for all; or of a stack all branches would run
+        operands = [
+            column[0] if is_one else self.pack(column) for column, is_one in zip(columns, shared, strict=True)
+        ]
         results = zip(*(eqn.outvars for eqn in eqns), strict=True)
         packs = [self.add(Pack(result, eqns, operands, index=j)) for j, result in enumerate(results)]
         return packs[eqns[0].outvars.index(members[0])]

@@ -28,13 +28,14 @@ from shardax.sharding import (
 )
 from shardax.transforms import Argument, Context
 from shardax.validation import is_integer, is_number, require
+from shardax.zero.by_cost import BY_COST, Costs, Dealt
 from shardax.zero.inside import Inside, OfShape
 from shardax.zero.offload import Offload, on_device, require_memory
 from shardax.zero.padded import Shape, around, cuts
 from shardax.zero.resident import OPTIMIZER, PARAMETER, Resident, filled, resident
 from shardax.zero.rest import padded_dim, split_further, split_padded
 from shardax.zero.roles import Roles, is_update, roles
-from shardax.zero.stacks import stacked
+from shardax.zero.stacks import dealt_ways
 from shardax.zero.together import together
 from shardax.zero.whole import repeated_group
 from shardax.zero.within import Way, choice_group, fastest
@@ -76,9 +77,11 @@ class Zero:
       update_on: "device", or "host": there the host itself updates what rests in its memory, and optimizer
         state is not brought to the device.
       dealt: whether separate matrices with which an optimizer computes alike (Muon, Shampoo, SOAP) become
-        stacks, of which each device computes with some of the matrices. Where it has no such matrices nothing
-        is done. None: planned both ways, and done where the step is faster, by the plan's estimate for the
-        chip of `Options`; not under `offload`. The plan lists both.
+        stacks, of which each device computes with some of the matrices. True: each stack by number. "by
+        cost": matrices of several sizes are dealt out together, so that the device that takes longest takes
+        the least time, where that is less than by number. Where it has no such matrices nothing is done.
+        None: planned in each of these ways, and done as the step is fastest, by the plan's estimate for the
+        chip of `Options`; not under `offload`. The plan lists them.
       memory: bytes that the step may take on each device, by `Plan.memory().peak`. Of `accumulate`,
         `reshard_after_forward` and `dealt` those that are None are chosen then: each combination is planned,
         and the fastest that fits is taken, as of `dealt`.
@@ -112,7 +115,7 @@ class Zero:
     offload: Offloaded | tuple[Offloaded, ...] = ()
     update_on: Literal["device", "host"] = "device"
     memory: float | None = None
-    dealt: bool | None = None
+    dealt: Dealt | None = None
     rests_state: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -128,7 +131,8 @@ class Zero:
         require(
             self.memory is None or is_number(self.memory, 0), "memory of Zero", self.memory, "bytes, or None"
         )
-        require(self.dealt in (None, True, False), "dealt of Zero", self.dealt, "True, False or None")
+        ways = (None, True, False, BY_COST)
+        require(self.dealt in ways, "dealt of Zero", self.dealt, f"True, False, {BY_COST!r} or None")
         kinds, update_on = self.offloaded, self.update_on
         expected = "'optimizer', 'parameters', or a tuple of them"
         is_kinds = all(isinstance(kind, str) and kind in ("optimizer", "parameters") for kind in kinds)
@@ -151,7 +155,7 @@ class Zero:
         host = f", update_on={self.update_on!r}" if self.update_on == "host" else ""
         prefetch = ", prefetch=True" if self.prefetch else ""
         memory = f", memory={self.memory!r}" if self.memory is not None else ""
-        dealt = f", dealt={self.dealt}" if self.dealt is not None else ""
+        dealt = f", dealt={self.dealt!r}" if self.dealt is not None else ""
         return f"Zero(axis={self.axis!r}, stage={self.stage}{memory}{dealt}{prefetch}{offload}{host})"
 
     @property
@@ -174,10 +178,11 @@ class Zero:
         rests = {i: before[i] if i in kept else split[i] for i in found.state}
 
         may_deal = self.dealt or self.dealt is None and not self.offload
-        deals = stacked(jaxpr, rests, shard_count(self.axes, sizes)) if may_deal else jaxpr
+        costs = Costs(context.mesh, self.axes, context.options.priced_for)
+        deals = dealt_ways(jaxpr, rests, costs, self.dealt) if may_deal else {}
 
         def made(way: Way, scope: AbstractContextManager):
-            own, roles = deals if way.dealt else jaxpr, found
+            own, roles = deals[way.dealt] if way.dealt else jaxpr, found
             if way.accumulate == "scattered":
                 own = noted.without_whole_sums(own)
             if own is not jaxpr:
@@ -186,10 +191,10 @@ class Zero:
             resting = _resting(inside, rests, roles, str(self), scope)
             return self._offloaded(resting, context, roles) if self.offload else resting
 
-        ways = self._ways(found, scattering is not jaxpr, deals is not jaxpr)
+        ways = self._ways(found, scattering is not jaxpr, list(deals))
         return fastest(ways, made, context, self.memory, str(self))
 
-    def _ways(self, found: Roles, in_pipeline: bool, deals: bool) -> list[Way]:
+    def _ways(self, found: Roles, in_pipeline: bool, deals: Sequence[Dealt]) -> list[Way]:
         """Those that are left open; of how to accumulate and gather the default one, where memory has no
         limit.
         """
@@ -199,7 +204,7 @@ class Zero:
         accumulate = [self.accumulate or default, *[other] * (open_ and self.accumulate is None)]
         keeps = self.memory is not None and self.stage == 3 and self.reshard_after_forward is None
         again = [self.reshard_after_forward is not False, *[False] * keeps] if self.stage == 3 else [None]
-        dealt = ([False, True] if self.dealt is None else [True]) if deals else [None]
+        dealt = [*([False] if self.dealt is None else []), *deals] if deals else [None]
         return [Way(a, g, d) for a in accumulate for g in again for d in dealt]
 
     def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ def repeated_products(plan: Facts, axes: Axes) -> dict[str, float]:
     if plan.decisions is None or plan.refinement is None:
         return {}
     total, repeated = 0.0, dict[str, float]()
-    for line, flops, split in _products(plan.decisions, plan.refinement.sizes, 1):
+    for line, flops, split in _products(plan.decisions, plan.refinement.sizes, 1, ()):
         total += flops
         if not set(axes) & set(plan.refinement.folded(split)):
             repeated[line] = repeated.get(line, 0.0) + flops
@@ -27,16 +27,22 @@ def repeated_products(plan: Facts, axes: Axes) -> dict[str, float]:
     return {line: flops for line, flops in ordered if flops >= LEAST * total}
 
 
-def _products(decisions: Decisions, sizes: AxisSizes, trips: int) -> Iterator[tuple[str, float, Axes]]:
-    """The line, the FLOPs and the axes of each product; of a `while`, those of one iteration."""
+def _products(
+    decisions: Decisions, sizes: AxisSizes, trips: int, manual: Axes
+) -> Iterator[tuple[str, float, Axes]]:
+    """The line, the FLOPs and the axes of each product, those among them along which an island is `manual`:
+    there each device computes what is its own. Of a `while`, those of one iteration.
+    """
     for node, decision in decisions.pairs():
         inner = trips * (node.params["length"] if node.name == "scan" else 1)
+        within = (*manual, *node.params.get("newly_manual_axes", ()))
         for body in decision.bodies:
-            yield from _products(body, sizes, inner)
+            yield from _products(body, sizes, inner, within)
         if decision.entry is not None and not decision.bodies:
             flops = trips * decision.entry.flops_of(decision.local(node, sizes))
             if flops:
-                yield node.line, flops, tuple(a for split in decision.splits.values() for a in split.axes)
+                axes = (a for split in decision.splits.values() for a in split.axes)
+                yield node.line, flops, (*manual, *axes)
 
 
 def repeated_group(plan: Facts, axes: Axes) -> Iterator[Group]:

@@ -17,22 +17,23 @@ from shardax.explain.memory import memory as memory_of
 from shardax.explain.tables import Group, Row
 from shardax.ledger.words import bytes_text, seconds_text
 from shardax.transforms import Context
+from shardax.zero.by_cost import Dealt
 
 
 @dataclass(frozen=True)
 class Way:
     """How gradients of microbatches are accumulated; whether parameters are gathered again for the backward
     pass: None, where they are never gathered; and whether matrices that an update computes with alike are
-    dealt out: None, where there are none.
+    dealt out, `True` by number within each size, or "by cost": None, where there are none.
     """
 
     accumulate: str
     again: bool | None
-    dealt: bool | None = None
+    dealt: Dealt | None = None
 
     def __str__(self):
         again = "" if self.again is None else f", reshard_after_forward={self.again}"
-        dealt = "" if self.dealt is None else f", dealt={self.dealt}"
+        dealt = "" if self.dealt is None else f", dealt={self.dealt!r}"
         return f"accumulate={self.accumulate!r}{again}{dealt}"
 
 

@@ -12,6 +12,7 @@ from shardax.annotations.annotate import annotate, bind_annotation, broadcast_sp
 from shardax.sharding import Axes, Sharding, at_rest, from_spec, replicated
 from shardax.validation import require, require_mesh
 from shardax.zero.bucket import has_buckets, is_part
+from shardax.zero.by_cost import Dealt
 from shardax.zero.deals import dealt_out
 from shardax.zero.mixed import OfShapes, mixed_by
 from shardax.zero.offload import DEVICE, HOST, require_memory
@@ -34,7 +35,7 @@ def shard(
     stage: int = 1,
     params: Any = None,
     offload: Literal["optimizer"] | tuple[Literal["optimizer"], ...] = (),
-    dealt: bool | None = None,
+    dealt: Dealt | None = None,
 ) -> Any:
     """An optax optimizer whose state, and in stage 3 whose parameters, rest split as under `Zero`.
 
