@@ -71,7 +71,8 @@ class Offered(NamedTuple):
 
 class Alternatives:
     """The ways of a program's nodes. `stored`: the values that stand in memory, not fused into the one that
-    reads them; `views`: those that are another one there.
+    reads them; `views`: those that are another one there. `exact`: the reshards (from, to, shape, bytes of an
+    element) whose prices its searches have found, over many axes.
     """
 
     def __init__(self, graph: Graph, completion: Completion):

@@ -98,8 +98,8 @@ class Search:
         nodes = list(graph.walk())
         self.readers = Counter(v for node in nodes for v in node.inputs)
         self.reader = {v: node for node in nodes for v in node.inputs if self.readers[v] == 1}
-        self.all_exact = bool(self.avoided)
-        self.tables: dict[tuple, Any] = {}
+        self.all_exact = bool(self.avoided) or len(self.sizes) <= paths.FEW
+        self.tables: dict[tuple[Kind, int, tuple[int, ...]], Any] = {}
         self.prices: dict[Kind, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
         self.interned: dict[Layouts, Layouts] = {}
@@ -338,16 +338,17 @@ class Search:
         bounds at first: what is chosen is cheapest where those that it takes are exact.
         """
         solution = self._solved()
-        while self._rises():
+        while not self.all_exact and self._rises():
             solution = self._solved()
-        self.all_exact = True
-        self.prices.clear()
+        if not self.all_exact:  # whoever reads copies from each other asks for further ones
+            self.all_exact = True
+            self.prices.clear()
         return solution
 
     def _rises(self) -> bool:
         """Finds the prices of the reshards that were chosen, and whether some are more than was known."""
         risen = set[tuple[tuple[int, ...], int]]()
-        for value, reads, _ in () if self.all_exact else self._readers():
+        for value, reads, _ in self._readers():
             maker, result = self.maker[value]
             read = dict.fromkeys(site.chosen.operands[i] for site, i in reads)
             whole = [replicated_layout(value.shape)] if value in self.anywhere else []
@@ -355,9 +356,8 @@ class Search:
                 if self._settle(value, source, target):
                     risen.add((value.shape, value.itemsize))
                     self._settle_others(value, reads, source, target)
-        for known in (self.prices, self.tables):
-            for key in [key for key in known if (key[-4], key[-3]) in risen]:
-                del known[key]
+        self.prices = {kind: price for kind, price in self.prices.items() if kind[:2] not in risen}
+        self.tables = {key: known for key, known in self.tables.items() if key[0][:2] not in risen}
         return bool(risen)
 
     def _settle(self, value: Value, source: Layout, target: Layout) -> bool:
@@ -469,7 +469,7 @@ class Search:
         maker, result = self.maker[value]
         made = self._layouts_of(maker, result, made=True)
         targets = tuple([self._layouts_of(site, i, made=False) for site, i in reads])
-        key = (id(made), tuple(map(id, targets)), *self._kind(value, strict))
+        key = (self._kind(value, strict), id(made), tuple(map(id, targets)))
         if key not in self.tables:
             self.tables[key] = self._make_tables(value, made, targets, strict)
         if self.tables[key] is None:

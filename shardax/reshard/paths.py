@@ -102,37 +102,29 @@ def plan(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes:
 
 def price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> float:
     """The price of that path, in picoseconds; quicker than the path itself."""
-    if src == dst or 0 in shape:
-        return 0.0
-    return _price(src, dst, tuple(shape), itemsize, network_of(sizes))
+    return _price(src, dst, tuple(shape), itemsize, network_of(sizes), bound=False)
 
 
 def least(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, sizes: AxisSizes) -> float:
     """A lower bound on that price: itself, where it is quick to find, which it is not over many axes."""
-    if src == dst or 0 in shape:
-        return 0.0
-    return _least_price(src, dst, tuple(shape), itemsize, network_of(sizes))
+    return _price(src, dst, tuple(shape), itemsize, network_of(sizes), bound=True)
 
 
 # The search
 
 
 @lru_cache(maxsize=1 << 18)
-def _least_price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> float:
+def _price(
+    src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network, bound: bool
+) -> float:
+    if src == dst or 0 in shape:
+        return 0.0
     first, last = _end(src, shape, network), _end(dst, shape, network)
     if _only_slices(first, last):
         return 0.0
     first, last, shape, _, _ = _within_blocks(first, last, shape, network)
-    return _search(first, last, shape, itemsize, network, standing=True).least()
-
-
-@lru_cache(maxsize=1 << 18)
-def _price(src: Layout, dst: Layout, shape: tuple[int, ...], itemsize: int, network: Network) -> float:
-    first, last = _end(src, shape, network), _end(dst, shape, network)
-    if _only_slices(first, last):
-        return 0.0
-    first, last, shape, _, _ = _within_blocks(first, last, shape, network)
-    return _search(first, last, shape, itemsize, network, standing=True).price()
+    search = _search(first, last, shape, itemsize, network, standing=True)
+    return search.least() if bound else search.price()
 
 
 @lru_cache(maxsize=1 << 16)
