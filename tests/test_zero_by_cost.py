@@ -32,7 +32,7 @@ from shardax.zero.stacks import stacked
 from tests import on_tpu, test_zero
 from tests.kronecker import root_by_newton, shampoo, soap
 from tests.test_zero import abstract
-from tests.zero_steps import step_of
+from tests.zero_steps import assert_equal, assert_trained_as_alone, step_of, trained
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -276,7 +276,7 @@ def test_what_depends_on_others_is_apart():
 # Results
 
 SHAPES = {"a": (6, 11), "b": (11, 5), "c": (5, 9), "d": (9, 6)}
-LAYERS, STEPS = 3, 5
+LAYERS = 3
 
 
 def loss(params, x_BM):
@@ -316,19 +316,6 @@ CELLS = [
 ]
 
 
-def trained(step, state):
-    dtype = jax.tree.leaves(state)[0].dtype
-    for n in range(STEPS):
-        state, _ = step(state, np.random.default_rng(n).normal(size=(40, 6)).astype(dtype))
-    return sx.zero.unpad(jax.device_get(state))
-
-
-def assert_equal(found, wanted):
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        error = 1e-9 if np.asarray(y).dtype == np.float64 else 2e-5
-        np.testing.assert_allclose(x, y, rtol=10 * error, atol=error * max(1, np.abs(y).max()))
-
-
 @pytest.mark.once
 @pytest.mark.parametrize(
     "name, stage, axes, form",
@@ -339,24 +326,14 @@ def test_results(name, stage, axes, form, quick_compilation):
     float32.
     """
     with jax.enable_x64(name != "by newton"):
+        params, specs = make_params("float32" if name == "by newton" else "float64"), None
+        if axes == MESHES[1] and form == "as it is":
+            layer = {"a": P(None, "model"), "b": P("model"), "c": None, "d": None, "bias": P("model")}
+            specs = {"layers": [layer] * LAYERS, "head": None}
         tx, mesh = OPTIMIZERS[name](), make_mesh(axes)
-        params = make_params("float32" if name == "by newton" else "float64")
-        axis = ("data", "fsdp") if "fsdp" in axes else "data"
-        layer = {"a": P(None, "model"), "b": P("model"), "c": None, "d": None, "bias": P("model")}
-        specs = (
-            {"layers": [layer] * LAYERS, "head": None} if axes == MESHES[1] and form == "as it is" else None
-        )
-        how = {"mesh": mesh, "in_shardings": ((specs, None), P(axis)), "donate_argnums": 0}
-        how["options"] = sx.Options(chip="slow")  # or all of so small a step would be computed alike
-        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero(axis, stage, dealt=BY_COST)], **how)
-        state = params, jax.jit(tx.init)(params)
-        wanted = trained(jax.jit(step_of(loss, tx)), state)
-        if form == "at rest":
-            state = sx.zero.init(tx, params, mesh, axis, stage, dealt=True)
-        x = np.zeros((40, 6), jax.tree.leaves(params)[0].dtype)
-        is_dealt = is_dealt_by_cost(step.plan(state, x).global_jaxpr)
+        plan = assert_trained_as_alone(loss, tx, params, mesh, stage, BY_COST, specs, form == "at rest")
+        is_dealt = is_dealt_by_cost(plan.global_jaxpr)
         assert is_dealt
-        assert_equal(trained(step, state), wanted)
 
 
 @pytest.mark.once

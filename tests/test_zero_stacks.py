@@ -22,7 +22,7 @@ from shardax.zero.stacks import stacked
 from tests import on_tpu, test_zero
 from tests.kronecker import root_by_newton, shampoo, soap
 from tests.test_zero import abstract
-from tests.zero_steps import step_of
+from tests.zero_steps import assert_equal, assert_trained_as_alone, step_of, trained
 
 pytestmark = [
     pytest.mark.mixed_dtypes,
@@ -79,7 +79,7 @@ OPTIMIZERS |= {
     "several": lambda: optax.MultiSteps(several(), 4).gradient_transformation(),
     "injected": lambda: optax.inject_hyperparams(optax.contrib.muon)(0.02),
 }
-STEPS, LAYERS, MODEL, HIDDEN = 5, 6, 6, 11  # nothing divides them
+LAYERS, MODEL, HIDDEN = 6, 6, 11  # nothing divides them
 
 
 def loss(params, x_BM):
@@ -100,20 +100,6 @@ def make_params(dtype="float32"):
         "layers": [layer() for _ in range(LAYERS)],
         "head": jax.random.normal(next(keys), (MODEL, 3), dtype),
     }
-
-
-def trained(step, state):
-    dtype = jax.tree.leaves(state)[0].dtype
-    for n in range(STEPS):
-        state, _ = step(state, np.random.default_rng(n).normal(size=(40, MODEL)).astype(dtype))
-    return sx.zero.unpad(jax.device_get(state))
-
-
-def assert_equal(found, wanted):
-    """To rounding, of which bases and powers of a matrix amplify a little."""
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        error = 1e-9 if np.asarray(y).dtype == np.float64 else 2e-5
-        np.testing.assert_allclose(x, y, rtol=10 * error, atol=error * max(1, np.abs(y).max()))
 
 
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 5}]
@@ -150,21 +136,13 @@ def test_results(name, stage, axes, form, quick_compilation):
     float64, but for a loop that stops by a test of float32.
     """
     with jax.enable_x64(name != "by newton"):
-        tx, mesh = OPTIMIZERS[name](), make_mesh(axes)
         params = make_params("float32" if name == "by newton" else "float64")
-        axis = ("data", "fsdp") if "fsdp" in axes else "data"
         specs = None
         if "model" in axes and form == "as it is":
             layer = {"up": P(None, "model"), "bias": P("model"), "down": P("model")}
             specs = {"layers": [layer] * LAYERS, "head": None}
-        how = {"mesh": mesh, "in_shardings": ((specs, None), P(axis)), "donate_argnums": 0}
-        how["options"] = sx.Options(chip="slow")  # or all of so small a step would be computed alike
-        step = sx.shard_jit(step_of(loss, tx), transforms=[Zero(axis, stage, dealt=True)], **how)
-        state = params, jax.jit(tx.init)(params)
-        wanted = trained(jax.jit(step_of(loss, tx)), state)
-        if form == "at rest":
-            state = sx.zero.init(tx, params, mesh, axis, stage, dealt=True)
-        assert_equal(trained(step, state), wanted)
+        tx, mesh = OPTIMIZERS[name](), make_mesh(axes)
+        assert_trained_as_alone(loss, tx, params, mesh, stage, True, specs, form == "at rest")
 
 
 def of_matrices(jaxpr) -> int:
