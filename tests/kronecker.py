@@ -179,3 +179,14 @@ def _times(g: Array, matrices: Statistics) -> Array:
         if x is not None:
             g = jnp.moveaxis(jnp.tensordot(x, g, (1, dim)), 0, dim)
     return g
+
+
+OPTIMIZERS = {
+    "muon": lambda: optax.contrib.muon(0.02, weight_decay=0.1),
+    "shampoo": lambda: shampoo(0.02),
+    "by newton": lambda: shampoo(0.02, root_by_newton),
+    "soap": lambda: soap(0.02),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(0.02)),
+    "accumulating": lambda: optax.MultiSteps(soap(0.02), 2).gradient_transformation(),
+    "skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.02), 2),
+}

@@ -30,7 +30,7 @@ from shardax.zero.by_cost import Costs, is_dealt_by_cost
 from shardax.zero.loads import MOST_LOADS, Size, loads, longest, rows
 from shardax.zero.stacks import stacked
 from tests import on_tpu, test_zero
-from tests.kronecker import root_by_newton, shampoo, soap
+from tests.kronecker import OPTIMIZERS
 from tests.test_zero import abstract
 from tests.zero_steps import assert_equal, assert_trained_as_alone, step_of, trained
 
@@ -296,15 +296,6 @@ def make_params(dtype="float32"):
     return {"layers": layers, "head": draw(6, 3)}
 
 
-OPTIMIZERS = {
-    "muon": lambda: optax.contrib.muon(0.02, weight_decay=0.1),
-    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(0.02)),
-    "accumulating": lambda: optax.MultiSteps(soap(0.02), 2).gradient_transformation(),
-    "skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.02), 2),
-    "shampoo": lambda: shampoo(0.02),
-    "by newton": lambda: shampoo(0.02, root_by_newton),
-    "soap": lambda: soap(0.02),
-}
 MESHES = [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "fsdp": 2, "model": 2}, {"data": 5}]
 ALL = list(itertools.product(OPTIMIZERS, (1, 2, 3), MESHES, ("as it is", "at rest")))
 CELLS = [

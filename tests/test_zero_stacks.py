@@ -19,8 +19,8 @@ from shardax import program
 from shardax.cost.chips import V5E
 from shardax.zero import Zero
 from shardax.zero.stacks import stacked
-from tests import on_tpu, test_zero
-from tests.kronecker import root_by_newton, shampoo, soap
+from tests import kronecker, on_tpu, test_zero
+from tests.kronecker import shampoo, soap
 from tests.test_zero import abstract
 from tests.zero_steps import assert_equal, assert_trained_as_alone, step_of, trained
 
@@ -31,16 +31,6 @@ pytestmark = [
 ]
 
 quick_compilation = test_zero.quick_compilation
-
-OPTIMIZERS = {
-    "muon": lambda: optax.contrib.muon(0.02, weight_decay=0.1),
-    "shampoo": lambda: shampoo(0.02),
-    "by newton": lambda: shampoo(0.02, root_by_newton),
-    "soap": lambda: soap(0.02),
-    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(0.02)),
-    "accumulating": lambda: optax.MultiSteps(soap(0.02), 2).gradient_transformation(),
-    "skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.02), 2),
-}
 
 
 def grafted():
@@ -73,7 +63,7 @@ def several():
     return optax.multi_transform({"matrix": muon, "other": optax.adamw(1e-2, eps=1e-3)}, matrices_and_others)
 
 
-OPTIMIZERS |= {
+OPTIMIZERS = kronecker.OPTIMIZERS | {
     "grafted": grafted,
     "decayed": lambda: optax.contrib.muon(0.02, weight_decay=0.1, weight_decay_mask=is_up),
     "several": lambda: optax.MultiSteps(several(), 4).gradient_transformation(),
