@@ -1,10 +1,11 @@
 """Tokens per second of a GPT-2 whose weights are streamed, against the batch size, as ZeRO-Inference has it.
 
 `python -m benchmarks.stream` runs it on this machine's CPU: with all weights on the device (`jax.jit`),
-streamed from the host's memory, with half of them kept, and streamed from a file. Weights come once per
-forward pass, however large the batch, so that what streaming costs falls with it. The second table is the
-plan's estimate for a TPU whose memory is too small for the weights, a GPT-2 XL of four times the layers: a
-pass takes as long as the slower of its copies and all else.
+streamed from the host's memory, with half of them kept, streamed from a file, and as one program whose
+weights rest at the host (`AtHost`). With `JAX_PLATFORMS=cuda` and `--size gpt2-xl` it runs on a GPU. Weights
+come once per forward pass, however large the batch, so that what streaming costs falls with it. The second
+table is the plan's estimate for a TPU whose memory is too small for the weights, a GPT-2 XL of four times the
+layers: a pass takes as long as the slower of its copies and all else.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,10 @@ from jax.sharding import AbstractMesh, AxisType  # noqa: E402
 import shardax as sx  # noqa: E402
 from models import gpt2  # noqa: E402
 
-SMALL = gpt2.Config(vocab=4096, seq=64, layers=12, heads=8, model=512, scan=True)
+SIZES = {
+    "small": gpt2.Config(vocab=4096, seq=64, layers=12, heads=8, model=512, scan=True),
+    "gpt2-xl": replace(gpt2.SIZES["gpt2-xl"], dtype=jnp.bfloat16, scan=True),
+}
 LARGE = gpt2.Config(vocab=50257, seq=1024, layers=192, heads=25, model=1600, dtype=jnp.bfloat16, scan=True)
 BATCHES = (1, 4, 16)
 LARGE_BATCHES = (1, 4, 16, 32)
@@ -56,6 +61,16 @@ def written(params: Any, path: Path) -> Any:
     return tree.unflatten(mapped[name] for name in named)
 
 
+def at_host(config: gpt2.Config, params: Any) -> Callable[[Any], Any]:
+    """The function as one program, which brings the weights of each layer itself."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    function = lambda params, tokens: apply(config, params, tokens)  # noqa: E731
+    run = sx.shard_jit(function, mesh=mesh, transforms=[sx.zero.AtHost("params")])
+    text = jax.ShapeDtypeStruct((1, config.seq), jnp.int32)
+    resting = jax.tree.map(lambda x: x.sharding, sx.abstract_state(run, params, text))
+    return partial(run, jax.device_put(params, resting))
+
+
 def tokens_per_second(run: Callable[[Any], Any], batch: int, seq: int) -> float:
     tokens_BS = np.ones((batch, seq), np.int32)
     jax.block_until_ready(run(tokens_BS))
@@ -77,8 +92,10 @@ def measured(config: gpt2.Config, ahead: int) -> None:
             "half kept": sx.zero.stream(function, params, ahead, keep=size // 2),
             "host": sx.zero.stream(function, params, ahead),
             "disk": sx.zero.stream(function, written(params, Path(folder) / "weights"), ahead),
+            "AtHost": at_host(config, params),
         }
-        print(f"Tokens/s here, {size / 2**20:.0f} MiB of weights, at most {ahead / 2**20:.0f} ahead")
+        device, sizes = jax.devices()[0].device_kind, [f"{n / 2**20:.0f}" for n in (size, ahead)]
+        print(f"Tokens/s on {device}, {sizes[0]} MiB of weights, at most {sizes[1]} ahead")
         print(f"{'batch':>8}" + "".join(f"{name:>12}" for name in runs) + f"{'host/resident':>16}")
         for batch in BATCHES:
             rates = [tokens_per_second(run, batch, config.seq) for run in runs.values()]
@@ -105,8 +122,9 @@ def estimated(config: gpt2.Config) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ahead", type=int, default=32, help="MiB that are loaded before they are used")
+    parser.add_argument("--size", choices=SIZES, default="small", help="of what runs here")
     args = parser.parse_args()
-    measured(SMALL, args.ahead * 2**20)
+    measured(SIZES[args.size], args.ahead * 2**20)
     estimated(LARGE)
 
 

@@ -27,10 +27,10 @@ class Options:
     allow (()): what is exempt from both, as patterns with the wildcards of file names: primitives ("sort"),
       collectives ("all_to_all"), or the user's lines ("*/gpt2.py:41").
     chip (None): the chip for whose prices programs are chosen: one of "v3", "v4", "v5e", "v5p", "v6e",
-      "H200", a `shardax.cost.chips.Chip`, or "devices": that of the mesh. Where the mesh's devices are that
-      chip, their places say which axes run over which links. None: a nominal chip, all devices equally near,
-      so that one program is chosen everywhere. "slow": one on which whatever can be split is, however small,
-      to test what rules and kernels do then.
+      "H100", "H200", a `shardax.cost.chips.Chip`, or "devices": that of the mesh. Where the mesh's devices
+      are that chip, their places say which axes run over which links. None: a nominal chip, all devices
+      equally near, so that one program is chosen everywhere. "slow": one on which whatever can be split is,
+      however small, to test what rules and kernels do then.
     passes ("dead", "share", "combine", "streamed", "cpu", "tpu"): the passes over the local program, in their
       order: names of shardax's own, and functions of yours (`shardax.Pass`). One that is left out does not
       run. "dead" drops what nothing reads, "share" sends once what two readers want, "combine" makes one of

@@ -96,7 +96,7 @@ def test_the_ledgers(page):
     assert len(table(text, "reason")) == len(plan.collectives)
     assert ["params/<up>", "f32[16,32]", "P(None, 'model')", "1.0 KiB"] in table(text, "path")
     assert ["f32[16,16]", "argument params/<up>", "1.0 KiB", ""] in table(text, "from")
-    assert [row[0] for row in table(text, "chip")] == ["v3", "v4", "v5e", "v5p", "v6e", "H200"]
+    assert [row[0] for row in table(text, "chip")] == ["v3", "v4", "v5e", "v5p", "v6e", "H100", "H200"]
 
 
 def test_alike_collectives_are_one_row(tmp_path):

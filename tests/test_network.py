@@ -204,6 +204,14 @@ def test_hosts():
     assert network.lines == {"x": Line(50e9, 1e-6), "y": Line(450e9, 7e-6)}
 
 
+@pytest.mark.parametrize("kind, chip", [("NVIDIA H100 80GB HBM3", chips.H100), ("NVIDIA X", chips.GPU)])
+def test_gpus_have_no_tiles_whatever_the_prices(kind, chip):
+    mesh = mesh_of(np.array([device(kind, process_index=0) for _ in range(4)], object), ("x",))
+    assert network_of_mesh(mesh).chip == chip
+    assert not network_of_mesh(mesh).tiles and not network_of_mesh(mesh, chips.NOMINAL).tiles
+    assert network_of_mesh(None, chips.NOMINAL).tiles
+
+
 @pytest.mark.not_quick
 def test_other_chips_and_no_devices():
     """CPUs are nobody's chip; a chip that the devices are not is assumed, as on an abstract mesh."""

@@ -316,5 +316,7 @@ def test_estimate_of_a_plan():
     assert plan.estimate("v5e").links > plan.comm_bytes / 100e9
     free = dataclasses.replace(chips.V5E, latency=0.0, start=0.0, lanes=0)
     assert plan.estimate(free).links == pytest.approx(plan.comm_bytes / 100e9)
-    with pytest.raises(ValueError, match="there is no such chip; give one of v3, v4, v5e, v5p, v6e, H200"):
+    with pytest.raises(
+        ValueError, match="there is no such chip; give one of v3, v4, v5e, v5p, v6e, H100, H200"
+    ):
         plan.estimate("v7")

@@ -37,13 +37,13 @@ def program(function, *types):
         )
 
 
-def in_blocks(function, *types, gradient=None):
+def in_blocks(function, *types, gradient=None, tiles=True):
     """The equations of such a program in blocks, after a comparison of what it gives; the gradient, the third
     argument, may be of one number.
     """
     closed = program(function, *types)
     with jax.sharding.use_abstract_mesh(make_mesh({"data": 1}).abstract_mesh):
-        new = streamed(closed)
+        new = streamed(closed, tiles)
     rng, device = np.random.default_rng(0), jax.devices()[0]
     kinds = ("pinned_host" if host else "device" for _, _, host in types)
     places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in kinds]
@@ -83,6 +83,23 @@ def blocks_of(scan) -> set[tuple[int, ...]]:
 def test_blocks(shape, dtype, block):
     array = shape, dtype, False
     (scan, *_) = scans(in_blocks(momentum, (shape, dtype, True), array, array))
+    assert blocks_of(scan) == {block}
+
+
+@pytest.mark.parametrize(
+    "shape, block",
+    [
+        ((24, 16, 256), (1, 256)),
+        ((6, 13, 256), (1, 256)),
+        ((1000, 96), (1, 96)),
+        ((101, 7, 3), (1, 3)),
+        ((4099,), (4,)),  # the last one begins earlier
+    ],
+)
+def test_blocks_where_there_are_no_tiles(shape, block):
+    """What lies together, row by row: a GPU copies that at the rate of its link, and nothing else."""
+    array = shape, "float32", False
+    (scan, *_) = scans(in_blocks(momentum, (shape, "float32", True), array, array, tiles=False))
     assert blocks_of(scan) == {block}
 
 

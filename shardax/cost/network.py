@@ -34,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from shardax.cost.chips import KINDS, NOMINAL, Chip
+from shardax.cost.chips import NOMINAL, Chip, chip_of
 
 PICO = 1e12
 FAR = 4  # in a ring of fewer devices all are neighbours
@@ -74,14 +74,15 @@ class Message(NamedTuple):
 class Network(dict[str, int]):
     """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `lines`: how the
     devices along each axis are joined; unless given, as `assumed` says. `cut`: those that together are one
-    axis of the mesh, which is cut in them.
+    axis of the mesh, which is cut in them. `tiles`: whether arrays of its devices lie in tiles, whatever the
+    chip whose prices count.
 
     >>> network = Network({"x": 4})
     >>> network["x"], network.collective("all_gather", ("x",), 1000)
     (4, 22560.0)
     """
 
-    __slots__ = ("chip", "lines", "cut", "_key", "_hash", "_ways")
+    __slots__ = ("chip", "lines", "cut", "tiles", "_key", "_hash", "_ways")
 
     def __init__(
         self,
@@ -89,11 +90,13 @@ class Network(dict[str, int]):
         chip: Chip = NOMINAL,
         lines: Mapping[str, Line] | None = None,
         cut: Sequence[tuple[str, ...]] = (),
+        tiles: bool | None = None,
     ):
         super().__init__(sizes)
         self.cut = tuple(cut)
+        self.tiles = chip.tiles if tiles is None else tiles
         self.chip, self.lines = chip, dict(lines or assumed(sizes, chip))
-        self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()))
+        self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()), self.tiles)
         self._hash = hash(self._key)
         self._ways: dict[tuple[str, tuple[str, ...], bool], tuple[float, float]] = {}
 
@@ -207,10 +210,10 @@ def network_of_mesh(
     sizes = dict(mesh.shape if mesh is not None and sizes is None else sizes or {})
     cut = [] if mesh is None else _cut(mesh.shape.values(), sizes)
     devices = mesh.devices.reshape(tuple(sizes.values())) if isinstance(mesh, Mesh) else None
-    own = NOMINAL if devices is None else KINDS.get(devices.flat[0].device_kind, NOMINAL)
+    own = NOMINAL if devices is None else chip_of(devices.flat[0])
     chip = chip or own
     if devices is None or chip != own or chip == NOMINAL:
-        return Network(sizes, chip, cut=cut)
+        return Network(sizes, chip, cut=cut, tiles=None if devices is None else own.tiles)
     return Network(sizes, chip, {axis: _line(devices, d, chip) for d, axis in enumerate(sizes)}, cut)
 
 

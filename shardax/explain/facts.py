@@ -155,7 +155,8 @@ class Facts:
         """Seconds of a call on this chip, by roofline: see `shardax.explain.roofline`.
 
         Args:
-          chip: one of `shardax.cost.chips`, or its name: "v3", "v4", "v5e", "v5p", "v6e", "H200".
+          chip: one of `shardax.cost.chips`, or its name: "v3", "v4", "v5e", "v5p", "v6e", "H100",
+            "H200".
 
         Raises ValueError where there is no such chip.
         """

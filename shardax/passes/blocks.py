@@ -1,8 +1,9 @@
-"""Blocks: how an array at the host is cut, so that XLA can copy its parts.
+"""Blocks: how an array at the host is cut, so that XLA can copy its parts, and fast.
 
-It copies no part that is cut along two dims, none that is cut along the columns of its tiles, and writes none
-that is not of whole tiles. Which dims these are depends on the shape: TPUs tile those two of which an array
-takes the least memory.
+On TPUs it copies no part that is cut along two dims, none that is cut along the columns of its tiles, and
+writes none that is not of whole tiles. Which dims these are depends on the shape: TPUs tile those two of
+which an array takes the least memory. GPUs have rows one after the other, and copy what lies together at the
+full rate of their link; for anything else a kernel reads and writes at the host, number by number.
 """
 
 import itertools
@@ -22,7 +23,12 @@ Shape = tuple[int, ...]
 
 
 def blocks(
-    shape: Shape, widths: list[int], most: int, along: int | None = None, whole: int | None = None
+    shape: Shape,
+    widths: list[int],
+    most: int,
+    along: int | None = None,
+    whole: int | None = None,
+    tiles: bool = True,
 ) -> "Blocks | None":
     """The largest ones of at most so many bytes in each array, or else the smallest there are; None where it
     cannot be cut.
@@ -30,13 +36,15 @@ def blocks(
     widths: the bytes of an element in each.
     along: the dim along which alone they are cut, if they can be.
     whole: a dim along which they are not cut.
+    tiles: whether the array lies in tiles, or row by row.
 
     >>> blocks((24, 256, 8192), [4, 4], 2**20).sizes, blocks((4096,), [4], 2**10)
     ((32, 8192), None)
+    >>> blocks((48, 6400, 1600), [4], 2**24).sizes, blocks((48, 6400, 1600), [4], 2**24, tiles=False).sizes
+    ((48, 6400, 8), (2560, 1600))
     """
-    ways = [
-        _rows(shape, *cut, most // max(widths)) for cut in _cuts(shape, TILE // min(widths), along, whole)
-    ]
+    cuts = _cuts(shape, TILE // min(widths), along, whole) if tiles else _cuts_in_order(shape, along, whole)
+    ways = [_rows(shape, *cut, most // max(widths)) for cut in cuts]
     fits = [way for way in ways if way.elements * max(widths) <= most]
     return max(fits, key=_elements) if fits else min(ways, key=_elements, default=None)
 
@@ -173,6 +181,18 @@ def _cuts(shape: Shape, tile: int, along: int | None, whole: int | None) -> Iter
         unit = tile if dim == rows else 1
         if dim not in (lanes, whole) and math.prod(shape[first : dim + 1]) > unit:
             yield first, dim + 1, unit
+
+
+def _cuts_in_order(shape: Shape, along: int | None, whole: int | None) -> list[tuple[int, int, int]]:
+    """Likewise of an array that lies row by row: into parts that lie together, and where there are none into
+    parts whose rows do.
+    """
+    if along is not None:
+        return [(along, along + 1, 1)] if shape[along] > 1 else []
+    last = max(len(shape) - 1, 1)  # rows are not cut, but that of an array of one dim
+    before = last if whole is None else min(whole, last)
+    together = [(0, dim + 1, 1) for dim in range(before) if math.prod(shape[: dim + 1]) > 1]
+    return together or [(dim, dim + 1, 1) for dim in range(before + 1, len(shape)) if shape[dim] > 1]
 
 
 def tiled_dims(shape: Shape) -> tuple[int, int]:

@@ -10,6 +10,7 @@ only dim that can be cut stays whole (`in_turn`).
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -22,14 +23,16 @@ from shardax.passes.in_turn import sends
 from shardax.passes.moves import HOST, WHOLE, is_at_host, nbytes, variables
 
 
-def in_pieces(jaxpr):
-    """The same jaxpr, closed or open, and its bodies, with such arrays in pieces."""
+def in_pieces(jaxpr, tiles: bool = True):
+    """The same jaxpr, closed or open, and its bodies, with such arrays in pieces; `tiles` is whether the
+    chip's arrays lie so.
+    """
     opened = _jax.closed(jaxpr).jaxpr
-    eqns = [_jax.with_bodies(eqn, in_pieces) for eqn in opened.eqns]
+    eqns = [_jax.with_bodies(eqn, partial(in_pieces, tiles=tiles)) for eqn in opened.eqns]
     old = _predecessors(opened)
     found = [each for each in _gathered(eqns, opened.outvars) if each.send.outvars[0] in old]
     most = sum(nbytes(each.send.outvars[0]) for each in found) // WHOLE
-    new = {id(each.send): each.in_pieces(most, old[each.send.outvars[0]]) for each in found}
+    new = {id(each.send): each.in_pieces(most, old[each.send.outvars[0]], tiles) for each in found}
     gone = {id(eqn) for each in found if new[id(each.send)] for eqn in each.eqns}
     kept = ((eqn, new.get(id(eqn))) for eqn in eqns if new.get(id(eqn)) or id(eqn) not in gone)
     return _jax.replaced_eqns(jaxpr, [each for eqn, pieces in kept for each in pieces or [eqn]])
@@ -59,12 +62,12 @@ class _Gathered(NamedTuple):
     def send(self) -> Any:
         return self.eqns[-1]
 
-    def in_pieces(self, most: int, old) -> list[Any]:
+    def in_pieces(self, most: int, old, tiles: bool) -> list[Any]:
         """Equations that do so piece by piece, each of at most so many bytes if they can be, in the place of
         `old`; none where no dim can be cut.
         """
         (source,), (result,) = variables(self.eqns[0].invars), self.send.outvars
-        cut = self._cut(result.aval, most)
+        cut = self._cut(result.aval, most, tiles)
         if cut is None:
             return []
 
@@ -76,13 +79,18 @@ class _Gathered(NamedTuple):
 
         return equations_of(run, [source, old], [result], self.send)
 
-    def _cut(self, aval, most: int) -> Blocks | None:
-        """Along the dim of the largest pieces that fit, or else of the smallest ones there are."""
-        width = aval.dtype.itemsize
-        free = {*range(len(aval.shape))} - {*self.dims, tiled_dims(aval.shape)[1]}
-        ways = [each for dim in free if (each := blocks(aval.shape, [width], most, dim)) is not None]
+    def _cut(self, aval, most: int, tiles: bool) -> Blocks | None:
+        """Along the dim of the largest pieces that fit, or else of the smallest there are. Without tiles,
+        pieces along the first dim lie together.
+        """
+        width, shape = aval.dtype.itemsize, aval.shape
+        free = sorted({*range(len(shape))} - {*self.dims, *([tiled_dims(shape)[1]] if tiles else [])})
+        cuts = (blocks(shape, [width], most, dim, tiles=tiles) for dim in free)
+        ways = [each for each in cuts if each is not None]
         fits = [each for each in ways if each.elements * width <= most]
-        return max(fits, key=_elements) if fits else min(ways, key=_elements, default=None)
+        if not fits:
+            return min(ways, key=_elements, default=None)
+        return max(fits, key=_elements) if tiles else fits[0]
 
     def _sent(self, x, whole, piece: Block) -> Any:
         """The whole, with what is made of a piece of an array."""

@@ -33,17 +33,19 @@ from shardax.spmd_rules import equations
 BLOCK = 1000  # of all that moves: two arrays, each with two moments, have sixteen blocks in flight
 
 
-def streamed(jaxpr):
-    """The same jaxpr, closed or open, and its bodies, such updates in blocks."""
+def streamed(jaxpr, tiles: bool = True):
+    """The same jaxpr, closed or open, and its bodies, such updates in blocks; `tiles` is whether the chip's
+    arrays lie so.
+    """
     opened = _jax.closed(jaxpr).jaxpr
-    eqns = [_jax.with_bodies(eqn, streamed) for eqn in opened.eqns]
+    eqns = [_jax.with_bodies(eqn, partial(streamed, tiles=tiles)) for eqn in opened.eqns]
     if not any(is_at_host(v) for eqn in eqns for v in eqn.invars):
         return _jax.replaced_eqns(jaxpr, eqns)
     eqns, results = _without_noops(eqns, opened.outvars)
     eqns = _widened_late(eqns, _updates(eqns, results))
     updates = _updates(eqns, results)
     order = _Order(opened.invars, results)
-    parts = in_order(eqns, _pairs(updates))
+    parts = in_order(eqns, _pairs(updates, tiles))
     last = {v: n for n, part in enumerate(parts) for v in _reads(part)}
     last |= {v: len(parts) for v in results if not _jax.is_literal(v)}
     new = []
@@ -181,7 +183,7 @@ class _Update:
         """The variables that it reads of arrays that are at the host."""
         return [v for v in self.segment.reads() if v.aval.shape and is_at_host(self.source(v))]
 
-    def blocks(self, most: int) -> Blocks | None:
+    def blocks(self, most: int, tiles: bool) -> Blocks | None:
         """Of at most so many bytes in each array, if there are such. A part of an array is cut along its dim,
         or where less is brought at once then along others, as one is that is to be padded.
         """
@@ -190,8 +192,8 @@ class _Update:
         if len(dims) > 1:
             return None
         dim, is_padded = next(iter(dims), None), any(cut.fill is not None for cut in self.cuts.values())
-        along = None if is_padded else blocks(shape, widths, most, along=dim)
-        across = blocks(shape, widths, most, whole=dim)
+        along = None if is_padded else blocks(shape, widths, most, along=dim, tiles=tiles)
+        across = blocks(shape, widths, most, whole=dim, tiles=tiles)
         if along is None or across is None:
             return along or across
         rows = max((cut.source.aval.shape[dim] for cut in self.cuts.values()), default=0)
@@ -248,13 +250,13 @@ def _is_late(eqn) -> bool:
     return eqn is not None and (moves(eqn) or eqn.primitive is lax.dynamic_slice_p)
 
 
-def _pairs(updates: Sequence[_Update]) -> "list[_Together]":
+def _pairs(updates: Sequence[_Update], tiles: bool) -> "list[_Together]":
     """Updates of which none depends on another, two by two, those of alike many blocks."""
     most = sum(update.moved for update in updates) // BLOCK
     by_depth: dict[int, list[_Streaming]] = defaultdict(list)
     for update in updates:
         for each in (update, update.uncut()):
-            if (cut := each.blocks(most)) is not None:
+            if (cut := each.blocks(most, tiles)) is not None:
                 by_depth[update.segment.depth].append(_Streaming(each, cut))
                 break
     found = []

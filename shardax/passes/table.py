@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
+from shardax.cost.network import network_of
 from shardax.options import Options
 from shardax.partition.decisions import Origin
 from shardax.passes import (
@@ -64,12 +65,13 @@ class Pass(Protocol):
     def __call__(self, jaxpr: Any, context: PassContext, /) -> Any: ...
 
 
-def _hosted(jaxpr) -> Any:
+def _hosted(jaxpr, context: PassContext) -> Any:
     """What rests at the host. Nothing is there but arguments, and what was sent."""
     opened = _jax.closed(jaxpr).jaxpr
     if not any(map(is_at_host, opened.invars)) and not any(any_inside(moves, eqn) for eqn in opened.eqns):
         return jaxpr
-    in_blocks = in_pieces.in_pieces(streamed.streamed(jaxpr))
+    tiles = network_of(context.sizes).tiles
+    in_blocks = in_pieces.in_pieces(streamed.streamed(jaxpr, tiles), tiles)
     return in_turn.in_turn(on_host.called(brought.brought(lookups.looked_up(in_blocks))))
 
 
@@ -77,7 +79,7 @@ PASSES: dict[str, Pass] = {
     "dead": lambda jaxpr, context: dead.dropped(jaxpr),
     "share": lambda jaxpr, context: share.shared(jaxpr),
     "combine": lambda jaxpr, context: combine.combined(jaxpr, context.sizes),
-    "streamed": lambda jaxpr, context: _hosted(jaxpr),
+    "streamed": _hosted,
 }
 """Those that run where a program is planned."""
 

@@ -115,6 +115,7 @@ def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
     arrays = list(_arrays(plan, words, axes))
     before: dict[str, int] = dict.fromkeys(("parameters", "gradients", OPTIMIZER), 0)
     after, hosted, whole = dict(before), dict(before), []
+    alone = all(x.place.mesh.shape[axis] == 1 for x in arrays for axis in axes)  # nothing is to be split
     scattered = {x.true.shape: x.resting // x.true.dtype.itemsize for x in arrays if x.is_padded}
     in_bucket = _in_bucket(arrays, scattered)
     for x in arrays:
@@ -127,7 +128,7 @@ def resident(plan: Facts, words: str, axes: Axes, stage: int) -> Resident:
             shard = scattered.get(x.true.shape, x.nbytes // x.true.dtype.itemsize // x.could)
             shard = in_bucket.get(x.path, shard)
             after["gradients"] += x.nbytes // x.was if stage == 1 else shard * x.true.dtype.itemsize
-        if x.could == x.was and x.true.shape and (x.role == OPTIMIZER or stage == 3):
+        if not alone and x.could == x.was and x.true.shape and (x.role == OPTIMIZER or stage == 3):
             whole.append(Whole(x.path, array_text(x.place.aval), x.resting))
     largest = tuple(sorted(whole, key=lambda w: -w.nbytes))
     padded = sorted((x.longer for x in arrays if x.is_padded), key=lambda p: -p.nbytes)
