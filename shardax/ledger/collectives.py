@@ -360,6 +360,10 @@ def kind_of(eqn) -> str:
     return KINDS.get(eqn.primitive.name, "")
 
 
+def is_collective(eqn) -> bool:
+    return eqn.primitive.name in KINDS
+
+
 def reduction_of(eqn) -> str:
     """Of an all_reduce "sum", "max" or "min"; else ""."""
     return _EXTREMA.get(eqn.primitive.name, "sum") if kind_of(eqn) == "all_reduce" else ""

@@ -28,6 +28,7 @@ from shardax.passes import (
     share,
     streamed,
     tpu,
+    waits,
 )
 from shardax.passes.moves import is_at_host, moves
 from shardax.sharding import AxisSizes
@@ -84,7 +85,7 @@ PASSES: dict[str, Pass] = {
 """Those that run where a program is planned."""
 
 ON_PLATFORM: dict[str, Callable[[Any, Mesh | AbstractMesh], Any]] = {
-    "cpu": lambda jaxpr, mesh: cpu.suited(jaxpr),
+    "cpu": lambda jaxpr, mesh: waits.waiting(cpu.suited(jaxpr)),
     "tpu": lambda jaxpr, mesh: tpu.suited(layouts.laid_out(layers.cut_out(jaxpr)), mesh),
 }
 """Those that run where it is lowered for a platform of that name, with the mesh whose axes it names."""
