@@ -45,14 +45,14 @@ def run(step, state):
     "name, form, stage, count",
     [
         ("soap", "as it is", 1, 8),
-        ("shampoo", "padded", 3, 5),
+        pytest.param("shampoo", "padded", 3, 5, marks=pytest.mark.slow),
         pytest.param("by newton", "as it is", 2, 5, marks=pytest.mark.slow),
         pytest.param("by newton", "dealt", 3, 8, marks=pytest.mark.slow),
         pytest.param("shampoo", "as it is", 1, 8, marks=pytest.mark.slow),
         pytest.param("shampoo", "padded", 2, 8, marks=pytest.mark.slow),
         pytest.param("soap", "as it is", 3, 5, marks=pytest.mark.slow),
         pytest.param("soap", "dealt", 1, 2, marks=pytest.mark.slow),
-        pytest.param("soap", "padded", 1, 5, marks=pytest.mark.slow),
+        ("soap", "padded", 1, 5),
     ],
 )
 def test_losses(name, form, stage, count, quick_compilation):

@@ -101,8 +101,6 @@ ALL = [
     for form in ("as it is", "at rest")
 ]
 CELLS = [
-    ("muon", 3, MESHES[0], "as it is"),
-    ("soap", 1, MESHES[1], "as it is"),
     ("shampoo", 2, MESHES[3], "as it is"),
     ("muon", 1, MESHES[2], "at rest"),
     ("soap", 3, MESHES[0], "at rest"),

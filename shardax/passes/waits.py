@@ -21,6 +21,7 @@ from jax.extend.core import DropVar
 from shardax import _jax
 from shardax.graph.equations import equations_like, map_equations
 from shardax.ledger.collectives import array_bytes, is_collective
+from shardax.passes.moves import is_at_host
 from shardax.spmd_rules.equations import any_inside
 
 LOOPS = lax.scan_p, lax.while_p, lax.cond_p
@@ -61,7 +62,7 @@ def _waiting(eqns: Sequence[Any]) -> Iterator[Any]:
 
 def _after(eqn, others: Sequence[Any]) -> list[Any]:
     """The equation, behind those by which its smallest operand waits for results of the others."""
-    arrays = [n for n, v in enumerate(eqn.invars) if not _jax.is_literal(v)]
+    arrays = [n for n, v in enumerate(eqn.invars) if not _jax.is_literal(v) and not is_at_host(v)]
     results = [v for one in others for v in _results(one)]
     if not arrays or not results:
         return [eqn]
@@ -71,10 +72,11 @@ def _after(eqn, others: Sequence[Any]) -> list[Any]:
 
 
 def _results(eqn) -> list[Any]:
-    """Results of an equation that are there when it has ended: the smallest one that an operation, a loop or
-    a branch makes, and all of a call, into which XLA looks.
+    """Results of an equation on the device that are there when it has ended: the smallest one that an
+    operation, a loop or a branch makes, and all of a call, into which XLA looks.
     """
-    made = [v for n, v in enumerate(eqn.outvars) if not isinstance(v, DropVar) and not _passes(eqn, n)]
+    kept = [(n, v) for n, v in enumerate(eqn.outvars) if not isinstance(v, DropVar) and not is_at_host(v)]
+    made = [v for n, v in kept if not _passes(eqn, n)]
     made.sort(key=lambda v: array_bytes(v.aval))
     return made[:1] if is_collective(eqn) or eqn.primitive in LOOPS else made
 
