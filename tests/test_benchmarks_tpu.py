@@ -24,6 +24,8 @@ from shardax.cost.chips import V3
 from shardax.pipeline.schedules import make_schedule
 from tests import on_tpu
 
+pytestmark = pytest.mark.once
+
 LOOP = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %add (x: bf16[], y: bf16[]) -> bf16[] {

@@ -302,7 +302,6 @@ CELLS = [
     ("muon", 3, MESHES[3], "at rest"),
     ("soap", 1, MESHES[0], "as it is"),
     ("clipped", 2, MESHES[2], "as it is"),
-    ("accumulating", 2, MESHES[3], "as it is"),
     ("skipping", 3, MESHES[1], "at rest"),
 ]
 
