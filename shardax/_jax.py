@@ -11,7 +11,8 @@ parameters, have changed:
     axes_in_scope, dce, dce_open, prune, hoist_consts, closing_over, constant_values, scan_counts,
     expand_hi_primitive, is_ref, is_ref_aval, value_type, without_mesh, without_refs, without_closed_refs,
     ordered_effects, jvp_jaxpr, batch_jaxpr, partial_eval_jaxpr, weakly_cached, lazy_derivative, lazy_vjp,
-    checkpoint_rule, register_dce, in_context_of, eqn_under_local_mesh, on_host, key_impl.
+    checkpoint_rule, register_dce, Recording, stages_each, recorded, staged_again, changes_context,
+    in_context_of, eqn_under_local_mesh, on_host, key_impl.
 PartitionSpecs that owe a reduction, whose kind 0.11 has brought:
     owing_spec, reduction_of.
 Primitives that public functions bind and nothing public names:
@@ -45,6 +46,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 
@@ -102,9 +104,9 @@ class _Mark(NamedTuple):
         pass
 
 
-def marked(name_stack, held) -> Any:
-    """The name stack, with something that the equations made under it hold."""
-    return type(name_stack)((*name_stack.stack, _Mark(held)))
+def marked(name_stack, held, scopes=EMPTY_NAME_STACK) -> Any:
+    """The name stack, with something that the equations made under it hold, and more scopes inside."""
+    return type(name_stack)((*name_stack.stack, _Mark(held), *scopes.stack))
 
 
 def innermost_mark(name_stack) -> Any:
@@ -211,6 +213,8 @@ def with_user_frame(eqn, callers) -> Any:
     """The source info of an equation, or of the innermost of its callers that has a frame of the user's own,
     where its own has none: JAX traces jits, as of jax.nn and of libraries, without the frames around them.
     """
+    if _frame(eqn.source_info.traceback, own=True):
+        return eqn.source_info
     infos = [e.source_info for e in (eqn, *callers)]
     found = (info for own in (True, False) for info in infos if _frame(info.traceback, own))
     return next(found, eqn.source_info)
@@ -531,6 +535,107 @@ def has_effects(eqn) -> bool:
     return pe.has_effects(eqn)
 
 
+class _Staged(NamedTuple):
+    """An equation without its variables. `operands`: for each the number of a value, arguments first, or the
+    tracer of a constant. `scopes`: the names that were opened around it.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    operands: tuple[Any, ...]
+    results: tuple[Any, ...]
+    effects: Any
+    scopes: tuple[Any, ...]
+
+
+class Recording(NamedTuple):
+    """What a function staged on the trace at hand, and what it returned: numbers of values, or (None, other).
+    `scopes`: a name stack of all that it opened. `noted`: those of them whose names hold something.
+    """
+
+    eqns: tuple[_Staged, ...]
+    returned: tuple[tuple[int | None, Any], ...]
+    scopes: Any
+    noted: tuple[Any, ...]
+
+
+def stages_each(args) -> bool:
+    """Whether equations on these arguments are staged on the trace at hand: each is a variable of it."""
+    trace = core.trace_ctx.trace
+    return isinstance(trace, pe.DynamicJaxprTrace) and all(map(partial(_is_variable, trace), args))
+
+
+def _is_variable(trace, x) -> bool:
+    return (
+        isinstance(x, pe.DynamicJaxprTracer)
+        and x._trace is trace
+        and isinstance(x.val, core.Var)
+        and x.val not in trace.frame.constvar_to_val
+    )
+
+
+def recorded(run, args) -> tuple[list[Any], Recording | None]:
+    """The results of a call, and what it staged for these variables of the trace at hand, to be staged again
+    for others of the same types. None where it may be another for others: where its equations have bodies,
+    lines or contexts of their own, effects other than to be sent over an axis, or read other variables.
+    """
+    trace, info, ctx = core.trace_ctx.trace, source_info_util.current(), core.JaxprEqnContext()
+    first, depth = len(trace.frame.tracing_eqns), len(info.name_stack.stack)
+    results = list(run())
+    number: dict[Any, int] = {}
+    for i, x in enumerate(args):
+        number.setdefault(x.val, i)
+    count, staged = len(args), []
+    for eqn in trace.frame.tracing_eqns[first:]:
+        eqn = eqn if isinstance(eqn, pe.TracingEqn) else eqn()
+        if eqn is None:  # nothing reads it
+            continue
+        if eqn.ctx is not ctx or not _is_plain(eqn, info):
+            return results, None
+        if any(_is_variable(trace, x) and x.val not in number for x in eqn.in_tracers):
+            return results, None
+        operands = tuple(x if is_literal(x.val) else number.get(x.val, x) for x in eqn.in_tracers)
+        types, scopes = tuple(v.aval for v in eqn.outvars), eqn.source_info.name_stack.stack[depth:]
+        staged.append(_Staged(eqn.primitive, eqn.params, operands, types, eqn.effects, scopes))
+        number.update(zip(eqn.outvars, range(count, count + len(types)), strict=True))
+        count += len(types)
+    returned = tuple((number[x.val], None) if stages_each([x]) else (None, x) for x in results)
+    scopes = tuple({id(scope): scope for eqn in staged for scope in eqn.scopes}.values())
+    noted = tuple(scope for scope in scopes if type(scope.name) is not str)
+    return results, Recording(tuple(staged), returned, source_info_util.NameStack(scopes), noted)
+
+
+def _is_plain(eqn, info) -> bool:
+    """Whether an equation is on the line and under the names at hand, pure, and has no bodies."""
+    stack, outer = eqn.source_info.name_stack.stack, info.name_stack.stack
+    return (
+        eqn.source_info.traceback is info.traceback
+        and stack[: len(outer)] == outer
+        and not any(isinstance(scope, _Mark) for scope in stack[len(outer) :])
+        and all(isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+        and not has_bodies(eqn)
+    )
+
+
+def staged_again(recording: Recording, args) -> list[Any]:
+    """The results of what a recording staged, on other variables of the same trace: on the line, under the
+    names and in the context at hand. What names hold is held anew: equations with one note are of one call.
+    """
+    trace, info, ctx = core.trace_ctx.trace, source_info_util.current(), core.JaxprEqnContext()
+    values, own = list(args), {id(scope): type(scope)(copy(scope.name)) for scope in recording.noted}
+    for primitive, params, operands, types, sends, scopes in recording.eqns:
+        inside = info
+        if scopes:
+            inner = [own.get(id(scope), scope) for scope in scopes]
+            stack = source_info_util.NameStack((*info.name_stack.stack, *inner))
+            inside = info.replace(name_stack=stack)
+        tracers = [values[x] if type(x) is int else x for x in operands]
+        eqn, results = trace.make_eqn(tracers, types, primitive, params, sends, inside, ctx)
+        trace.frame.add_eqn(eqn)
+        values += results
+    return [other if number is None else values[number] for number, other in recording.returned]
+
+
 def prune(jaxpr, used_outputs, kept: Any = None) -> tuple[Any, list[bool]]:
     """The jaxpr of some of a jaxpr's results, and which inputs they need. `kept`: for each input whether it
     stays in any case.
@@ -567,6 +672,14 @@ def on_line_of(eqn, jaxpr) -> Any:
         return with_bodies(e, lambda body: on_line_of(eqn, body))
 
     return replaced_eqns(jaxpr, list(map(moved, jaxpr.eqns)))
+
+
+def changes_context(eqn) -> bool:
+    """Whether an equation was traced in another context than the one at hand, but for the mesh."""
+    local_mesh = jax.sharding.get_abstract_mesh()
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(local_mesh):
+        inside = core.JaxprEqnContext()
+    return inside is not core.JaxprEqnContext()
 
 
 def in_context_of(eqn) -> Any:

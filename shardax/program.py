@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from shardax import _jax, collector, strict
 from shardax.annotations.explicit import explicit_mesh, shape_of
 from shardax.completion.complete import Completion, complete
+from shardax.completion.node_classes import NodeClasses
 from shardax.completion.reshapes import split_inside
 from shardax.graph import annotations, inline
 from shardax.graph.graph import Graph, Node, Value
@@ -203,7 +204,7 @@ def _build_one(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, opti
     with timed(phases, "emission"):
         abstract = sites.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):
-            local = _emit(program, decisions, shardings, abstract, refined)
+            local = _emit(program, decisions, shardings, abstract, refined, completion.items.node_classes)
     with timed(phases, "passes"):
         local = scopes.named(planned(local, PassContext(refined.sizes, options)))
     (ins, outs), (arguments, results) = shardings, rests
@@ -311,7 +312,7 @@ def _result(
     )
 
 
-def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refinement):
+def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refinement, classes: NodeClasses):
     """The shard_map'd program, as a ClosedJaxpr over the global arguments."""
     sizes = refined.sizes
     if owes := any(s.owing for side in shardings for s in side):  # JAX has that in the types of values
@@ -322,7 +323,7 @@ def _emit(program: Graph, decisions: Decisions, shardings, mesh, refined: Refine
     def local(*shards):
         left, slots = iter(shards), zip(full, program.inputs, decisions.inputs, strict=True)
         every = [next(left) if has else lax.empty(x.local_shape(sizes), v.aval.dtype) for has, v, x in slots]
-        return tuple(emit(decisions, every, sizes, refined.shown))
+        return tuple(emit(decisions, every, sizes, refined.shown, classes))
 
     def run(*args):
         """Arguments without elements stay outside: XLA takes no shard_map all of whose operands are such."""

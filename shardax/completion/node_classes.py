@@ -55,11 +55,15 @@ class NodeClasses:
         self.types: dict[Hashable, int] = {}
         self.type_of: dict[Value, int] = {}
         self.structured: dict[Hashable, tuple[NodeClass, list[int]]] = {}
+        self.known: dict[Node, tuple[NodeClass, list[Value]]] = {}
 
     def of(self, node: Node) -> tuple[NodeClass, list[Value]]:
         """The class of a node, and its values: inputs, outputs, then those of its bodies."""
-        if node.bodies:
-            return self._structured(node)
+        if node not in self.known:
+            self.known[node] = self._structured(node) if node.bodies else self._plain(node)
+        return self.known[node]
+
+    def _plain(self, node: Node) -> tuple[NodeClass, list[Value]]:
         values = node.inputs + node.outputs
         key = self._key(node, values)
         try:

@@ -100,12 +100,15 @@ def renames(node: Node) -> bool:
     return note is not None and not note.is_inside and not node.inputs[0].is_literal
 
 
+_OF_SHARDINGS = {"sharding", "dst_sharding", "in_shardings", "out_shardings", "devices"}
+
+
 def shardings_of(eqn) -> Iterator[NamedSharding]:
     """The shardings that an equation of JAX's own brings with it, each with its mesh."""
     if eqn.primitive.name == "shard_map":
         yield NamedSharding(eqn.params["mesh"], PartitionSpec())
-    for name in ("sharding", "dst_sharding", "in_shardings", "out_shardings", "devices"):
-        value = eqn.params.get(name)
+    for name in _OF_SHARDINGS & eqn.params.keys():
+        value = eqn.params[name]
         for sharding in value if isinstance(value, tuple) else (value,):
             if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
                 yield sharding

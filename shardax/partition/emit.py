@@ -7,6 +7,7 @@ gathered is shared.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from shardax import _jax
+from shardax.completion.node_classes import NodeClasses
 from shardax.graph import annotations
 from shardax.graph.graph import Node, Value
 from shardax.ledger import causes
@@ -22,6 +24,7 @@ from shardax.partition.decisions import Decision, Decisions, Origin, Reshard
 from shardax.partition.emit_loops import emit_structured
 from shardax.partition.owed import Contributions, Owed
 from shardax.partition.reasons import Resharded, Settled
+from shardax.partition.recordings import Recordings
 from shardax.reshard import paths, run
 from shardax.sharding import Axes, AxisSizes, Layout, Sharding, replicated_layout
 from shardax.spmd_rules.localize import run_local
@@ -32,12 +35,16 @@ Shown = Callable[[Sharding], Sharding]
 
 
 def emit(
-    decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes, shown: Shown = lambda s: s
+    decisions: Decisions,
+    shards: Sequence[Any],
+    sizes: AxisSizes,
+    shown: Shown = lambda s: s,
+    classes: NodeClasses | None = None,
 ) -> list[Any]:
     """Runs a decided graph on the shards of its inputs; returns those of its outputs. `shown`: a sharding in
-    reasons' words.
+    reasons' words. `classes`: of its nodes, where they are known.
     """
-    return Emitter(sizes, shown).graph(decisions, shards)
+    return Emitter(sizes, shown, classes).graph(decisions, shards)
 
 
 def emit_values(decisions: Decisions, shards: Sequence[Any], sizes: AxisSizes) -> dict[Value, Shards]:
@@ -86,7 +93,7 @@ class Copies:
 
 
 class Emitter:
-    def __init__(self, sizes: AxisSizes, shown: Shown = lambda s: s):
+    def __init__(self, sizes: AxisSizes, shown: Shown = lambda s: s, classes: NodeClasses | None = None):
         self.sizes = sizes
         self.shown = shown
         self.env: dict[Value, Shards] = {}
@@ -94,27 +101,35 @@ class Emitter:
         self.makers: dict[Value, Origin] = {}
         self.contributions = Contributions(self.makers)
         self.around: Node | None = None  # whose body this is
+        self.classes = classes or NodeClasses()
+        self.recordings = Recordings()
+        self.changes = False  # whether some node's context is another than that around it
         self.stack = source_info_util.current_name_stack()
 
     def graph(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
         """Runs a decided graph. The values of a body are tracers of its own trace, which must not outlive it:
         they have an `env` of their own.
         """
-        around, self.stack = (self.stack, self.env, self.copies), source_info_util.current_name_stack()
-        self.env = {}
+        around = self.stack, self.env, self.copies, self.recordings, self.changes
+        self.stack, self.env, self.recordings = source_info_util.current_name_stack(), {}, Recordings()
         outputs = self.steps(decisions, shards)
-        self.stack, self.env, self.copies = around
+        self.stack, self.env, self.copies, self.recordings, self.changes = around
         return outputs
 
     def steps(self, decisions: Decisions, shards: Sequence[Any]) -> list[Any]:
         self.copies = Copies.of(decisions)
+        contexts = {id(node.eqn.ctx): node.eqn for node in decisions.graph.nodes}
+        self.changes = self.changes or any(map(_jax.changes_context, contexts.values()))
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for node, decision in decisions.pairs():
-            with _UserContext(Origin(node, decision), self.stack):
+            with self.at(Origin(node, decision)):
                 self.node(node, decision)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
         return [self.output(value, reshard, i) for i, (value, reshard) in enumerate(outputs)]
+
+    def at(self, origin: Origin) -> "_UserContext":
+        return _UserContext(origin, self.stack, self.changes)
 
     def output(self, value: Value, reshard: Reshard, i: int):
         """The shard of an output. The collectives that bring it to the requested layout count for the line
@@ -123,7 +138,7 @@ class Emitter:
         maker = self.makers.get(value)
         if maker is None:
             return self.read(value, reshard, Reader(None, None, i))
-        with _UserContext(maker, self.stack):
+        with self.at(maker):
             reader = maker.node if annotations.of_node(maker.node) else None
             return self.read(value, reshard, Reader(reader, None, i))
 
@@ -136,8 +151,7 @@ class Emitter:
             results = emit_structured(self, node, decision, shards)
             self.around = around
         else:
-            assert decision.entry and decision.factors
-            results = run_local(decision.entry, decision.local(node, self.sizes), decision.factors, shards)
+            results = self.run_local(node, decision, shards)
         for value, layout, shard in zip(node.outputs, decision.results, results, strict=True):
             if annotations.renames(node):
                 self.env[value] = self.env[node.inputs[0]]
@@ -147,6 +161,15 @@ class Emitter:
             self.makers[value] = Origin(node, decision)
         if any(layout.pending for layout in decision.results):
             self.contributions.note(node, decision)
+
+    def run_local(self, node: Node, decision: Decision, shards: Sequence[Any]) -> list[Any]:
+        entry, factors = decision.entry, decision.factors
+        assert entry and factors
+        layouts, splits = (decision.operands, decision.results), tuple(decision.splits.items())
+        kind = self.classes.of(node)[0].number, id(entry), layouts, splits
+        return self.recordings.run(
+            kind, lambda shards: run_local(entry, decision.local(node, self.sizes), factors, shards), shards
+        )
 
     def read(self, value: Value, reshard: Reshard, reader: Reader):
         """The shard of a value in the layout of `reshard`, resharded unless it has that layout already."""
@@ -178,7 +201,7 @@ class Emitter:
         if reader.node is None or reader.decision is None:
             self.output(value, reshard, reader.place)
         else:
-            with _UserContext(Origin(reader.node, reader.decision), self.stack):
+            with self.at(Origin(reader.node, reader.decision)):
                 self.read(value, reshard, reader)
 
     def annotated(self, value: Value) -> Value | None:
@@ -215,11 +238,16 @@ class Emitter:
             owed = self.contributions.owed(value, settled) if (settled := _settled_axes(step)) else None
             reason, cause = self.reason(value, reshard, step, reader, owed)
             with (
-                _UserContext(owed.origin, self.stack) if owed else nullcontext(),
+                self.at(owed.origin) if owed else nullcontext(),
                 causes.scope("ppermute" if step.kind == "halo" else step.kind, reason, cause),
             ):
-                shard = run.apply(paths.Path((step,), step.nbytes), shard, value.shape, self.sizes)
+                kind, stepped = (step, value.shape), partial(self.stepped, step, value.shape)
+                (shard,) = self.recordings.run(kind, stepped, [shard])
         return shard
+
+    def stepped(self, step: paths.Step, shape: tuple[int, ...], shards: Sequence[Any]) -> list[Any]:
+        (shard,) = shards
+        return [run.apply(paths.Path((step,), step.nbytes), shard, shape, self.sizes)]
 
     def reason(self, value: Value, reshard: Reshard, step: paths.Step, reader: Reader, owed: Owed | None):
         """Why a step of a reshard is taken: the words, and the facts. `owed`: what it settles, if that is
@@ -278,19 +306,18 @@ def reshard_reason(purpose: str, sharding: Sharding) -> str:
 
 
 class _UserContext:
-    """The equation's own source line and names, and its context, so that profiles and HLO show the user's
-    code; the mesh is the one here. (A class: it is entered for every node.)"""
+    """The equation's own source line and names, so that profiles and HLO show the user's code, and where that
+    `changes` anything its context; the mesh is the one here. (A class: it is entered for every node.)"""
 
     __slots__ = ("managers",)
 
-    def __init__(self, origin: Origin, stack):
-        node, stack = origin.node, _jax.marked(stack, origin)
+    def __init__(self, origin: Origin, stack, changes: bool):
+        node, stack = origin.node, _jax.marked(stack, origin, origin.node.scope)
         source = _jax.with_user_frame(node.eqn, node.callers)
-        self.managers = (
-            source_info_util.user_context(source.traceback, name_stack=stack + node.scope),
-            node.eqn.ctx.manager,
-            jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()),
-        )
+        self.managers: tuple[Any, ...] = (source_info_util.user_context(source.traceback, name_stack=stack),)
+        if changes:
+            local_mesh = jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())
+            self.managers += (node.eqn.ctx.manager, local_mesh)
 
     def __enter__(self) -> None:
         for manager in self.managers:

@@ -125,8 +125,10 @@ def _parts(graph: Graph, hosted_apart: bool = False) -> list[list[Value]]:
             root[v] = v = root[root[v]]
         return v
 
-    for node in graph.walk():
-        for arrays in _joined(arrays_of(node), hosted_apart):
+    nodes = [arrays_of(node) for node in graph.walk()]
+    hosted_apart = hosted_apart and any(map(is_at_host, itertools.chain.from_iterable(nodes)))
+    for node in nodes:
+        for arrays in _joined(node, hosted_apart):
             for v in arrays:
                 root[root_of(v)] = root_of(arrays[0])
     parts: dict[Value, list[Value]] = {}
@@ -141,10 +143,10 @@ def arrays_of(node: Node) -> Sequence[Value]:
     return [v for v in (*node.inputs, *node.outputs, *inside) if v.shape and not v.is_literal]
 
 
-def _joined(arrays: Sequence[Value], hosted_apart: bool) -> list[list[Value]]:
+def _joined(arrays: Sequence[Value], hosted_apart: bool) -> list[Sequence[Value]]:
     """All of them, or those on the device and those at the host."""
     if not hosted_apart:
-        return [list(arrays)]
+        return [arrays]
     return [[v for v in arrays if is_at_host(v) is at_host] for at_host in (False, True)]
 
 

@@ -117,7 +117,7 @@ class _Sharer:
         if not _jax.is_literal(atom):
             return self.values.get(atom, atom)
         bits = atom.aval.shape == () and not jax.numpy.issubdtype(atom.aval.dtype, jax.dtypes.extended)
-        return ("literal", str(atom.aval), np.asarray(atom.val).tobytes() if bits else id(atom.val))
+        return ("literal", atom.aval, np.asarray(atom.val).tobytes() if bits else id(atom.val))
 
     def _halo(self, eqn) -> _Halo | None:
         """A ppermute of a slice along one dim."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shardax.graph.graph import Graph, without_unread
+from shardax.graph.graph import Graph, Node, without_unread
 from shardax.rewrites.associative import associative_scans, reversed_scans
 from shardax.rewrites.batched_indices import batched_indices
 from shardax.rewrites.contractions import unmerged_contractions
@@ -50,8 +50,10 @@ def _everywhere(rewrite: Rewrite, context: Context) -> Graph:
 
 
 def _inside(rewrite: Rewrite, context: Context) -> Graph:
-    graph, nodes = context.graph, []
-    for node in graph.nodes:
+    graph, changed = context.graph, dict[Node, Node]()
+    for node in (node for node in graph.nodes if node.bodies):
         bodies = tuple(_everywhere(rewrite, Context(body, node, context)) for body in node.bodies)
-        nodes.append(node if bodies == node.bodies else replace(node, bodies=bodies))
-    return graph if nodes == graph.nodes else Graph(graph.inputs, nodes, graph.outputs)
+        if bodies != node.bodies:
+            changed[node] = replace(node, bodies=bodies)
+    nodes = [changed.get(node, node) for node in graph.nodes] if changed else graph.nodes
+    return Graph(graph.inputs, nodes, graph.outputs) if changed else graph
