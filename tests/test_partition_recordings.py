@@ -169,6 +169,24 @@ def test_equations_in_another_context_are_traced():
     assert run_twice(moved, X)[1] == 2
 
 
+def test_constants_are_told_apart():
+    """Those that came of others too, as their conversions do, which JAX does while it traces."""
+
+    def two(x):
+        recordings = Recordings()
+        with source_info_util.user_context(LINE):
+            converted = [
+                recordings.run(
+                    "convert", lambda xs: [lax.convert_element_type(xs[0], "float32")], [np.float64(c)]
+                )
+                for c in (0.5, 0.25, 0.5)
+            ]
+            return [recordings.run("add", lambda xs: [xs[0] + xs[1]], [x, c]) for (c,) in converted]
+
+    eqns = jax.make_jaxpr(two)(X).jaxpr.eqns
+    assert [float(np.asarray(eqn.invars[1].val)) for eqn in eqns] == [0.5, 0.25, 0.5]
+
+
 def test_what_reads_other_variables_is_traced():
     def both(x, y, z):
         recordings = Recordings()

@@ -5,6 +5,7 @@ for the others, each on its own line and under its own names. A step of unrolled
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.core import Tracer
 
 from shardax import _jax
@@ -21,16 +22,26 @@ class Recordings:
         self.known: dict[Hashable, _jax.Recording | None] = {}
 
     def run(self, kind: Hashable, function: Run, shards: Sequence[Any]) -> list[Any]:
-        """What a function returns for these shards. `kind`: all else that decides what it does, the values of
-        literals among the shards included."""
+        """What a function returns for these shards. `kind`: all else that decides what it does. Shards may be
+        small constants, such as JAX makes of what depends on nothing else.
+        """
         traced = [x for x in shards if isinstance(x, Tracer)]
-        if not _jax.stages_each(traced):
+        constants = [x for x in shards if not isinstance(x, Tracer)]
+        if not _jax.stages_each(traced) or not all(map(_is_small, constants)):
             return list(function(shards))
         ids = [id(x) for x in traced]
-        key = kind, tuple([ids.index(i) for i in ids]), tuple([x.aval for x in traced])
+        types = [x.aval if isinstance(x, Tracer) else (x.shape, x.dtype, x.tobytes()) for x in shards]
+        key = kind, tuple([ids.index(i) for i in ids]), tuple(types)
         if key not in self.known:
             results, recording = _jax.recorded(lambda: function(shards), traced)
             self.known[key] = recording if recording and not causes.of(recording.scopes) else None
             return results
         recording = self.known[key]
         return _jax.staged_again(recording, traced) if recording else list(function(shards))
+
+
+def _is_small(constant: Any) -> bool:
+    return isinstance(constant, (np.ndarray, np.generic)) and constant.size <= _SMALL
+
+
+_SMALL = 16  # elements, which are compared
