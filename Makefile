@@ -41,7 +41,7 @@ test-quick: $(ENV)
 	$(RUN) $(PYTEST) --quick tests $(ARGS)
 
 test-slow: $(ENV)
-	$(RUN) $(PYTEST) -m slow shardax models tests
+	$(RUN) $(PYTEST) -m 'slow and not tpu' shardax models tests
 
 test-processes: $(ENV)
 	$(RUN) -m pytest -m 'processes and not slow' tests
@@ -63,14 +63,14 @@ ifeq ($(LATEST),)
 	@echo "test-latest SKIPPED: the newest JAX needs Python >= 3.12, and none is on PATH or in pyenv's versions"
 else
 	$(LATEST) -c "import jax, sys; print('test-latest: JAX', jax.__version__, 'on Python', sys.version.split()[0])"
-	$(LATEST) $(PYTEST) $(ARGS) shardax models tests
+	JAX_ENABLE_CHECKS=1 $(LATEST) $(PYTEST) $(ARGS) shardax models tests
 endif
 
 test-browser: $(ENV)
 	PATH="$$(.ci/browser $(RUN)):$$PATH" $(RUN) -m pytest -rs -m browser tests/test_browser.py
 
 test-tpu: $(TPU_ENV)
-	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu tests/test_tpu.py tests/test_benchmarks_tpu.py tests/test_passes_casts.py tests/test_lookups.py tests/test_zero_offload.py tests/test_zero_stacks.py tests/test_zero_by_cost.py
+	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu $(ARGS) tests/test_tpu.py tests/test_benchmarks_tpu.py tests/test_passes_casts.py tests/test_lookups.py tests/test_zero_offload.py tests/test_zero_stacks.py tests/test_zero_by_cost.py
 
 lint: $(ENV)
 	$(RUN) -m ruff check

@@ -128,8 +128,11 @@ def _conformer(
 
 def _scheduled(step: Callable[..., Step], stages: int, microbatches: int, schedule: str, chunks: int) -> Way:
     how = {"microbatches": microbatches, "schedule": schedule, "chunks": chunks}
-    table = branch_table(make_schedule(schedule, stages, microbatches, chunks))
-    return Way("shard_jit", partial(step, how), table)
+    return Way(
+        "shard_jit",
+        partial(step, how),
+        lambda: branch_table(make_schedule(schedule, stages, microbatches, chunks)),
+    )
 
 
 def _gpipe_bubbles(stages: int, microbatches: int, repeats: int) -> float:

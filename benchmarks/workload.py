@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,16 +55,21 @@ class Way:
 
     Attributes:
       partitioner: "jax.jit" or "shard_jit".
-      table: of a pipelined program, which branch each stage takes in each tick, [ticks, stages].
+      scheduled: of a pipelined program, what makes its `table`.
       bubbles: of another one, the share of its ticks in which stages compute what nobody wants.
       transforms: of the step, by shard_jit.
     """
 
     partitioner: str
     step: Callable[[Mesh], Step]
-    table: np.ndarray | None = None
+    scheduled: Callable[[], np.ndarray] | None = None
     bubbles: float | None = None
     transforms: tuple[Any, ...] = ()
+
+    @cached_property
+    def table(self) -> np.ndarray | None:
+        """Of a pipelined program, which branch each stage takes in each tick, [ticks, stages]."""
+        return self.scheduled and self.scheduled()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ them.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from benchmarks.workload import TOPOLOGIES, Published, Step, Workload
 from models.rules import on_axes
 
 
+@cache
 def workloads() -> dict[str, Workload]:
     """All of them, by name."""
     dims = gspmd_model.Dims(L=2, B=8, M=512, N=8, D=64, H=2048, S=256, V=1024)

@@ -1,8 +1,8 @@
-"""Eight virtual CPU devices; JAX's own checks and strict promotions, of dtypes and of ranks, in every test; the
-tracer-leak check for tests that ask for it; and the quick tests, which have no devices at all.
+"""Eight virtual CPU devices; strict promotions, of dtypes and of ranks, in every test; JAX's own checks and the
+tracer-leak check for tests that ask for it; long tests left out; and the quick tests, which have no devices at all.
 
-`jax_enable_checks` costs 5 to 20 percent: 17.9 user seconds for 15.2 (test_nnx), 22.3 for 18.7 (test_explicit_types),
-14.5 for 13.8 (test_custom_partitioning). Processes that tests start run without, as those of users do.
+JAX's checks (`jax_enable_checks`) of what is traced take up to a third of the time, so they are on where `make test-latest`
+sets JAX_ENABLE_CHECKS, and in tests marked `checks`. Processes that tests start run without, as those of users do.
 """
 
 import contextlib
@@ -26,14 +26,15 @@ import jax  # noqa: E402  (reads the flags above)
 import jax.monitoring  # noqa: E402
 import pytest  # noqa: E402
 
+from tests import measured  # noqa: E402
+
 SHARDAX = os.path.join(os.path.dirname(os.path.dirname(__file__)), "shardax", "")
 OUTSIDE = os.path.dirname(jax.__file__), warnings.__file__, __file__
 NO_DEVICES = "no_devices_in_quick_tests"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
-# What each test runs under, doctests too; a mark takes a setting back.
-jax.config.update("jax_enable_checks", True)
+# What each test runs under, doctests too; a mark changes a setting.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -54,7 +55,8 @@ def ranks_promoted_by_users():
         yield
 
 
-LENIENT = {
+SETTINGS = {
+    "checks": lambda: jax.enable_checks(True),
     "mixed_dtypes": lambda: jax.numpy_dtype_promotion("standard"),
     "promotes_ranks": ranks_promoted_by_users,
 }
@@ -64,7 +66,7 @@ LENIENT = {
 def pytest_runtest_protocol(item):
     """Around a whole test, with the fixtures of its module that it is the first to ask for."""
     with contextlib.ExitStack() as stack:
-        for mark, setting in LENIENT.items():
+        for mark, setting in SETTINGS.items():
             if item.get_closest_marker(mark):
                 stack.enter_context(setting())
         return (yield)
@@ -83,21 +85,26 @@ def leak_check(request):
 # Quick tests: `pytest --quick`
 
 
-OTHERS = "not_quick", "slow", "processes", "tpu", "browser"
+NOT_IN_MAKE_TEST = "slow", "processes", "tpu", "browser"
 
 
 def is_quick(item) -> bool:
-    return bool(item.get_closest_marker("quick")) and not any(map(item.get_closest_marker, OTHERS))
+    return bool(item.get_closest_marker("quick")) and not any(
+        map(item.get_closest_marker, ("not_quick", *NOT_IN_MAKE_TEST))
+    )
 
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="only the quick tests, without any device")
+    parser.addoption("--measure", action="store_true", help="write how long tests take to tests/seconds.txt")
 
 
 def pytest_configure(config):
     """JAX is told of a platform that is not there: what asks for a device, be it an import, fails."""
     if config.getoption("quick"):
         jax.config.update("jax_platforms", NO_DEVICES)
+    if config.getoption("measure") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(measured.Recorder())
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -107,7 +114,14 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    """Long tests are marked before pytest chooses by marks."""
+    timed = [item for item in items if not any(map(item.get_closest_marker, NOT_IN_MAKE_TEST))]
+    found = measured.marks([item.nodeid for item in timed], measured.read())
+    for item in timed:
+        if item.nodeid in found:
+            item.add_marker(found[item.nodeid])
     if config.getoption("quick"):
         left = [item for item in items if not is_quick(item)]
         config.hook.pytest_deselected(items=left)

@@ -349,6 +349,7 @@ def test_traceback_filtering(mode, mesh):
     assert shown == (mode != "remove_frames",) * 2
 
 
+@pytest.mark.checks
 def test_the_suite_runs_under_checks_and_strict_promotions():
     assert jax.config.jax_enable_checks  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="jax_numpy_rank_promotion='raise'"):

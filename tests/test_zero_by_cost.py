@@ -404,6 +404,7 @@ def test_bad_input():
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_cycles_in_the_program_for_tpu():
     """As XLA estimates them, of the branch that takes longest."""
     cycles = on_tpu.found("tests.test_zero_by_cost", "2", "by size", "by cost")

@@ -541,6 +541,7 @@ def compiled_for_tpu():
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, stage, offload",
     [
@@ -564,6 +565,7 @@ def test_bytes_in_the_program_for_tpu(compiled_for_tpu, model, stage, offload):
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 @pytest.mark.parametrize("model, offload", [("large", "both"), ("deep", "optimizer"), ("deep", "both")])
 def test_bytes_in_use_at_once(compiled_for_tpu, model, offload):
     """Without the gaps that XLA leaves between buffers."""
@@ -573,6 +575,7 @@ def test_bytes_in_use_at_once(compiled_for_tpu, model, offload):
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_tiles_of_tpus(compiled_for_tpu):
     """An array lies in the program for TPU as `tiled_dims` has it."""
     found = [(order[1] if len(order) > 1 else -1, order[0]) for order in compiled_for_tpu["layouts"]]

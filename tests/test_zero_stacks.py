@@ -476,6 +476,7 @@ def test_explicit_form_chooses_alike():
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_cycles_in_the_program_for_tpu():
     """As XLA estimates them: those of the update fall, and most where its state rests as it is computed with."""
     cycles = on_tpu.found("tests.test_zero_stacks")

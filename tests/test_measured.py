@@ -1,0 +1,46 @@
+"""Which tests are long enough to be left out, and where that is written down."""
+
+import pathlib
+from types import SimpleNamespace
+
+import pytest
+
+from tests import measured
+
+pytestmark = pytest.mark.quick
+
+
+def test_the_shortest_cell_of_a_test_runs():
+    took = {f"a.py::f[{i}]": 6.0 + i for i in range(4)}
+    assert measured.marks(took, took) == {
+        "a.py::f[0]": "once",
+        **{f"a.py::f[{i}]": "slow" for i in (1, 2, 3)},
+    }
+
+
+def test_a_test_that_nobody_measured_runs():
+    assert measured.marks(["a.py::f", "a.py::g[0]"], {"a.py::g[1]": 90.0}) == {}
+
+
+def test_a_very_long_test_does_not():
+    assert measured.marks(["a.py::f"], {"a.py::f": 13.0}) == {"a.py::f": "slow"}
+
+
+def test_what_is_measured_is_what_is_read(tmp_path):
+    path = str(tmp_path / "seconds.txt")
+    measured.write({"a.py::kept": 3.0, "a.py::faster[x y]": 7.0, "a.py::slower": 1.6}, path)
+    recorder = measured.Recorder(path)
+    for test, seconds in (("a.py::faster[x y]", 0.5), ("a.py::slower", 2.0), ("a.py::slower", 0.25)):
+        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=test, duration=seconds))  # pyright: ignore
+    recorder.pytest_sessionfinish()
+    assert measured.read(path) == {"a.py::kept": 3.0, "a.py::slower": 2.2}
+    assert [file.name for file in tmp_path.iterdir()] == ["seconds.txt"]
+
+
+def test_each_line_is_of_a_test_that_is_there():
+    """A test that was renamed runs until it is measured again."""
+    for test, seconds in measured.read().items():
+        path, *_, name = test.split("[")[0].split("::")
+        text = (pathlib.Path(__file__).parents[1] / path).read_text()
+        assert path.startswith("shardax/") or f"def {name}(" in text, test
+        assert seconds > measured.LEAST, test
