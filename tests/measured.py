@@ -13,8 +13,8 @@ import pytest
 
 FILE = os.path.join(os.path.dirname(__file__), "seconds.txt")
 LEAST = 1.5
-LONG = 5.0
-VERY_LONG = 12.0
+LONG = 4.0
+VERY_LONG = 25.0
 
 
 def read(path: str = FILE) -> dict[str, float]:
