@@ -2,7 +2,7 @@
 wrote them.
 
 A long test is `slow`, which `make test` leaves out, and one that is not short is `once`, which CI leaves out on its second
-generation of JAX. The shortest cell of each test runs though, unless it is very long, so that no test runs nowhere.
+generation of JAX. The shortest cell of each test stays in `make test` though, unless it is very long.
 """
 
 import collections
@@ -26,7 +26,8 @@ def read(path: str = FILE) -> dict[str, float]:
 def write(seconds: Mapping[str, float], path: str = FILE) -> None:
     """Beside the file first: a run that is ended leaves the old one whole."""
     with open(path + ".new", "w") as file:
-        file.writelines(f"{seconds[test]:.1f} {test}\n" for test in sorted(seconds) if seconds[test] > LEAST)
+        rounded = {test: round(seconds[test], 1) for test in sorted(seconds)}
+        file.writelines(f"{s} {test}\n" for test, s in rounded.items() if s > LEAST)
     os.replace(path + ".new", path)
 
 
@@ -53,14 +54,17 @@ def marks(tests: Iterable[str], seconds: Mapping[str, float]) -> dict[str, str]:
 
 
 class Recorder:
-    """The pytest plugin behind `--measure`: tests that did not run keep the seconds that they had."""
+    """The pytest plugin behind `--measure`: tests that did not run, or did not pass, keep the seconds that they had."""
 
     def __init__(self, path: str = FILE):
         self.path = path
         self.seconds: dict[str, float] = collections.defaultdict(float)
+        self.passed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
+        if report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        write({**read(self.path), **self.seconds}, self.path)
+        write(read(self.path) | {test: self.seconds[test] for test in self.passed}, self.path)

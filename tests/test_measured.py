@@ -28,12 +28,21 @@ def test_a_very_long_test_does_not():
 
 def test_what_is_measured_is_what_is_read(tmp_path):
     path = str(tmp_path / "seconds.txt")
-    measured.write({"a.py::kept": 3.0, "a.py::faster[x y]": 7.0, "a.py::slower": 1.6}, path)
+    before = {"a.py::kept": 3.0, "a.py::faster[x y]": 7.0, "a.py::slower": 1.6, "a.py::failed": 9.0}
+    measured.write(before | {"a.py::short": 1.54}, path)
+    assert measured.read(path) == before
     recorder = measured.Recorder(path)
-    for test, seconds in (("a.py::faster[x y]", 0.5), ("a.py::slower", 2.0), ("a.py::slower", 0.25)):
-        recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=test, duration=seconds))  # pyright: ignore
+    for test, when, seconds, passed in (
+        ("a.py::faster[x y]", "call", 0.5, True),
+        ("a.py::slower", "setup", 2.0, True),
+        ("a.py::slower", "call", 0.25, True),
+        ("a.py::failed", "setup", 0.5, True),
+        ("a.py::failed", "call", 0.5, False),
+    ):
+        report = SimpleNamespace(nodeid=test, when=when, duration=seconds, passed=passed)
+        recorder.pytest_runtest_logreport(report)  # type: ignore[arg-type]
     recorder.pytest_sessionfinish()
-    assert measured.read(path) == {"a.py::kept": 3.0, "a.py::slower": 2.2}
+    assert measured.read(path) == {"a.py::kept": 3.0, "a.py::slower": 2.2, "a.py::failed": 9.0}
     assert [file.name for file in tmp_path.iterdir()] == ["seconds.txt"]
 
 
