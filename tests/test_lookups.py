@@ -156,6 +156,7 @@ def compiled_for_tpu():
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["inference", "inference, tied", "stage 1", "stage 1, tied", "stage 3, tied"]
 )

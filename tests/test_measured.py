@@ -29,7 +29,7 @@ def test_a_very_long_test_does_not():
 def test_what_is_measured_is_what_is_read(tmp_path):
     path = str(tmp_path / "seconds.txt")
     before = {"a.py::kept": 3.0, "a.py::faster[x y]": 7.0, "a.py::slower": 1.6, "a.py::failed": 9.0}
-    measured.write(before | {"a.py::short": 1.54}, path)
+    measured.write(before | {"a.py::short": 0.54}, path)
     assert measured.read(path) == before
     recorder = measured.Recorder(path)
     for test, when, seconds, passed in (

@@ -16,6 +16,7 @@ from shardax.annotations.explicit import SHARDING_PARAMS
 
 search_p = Primitive("search")
 """The places of queries in a sorted table of one dim: `side` and `method` are those of `jnp.searchsorted`."""
+_TREES = ("ft_in", "ft_out")  # of a scan: the trees that its arrays were in, of which some are not kept
 _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare_all")
 
 
@@ -61,7 +62,7 @@ def _form(jaxpr) -> Hashable:
 def _params(eqn) -> Hashable:
     if "jaxpr" in eqn.params and eqn.primitive.name in ("jit", "pjit"):
         return _form(eqn.params["jaxpr"])
-    params = ((name, p) for name, p in sorted(eqn.params.items()) if name not in SHARDING_PARAMS)
+    params = ((name, p) for name, p in sorted(eqn.params.items()) if name not in (*SHARDING_PARAMS, *_TREES))
     return tuple(
         (name, _form(p) if hasattr(p, "eqns") or hasattr(p, "jaxpr") else str(p)) for name, p in params
     )
