@@ -5,7 +5,7 @@ pending reductions.
 import itertools
 import math
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
