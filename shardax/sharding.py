@@ -7,6 +7,7 @@ import math
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from threading import Lock
 from weakref import WeakValueDictionary
 
 from jax.sharding import PartitionSpec
@@ -271,11 +272,12 @@ class Layout:
         key = sharding.dims, sharding.owing or None, padded, pending
         known = _layouts.get(key)
         if known is None:
-            known = object.__new__(cls)
-            object.__setattr__(known, "sharding", sharding)
-            object.__setattr__(known, "padded", padded)
-            object.__setattr__(known, "pending", pending)
-            known = _layouts.setdefault(key, known)  # the first, should two threads make it
+            new = object.__new__(cls)
+            object.__setattr__(new, "sharding", sharding)
+            object.__setattr__(new, "padded", padded)
+            object.__setattr__(new, "pending", pending)
+            with _making:  # another thread may plan, too
+                known = _layouts.setdefault(key, new)
         return known
 
     def __reduce__(self):
@@ -302,6 +304,7 @@ class Layout:
 
 
 _layouts: WeakValueDictionary[Hashable, Layout] = WeakValueDictionary()
+_making = Lock()
 
 
 @lru_cache(maxsize=1 << 16)
