@@ -126,11 +126,13 @@ def _parts(graph: Graph, hosted_apart: bool = False) -> list[list[Value]]:
         return v
 
     nodes = [arrays_of(node) for node in graph.walk()]
-    hosted_apart = hosted_apart and any(map(is_at_host, itertools.chain.from_iterable(nodes)))
+    hosted_apart = hosted_apart and any(map(is_at_host, set(itertools.chain.from_iterable(nodes))))
     for node in nodes:
-        for arrays in _joined(node, hosted_apart):
-            for v in arrays:
-                root[root_of(v)] = root_of(arrays[0])
+        for first, *others in filter(None, _joined(node, hosted_apart)):
+            one = root_of(first)
+            for v in others:
+                if (other := root_of(v)) is not one:
+                    root[other] = one
     parts: dict[Value, list[Value]] = {}
     for v in root:
         parts.setdefault(root_of(v), []).append(v)
