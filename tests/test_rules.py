@@ -445,6 +445,27 @@ def test_an_initial_value_is_not_lost():
     np.testing.assert_array_equal(step(np.ones((4, 6), "float32")), 7)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "combine, start", [(lax.add, 2), (lax.mul, 3), (lambda a, b: b, 4)], ids=["add", "mul", "last"]
+)
+def test_an_initial_value_counts_once(shape, combine, start):
+    """XLA takes it for neutral where a dim of size one is reduced, as what one device found is."""
+    mesh = jax.make_mesh(
+        shape,
+        ("x", "y", "z"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+        devices=jax.devices()[: np.prod(shape)],
+    )
+
+    def reduced(x):
+        return lax.reduce(sx.annotate(x, P("x", ("z", "y"))), np.int32(start), combine, (1,))
+
+    x = ramp(5, 6, 2, dtype="int32")
+    step = sx.shard_jit(lambda x: jax.vmap(reduced, -1, -1)(x), mesh=mesh)
+    np.testing.assert_array_equal(step(x), lax.reduce(x, np.int32(start), combine, (1,)))
+
+
 FFTS = {
     "fftn": jnp.fft.fftn,
     "rfftn": jnp.fft.rfftn,

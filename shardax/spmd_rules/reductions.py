@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -98,7 +99,7 @@ def _exchanged(neutral: Callable) -> Callable:
 
     def lowering(local: Local, shard):
         axes = _over(local)
-        if not axes or _waits(local.node):
+        if local.count(axes) == 1 or _waits(local.node):
             return local.bind(shard)
         partials = local.bind(local.mask(0, shard, neutral(shard.dtype), local.params["axes"]))
         return _combined(local, "parts", partials, lambda parts: local.bind(*parts, axes=(0,)))
@@ -113,7 +114,7 @@ def _arg_local(reduction: str) -> Callable:
 
     def lowering(local: Local, shard):
         (dim,) = local.params["axes"]
-        if not local.operands[0].dims[dim]:
+        if local.count(local.operands[0].dims[dim]) == 1:
             return local.bind(shard)
         shard = local.mask(0, shard, identity(reduction, shard.dtype), [dim])
         (place,) = local.bind(shard)
@@ -144,22 +145,25 @@ def reduce(node: Node) -> str:
 
 
 def _reduce_local(local: Local, *shards):
-    """The devices' results are reduced in the order of devices. Only there does the initial value count,
-    because it need not be neutral.
+    """The devices' results are reduced in the order of devices, and the initial value, which need not be
+    neutral, is combined with what that gives: XLA may take it for neutral, and loses it where a dim of size
+    one is reduced.
     """
     count = len(local.node.outputs)
     operands, starts, gone = shards[:count], shards[count:], local.params["dimensions"]
-    if not _over(
-        local
-    ):  # behind a barrier: XLA loses the initial value of a reduction of what was concatenated
+    if local.count(_over(local)) == 1:  # behind a barrier: else it is lost where operands were concatenated
         return local.bind(*lax.optimization_barrier(operands), *starts)
     inside = local.mask(0, lax.full(operands[0].shape, True), False, gone)
-    combine = jaxpr_as_fun(_jax.closed(local.params["jaxpr"]))
-    partials = lax.reduce((*operands, inside), (*starts, np.False_), skipping(combine), gone)
-    ends = (*starts, np.True_)
-    return _combined(
-        local, "parts", partials, lambda parts: lax.reduce(tuple(parts), ends, skipping(combine), (0,))[:-1]
-    )
+    combine = jaxpr_as_fun(_jax.closed(_jax.under_local_mesh(local.params["jaxpr"])))
+    reduced = partial(lax.reduce, init_values=(*starts, np.False_), computation=skipping(combine))
+    partials = reduced((*operands, inside), dimensions=gone)
+
+    def with_the_initial_value(parts):
+        values = reduced(tuple(parts), dimensions=(0,))[:-1]
+        results = jax.vmap(partial(combine, *starts))(*(x.reshape(-1) for x in values))
+        return [result.reshape(x.shape) for result, x in zip(results, values, strict=True)]
+
+    return _combined(local, "parts", partials, with_the_initial_value)
 
 
 def skipping(combine: Callable) -> Callable:
