@@ -677,6 +677,34 @@ def test_what_a_reshard_costs_does_not_depend_on_the_order_of_dims():
         assert len(prices) == 1
 
 
+@pytest.mark.parametrize("sizes", [{"x": 2, "y": 2, "z": 2}, {"w": 2, "x": 3, "y": 3, "z": 2}], ids=str)
+def test_what_a_reshard_costs_does_not_depend_on_which_of_alike_axes_are_where(sizes):
+    """Nor are further paths looked for."""
+    network, shape, rng = Network(sizes), (12, 24), random.Random(0)
+    orders = [
+        order for order in itertools.permutations(sizes) if [sizes[a] for a in order] == [*sizes.values()]
+    ]
+    assert len(orders) > 2
+    for _ in range(20):
+        ends = [random_layout(rng, shape, network, ["sum"]) for _ in range(2)]
+        prices, searched = set(), set()
+        for order in orders:
+            names = dict(zip(sizes, order, strict=True))
+            first, last = (
+                Layout(
+                    Sharding(tuple(tuple(names[a] for a in axes) for axes in end.dims)),
+                    end.padded,
+                    tuple(sorted((names[a], kind) for a, kind in end.pending)),
+                )
+                for end in ends
+            )
+            prices.add(paths.price(first, last, shape, 4, network))
+            prices.add(paths.plan(first, last, shape, 4, network).price)
+            searched.add(paths._reach.cache_info().misses)
+        assert len(prices) == 1
+        assert len(searched) <= 2, "paths of axes that cost alike are looked for again"
+
+
 def test_prices_stay_what_they_are_when_spaces_are_forgotten():
     """Numbers of layouts are those of the space that a price is found in, also where that is another now."""
     network, shape = Network({"x": 4, "y": 2}), (16, 24)

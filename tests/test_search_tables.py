@@ -7,9 +7,11 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
+from shardax.partition import solve as solver
 from shardax.partition import tables
 from shardax.partition.messages import proposals
-from shardax.partition.tables import Problem, Table, solve
+from shardax.partition.solve import solve
+from shardax.partition.tables import Problem, Table
 
 pytestmark = [pytest.mark.quick, pytest.mark.once]
 
@@ -134,7 +136,7 @@ def test_what_is_left_without_a_variable():
         v = int(rng.integers(5))
         scopes = [sorted({v, *rng.choice(5, size=rng.integers(3)).tolist()}) for _ in range(6)]
         some = [Table(tuple(s), rng.integers(0, 100, size=counts[s]).astype(float)) for s in scopes]
-        left, wanted = tables._without(v, some, int(counts[v])), np.zeros(counts)
+        left, wanted = tables.without(v, some), np.zeros(counts)
         for table in some:
             wanted = wanted + table.prices.reshape(
                 [n if w in table.scope else 1 for w, n in enumerate(counts)]
@@ -164,26 +166,78 @@ def test_messages_find_the_optimum_of_a_chain():
     for _ in range(12):
         problem.variable(4)
     alone = {v: rng.integers(0, 50, 4).astype(float) for v in range(12)}
-    pairs = {(v, v + 1): rng.integers(0, 50, (4, 4)).astype(float) for v in range(11)}
     for v, prices in alone.items():
         problem.add((v,), prices)
-    for pair, prices in pairs.items():
-        problem.add(pair, prices)
+    pairs = [Table((v, v + 1), rng.integers(0, 50, (4, 4)).astype(float)) for v in range(11)]
+    problem.tables += pairs
     choices, bound = proposals(list(alone.values()), pairs)
     assert min(map(problem.price, choices)) == solve(problem).price == pytest.approx(bound)
+
+
+def apart(problem: Problem) -> tuple[list[np.ndarray], list[Table]]:
+    """What each variable costs alone, and one table for each pair."""
+    alone = [np.zeros(count) for count in problem.counts]
+    pairs: dict[tuple[int, ...], list[Table]] = {}
+    for table in problem.tables:
+        if len(table.scope) == 1:
+            alone[table.scope[0]] = alone[table.scope[0]] + table.full()
+        else:
+            pairs.setdefault(table.scope, []).append(table)
+    return alone, list(map(tables.added, pairs.values()))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_messages_bound_the_price(seed):
     """No choice costs less, whatever the problem; that of a larger one need not be reached."""
     problem = random_problem(seed, 7, 4, 14)
-    alone = [np.zeros(count) for count in problem.counts]
-    pairs: dict = {}
-    for table in problem.tables:
-        if len(table.scope) == 1:
-            alone[table.scope[0]] = alone[table.scope[0]] + table.prices
-        else:
-            pairs[table.scope] = pairs.get(table.scope, 0.0) + table.prices
-    choices, bound = proposals(alone, pairs)
+    choices, bound = proposals(*apart(problem))
     optimum = solve(problem).price
     assert 0 < bound <= optimum <= min(map(problem.price, choices))
+
+
+def repeating(problem: Problem, seed: int) -> tuple[Problem, Problem]:
+    """The problem with several ways of a variable for each of its, which cost as much in most tables; and the
+    same, each table written out."""
+    rng = np.random.default_rng(seed)
+    of = [np.sort(rng.permutation(np.r_[np.arange(n), rng.integers(0, n, n)])) for n in problem.counts]
+    of = [rng.permutation(states) if rng.random() < 0.5 else states for states in of]
+    short, full = (Problem([len(states) for states in of]) for _ in range(2))
+    for table in problem.tables:
+        entries = [None if rng.random() < 0.2 else tables.intern(of[v]) for v in table.scope]
+        prices = table.prices
+        for dim, (v, some) in enumerate(zip(table.scope, entries, strict=True)):
+            prices = prices.take(of[v], axis=dim) if some is None else prices
+        short.tables.append(Table(table.scope, tables.intern(prices), tuple(entries)))
+        full.add(table.scope, short.tables[-1].full())
+    for v, states in enumerate(of):  # and own prices, so that they are not the same in all
+        own = rng.integers(0, 9, len(states)).astype(float)
+        short.add((v,), own)
+        full.add((v,), own)
+    return short, full
+
+
+@pytest.mark.parametrize("limit", [8, 1 << 14])
+@pytest.mark.parametrize("seed", range(20))
+def test_ways_that_share_an_entry_change_nothing(seed, limit):
+    """Neither price nor bound nor choice."""
+    short, full = repeating(random_problem(seed, 9, 4, 16), seed)
+    assert any(e is not None for table in short.tables for e in table.entries)
+    assert solve(short, limit) == solve(full, limit)
+    (some, bound), (others, same) = (proposals(*apart(problem)) for problem in (short, full))
+    assert some == others
+    assert bound == pytest.approx(same)
+
+
+def test_a_variable_and_what_is_decided_with_it_are_one():
+    """A maker and its copies: few pairs of their ways are possible, and those are the ways of one variable."""
+    rng = np.random.default_rng(0)
+    problem = Problem([4, 12, 5])
+    possible = np.full((4, 12), np.inf)
+    possible[np.repeat(np.arange(4), 3), np.arange(12)] = 0.0
+    problem.add((0, 1), possible)
+    for scope in ((0,), (1,), (2,), (0, 2), (1, 2)):
+        problem.add(scope, rng.integers(0, 50, [problem.counts[v] for v in scope]).astype(float))
+    fewer, _ = solver._contracted(problem)
+    assert fewer.counts == [12, 5]
+    assert any(e is not None for table in fewer.tables for e in table.entries)
+    assert solve(problem).price == exhaustive(problem)

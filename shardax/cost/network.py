@@ -74,7 +74,8 @@ class Message(NamedTuple):
 class Network(dict[str, int]):
     """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `lines`: how the
     devices along each axis are joined; unless given, as `assumed` says. `cut`: those that together are one
-    axis of the mesh, which is cut in them. `tiles`: whether arrays of its devices lie in tiles, whatever the
+    axis of the mesh, which is cut in them. `alike`: for each axis that costs the same as others, these and
+    itself. `tiles`: whether arrays of its devices lie in tiles, whatever the
     chip whose prices count.
 
     >>> network = Network({"x": 4})
@@ -82,7 +83,7 @@ class Network(dict[str, int]):
     (4, 22560.0)
     """
 
-    __slots__ = ("chip", "lines", "cut", "tiles", "_key", "_hash", "_ways")
+    __slots__ = ("chip", "lines", "cut", "alike", "tiles", "_key", "_hash", "_ways")
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class Network(dict[str, int]):
         self.cut = tuple(cut)
         self.tiles = chip.tiles if tiles is None else tiles
         self.chip, self.lines = chip, dict(lines or assumed(sizes, chip))
+        self.alike = _alike(sizes, self.lines)
         self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()), self.tiles)
         self._hash = hash(self._key)
         self._ways: dict[tuple[str, tuple[str, ...], bool], tuple[float, float]] = {}
@@ -230,6 +232,19 @@ def _cut(counts: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, ...
             own.append(next(left))
         found += [tuple(own)] if len(own) > 1 else []
     return found
+
+
+def _alike(sizes: Mapping[str, int], lines: Mapping[str, Line]) -> dict[str, tuple[str, ...]]:
+    """The axes of as many devices joined in the same way, for each that is not the only one.
+
+    >>> line = Line(1e9, 0.0)
+    >>> _alike({"x": 2, "y": 4, "z": 2}, {"x": line, "y": line, "z": line})
+    {'x': ('x', 'z'), 'z': ('x', 'z')}
+    """
+    kinds = {axis: (n, lines.get(axis)) for axis, n in sizes.items()}
+    groups = [tuple([a for a in kinds if kinds[a] == kind]) for kind in dict.fromkeys(kinds.values())]
+    each = {axis: axes for axes in groups for axis in axes if len(axes) > 1}
+    return {axis: each[axis] for axis in sizes if axis in each}
 
 
 # How devices are joined

@@ -37,6 +37,7 @@ from shardax.partition.paddings import arrays_of, is_at_host, joined_axes, paddi
 from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.reshard import paths
 from shardax.sharding import Axes, AxisSizes, Layout, shard_count
+from shardax.spmd_rules.localize import Pending, Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
@@ -49,8 +50,9 @@ _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is
 
 class Around(NamedTuple):
     """A node, and what stands around it: how each operand may be made, the layouts requested of operands and
-    results, and about what it costs to have an operand in a layout. `likeness`: equal for all whose ways are
-    the same, in another order where operands cost otherwise.
+    results, and about what it costs to have an operand in a layout. `kind`: equal for all that run alike, in
+    the same layouts for the same price; `likeness`: and have the same ways, in another order where operands
+    cost otherwise.
     """
 
     node: Node
@@ -59,6 +61,7 @@ class Around(NamedTuple):
     made: Sequence[Made]
     requested: Sequence[Layouts]
     taken: Taking
+    kind: int
     likeness: Hashable
 
 
@@ -84,7 +87,10 @@ class Alternatives:
         self.whole = whole_axes(graph, completion, self.network.cut)
         self.joined = joined_axes(graph, completion)
         self.guesses = Guesses(self.network, self.nbytes)
+        self.kinds: dict[Hashable, int] = {}
         self.likenesses: dict[Hashable, int] = {}
+        self.candidates_of: dict[Hashable, Candidate] = {}
+        self.way_of: dict[tuple[int, int], tuple[Candidate, Way]] = {}
         self.memo: dict[Hashable, tuple[Sequence[Way], Sequence[Made]]] = {}
         self.offers: dict[Hashable, Sequence[Offered]] = {}
         self.at_hand: dict[Hashable, Taking] = {}
@@ -100,32 +106,36 @@ class Alternatives:
         """
         entry = RULES.get(node.name) or Entry(node.name, replicated_rule, run_replicated)
         factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
-        likeness = self._likeness(node, entry, factors, made, requested, hidden)
+        kind = self._kind(node, entry, factors)
+        likeness = self._likeness(node, entry, kind, made, requested, hidden)
         key = likeness, tuple([tuple(layouts.values()) for layouts in made])
         if key not in self.memo:
             taken = self.guesses.taking(node.inputs, made)
-            ways = self._ways(Around(node, entry, factors, made, requested, taken, likeness), hidden)
+            ways = self._ways(Around(node, entry, factors, made, requested, taken, kind, likeness), hidden)
             self.memo[key] = ways, self.made(node, taken, ways)
         return self.memo[key]
 
-    def _likeness(self, node: Node, entry: Entry, factors: Factors, made, requested, hidden) -> int:
-        """A number for all that decides which ways a node has, but what its operands cost."""
+    def _kind(self, node: Node, entry: Entry, factors: Factors) -> int:
+        """A number for all that decides what a node costs, given the layouts of its operands and results."""
         values = [*node.inputs, *node.outputs]
         note = annotations.of_node(node)
         params = (
             _params_key(node) if entry.sends or entry.ways else note and (note.owing, note.role == "stack")
         )
         same = tuple(node.inputs.index(v) for v in node.inputs)
-        sizes = tuple([(v.itemsize, v in self.stored, v in self.views, is_at_host(v)) for v in values])
+        sizes = tuple(
+            [(v.itemsize, v.is_literal, v in self.stored, v in self.views, is_at_host(v)) for v in values]
+        )
+        key = entry.name, id(factors), sizes, same, params
+        return self.kinds.setdefault(key, len(self.kinds))
+
+    def _likeness(self, node: Node, entry: Entry, kind: int, made, requested, hidden) -> int:
+        """A number for all that decides which ways a node has, but what its operands cost."""
         key = (
-            entry.name,
-            id(factors),
+            kind,
             tuple(map(tuple, made)),
             tuple(requested),
-            sizes,
-            same,
             tuple(entry.passes_of(node)),
-            params,
             hidden,
             id(self.paddings.of_node(node)),
             self.whole_of(node),
@@ -239,7 +249,7 @@ class Alternatives:
         """The ways, of those with the same layouts the cheapest."""
         node, ways, moved = around.node, dict[Any, Way](), self.moved(around.node, around.entry)
         for candidate in self.candidates(around, offer):
-            way = self.way(node, around.entry, around.factors, candidate, moved)
+            way = self.way(around, candidate, moved)
             kept = ways.setdefault((way.operands, way.results), way)
             if way.price < kept.price:
                 ways[way.operands, way.results] = way
@@ -297,13 +307,27 @@ class Alternatives:
         for splits in assignments(options, factors, self.sizes, each):
             for group, pending in ways:
                 if not pending or compatible(factors, splits, pending):
-                    yield candidate_of(factors, splits, group, pending)
+                    yield self._candidate(factors, splits, group, pending)
+
+    def _candidate(
+        self, factors: Factors, splits: Splits, group: tuple[int, ...], pending: Pending
+    ) -> Candidate:
+        key = id(factors), tuple(splits.items()), group, pending
+        if key not in self.candidates_of:
+            self.candidates_of[key] = candidate_of(factors, splits, group, pending)
+        return self.candidates_of[key]
 
     # Prices
 
-    def way(
-        self, node: Node, entry: Entry, factors: Factors, candidate: Candidate, moved: Sequence[float]
-    ) -> Way:
+    def way(self, around: Around, candidate: Candidate, moved: Sequence[float]) -> Way:
+        key = around.kind, id(candidate)
+        if key not in self.way_of:
+            self.way_of[key] = candidate, self._way(around, candidate, moved)
+        _, way = self.way_of[key]
+        return way
+
+    def _way(self, around: Around, candidate: Candidate, moved: Sequence[float]) -> Way:
+        node, entry, factors = around.node, around.entry, around.factors
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
         sent = sum(self.network.collective(*message) for message in entry.sent(local))
         products = self.network.compute(entry.flops_of(local), 0)

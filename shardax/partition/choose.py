@@ -18,7 +18,7 @@ from shardax.partition.decisions import Decisions
 from shardax.partition.replay import Replay
 from shardax.partition.search import Search
 from shardax.partition.sites import Layouts
-from shardax.partition.tables import Solution
+from shardax.partition.solve import Solution
 from shardax.sharding import AxisSizes, Layout
 from shardax.spmd_rules.registry import Split
 

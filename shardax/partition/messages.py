@@ -8,10 +8,12 @@ way, given the ways of those before it. What a variable or a message costs at le
 the sum is a lower bound on the price of any choice, and grows from sweep to sweep.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from shardax.partition.tables import Table
 
 SWEEPS = 8  # forward and back, at most; but more as long as few variables are visited
 VISITS = 10_000  # of variables: what is small is solved well in the time that what is large takes anyway
@@ -20,17 +22,15 @@ _NEVER = 1e17  # picoseconds, instead of infinity: messages are subtracted
 _ROUNDING = 1e-9  # messages are no whole numbers
 
 
-def proposals(
-    alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]
-) -> tuple[list[list[int]], float]:
+def proposals(alone: Sequence[np.ndarray], pairs: Iterable[Table]) -> tuple[list[list[int]], float]:
     """Choices of a way for each variable, one after each sweep, and a lower bound on the price of any.
 
     Args:
       alone: for each variable the prices of its ways.
-      pairs: for pairs of variables, in rising order, the prices of the pairs of their ways.
+      pairs: tables over two variables each.
 
-    >>> edges = {(0, 1): np.array([[0.0, 5.0], [9.0, 1.0]])}
-    >>> choices, bound = proposals([np.zeros(2), np.array([3.0, 0.0])], edges)
+    >>> tables = [Table((0, 1), np.array([[0.0, 5.0], [9.0, 1.0]]))]
+    >>> choices, bound = proposals([np.zeros(2), np.array([3.0, 0.0])], tables)
     >>> choices[-1], round(bound, 6)
     ([1, 1], 1.0)
     """
@@ -44,13 +44,28 @@ def proposals(
     return choices, field.bound - _ROUNDING * abs(field.bound)
 
 
+class _Entries:
+    """Which entry of a table each way has. `order`: the ways, sorted by it; `starts`: of each entry there."""
+
+    def __init__(self, of: np.ndarray):
+        self.of, self.order = of, np.argsort(of, kind="stable")
+        self.starts = np.searchsorted(of[self.order], np.arange(of.max() + 1))
+
+    def least(self, prices: np.ndarray) -> np.ndarray:
+        """Of the prices of all ways, the least for each entry."""
+        return np.minimum.reduceat(prices[self.order], self.starts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Edge:
-    """From a variable to another: the table between them, the variable's own ways first; the numbers of the
-    incoming and the outgoing message."""
+    """From a variable to another: the table between them, the variable's own entries first, those of each
+    side's ways, and the numbers of the incoming and the outgoing message. A message has a price for each
+    entry."""
 
     to: int
     prices: np.ndarray
+    own: _Entries | None
+    other: _Entries | None
     incoming: int
     outgoing: int
 
@@ -60,19 +75,23 @@ class _Field:
     the last sweep.
     """
 
-    def __init__(self, alone: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray]):
+    def __init__(self, alone: Sequence[np.ndarray], pairs: Iterable[Table]):
+        pairs = list(pairs)
         self.alone = [np.minimum(prices, _NEVER) for prices in alone]
         self.before: list[list[_Edge]] = [[] for _ in alone]
         self.after: list[list[_Edge]] = [[] for _ in alone]
         self.messages: list[np.ndarray] = []
         self.bound = -np.inf
-        distinct = {id(prices): prices for prices in pairs.values()}  # many are one array
-        finite = {known: _finite(prices) for known, prices in distinct.items()}
-        for (a, b), prices in pairs.items():
-            prices, number = finite[id(prices)], len(self.messages)
-            self.messages += [np.zeros(len(alone[b])), np.zeros(len(alone[a]))]
-            self.after[a].append(_Edge(b, prices, number + 1, number))
-            self.before[b].append(_Edge(a, prices.T, number, number + 1))
+        distinct = {id(table.prices): table.prices for table in pairs}  # many are one array
+        finite = {number: _finite(prices) for number, prices in distinct.items()}
+        some = {id(entries): entries for table in pairs for entries in table.entries if entries is not None}
+        known = {number: _Entries(entries) for number, entries in some.items()}
+        for table in pairs:
+            (a, b), (of_a, of_b) = table.scope, (known.get(id(entries)) for entries in table.entries)
+            prices, number = finite[id(table.prices)], len(self.messages)
+            self.messages += [np.zeros(n) for n in reversed(prices.shape)]
+            self.after[a].append(_Edge(b, prices, of_a, of_b, number + 1, number))
+            self.before[b].append(_Edge(a, prices.T, of_b, of_a, number, number + 1))
         self.share = [1.0 / max(1, len(b), len(a)) for b, a in zip(self.before, self.after, strict=True)]
 
     def sweep(self, forward: bool) -> list[int]:
@@ -83,22 +102,30 @@ class _Field:
         for v in range(count) if forward else reversed(range(count)):
             alone = self.alone[v]
             for edge in coming[v]:
-                alone = alone + messages[edge.incoming]
+                alone = alone + _of_ways(messages[edge.incoming], edge)
             known = total = alone
             for edge in visited[v]:
-                known = known + messages[edge.incoming]
-                total = total + edge.prices[:, ways[edge.to]]
+                known = known + _of_ways(messages[edge.incoming], edge)
+                way = ways[edge.to]
+                taken = way if edge.other is None else edge.other.of[way]
+                total = total + _of_ways(edge.prices[:, taken], edge)
             ways[v] = int(total.argmin())
             least = np.minimum.reduce(known)
             bound += least
             known = (known - least) * self.share[v]
             for edge in coming[v]:
-                message = np.minimum.reduce((known - messages[edge.incoming])[:, None] + edge.prices)
+                of_entries = known if edge.own is None else edge.own.least(known)
+                message = np.minimum.reduce((of_entries - messages[edge.incoming])[:, None] + edge.prices)
                 least = np.minimum.reduce(message)
                 bound += least
                 messages[edge.outgoing] = message - least
         self.bound = float(bound)
         return ways
+
+
+def _of_ways(prices: np.ndarray, edge: _Edge) -> np.ndarray:
+    """Prices of the entries of an edge's own side, as those of the ways."""
+    return prices if edge.own is None else prices[edge.own.of]
 
 
 def _finite(prices: np.ndarray) -> np.ndarray:

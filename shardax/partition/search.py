@@ -3,7 +3,7 @@
 Sites (`sites.py`) are the variables. Each has a table of what its ways cost by themselves; for every value
 that someone reads there are tables of what it costs to bring it from the layout in which it is made to those
 in which it is read (`copies.py`). All prices are picoseconds, times the trip counts of the loops around.
-`tables.py` finds the cheapest choice of all sites together.
+`solve.py` finds the cheapest choice of all sites together.
 """
 
 import itertools
@@ -26,7 +26,8 @@ from shardax.partition.alternatives import Alternatives
 from shardax.partition.guesses import Made
 from shardax.partition.ports import Ports, iteration_splits, lay_out
 from shardax.partition.sites import Layouts, Site, Way, sums_left
-from shardax.partition.tables import Problem, Solution, solve
+from shardax.partition.solve import Solution, solve
+from shardax.partition.tables import Problem
 from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, replicated_layout
 from shardax.spmd_rules.registry import RULES, Split

@@ -1,59 +1,83 @@
-"""Finds the cheapest choice for variables whose prices stand in tables: a pairwise Markov random field,
-solved by elimination.
+"""Tables of prices, and their sums: a pairwise Markov random field, whose optimum `solve.py` finds.
 
 A *variable* has a few ways. A *table* has the price of each combination of the ways of its variables: the
-price of a node by itself, or of a reshard between two. To eliminate a variable is to add up the tables that
-it is in and to keep, for each combination of its neighbours' ways, the least price; that is one more table,
-over the neighbours. Where no table outgrows `LIMIT` the result is the optimum (Dechter 1999, bucket
-elimination). Where one would, messages (`messages.py`) give a lower bound and propose choices, of which the
-best mixture is taken. That is improved: as few variables as must be are held at their ways, others in each
-round, and all others are chosen anew, exactly. The `gap` to the bound is known.
+price of a node by itself, or of a reshard between two. Where several ways have the same prices, as the ways
+of a maker have together with whichever copies, the table has one *entry* for them, and says for each way
+which it is: nine tenths of the tables of a train step over three axes are such repetitions.
 
-Equal tables are one object (`intern`), and an elimination of the same tables is done once: so alike layers
-are solved once. Prices are whole numbers, so sums are exact; among equals the first way is taken.
+Equal tables are one object (`intern`), and the same sum of tables is taken once: so alike layers are solved
+once. Prices are whole numbers, so sums are exact.
 """
 
-import heapq
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
-from shardax.partition.messages import proposals
-
-LIMIT = 1 << 14  # entries of a table
-ROUNDS = 30  # of improvement, where a table outgrew that
-IDLE, PATIENT = 3, 6  # that many with little gain, where the gap is small, and where it is not
-LITTLE, SMALL = 1e-4, 0.1  # shares of the price
 CHUNK = 1 << 16  # entries of a sum of tables that is taken at once
-FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
-
-@dataclass(frozen=True)
-class Solution:
-    """The number of the way of each variable, their price in all, and a lower bound on the price of any
-    choice.
-    """
-
-    ways: list[int]
-    price: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """How much the price may be above the optimum: 0 where it is proven to be that."""
-        return self.price - self.bound
+Entries = np.ndarray | None
+"""The entry of a table's dim that each way of its variable has; None, where each has its own."""
 
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """Prices over some variables, which stand in rising order; a dim for each."""
+    """Prices over some variables, which stand in rising order; a dim for each. `entries`: of each dim; all
+    are in use.
+
+    >>> table = Table((0, 1), np.array([[5.0, 9.0]]), (np.array([0, 0, 0]), None))
+    >>> table.of([2, 1]), table.full().shape
+    (9.0, (3, 2))
+    """
 
     scope: tuple[int, ...]
     prices: np.ndarray
+    entries: tuple[Entries, ...] = ()
+
+    def __post_init__(self):
+        self.entries = self.entries or (None,) * len(self.scope)
+
+    def of(self, ways: Sequence[int]) -> float:
+        """The price if all variables run so."""
+        each = zip(self.scope, self.entries, strict=True)
+        return self.prices[tuple([ways[v] if entries is None else entries[ways[v]] for v, entries in each])]
+
+    def along(self, v: int, ways: Sequence[int]) -> np.ndarray:
+        """The price of each way of one variable, if the others run so."""
+        places, mine = list[Any](), None
+        for w, entries in zip(self.scope, self.entries, strict=True):
+            if w == v:
+                places.append(slice(None))
+                mine = entries
+            else:
+                places.append(ways[w] if entries is None else entries[ways[w]])
+        prices = self.prices[tuple(places)]
+        return prices if mine is None else prices[mine]
+
+    def held(self, v: int, way: int) -> "Table":
+        """The table over the others, if one variable runs so."""
+        at = self.scope.index(v)
+        entries = self.entries[at]
+        prices = self.prices.take(way if entries is None else entries[way], axis=at)
+        return Table(
+            (*self.scope[:at], *self.scope[at + 1 :]),
+            intern(prices),
+            (*self.entries[:at], *self.entries[at + 1 :]),
+        )
+
+    def full(self) -> np.ndarray:
+        """The prices of all ways."""
+        return self.only([None] * len(self.scope))
+
+    def only(self, ways: Sequence[np.ndarray | None]) -> np.ndarray:
+        """The prices of some ways of each variable, None for all."""
+        prices = self.prices
+        for dim, (some, entries) in enumerate(zip(ways, self.entries, strict=True)):
+            taken = some if entries is None else entries if some is None else entries[some]
+            prices = prices if taken is None else prices.take(taken, axis=dim)
+        return prices
 
 
 @dataclass(eq=False)
@@ -68,13 +92,13 @@ class Problem:
         self.counts.append(count)
         return len(self.counts) - 1
 
-    def add(self, scope: Sequence[int], prices: np.ndarray) -> None:
+    def add(self, scope: Sequence[int], prices: np.ndarray, entries: Sequence[Entries] = ()) -> None:
         """Adds a table over one variable or two."""
         if len(scope) == 2 and scope[0] > scope[1]:
-            scope, prices = scope[::-1], prices.T
+            scope, prices, entries = scope[::-1], prices.T, entries[::-1]
         if len(scope) == 2 and scope[0] == scope[1]:
-            scope, prices = scope[:1], prices.diagonal()
-        self.tables.append(Table(tuple(scope), intern(prices)))
+            scope, prices, entries = scope[:1], Table((0, 1), prices, tuple(entries)).full().diagonal(), ()
+        self.tables.append(Table(tuple(scope), intern(prices), tuple(entries)))
 
     def components(self) -> list[tuple[list[int], "Problem"]]:
         """The problems that have nothing to do with one another, each with its variables: what stands side by
@@ -97,89 +121,13 @@ class Problem:
             number.append(problem.variable(count))
         for table in self.tables:
             problem = parts[root_of(table.scope[0])][1]
-            problem.tables.append(Table(tuple([number[v] for v in table.scope]), table.prices))
+            scope = tuple([number[v] for v in table.scope])
+            problem.tables.append(Table(scope, table.prices, table.entries))
         return list(parts.values())
 
     def price(self, ways: Sequence[int]) -> float:
         """The price of a choice."""
-        return float(sum(table.prices[tuple([ways[v] for v in table.scope])] for table in self.tables))
-
-
-def solve(problem: Problem, limit: int = LIMIT) -> Solution:
-    """The cheapest choice, or one with a known gap where a table outgrows `limit`.
-
-    >>> problem = Problem()
-    >>> a, b = problem.variable(2), problem.variable(2)
-    >>> problem.add((a,), np.array([0.0, 3.0]))
-    >>> problem.add((a, b), np.array([[5.0, 9.0], [0.0, 1.0]]))
-    >>> solve(problem)
-    Solution(ways=[1, 0], price=3.0, bound=3.0)
-    """
-    fewer, parts = _contracted(problem)
-    around = _Elimination(fewer, 0)
-    core, rest = around.core()
-    chosen, bound = dict[int, int](), around.constant
-    for variables, part in core.components():
-        ways, least = _solved(part, limit)
-        chosen.update(zip([rest[v] for v in variables], ways, strict=True))
-        bound += least
-    of_fewer = around.decode(chosen)
-    ways = [int(states[of_fewer[v]]) for v, states in parts]
-    return Solution(ways, problem.price(ways), bound)
-
-
-def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
-    """The ways, and a lower bound on the price, of a problem in which everything is connected."""
-    elimination = _Elimination(core, limit)
-    if elimination.run():
-        return elimination.decode(), elimination.constant
-    alone = [np.zeros(count) for count in core.counts]
-    for table in core.tables:
-        if len(table.scope) == 1:
-            alone[table.scope[0]] = table.prices
-    pairs = {table.scope: table.prices for table in core.tables if len(table.scope) == 2}
-    choices, bound = proposals(alone, pairs)
-    return _improved(core, _fused(core, choices, limit), bound, limit // FINER), bound
-
-
-def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:
-    """The problem with fewer variables, and for each variable which of these it is part of, and its way in
-    each of that one's.
-
-    Two variables are one where few pairs of their ways are possible at all: those are its ways.
-    """
-    pairs: dict[int, tuple[Table, np.ndarray]] = {}
-    for table in problem.tables:
-        if len(table.scope) == 2 and pairs.keys().isdisjoint(table.scope):
-            finite = np.isfinite(table.prices)
-            if not finite.all() and 2 * np.count_nonzero(finite) <= 3 * max(table.prices.shape):
-                pairs.update(dict.fromkeys(table.scope, (table, np.argwhere(finite))))
-    fewer, numbers = Problem(), dict[Table, int]()
-    parts: list[tuple[int, np.ndarray]] = []
-    for v, count in enumerate(problem.counts):
-        if v not in pairs:
-            parts.append((fewer.variable(count), np.arange(count)))
-            continue
-        table, possible = pairs[v]
-        if table not in numbers:
-            numbers[table] = fewer.variable(len(possible))
-        parts.append((numbers[table], possible[:, table.scope.index(v)]))
-    for table in problem.tables:
-        _add_parts(fewer, table, [parts[v] for v in table.scope])
-    return fewer, parts
-
-
-def _add_parts(fewer: Problem, table: Table, parts: Sequence[tuple[int, np.ndarray]]) -> None:
-    """Adds a table over variables of which these are parts."""
-    scope = [number for number, _ in parts]
-    if len(scope) == 2 and scope[0] == scope[1]:
-        fewer.add(scope[:1], table.prices[parts[0][1], parts[1][1]])
-        return
-    prices = table.prices
-    for axis, (_, states) in enumerate(parts):
-        if len(states) != prices.shape[axis] or np.count_nonzero(states != np.arange(len(states))):
-            prices = prices.take(states, axis=axis)
-    fewer.add(scope, prices)
+        return float(sum(table.of(ways) for table in self.tables))
 
 
 _interned: dict[tuple, np.ndarray] = {}
@@ -189,161 +137,94 @@ def intern(prices: np.ndarray) -> np.ndarray:
     """The one array that is equal to this."""
     if len(_interned) > 1 << 16:
         _interned.clear()
-        _least.clear()
-    return _interned.setdefault((prices.shape, prices.tobytes()), prices)
+        _known.clear()
+    return _interned.setdefault((prices.shape, prices.dtype.char, prices.tobytes()), prices)
 
 
-Parts = tuple[tuple[int, tuple[int, ...]], ...]
-_least: dict[tuple[Parts, int], tuple[np.ndarray, list[np.ndarray]]] = {}
+def distinct(entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The entries that are in use, and the number of each way's among these.
+
+    >>> distinct(np.array([4, 4, 7]))
+    (array([4, 7]), array([0, 0, 1]))
+    """
+    used, numbers = np.unique(entries, return_inverse=True)
+    return used, intern(numbers)
 
 
-class _Elimination:
-    """The state of an elimination. `of`: the tables that each variable is in; `near`: the others that are in
-    these. `buckets`: (variable, its tables) as they were when it went. `limit`: the entries of a table; where
-    one would outgrow it, variables are held, if some are given."""
-
-    def __init__(self, problem: Problem, limit: int, held: "_Held | None" = None):
-        self.counts, self.limit, self.held = list(problem.counts), limit, held
-        self.of: list[dict[int, Table]] = [{} for _ in problem.counts]
-        self.near: list[set[int]] = [set() for _ in problem.counts]
-        self.buckets: list[tuple[int, list[Table]]] = []
-        self.numbers = itertools.count()
-        self.constant = 0.0
-        for table in problem.tables:
-            self.put(table)
-            for v in table.scope:
-                self.near[v].update(table.scope)
-        for v, near in enumerate(self.near):
-            near.discard(v)
-
-    def put(self, table: Table) -> None:
-        if not table.scope:
-            self.constant += float(table.prices)
-        number = next(self.numbers)
-        for v in table.scope:
-            self.of[v][number] = table
-
-    def core(self) -> tuple[Problem, list[int]]:
-        """Eliminates the variables with at most two neighbours, which leave no larger tables; returns the
-        problem of the others, and which these are."""
-        todo = list(range(len(self.counts)))
-        gone: set[int] = set()
-        while todo:
-            v = todo.pop()
-            if v not in gone and len(self.near[v]) <= 2:
-                gone.add(v)
-                todo += self.eliminate(v)
-        rest = [v for v in range(len(self.counts)) if v not in gone]
-        problem, number = Problem([self.counts[v] for v in rest]), {v: i for i, v in enumerate(rest)}
-        together: dict[tuple[int, ...], np.ndarray] = {}
-        for table in (table for v in rest for table in self.of[v].values() if table.scope[0] == v):
-            known = together.get(table.scope)
-            together[table.scope] = table.prices if known is None else known + table.prices
-        for scope, prices in together.items():
-            problem.add([number[v] for v in scope], prices)
-        return problem, rest
-
-    def run(self) -> bool:
-        """Eliminates all variables, the one that leaves the smallest table first; whether that is
-        possible.
-        """
-        queue = [(self.outgrowth(v), v) for v in range(len(self.counts))]
-        heapq.heapify(queue)
-        gone = [False] * len(self.counts)
-        while queue:
-            size, v = heapq.heappop(queue)
-            if gone[v]:
-                continue
-            if (now := self.outgrowth(v)) != size:
-                heapq.heappush(queue, (now, v))
-                continue
-            if size > self.limit:
-                if self.held is None:
-                    return False
-                heapq.heappush(queue, (size, v))
-                v = self.held.next(v, self.near[v], self.of)
-                around = self.hold(v, self.held.ways[v])
-            else:
-                around = self.eliminate(v)
-            gone[v] = True
-            for w in around:
-                heapq.heappush(queue, (self.outgrowth(w), w))
-        return True
-
-    def outgrowth(self, v: int) -> int:
-        """The size of the table that eliminating a variable leaves."""
-        return math.prod([self.counts[w] for w in self.near[v]])
-
-    def eliminate(self, v: int) -> Iterable[int]:
-        """Eliminates one variable; returns its neighbours."""
-        around, tables = self.near[v], self.taken(v)
-        self.buckets.append((v, tables))
-        if tables:
-            self.put(_without(v, tables, self.counts[v]))
-        for w in around:
-            self.near[w] |= around
-            self.near[w] -= {v, w}
-        return around
-
-    def taken(self, v: int) -> list[Table]:
-        """The tables that a variable is in, which none is in any more."""
-        numbered = self.of[v]
-        self.of[v] = {}
-        for number, table in numbered.items():
-            for w in table.scope:
-                if w != v:
-                    del self.of[w][number]
-        return list(numbered.values())
-
-    def hold(self, v: int, way: int) -> Iterable[int]:
-        """Fixes the way of a variable; returns its neighbours."""
-        around, tables = self.near[v], self.taken(v)
-        alone = np.full(self.counts[v], np.inf)
-        alone[way] = 0.0
-        self.buckets.append((v, [Table((v,), alone)]))
-        for table in tables:
-            at = table.scope.index(v)
-            self.put(
-                Table((*table.scope[:at], *table.scope[at + 1 :]), intern(table.prices.take(way, axis=at)))
-            )
-        for w in around:
-            self.near[w].discard(v)
-        return around
-
-    def decode(self, known: Mapping[int, int] = MappingProxyType({})) -> list[int]:
-        """The way of each variable, last eliminated first: the cheapest, given those that are known."""
-        ways = [known.get(v, 0) for v in range(len(self.counts))]
-        for v, tables in reversed(self.buckets):
-            total = np.zeros(self.counts[v])
-            for table in tables:
-                total = total + table.prices[tuple([slice(None) if w == v else ways[w] for w in table.scope])]
-            ways[v] = int(total.argmin())
-        return ways
+def added(tables: Sequence[Table]) -> Table:
+    """The sum of tables over the same variables."""
+    if len(tables) == 1:
+        return tables[0]
+    shared = _shared(tables)
+    prices = sum([_with_entries(table, shared) for table in tables[1:]], _with_entries(tables[0], shared))
+    return Table(tables[0].scope, intern(prices), tuple([shared[w] for w in tables[0].scope]))
 
 
-def _without(v: int, tables: Sequence[Table], count: int) -> Table:
+_known: dict[Any, tuple[Table, Sequence[Table]]] = {}
+"""What was left without a variable, by the tables and the places of their variables; the tables themselves,
+whose identities the keys hold."""
+
+
+def without(v: int, tables: Sequence[Table]) -> Table:
     """The least prices of the sum of tables, whatever the way of one variable is."""
     scope = sorted({w for table in tables for w in table.scope})
     place = {w: i for i, w in enumerate(scope)}
-    parts = tuple([(id(table.prices), tuple([place[w] for w in table.scope])) for table in tables])
-    at = place[v]
-    known = _least.get((parts, at))
-    if known is None:
-        kept = [table.prices for table in tables]  # whose identities the key holds
-        known = _least[parts, at] = intern(_least_sum(_folded(tables, place, at))), kept
-    return Table((*scope[:at], *scope[at + 1 :]), known[0])
+    parts = tuple(
+        [
+            (id(table.prices), tuple([place[w] for w in table.scope]), tuple(map(id, table.entries)))
+            for table in tables
+        ]
+    )
+    key = parts, place[v]
+    if key not in _known:
+        _known[key] = _without(v, tables, scope), tables
+    known, _ = _known[key]
+    return Table(tuple([w for w in scope if w != v]), known.prices, known.entries)
 
 
-def _folded(tables: Sequence[Table], place: Mapping[int, int], at: int) -> list[np.ndarray]:
+def _without(v: int, tables: Sequence[Table], scope: Sequence[int]) -> Table:
+    own, others = [t for t in tables if t.scope == (v,)], [t for t in tables if t.scope != (v,)]
+    shared = _shared(others)
+    if own and (entries := shared.get(v)) is not None:  # of all ways with one entry the cheapest
+        least = np.full(entries.max() + 1, np.inf)
+        np.minimum.at(least, entries, sum(table.full() for table in own))
+        own = [Table((v,), least, (entries,))]
+    place = {w: i for i, w in enumerate(scope)}
+    arrays = [(table.scope, _with_entries(table, shared)) for table in (*own, *others)]
+    prices = intern(_least_sum(_folded(arrays, place, place[v])))
+    return Table(tuple([w for w in scope if w != v]), prices, tuple([shared[w] for w in scope if w != v]))
+
+
+def _shared(tables: Iterable[Table]) -> dict[int, Entries]:
+    """The entries of each variable, where they are the same in all tables that it is in."""
+    shared: dict[int, Entries] = {}
+    for table in tables:
+        for w, entries in zip(table.scope, table.entries, strict=True):
+            shared[w] = entries if shared.get(w, entries) is entries else None
+    return shared
+
+
+def _with_entries(table: Table, shared: dict[int, Entries]) -> np.ndarray:
+    """A table's prices, of all ways where it has other entries than the others."""
+    prices = table.prices
+    for dim, (w, entries) in enumerate(zip(table.scope, table.entries, strict=True)):
+        if entries is not None and shared.get(w) is not entries:
+            prices = prices.take(entries, axis=dim)
+    return prices
+
+
+def _folded(
+    tables: Sequence[tuple[tuple[int, ...], np.ndarray]], place: dict[int, int], at: int
+) -> list[np.ndarray]:
     """Tables with the same sum, each variable at its place but the one that is `at` first: what is over some
     of another's variables is added to that."""
     sums: dict[frozenset[int], np.ndarray] = {}
-    for table in sorted(tables, key=lambda table: -len(table.scope)):
-        shape, over = [1] * len(place), frozenset(table.scope)
-        for w, n in zip(table.scope, table.prices.shape, strict=True):
+    for scope, prices in sorted(tables, key=lambda table: -len(table[0])):
+        shape, over = [1] * len(place), frozenset(scope)
+        for w, n in zip(scope, prices.shape, strict=True):
             shape[place[w]] = n
-        prices = np.moveaxis(table.prices.reshape(shape), at, 0)
-        into = next((scope for scope in sums if over <= scope), None)
+        prices = np.moveaxis(prices.reshape(shape), at, 0)
+        into = next((larger for larger in sums if over <= larger), None)
         if into is None:
             sums[over] = prices
         else:
@@ -365,57 +246,3 @@ def _least_sum(tables: Sequence[np.ndarray]) -> np.ndarray:
         cut = (*[slice(None)] * dim, slice(first, first + rows))
         parts.append(_least_sum([table if table.shape[dim] == 1 else table[cut] for table in tables]))
     return np.concatenate(parts, axis=dim - 1)
-
-
-def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:
-    """The best choice in which each variable takes the way that it has in one of these. Few ways are left, so
-    that few variables must be held at those of the best one (after Lempitsky et al. 2010, fusion moves)."""
-    best = min(choices, key=core.price)
-    kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
-    open_ = [v for v, ways in enumerate(kept) if len(ways) > 1]
-    fewer, number = Problem([len(kept[v]) for v in open_]), {v: i for i, v in enumerate(open_)}
-    for table in core.tables:
-        prices = table.prices[np.ix_(*(kept[v] for v in table.scope))]
-        scope = [v for v in table.scope if v in number]
-        if scope:
-            fewer.add([number[v] for v in scope], prices.reshape([len(kept[v]) for v in scope]))
-    start = [int(np.searchsorted(kept[v], best[v])) for v in open_]
-    fused = list(best)
-    for v, way in zip(open_, _improved(fewer, start, -math.inf, limit, IDLE), strict=True):
-        fused[v] = int(kept[v][way])
-    return fused
-
-
-@dataclass(eq=False)
-class _Held:
-    """The ways at which variables are held, and how often each was, so that others are in the next round."""
-
-    ways: list[int]
-    times: list[int]
-
-    def next(self, v: int, neighbours: Iterable[int], of: Sequence[Mapping[int, Table]]) -> int:
-        """Which variable to hold so that v's table shrinks: one seldom held, of those the one in most
-        tables.
-        """
-        held = min((v, *sorted(neighbours)), key=lambda w: (self.times[w], -len(of[w]), w))
-        self.times[held] += 1
-        return held
-
-
-def _improved(
-    problem: Problem, ways: list[int], bound: float, limit: int, patience: int = PATIENT
-) -> list[int]:
-    """A choice that costs no more: none of the rounds found a better one. `patience`: how many may gain
-    little in a row, as long as the gap is not small."""
-    held = _Held(ways, [0] * len(problem.counts))
-    price, idle = problem.price(ways), 0
-    for _ in range(ROUNDS):
-        elimination = _Elimination(problem, limit, held)
-        elimination.run()
-        held.ways = elimination.decode()
-        now = problem.price(held.ways)
-        idle = idle + 1 if price - now <= LITTLE * price else 0
-        price = now
-        if price <= bound or idle >= (IDLE if price - bound <= SMALL * price else patience):
-            break
-    return held.ways

@@ -123,6 +123,7 @@ def _price(
     if _only_slices(first, last):
         return 0.0
     first, last, shape, _, _ = _within_blocks(first, last, shape, network)
+    first, last = _renamed(first, last, network)
     search = _search(first, last, shape, itemsize, network, standing=True)
     return search.least() if bound else search.price()
 
@@ -215,6 +216,26 @@ def _within_blocks(
     return _inside(first, staying, blocks), _inside(last, staying, blocks), shape, staying, blocks
 
 
+def _renamed(first: State, last: State, network: Network) -> tuple[State, State]:
+    """Two layouts between which a path costs the same, whichever of the axes that cost alike are where: named
+    in the order in which they come, so that one pair stands for all of these.
+    """
+    if not network.alike:
+        return first, last
+    names: dict[str, str] = {}
+    unused = {axes: iter(axes) for axes in network.alike.values()}
+    for axis in (*itertools.chain(*first.dims, *last.dims), *first.pending_axes, *last.pending_axes):
+        if axis not in names:
+            names[axis] = next(unused[network.alike[axis]]) if axis in network.alike else axis
+    return _with_names(first, names), _with_names(last, names)
+
+
+def _with_names(state: State, names: Mapping[str, str]) -> State:
+    dims = tuple([tuple([names[a] for a in axes]) for axes in state.dims])
+    pending = tuple([(names[a], kind) for a, kind in state.pending])
+    return State(dims, state.padded, canonical_pending(pending))
+
+
 def _inside(state: State, staying: Sequence[Axes], blocks: Sequence[int]) -> State:
     """A layout as that of one block."""
     dims = tuple([axes[len(shared) :] for axes, shared in zip(state.dims, staying, strict=True)])
@@ -268,7 +289,10 @@ class _Search(NamedTuple):
     def price(self) -> float:
         if self.few:
             return _reach(self.first, self.value.scale).to(self.last)
-        return self.path()[0]
+        found, ends = self.value.scale.found, (self.first, self.last)
+        if ends not in found:
+            found[ends], _ = self.path()
+        return found[ends]
 
     def least(self) -> float:
         return self.price() if self.few else _bound(self.last, self.value)(self.first)[0]

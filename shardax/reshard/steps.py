@@ -219,10 +219,10 @@ class Part:
 class Scale(dict[int, float]):
     """The prices of the tariffs of a part of a space, in picoseconds, for a value that has `ours` bytes where
     the space has `theirs`, and `stretch` elements along the minor-most dim, the second number where the space
-    has the first.
+    has the first. `found`: the prices of paths between two layouts that were looked for, over many axes.
     """
 
-    __slots__ = ("part", "space", "ours", "theirs", "stretch", "tariffs")
+    __slots__ = ("part", "space", "ours", "theirs", "stretch", "tariffs", "found")
     __eq__ = object.__eq__
     __ne__ = object.__ne__
 
@@ -233,6 +233,7 @@ class Scale(dict[int, float]):
         self.part, self.space = part, part.space
         self.ours, self.theirs, self.stretch = ours, theirs, stretch
         self.tariffs: list[Tariff] = []
+        self.found: dict[tuple[int, int], float] = {}
 
     def __missing__(self, number: int) -> float:
         if number >= len(self.tariffs):
