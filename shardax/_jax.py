@@ -201,6 +201,7 @@ def is_users_file(name: str) -> bool:
 
 
 _INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+_JAX = os.path.dirname(jax.__file__)
 _LIBRARIES = (*_INSTALLED, sysconfig.get_path("stdlib"), os.path.dirname(__file__))
 
 
@@ -279,20 +280,28 @@ def wants_own_mesh(error: Exception) -> bool:
 
 def is_of_context(error: Exception) -> bool:
     """Whether JAX might not raise this in another mesh context, or where values have other types or none. Few
-    of its errors have a type of their own; the others are known by their words. Other libraries
-    may compare the types of values; what they raise is known by where it is raised.
+    of its errors have a type of their own; the others are known by their words, or by having none, as those
+    of rules that do not know values with types have. Other libraries may compare the types of values; what
+    they raise is known by where it is raised.
     """
     text = str(error)
     if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text) or _is_of_library(error):
         return True
+    if isinstance(error, NotImplementedError) and not text:
+        return _raised_in(error).startswith(_JAX)
     return _OF_TYPES.search(text) is not None and "do not match" not in text  # shapes or dtypes, that is
 
 
 def _is_of_library(error: Exception) -> bool:
     """Whether the code that raised this was installed, and is not JAX's."""
+    file = _raised_in(error)
+    return file.startswith(_INSTALLED) and not file.startswith(_JAX)
+
+
+def _raised_in(error: Exception) -> str:
+    """The file."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    file = frames[-1].f_code.co_filename if frames else ""
-    return file.startswith(_INSTALLED) and not file.startswith(os.path.dirname(jax.__file__))
+    return frames[-1].f_code.co_filename if frames else ""
 
 
 _OF_CONTEXT = re.compile(

@@ -195,12 +195,13 @@ def _build_one(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, opti
     with timed(phases, "choice"):
         rests = _resting(program, completion, resting, refined)
         shardings = [tuple(map(refined.sharding, side)) for side in rests]
+        trivial = [axis for axis, n in refined.sizes.items() if n == 1]
         layouts = [
-            [layout_at_rest(s, v.shape) for s, v in zip(side, values, strict=True)]
+            [layout_at_rest(s.without(trivial), v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
         allowed = functools.partial(strict.allowed, options.allow) if options.strict is True else None
-        decisions = choose(program, completion, *layouts, allowed=allowed)
+        decisions = choose(program, completion.of_several(), *layouts, allowed=allowed)
     with timed(phases, "emission"):
         abstract = sites.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):

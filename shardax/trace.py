@@ -465,10 +465,11 @@ def _make_jaxpr(
 
 
 def _refusal(error: Exception) -> str:
-    """JAX's first sentence, and the user's line."""
+    """JAX's first sentence, or the kind of its error where it has no words, and the user's line."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _jax.is_users_file(f.filename)]
     at = f" (at {line_text(f'{frames[-1].filename}:{frames[-1].lineno}')})" if frames else ""
-    return re.split(r"(?<=[a-z`\])])\. |\n", str(error))[0].rstrip(".") + at
+    words = str(error) or type(error).__name__
+    return re.split(r"(?<=[a-z`\])])\. |\n", words)[0].rstrip(".") + at
 
 
 def _traced(flat: Callable[..., Any], leaves: Sequence[Any], slots: Sequence[Slot], context: AbstractMesh):

@@ -206,6 +206,25 @@ def test_where_jax_refuses_completion_decides():
         np.testing.assert_allclose(got, jax.jit(program)(np.asarray(x), np.asarray(w)), rtol=1e-5, atol=1e-6)
 
 
+def test_where_a_rule_of_jax_knows_no_types_completion_decides():
+    """That of a batch of grouped convolutions says so without a word."""
+
+    def loss(x, w):
+        kernel = jnp.repeat(w[:, None, None], 4, 2)
+        numbers = ("NHC", "HIO", "NHC")
+        return jnp.sum(
+            jax.lax.conv_general_dilated(x, kernel, [2], [(0, 1)], None, [2], numbers, feature_group_count=4)
+        )
+
+    gradients = jax.vmap(jax.grad(loss, (0, 1)))
+    args = ramp(4, 2, 8, 4), ramp(4, 3)
+    step = sx.shard_jit(gradients, mesh=MESH, in_shardings=(P("x"), P("x")))
+    for got, want in zip(step(*args), jax.jit(gradients)(*args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    text = " ".join(step.plan(*args).text(400).split())
+    assert "completion decides. JAX: NotImplementedError (at " in text
+
+
 def test_the_plan_of_what_closes_over_arrays():
     """Which are moved off the mesh before."""
     table = jnp.arange(12.0).reshape(3, 4) + 0.5

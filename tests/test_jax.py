@@ -54,7 +54,12 @@ RAISES = {
     "JAX, of its operands": (lambda: jnp.reshape(np.ones(3), (2,)), False),
     "JAX, of a mesh": (lambda: jax.lax.with_sharding_constraint(np.ones(3), P("x")), True),
     "the user's own": (lambda: int("one"), False),
+    "the user's own, without a word": (lambda: unwritten(), False),
 }
+
+
+def unwritten():
+    raise NotImplementedError
 
 
 @pytest.mark.parametrize("what", RAISES)

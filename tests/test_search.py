@@ -122,6 +122,34 @@ def test_axes_cut_in_two_raise_no_price(f, shapes, specs, cut):
     assert price(finer[cut]) <= price({"x": 16, "y": 8}) + 1  # ties are broken by less
 
 
+def named_too(spec, first="a", last="b"):
+    """A spec that names two further axes, one in front of those of the first dim, one behind those of the
+    last."""
+    if not isinstance(spec, P):
+        return spec if spec is None else tuple(map(named_too, spec))
+    dims = [() if dim is None else (dim,) if isinstance(dim, str) else dim for dim in spec]
+    if not dims:
+        return spec
+    dims[0] = (first, *dims[0])
+    dims[-1] = (*dims[-1], last)
+    return P(*dims)
+
+
+@pytest.mark.once
+@pytest.mark.promotes_ranks
+@pytest.mark.mixed_dtypes
+def test_axes_of_one_device_change_nothing():
+    """A configuration that names five axes, of which two have several devices, is planned as one of two."""
+    mesh = AbstractMesh((1, 4, 1, 2, 1), ("a", "x", "b", "y", "c"), axis_types=(AxisType.Auto,) * 5)
+    for f, args, ins, outs, _ in ROWS.values():
+        plans = [
+            sx.shard_jit(f, mesh=on, in_shardings=ins, out_shardings=outs).plan(*args)
+            for on, ins, outs in ((MESH, ins, outs), (mesh, *map(named_too, (ins, outs))))
+        ]
+        wanted, found = ((p.comm_bytes, p.decisions.price, p.decisions.gap) for p in plans)
+        assert found == wanted
+
+
 def experts(x, gate, up, down):
     """A mixture of experts, all of them weighted."""
     weights = jax.nn.softmax(jnp.einsum("gsm,me->gse", x, gate))

@@ -8,7 +8,7 @@ nothing else.
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from shardax.completion.at_rest import successors, updated_at_rest
@@ -106,6 +106,18 @@ class Completion:
 
     def sharding(self, value: Value) -> Sharding:
         return self.shardings.get(value) or replicated(len(value.shape))
+
+    def of_several(self) -> "Completion":
+        """The same without axes of one device in dims: they split nothing, and how a program runs does not
+        depend on them. (What rests between calls is still said as the user said it.)
+        """
+        trivial = {axis for axis, n in self.sizes.items() if n == 1}
+        if not trivial:
+            return self
+        without = cache(lambda sharding: sharding.without(trivial))  # one object for one, as blocks count on
+        shardings = {v: without(sharding) for v, sharding in self.shardings.items()}
+        wished = {v: without(sharding) for v, sharding in self.wished.items()}
+        return replace(self, shardings=shardings, wished=wished)
 
     def origin(self, value: Value, dim: int) -> Origin | None:
         for block, place in self.homes.get(value, ()):

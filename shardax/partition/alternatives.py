@@ -220,7 +220,7 @@ class Alternatives:
         them, it would take less time even with the results gathered.
         """
         used = _axes_of(way)
-        unused = tuple([a for a in self.sizes if a not in used and a not in hidden])
+        unused = tuple([a for a, n in self.sizes.items() if n > 1 and a not in used and a not in hidden])
         if not unused:
             return ()
         node, entry = around.node, around.entry

@@ -190,16 +190,16 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
     specs = node.params["in_specs"], node.params["out_specs"]
     if "partly_manual" not in node.params:
         for value, inner, spec in zip(node.inputs, body.inputs, specs[0], strict=True):
-            ways = [Way((_specified(value, spec),), (replicated_layout(inner.shape),))]
+            ways = [Way((_specified(search, value, spec),), (replicated_layout(inner.shape),))]
             ports.operands.append(search.add(Site([value], [inner], ways, runs)))
         search.body(body, runs, frozenset(search.sizes))
         for value, inner, spec in zip(node.outputs, body.outputs, specs[1], strict=True):
-            ways = [Way((replicated_layout(inner.shape),), (_specified(value, spec),))]
+            ways = [Way((replicated_layout(inner.shape),), (_specified(search, value, spec),))]
             ports.results.append(search.add(Site([inner], [value], ways, runs)))
         return ports
     inside = hidden.union(node.params["newly_manual_axes"])
     for outer, inner, spec in zip(node.inputs, body.inputs, specs[0], strict=True):
-        stack = from_spec(spec, len(spec)).dims
+        stack = from_spec(spec, len(spec)).without(search.trivial).dims
         rests = [
             Layout(Sharding(x.dims[len(stack) :]), x.padded[len(stack) :])
             for x in search.at_hand(outer, hidden)
@@ -210,7 +210,7 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
         ports.operands.append(search.add(Site([outer], [inner], ways, runs)))
     search.body(body, runs, inside)
     for outer, inner, spec in zip(node.outputs, body.outputs, specs[1], strict=True):
-        stack = from_spec(spec, len(spec)).dims
+        stack = from_spec(spec, len(spec)).without(search.trivial).dims
         layouts = dict.fromkeys(
             [
                 *search.owing(search.requested(inner, inside), inner, search.made(inner)),
@@ -222,8 +222,8 @@ def _island(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> 
     return ports
 
 
-def _specified(value: Value, spec) -> Layout:
-    return layout_at_rest(from_spec(spec, len(value.shape)), value.shape)
+def _specified(search: Search, value: Value, spec) -> Layout:
+    return layout_at_rest(from_spec(spec, len(value.shape)).without(search.trivial), value.shape)
 
 
 def _placed(layout: Layout, stack: Value, dims: Sequence[Axes]) -> Layout:

@@ -56,6 +56,7 @@ class Search:
     the layouts in which bodies give carries back; `returned`: those of the last time. `avoided`: the steps of
     reshards that strict mode avoids. `excess`: how much more it costs to make a value in each layout than in
     the cheapest; `readers`: how many share that. `byte_price`: picoseconds for each byte that is stored.
+    `trivial`: the axes of one device, which no layout has.
     """
 
     def __init__(
@@ -99,7 +100,8 @@ class Search:
         nodes = list(graph.walk())
         self.readers = Counter(v for node in nodes for v in node.inputs)
         self.reader = {v: node for node in nodes for v in node.inputs if self.readers[v] == 1}
-        self.all_exact = bool(self.avoided) or len(self.sizes) <= paths.FEW
+        self.trivial = frozenset([axis for axis, n in self.sizes.items() if n == 1])
+        self.all_exact = bool(self.avoided) or len(self.sizes) - len(self.trivial) <= paths.FEW
         self.tables: dict[tuple[Kind, int, tuple[int, ...]], Any] = {}
         self.prices: dict[Kind, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
