@@ -217,12 +217,13 @@ def test_where_a_rule_of_jax_knows_no_types_completion_decides():
         )
 
     gradients = jax.vmap(jax.grad(loss, (0, 1)))
-    args = ramp(4, 2, 8, 4), ramp(4, 3)
-    step = sx.shard_jit(gradients, mesh=MESH, in_shardings=(P("x"), P("x")))
-    for got, want in zip(step(*args), jax.jit(gradients)(*args), strict=True):
+    args = put(ramp(4, 2, 8, 4)), put(ramp(4, 3))
+    step = sx.shard_jit(gradients, mesh=MESH)
+    wanted = jax.jit(gradients)(*map(np.asarray, args))
+    for got, want in zip(step(*args), wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     text = " ".join(step.plan(*args).text(400).split())
-    assert "completion decides. JAX: NotImplementedError (at " in text
+    assert "completion decides. JAX: NotImplementedError" in text
 
 
 def test_the_plan_of_what_closes_over_arrays():

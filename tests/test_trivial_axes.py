@@ -79,7 +79,14 @@ def nested(s):
         (collectives, {"in_specs": P("data", "fsdp"), "out_specs": P("data", "fsdp"), "check_vma": False}),
         (varying, {"in_specs": P("data"), "out_specs": P("data")}),
         (nested, {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}),
-        (nested, {"in_specs": P(("fsdp", "data")), "out_specs": P(("data", "fsdp")), "axis_names": {"fsdp", "data"}}),
+        (
+            nested,
+            {
+                "in_specs": P(("fsdp", "data")),
+                "out_specs": P(("data", "fsdp")),
+                "axis_names": {"fsdp", "data"},
+            },
+        ),
     ],
 )
 def test_islands_may_name_them(body, how):
@@ -109,9 +116,7 @@ def test_what_is_chosen_does_not_name_them():
     step = sx.shard_jit(lambda x, w: x @ w, mesh=MESH, in_shardings=(P(("data", "fsdp")), P("fsdp", "model")))
     plan = step.plan(X, X.T)
     layouts = [
-        layout
-        for _, decision in plan.decisions.pairs()
-        for layout in (*decision.operands, *decision.results)
+        layout for _, decision in plan.decisions.pairs() for layout in (*decision.operands, *decision.results)
     ]
     assert layouts
     assert not {"stage", "fsdp"}.intersection(*[lay.sharding.axes for lay in layouts])
