@@ -56,6 +56,7 @@ class Search(Protocol):
     """What ports need of the search that they are added to; `partition/search.py` explains each."""
 
     sizes: AxisSizes
+    trivial: frozenset[str]
     network: Network
     nbytes: Callable[[Value, Layout], int]
     annotated: dict[Value, tuple[Axes | None, ...]]
