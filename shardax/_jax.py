@@ -1,6 +1,6 @@
 """The only file that knows JAX's internals or looks at its version.
 
-Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 90 entries, here by what the
+Generations covered: 0.10 (Python 3.11), 0.11 and 0.12 (Python >= 3.12). It has 91 entries, here by what the
 public API lacks:
 
 Jaxprs as data. There is no public way to prune, split, batch or differentiate a jaxpr and get a jaxpr, to
@@ -23,8 +23,8 @@ Source lines and errors as JAX shows them: which frame is the user's, which are 
     infer_argnums_and_argnames.
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
-    context_mesh, without_mapped_axes, wants_own_mesh, is_of_context, legacy_mesh, moved_off_meshes,
-    lowering_on, is_eager, is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
+    context_mesh, without_mapped_axes, wants_own_mesh, is_of_context, lacks_rule, legacy_mesh,
+    moved_off_meshes, lowering_on, is_eager, is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
 Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with
 our Python where its cache has nothing; the seconds of one compilation; shardings given to what is traced
 already:
@@ -280,16 +280,21 @@ def wants_own_mesh(error: Exception) -> bool:
 
 def is_of_context(error: Exception) -> bool:
     """Whether JAX might not raise this in another mesh context, or where values have other types or none. Few
-    of its errors have a type of their own; the others are known by their words, or by having none, as those
-    of rules that do not know values with types have. Other libraries may compare the types of values; what
-    they raise is known by where it is raised.
+    of its errors have a type of their own; the others are known by their words, or by having none. Other
+    libraries may compare the types of values; what they raise is known by where it is raised.
     """
     text = str(error)
     if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text) or _is_of_library(error):
         return True
-    if isinstance(error, NotImplementedError) and not text:
-        return _raised_in(error).startswith(_JAX)
+    if lacks_rule(error):
+        return True
     return _OF_TYPES.search(text) is not None and "do not match" not in text  # shapes or dtypes, that is
+
+
+def lacks_rule(error: Exception) -> bool:
+    """Whether a rule of JAX's gave up without a word, as that does which batches a grouped convolution where
+    what is transposed has a type, though one of Auto axes."""
+    return isinstance(error, NotImplementedError) and not str(error) and _raised_in(error).startswith(_JAX)
 
 
 def _is_of_library(error: Exception) -> bool:

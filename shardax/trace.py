@@ -437,9 +437,9 @@ def _make_jaxpr(
     A product whose result two operands would split alike, or a size that does not divide, has no type: the
     function is traced again in the Auto twin of the mesh, and completion decides. That context allows no
     Explicit array that the function closes over, which the empty one allows, as it allows islands over
-    another mesh than the program's; and there `with mesh:` gives bare specs their mesh. What the function
-    raises for reasons of its own, it raises at once: it is run once, and no other context's error stands for
-    it.
+    another mesh than the program's; and there `with mesh:` gives bare specs their mesh. On an Auto mesh the
+    empty context is tried where a rule of JAX's has none. What the function raises for reasons of its own, it
+    raises at once: it is run once, and no other context's error stands for it.
     """
     auto, empty = abstract_mesh(auto_mesh(mesh)), AbstractMesh((), ())
     attempts = [lambda: _traced(flat, leaves, slots, auto)]
@@ -454,7 +454,7 @@ def _make_jaxpr(
             if not _jax.is_of_context(error):
                 raise
             errors.append(error)
-    if any(map(_jax.wants_own_mesh, errors)):
+    if any(map(_jax.wants_own_mesh, errors)) or not is_explicit(mesh) and _jax.lacks_rule(errors[0]):
         try:
             with _jax.legacy_mesh(auto_mesh(mesh)) if isinstance(mesh, Mesh) else nullcontext():
                 return _traced(flat, leaves, slots, empty), ""

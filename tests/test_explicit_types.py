@@ -206,24 +206,43 @@ def test_where_jax_refuses_completion_decides():
         np.testing.assert_allclose(got, jax.jit(program)(np.asarray(x), np.asarray(w)), rtol=1e-5, atol=1e-6)
 
 
-def test_where_a_rule_of_jax_knows_no_types_completion_decides():
-    """That of a batch of grouped convolutions says so without a word."""
+def grouped(x, w):
+    """A convolution of each channel with a kernel of its own."""
+    kernel, numbers = jnp.repeat(w[:, None, None], 4, 2), ("NHC", "HIO", "NHC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, [2], [(0, 1)], None, [2], numbers, feature_group_count=4
+    ).sum()
 
-    def loss(x, w):
-        kernel = jnp.repeat(w[:, None, None], 4, 2)
-        numbers = ("NHC", "HIO", "NHC")
-        return jnp.sum(
-            jax.lax.conv_general_dilated(x, kernel, [2], [(0, 1)], None, [2], numbers, feature_group_count=4)
-        )
 
-    gradients = jax.vmap(jax.grad(loss, (0, 1)))
-    args = put(ramp(4, 2, 8, 4)), put(ramp(4, 3))
-    step = sx.shard_jit(gradients, mesh=MESH)
-    wanted = jax.jit(gradients)(*map(np.asarray, args))
-    for got, want in zip(step(*args), wanted, strict=True):
+def in_a_loop(x, w):
+    return jax.lax.scan(lambda total, _: (total + grouped(x, w), None), 0.0, None, length=2)[0]
+
+
+FORMS = {  # of the gradients of each of a batch
+    "compiled": lambda f, mesh: sx.shard_jit(jax.vmap(jax.grad(f, (0, 1))), mesh=mesh),
+    "a batch of compiled": lambda f, mesh: jax.vmap(sx.shard_jit(jax.grad(f, (0, 1)), mesh=mesh)),
+    "compiled again": lambda f, mesh: jax.jit(jax.vmap(jax.grad(sx.shard_jit(f, mesh=mesh), (0, 1)))),
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("f", [grouped, in_a_loop])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_where_a_rule_of_jax_gives_up_without_a_word(kind, f, form):
+    """That which batches grouped convolutions does where a transposed one is given a type, though it be of
+    Auto axes and say nothing. Without a mesh in context none has one.
+    """
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    args = ramp(4, 2, 8, 4), ramp(4, 3)
+    wanted = jax.jit(jax.vmap(jax.grad(f, (0, 1))))(*args)
+    compiled = FORMS[form](f, mesh)
+    for got, want in zip(compiled(*args), wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    text = " ".join(step.plan(*args).text(400).split())
-    assert "completion decides. JAX: NotImplementedError" in text
+    if form == "compiled" and kind == EXPLICIT:
+        placed = (put(x, mesh=mesh) for x in args)
+        text = " ".join(compiled.plan(*placed).text(400).split())
+        assert "completion decides. JAX: NotImplementedError" in text
 
 
 def test_the_plan_of_what_closes_over_arrays():

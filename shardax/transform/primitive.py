@@ -22,6 +22,7 @@ from shardax import _jax, program
 from shardax.annotations.annotate import annotate_p, describe, renumbered
 from shardax.annotations.explicit import auto_mesh, explicit_mesh, explicit_sharding, memory_of
 from shardax.annotations.user_mesh import UserMesh, user_mesh
+from shardax.graph.equations import map_equations
 from shardax.meshes import sites
 from shardax.meshes.crossing import Crossing
 from shardax.meshes.refinement import Placement, refinement
@@ -306,8 +307,23 @@ def _zeros(aval):
 
 
 def _batch(axis_data, args, dims, *, jaxpr, **params):
-    batched, out_dims = _jax.batch_jaxpr(jaxpr, axis_data, tuple(dims))
+    batched, out_dims = _jax.batch_jaxpr(_without_idle_types(jaxpr), axis_data, tuple(dims))
     return _rebind(args, params, batched), out_dims
+
+
+def _without_idle_types(jaxpr):
+    """A jaxpr in which no result is given a type of Auto axes, which says nothing. JAX gives one to what it
+    transposes while a mesh is in context, and then has no rule to batch it, if it is a grouped convolution.
+    """
+
+    def is_idle(sharding) -> bool:
+        return sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types
+
+    def change(eqn):
+        idle = is_idle(eqn.params.get("out_sharding"))
+        return eqn.replace(params={**eqn.params, "out_sharding": None}) if idle else eqn
+
+    return map_equations(jaxpr, lambda eqns: list(map(change, eqns)))
 
 
 def _partial_eval(trace, *tracers, jaxpr, **params):
