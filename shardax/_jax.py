@@ -24,7 +24,8 @@ Source lines and errors as JAX shows them: which frame is the user's, which are 
 The surroundings of a call: the mesh in context (the public reader gives only an abstract one), whether
 anything is being traced, the store that processes share:
     context_mesh, without_mapped_axes, wants_own_mesh, is_of_context, lacks_rule, legacy_mesh,
-    moved_off_meshes, lowering_on, is_eager, is_concrete, device_count, gspmd_sharding, spec_on, key_value_store.
+    moved_off_meshes, lowering_on, is_eager, is_concrete, device_count, gspmd_sharding,
+    spec_on, key_value_store.
 Dispatch: the shardings of committed arguments, which only the lowering sees; `jax.jit`'s own C++ call, with
 our Python where its cache has nothing; the seconds of one compilation; shardings given to what is traced
 already:
