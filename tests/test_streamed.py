@@ -17,6 +17,11 @@ from shardax.zero.offload import at_host
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
+ROUNDED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+"""XLA 0.12 without optimization, as tests compile, leaves out roundings of bfloat16 in loops, on processors that
+have instructions for it."""
+
+
 def momentum(m, w, g):
     m = 0.9 * jax.device_put(m, DEVICE) + g
     return jax.device_put(m, HOST), w - 0.1 * m
@@ -53,7 +58,8 @@ def in_blocks(function, *types, gradient=None, tiles=True):
     ]
     if gradient is not None:
         args[2] = jnp.full_like(args[2], gradient)
-    got, wanted = (jax.jit(jaxpr_as_fun(x))(*args) for x in (new, closed))
+    how = ROUNDED if all(dtype == "bfloat16" for _, dtype, _ in types) else None
+    got, wanted = (jax.jit(jaxpr_as_fun(x), compiler_options=how)(*args) for x in (new, closed))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(one, other)
         assert one.sharding.memory_kind == other.sharding.memory_kind

@@ -28,7 +28,7 @@ class Table:
     are in use.
 
     >>> table = Table((0, 1), np.array([[5.0, 9.0]]), (np.array([0, 0, 0]), None))
-    >>> table.of([2, 1]), table.full().shape
+    >>> float(table.of([2, 1])), table.full().shape
     (9.0, (3, 2))
     """
 
