@@ -285,9 +285,9 @@ def is_of_context(error: Exception) -> bool:
     libraries may compare the types of values; what they raise is known by where it is raised.
     """
     text = str(error)
-    if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text) or _is_of_library(error):
+    if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text):
         return True
-    if lacks_rule(error):
+    if _is_of_library(error) or lacks_rule(error):
         return True
     return _OF_TYPES.search(text) is not None and "do not match" not in text  # shapes or dtypes, that is
 

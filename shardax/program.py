@@ -34,7 +34,7 @@ from shardax.partition.replicated import report_replicated
 from shardax.passes import scopes
 from shardax.passes.table import PassContext, planned
 from shardax.rewrites.driver import rewritten
-from shardax.sharding import NOTHING_OWED, Sharding, at_rest, layout_at_rest, replicated
+from shardax.sharding import NOTHING_OWED, Sharding, at_rest, layout_at_rest, replicated, trivial_axes
 
 AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -195,7 +195,7 @@ def _build_one(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, opti
     with timed(phases, "choice"):
         rests = _resting(program, completion, resting, refined)
         shardings = [tuple(map(refined.sharding, side)) for side in rests]
-        trivial = [axis for axis, n in refined.sizes.items() if n == 1]
+        trivial = trivial_axes(refined.sizes)
         layouts = [
             [layout_at_rest(s.without(trivial), v.shape) for s, v in zip(side, values, strict=True)]
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)

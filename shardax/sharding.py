@@ -28,6 +28,15 @@ def rows_apart(axes: Axes, size: int, sizes: AxisSizes) -> Axes:
     return next((axes[:i] for i in range(len(axes)) if shard_count(axes[:i], sizes) == size), axes)
 
 
+def trivial_axes(sizes: AxisSizes) -> frozenset[str]:
+    """The axes of one device, which split nothing.
+
+    >>> sorted(trivial_axes({"x": 2, "y": 1, "z": 1}))
+    ['y', 'z']
+    """
+    return frozenset([axis for axis, n in sizes.items() if n == 1])
+
+
 def shard_count(axes: Axes, sizes: AxisSizes) -> int:
     """The number of pieces into which `axes` split a dim.
 

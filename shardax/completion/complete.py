@@ -22,7 +22,7 @@ from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.state import state
 from shardax.ledger.collectives import array_text
-from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated
+from shardax.sharding import Axes, AxisSizes, Sharding, at_rest, replicated, trivial_axes
 
 UPDATED_AT_REST = "state is updated as it rests"
 
@@ -111,7 +111,7 @@ class Completion:
         """The same without axes of one device in dims: they split nothing, and how a program runs does not
         depend on them. (What rests between calls is still said as the user said it.)
         """
-        trivial = {axis for axis, n in self.sizes.items() if n == 1}
+        trivial = trivial_axes(self.sizes)
         if not trivial:
             return self
         without = cache(lambda sharding: sharding.without(trivial))  # one object for one, as blocks count on

@@ -36,7 +36,7 @@ from shardax.partition.guesses import Guesses, Made, Taking
 from shardax.partition.paddings import arrays_of, is_at_host, joined_axes, paddings_of, whole_axes
 from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.reshard import paths
-from shardax.sharding import Axes, AxisSizes, Layout, shard_count
+from shardax.sharding import Axes, AxisSizes, Layout, shard_count, trivial_axes
 from shardax.spmd_rules.localize import Pending, Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
@@ -220,7 +220,8 @@ class Alternatives:
         them, it would take less time even with the results gathered.
         """
         used = _axes_of(way)
-        unused = tuple([a for a, n in self.sizes.items() if n > 1 and a not in used and a not in hidden])
+        never = hidden | trivial_axes(self.sizes)
+        unused = tuple([a for a in self.sizes if a not in used and a not in never])
         if not unused:
             return ()
         node, entry = around.node, around.entry

@@ -29,7 +29,7 @@ from shardax.partition.sites import Layouts, Site, Way, sums_left
 from shardax.partition.solve import Solution, solve
 from shardax.partition.tables import Problem
 from shardax.reshard import paths
-from shardax.sharding import AxisSizes, Layout, replicated_layout
+from shardax.sharding import AxisSizes, Layout, replicated_layout, trivial_axes
 from shardax.spmd_rules.registry import RULES, Split
 
 Kind = tuple[tuple[int, ...], int, bool, bool]
@@ -100,7 +100,7 @@ class Search:
         nodes = list(graph.walk())
         self.readers = Counter(v for node in nodes for v in node.inputs)
         self.reader = {v: node for node in nodes for v in node.inputs if self.readers[v] == 1}
-        self.trivial = frozenset([axis for axis, n in self.sizes.items() if n == 1])
+        self.trivial = trivial_axes(self.sizes)
         self.all_exact = bool(self.avoided) or len(self.sizes) - len(self.trivial) <= paths.FEW
         self.tables: dict[tuple[Kind, int, tuple[int, ...]], Any] = {}
         self.prices: dict[Kind, copies.Price] = {}
