@@ -507,9 +507,8 @@ def test_nothing_is_cheaper(shape, sizes, pending_axes, chip):
         for dst in rng.sample(everything, min(12, len(everything))):
             used = {*src.sharding.axes, *dst.sharding.axes, *src.pending_axes, *dst.pending_axes}
             network = Network(sizes, chip)
-            only = Network(
-                {a: n for a, n in sizes.items() if a in used}, chip, {a: network.lines[a] for a in used}
-            )
+            places = network.places.along([d for d, a in enumerate(sizes) if a in used])
+            only = Network({a: n for a, n in sizes.items() if a in used}, chip, places)
             best = graph(shape, only, pending_axes, finest).distances(src)[dst]
             path = paths.plan(src, dst, shape, 1, network)
             assert path.price == best[0], f"{src} -> {dst}: {path}, {path.price} ps; possible: {best}"

@@ -6,13 +6,16 @@ mesh knows prices. Prices are whole numbers of picoseconds, held by floats, so t
 are ties in any order.
 
 A collective is priced as its ring algorithm: the hops that its data makes, one after the other, and the bytes
-that each device sends over the links of the slowest of its axes (Austin et al., "How to Scale Your Model",
-part 3). An axis along several dims of a torus is one ring after the other:
+that each device sends over its links (Austin et al., "How to Scale Your Model", part 3). These are the links
+of the devices that take part, whatever axes they are along: several axes of a mesh cost what one axis of the
+same devices costs, so that to cut an axis changes no price. Devices along several dims of a torus are one
+ring after the other:
 
     start + hops · latency + bytes · detour / rate
 
-    hops     of n devices: n/2 in a ring that sends both ways, n - 1 in a line or a one-way ring; over several
-             axes their sum; of an all_reduce twice that; of a ppermute between neighbours one
+    hops     of n devices: n/2 in a ring that sends both ways, n - 1 in a line or a one-way ring; no more than
+             those of one axis after the other; of an all_reduce twice that; of a ppermute between neighbours
+             one
     detour   1; of an all_to_all, and of a ppermute between any others than neighbours, max(1, n/4) on a
              torus, because what goes to another device passes n/4 links on average (so its time grows as the
              square root of the devices, as GShard measured)
@@ -21,13 +24,14 @@ An all_to_all also rearranges what it sends in memory, before and after. On TPUs
 `copies` copies. There an all_gather along the minor-most dim, of pieces that do not fill the lanes, is made
 transposed and then copied; and a convolution of few images takes `few` times as long as one of many.
 
-That several dims of a torus could send at once is not assumed. So a price never falls when there are more
-bytes to send, or more axes to send along.
+That several dims of a torus could send at once is not assumed. A price never falls when there are more bytes
+to send.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -45,7 +49,7 @@ NARROW = (
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How the devices along an axis of the mesh are joined.
+    """How the devices along some axes of the mesh are joined.
 
     `rate`: bytes/s that each sends when all do, in a ring or along a line. `latency`: seconds until all have
     heard of each. `detour`: how often a byte that goes to any other of them is sent.
@@ -71,36 +75,61 @@ class Message(NamedTuple):
     far: bool = False
 
 
+class Places:
+    """Where the devices of a mesh are. `coords`: on a torus, of the mesh's shape and (dims,); these are as
+    long as `extents`, and close to rings from a length of `closes` on. `groups`: the host of each, or slice.
+    """
+
+    __slots__ = ("closes", "coords", "extents", "groups", "key")
+
+    def __init__(self, coords: np.ndarray, groups: np.ndarray, extents: Sequence[int], closes: int):
+        self.coords, self.groups, self.extents, self.closes = coords, groups, tuple(extents), closes
+        self.key = (groups.shape, coords.tobytes(), groups.tobytes(), self.extents, closes)
+
+    def along(self, dims: Sequence[int]) -> "Places":
+        """Of the devices along some dims of the mesh, the first of all that are there."""
+        these = tuple([slice(None) if d in dims else 0 for d in range(self.groups.ndim)])
+        return Places(self.coords[these], self.groups[these], self.extents, self.closes)
+
+    def line(self, chip: Chip) -> Line:
+        """How all of them are joined."""
+        count, groups = self.groups.size, len(np.unique(self.groups))
+        if not chip.torus or groups > 1:
+            return _switched(count, count // groups, chip)
+        return _on_torus(self.coords.reshape(count, len(self.extents)), self.extents, self.closes, chip)
+
+
 class Network(dict[str, int]):
-    """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `lines`: how the
-    devices along each axis are joined; unless given, as `assumed` says. `cut`: those that together are one
-    axis of the mesh, which is cut in them. `alike`: for each axis that costs the same as others, these and
-    itself. `tiles`: whether arrays of its devices lie in tiles, whatever the
-    chip whose prices count.
+    """Axis sizes in mesh order, never changed and so hashable, and the prices of a chip. `places`: where the
+    devices are; unless given, as `assumed` says. `cut`: the axes that together are one axis of the mesh,
+    which is cut in them. `alike`: for each axis that costs the same as others, these and itself. `tiles`:
+    whether arrays of its devices lie in tiles, whatever the chip whose prices count.
 
     >>> network = Network({"x": 4})
     >>> network["x"], network.collective("all_gather", ("x",), 1000)
     (4, 22560.0)
     """
 
-    __slots__ = ("chip", "lines", "cut", "alike", "tiles", "_key", "_hash", "_ways")
+    __slots__ = ("alike", "chip", "cut", "places", "tiles", "_fastest", "_hash", "_key", "_lines", "_ways")
 
     def __init__(
         self,
         sizes: Mapping[str, int],
         chip: Chip = NOMINAL,
-        lines: Mapping[str, Line] | None = None,
+        places: Places | None = None,
         cut: Sequence[tuple[str, ...]] = (),
         tiles: bool | None = None,
     ):
         super().__init__(sizes)
-        self.cut = tuple(cut)
+        self.cut, self.chip = tuple(cut), chip
         self.tiles = chip.tiles if tiles is None else tiles
-        self.chip, self.lines = chip, dict(lines or assumed(sizes, chip))
-        self.alike = _alike(sizes, self.lines)
-        self._key = (tuple(sizes.items()), chip, tuple(self.lines.items()), self.tiles)
+        self.places = places or assumed(sizes, chip, self.cut)
+        self._key = (tuple(sizes.items()), chip, self.places.key, self.tiles)
         self._hash = hash(self._key)
         self._ways: dict[tuple[str, tuple[str, ...], bool], tuple[float, float]] = {}
+        self._lines: dict[tuple[str, ...], Line] = {}
+        self._fastest: dict[tuple[str, ...], float] = {}
+        self.alike = _alike(self)
 
     def __hash__(self) -> int:
         return self._hash
@@ -134,18 +163,30 @@ class Network(dict[str, int]):
             byte += PICO * 2 * NARROW / self.chip.memory_rate
         return float(round(start + nbytes * byte))
 
+    def line(self, axes: Iterable[str]) -> Line:
+        """How the devices along some axes are joined. Axes of other meshes, which crossings name, are any
+        links."""
+        key = tuple([a for a, n in self.items() if n > 1 and a in axes])
+        if key not in self._lines:
+            self._lines[key] = self._line(key)
+        return self._lines[key]
+
+    def _line(self, axes: tuple[str, ...]) -> Line:
+        if not axes:
+            return Line(self.chip.link_rate, 0.0)
+        joined = self.places.along([d for d, a in enumerate(self) if a in axes]).line(self.chip)
+        if len(axes) == 1:
+            return joined
+        return replace(joined, latency=min(joined.latency, sum(self.line([a]).latency for a in axes)))
+
     def _way(self, kind: str, axes: tuple[str, ...], far: bool) -> tuple[float, float]:
-        """Picoseconds to start a collective, and for each byte. Axes of other meshes, which crossings name,
-        are any links.
-        """
-        lines = [self.lines[a] for a in axes if self.get(a, 1) > 1]
-        rings = 2 if kind == "all_reduce" else 1
+        """Picoseconds to start a collective, and for each byte."""
+        line, rings = self.line(axes), 2 if kind == "all_reduce" else 1
         near = kind == "ppermute" and not far
-        latency = self.chip.latency if near else rings * sum(line.latency for line in lines)
-        detour = max((line.detour for line in lines), default=1) if far or kind == "all_to_all" else 1
-        rate = min((line.rate for line in lines), default=self.chip.link_rate)
+        latency = self.chip.latency if near else rings * line.latency
+        detour = line.detour if far or kind == "all_to_all" else 1
         copied = 2 * self.chip.copies / self.chip.memory_rate if kind == "all_to_all" else 0
-        seconds = detour / rate + copied
+        seconds = detour / line.rate + copied
         way = self._ways[kind, axes, far] = PICO * (self.chip.start + latency), PICO * seconds
         return way
 
@@ -153,7 +194,10 @@ class Network(dict[str, int]):
         """Picoseconds that no collectives over some of these axes beat in which a device sends so many bytes
         in all.
         """
-        fastest = max((self.lines[a].rate for a in axes), default=self.chip.link_rate)
+        key = tuple(axes)
+        if key not in self._fastest:
+            self._fastest[key] = max(self.line(some).rate for some in _subsets(key))
+        fastest = self._fastest[key]
         return float(math.floor(PICO * (self.chip.start + self.chip.latency) + nbytes * (PICO / fastest)))
 
     def compute(self, flops: float, nbytes: float) -> float:
@@ -216,7 +260,7 @@ def network_of_mesh(
     chip = chip or own
     if devices is None or chip != own or chip == NOMINAL:
         return Network(sizes, chip, cut=cut, tiles=None if devices is None else own.tiles)
-    return Network(sizes, chip, {axis: _line(devices, d, chip) for d, axis in enumerate(sizes)}, cut)
+    return Network(sizes, chip, _places(devices, chip), cut)
 
 
 def _cut(counts: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
@@ -234,52 +278,60 @@ def _cut(counts: Iterable[int], sizes: Mapping[str, int]) -> list[tuple[str, ...
     return found
 
 
-def _alike(sizes: Mapping[str, int], lines: Mapping[str, Line]) -> dict[str, tuple[str, ...]]:
-    """The axes of as many devices joined in the same way, for each that is not the only one.
+def _alike(network: Network) -> dict[str, tuple[str, ...]]:
+    """The axes of as many devices that are joined in the same way, whichever others come with them, for each
+    that is not the only one.
 
-    >>> line = Line(1e9, 0.0)
-    >>> _alike({"x": 2, "y": 4, "z": 2}, {"x": line, "y": line, "z": line})
+    >>> _alike(Network({"x": 2, "y": 4, "z": 2}))
     {'x': ('x', 'z'), 'z': ('x', 'z')}
     """
-    kinds = {axis: (n, lines.get(axis)) for axis, n in sizes.items()}
-    groups = [tuple([a for a in kinds if kinds[a] == kind]) for kind in dict.fromkeys(kinds.values())]
-    each = {axis: axes for axes in groups for axis in axes if len(axes) > 1}
-    return {axis: each[axis] for axis in sizes if axis in each}
+
+    def is_like(one: str, other: str) -> bool:
+        others = [a for a in network if a not in (one, other)]
+        return network[one] == network[other] and all(
+            network.line((*some, one)) == network.line((*some, other)) for some in _subsets(others)
+        )
+
+    groups: list[list[str]] = []
+    for axis in network:
+        group = next((group for group in groups if is_like(group[0], axis)), None)
+        group.append(axis) if group else groups.append([axis])
+    return {axis: tuple(group) for axis in network for group in groups if axis in group and len(group) > 1}
+
+
+def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    return itertools.chain.from_iterable(
+        itertools.combinations(axes, count) for count in range(len(axes) + 1)
+    )
 
 
 # How devices are joined
 
 
-def assumed(sizes: Mapping[str, int], chip: Chip) -> dict[str, Line]:
-    """What is taken for true where nobody knows the places of the devices: on a torus each axis is a ring of
-    its own; without one, devices of one host follow one another in mesh order.
+def assumed(sizes: Mapping[str, int], chip: Chip, cut: Sequence[tuple[str, ...]] = ()) -> Places:
+    """What is taken for true where nobody knows the places of the devices: on a torus each axis of the mesh
+    is a ring of its own, which may be `cut` in several; without one, devices of one host follow one another
+    in mesh order.
     """
-    if chip.torus:
-        return {axis: _ring(n, 1, True, chip) for axis, n in sizes.items()}
-    lines, stride = {}, 1
-    for axis, n in reversed(list(sizes.items())):
-        own = min(n, max(1, chip.host // stride)) if chip.host else n
-        lines[axis] = _switched(n, own, chip)
-        stride *= n
-    return {axis: lines[axis] for axis in sizes}
+    whole = [(a,) for a in sizes if not any(a in axes for axes in cut)] + list(cut)
+    rings = sorted(whole, key=lambda axes: list(sizes).index(axes[0]))
+    extents = [math.prod(sizes[a] for a in axes) for axes in rings]
+    shape, numbers = tuple(sizes.values()), np.arange(math.prod(sizes.values()))
+    coords = np.indices(extents).reshape(len(rings), numbers.size).T.reshape(*shape, len(rings))
+    hosts = numbers // chip.host if chip.host else 0 * numbers
+    return Places(coords, hosts.reshape(shape), extents, closes=0)
 
 
-def _line(devices: np.ndarray, dim: int, chip: Chip) -> Line:
-    """How the devices along a dim of the mesh are joined, which the first of them show."""
-    along = [devices[(0,) * dim + (i,) + (0,) * (devices.ndim - dim - 1)] for i in range(devices.shape[dim])]
-    # Devices are of one group in one slice of a torus, or on one host.
-    groups = len({getattr(d, "slice_index", 0 if d.platform == "tpu" else d.process_index) for d in along})
-    if not chip.torus or groups > 1:
-        return _switched(len(along), len(along) // groups, chip)
-    places = np.array([device.coords for device in along])
-    extents = np.ptp([device.coords for device in devices.flat], axis=0) + 1
-    return _on_torus(places, extents.tolist(), chip)
+def _places(devices: np.ndarray, chip: Chip) -> Places:
+    """Devices are of one group in one slice of a torus, or on one host."""
+    groups = [getattr(d, "slice_index", 0 if d.platform == "tpu" else d.process_index) for d in devices.flat]
+    coords = np.array([device.coords if chip.torus else () for device in devices.flat], int)
+    extents, shape = (np.ptp(coords, axis=0) + 1).tolist(), devices.shape
+    return Places(coords.reshape(*shape, len(extents)), np.array(groups).reshape(shape), extents, chip.closes)
 
 
-def _on_torus(places: np.ndarray, extents: Sequence[int], chip: Chip) -> Line:
-    """Of an axis that runs along several dims: one ring after the other (`_in_turn`). Cores of one chip are
-    one hop apart.
-    """
+def _on_torus(places: np.ndarray, extents: Sequence[int], closes: int, chip: Chip) -> Line:
+    """Along several dims: one ring after the other (`_in_turn`). Cores of one chip are one hop apart."""
     steps = [np.diff(np.unique(column)) for column in places.T]
     rings = [
         (
@@ -287,7 +339,7 @@ def _on_torus(places: np.ndarray, extents: Sequence[int], chip: Chip) -> Line:
             _ring(
                 len(step) + 1,
                 int(step.min()),
-                extent >= chip.closes and (len(step) + 1) * step.min() == extent,
+                extent >= closes and (len(step) + 1) * step.min() == extent,
                 chip,
             ),
         )
