@@ -196,7 +196,8 @@ class Network(dict[str, int]):
         """
         key = tuple(axes)
         if key not in self._fastest:
-            self._fastest[key] = max(self.line(some).rate for some in _subsets(key))
+            rates = (self.line(some).rate for some in _subsets(key) if some)
+            self._fastest[key] = max(rates, default=self.chip.link_rate)
         fastest = self._fastest[key]
         return float(math.floor(PICO * (self.chip.start + self.chip.latency) + nbytes * (PICO / fastest)))
 
