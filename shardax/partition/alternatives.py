@@ -45,6 +45,7 @@ MOST = 16
 SPARED = 2  # ways over axes that no operand has, of what does at least so
 HEAVY = 1000  # many FLOPs for each byte that it makes: chips do 400 to 5100 while they send one
 _SMALL = 64  # what is small costs so many times less
+_MASKED = 1.0  # picoseconds of a constant that but one device adds: none of equals has it
 _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is computed in parts
 
 
@@ -334,7 +335,8 @@ class Alternatives:
         products = self.network.compute(entry.flops_of(local), 0)
         layouts = (*candidate.operands, *candidate.results)
         own = max(products, self.traffic_price(self.traffic(moved, layouts)))
-        price = sent + self.network.batched(own, entry.batch_of(local))
+        masked = sum([v.is_literal and bool(x.pending) for v, x in zip(node.inputs, layouts, strict=False)])
+        price = sent + self.network.batched(own, entry.batch_of(local)) + masked * _MASKED
         made = zip(node.outputs, candidate.results, strict=True)
         memory = sum(
             [self.nbytes(v, layout) for v, layout in made if v in self.stored and v not in self.views]

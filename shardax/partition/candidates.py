@@ -50,10 +50,10 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
 class Offer:
     """Axes that may go to dims where no tensor has them: what all_to_alls bring to them.
 
-    `idle`: these, to any dim. `reduced`: those that split what is reduced, where one tensor alone is split
-    so: no other need be gathered. `shared`: those of other kept factors, to factors that all tensors share:
-    of the tokens to the experts. Those that split what must be unsplit always may. `whole`: the axes that
-    go together, because they are one that is cut only for other parts of the program.
+    `idle`: these, to any dim. `reduced`: those that split what is reduced, unless another tensor that has it
+    comes split in any case, and would have to be gathered. `shared`: those of other kept factors, to factors
+    that all tensors share: of the tokens to the experts. Those that split what must be unsplit always may.
+    `whole`: the axes that go together, because they are one that is cut only for other parts of the program.
     """
 
     idle: Axes = ()
@@ -78,14 +78,14 @@ def suggest(
         [project_all([layout], [dims], factors, padding.sizes) for layout in alternatives]
         for alternatives, dims in zip(layouts, tensors, strict=True)
     ]
-    counts = Counter(
-        factor for of_tensor in projected for factor in {f for splits in of_tensor for f in splits}
-    )
-    for of_tensor, dims in zip(projected, tensors, strict=True):
+    always = [set.intersection(*map(set, of_tensor)) if of_tensor else set() for of_tensor in projected]
+    count = Counter(itertools.chain.from_iterable(always))
+    for of_tensor, dims, ours in zip(projected, tensors, always, strict=True):
+        leaving = {f for f in factors.reduced if offer.reduced and count[f] == (f in ours)}
         for splits in of_tensor:
             for factor, split in splits.items():
                 _append(suggestions, factor, split) if factors.type_of(factor) != UNSPLIT else None
-            stays = {f for f in splits if f in factors.reduced and not (offer.reduced and counts[f] == 1)}
+            stays = {f for f in splits if f in factors.reduced and f not in leaving}
             redistributed += _redistributed(splits, stays, dims, factors, padding, offer)
     for factor, split in redistributed:
         _append(suggestions, factor, split)

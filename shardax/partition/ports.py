@@ -258,9 +258,15 @@ def _operand(
 def _carry(
     search: Search, key, reads: Sequence[Value], makes: Sequence[Value], runs, hidden, may_owe: bool
 ) -> Site:
-    """One layout, in which a carry comes in, is taken and given by the body, and goes out."""
-    init, inner = reads[0], makes[0]
-    layouts = [search.requested(inner, hidden), *search.at_hand(init, hidden), *search.returned.get(key, ())]
+    """One layout, in which a carry comes in, is taken and given by the body, and goes out: perhaps as an
+    annotation requests it then."""
+    init, inner, result = reads[0], makes[0], makes[1]
+    layouts = [
+        search.requested(inner, hidden),
+        *search.at_hand(init, hidden),
+        *search.returned.get(key, ()),
+        *_annotated(search, result, hidden),
+    ]
     ways = [
         Way((lay,) * len(reads), (lay,) * len(makes))
         for lay in dict.fromkeys(layouts)
@@ -296,16 +302,22 @@ def _slices(
     requests."""
     rows = [Layout(Sharding(lay.dims[1:]), lay.padded[1:], lay.pending) for lay in search.made(outer)]
     rows = [row for row in rows if hidden.isdisjoint({*row.sharding.axes, *row.pending_axes})]
-    reader = search.reader.get(inner)
-    annotated = (
-        [search.requested(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
-    )
     requested = search.requested(inner, hidden)
     layouts = dict.fromkeys(
-        [*annotated, *search.owing(requested, inner, rows), *(r for r in rows if not r.pending)]
+        [
+            *_annotated(search, inner, hidden),
+            *search.owing(requested, inner, rows),
+            *(r for r in rows if not r.pending),
+        ]
     )
     ways = [Way((_stacked(lay, outer, split),), (lay,)) for lay in layouts]
     return search.add(Site([outer], [inner], ways, runs))
+
+
+def _annotated(search: Search, value: Value, hidden: frozenset[str]) -> list[Layout]:
+    """The layout that the one who reads a value requests of it, if that is an annotation."""
+    reader = search.reader.get(value)
+    return [search.requested(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
 
 
 def _stack(
