@@ -63,6 +63,9 @@ def test_every_pair_of_dims(cut, join, axes):
         ((8, 3, 40), 0, 2),  # and whose rows do not
         ((4, 256, 2048), 2, 1),  # large ones, cut from a dim and joined along another one
         ((4, 2048, 256), 1, 2),
+        ((4, 512, 4, 128), 1, 2),  # few heads on each device, in front of the features of each
+        ((4, 256, 64, 128), 2, 1),
+        ((8, 2, 3, 5), 0, 1),
     ],
     ids=str,
 )

@@ -7,7 +7,9 @@ belong. That takes seven copies at most in most cases measured. Where a value of
 minor-most dim it takes 7 to 21, and the compiler by itself takes 2 to 16. What a copy takes to compile is
 another matter: large pieces that fill the lanes are put there one after the other, in a loop, which takes as
 many cycles and a seventh of the compile time; and narrow ones, where their rows fill the lanes, are sent
-transposed, so that one plain transpose puts them in place (a fifth of both).
+transposed, so that one plain transpose puts them in place (a fifth of both). Where a tile is longer than the
+second last dim, as where each device has few heads, that and the last are one dim meanwhile: ten copies
+instead of thirty, of two heads of 128.
 
 Products that are transposed: a transpose beside the product is no work, for the product is made in that
 order; behind a reduce_scatter it stays there, and what a loop stacks of it (the gradients of all layers) is
@@ -41,6 +43,7 @@ from shardax.graph.equations import equations_of
 from shardax.passes import casts, rows, torus
 
 LANES = 128
+SUBLANES = 8
 LARGE = 128 << 10  # bytes of a piece, next to which a trip of a loop is nothing
 LONG = 4096  # indices, from which on they are sorted; 2048 are not
 FEWEST = 256  # of them in a trip of a loop
@@ -115,6 +118,10 @@ def _suited(eqn) -> Iterator[Any]:
     if cut == join or 0 in before.shape:
         yield eqn
         return
+    last = max(cut, join)
+    if last < before.ndim - 1 and min(before.shape[-2], after.shape[-2]) < SUBLANES:
+        yield from _as_one_dim(eqn, last)
+        return
     count = before.shape[cut] // after.shape[cut]
     rows = _rows_side_by_side(before.shape, cut, join, count)
     front = equations_of(lambda x: _pieces_in_front(x, cut, count, rows), eqn.invars, None, eqn)
@@ -124,6 +131,20 @@ def _suited(eqn) -> Iterator[Any]:
         invars=front[-1].outvars, outvars=[sent], params={**eqn.params, "split_axis": 0, "concat_axis": 0}
     )
     yield from equations_of(lambda x: _pieces_joined(x, join, after.shape, rows), [sent], eqn.outvars, eqn)
+
+
+def _as_one_dim(eqn, first: int) -> Iterator[Any]:
+    """An all_to_all of the same values with this dim, which it cuts or joins, and all behind it as one."""
+
+    def flat(aval):
+        return (*aval.shape[:first], math.prod(aval.shape[first:]))
+
+    (source,), (result,) = eqn.invars, eqn.outvars
+    before = equations_of(lambda x: lax.reshape(x, flat(source.aval)), [source], None, eqn)
+    made = _jax.new_variable(result.aval.update(shape=flat(result.aval)))
+    yield from before
+    yield from _suited(eqn.replace(invars=before[-1].outvars, outvars=[made]))
+    yield from equations_of(lambda x: lax.reshape(x, result.aval.shape), [made], [result], eqn)
 
 
 def _rows_side_by_side(shape: Sequence[int], cut: int, join: int, count: int) -> bool:
