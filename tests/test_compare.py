@@ -66,7 +66,12 @@ WRONG = {
     ),
     "in a branch": (_branches, "cumsum", UNLIKE_CUMSUM, ", in branch 0 of the cond at"),
     "in a loop": (_until, "cumsum", UNLIKE_CUMSUM, ", in iteration 0 of the while at"),
-    "passes": (lambda x: lax.square(x @ x.T).sum(), "square", {"passes": (LINEAR(0),)}, "pending sum over"),
+    "passes": (
+        lambda x: x.sum() * jnp.sin(x).sum(),  # two sums are reduced as one
+        "mul",
+        {"passes": (LINEAR(0, 1),)},
+        "pending sum over",
+    ),
     "padding": (
         lambda x: jnp.sort(x * 2, 0),
         "sort",

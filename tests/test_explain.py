@@ -139,10 +139,10 @@ dot_general f32[8,32] P('data', 'model')
 max f32[8,32] P('data', 'model')
 tests/test_explain.py:LINE y_BM = checkpoint_name(h_BH @ params["down"], "second")
 dot_general f32[8,16] P('data')
-name f32[8,16] P('data')
+name f32[8,16] P('data', 'model')
 tests/test_explain.py:LINE y_BM, _ = lax.scan(lambda c, _: (jnp.tanh(c), None), y_BM, None, length=3)
-tanh f32[8,16] P('data')
-scan f32[8,16] P('data')"""
+tanh f32[8,16] P('data', 'model')
+scan f32[8,16] P('data', 'model')"""
 
 
 def words(text: str) -> str:
@@ -159,7 +159,8 @@ VALUES = """\
 tests/test_explain.py:LINE h_BH = jax.nn.relu(x_BM @ params["up"])
 P('data', 'model') by x_BM, params/up 2 f32[8,32]
 tests/test_explain.py:LINE y_BM = checkpoint_name(h_BH @ params["down"], "second")
-P('data') by x_BM 2 f32[8,16]"""
+P('data') by x_BM 1 f32[8,16]
+P('data', 'model'), chosen over P('data') by x_BM 1 f32[8,16]"""
 
 
 def test_values_with_what_led_to_their_shardings():
@@ -338,7 +339,9 @@ def test_diff():
     assert before.diff(make_plan()) == ""
     lines = before.diff(after).splitlines()
     assert lines[0] == f"each device sends {after.comm_bytes:,} bytes per call, not {before.comm_bytes:,}"
-    assert "- all_reduce over model of f32[2,16], 128 B each (test_explain.py: sum of dot_general)" in lines
+    assert (
+        "- reduce_scatter over model of f32[2,16], 64 B each (test_explain.py: sum of dot_general)" in lines
+    )
     assert "argument params/down: P(None, 'model'), not P('model')" in lines
     assert any(line.startswith("+ ") for line in lines)
 

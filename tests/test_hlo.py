@@ -66,7 +66,8 @@ def test_every_collective_has_the_users_line_as_a_scope(step):
     assert len(found) >= 2  # XLA combines
     for op in found:
         scope = re.search(rf"(?:^|[/(])(\w+):({HERE}:\d+)(?=[/)]|$)", op.scopes)
-        assert scope and scope[1] == op.opcode.removesuffix("-start").replace("-", "_"), op
+        name = op.opcode.removesuffix("-start").replace("collective-permute", "ppermute").replace("-", "_")
+        assert scope and scope[1] == name, op
         assert scope[2] in places(op), op
     assert any(place("down") in op.scopes for op in found) and any(
         place("error") in op.scopes for op in found

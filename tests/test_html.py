@@ -92,7 +92,7 @@ def table(text, head: str) -> list[list[str]]:
 def test_the_ledgers(page):
     plan, text = page
     (collective,) = [row for row in table(text, "reason") if row[8].startswith("sum of dot_general")]
-    assert collective[:7] == ["all_reduce", "model", "f32[2,16]", "1", "128 B", "128 B", "95.5 %"]
+    assert collective[:7] == ["reduce_scatter", "model", "f32[2,16]", "1", "64 B", "64 B", "90.1 %"]
     assert len(table(text, "reason")) == len(plan.collectives)
     assert ["params/<up>", "f32[16,32]", "P(None, 'model')", "1.0 KiB"] in table(text, "path")
     assert ["f32[16,16]", "argument params/<up>", "1.0 KiB", ""] in table(text, "from")
@@ -137,9 +137,9 @@ def test_the_program(page):
     assert line[1] == '    h_BH = jax.nn.relu(x_BM @ params["<up>"])'
     assert line[3] == "2 x f32[8,32] P('data', 'model')"
     (line,) = (row for row in program if len(row) == 4 and row[1].startswith("    y_BM = "))
-    assert line[2] == "128 B in 1all_reduce over model: 128 B"
+    assert line[2] == "64 B in 1reduce_scatter over model: 64 B"
     first, *_ = table(page[1], "share")
-    assert first[1:5] == ["", "128 B", "95.5 %", "1"] and first[5] == 'y_BM = h_BH @ params["down"]'
+    assert first[1:5] == ["", "64 B", "90.1 %", "1"] and first[5] == 'y_BM = h_BH @ params["down"]'
 
 
 def page_of(plan, path) -> str:
