@@ -111,7 +111,7 @@ class _Executor:
         place = lax.axis_index(self.axis)
 
         def tick(state, row):
-            kind, row = row
+            way, row = row
             mine = {k: lax.dynamic_index_in_dim(x, place, keepdims=False) for k, x in row.items()}
             forward, cotangent, kept, held, sums, results = state
             inputs = (
@@ -125,7 +125,7 @@ class _Executor:
                 written([x], [row], i)[0]
                 for x, row, i in zip(results, made.rows, mine["result"], strict=True)
             ]
-            for lane, arrived in enumerate([*self.sent(made.sent, kind, routed), made.sent]):
+            for lane, arrived in enumerate([*self.sent(made.sent, way, routed), made.sent]):
                 if (routed.forward[..., lane] >= 0).any():
                     forward = written(forward, arrived, mine["arriving_forward"][lane])
                 if (routed.cotangent[..., lane] >= 0).any():
@@ -144,7 +144,7 @@ class _Executor:
         with self.reported(numbers, tables):
             self.own = [checkpoint_name(x, f"{WEIGHTS}{i}") for i, x in enumerate(self.own)]
             with noted.whole_sums():  # of this stage's weights alone
-                (*_, sums, results), _ = lax.scan(tick, state, (routed.kind, rows))
+                (*_, sums, results), _ = lax.scan(tick, state, (routed.sending, rows))
         return sums, [x[: schedule.microbatches] for x in results]
 
     def reported(self, numbers: np.ndarray, tables: slots.Tables) -> AbstractContextManager:
@@ -266,8 +266,8 @@ class _Executor:
 
     # Sends
 
-    def sent(self, made: Sequence[Array], kind, routed: Routes) -> list[list[Array]]:
-        """What arrives by each lane in a tick of this kind. All stages are at the same kind of tick."""
+    def sent(self, made: Sequence[Array], way, routed: Routes) -> list[list[Array]]:
+        """What arrives by each lane in a tick that sends this `way`. All stages send the same way."""
 
         def send(lanes):
             each = [[lax.ppermute(x, self.axis, pairs) for x in made] for pairs in lanes]
@@ -278,8 +278,8 @@ class _Executor:
             return []
         if len(sending) == 1:
             return send(sending[0])
-        with noted.branches(np.maximum(routed.kind - 1, 0)[:, None]):
-            return lax.switch(lax.max(kind - 1, 0), [lambda lanes=lanes: send(lanes) for lanes in sending])
+        with noted.branches(routed.sending[:, None]):
+            return lax.switch(way, [lambda lanes=lanes: send(lanes) for lanes in sending])
 
 
 def _or_spare(numbers: np.ndarray, counts: Sequence[int]) -> np.ndarray:

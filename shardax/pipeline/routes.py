@@ -31,6 +31,11 @@ class Routes:
     cotangent: np.ndarray
 
     @property
+    def sending(self) -> np.ndarray:
+        """Of each tick, the number of its kind among those that send; 0, too, where nothing is sent."""
+        return np.maximum(self.kind - 1, 0, dtype=np.int32)
+
+    @property
     def lanes(self) -> int:
         return max(map(len, self.kinds))
 
