@@ -200,6 +200,25 @@ def test_random_bits_are_those_of_the_step(microbatches):
     close(step(*args), jax.jit(jax.value_and_grad(partial(loss, plain)))(*args))
 
 
+@pytest.mark.parametrize("form, microbatches", [("Pipeline", 5), ("value_and_grad", 7)])
+def test_a_batch_that_microbatches_do_not_divide(form, microbatches):
+    """Of rows that are padded what the front makes is no part of the loss, nor of results of the step."""
+
+    def loss(outside, params, x_B, y_BM):
+        value, (_, x_BM) = loss_with(outside, params, x_B, y_BM)
+        return (value, x_BM) if form == "Pipeline" else value
+
+    args, grad = arguments(), partial(jax.value_and_grad, has_aux=form == "Pipeline")
+    function, transforms = partial(loss, sx.pipeline.outside), []
+    if form == "Pipeline":
+        function, transforms = grad(function), [sx.pipeline.Pipeline(microbatches=microbatches)]
+    else:
+        function = sx.pipeline.value_and_grad(function, microbatches=microbatches)
+    specs_of = specs(args[0]), P("data"), P("data")
+    step = sx.shard_jit(function, mesh=mesh_of(stage=4, data=2), in_shardings=specs_of, transforms=transforms)
+    close(step(*args), jax.jit(grad(partial(loss, plain)))(*args))
+
+
 @pytest.mark.quick
 def test_gradients_of_microbatches_at_once_are_added_in_one_product():
     """Of three microbatches on each of two stages, whose gradients would be as large as three tables."""

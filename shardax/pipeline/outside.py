@@ -219,6 +219,7 @@ class Outside:
         batch: Sequence[Array],
         rest: Sequence[Array],
         on_stages: Callable[[list[Array]], Sequence[Array | None]],
+        count: int,
         place: tuple[str, int],
     ) -> tuple[list[Array], list[Array]]:
         """The sums and the rows that are made outside, of the first `sums` results and the others.
@@ -226,9 +227,10 @@ class Outside:
         Args:
           batch: [microbatches, ...] each. `rest`: the other arguments, but the number.
           on_stages: gives, of `batch` and `entering`, what is `leaving`, [microbatches, ...] each.
+          count: of microbatches. (Of a batch that they do not divide none is in `batch`, but all in `rest`.)
           place: the axis of stages, and its size.
         """
-        flow, count = self.flow, len(batch[0])
+        flow = self.flow
         of_rows = dict(zip(flow.of_batch, batch, strict=True))
         whole = dict(zip((*flow.of_params, *flow.rest), (*params, *rest), strict=False))
         made = [*self.entering, *self._kept]

@@ -206,7 +206,8 @@ class Region:
             return made[0].rows[-len(found.leaving) :] if found.leaving else []
 
         params = weights.plain(weights.arrays)
-        sums, rows = found.run(self.sums, params, batch, rest, on_stages, (axis, schedule.stages))
+        count, place = schedule.microbatches, (axis, schedule.stages)
+        sums, rows = found.run(self.sums, params, batch, rest, on_stages, count, place)
         (staged,) = made
         accumulated = iter(staged.accumulators)
         return Made(
