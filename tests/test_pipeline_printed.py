@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -99,6 +100,37 @@ def test_forward_alone_calls_too():
     np.testing.assert_allclose(
         sorted(v for _, v in called), sorted(x[i::4].sum() for i in range(4)), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("call", [jax.pure_callback, io_callback])
+@pytest.mark.parametrize("microbatches", [4, 3])
+def test_what_callbacks_return_is_made_once(call, microbatches):
+    """Of the state, the loss, and gradients, also in a branch; and of what nobody reads."""
+    calls: list[tuple] = []
+
+    def halved(name, x):
+        def python(x):
+            calls.append((name, float(np.sum(x))))
+            return np.asarray(x / 2, x.dtype)
+
+        return call(python, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def step(params, x_BM, y_BM):
+        rate = halved("rate", jnp.abs(params[0, 0, 0]))
+        loss = noting([])
+        value, gradient = jax.value_and_grad(loss)(params, x_BM, y_BM)
+        if call is io_callback:
+            halved("unread", value)
+        gradient = lax.cond(value > 0, lambda g: halved("gradient", g), lambda g: g, gradient)
+        return params - rate * gradient, halved("value", value)
+
+    pipeline = sx.pipeline.Pipeline(microbatches=microbatches)
+    train = sx.shard_jit(step, mesh=mesh(), in_shardings=SPECS, transforms=[pipeline])
+    found, called = noted(train, calls, *values())
+    wanted, expected = noted(jax.jit(step), calls, *values())
+    same(found, wanted)
+    assert [name for name, _ in called] == [name for name, _ in expected]
+    same([x for _, x in called], [x for _, x in expected])
 
 
 @pytest.mark.quick

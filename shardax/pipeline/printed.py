@@ -1,9 +1,11 @@
-"""Callbacks without results, as of `jax.debug.print`, taken out of a step: called behind its microbatches.
+"""Callbacks whose results nobody reads, as of `jax.debug.print`, taken out of a step: called behind its
+microbatches.
 
 What they get is made in the loop, as results are: of a step the values of the whole batch, of a loss that is
 called with each microbatch a row for each, in their order. Those inside of loops and branches stay there.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from shardax import _jax
 from shardax.annotations.explicit import shape_of
 from shardax.graph.evaluate import bound, evaluate
 from shardax.pipeline.cut import flat, variables
+from shardax.spmd_rules.equations import is_once
 
 
 def without_callbacks(closed) -> tuple[Any, list[Any]]:
@@ -21,10 +24,13 @@ def without_callbacks(closed) -> tuple[Any, list[Any]]:
     if not closed.effects:
         return closed, []
     flattened = flat(closed)
-    called = [eqn for eqn in flattened.jaxpr.eqns if _is_callback(eqn)]
-    if not called:
+    eqns = flattened.jaxpr.eqns
+    read = {*variables(flattened.jaxpr.outvars), *(v for eqn in eqns for v in variables(eqn.invars))}
+    is_called = [_is_callback(eqn) and read.isdisjoint(eqn.outvars) for eqn in eqns]
+    if not any(is_called):
         return closed, []
-    left = [eqn for eqn in flattened.jaxpr.eqns if not _is_callback(eqn)]
+    called = list(itertools.compress(eqns, is_called))
+    left = [eqn for eqn, is_out in zip(eqns, is_called, strict=True) if not is_out]
     results = [*flattened.jaxpr.outvars, *_read(called)]
     quiet = _jax.with_eqns_and_results(flattened, left, results)
     # made anew, so that it has the effects that are left, and results of its own
@@ -53,4 +59,4 @@ def _read(called: Sequence[Any]) -> list[Any]:
 
 
 def _is_callback(eqn) -> bool:
-    return _jax.has_effects(eqn) and not eqn.outvars
+    return _jax.has_effects(eqn) and (is_once(eqn) or not eqn.outvars)

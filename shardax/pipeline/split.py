@@ -1,7 +1,8 @@
 """What a step does before, for, and after its microbatches.
 
     before   what is made of the state alone, and sums over the batch of what is made of the batch alone, as
-             the number of tokens that are not masked; rows of the batch that change places, as in mixup
+             the number of tokens that are not masked; rows of the batch that change places, as in mixup;
+             callbacks that get the state alone, or the whole batch
     for      the forward and the backward pass, up to what is summed over microbatches, or stacked
     after    what is made of sums: the update, metrics, clipping, the scale of the loss
 
@@ -33,7 +34,7 @@ from shardax.pipeline.region import Made, Region
 from shardax.pipeline.repacking import pack_p, unpack_p
 from shardax.pipeline.resting import gathered
 from shardax.pipeline.virtual import AXIS, JOINS, STACKED, Microbatch, is_sent, joins_all
-from shardax.spmd_rules.equations import linear_in, multiplies
+from shardax.spmd_rules.equations import is_once, linear_in, multiplies
 
 STATE, BATCH, AFTER = range(3)
 ROWS = "rows"  # in environments, before a variable: its values, stacked
@@ -118,7 +119,9 @@ class Split:
             self.kind[v] = kind
         if all(isinstance(v, Literal) or v in self.alone for v in eqn.invars) and not multiplies(eqn):
             self.alone.update(eqn.outvars)
-        (self.region if kind == BATCH else self.after).append(eqn)
+        # what happens once happens before, be it for the region or for what comes after that
+        is_early = kind == STATE and is_once(eqn)
+        (self.early if is_early else self.region if kind == BATCH else self.after).append(eqn)
 
     def _add_sent(self, eqn) -> None:
         is_early, joins = all(v in self.alone for v in variables(eqn.invars)), kind_of(eqn) in JOINS
@@ -244,6 +247,11 @@ class Split:
         """Adds what they make to the environment, rows that have changed places to the batch."""
         for eqn in self.early:
             wanted, names = list(variables(eqn.invars)), [v for v, _ in batch]
+            if not is_sent(eqn):
+                for e in [*self._needed(wanted, env), eqn]:
+                    operands = [v.val if isinstance(v, Literal) else env[v] for v in e.invars]
+                    env.update(zip(e.outvars, bound(e, operands), strict=True))
+                continue
 
             def rows(own, i, wanted=wanted, names=names):
                 inner = {**env, **dict(zip(names, own, strict=True)), number: i}

@@ -36,6 +36,7 @@ from shardax.partition.decisions import Decisions
 from shardax.pipeline.flipped import unflipped
 from shardax.pipeline.repacking import PROGRAMS, types_of
 from shardax.sharding import Axes, AxisSizes
+from shardax.spmd_rules.equations import any_inside, is_once
 from shardax.spmd_rules.registry import MOVES, register_rule
 from shardax.spmd_rules.rule import KEEP, REDUCTIONS, Factors
 from shardax.transforms import Context
@@ -64,7 +65,8 @@ kept_p.def_abstract_eval(lambda *xs, repacked, **params: types_of(repacked, *xs,
 
 held_p = Primitive("held")
 held_p.multiple_results = True
-"""held *xs: the results of the equation `held`, a loop or branch, of whole operands: none in it is split."""
+"""held *xs: the results of the equation `held`, a loop, a branch or a callback, of whole operands: none in it
+is split."""
 
 
 @held_p.def_abstract_eval
@@ -165,7 +167,8 @@ def _splits_rows(factors: Factors, factor: str, rows: int) -> bool:
 
 def _whole_after(closed, has_rows: Callable[[Any], bool]):
     """The program, in which all that is made of gradients, and not differentiated, is whole: the update, that
-    is, clipping and the like. Scalars, which cost next to nothing to reduce, would be made of parts of it."""
+    is, clipping and the like. Scalars, which cost next to nothing to reduce, would be made of parts of it.
+    What happens once, as a callback, gets whole operands: no microbatch does it for the others."""
     after: set[Any] = set()
 
     def run(*args):
@@ -176,7 +179,10 @@ def _whole_after(closed, has_rows: Callable[[Any], bool]):
             if is_transposed(scope) or any(not _jax.is_literal(v) and v in after for v in eqn.invars):
                 after.update(eqn.outvars)
             is_after = not is_differentiated(scope) and not after.isdisjoint(eqn.outvars)
-            if is_after and eqn.primitive.name in _LOOPS and not any(map(has_rows, operands)):
+            is_held = is_once(eqn)
+            if eqn.primitive.name in _LOOPS and not any(map(has_rows, operands)):
+                is_held = is_after or any_inside(is_once, eqn)
+            if is_held:
                 with as_at(eqn):
                     made = held_p.bind(*operands, held=eqn)
             else:

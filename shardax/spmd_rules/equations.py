@@ -124,6 +124,12 @@ def _has_flops(eqn) -> bool:
     return entry is not None and entry.flops_at(eqn) is not None
 
 
+def is_once(eqn) -> bool:
+    """Whether what it does happens once, for all devices, as Python is called by `pure_callback`."""
+    entry = entry_of(eqn)
+    return entry is not None and entry.once
+
+
 def is_dear(eqn) -> bool:
     """Whether to do it again takes longer than to keep what it makes: products, loops, and what does much for
     each element."""
