@@ -458,6 +458,16 @@ def test_bad_input():
     _raises("schedule is 'gpip'; expected one of", schedule="gpip")
     _raises("returns float32.*expected a scalar of floats", loss=lambda p, x, y: p["in"][x].mean(-1))
     _raises(
+        r"returns \(float32\[\], float32\[3\]\); expected a scalar.*the loss and others, give has_aux=True\n",
+        loss=lambda p, x, y: (p["in"][x].mean(), p["in"][0, :3]),
+    )
+    _raises("returns None; expected a scalar of floats, .* its microbatch\n", loss=lambda p, x, y: None)
+    _raises(
+        r"returns float32\[\]; expected .* with has_aux a pair of it and others\n",
+        loss=lambda p, x, y: p["in"][x].mean(),
+        has_aux=True,
+    )
+    _raises(
         "virtual stages, but the program has",
         loss=lambda p, x, y: p["in"][x].mean(),
         mesh=jax.sharding.AbstractMesh((64,), ("stage",), axis_types=(AxisType.Auto,)),

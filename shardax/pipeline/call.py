@@ -157,9 +157,7 @@ class Call:
         summed = partial(lax.psum, axis_name=AXIS) if self.is_even else (lambda x: x)
 
         def loss(*leaves):
-            result = self.called(leaves)
-            value, aux = result if has_aux else (result, ())
-            self.check_loss(value, has_aux)
+            value, aux = self.checked_loss(self.called(leaves), has_aux)
             rows, tree = jax.tree.flatten(aux)
             structure.append(tree)
             return [jnp.asarray(x) for x in (value, *rows)]
@@ -198,11 +196,15 @@ class Call:
                 "sum over the batch; give reduce='sum', or take the mean in the loss"
             )
 
-    def check_loss(self, value, has_aux: bool) -> None:
-        if jnp.shape(value) != () or not is_inexact(jnp.asarray(value)):
+    def checked_loss(self, result: Any, has_aux: bool) -> tuple[Any, Any]:
+        """The loss and the other results, of which there are none without `has_aux`."""
+        is_pair = isinstance(result, tuple | list) and len(result) == 2
+        value, aux = result if has_aux and is_pair else (result, ())
+        if has_aux > is_pair or not _is_scalar(value):
+            way = "; if these are the loss and others, give has_aux=True" * (is_pair and not has_aux)
             raise ValueError(
-                f"{self.name} returns {jax.typeof(value).str_short()}; expected a scalar of floats, a mean "
-                "or sum over its microbatch" + ", and with has_aux a pair of it and others" * has_aux
+                f"{self.name} returns {_types_text(result)}; expected a scalar of floats, a mean "
+                "or sum over its microbatch" + ", and with has_aux a pair of it and others" * has_aux + way
             )
         if has_aux and not self.is_even:
             raise ValueError(
@@ -210,6 +212,7 @@ class Call:
                 "microbatches do not divide, and has_aux: there is no row of the other results for each "
                 "microbatch then; take a number of microbatches that divides the batch, or leave has_aux out"
             )
+        return value, aux
 
     def of_results(self) -> tuple[Split, Any]:
         """Rows of results, and their structure."""
@@ -356,6 +359,27 @@ def _check_apart(batch_argnames: Any, of_params: Sequence[str], name: str) -> No
 
 def is_inexact(x) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether it is one, of floats, and no tree of one."""
+    try:
+        type = jax.typeof(x)
+    except TypeError:
+        return False
+    return type.shape == () and is_inexact(type)
+
+
+def _types_text(tree: Any) -> str:
+    """(float32[], float32[3])"""
+
+    def text(x: Any) -> str:
+        try:
+            return jax.typeof(x).str_short()
+        except TypeError:
+            return type(x).__name__
+
+    return str(jax.tree.map(text, tree)).replace("'", "")
 
 
 def _stages(axis: str, name: str) -> int:
