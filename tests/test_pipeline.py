@@ -455,7 +455,6 @@ def test_bad_input():
     _raises("microbatches is True; expected an int", microbatches=True)
     _raises("argnums of value_and_grad is 'params', of type str: give the number", argnums="params")
     _raises("reduce is 'max'; expected 'mean' or 'sum'", reduce="max")
-    _raises("schedule is 'gpip'; expected one of", schedule="gpip")
     _raises("returns float32.*expected a scalar of floats", loss=lambda p, x, y: p["in"][x].mean(-1))
     _raises(
         r"returns \(float32\[\], float32\[3\]\); expected a scalar.*the loss and others, give has_aux=True\n",

@@ -1,12 +1,14 @@
 """Schedules of pipelines: packed, checked, counted, and run by their tables."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardax as sx
 from shardax.pipeline.packing import pack, parse
 from shardax.pipeline.schedules import NAMES, make_schedule
 from shardax.pipeline.slots import (
@@ -275,6 +277,27 @@ def test_errors_of_names_and_sizes():
         make_schedule("1f1b", 2, 0)
     with pytest.raises(ValueError, match="has 2 stages; expected 3: write it for 3, or take another number"):
         make_schedule("F0\nF0", 3, 1)
+
+
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("Pipeline", sx.pipeline.Pipeline),
+        ("value_and_grad", partial(sx.pipeline.value_and_grad, abs, microbatches=1)),
+        ("apply", partial(sx.pipeline.apply, abs, microbatches=1)),
+    ],
+)
+def test_no_schedule_is_refused_before_any_call(name, make):
+    refused = f"schedule of {name} is "
+    with pytest.raises(ValueError, match=refused + "'1f1bb'; expected one of naive, .*, auto, or a text"):
+        make(schedule="1f1bb")
+    with pytest.raises(ValueError, match=refused + "None; expected a name .*, a text, a function or a Sch"):
+        make(schedule=None)
+    with pytest.raises(ValueError, match=refused + r"<lambda>\(p\), which cannot be called with three"):
+        make(schedule=lambda p: "F0")
+    ready = make_schedule("zb-h1", 2, 4)
+    for schedule in (*NAMES, "auto", "F0 B0\n. F0", ready, lambda p, m, v: ready):
+        make(schedule=schedule)
 
 
 def test_errors_of_buffers():

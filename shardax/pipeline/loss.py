@@ -12,6 +12,7 @@ from shardax.pipeline.batch import check_names
 from shardax.pipeline.call import Call
 from shardax.pipeline.packed import PACKING, Packing
 from shardax.pipeline.repacking import unpack
+from shardax.pipeline.schedules import check_schedule
 from shardax.pipeline.scopes import patterns
 from shardax.pipeline.table import positive
 from shardax.validation import is_number, require, require_argument_numbers
@@ -88,6 +89,7 @@ def value_and_grad(
     ['all_reduce', 'ppermute']
     """
     _check(loss, axis, microbatches, reduce, batch_argnames)
+    check_schedule(schedule, "schedule of value_and_grad")
     require(memory is None or is_number(memory, 0), "memory of value_and_grad", memory, "bytes, or None")
     numbers = _numbers(argnums, "value_and_grad")
     how = numbers, batch_argnames, axis, int(microbatches), patterns(at, "value_and_grad")
@@ -137,6 +139,7 @@ def apply(
     (256,)
     """
     _check(function, axis, microbatches, "mean", batch_argnames)
+    check_schedule(schedule, "schedule of apply")
     numbers = _numbers(argnums, "apply")
     how = numbers, batch_argnames, axis, int(microbatches), patterns(at, "apply")
 

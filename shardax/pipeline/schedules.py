@@ -46,21 +46,18 @@ def make_schedule(
     if chunks is not None:
         positive("chunks", chunks)
         chunks = int(chunks)
-    if isinstance(schedule, str) and all(map(is_word, schedule.split()[:1])):
+    if _is_text(schedule):
         made = parse(schedule, "the schedule", chunks, latency=latency)
     elif isinstance(schedule, str):
         made = _named(schedule, stages, microbatches, chunks, latency)
     elif callable(schedule):
         name = getattr(schedule, "__name__", "the schedule")
-        _check_maker(schedule)
+        _check_maker(schedule, "schedule")
         found = schedule(stages, microbatches, chunks or 1)
         made = parse(found, name, chunks, latency=latency) if isinstance(found, str) else found
     else:
         made = schedule
-    if not isinstance(made, Schedule):
-        raise ValueError(
-            f"schedule is {made!r}; expected a name ({_names()}), a text, a function or a Schedule"
-        )
+    _check_made(made, "schedule")
     for what, given in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if given is not None and getattr(made, what) != given:
             raise ValueError(
@@ -77,7 +74,38 @@ def forward_only(schedule: Schedule) -> Schedule:
     return pack(name, orders, schedule.chunks, schedule.placement, schedule.latency)
 
 
-def _check_maker(schedule: Callable[..., Any]) -> None:
+def check_schedule(schedule: Any, argument: str) -> None:
+    """Raises ValueError for what is a schedule of no number of stages: an unknown name, or no name, text,
+    function of three numbers or Schedule. "auto" is a name here.
+    """
+    if isinstance(schedule, str):
+        if schedule != "auto" and not _is_text(schedule):
+            _check_name(schedule, argument)
+    elif callable(schedule):
+        _check_maker(schedule, argument)
+    else:
+        _check_made(schedule, argument)
+
+
+def _is_text(schedule: Any) -> bool:
+    return isinstance(schedule, str) and all(map(is_word, schedule.split()[:1]))
+
+
+def _check_name(name: str, argument: str) -> None:
+    if name not in NAMES:
+        raise ValueError(
+            f"{argument} is {name!r}; expected one of {_names()}, or a text with a line per stage (F0 F1 B0)"
+        )
+
+
+def _check_made(made: Any, argument: str) -> None:
+    if not isinstance(made, Schedule):
+        raise ValueError(
+            f"{argument} is {made!r}; expected a name ({_names()}), a text, a function or a Schedule"
+        )
+
+
+def _check_maker(schedule: Callable[..., Any], argument: str) -> None:
     """Raises ValueError unless a function can be called with three numbers."""
     try:
         signature = inspect.signature(schedule)
@@ -88,7 +116,7 @@ def _check_maker(schedule: Callable[..., Any]) -> None:
     except TypeError as error:
         name = getattr(schedule, "__name__", "the function")
         raise ValueError(
-            f"schedule is {name}{signature}, which cannot be called with three numbers ({error}); expected "
+            f"{argument} is {name}{signature}, which cannot be called with three numbers ({error}); expected "
             "a function of stages, microbatches and chunks: give it three parameters, also if it needs fewer"
         ) from None
 
@@ -100,10 +128,7 @@ def _names() -> str:
 def _named(name: str, stages: int, microbatches: int, chunks: int | None, latency: int) -> Schedule:
     if name == "auto":
         raise ValueError("schedule='auto' needs costs to choose by; use `shardax.pipeline.simulate.choose`")
-    if name not in NAMES:
-        raise ValueError(
-            f"schedule is {name!r}; expected one of {_names()}, or a text with a line per stage (F0 F1 B0)"
-        )
+    _check_name(name, "schedule")
     kind = NAMES[name]
     chunks = chunks or kind.chunks
     if not kind.any_chunks and chunks != kind.chunks:

@@ -15,6 +15,7 @@ from shardax.differentiated import is_transposed
 from shardax.pipeline.batch import check_names, of_batch
 from shardax.pipeline.printed import without_callbacks
 from shardax.pipeline.resting import Weights
+from shardax.pipeline.schedules import check_schedule
 from shardax.pipeline.scopes import patterns
 from shardax.pipeline.split import Split
 from shardax.pipeline.virtual import microbatch
@@ -42,9 +43,9 @@ class Pipeline:
         first array that is no state and has a row for each microbatch, and all with as many rows.
       at: as in `shardax.pipeline.value_and_grad`.
 
-    Raises ValueError: where the axis is not in the mesh, or an annotation inside names it; where no backward
-    pass is found; where the step is no sum over microbatches, with the line; where there are more stages than
-    places to cut.
+    Raises ValueError: where there is no such schedule; where the axis is not in the mesh, or an annotation
+    inside names it; where no backward pass is found; where the step is no sum over microbatches, with the
+    line; where there are more stages than places to cut.
 
     >>> import shardax as sx
     >>> mesh = AbstractMesh((4,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -74,6 +75,7 @@ class Pipeline:
         require(is_count, "microbatches of Pipeline", self.microbatches, "an int of 1 or more")
         # programs that are made with numpy's numbers have other types
         object.__setattr__(self, "microbatches", int(self.microbatches))
+        check_schedule(self.schedule, "schedule of Pipeline")
         check_names(self.batch_argnames, "Pipeline")
         patterns(self.at, "Pipeline")
 
