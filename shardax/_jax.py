@@ -282,14 +282,22 @@ def wants_own_mesh(error: Exception) -> bool:
 def is_of_context(error: Exception) -> bool:
     """Whether JAX might not raise this in another mesh context, or where values have other types or none. Few
     of its errors have a type of their own; the others are known by their words, or by having none. Other
-    libraries may compare the types of values; what they raise is known by where it is raised.
+    libraries may compare the types of values; what they raise is known by where it is raised. While JAX puts
+    words to an error of a type, it may fail itself.
     """
     text = str(error)
-    if isinstance(error, core.ShardingTypeError) or _OF_CONTEXT.search(text):
+    if any(isinstance(e, _TYPE_ERRORS) for e in _with_handled(error)) or _OF_CONTEXT.search(text):
         return True
     if _is_of_library(error) or lacks_rule(error):
         return True
     return _OF_TYPES.search(text) is not None and "do not match" not in text  # shapes or dtypes, that is
+
+
+def _with_handled(error: BaseException | None):
+    """An error, and those that were being handled when it was raised."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def lacks_rule(error: Exception) -> bool:
@@ -310,10 +318,12 @@ def _raised_in(error: Exception) -> str:
     return frames[-1].f_code.co_filename if frames else ""
 
 
+_TYPE_ERRORS = core.ShardingTypeError, named_sharding_lib.DuplicateSpecError
 _OF_CONTEXT = re.compile(
     "context mesh|mesh context|mesh in context|non-empty mesh|of type `?(Auto|Explicit)|Auto axes"
     "|in_specs passed to shard_map|does not evenly divide|should be replicated"
     "|sharding (rule|inference|propagation)"
+    "|be (un)?sharded|sharded (axes|on)|via `out_sharding`"
     r"|\bunreduced\b|(be|containing) reduced\b",
     re.IGNORECASE,
 )

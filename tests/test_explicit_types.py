@@ -206,6 +206,52 @@ def test_where_jax_refuses_completion_decides():
         np.testing.assert_allclose(got, jax.jit(program)(np.asarray(x), np.asarray(w)), rtol=1e-5, atol=1e-6)
 
 
+WITHOUT_A_TYPE = {  # programs of a table and of indices, both of which are split over the same axis
+    "rows": lambda x, i: x[i],
+    "rows of its gradient": lambda x, i: jax.grad(lambda x: (x[i] ** 2).sum())(x),
+    "put into rows": lambda x, i: x.at[i].multiply(x),
+    "a batch of lookups": lambda x, i: jax.vmap(lambda row, k: row[k])(x, i),
+    "a batch by another's columns": lambda x, i: jax.vmap(lambda column, k: column[k], (1, 0))(x, i),
+    "repeated": lambda x, i: jnp.repeat(x, 2, 0),
+    "selected": lambda x, i: jnp.select([x > 0.5, x > 0.0], [x, x.T], 0.0),
+    "where it is": lambda x, i: jnp.nonzero(x > 0.5, size=8),
+    "a triangular solve": lambda x, i: jax.scipy.linalg.solve_triangular(
+        x + 9.0 * jnp.eye(8), x.T, lower=True
+    ),
+}
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
+@pytest.mark.parametrize("name", WITHOUT_A_TYPE)
+def test_where_results_have_no_type_completion_decides(name, spec):
+    """JAX says so by errors of several kinds, and for one it has no words."""
+    program, x, i = WITHOUT_A_TYPE[name], ramp(8, 8), np.arange(8, dtype="int32")[::-1] % 5
+    got = sx.shard_jit(program, mesh=MESH, in_shardings=(spec, P("x")))(x, i)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(program)(x, i)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_that_zero_splits_along_its_features():
+    """For the axis does not divide its rows."""
+
+    def step(table, i):
+        value, grad = jax.value_and_grad(lambda table: (table[i] ** 2).mean())(table)
+        return table - 0.1 * grad, value
+
+    mesh, table, i = jax.make_mesh((8,), ("data",)), ramp(13, 16), np.arange(8, dtype="int32")
+    train = sx.shard_jit(
+        step, mesh=mesh, in_shardings=(None, P("data")), transforms=[sx.zero.Zero("data", stage=3)]
+    )
+    assert "completion decides" in " ".join(train.plan(table, i).text(400).split())
+    for got, want in zip(train(table, i), jax.jit(step)(table, i), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_spec_of_the_users_own_that_names_an_axis_twice_is_refused():
+    with pytest.raises(Exception, match="duplicate entries for `?'?x"):
+        sx.shard_jit(lambda x: jax.sharding.reshard(x, P("x", "x")), mesh=MESH)(ramp(8, 8))
+
+
 def grouped(x, w):
     """A convolution of each channel with a kernel of its own."""
     kernel, numbers = jnp.repeat(w[:, None, None], 4, 2), ("NHC", "HIO", "NHC")
