@@ -161,7 +161,7 @@ def _trace(request: Request) -> Traced:
     jaxpr, consts = _jax.hoist_consts(with_made_constants(sites.settled(jaxpr, request.mesh)))
     consts = [*closed_refs, *consts]
     refs = (*(i for i, slot in enumerate(slots) if slot.is_ref), *closed)
-    arguments = _described_arguments(request, slots, jaxpr, succeeded)
+    arguments = _described_arguments(request, slots, jaxpr, succeeded, len(closed))
     described = tuple(map(_described_result, results, succeeded))
     return Traced(jaxpr, consts, out_tree, refs, arguments, described, (slots, results), refused)
 
@@ -228,9 +228,11 @@ def retyped(program, before, traced: Traced) -> Any:
     return jax.make_jaxpr(run)(*map(shape_of, program.in_avals))
 
 
-def _described_arguments(request: Request, slots: Sequence[Slot], jaxpr, succeeded) -> tuple[Argument, ...]:
-    """Those of the call, then what the function closes over."""
-    types = [(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+def _described_arguments(
+    request: Request, slots: Sequence[Slot], jaxpr, succeeded, closed_refs: int
+) -> tuple[Argument, ...]:
+    """Those of the call, then what the function closes over: Refs, and constants, which never come back."""
+    types = [(aval.shape, aval.dtype) for aval in jaxpr.in_avals[: len(slots) + closed_refs]]
     back = {(aval.shape, aval.dtype) for aval in jaxpr.out_avals}
     comes_back = state(types, back, [i for i in succeeded if i is not None])
     arguments = list(map(_argument, _paths(request), slots))

@@ -87,6 +87,18 @@ def test_state_that_is_not_donated():
     )
 
 
+def test_what_a_function_closes_over_is_no_state_and_does_not_count():
+    """However many arrays it are, and though a result has their type."""
+    tables = [np.array([2.0, 3.0, 5.0 + i], "float32") for i in range(9)]
+
+    def step(w, x):
+        return w - (x @ w).sum(), sum(table * x.sum() for table in tables)
+
+    context = told(step, shape(8, 4), shape(6, 8))
+    assert [a.path for a in context.arguments] == ["w", "x"] + [""] * len(tables)
+    assert [a.is_state for a in context.arguments] == [True] + [False] * (1 + len(tables))
+
+
 def test_a_function_of_the_jaxpr_alone():
     seen = []
     twice = sx.shard_jit(lambda x: 2 * x, mesh=MESH, transforms=[lambda jaxpr: seen.append(jaxpr) or jaxpr])

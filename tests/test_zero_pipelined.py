@@ -31,7 +31,7 @@ SCANNED = {"up": sized(8, 128, 512), "down": sized(8, 512, 128)}
 MESHES = {"data": {"stage": 4, "data": 2}, "and_model": {"stage": 2, "data": 2, "model": 2}}
 
 
-def planned(loss, params, mesh, transforms, grad=jax.value_and_grad):
+def planned(loss, params, mesh, transforms, grad=jax.value_and_grad, donated=0):
     def step(state, x_BM):
         params, opt_state = state
         value, gradients = grad(loss)(params, x_BM)
@@ -42,7 +42,7 @@ def planned(loss, params, mesh, transforms, grad=jax.value_and_grad):
     how = {
         "mesh": AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)),
         "in_shardings": (None, P("data")),
-        "donate_argnums": 0,
+        "donate_argnums": donated,
     }
     if "model" in sizes:
         last = {"up": P("stage", None, "model"), "down": P("stage", "model")}
@@ -89,6 +89,17 @@ def test_the_explicit_form_sends_no_more():
         for transforms in ([], [sx.zero.Zero("data", stage=3)])
     )
     assert 0 < sent(plan) <= sent(without)
+
+
+def test_the_explicit_form_finds_state_that_is_not_donated():
+    """It closes over the tables of its schedule, more of them than the step has arguments."""
+
+    def grad(loss):
+        return sx.pipeline.value_and_grad(loss, microbatches=8)
+
+    zero = [sx.zero.Zero("data", 2)]
+    plans = [planned(scanned, SCANNED, "data", zero, grad, donated) for donated in (0, ())]
+    assert sent(plans[0]) == sent(plans[1])
 
 
 def test_gradients_are_scattered_in_each_tick_where_one_says_so():

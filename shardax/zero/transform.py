@@ -331,10 +331,11 @@ class Zero:
                 )
 
     def _not_found(self, context: Context, found: Roles) -> str:
-        state = sum(a.is_state for a in context.arguments)
+        of_call = [a.is_state for a in context.arguments if a.path or a.is_state]  # no constant
+        state = sum(of_call)
         return (
             f"{self} finds no optimizer's update in this function. It looked for state (of "
-            f"{len(context.arguments)} arguments {state} come back in results), for parameters among it "
+            f"{len(of_call)} arguments {state} come back in results), for parameters among it "
             f"(from {len(found.parameters)} of these something is computed that is differentiated), and for "
             "new state that is made of the old: give it the whole step, which takes and returns parameters "
             "and optimizer state, with donate_argnums= for these, or say where the update is, with "
