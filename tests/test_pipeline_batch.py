@@ -65,6 +65,31 @@ def test_a_batch_of_a_parameters_type():
 
 
 @pytest.mark.quick
+def test_predictions_of_the_type_of_the_batch():
+    """They come back as if tokens and labels were state, and what is donated says that they are none."""
+
+    def step(params, x, y):
+        def loss(params):
+            h = jax.nn.one_hot(x, ROWS)
+            for each in params:
+                h = jnp.tanh(h @ each)
+            return -(jax.nn.log_softmax(h) * jax.nn.one_hot(y, ROWS)).mean(), h.argmax(-1).astype("int32")
+
+        (value, predicted), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value, predicted
+
+    tokens = jax.ShapeDtypeStruct((ROWS, 6), "int32")
+    plans = [
+        sx.shard_jit(
+            step, mesh=ABSTRACT, donate_argnums=0,
+            transforms=[sx.pipeline.Pipeline(microbatches=4, batch_argnames=names)],
+        ).plan([F32(ROWS, ROWS)] * 4, tokens, tokens)
+        for names in (None, ("x", "y"))
+    ]  # fmt: skip
+    assert plans[0].comm_bytes == plans[1].comm_bytes > 0
+
+
+@pytest.mark.quick
 def test_weights_before_the_batch_whose_rows_microbatches_divide():
     """Taken for the batch they are refused, and said not to be it they are weights."""
 
