@@ -269,3 +269,20 @@ def test_a_checkpoint_of_four_stages_is_restored_to_two_and_to_none(tmp_path):
         plain = kept.at(1, jax.tree.map(np.zeros_like, (params, tx.init(params))))
     jax.tree.map(np.testing.assert_array_equal, plain, (params, tx.init(params)))
     jax.tree.map(np.testing.assert_array_equal, sx.pipeline.unpack(restored(found)), plain)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_without_jit_the_step_itself_runs(padded):
+    """Of a pipeline with ZeRO too, on the state as it is or padded."""
+    loss, params = net(3)
+    mesh, tx, batch = mesh_of(stage=2, data=2), optax.sgd(0.1), (tokens(0), tokens(1))
+    step = train_step(jax.value_and_grad(loss), tx)
+    transforms = [sx.pipeline.Pipeline("stage", microbatches=4), sx.zero.Zero("data", stage=3)]
+    how = {"mesh": mesh, "in_shardings": (None, P("data"), P("data")), "transforms": transforms}
+    state = params, tx.init(params)
+    given = sx.zero.init(tx, params, mesh, stage=3) if padded else state
+    with jax.disable_jit():
+        new, values = sx.shard_jit(step, **how)(given, *batch)
+    wanted = jax.jit(step)(state, *batch)
+    for a, b in zip(jax.tree.leaves((sx.zero.unpad(new), values)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

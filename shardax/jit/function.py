@@ -95,6 +95,8 @@ class Function:
                 return self.wrapped(*args, **kwargs)
             mesh = self.require_mesh(arguments_mesh)
             self._check_context(mesh)
+            if eager and not self._retypes_arguments(mesh, args, kwargs):
+                return self.wrapped(*args, **kwargs)
             return self._run(mesh, args, kwargs)
 
         return self._jit(run, {} if out_shardings is None else {"out_shardings": out_shardings})
@@ -145,6 +147,19 @@ class Function:
     def _retypes(self) -> bool:
         """Whether the arguments may be of other types than the function takes."""
         return any(isinstance(transform, Retyping) for transform in self.transforms)
+
+    def _retypes_arguments(self, mesh: Mesh | AbstractMesh, args, kwargs) -> bool:
+        """Whether the transforms take these arguments, or give the results, in other types than the function
+        does. Padded arrays are not meant: the function as they take it cuts them.
+        """
+        with jax.sharding.use_abstract_mesh(abstract_mesh(auto_mesh(mesh))):
+            request = self._request(mesh, args, kwargs)
+            traced, jaxpr = self._traced(request, self._static_values(args, kwargs))
+        own = (x.type for x in (*traced.arguments, *traced.results))
+        return any(
+            (a.shape, a.dtype, memory_of(a)) != (b.shape, b.dtype, memory_of(b))
+            for a, b in zip(own, (*jaxpr.in_avals, *jaxpr.out_avals), strict=True)
+        )
 
     def known_mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that was given, else that of the context; None where that is abstract, and arguments may
