@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -39,4 +39,4 @@ def state(
 
 def _is_discrete(dtype) -> bool:
     """Keys of random numbers are not: they may be unsigned integers."""
-    return any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.signedinteger, np.bool_))
+    return any(jnp.issubdtype(dtype, kind) for kind in (np.signedinteger, np.bool_))

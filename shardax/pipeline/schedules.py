@@ -46,7 +46,7 @@ def make_schedule(
     if chunks is not None:
         positive("chunks", chunks)
         chunks = int(chunks)
-    if _is_text(schedule):
+    if isinstance(schedule, str) and _is_text(schedule):
         made = parse(schedule, "the schedule", chunks, latency=latency)
     elif isinstance(schedule, str):
         made = _named(schedule, stages, microbatches, chunks, latency)
@@ -87,8 +87,8 @@ def check_schedule(schedule: Any, argument: str) -> None:
         _check_made(schedule, argument)
 
 
-def _is_text(schedule: Any) -> bool:
-    return isinstance(schedule, str) and all(map(is_word, schedule.split()[:1]))
+def _is_text(schedule: str) -> bool:
+    return all(map(is_word, schedule.split()[:1]))
 
 
 def _check_name(name: str, argument: str) -> None:
