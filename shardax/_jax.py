@@ -781,10 +781,12 @@ def under_local_mesh(param) -> Any:
 
 
 def eqn_under_local_mesh(eqn):
-    """An equation as if traced under the mesh in context."""
+    """An equation as if traced under the mesh in context. The body of a shard_map is of its own mesh."""
     local_mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(local_mesh):
         ctx = core.JaxprEqnContext()
+    if eqn.primitive.name == "shard_map":
+        return eqn.replace(ctx=ctx)
     return eqn.replace(ctx=ctx, params={name: under_local_mesh(p) for name, p in eqn.params.items()})
 
 

@@ -397,6 +397,46 @@ def test_apply_gives_the_rows_of_the_batch_in_their_order():
     np.testing.assert_array_equal(got["tokens"], want["tokens"])
 
 
+def scores_of(w, x, product=jnp.matmul):
+    return lax.scan(lambda h, w: (h + jnp.tanh(product(h, w)), None), x, w)[0]
+
+
+@pytest.mark.parametrize("form", ["apply", "value_and_grad"])
+def test_what_is_pipelined_is_differentiated(form):
+    def loss(w, x):
+        return (scores_of(w, x) ** 2).mean()
+
+    def pipelined(w, x):
+        if form == "apply":
+            return (sx.pipeline.apply(scores_of, microbatches=4)(w, x) ** 2).mean()
+        return sx.pipeline.value_and_grad(loss, microbatches=4)(w, x)[0]
+
+    w, x = rand(0, 4, M, M), rand(1, 8, M)
+    got = sx.shard_jit(jax.grad(pipelined), mesh=mesh_of(stage=2, data=2))(w, x)
+    np.testing.assert_allclose(got, jax.grad(loss)(w, x), rtol=1e-5, atol=1e-6)
+
+
+def test_an_island_over_another_axis_in_each_layer():
+    mesh = mesh_of(stage=2, model=2)
+    specs = P(None, "model"), P("model", None)
+
+    def loss(w, x):
+        product = jax.shard_map(
+            lambda h, w: lax.psum(h @ w, "model"),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=P(),
+            axis_names={"model"},
+        )
+        return (scores_of(w, x, product) ** 2).mean()
+
+    w, x = rand(0, 4, M, M), rand(1, 8, M)
+    got = sx.shard_jit(sx.pipeline.value_and_grad(loss, microbatches=4), mesh=mesh)(w, x)
+    want = jax.value_and_grad(lambda w: (scores_of(w, x) ** 2).mean())(w)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_where_stages_begin():
     """At marks where there are any; else where they take equally long."""
     w = rand(0, 6, M, M)

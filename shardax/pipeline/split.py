@@ -298,6 +298,7 @@ class Split:
 
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed = jax.make_jaxpr(body)(*(shape_of(v.aval) for v in inputs))
+            closed = _jax.under_local_mesh(closed)  # bodies too, which are transposed on the mesh of stages
         return Region(closed, len(params), len(batch), len(self.sums), self.name, self.forward, self.at)
 
     def _run_region(self, env, batch, pipelined: Callable[..., Made]) -> None:
