@@ -147,7 +147,8 @@ class Reporting(Protocol):
 
 class Resting(Protocol):
     """A transform that says how state rests, where `rests_state` is True. Those that lay state on stages
-    (`Staging`) are applied before it, wherever they stand: it splits further what each stage has.
+    (`Staging`) are applied before it, wherever they stand: it splits further what each stage has. One that
+    has `axes` is the only one over these.
     """
 
     rests_state: bool

@@ -444,6 +444,31 @@ def test_bad_input():
             Zero(axis=axis)
     with pytest.raises(ValueError, match="axis of specs names 'x'"):
         sx.zero.specs(STATE, abstract(data=4), "x")
+    with pytest.raises(ValueError, match="prefetch of Zero is 'no', of type str: give True or False"):
+        Zero(stage=3, prefetch="no")  # type: ignore[arg-type]
+    again = "reshard_after_forward of Zero is 'never', of type str: give True, False or None"
+    with pytest.raises(ValueError, match=again):
+        Zero(stage=3, reshard_after_forward="never")  # type: ignore[arg-type]
+
+
+@pytest.mark.quick
+def test_two_over_one_axis():
+    def given(*transforms):
+        return sx.shard_jit(with_metrics, mesh=abstract(data=2, model=2), transforms=transforms)
+
+    words = r"has Zero\(axis='data', stage=1.* and Zero\(axis=\('model', 'data'\), stage=3.* rests over 'data': give"
+    with pytest.raises(ValueError, match=words):
+        given(Zero("data"), sx.pipeline.Pipeline("stage"), Zero(("model", "data"), stage=3))
+    assert given(Zero("data"), Zero("model"))
+
+
+@pytest.mark.quick
+def test_numbers_where_arrays_are_meant():
+    mesh, give = abstract(data=4), r"give an array, such as jnp.asarray\(x\), or a jax.ShapeDtypeStruct"
+    with pytest.raises(ValueError, match=rf"tree of specs has \['a'\], which is 3, of type int: {give}"):
+        sx.zero.specs({"a": 3}, mesh)
+    with pytest.raises(ValueError, match=rf"params of init has \['a'\], which is 1.0, of type float: {give}"):
+        sx.zero.init(optax.sgd(0.1), {"a": 1.0}, mesh)
 
 
 @pytest.mark.quick

@@ -35,6 +35,7 @@ def check_arguments(
             f"transforms={transforms!r} of shard_jit: must be a tuple of functions of a jaxpr, such as "
             "(shardax.zero.Zero('data'),)"
         )
+    _check_rests(transforms)
     if not isinstance(options, Options):
         raise ValueError(
             f"options={options!r} of shard_jit: must be shardax.Options, such as shardax.Options(strict=True)"
@@ -47,6 +48,19 @@ def check_arguments(
 
 def _is_transform(x: Any) -> bool:
     return callable(x) and not isinstance(x, type)
+
+
+def _check_rests(transforms: Sequence[Any]) -> None:
+    """Raises ValueError where two transforms say how state rests over the same axis."""
+    by_axis: dict[str, Any] = {}
+    for transform in (t for t in transforms if getattr(t, "rests_state", False)):
+        for axis in getattr(transform, "axes", ()):
+            if axis in by_axis:
+                raise ValueError(
+                    f"transforms of shard_jit has {by_axis[axis]} and {transform}, and each says how state "
+                    f"rests over {axis!r}: give one of them, or let each have axes of its own"
+                )
+            by_axis[axis] = transform
 
 
 def check_no_device(given: Mapping[str, Any]) -> None:

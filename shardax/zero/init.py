@@ -19,7 +19,7 @@ from shardax.zero.offload import KIND, require_memory
 from shardax.zero.padded import padded_to
 from shardax.zero.rest import MIXED, padded_shape, split_further
 from shardax.zero.transform import Offloaded, Zero
-from shardax.zero.wrapped import check_mesh, mixed_in, placed_at, requested_of, resting_specs
+from shardax.zero.wrapped import check_arrays, check_mesh, mixed_in, placed_at, requested_of, resting_specs
 
 SMALL = 2**20  # bytes
 
@@ -62,8 +62,8 @@ def init(
       dealt: whether state of such matrices rests in stacks. None: where the update alone then takes less
         time, by its plans for the chip of the default `Options`, and not under `offload`.
 
-    Raises ValueError where the mesh has no such axis, or has no devices for arrays, and where these have no
-    such memory.
+    Raises ValueError where the mesh has no such axis, or has no devices for arrays, where these have no such
+    memory, and where `params` has what is neither an array nor a shape.
 
     >>> import optax
     >>> shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, "float32")
@@ -76,6 +76,7 @@ def init(
     require(dealt in (None, True, False), "dealt of init", dealt, "True, False or None")
     require(hasattr(tx, "init") and hasattr(tx, "update"), "tx of init", tx, "an optax optimizer")
     require(is_integer(bucket, 0), "bucket of init", bucket, "a number of bytes")
+    check_arrays(params, "params of init")
     made = jax.eval_shape(tx.init, params)
     mixed = mixed_by(tx.update, made, params, params)
     rests = _Rests(_mesh(mesh, zero.axes, "init"), zero.axes, params, bucket, mixed)

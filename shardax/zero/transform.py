@@ -138,6 +138,10 @@ class Zero:
         is_kinds = all(isinstance(kind, str) and kind in ("optimizer", "parameters") for kind in kinds)
         require(is_kinds, "offload of Zero", self.offload, expected)
         require(update_on in ("device", "host"), "update_on of Zero", update_on, "'device' or 'host'")
+        again = self.reshard_after_forward
+        is_way = again is None or isinstance(again, bool)
+        require(is_way, "reshard_after_forward of Zero", again, "True, False or None")
+        require(isinstance(self.prefetch, bool), "prefetch of Zero", self.prefetch, "True or False")
         if self.prefetch and (self.stage < 3 or "parameters" in kinds):
             raise ValueError(
                 f"prefetch of Zero is True, stage {self.stage} and offload {self.offload!r}: it gathers "

@@ -192,7 +192,8 @@ def specs(
       tx, params: the optimizer whose state `tree` is, and the parameters, or their shapes: the dims along
         which its update needs whole matrices are split only where no other can.
 
-    Raises ValueError where the mesh has no such axis, and where `tree` is no state of `tx`.
+    Raises ValueError where the mesh has no such axis, where `tree` is no state of `tx`, and where it has what
+    is neither an array nor a shape.
 
     >>> mesh = AbstractMesh((4,), ("data",))
     >>> moments = {"w": jax.ShapeDtypeStruct((6, 8), "float32"), "b": jax.ShapeDtypeStruct((6,), "float32")}
@@ -201,6 +202,7 @@ def specs(
     """
     axes = Zero(axis).axes
     check_mesh(axes, mesh, "specs")
+    check_arrays(tree, "tree of specs")
     mixed = mixed_in(tree, tx, params, "specs")
     return resting_specs(tree, mesh, axes, requested, mixed, memory_kind)
 
@@ -257,6 +259,14 @@ def requested_of(spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -
     dims = dims_of(spec, shape, mesh, "a spec for ZeRO")
     closed = tuple(dim or () for dim in dims or ((),) * len(shape))
     return at_rest(Sharding(closed), shape, mesh.shape)
+
+
+def check_arrays(tree: Any, argument: str) -> None:
+    """Raises ValueError where a leaf has no shape: Python's numbers have none."""
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        name = f"{argument} has {jax.tree_util.keystr(path) or 'a leaf'}, which"
+        require(is_array, name, x, "an array, such as jnp.asarray(x), or a jax.ShapeDtypeStruct")
 
 
 def check_mesh(axes: Axes, mesh: Any, what: str) -> None:
