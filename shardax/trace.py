@@ -279,7 +279,7 @@ def _arguments(request: Request) -> tuple[list[Slot], list[Any], Any]:
     paths, leaves, tree = flatten((request.args, request.kwargs))
     # What in_shardings does not cover is left to completion.
     named = {name: request.kw_shardings.get(name) for name in request.kwargs}
-    positional = broadcast_specs(request.in_shardings, request.args, "in_shardings")
+    positional = broadcast_specs(request.in_shardings, request.args, "in_shardings", request.argument_names)
     specs = positional + broadcast_specs(named, request.kwargs, "in_shardings")
     slots = []
     for index, (path, x, spec) in enumerate(zip(paths, leaves, specs, strict=True)):

@@ -100,6 +100,20 @@ def test_too_many_specs(mesh, kwargs, given):
     )
 
 
+@pytest.mark.parametrize(
+    "spec, kind, right",
+    [(("x", "y"), "tuple", "P('x', 'y')"), ([("x", "y"), None], "list", "P(('x', 'y'), None)")],
+)
+def test_plain_names_for_a_spec(mesh, spec, kind, right):
+    words = f"{spec!r}, a plain {kind}, which is no sharding: give {right}"
+    text = message(sx.shard_jit(identity, mesh=mesh, in_shardings=(None, {"w": spec})), W, {"w": W})
+    assert text == f"argument batch['w'] of shape (8, 4) is given, in in_shardings, {words}"
+    text = message(sx.shard_jit(lambda state: state, mesh=mesh, in_shardings=spec), W)
+    assert text == (f"in_shardings is {words} for all arguments (state), or a tuple with a sharding for each")
+    text = message(sx.shard_jit(lambda state: {"w": state}, mesh=mesh, out_shardings={"w": spec}), W)
+    assert text == f"out_shardings['w'], for a value of shape (8, 4), is {words}"
+
+
 def test_too_few_specs(mesh):
     text = message(sx.shard_jit(identity, mesh=mesh, in_shardings=(P("x"),)), W, W)
     assert "a tuple of 1 entry" in text and "are (state, batch): give" in text

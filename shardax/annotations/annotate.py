@@ -145,13 +145,14 @@ def flatten(tree):
     return [jax.tree_util.keystr(path) for path, _ in pairs], [leaf for _, leaf in pairs], structure
 
 
-def broadcast_specs(specs, tree, name: str) -> list[Any]:
+def broadcast_specs(specs, tree, name: str, argument_names: Sequence[str] = ()) -> list[Any]:
     """For each leaf of `tree` the spec that the prefix tree `specs`, which messages call `name`, gives to
-    it.
+    it. `argument_names`: of the arguments, where `tree` is a tuple of these.
     """
     try:
         return jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(specs, tree, is_leaf=is_spec))
     except ValueError as error:
+        _check_names(specs, tree, name, argument_names)
         whose = (
             "the tuple of positional arguments that are not static"
             if name == "in_shardings"
@@ -161,6 +162,41 @@ def broadcast_specs(specs, tree, name: str) -> list[Any]:
             f"the tree {name} is no prefix of {whose}: give one sharding for a whole subtree, or the same "
             f"keys.\n{_jax.prefix_error(specs, tree, name, is_spec) or error}"
         ) from None
+
+
+def _check_names(specs, tree, name: str, argument_names: Sequence[str]) -> None:
+    """Raises ValueError where a plain tuple of names in `specs`, which do not fit, is meant as a spec."""
+
+    def is_leaf(x) -> bool:
+        return is_spec(x) or is_names(x)
+
+    try:
+        full = jax.tree.structure(tree).flatten_up_to(jax.tree.broadcast(specs, tree, is_leaf=is_leaf))
+    except ValueError:
+        return
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    found = next((pair for pair in zip(pairs, full, strict=True) if is_names(pair[1])), None)
+    if found is not None:
+        (path, x), names = found
+        shape, place = jax.numpy.shape(x), jax.tree_util.keystr(path[1:] if argument_names else path)
+        if not argument_names:
+            raise ValueError(f"{name}{place}, for a value of shape {shape}, is {plain_names(names)}")
+        argument = f"argument {argument_names[path[0].idx]}{place} of shape {shape}"
+        raise ValueError(f"{argument} is given, in {name}, {plain_names(names)}")
+
+
+def is_names(x) -> bool:
+    """Whether it is a plain tuple or list of what a PartitionSpec may have, names of axes among it."""
+    if type(x) not in (tuple, list) or not x:
+        return False
+    names = [e for entry in x for e in (entry if type(entry) in (tuple, list) else (entry,))]
+    return all(e is None or isinstance(e, str) for e in names) and any(isinstance(e, str) for e in names)
+
+
+def plain_names(names) -> str:
+    """What messages say of a plain tuple of names."""
+    spec = PartitionSpec(*(tuple(entry) if isinstance(entry, list) else entry for entry in names))
+    return f"{names!r}, a plain {type(names).__name__}, which is no sharding: give {_text(spec)}"
 
 
 def is_spec(x) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardax.annotations.annotate import is_spec
+from shardax.annotations.annotate import is_names, is_spec, plain_names
 from shardax.options import Options
 from shardax.validation import require_argument_names, require_argument_numbers
 
@@ -110,6 +110,11 @@ def shardings_by_name(
     if len(own) < count or len(later) < len(rest) or not all(name in keywords for name in later):
         entries = "1 entry" if len(in_shardings) == 1 else f"{len(in_shardings)} entries"
         arguments = ", ".join([*positional, *(f"{name}=" for name in keywords)])
+        if is_names(in_shardings):
+            raise ValueError(
+                f"in_shardings is {plain_names(in_shardings)} for all arguments ({arguments}), or a tuple "
+                "with a sharding for each"
+            )
         raise ValueError(
             f"in_shardings is a tuple of {entries}, but the arguments of this call that are not static are "
             f"({arguments}): give one for each positional argument, None where it is left open, or one "
