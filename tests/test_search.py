@@ -68,6 +68,8 @@ def test_side_by_side_programs_send_what_each_sends(pair):
 
 @pytest.mark.slow
 @pytest.mark.once
+@pytest.mark.promotes_ranks
+@pytest.mark.mixed_dtypes
 @pytest.mark.parametrize("name", ROWS)
 def test_every_pair_sends_what_each_sends(name):
     more = {other: beside(name, other) - alone(name) - alone(other) for other in ROWS}
