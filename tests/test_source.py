@@ -254,6 +254,7 @@ def test_small_constants_are_text_and_large_ones_objects():
 
 @pytest.mark.slow
 @pytest.mark.mixed_dtypes
+@pytest.mark.promotes_ranks
 def test_the_train_step_of_a_gpt2(monkeypatch):
     """Its state, loss and all, from what is drawn for a tiny one of a single layer."""
     monkeypatch.setitem(gpt2.SIZES, "tiny", replace(gpt2.SIZES["tiny"], layers=1))
