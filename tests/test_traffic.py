@@ -573,7 +573,8 @@ def test_fewer_heads_than_devices(heads, ways):
     """Those that have one send what they would if there were enough for all.
 
     Where a part of the axis gives each device one head, heads are replicated over the rest; else some devices
-    have none.
+    have none. (On the chip "slow", whose memory is slowest beside its links, more is computed in parts: 3 %
+    less time, and for three heads 3,360 bytes instead of 2,688.)
     """
     mesh = jax.make_mesh((1, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     w, x = {"qkv": ramp(16, 3, heads, 4) / 512, "out": ramp(heads, 4, 16) / 512}, ramp(2, 12, 16) / 64

@@ -234,9 +234,7 @@ def test_unlike_matrices(axes, less):
         print(axes, form, f"{its.seconds * 1e3:.1f} ms,", f"{(its.flops - plain.flops) / 1e9:.0f} GFLOP")
     ratio = (together.seconds - plain.seconds) / (apart.seconds - plain.seconds)
     assert ratio < 0.5 if less else 0.9 < ratio < 1.25
-    # on two axes it may compute some on several devices, which takes less time than to send what is needed
-    assert found.flops - plain.flops < (1.35 if less else 1.02) * (apart.flops - plain.flops)
-    assert found.seconds < min(alike.seconds, 1.002 * apart.seconds)
+    assert found.flops - plain.flops < 1.02 * (apart.flops - plain.flops) and found.seconds < alike.seconds
     each = [ITERATIONS * 2 * (2 * min(s) * np.prod(s) + min(s) ** 3) for s in UNLIKE.values()]
     least = max(12 * sum(each) / np.prod(list(axes.values())), *each)
     assert least <= 1.001 * (by_cost.flops - plain.flops) <= 1.2 * least
