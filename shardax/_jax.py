@@ -726,13 +726,16 @@ def is_jaxpr(x) -> bool:
 
 
 def has_bodies(eqn) -> bool:
-    return any(map(_holds_jaxprs, eqn.params.values()))
+    return any([_holds_jaxprs(p) for p in eqn.params.values() if isinstance(p, _HOLDERS)])
+
+
+_HOLDERS = (*_JAXPRS, tuple)
 
 
 def _holds_jaxprs(param) -> bool:
-    return (
-        isinstance(param, _JAXPRS) or isinstance(param, tuple) and any(isinstance(x, _JAXPRS) for x in param)
-    )
+    if isinstance(param, tuple):
+        return not isinstance(next(iter(param), ()), tuple) and any(isinstance(x, _JAXPRS) for x in param)
+    return isinstance(param, _JAXPRS)
 
 
 def replaced_eqns(jaxpr, eqns) -> Any:
@@ -756,6 +759,8 @@ def with_bodies(eqn, change) -> Any:
     """An equation, each jaxpr in its parameters as `change` returns it; the equation itself where none is
     another.
     """
+    if not has_bodies(eqn):
+        return eqn
     new = {name: _changed(param, change) for name, param in eqn.params.items() if _holds_jaxprs(param)}
     return (
         eqn.replace(params={**eqn.params, **new})

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -185,11 +186,10 @@ def read(eqn, sizes: AxisSizes, line: str = "") -> Iterator[Collective]:
     line = _jax.user_line(eqn.source_info) or line
     axes = _axes(eqn.params)
     operands = operands_of(eqn)
-    devices = _devices(kind, axes, eqn.params, sizes)
+    devices, far = _devices(kind, axes, eqn.params, sizes)
     nbytes = sum(bytes_sent(kind, array_bytes(x), devices) for x in operands)
     if nbytes:
         reason, cause = why(kind, eqn.source_info.name_stack)
-        far = kind == "ppermute" and reaches_far(eqn.params["perm"], [sizes[a] for a in axes])
         told = {"line": line, "reason": reason, "cause": cause}
         yield Collective(kind, axes, devices, nbytes, operands, **told, minor=_minor(kind, eqn), far=far)
 
@@ -226,11 +226,19 @@ def _axes(params) -> Axes:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
-def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> int:
+def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> tuple[int, bool]:
+    """`devices` and `far` of a collective."""
     if kind == "ppermute":
-        return sum(a != b for a, b in params["perm"]) * math.prod(sizes.values()) // shard_count(axes, sizes)
+        senders, far = _permuted(params["perm"], tuple([sizes[a] for a in axes]))
+        return senders * math.prod(sizes.values()) // shard_count(axes, sizes), far
     groups = params.get("axis_index_groups")
-    return len(groups[0]) if groups else shard_count(axes, sizes)
+    return len(groups[0]) if groups else shard_count(axes, sizes), False
+
+
+@lru_cache(1024)
+def _permuted(pairs: tuple[tuple[int, int], ...], counts: tuple[int, ...]) -> tuple[int, bool]:
+    """How many devices send to another, and whether to some other than a neighbour."""
+    return sum(a != b for a, b in pairs), reaches_far(pairs, counts)
 
 
 def reason_of(kind: str, name_stack) -> str:

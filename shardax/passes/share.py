@@ -55,11 +55,12 @@ class _Halo:
 class _Sharer:
     def __init__(self, eqns):
         self.values: dict[Any, Any] = {}  # the first variable of the same value
-        self.computed: dict[Hashable, Any] = {}
+        self.numbers: dict[Hashable, int] = {}
+        self.computed: dict[int, Any] = {}
         self.makers: dict[Any, Any] = {}
         self.stands: dict[Any, Any] = {}
-        self.sent: dict[Hashable, Any] = {}
-        self.keys: dict[int, Hashable | None] = {id(eqn): self._number(eqn) for eqn in eqns}
+        self.sent: dict[Hashable, Any] = {}  # by number; halos by rows
+        self.keys: dict[int, int | None] = {id(eqn): self._number(eqn) for eqn in eqns}
         self.parts = _joined(filter(None, map(self._halo, eqns)))
 
     def read(self, atom):
@@ -75,7 +76,7 @@ class _Sharer:
         elif eqn.primitive.name in KINDS and key in self.sent:
             self.stands.update(zip(eqn.outvars, self.sent[key], strict=True))
         else:
-            if eqn.primitive.name in KINDS and key:
+            if eqn.primitive.name in KINDS and key is not None:
                 self.sent[key] = eqn.outvars
             yield eqn
 
@@ -97,21 +98,24 @@ class _Sharer:
             rows = _sliced(cut, received, halo.dim, halo.first - first, halo.end - first, received.aval.shape)
             yield rows.replace(outvars=eqn.outvars)
 
-    def _number(self, eqn) -> Hashable | None:
-        """Numbers what an equation makes; returns what it computes."""
+    def _number(self, eqn) -> int | None:
+        """Numbers what an equation makes; returns the number of what it computes."""
         key = self._key(eqn)
-        first = self.computed.setdefault(key, eqn) if key else eqn
+        first = eqn if key is None else self.computed.setdefault(key, eqn)
         for v, same in zip(eqn.outvars, first.outvars, strict=True):
             self.values[v] = self.values.get(same, same)
             self.makers[v] = eqn
         return key
 
-    def _key(self, eqn) -> Hashable | None:
-        """What an equation computes; None where it only equals itself."""
+    def _key(self, eqn) -> int | None:
+        """The number of what an equation computes, which is quicker to look up; None where it only equals
+        itself.
+        """
         params = params_key(eqn.params)
         if params is None or _jax.has_effects(eqn) or _jax.has_bodies(eqn) or _is_anew(eqn):
             return None
-        return eqn.primitive, params, tuple(map(self._operand, eqn.invars))
+        key = eqn.primitive, params, tuple(map(self._operand, eqn.invars))
+        return self.numbers.setdefault(key, len(self.numbers))
 
     def _operand(self, atom) -> Hashable:
         if not _jax.is_literal(atom):

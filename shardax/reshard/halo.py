@@ -290,9 +290,8 @@ def _put(request: HaloRequest, exchange: Exchange, pieces: Sequence[Any], device
     """The rows that this device needs, each piece in its place. Where pieces overlap they are equal."""
     rows = _filling(pieces[0], exchange.before + request.rows + exchange.after, request.dim)
     for piece, brought in zip(exchange.pieces, pieces, strict=True):
-        rows = lax.dynamic_update_slice_in_dim(
-            rows, brought, by_device(piece.places, device), axis=request.dim
-        )
+        starts = _starts(rows, request.dim, by_device(piece.places, device))
+        rows = lax.dynamic_update_slice(rows, brought, starts, allow_negative_indices=False)
     return lax.slice_in_dim(rows, exchange.before, exchange.before + request.rows, axis=request.dim)
 
 
@@ -347,13 +346,21 @@ def slice_by_device(x, starts: Sequence[int], rows: int, dim: int, device):
     start = by_device(starts, device)
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + rows, axis=dim)
-    return lax.dynamic_slice_in_dim(x, start, rows, axis=dim)
+    shape = (*x.shape[:dim], rows, *x.shape[dim + 1 :])
+    return lax.dynamic_slice(x, _starts(x, dim, start), shape, allow_negative_indices=False)
+
+
+def _starts(x, dim: int, start) -> list[Any]:
+    """Where a block of x begins that is cut along `dim`, from `start` on, which is never negative."""
+    return [start if d == dim else np.int32(0) for d in range(x.ndim)]
 
 
 def by_device(values: Sequence[int], device):
     """`values[device]`: a number where all are equal, a formula where they grow evenly, else a lookup."""
-    first, steps = values[0], set(np.diff(values).tolist())
-    if len(steps) > 1:
-        return jnp.asarray(np.array(values, np.int32))[device]
-    step = steps.pop() if steps else 0
+    table = np.array(values, np.int32)
+    first, steps = values[0], np.diff(table)
+    if (steps != steps[:1]).any():
+        picked = lax.dynamic_slice(jnp.asarray(table), [device], [1], allow_negative_indices=False)
+        return lax.squeeze(picked, [0])
+    step = int(steps[0]) if len(steps) else 0
     return first + step * device if step else first

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from shardax.cost.network import network_of
-from shardax.reshard.halo import bring, by_device
+from shardax.reshard.halo import bring, by_device, slice_by_device
 from shardax.reshard.paths import Path
 from shardax.reshard.steps import next_blocks, pairs, swap_of
 from shardax.sharding import Axes, AxisSizes, in_mesh_order, shard_count
@@ -73,9 +73,9 @@ def _run_swap(x, step, shape, sizes):
         piece, starts = x, [np.int32(0)] * x.ndim
         for dim, n, which, at in zip(swap.dims, rows, sent, put, strict=True):
             if n != x.shape[dim]:
-                piece = block_of(piece, by_device(which, place), n, dim)
+                piece = slice_by_device(piece, [n * i for i in which], n, dim, place)
             if n != whole.shape[dim]:
-                starts[dim] = lax.mul(by_device(at, place), np.int32(n))
+                starts[dim] = by_device([n * i for i in at], place)
         piece = _permuted(piece, swap.axes, permuted, sizes)
         whole = lax.dynamic_update_slice_p.bind(whole, piece, *starts)
     return whole

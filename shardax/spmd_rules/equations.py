@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.extend.core import Literal, jaxprs_in_params
 
+from shardax import _jax
 from shardax.graph.graph import Node, Value
 from shardax.spmd_rules.elementwise import same_shape
 from shardax.spmd_rules.registry import MOVES, RULES, Entry, adds
@@ -110,7 +111,7 @@ def is_lookup(eqn) -> bool:
 
 def any_inside(holds: Callable[..., bool], eqn) -> bool:
     """Whether something holds for it, or for an equation of its bodies."""
-    bodies = (body.eqns for body in jaxprs_in_params(eqn.params))
+    bodies = (body.eqns for body in jaxprs_in_params(eqn.params)) if _jax.has_bodies(eqn) else ()
     return holds(eqn) or any(any_inside(holds, inner) for eqns in bodies for inner in eqns)
 
 
