@@ -334,7 +334,8 @@ class Alternatives:
         sent = sum(self.network.collective(*message) for message in entry.sent(local))
         products = self.network.compute(entry.flops_of(local), 0)
         layouts = (*candidate.operands, *candidate.results)
-        own = max(products, self.traffic_price(self.traffic(moved, layouts)))
+        traffic = self.traffic_price(self.traffic(moved, layouts))
+        own = max(products, traffic, self.placing(entry, candidate.operands))
         masked = sum([v.is_literal and bool(x.pending) for v, x in zip(node.inputs, layouts, strict=False)])
         price = sent + self.network.batched(own, entry.batch_of(local)) + masked * _MASKED
         made = zip(node.outputs, candidate.results, strict=True)
@@ -354,6 +355,13 @@ class Alternatives:
         layouts; `moved`: for each element of each."""
         return float(sum([n * self.elements_of(lay) for n, lay in zip(moved, layouts, strict=True) if n]))
 
+    def placing(self, entry: Entry, operands: Sequence[Layout]) -> float:
+        """The price of putting rows of a payload into a table one after the other, where indices say."""
+        if entry.in_place is None or entry.looks_up or not self.network.chip.placing:
+            return 0
+        indices = [x.local_shape(self.sizes)[:-1] for i, x in enumerate(operands) if i not in entry.in_place]
+        return float(round(PICO * self.network.chip.placing * max(map(math.prod, indices), default=0)))
+
     def moved(self, node: Node, entry: Entry) -> list[float]:
         """The bytes that a node moves between it and memory for each element of its operands and results; a
         trace of that for what it takes from others or gives them.
@@ -364,7 +372,9 @@ class Alternatives:
         times = 1
         if entry.reads == "part":
             first, times = len(node.inputs), 2
-        elif entry.in_place and not entry.looks_up:  # what is updated is not copied
+        elif entry.looks_up:  # of the table what is found
+            first, times = 1, 2
+        elif entry.in_place:  # what is updated is not copied
             first, count, times = 1, count - 1, 2
         return [
             times * v.itemsize * (1 if v in self.stored or v in self.views else _FUSED)
