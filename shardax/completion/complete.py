@@ -7,7 +7,7 @@ nothing else.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -19,6 +19,7 @@ from shardax.completion.node_classes import NodeClass, NodeClasses
 from shardax.completion.repeats import REST, groups
 from shardax.completion.wishes import wishes
 from shardax.graph import annotations
+from shardax.graph.connected import parts
 from shardax.graph.graph import Graph, Node, Value
 from shardax.graph.state import state
 from shardax.ledger.collectives import array_text
@@ -344,15 +345,18 @@ def _state(graph: Graph, notes: Notes) -> set[Value]:
     data parallelism, the data flows split and the state is only stored split. (Shardy leaves such priorities
     to the user.)
     """
-    numbers = {v: i for i, v in enumerate(graph.inputs)}
-    types = [(v.shape, v.aval.dtype) for v in graph.inputs]
-    results = {(v.shape, v.aval.dtype) for v in graph.outputs}
-    succeeded = [numbers[argument] for argument, _ in successors(graph, notes)]
-    arguments = {graph.inputs[i] for i in state(types, results, succeeded)}
+    succeeded = {argument for argument, _ in successors(graph, notes)}
+    arguments = {v for inputs, outputs in parts(graph) for v in _coming_back(inputs, outputs, succeeded)}
     alike, outputs = {(v.shape, v.aval.dtype) for v in arguments}, set(graph.outputs)
     placed = [n for n, note in notes if note.is_of_result and n.outputs[0] in outputs]
     new = (n.inputs[0] for n in placed if (n.in_shapes[0], n.inputs[0].aval.dtype) in alike)
     return arguments.union(new, (n.inputs[0] for n, note in notes if note.role == "state"))
+
+
+def _coming_back(inputs: Sequence[Value], outputs: Sequence[Value], succeeded: Set[Value]) -> Iterator[Value]:
+    types, results = ([(v.shape, v.aval.dtype) for v in values] for values in (inputs, outputs))
+    known = [i for i, v in enumerate(inputs) if v in succeeded]
+    return (inputs[i] for i in state(types, set(results), known))
 
 
 def _resting(

@@ -129,7 +129,8 @@ class NodeClasses:
             params = (note.owing,)  # completion reads the annotation itself
         elif name.startswith("random"):
             params = (*params, node.eqn.ctx.threefry_partitionable)
-        return (name, len(node.inputs), *params, *map(self._type_number, values))
+        same = [values.index(v) for v in values] if len({*values}) < len(values) else ()  # as x in x · x
+        return (name, len(node.inputs), *params, *map(self._type_number, values), *same)
 
     def _type_number(self, value: Value) -> int:
         if value not in self.type_of:

@@ -61,6 +61,7 @@ class Search(Protocol):
     nbytes: Callable[[Value, Layout], int]
     annotated: dict[Value, tuple[Axes | None, ...]]
     reader: dict[Value, Node]
+    outside: dict[Value, Value]
     returned: dict[Hashable, Layouts]
     open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]]
 
@@ -132,6 +133,7 @@ def _scan(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Po
         values = node.inputs[consts + i], body.inputs[consts + i], body.outputs[i], node.outputs[i]
         port = _carry(search, (node, i), [values[0], values[2]], [values[1], values[3]], runs, inside, True)
         ports.carries.append(_owing_over(split, port, carries[i]) if split and carries else port)
+        search.outside[values[2]] = values[3]
     for outer, inner in zip(node.inputs[consts + count :], body.inputs[consts + count :], strict=True):
         ports.stacks.append(_slices(search, outer, inner, split, runs, inside))
     search.body(body, body_runs, inside)
@@ -156,6 +158,7 @@ def _while(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> P
             search, (node, i), [init, body.outputs[i]], makes, runs, hidden, not reads(cond, tested)
         )
         ports.carries.append(port)
+        search.outside[body.outputs[i]] = node.outputs[i]
     search.body(cond, runs * UNKNOWN_TRIP_COUNT, hidden)
     search.body(body, runs * UNKNOWN_TRIP_COUNT, hidden)
     for port in ports.carries:
@@ -171,13 +174,15 @@ def _cond(search: Search, node: Node, runs: float, hidden: frozenset[str]) -> Po
     for outer, *inners in zip(node.inputs[1:], *(body.inputs for body in node.bodies), strict=True):
         ports.operands.append(_operand(search, outer, inners, runs, hidden, may_owe=True))
     for body in node.bodies:
+        search.outside.update(zip(body.outputs, node.outputs, strict=True))
         search.body(body, runs / len(node.bodies), hidden)
     for outer, *inners in zip(node.outputs, *(body.outputs for body in node.bodies), strict=True):
         owing = [lay for inner in inners for lay in search.made(inner)]
         settled, *owed = search.owing(search.requested(outer, hidden), outer, owing)
+        given = (lay for inner in inners for lay in search.at_hand(inner, hidden))
+        layouts = dict.fromkeys([*owed, settled, *_annotated(search, outer, hidden), *given])
         ways = [
-            Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE)
-            for layout in (*owed, settled)
+            Way((layout,) * len(inners), (layout,), 0.0 if layout.pending else _ONCE) for layout in layouts
         ]
         ports.results.append(search.add(Site(inners, [outer], ways, runs)))
     return ports
@@ -315,7 +320,10 @@ def _slices(
 
 
 def _annotated(search: Search, value: Value, hidden: frozenset[str]) -> list[Layout]:
-    """The layout that the one who reads a value requests of it, if that is an annotation."""
+    """The layout that the one who reads a value requests of it, if that is an annotation: perhaps outside, if
+    a body gives it back."""
+    while value in search.outside and value not in search.reader:
+        value = search.outside[value]
     reader = search.reader.get(value)
     return [search.requested(reader.outputs[0], hidden)] if reader and annotations.of_node(reader) else []
 

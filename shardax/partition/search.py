@@ -55,7 +55,8 @@ class Search:
     many alike blocks. `maps`: how the iterations of each map may be split, `splits`: how they are. `left`:
     the layouts in which bodies give carries back; `returned`: those of the last time. `avoided`: the steps of
     reshards that strict mode avoids. `excess`: how much more it costs to make a value in each layout than in
-    the cheapest; `readers`: how many share that. `byte_price`: picoseconds for each byte that is stored.
+    the cheapest; `readers`: how many share that; `reader`: the only one. `outside`: as what a node gives what
+    its bodies give back. `byte_price`: picoseconds for each byte that is stored.
     `trivial`: the axes of one device, which no layout has.
     """
 
@@ -99,6 +100,7 @@ class Search:
         self.excess: dict[Value, Made] = {}
         nodes = list(graph.walk())
         self.readers = Counter(v for node in nodes for v in node.inputs)
+        self.outside: dict[Value, Value] = {}
         self.reader = {v: node for node in nodes for v in node.inputs if self.readers[v] == 1}
         self.trivial = trivial_axes(self.sizes)
         self.all_exact = bool(self.avoided) or len(self.sizes) - len(self.trivial) <= paths.FEW

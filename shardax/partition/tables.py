@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from shardax.graph.connected import connected
+
 CHUNK = 1 << 16  # entries of a sum of tables that is taken at once
 
 Entries = np.ndarray | None
@@ -103,24 +105,15 @@ class Problem:
     def components(self) -> list[tuple[list[int], "Problem"]]:
         """The problems that have nothing to do with one another, each with its variables: what stands side by
         side is chosen as if it were alone."""
-        root = list(range(len(self.counts)))
-
-        def root_of(v: int) -> int:
-            while root[v] != v:
-                root[v] = v = root[root[v]]
-            return v
-
-        for table in self.tables:
-            first, last = sorted((root_of(table.scope[0]), root_of(table.scope[-1])))
-            root[last] = first
-        parts = {v: (list[int](), Problem()) for v in range(len(self.counts)) if root_of(v) == v}
+        root = connected(len(self.counts), (table.scope for table in self.tables))
+        parts = {v: (list[int](), Problem()) for v in dict.fromkeys(root)}
         number = []
         for v, count in enumerate(self.counts):
-            variables, problem = parts[root_of(v)]
+            variables, problem = parts[root[v]]
             variables.append(v)
             number.append(problem.variable(count))
         for table in self.tables:
-            problem = parts[root_of(table.scope[0])][1]
+            problem = parts[root[table.scope[0]]][1]
             scope = tuple([number[v] for v in table.scope])
             problem.tables.append(Table(scope, table.prices, table.entries))
         return list(parts.values())
