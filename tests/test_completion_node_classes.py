@@ -63,10 +63,12 @@ def test_two_classes(name):
 
 def test_one_value_twice_is_two_operands():
     """Classes do not say which values are one; blocks do."""
-    classes = NodeClasses()
-    both = [classes.of(node) for node in graph(lambda a, b: (a + b, a + a), (4,), (4,)).nodes]
-    assert both[0][0] is both[1][0]
-    assert both[1][1][0] is both[1][1][1]
+    for first in (0, 1):
+        classes, nodes = NodeClasses(), graph(lambda a, b: (a + b, a + a), (4,), (4,)).nodes
+        classes.of(nodes[first])
+        both = [classes.of(node) for node in nodes]
+        assert both[0][0] is both[1][0] and both[0][0].edges[0].places == (0, 1, 2)
+        assert both[1][1][0] is both[1][1][1]
 
 
 def test_parameters_that_cannot_be_compared_are_of_one_node():

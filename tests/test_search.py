@@ -226,6 +226,50 @@ def test_a_branch_sends_no_more_than_its_body(f):
     assert sent <= alone
 
 
+def residual(x, up, down):
+    return x + jnp.tanh(x @ up) @ down
+
+
+def test_branches_give_their_results_as_they_are_annotated_outside():
+    """Also where a loop stands in them: what it carries may be as the result of the branches is requested."""
+    ins, shapes = (P(None, "d"), P(), P()), ((1024, 1024), (1024, 2048), (2048, 1024))
+
+    def repeated(*args):
+        x, *weights = args
+        return lax.scan(lambda x, _: (residual(x, *weights), None), x, length=2)[0]
+
+    for f in (residual, repeated):
+        alone, price = planned(f, ON_8, ins, P("d"), *shapes)
+
+        def branches(p, *args, f=f):
+            return lax.cond(p, f, f, *args)
+
+        sent, its = planned(branches, ON_8, (P(), *ins), P("d"), ((), "bool"), *shapes)
+        assert sent <= alone and its <= 1.02 * price  # to write what they give takes its time
+
+
+def test_what_comes_back_of_one_program_is_no_matter_of_another():
+    """One of three arguments of the first has the type of its result, two of three of the second: alone these
+    are state, and its are data, which completion spreads otherwise."""
+
+    def heads(x, w, out):
+        return jnp.einsum("bthd,hde->bte", jnp.tanh(jnp.einsum("bte,ehd->bthd", x, w)), out)
+
+    def biased(x, b, w):
+        return (x + b[None]) @ w
+
+    ins = (P(None, None, "d"), P("d"), P(None, "d")), (P(), P("d"), P())
+    shapes = ((8, 128, 512), (512, 8, 64), (8, 64, 512)), ((1024, 1024), (1024,), (1024, 1024))
+    outs = P("d"), P(None, "d")
+    each = [planned(f, ON_8, i, o, *s) for f, i, o, s in zip((heads, biased), ins, outs, shapes, strict=True)]
+
+    def both(*args):
+        return heads(*args[:3]), biased(*args[3:])
+
+    sent, price = planned(both, ON_8, (*ins[0], *ins[1]), outs, *shapes[0], *shapes[1])
+    assert sent == sum(nbytes for nbytes, _ in each) and price == sum(price for _, price in each)
+
+
 def experts(x, gate, up, down):
     """A mixture of experts, all of them weighted."""
     weights = jax.nn.softmax(jnp.einsum("gsm,me->gse", x, gate))

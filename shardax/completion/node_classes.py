@@ -3,7 +3,7 @@ follows is computed once.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -72,8 +72,9 @@ class NodeClasses:
             key = id(node)  # it has parameters that cannot be compared
             node_class = self.classes.get(key)
         if node_class is None:
-            entry = RULES.get(node.name)
-            node_class = self.add(key, entry.factors(node) if entry else None, edges_of(node), values)
+            entry, apart = RULES.get(node.name), _with_operands_apart(node)
+            factors = entry.factors(node) if entry else None
+            node_class = self.add(key, factors, edges_of(apart), apart.inputs + apart.outputs)
         return node_class, values
 
     def _structured(self, node: Node) -> tuple[NodeClass, list[Value]]:
@@ -129,13 +130,19 @@ class NodeClasses:
             params = (note.owing,)  # completion reads the annotation itself
         elif name.startswith("random"):
             params = (*params, node.eqn.ctx.threefry_partitionable)
-        same = [values.index(v) for v in values] if len({*values}) < len(values) else ()  # as x in x · x
-        return (name, len(node.inputs), *params, *map(self._type_number, values), *same)
+        return (name, len(node.inputs), *params, *map(self._type_number, values))
 
     def _type_number(self, value: Value) -> int:
         if value not in self.type_of:
             self.type_of[value] = self.types.setdefault(_type(value), len(self.types))
         return self.type_of[value]
+
+
+def _with_operands_apart(node: Node) -> Node:
+    """The same with a value of its own for each operand: which of them are one is no matter of the class."""
+    if len({*node.inputs}) == len(node.inputs):
+        return node
+    return replace(node, inputs=[Value(v.aval, v.literal, v.is_literal) for v in node.inputs])
 
 
 def _can_be_compared(key: Hashable) -> bool:
