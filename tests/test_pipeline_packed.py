@@ -82,9 +82,11 @@ def test_unrolled_layers_rest_on_their_stages_and_stay_there(layers):
     over_stages = {c.kind for c in plan.collectives if "stage" in c.axes and c.nbytes > 100}
     assert over_stages == {"ppermute"}
     assert {c.operands[0].shape[:2] for c in plan.collectives if c.kind == "ppermute"} == {(4, 128)}
-    reduced = [c for c in plan.collectives if c.axes == ("data",)]
-    assert {(c.kind, c.trips) for c in reduced} == {("all_reduce", 1)}
-    assert len(reduced) <= len(jax.tree.leaves(packed)) + 1
+    over_data = [c for c in plan.collectives if c.axes == ("data",)]
+    assert {c.trips for c in over_data} == {1}
+    kinds = Counter(c.kind for c in over_data)  # what is done with some sums is done by halves
+    assert kinds["all_reduce"] + kinds["reduce_scatter"] <= len(jax.tree.leaves(packed)) + 1
+    assert kinds["reduce_scatter"] == kinds["all_gather"] and len(kinds) <= 3
 
 
 def adam_step(grad):
@@ -144,7 +146,8 @@ def test_stacked_layers_rest_in_the_order_of_the_chunks(schedule):
     later = ((8, 10), (10, 12), (12, 14), (14, 16))
     assert rows == [((0, 2), (2, 4), (4, 6), (6, 8)), later[:: -1 if schedule == "zbv" else 1]]
     large = [c for c in plan.collectives if c.operands[0].shape[-2:] == (M, M)]
-    assert large and {(c.kind, c.axes, c.trips) for c in large} == {("all_reduce", ("data",), 1)}
+    assert {(c.axes, c.trips) for c in large} == {(("data",), 1)}
+    assert {c.kind for c in large} <= {"all_reduce", "reduce_scatter"}
 
 
 def unlike(params, x, y):

@@ -54,13 +54,24 @@ def planned(schedule: str, rows: int, transform: bool):
 
 @pytest.mark.parametrize(
     "schedule, rows, transform",
-    [("zb-h1", 8192, False), ("zb-h1", 8192, True), ("zbv", 640, False), ("1f1b", 640, True)],
+    [("zb-h1", 8192, False), ("zb-h1", 8192, True), ("zbv", 640, False), ("1f1b", 4096, True)],
 )
 def test_no_tick_sends_anything_over_the_axis_of_data(schedule, rows, transform):
-    """However small the batch, and where W makes the gradients: these stay owed until all are added up."""
+    """Where W makes the gradients, too: these stay owed until all are added up."""
     large = [c for c in planned(schedule, rows, transform).collectives if c.nbytes > 10_000]
     assert {c.trips for c in large if "data" in c.axes} == {1}
     assert {c.kind for c in large if c.trips > 1} == {"ppermute"}
+
+
+def test_of_a_small_batch_no_gradient_is_reduced():
+    """However small the batch, no tick reduces one. Of 40 rows on a device the search moves activations to the
+    features instead, so that each device makes its half of the gradients: all in all 5,799,946 B, 1 % more than to
+    reduce them once, and by price in 30 % less time.
+    """
+    plan = planned("1f1b", 640, True)
+    large = [c for c in plan.collectives if c.nbytes > 10_000]
+    assert {c.kind for c in large if c.trips > 1} == {"ppermute", "all_to_all", "all_gather"}
+    assert not any("reduce" in c.kind for c in large) and plan.comm_bytes <= 5_799_946
 
 
 def branches(jaxpr):
